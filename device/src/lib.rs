@@ -1,1 +1,24 @@
-//! stub
+//! perpetua's device side: the worker loop and the macro kernels.
+//!
+//! One source, two lives. Compiled for `nvptx64-nvidia-cuda` it is the persistent kernel; compiled for the host it is
+//! the CPU executors' engine, and its logic is tested there without a GPU. It knows images and nothing above them.
+//!
+//! - [`sync`]: the few atomics the protocol uses, as a trait; no fence or atomic stands anywhere else.
+//! - [`worker`]: the loop every resident worker runs, generic over [`sync::Sync`].
+//! - [`advance`]: the token loop's turn, from one [`Step`](perpetua_shared::Step) to the next.
+//! - [`kernels`]: one file per macro kernel, and the one list.
+#![cfg_attr(target_arch = "nvptx64", no_std)]
+#![cfg_attr(
+    target_arch = "nvptx64",
+    feature(abi_ptx, asm_experimental_arch, stdarch_nvptx, link_llvm_intrinsics, abi_unadjusted)
+)]
+
+pub mod advance;
+pub mod kernels;
+pub mod sync;
+pub mod worker;
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod cpu;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod io;

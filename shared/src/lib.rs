@@ -1,1 +1,23 @@
-//! stub
+//! What perpetua's host and device agree on, byte for byte.
+//!
+//! Everything in this crate is plain old data (`repr(C)`, no padding, no pointers) or a constant: the descriptors an
+//! [`image`] is made of, the numbers of the [`event`]s and control words the worker loop relies on, and every
+//! [maximum](limits). It knows neither graphs nor CUDA, allocates nothing and holds no `unsafe`.
+#![no_std]
+#![forbid(unsafe_code)]
+
+pub mod control;
+pub mod dtype;
+pub mod event;
+pub mod fault;
+pub mod id;
+pub mod image;
+pub mod limits;
+pub mod task;
+
+pub use control::Step;
+pub use dtype::DType;
+pub use event::EventDesc;
+pub use fault::{Fault, FaultCode};
+pub use id::{BindingId, EventId, ProgramId, TaskId, WorkerId};
+pub use task::{Operand, TaskDesc, TaskFlags};

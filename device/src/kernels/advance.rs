@@ -1,0 +1,69 @@
+//! Ends an iteration: counts the token made, decides whether the loop goes on and publishes the next step (see
+//! [`crate::advance`]). control: the control block as u32 words; tokens: [capacity] i32. The last task of every program.
+
+use super::*;
+#[cfg(not(target_arch = "nvptx64"))]
+use core::sync::atomic::{AtomicU32, Ordering};
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::DType;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::control::{Control, PRODUCED, STOP};
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Advance;
+
+/// No parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {}
+
+impl MacroKernel for Advance {
+    const NAME: &'static str = "advance";
+    const SLOTS: &'static [Slot] = &[Slot::read("tokens"), Slot::update("control")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [tokens, control] = io else { unreachable!("slots were counted") };
+        rules::dtype("tokens", tokens, &[DType::I32])?;
+        rules::rank("tokens", tokens, 1)?;
+        rules::dtype("control", control, &[DType::U32])?;
+        rules::extent("control", control, 0, WORDS as u32)
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [tokens, words] = core::array::from_fn(|i| call.tensor(i));
+        let mut control: Control =
+            bytemuck::cast::<[u32; WORDS], Control>(core::array::from_fn(|i| load(&words, i)));
+        let token = match control.step.sampling {
+            0 => 0,
+            _ => tokens.get_i32([(control.step.first_pos + control.step.rows) as usize]) as u32,
+        };
+        crate::advance::advance(&mut control, call.programs, token);
+        let out: [u32; WORDS] = bytemuck::cast(control);
+        // `stop` is the host's word. `produced` goes last: a host that sees it sees the token too.
+        for (i, word) in out.iter().enumerate().filter(|(i, _)| *i != STOP / 4 && *i != PRODUCED / 4) {
+            atomic(&words, i).store(*word, Ordering::Relaxed);
+        }
+        atomic(&words, PRODUCED / 4).store(out[PRODUCED / 4], Ordering::Release);
+        Ok(())
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+const WORDS: usize = size_of::<Control>() / 4;
+
+/// The control words are shared with the host while workers run, so they are only touched as atomics.
+#[cfg(not(target_arch = "nvptx64"))]
+fn atomic(words: &crate::io::Tensor, i: usize) -> &AtomicU32 {
+    // SAFETY: `address` checked that the word is in the box; it is aligned, and everyone accesses it atomically.
+    unsafe { AtomicU32::from_ptr(words.address([i]).cast()) }
+}
+
+/// Control word `i`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn load(words: &crate::io::Tensor, i: usize) -> u32 {
+    atomic(words, i).load(Ordering::Relaxed)
+}

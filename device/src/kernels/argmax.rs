@@ -1,0 +1,62 @@
+//! values[b], indices[b] = the largest of block b's part of x and where it stands, ties to the lower index, NaN below
+//! everything. x: [1, n]; values: [1] f32; indices: [1] i32, counted from the start of the whole row.
+
+use super::*;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::DType;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct ArgmaxPartial;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// Blocks the row is cut into.
+    pub blocks: u32,
+    /// Elements of the whole row: block b starts at b * len / blocks.
+    pub len_elems: u32,
+}
+
+impl Params {
+    /// Where block `block`'s part starts in the whole row.
+    pub fn first(&self, block: u32) -> usize {
+        (u64::from(block) * u64::from(self.len_elems) / u64::from(self.blocks.max(1))) as usize
+    }
+}
+
+impl MacroKernel for ArgmaxPartial {
+    const NAME: &'static str = "argmax_partial";
+    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::write("values"), Slot::write("indices")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, values, indices] = io else { unreachable!("slots were counted") };
+        rules::dtype("x", x, &[DType::F32])?;
+        rules::rank("x", x, 2)?;
+        rules::extent("x", x, 0, 1)?;
+        rules::unit_stride("x", x)?;
+        rules::dtype("values", values, &[DType::F32])?;
+        rules::dtype("indices", indices, &[DType::I32])?;
+        [("values", values), ("indices", indices)].into_iter().try_for_each(|(name, operand)| {
+            rules::rank(name, operand, 1)?;
+            rules::extent(name, operand, 0, 1)
+        })
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, values, indices] = core::array::from_fn(|i| call.tensor(i));
+        let mut best = (f32::NEG_INFINITY, -1i32);
+        for (i, &value) in x.slice::<f32, 2>([0, 0], x.extent(1)).iter().enumerate() {
+            if value > best.0 || (best.1 < 0 && !value.is_nan()) {
+                best = (value, (p.first(call.task.block[0]) + i) as i32);
+            }
+        }
+        values.set([0], best.0);
+        indices.set_i32([0], best.1);
+        Ok(())
+    }
+}

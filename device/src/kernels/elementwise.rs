@@ -1,0 +1,89 @@
+//! y = f(a, b), element by element. a, b, y: [rows, n].
+
+use super::linear::Activation;
+use super::*;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Elementwise;
+
+/// The function.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Function {
+    /// a + b.
+    Add = 0,
+    /// a * b.
+    Mul = 1,
+    /// activation(a); no b.
+    Activate = 2,
+    /// activation(a) * b.
+    ActivateMul = 3,
+}
+
+impl Function {
+    /// The function numbered `number`.
+    pub fn from_u32(number: u32) -> Option<Function> {
+        use Function::*;
+        [Add, Mul, Activate, ActivateMul].into_iter().find(|f| *f as u32 == number)
+    }
+}
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// A [`Function`].
+    pub function: u32,
+    /// An [`Activation`].
+    pub activation: u32,
+}
+
+impl MacroKernel for Elementwise {
+    const NAME: &'static str = "elementwise";
+    const SLOTS: &'static [Slot] = &[Slot::read("a"), Slot::optional("b"), Slot::write("y")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [a, b, y] = io else { unreachable!("slots were counted") };
+        let Some(function) = Function::from_u32(p.function) else {
+            return Err(format!("function {} is unknown", p.function));
+        };
+        if Activation::from_u32(p.activation).is_none() {
+            return Err(format!("activation {} is unknown", p.activation));
+        }
+        if b.is_present() == (function == Function::Activate) {
+            return Err(format!("{function:?} takes {} tensors", if b.is_present() { 1 } else { 2 }));
+        }
+        for (name, operand) in [("a", a), ("b", b), ("y", y)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, 2)?;
+            rules::extent(name, operand, 0, a.extent[0])?;
+            rules::extent(name, operand, 1, a.extent[1])?;
+        }
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [a, b, y] = core::array::from_fn(|i| call.tensor(i));
+        let function = Function::from_u32(p.function).unwrap_or(Function::Add);
+        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        for r in 0..call.rows(0) {
+            for c in 0..a.extent(1) {
+                let x = a.get([r, c]);
+                y.set(
+                    [r, c],
+                    match function {
+                        Function::Add => x + b.get([r, c]),
+                        Function::Mul => x * b.get([r, c]),
+                        Function::Activate => activation.apply(x),
+                        Function::ActivateMul => activation.apply(x) * b.get([r, c]),
+                    },
+                );
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,77 @@
+//! y[r,:] = table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:]). tokens: [capacity] i32; table: [vocab,
+//! hidden]; positions: [max positions, hidden] and kinds: [kinds, hidden], both optional (BERT); y: [rows, hidden].
+
+use super::*;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::{DType, FaultCode};
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Embedding;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// Rows of `table`: a token id must be below.
+    pub vocab: u32,
+}
+
+impl MacroKernel for Embedding {
+    const NAME: &'static str = "embedding";
+    const SLOTS: &'static [Slot] = &[
+        Slot::read("tokens"),
+        Slot::read("table"),
+        Slot::optional("positions"),
+        Slot::optional("kinds"),
+        Slot::write("y"),
+    ];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [tokens, table, positions, kinds, y] = io else { unreachable!("slots were counted") };
+        rules::dtype("tokens", tokens, &[DType::I32])?;
+        rules::rank("tokens", tokens, 1)?;
+        for (name, operand) in [("table", table), ("positions", positions), ("kinds", kinds), ("y", y)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, 2)?;
+            rules::extent(name, operand, 1, y.extent[1])?;
+        }
+        Ok(())
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        // One row of each table per row of `y`, whatever the tables' sizes.
+        let [_, table, positions, kinds, y] = io else { return Cost::default() };
+        let row = |o: &Operand| o.dtype().map_or(0, |d| d.size_bytes() as u64);
+        Cost {
+            bytes_read: y.len_elems() * (row(table) + row(positions) + row(kinds)) + 4 * u64::from(y.extent[0]),
+            bytes_written: y.len_elems() * row(y),
+            flops: 0,
+        }
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [tokens, table, positions, kinds, y] = core::array::from_fn(|i| call.tensor(i));
+        for r in 0..call.rows(4) {
+            let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
+            let token = tokens.get_i32([pos]);
+            if token < 0 || token as u32 >= p.vocab {
+                return Err(Fault::new(FaultCode::TokenOutOfRange, pos as u32, token as u32, p.vocab));
+            }
+            for c in 0..y.extent(1) {
+                let mut value = table.get([token as usize, c]);
+                if positions.is_present() {
+                    value += positions.get([pos, c]);
+                }
+                if kinds.is_present() {
+                    value += kinds.get([0, c]);
+                }
+                y.set([r, c], value);
+            }
+        }
+        Ok(())
+    }
+}

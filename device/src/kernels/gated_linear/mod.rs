@@ -1,0 +1,87 @@
+//! y = act(x . gate^T) * (x . up^T): the first half of a gated MLP. x: [rows, k]; gate, up: [n, k]; y: [rows, n];
+//! f32 accumulation. Reads 2*n*k weight elements once.
+
+use super::linear::Activation;
+use super::*;
+
+#[cfg(not(target_arch = "nvptx64"))]
+mod cpu;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct GatedLinear;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// An [`Activation`].
+    pub activation: u32,
+}
+
+impl MacroKernel for GatedLinear {
+    const NAME: &'static str = "gated_linear";
+    const SLOTS: &'static [Slot] = &[
+        Slot::read("x"),
+        Slot::read("gate"),
+        Slot::read("up"),
+        Slot::optional("gate_bias"),
+        Slot::optional("up_bias"),
+        Slot::write("y"),
+    ];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, gate, up, gate_bias, up_bias, y] = io else { unreachable!("slots were counted") };
+        if Activation::from_u32(p.activation).is_none() {
+            return Err(format!("activation {} is unknown", p.activation));
+        }
+        for (name, operand, rank) in [
+            ("x", x, 2),
+            ("gate", gate, 2),
+            ("up", up, 2),
+            ("gate_bias", gate_bias, 1),
+            ("up_bias", up_bias, 1),
+            ("y", y, 2),
+        ] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, rank)?;
+            rules::unit_stride(name, operand)?;
+        }
+        rules::extent("gate", gate, 1, x.extent[1])?;
+        rules::extent("up", up, 0, gate.extent[0])?;
+        rules::extent("up", up, 1, x.extent[1])?;
+        rules::extent("gate_bias", gate_bias, 0, gate.extent[0])?;
+        rules::extent("up_bias", up_bias, 0, gate.extent[0])?;
+        rules::extent("y", y, 0, x.extent[0])?;
+        rules::extent("y", y, 1, gate.extent[0])
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        let [x, gate, up, ..] = io else { return Cost::default() };
+        let flops = 2 * u64::from(x.extent[0]) * (gate.len_elems() + up.len_elems());
+        Cost { flops, ..default_cost(Self::SLOTS, io) }
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, gate, up, gate_bias, up_bias, y] = core::array::from_fn(|i| call.tensor(i));
+        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        let dot = |w: &crate::io::Tensor, bias: &crate::io::Tensor, r: usize, n: usize| {
+            let sum: f32 = (0..x.extent(1)).map(|k| x.get([r, k]) * w.get([n, k])).sum();
+            if bias.is_present() { sum + bias.get([n]) } else { sum }
+        };
+        for r in 0..call.rows(0) {
+            for n in 0..gate.extent(0) {
+                y.set([r, n], activation.apply(dot(&gate, &gate_bias, r, n)) * dot(&up, &up_bias, r, n));
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        cpu::run(p, call, scratch)
+    }
+}

@@ -1,0 +1,125 @@
+//! y = act(x . w^T + bias) + residual. x: [rows, k]; w: [n, k] (as checkpoints store it); bias: [n]; residual, y:
+//! [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops.
+
+use super::*;
+
+#[cfg(not(target_arch = "nvptx64"))]
+mod cpu;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Linear;
+
+/// What is applied to each output before the residual is added.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// Nothing.
+    None = 0,
+    /// x * Phi(x), with the error function (BERT's `gelu`).
+    Gelu = 1,
+    /// x * sigmoid(x).
+    Silu = 2,
+    /// max(x, 0).
+    Relu = 3,
+    /// The tanh approximation of gelu (`gelu_new`, `gelu_pytorch_tanh`).
+    GeluTanh = 4,
+}
+
+impl Activation {
+    /// The activation numbered `number`.
+    pub fn from_u32(number: u32) -> Option<Activation> {
+        use Activation::*;
+        [None, Gelu, Silu, Relu, GeluTanh].into_iter().find(|a| *a as u32 == number)
+    }
+
+    /// The function itself.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub fn apply(self, x: f32) -> f32 {
+        match self {
+            Activation::None => x,
+            Activation::Gelu => 0.5 * x * (1.0 + crate::cpu::math::erf(x * std::f32::consts::FRAC_1_SQRT_2)),
+            Activation::Silu => x / (1.0 + (-x).exp()),
+            Activation::Relu => x.max(0.0),
+            Activation::GeluTanh => {
+                let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
+                0.5 * x * (1.0 + inner.tanh())
+            }
+        }
+    }
+}
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// An [`Activation`].
+    pub activation: u32,
+}
+
+impl MacroKernel for Linear {
+    const NAME: &'static str = "linear";
+    const SLOTS: &'static [Slot] = &[
+        Slot::read("x"),
+        Slot::read("w"),
+        Slot::optional("bias"),
+        Slot::optional("residual"),
+        Slot::write("y"),
+    ];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, w, bias, residual, y] = io else { unreachable!("slots were counted") };
+        if Activation::from_u32(p.activation).is_none() {
+            return Err(format!("activation {} is unknown", p.activation));
+        }
+        for (name, operand, rank) in [("x", x, 2), ("w", w, 2), ("bias", bias, 1), ("residual", residual, 2), ("y", y, 2)]
+        {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, rank)?;
+            rules::unit_stride(name, operand)?;
+        }
+        rules::extent("w", w, 1, x.extent[1])?;
+        rules::extent("bias", bias, 0, w.extent[0])?;
+        for (name, operand) in [("residual", residual), ("y", y)] {
+            rules::extent(name, operand, 0, x.extent[0])?;
+            rules::extent(name, operand, 1, w.extent[0])?;
+        }
+        Ok(())
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        let [x, w, ..] = io else { return Cost::default() };
+        let flops = 2 * u64::from(x.extent[0]) * w.len_elems();
+        Cost { flops, ..default_cost(Self::SLOTS, io) }
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
+        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        for r in 0..call.rows(0) {
+            for n in 0..w.extent(0) {
+                let mut sum = 0.0;
+                for k in 0..x.extent(1) {
+                    sum += x.get([r, k]) * w.get([n, k]);
+                }
+                if bias.is_present() {
+                    sum += bias.get([n]);
+                }
+                sum = activation.apply(sum);
+                if residual.is_present() {
+                    sum += residual.get([r, n]);
+                }
+                y.set([r, n], sum);
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        cpu::run(p, call, scratch)
+    }
+}

@@ -1,0 +1,302 @@
+//! The macro kernels: one file each, and the one list.
+//!
+//! A macro kernel is the device function a task runs. Its file holds all the project knows about it: shapes, `check`,
+//! `cost`, the plain-loop `reference` that defines it, and its CPU and GPU bodies.
+
+use bytemuck::Pod;
+use perpetua_shared::limits::PARAM_WORDS;
+use perpetua_shared::task::Operand;
+
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::{cpu::Scratch, io::Call};
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::Fault;
+
+/// How a task uses an operand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Reads it.
+    Read,
+    /// Writes every element of it (that the pass's rows cover) and reads none.
+    Write,
+    /// Reads and writes it in place.
+    Update,
+}
+
+/// One operand of a macro kernel's signature.
+#[derive(Clone, Copy, Debug)]
+pub struct Slot {
+    /// Its name in the kernel's formula.
+    pub name: &'static str,
+    /// How it is used.
+    pub usage: Use,
+    /// Whether it may be absent.
+    pub optional: bool,
+}
+
+impl Slot {
+    /// An operand that is read.
+    pub const fn read(name: &'static str) -> Slot {
+        Slot {
+            name,
+            usage: Use::Read,
+            optional: false,
+        }
+    }
+    /// An operand that is read when present.
+    pub const fn optional(name: &'static str) -> Slot {
+        Slot {
+            name,
+            usage: Use::Read,
+            optional: true,
+        }
+    }
+    /// An operand that is written.
+    pub const fn write(name: &'static str) -> Slot {
+        Slot {
+            name,
+            usage: Use::Write,
+            optional: false,
+        }
+    }
+    /// An operand that is updated in place.
+    pub const fn update(name: &'static str) -> Slot {
+        Slot {
+            name,
+            usage: Use::Update,
+            optional: false,
+        }
+    }
+}
+
+/// What running a task moves and computes: scheduling and roofline use the same numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Cost {
+    /// Bytes read from memory, each element once.
+    pub bytes_read: u64,
+    /// Bytes written.
+    pub bytes_written: u64,
+    /// Floating-point operations (a multiply-add is two).
+    pub flops: u64,
+}
+
+/// A rule of a macro kernel that a task's operands break, as one sentence.
+#[cfg(not(target_arch = "nvptx64"))]
+pub type Violation = String;
+
+/// A device function that tasks run.
+pub trait MacroKernel {
+    /// Its name in text forms and reports.
+    const NAME: &'static str;
+    /// Its operands, in order.
+    const SLOTS: &'static [Slot];
+    /// Its parameters: at most [`PARAM_WORDS`] words.
+    type Params: Pod;
+
+    /// Judges shapes, dtypes and strides; presence and slot count have been judged before.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(params: &Self::Params, io: &[Operand]) -> Result<(), Violation>;
+
+    /// Bytes and flops of one task over all its rows.
+    fn cost(params: &Self::Params, io: &[Operand]) -> Cost {
+        let _ = params;
+        default_cost(Self::SLOTS, io)
+    }
+
+    /// The definition: plain loops, f32 arithmetic.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(params: &Self::Params, call: &Call<'_>) -> Result<(), Fault>;
+
+    /// The body CPU workers run; the reference where plain loops are good enough.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(params: &Self::Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let _ = scratch;
+        Self::reference(params, call)
+    }
+}
+
+/// Every operand once, one flop an element written: right for the kernels that only move data.
+pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
+    let mut cost = Cost::default();
+    for (slot, operand) in slots.iter().zip(io) {
+        let bytes = operand
+            .dtype()
+            .map_or(0, |dtype| operand.len_elems() * dtype.size_bytes() as u64);
+        if slot.usage != Use::Write {
+            cost.bytes_read += bytes;
+        }
+        if slot.usage != Use::Read {
+            cost.bytes_written += bytes;
+            cost.flops += operand.len_elems();
+        }
+    }
+    cost
+}
+
+/// Reads a kernel's parameters out of a task's words.
+pub fn params<P: Pod>(words: &[u32; PARAM_WORDS]) -> P {
+    bytemuck::pod_read_unaligned(&bytemuck::bytes_of(words)[..size_of::<P>()])
+}
+
+/// Writes a kernel's parameters as a task's words; the rest is zero.
+pub fn param_words<P: Pod>(params: &P) -> [u32; PARAM_WORDS] {
+    const {
+        assert!(
+            size_of::<P>() <= 4 * PARAM_WORDS,
+            "a macro kernel's parameters must fit the task descriptor"
+        )
+    };
+    let mut words = [0; PARAM_WORDS];
+    bytemuck::bytes_of_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
+    words
+}
+
+/// A kernel's number in images.
+pub trait Numbered {
+    /// The number.
+    const TASK_TYPE: u16;
+}
+
+/// A macro kernel, its types erased: one row of [`SPECS`].
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy, Debug)]
+pub struct Spec {
+    /// Its number in images.
+    pub task_type: u16,
+    /// See [`MacroKernel::NAME`].
+    pub name: &'static str,
+    /// See [`MacroKernel::SLOTS`].
+    pub slots: &'static [Slot],
+    check: fn(&[u32; PARAM_WORDS], &[Operand]) -> Result<(), Violation>,
+    /// See [`MacroKernel::cost`].
+    pub cost: fn(&[u32; PARAM_WORDS], &[Operand]) -> Cost,
+    /// See [`MacroKernel::reference`].
+    pub reference: fn(&Call<'_>) -> Result<(), Fault>,
+    /// See [`MacroKernel::cpu`].
+    pub cpu: fn(&Call<'_>, &mut Scratch) -> Result<(), Fault>,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Spec {
+    /// The spec numbered `task_type`.
+    pub fn of(task_type: u16) -> Option<&'static Spec> {
+        SPECS.iter().find(|spec| spec.task_type == task_type)
+    }
+
+    /// Judges a task's parameters and operands.
+    ///
+    /// # Errors
+    /// The first rule broken, naming the kernel and the operand.
+    pub fn check(&self, words: &[u32; PARAM_WORDS], io: &[Operand]) -> Result<(), Violation> {
+        if io.len() != self.slots.len() {
+            return Err(format!(
+                "{}: {} operands given, expected {}",
+                self.name,
+                io.len(),
+                self.slots.len()
+            ));
+        }
+        for (slot, operand) in self.slots.iter().zip(io) {
+            if !slot.optional && !operand.is_present() {
+                return Err(format!(
+                    "{}: operand `{}` is absent, expected a tensor",
+                    self.name, slot.name
+                ));
+            }
+        }
+        (self.check)(words, io).map_err(|violation| format!("{}: {violation}", self.name))
+    }
+}
+
+macro_rules! kernels {
+    ($($number:literal => $module:ident::$kernel:ident),* $(,)?) => {
+        $(pub mod $module;
+        pub use $module::$kernel;
+        impl Numbered for $kernel {
+            const TASK_TYPE: u16 = $number;
+        })*
+
+        /// Every macro kernel, by number.
+        #[cfg(not(target_arch = "nvptx64"))]
+        pub static SPECS: &[Spec] = &[$(Spec {
+            task_type: $number,
+            name: $kernel::NAME,
+            slots: $kernel::SLOTS,
+            check: |words, io| $kernel::check(&params(words), io),
+            cost: |words, io| $kernel::cost(&params(words), io),
+            reference: |call| $kernel::reference(&params(&call.task.params), call),
+            cpu: |call, scratch| $kernel::cpu(&params(&call.task.params), call, scratch),
+        }),*];
+
+        /// Numbers are used once: a duplicate is an unreachable-pattern error here.
+        #[deny(unreachable_patterns)]
+        const _: fn(u16) -> bool = |number| match number {
+            $($number => true,)*
+            _ => false,
+        };
+    };
+}
+
+// Numbers are part of the image format: append, never reuse (reuse is a compile error).
+kernels! {
+    1 => embedding::Embedding,
+    2 => rms_norm::RmsNorm,
+    3 => linear::Linear,
+    4 => gated_linear::GatedLinear,
+    5 => rope::Rope,
+    6 => attention::Attention,
+    7 => layer_norm::LayerNorm,
+    8 => elementwise::Elementwise,
+    9 => select_row::SelectRow,
+    10 => argmax::ArgmaxPartial,
+    11 => sample::Sample,
+    12 => advance::Advance,
+    13 => pool::Pool,
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) mod rules {
+    //! The phrases every `check` is made of.
+    use super::Violation;
+    use perpetua_shared::DType;
+    use perpetua_shared::task::Operand;
+
+    pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+    pub(crate) fn dtype(name: &str, operand: &Operand, allowed: &[DType]) -> Result<(), Violation> {
+        match operand.dtype() {
+            Some(dtype) if allowed.contains(&dtype) => Ok(()),
+            Some(dtype) => Err(format!("`{name}` is {dtype}, expected one of {allowed:?}")),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn extent(name: &str, operand: &Operand, dim: usize, expected: u32) -> Result<(), Violation> {
+        if !operand.is_present() || operand.extent[dim] == expected {
+            return Ok(());
+        }
+        Err(format!(
+            "`{name}` has {} elements along dimension {dim}, expected {expected}",
+            operand.extent[dim]
+        ))
+    }
+
+    pub(crate) fn rank(name: &str, operand: &Operand, expected: u16) -> Result<(), Violation> {
+        if !operand.is_present() || operand.rank == expected {
+            return Ok(());
+        }
+        Err(format!("`{name}` has rank {}, expected {expected}", operand.rank))
+    }
+
+    /// The last dimension is contiguous, so that bodies may take slices of it.
+    pub(crate) fn unit_stride(name: &str, operand: &Operand) -> Result<(), Violation> {
+        let last = usize::from(operand.rank.max(1)) - 1;
+        if !operand.is_present() || operand.extent[last] <= 1 || operand.stride_elems[last] == 1 {
+            return Ok(());
+        }
+        Err(format!(
+            "`{name}` has stride {} along its last dimension, expected 1",
+            operand.stride_elems[last]
+        ))
+    }
+}

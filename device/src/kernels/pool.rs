@@ -1,0 +1,49 @@
+//! y[0,:] = the mean of x's rows, or its first row; divided by its Euclidean norm when asked (at least 1e-12, as
+//! sentence-transformers does). x: [rows, hidden]; y: [1, hidden].
+
+use super::*;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Pool;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// 0: the first row (CLS); 1: the mean of the rows.
+    pub mean: u32,
+    /// 1: divide by the Euclidean norm.
+    pub normalise: u32,
+}
+
+impl MacroKernel for Pool {
+    const NAME: &'static str = "pool";
+    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::write("y")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, y] = io else { unreachable!("slots were counted") };
+        for (name, operand) in [("x", x), ("y", y)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, 2)?;
+            rules::extent(name, operand, 1, x.extent[1])?;
+        }
+        rules::extent("y", y, 0, 1)
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, y] = core::array::from_fn(|i| call.tensor(i));
+        let rows = if p.mean != 0 { call.rows(0) } else { call.rows(0).min(1) };
+        let mean = |c: usize| (0..rows).map(|r| x.get([r, c])).sum::<f32>() / rows.max(1) as f32;
+        let mut scale = 1.0;
+        if p.normalise != 0 {
+            let squares: f32 = (0..x.extent(1)).map(|c| mean(c) * mean(c)).sum();
+            scale = 1.0 / squares.sqrt().max(1e-12);
+        }
+        (0..x.extent(1)).for_each(|c| y.set([0, c], mean(c) * scale));
+        Ok(())
+    }
+}

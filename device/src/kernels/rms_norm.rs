@@ -1,0 +1,49 @@
+//! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w. x, y: [rows, hidden]; w: [hidden]; f32 accumulation.
+//! Moves 2*rows*hidden + hidden elements.
+
+use super::*;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct RmsNorm;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl MacroKernel for RmsNorm {
+    const NAME: &'static str = "rms_norm";
+    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::read("w"), Slot::write("y")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, w, y] = io else { unreachable!("slots were counted") };
+        for (name, operand, rank) in [("x", x, 2), ("w", w, 1), ("y", y, 2)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, rank)?;
+            rules::unit_stride(name, operand)?;
+        }
+        rules::extent("w", w, 0, x.extent[1])?;
+        rules::extent("y", y, 0, x.extent[0])?;
+        rules::extent("y", y, 1, x.extent[1])
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, w, y] = core::array::from_fn(|i| call.tensor(i));
+        let hidden = x.extent(1);
+        for r in 0..call.rows(0) {
+            let squares: f32 = (0..hidden).map(|c| x.get([r, c]) * x.get([r, c])).sum();
+            let scale = 1.0 / (squares / hidden as f32 + p.eps).sqrt();
+            for c in 0..hidden {
+                y.set([r, c], x.get([r, c]) * scale * w.get([c]));
+            }
+        }
+        Ok(())
+    }
+}

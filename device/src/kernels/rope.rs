@@ -1,0 +1,126 @@
+//! Prepares attention: per-head RMSNorm of q and k (when their weights are given), rotary position embedding of both,
+//! and the append of k and v to the cache at the rows' positions.
+//!
+//! q: [rows, kv_heads, group, d], rotated in place; k, v: [rows, kv_heads, d]; q_norm, k_norm: [d], optional;
+//! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Row r stands at position p = first_pos + r and turns
+//! the pair (x[i], x[i + d/2]) by the angle p * frequencies[i], in f32.
+
+use super::*;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::DType;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Rope;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// Added to the mean square of the head norms.
+    pub eps: f32,
+}
+
+impl MacroKernel for Rope {
+    const NAME: &'static str = "rope";
+    const SLOTS: &'static [Slot] = &[
+        Slot::update("q"),
+        Slot::read("k"),
+        Slot::read("v"),
+        Slot::optional("q_norm"),
+        Slot::optional("k_norm"),
+        Slot::read("frequencies"),
+        Slot::update("k_cache"),
+        Slot::update("v_cache"),
+    ];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = io else { unreachable!("slots were counted") };
+        let d = q.extent[3];
+        if d % 2 != 0 {
+            return Err(format!("head dimension {d} is odd, expected an even one"));
+        }
+        rules::rank("q", q, 4)?;
+        for (name, operand) in [("q_norm", q_norm), ("k_norm", k_norm)] {
+            rules::rank(name, operand, 1)?;
+            rules::extent(name, operand, 0, d)?;
+        }
+        for (name, operand) in [("k", k), ("v", v)] {
+            rules::rank(name, operand, 3)?;
+            rules::extent(name, operand, 0, q.extent[0])?;
+            rules::extent(name, operand, 1, q.extent[1])?;
+            rules::extent(name, operand, 2, d)?;
+        }
+        for (name, operand) in [("k_cache", k_cache), ("v_cache", v_cache)] {
+            rules::rank(name, operand, 3)?;
+            rules::extent(name, operand, 0, q.extent[1])?;
+            rules::extent(name, operand, 2, d)?;
+        }
+        for (name, operand) in [
+            ("q", q),
+            ("k", k),
+            ("v", v),
+            ("q_norm", q_norm),
+            ("k_norm", k_norm),
+            ("k_cache", k_cache),
+            ("v_cache", v_cache),
+        ] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::unit_stride(name, operand)?;
+        }
+        rules::dtype("frequencies", frequencies, &[DType::F32])?;
+        rules::rank("frequencies", frequencies, 1)?;
+        rules::extent("frequencies", frequencies, 0, d / 2)
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        // The cache is touched only at the rows appended.
+        let [q, k, v, .., k_cache, _] = io else { return Cost::default() };
+        let bytes = |o: &Operand| o.dtype().map_or(0, |d| o.len_elems() * d.size_bytes() as u64);
+        let appended = 2 * k.len_elems() * k_cache.dtype().map_or(0, |d| d.size_bytes() as u64);
+        Cost {
+            bytes_read: bytes(q) + bytes(k) + bytes(v),
+            bytes_written: bytes(q) + appended,
+            flops: 6 * (q.len_elems() + k.len_elems()),
+        }
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
+        let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
+        let mut head = vec![0.0f32; d];
+        let mut rotated = vec![0.0f32; d];
+        let mut turn = |head: &[f32], norm: &crate::io::Tensor, pos: usize| -> Vec<f32> {
+            let mut scale = 1.0;
+            if norm.is_present() {
+                let squares: f32 = head.iter().map(|x| x * x).sum();
+                scale = 1.0 / (squares / d as f32 + p.eps).sqrt();
+            }
+            let x = |i: usize| head[i] * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
+            for i in 0..d / 2 {
+                let (sin, cos) = (pos as f32 * frequencies.get([i])).sin_cos();
+                rotated[i] = x(i) * cos - x(i + d / 2) * sin;
+                rotated[i + d / 2] = x(i + d / 2) * cos + x(i) * sin;
+            }
+            rotated.clone()
+        };
+        for r in 0..call.rows(0) {
+            let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
+            for h in 0..n_kv {
+                for g in 0..group {
+                    head.iter_mut().enumerate().for_each(|(i, x)| *x = q.get([r, h, g, i]));
+                    let turned = turn(&head, &q_norm, pos);
+                    turned.iter().enumerate().for_each(|(i, x)| q.set([r, h, g, i], *x));
+                }
+                head.iter_mut().enumerate().for_each(|(i, x)| *x = k.get([r, h, i]));
+                let turned = turn(&head, &k_norm, pos);
+                turned.iter().enumerate().for_each(|(i, x)| k_cache.set([h, pos, i], *x));
+                (0..d).for_each(|i| v_cache.set([h, pos, i], v.get([r, h, i])));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,148 @@
+//! tokens[first_pos + rows] = the next token: the argmax of the partial results at temperature 0, else a draw from
+//! softmax(logits / temperature) cut to the top k and then to the smallest set of mass top p (the order `transformers`
+//! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32.
+//!
+//! The draw is a function of seed and position alone, so a run can be repeated on any executor.
+
+use super::*;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::control::Control;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::{DType, FaultCode};
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Sample;
+
+/// No parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {}
+
+/// A number in [0, 1) from the seed and a position (SplitMix64's finaliser, Steele et al. 2014).
+pub fn uniform(seed: [u32; 2], position: u32) -> f64 {
+    let seed = u64::from(seed[0]) | u64::from(seed[1]) << 32;
+    let mut z = seed.wrapping_add(u64::from(position).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    ((z ^ z >> 31) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+impl MacroKernel for Sample {
+    const NAME: &'static str = "sample";
+    const SLOTS: &'static [Slot] = &[
+        Slot::read("logits"),
+        Slot::read("values"),
+        Slot::read("indices"),
+        Slot::read("control"),
+        Slot::update("tokens"),
+    ];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [logits, values, indices, control, tokens] = io else { unreachable!("slots were counted") };
+        rules::dtype("logits", logits, &[DType::F32])?;
+        rules::rank("logits", logits, 2)?;
+        rules::unit_stride("logits", logits)?;
+        rules::dtype("values", values, &[DType::F32])?;
+        rules::dtype("indices", indices, &[DType::I32])?;
+        rules::extent("indices", indices, 0, values.extent[0])?;
+        rules::dtype("control", control, &[DType::U32])?;
+        rules::extent("control", control, 0, (size_of::<Control>() / 4) as u32)?;
+        rules::dtype("tokens", tokens, &[DType::I32])?;
+        rules::rank("tokens", tokens, 1)
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let mut candidates = Vec::new();
+        sample(call, &mut candidates)
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(_: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        sample(call, &mut scratch.candidates)
+    }
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault> {
+    let [logits, values, indices, control, tokens] = core::array::from_fn(|i| call.tensor(i));
+    let word = |offset: usize| super::advance::load(&control, offset / 4);
+    let temperature = f32::from_bits(word(core::mem::offset_of!(Control, temperature)));
+    let position = call.step.first_pos + call.step.rows;
+    let mut best = (f32::NEG_INFINITY, -1);
+    for b in 0..values.extent(0) {
+        let (value, index) = (values.get([b]), indices.get_i32([b]));
+        if index >= 0 && (best.1 < 0 || value > best.0) {
+            best = (value, index);
+        }
+    }
+    if best.1 < 0 {
+        return Err(Fault::new(FaultCode::NotANumber, position, 0, 0));
+    }
+    let mut token = best.1;
+    if temperature > 0.0 {
+        let top_k = word(core::mem::offset_of!(Control, top_k)) as usize;
+        let top_p = f32::from_bits(word(core::mem::offset_of!(Control, top_p)));
+        let seed_at = core::mem::offset_of!(Control, seed);
+        token = draw(
+            logits.slice::<f32, 2>([0, 0], logits.extent(1)),
+            best.0,
+            temperature,
+            top_k,
+            top_p,
+            uniform([word(seed_at), word(seed_at + 4)], position),
+            candidates,
+        ) as i32;
+    }
+    tokens.set_i32([position as usize], token);
+    Ok(())
+}
+
+/// Draws an index of `logits` (the largest of which is `max`) with the uniform number `u`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn draw(
+    logits: &[f32],
+    max: f32,
+    temperature: f32,
+    top_k: usize,
+    top_p: f32,
+    u: f64,
+    candidates: &mut Vec<(f32, u32)>,
+) -> u32 {
+    candidates.clear();
+    let weight = |l: f32| if l == max { 1.0 } else { ((l - max) / temperature).exp() };
+    // Weights that round to zero can never be drawn; dropping them keeps the sort short.
+    candidates.extend(logits.iter().enumerate().map(|(i, l)| (weight(*l), i as u32)).filter(|(w, _)| *w > 0.0));
+    let by_weight = |a: &(f32, u32), b: &(f32, u32)| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1));
+    if top_k > 0 && top_k < candidates.len() {
+        candidates.select_nth_unstable_by(top_k - 1, by_weight);
+        candidates.truncate(top_k);
+    }
+    if top_p < 1.0 {
+        candidates.sort_unstable_by(by_weight);
+        let total: f64 = candidates.iter().map(|(w, _)| f64::from(*w)).sum();
+        let mut mass = 0.0;
+        let keep = candidates.iter().take_while(|(w, _)| {
+            let before = mass;
+            mass += f64::from(*w);
+            before < f64::from(top_p) * total
+        });
+        let keep = keep.count().max(1);
+        candidates.truncate(keep);
+    } else {
+        // The draw walks the candidates; in index order it does not depend on how the selection left them.
+        candidates.sort_unstable_by_key(|(_, i)| *i);
+    }
+    let total: f64 = candidates.iter().map(|(w, _)| f64::from(*w)).sum();
+    let mut left = u * total;
+    for (w, i) in candidates.iter() {
+        left -= f64::from(*w);
+        if left < 0.0 {
+            return *i;
+        }
+    }
+    candidates.last().map_or(0, |(_, i)| *i)
+}

@@ -1,0 +1,37 @@
+//! y[0,:] = x[rows - 1,:]: the pass's last row, which alone goes through the head. x: [rows, hidden]; y: [1, hidden].
+
+use super::*;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct SelectRow;
+
+/// No parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {}
+
+impl MacroKernel for SelectRow {
+    const NAME: &'static str = "select_row";
+    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::write("y")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, y] = io else { unreachable!("slots were counted") };
+        for (name, operand) in [("x", x), ("y", y)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, 2)?;
+            rules::extent(name, operand, 1, x.extent[1])?;
+        }
+        rules::extent("y", y, 0, 1)
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, y] = core::array::from_fn(|i| call.tensor(i));
+        let Some(last) = call.rows(0).checked_sub(1) else { return Ok(()) };
+        (0..x.extent(1)).for_each(|c| y.set([0, c], x.get([last, c])));
+        Ok(())
+    }
+}

@@ -1,0 +1,142 @@
+//! The loop every resident worker runs.
+//!
+//! ```text
+//! repeat: read the step ── trigger ARRIVED ── for each task of my list: wait on its events, run it, trigger its events
+//!         └──────────────────────────────────────── wait on ITERATION ◀──────────────── last task: advance, trigger ITERATION
+//! ```
+//! # Why it neither hangs nor overtakes
+//! - *Order in an iteration.* The lists and events of a program are live (law 3, judged when the image is made): with
+//!   every worker resident, the earliest unfinished task in program order is always either running or next on its
+//!   worker's list with all its events fired.
+//! - *Between iterations.* `advance`, the last task, transitively waits on every other task of the program and on
+//!   `EVENT_ARRIVED`, which every worker triggers after it has read the step. So when it overwrites the step, everyone
+//!   has read the old one; when it triggers `EVENT_ITERATION`, no task of the iteration is unfinished. A task of the next
+//!   iteration starts after its worker has seen that trigger, hence after every task of this one: buffers need no
+//!   ordering across iterations beyond it.
+//! - *Counters* are monotonic. In run `n` of a program (from 0) its event `e` fires at `(n + 1) * num_triggers(e)`
+//!   triggers; `n` is part of the step, so a worker holds no state of its own but the iteration number.
+
+use crate::sync::Sync;
+use perpetua_shared::control::NO_PROGRAM;
+use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc};
+use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::{EventId, Fault, Step, TaskId, WorkerId};
+
+/// A checked image's sections, as slices. Made only from an image that `decode` has accepted, so every index in it is
+/// in range.
+#[derive(Clone, Copy, Debug)]
+pub struct ImageView<'a> {
+    /// Programs.
+    pub programs: &'a [ProgramDesc],
+    /// Tasks of all programs.
+    pub tasks: &'a [TaskDesc],
+    /// Operands of all tasks.
+    pub operands: &'a [Operand],
+    /// Events of all programs; the first two are the loop's own.
+    pub events: &'a [EventDesc],
+    /// Event ids.
+    pub waits: &'a [u32],
+    /// Event ids.
+    pub triggers: &'a [u32],
+    /// Row `p` (of `n_workers + 1` entries): where worker `w`'s list of program `p` starts, and the end.
+    pub list_heads: &'a [u32],
+    /// Task ids in execution order.
+    pub lists: &'a [u32],
+    /// Workers.
+    pub n_workers: u32,
+}
+
+impl<'a> ImageView<'a> {
+    /// Worker `worker`'s tasks of program `program`, in execution order.
+    pub fn list(&self, program: usize, worker: WorkerId) -> &'a [u32] {
+        let at = program * (self.n_workers as usize + 1) + worker.idx();
+        &self.lists[self.list_heads[at] as usize..self.list_heads[at + 1] as usize]
+    }
+
+    /// The events `task` waits on.
+    pub fn waits(&self, task: &TaskDesc) -> &'a [u32] {
+        &self.waits[task.wait_first as usize..][..task.wait_count as usize]
+    }
+
+    /// The events `task` triggers.
+    pub fn triggers(&self, task: &TaskDesc) -> &'a [u32] {
+        &self.triggers[task.trigger_first as usize..][..task.trigger_count as usize]
+    }
+
+    /// The operands of `task`.
+    pub fn operands(&self, task: &TaskDesc) -> &'a [Operand] {
+        &self.operands[task.operand_first as usize..][..task.operand_count as usize]
+    }
+}
+
+/// Runs task bodies: a thread block's macro kernels on a GPU, the CPU bodies on a thread.
+pub trait Body {
+    /// Runs `task` in the pass `step`.
+    ///
+    /// # Errors
+    /// Whatever the macro kernel faults with; the loop adds the task and the worker.
+    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault>;
+}
+
+/// Runs the loop of worker `worker` from the step that the control block holds until a step says [`NO_PROGRAM`].
+/// Returns how many iterations have run since the counters were zeroed; `iteration` is that number at the call.
+///
+/// # Errors
+/// The first fault of this worker, with task and worker filled in.
+pub fn run<S: Sync, B: Body>(
+    image: &ImageView<'_>,
+    worker: WorkerId,
+    mut iteration: u32,
+    sync: &S,
+    body: &mut B,
+) -> Result<u32, Fault> {
+    loop {
+        let step = sync.step();
+        if step.program == NO_PROGRAM {
+            return Ok(iteration);
+        }
+        sync.trigger(EVENT_ARRIVED);
+        for &id in image.list(step.program as usize, worker) {
+            let task = &image.tasks[id as usize];
+            run_task(image, TaskId(id), task, &step, iteration, sync, body).map_err(|mut fault| {
+                fault.worker = worker.0;
+                fault.task = id;
+                fault
+            })?;
+        }
+        iteration = iteration.wrapping_add(1);
+        sync.wait(EVENT_ITERATION, iteration).map_err(|mut fault| {
+            fault.worker = worker.0;
+            fault
+        })?;
+    }
+}
+
+fn run_task<S: Sync, B: Body>(
+    image: &ImageView<'_>,
+    id: TaskId,
+    task: &TaskDesc,
+    step: &Step,
+    iteration: u32,
+    sync: &S,
+    body: &mut B,
+) -> Result<(), Fault> {
+    for &event in image.waits(task) {
+        // The loop's own events count iterations of every program, a program's events its own runs.
+        let fired_before = if event == EVENT_ARRIVED.0 {
+            iteration
+        } else {
+            step.program_runs
+        };
+        let target = fired_before
+            .wrapping_add(1)
+            .wrapping_mul(image.events[event as usize].num_triggers);
+        sync.wait(EventId(event), target)?;
+    }
+    body.run(id, task, step)?;
+    for &event in image.triggers(task) {
+        sync.trigger(EventId(event));
+    }
+    Ok(())
+}

@@ -1,0 +1,104 @@
+//! The control block: what the token loop inside the kernel and the host tell each other.
+//!
+//! Between two iterations exactly one task (macro kernel `advance`) writes it; during an iteration everyone may read it.
+//! The host writes it only while no iteration runs, with one exception: the word [`STOP`], which it may set at any time.
+
+use crate::limits::MAX_STOP_TOKENS;
+use bytemuck::{Pod, Zeroable};
+
+/// What one iteration computes. Workers read it at the iteration's start.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Step {
+    /// The program to run, or [`NO_PROGRAM`]: leave the loop.
+    pub program: u32,
+    /// How often this program ran before: event `e` must reach `(program_runs + 1) * num_triggers`.
+    pub program_runs: u32,
+    /// Position of the first row of this pass in the sequence: tokens already in the KV cache.
+    pub first_pos: u32,
+    /// Rows (tokens) of this pass; a program's tensors may have more, those rows are not computed.
+    pub rows: u32,
+    /// 1 when the pass ends with the last known token, so that the head and the sampler run; else 0.
+    pub sampling: u32,
+    /// Iterations since the workers started, this one not counted: the seed of this step's sampling is made of it.
+    pub iteration: u32,
+}
+
+/// [`Step::program`] of a step that ends the loop.
+pub const NO_PROGRAM: u32 = u32::MAX;
+
+/// [`Step::rows`] of a program without a token dimension: every row of every tensor is computed.
+pub const ALL_ROWS: u32 = u32::MAX;
+
+/// Why the token loop ended, as [`Control::end`] says it.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Still running.
+    Running = 0,
+    /// The number of tokens asked for has been made.
+    MaxTokens = 1,
+    /// A stop token was made (it is the last of the tokens).
+    StopToken = 2,
+    /// The next token would not fit the context.
+    ContextFull = 3,
+    /// The host asked to stop.
+    Stopped = 4,
+    /// The tokens given have been read and none was to be made.
+    PromptDone = 5,
+}
+
+impl End {
+    /// The reason numbered `number`.
+    pub fn from_u32(number: u32) -> Option<End> {
+        [
+            End::Running,
+            End::MaxTokens,
+            End::StopToken,
+            End::ContextFull,
+            End::Stopped,
+            End::PromptDone,
+        ]
+        .into_iter()
+        .find(|end| *end as u32 == number)
+    }
+}
+
+/// The control block. `repr(C)`, words only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+pub struct Control {
+    /// Set to non-zero by the host to end the loop after the iteration that runs.
+    pub stop: u32,
+    /// Tokens made so far by this run of the loop; the host may poll it (written with release order).
+    pub produced: u32,
+    /// An [`End`].
+    pub end: u32,
+    /// Tokens known: the prompt's and those made. `tokens[..n_tokens]` of the token buffer is valid.
+    pub n_tokens: u32,
+    /// Tokens to make at most in this run; 0: read the prompt and end.
+    pub max_new_tokens: u32,
+    /// Positions of the KV cache.
+    pub max_context: u32,
+    /// How many of [`Control::stop_tokens`] count.
+    pub n_stop_tokens: u32,
+    /// Token ids that end the run.
+    pub stop_tokens: [u32; MAX_STOP_TOKENS],
+    /// f32 bits; 0 means greedy.
+    pub temperature: u32,
+    /// f32 bits in (0, 1]; 1 keeps everything.
+    pub top_p: u32,
+    /// 0 keeps everything.
+    pub top_k: u32,
+    /// Seed of the sampler, low and high word.
+    pub seed: [u32; 2],
+    /// How often each program has run since the counters were zeroed.
+    pub program_runs: [u32; crate::limits::MAX_PROGRAMS],
+    /// The iteration that runs, or the next one.
+    pub step: Step,
+}
+
+/// Byte offset of [`Control::stop`]: the one word the host may write while workers run.
+pub const STOP: usize = core::mem::offset_of!(Control, stop);
+/// Byte offset of [`Control::produced`]: the one word the host may read while workers run.
+pub const PRODUCED: usize = core::mem::offset_of!(Control, produced);

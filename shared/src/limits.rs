@@ -1,0 +1,22 @@
+//! Every maximum of the image format, with the argument for it.
+
+/// Tensor rank an [`Operand`](crate::Operand) can carry; the operators of today's models need three.
+pub const MAX_RANK: usize = 4;
+
+/// Operands of one task. Rotary embedding with cache append has nine, the most of any macro kernel.
+pub const MAX_OPERANDS: usize = 12;
+
+/// 32-bit words of macro kernel parameters in a task descriptor.
+pub const PARAM_WORDS: usize = 8;
+
+/// Workers of one image: more than twice the SMs of the largest GPU on sale.
+pub const MAX_WORKERS: usize = 512;
+
+/// Programs of one image: prefill chunk sizes in powers of two up to 4096, decode, and as many again to spare.
+pub const MAX_PROGRAMS: usize = 32;
+
+/// Tasks of one image. A million is two orders above Qwen3-8B; the bound keeps index arithmetic inside `u32`.
+pub const MAX_TASKS: usize = 1 << 24;
+
+/// Token ids that end a generation, as `generation_config.json` lists them (Llama 3 has three).
+pub const MAX_STOP_TOKENS: usize = 16;

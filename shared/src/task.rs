@@ -1,0 +1,113 @@
+//! Tasks and the tensor regions they touch.
+
+use crate::limits::{MAX_RANK, PARAM_WORDS};
+use crate::{BindingId, DType};
+use bytemuck::{Pod, Zeroable};
+
+/// A tensor region one task reads or writes: a strided box inside a binding.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct Operand {
+    /// Byte offset of the first element from the binding's start.
+    pub offset_bytes: u64,
+    /// The memory it lies in.
+    pub binding: BindingId,
+    /// A [`DType`] number; 0 marks an operand that is absent (an optional bias, say).
+    pub dtype: u16,
+    /// Dimensions that count, at most [`MAX_RANK`].
+    pub rank: u16,
+    /// Elements along each dimension; 1 beyond `rank`.
+    pub extent: [u32; MAX_RANK],
+    /// Elements from one index to the next along each dimension; 0 beyond `rank`.
+    pub stride_elems: [u32; MAX_RANK],
+}
+
+impl Operand {
+    /// The operand that is not there.
+    pub const ABSENT: Operand = Operand {
+        offset_bytes: 0,
+        binding: BindingId(0),
+        dtype: 0,
+        rank: 0,
+        extent: [1; MAX_RANK],
+        stride_elems: [0; MAX_RANK],
+    };
+
+    /// Its element type; `None` when absent (or damaged, which `decode` refuses).
+    pub fn dtype(&self) -> Option<DType> {
+        DType::from_u8(self.dtype as u8)
+    }
+
+    /// Whether there is one.
+    pub const fn is_present(&self) -> bool {
+        self.dtype != 0
+    }
+
+    /// Elements in the box.
+    pub fn len_elems(&self) -> u64 {
+        self.extent.iter().map(|n| u64::from(*n)).product()
+    }
+
+    /// Bytes from the first element's start to the last element's end; 0 for an empty box.
+    pub fn span_bytes(&self) -> u64 {
+        let Some(dtype) = self.dtype() else { return 0 };
+        if self.extent.contains(&0) {
+            return 0;
+        }
+        let last: u64 = self
+            .extent
+            .iter()
+            .zip(&self.stride_elems)
+            .map(|(n, s)| u64::from(n - 1) * u64::from(*s))
+            .sum();
+        (last + 1) * dtype.size_bytes() as u64
+    }
+}
+
+/// Bits of [`TaskDesc::flags`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TaskFlags;
+
+impl TaskFlags {
+    /// The body runs only in a pass that samples; the task still waits and triggers in every pass.
+    pub const ONLY_WHEN_SAMPLING: u16 = 1;
+}
+
+/// One task: a macro kernel, its operands, what it waits on and what it triggers. 76 bytes.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct TaskDesc {
+    /// The macro kernel's number in the device crate's list.
+    pub task_type: u16,
+    /// See [`TaskFlags`].
+    pub flags: u16,
+    /// The operator it is a block of: an index into the image's table of names.
+    pub op: u32,
+    /// Its block index in the operator's grid.
+    pub block: [u32; 3],
+    /// Its first row in the pass: rows at or above `Step::rows` are not computed.
+    pub row_first: u32,
+    /// `operands[operand_first..][..operand_count]`.
+    pub operand_first: u32,
+    /// See [`TaskDesc::operand_first`].
+    pub operand_count: u32,
+    /// `waits[wait_first..][..wait_count]`: the events it waits on. MPK: `dependent_event`.
+    pub wait_first: u32,
+    /// See [`TaskDesc::wait_first`].
+    pub wait_count: u16,
+    /// How many events it triggers.
+    pub trigger_count: u16,
+    /// `triggers[trigger_first..][..trigger_count]`: the events it triggers when done. MPK: `trigger_event`.
+    pub trigger_first: u32,
+    /// The macro kernel's parameters, a `Pod` of its own.
+    pub params: [u32; PARAM_WORDS],
+}
+
+impl TaskDesc {
+    /// The rows of a box of `extent_rows` rows that this pass computes, given the pass's row count.
+    pub fn rows(&self, extent_rows: u32, pass_rows: u32) -> u32 {
+        pass_rows.saturating_sub(self.row_first).min(extent_rows)
+    }
+}
+
+const _: () = assert!(size_of::<Operand>() == 48 && size_of::<TaskDesc>() == 76);
