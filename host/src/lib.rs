@@ -1,1 +1,2 @@
-//! stub
+//! perpetua.
+pub mod graph;

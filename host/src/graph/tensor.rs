@@ -1,0 +1,262 @@
+//! Buffers and the tensors that lie in them (MPK: `DTensor`).
+//!
+//! A buffer is a run of bytes with a purpose; a tensor is a strided box of elements in one buffer. Several tensors may
+//! share a buffer: views, slices, reshapes. What a task touches is decided on the buffer's bytes, so sharing is seen.
+
+use perpetua_shared::DType;
+use perpetua_shared::limits::MAX_RANK;
+use std::fmt;
+
+/// Index of a [`Buffer`] in its graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BufferId(pub u32);
+
+/// Index of a [`DTensor`] in its graph.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TensorId(pub u32);
+
+/// Index of an operator, in program order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct OpId(pub u32);
+
+macro_rules! arena_id {
+    ($name:ident, $letter:literal) => {
+        impl $name {
+            /// The index as a `usize`.
+            pub const fn idx(self) -> usize {
+                self.0 as usize
+            }
+        }
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, concat!($letter, "{}"), self.0)
+            }
+        }
+    };
+}
+arena_id!(BufferId, "buf");
+arena_id!(TensorId, "x");
+arena_id!(OpId, "op");
+
+/// What a buffer is for, hence who provides its bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum BufferKind {
+    /// Made and used up within one pass; its address in the arena is planned.
+    Intermediate,
+    /// Written by the host before a run.
+    Input,
+    /// A tensor of the checkpoint, used in place.
+    Weight,
+    /// A table the compiler made; its bytes.
+    Constant(Vec<u8>),
+    /// Kept from pass to pass (the KV cache), zero at the start.
+    State,
+    /// The control block.
+    Control,
+    /// Token ids.
+    Tokens,
+}
+
+/// A run of bytes with a purpose. Buffers of different programs with the same name and a kind other than
+/// `Intermediate` are the same memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// Its name: for weights, the checkpoint's.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+    /// See [`BufferKind`].
+    pub kind: BufferKind,
+}
+
+/// A strided box of elements in a buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DTensor {
+    /// Its name, for reports.
+    pub name: String,
+    /// Elements along each dimension, at most [`MAX_RANK`] of them.
+    pub shape: Vec<usize>,
+    /// Elements from one index to the next, per dimension.
+    pub strides: Vec<usize>,
+    /// Element type.
+    pub dtype: DType,
+    /// Where it lies.
+    pub buffer: BufferId,
+    /// Its first element, counted in elements from the buffer's start.
+    pub offset_elems: usize,
+}
+
+impl DTensor {
+    /// Elements in the box.
+    pub fn len_elems(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// One past the last element, counted from the buffer's start; the offset for an empty box.
+    pub fn end_elems(&self) -> usize {
+        if self.shape.contains(&0) {
+            return self.offset_elems;
+        }
+        self.offset_elems
+            + self
+                .shape
+                .iter()
+                .zip(&self.strides)
+                .map(|(n, s)| (n - 1) * s)
+                .sum::<usize>()
+            + 1
+    }
+}
+
+impl fmt::Display for DTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?} {}", self.name, self.shape, self.dtype)
+    }
+}
+
+/// Row-major strides of `shape`.
+pub fn row_major(shape: &[usize]) -> Vec<usize> {
+    let mut strides = vec![1; shape.len()];
+    for dim in (1..shape.len()).rev() {
+        strides[dim - 1] = strides[dim] * shape[dim].max(1);
+    }
+    strides
+}
+
+/// The buffers and tensors of one graph.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TensorTable {
+    /// Buffers, indexed by [`BufferId`].
+    pub buffers: Vec<Buffer>,
+    /// Tensors, indexed by [`TensorId`].
+    pub tensors: Vec<DTensor>,
+}
+
+/// Why a tensor cannot be made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TensorError {
+    /// More dimensions than an operand carries.
+    #[error("tensor {name}: {rank} dimensions, expected at most {MAX_RANK}")]
+    Rank {
+        /// The tensor.
+        name: String,
+        /// What it has.
+        rank: usize,
+    },
+    /// Shape and strides of different lengths.
+    #[error("tensor {name}: {strides} strides for {rank} dimensions")]
+    Strides {
+        /// The tensor.
+        name: String,
+        /// Strides given.
+        strides: usize,
+        /// Dimensions given.
+        rank: usize,
+    },
+    /// It leaves its buffer.
+    #[error("tensor {name}: ends at byte {end}, but its buffer {buffer} has {bytes}")]
+    OutOfBounds {
+        /// The tensor.
+        name: String,
+        /// Its end.
+        end: u128,
+        /// The buffer.
+        buffer: String,
+        /// The buffer's size.
+        bytes: u64,
+    },
+}
+
+impl TensorTable {
+    /// Adds a buffer with one row-major tensor that fills it.
+    pub fn add(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        kind: BufferKind,
+    ) -> Result<TensorId, TensorError> {
+        let bytes = shape.iter().map(|n| *n as u64).product::<u64>() * dtype.size_bytes() as u64;
+        self.buffers.push(Buffer {
+            name: name.to_owned(),
+            bytes,
+            kind,
+        });
+        let buffer = BufferId(self.buffers.len() as u32 - 1);
+        self.push(DTensor {
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            strides: row_major(shape),
+            dtype,
+            buffer,
+            offset_elems: 0,
+        })
+    }
+
+    /// Adds a view: a box of `base`'s buffer, `offset_elems` elements after `base`'s first.
+    pub fn view(
+        &mut self,
+        name: &str,
+        base: TensorId,
+        offset_elems: usize,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<TensorId, TensorError> {
+        let of = &self[base];
+        let tensor = DTensor {
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            strides: strides.to_vec(),
+            dtype: of.dtype,
+            buffer: of.buffer,
+            offset_elems: of.offset_elems.saturating_add(offset_elems),
+        };
+        self.push(tensor)
+    }
+
+    fn push(&mut self, tensor: DTensor) -> Result<TensorId, TensorError> {
+        let name = || tensor.name.clone();
+        if tensor.shape.len() > MAX_RANK {
+            return Err(TensorError::Rank {
+                name: name(),
+                rank: tensor.shape.len(),
+            });
+        }
+        if tensor.strides.len() != tensor.shape.len() {
+            return Err(TensorError::Strides {
+                name: name(),
+                strides: tensor.strides.len(),
+                rank: tensor.shape.len(),
+            });
+        }
+        let buffer = &self.buffers[tensor.buffer.idx()];
+        if !tensor.shape.contains(&0) {
+            let dims = tensor.shape.iter().zip(&tensor.strides);
+            let last: u128 =
+                dims.map(|(n, s)| (*n as u128 - 1) * *s as u128).sum::<u128>() + tensor.offset_elems as u128;
+            let end = (last + 1) * tensor.dtype.size_bytes() as u128;
+            if end > u128::from(buffer.bytes) {
+                return Err(TensorError::OutOfBounds {
+                    name: name(),
+                    end,
+                    buffer: buffer.name.clone(),
+                    bytes: buffer.bytes,
+                });
+            }
+        }
+        self.tensors.push(tensor);
+        Ok(TensorId(self.tensors.len() as u32 - 1))
+    }
+
+    /// The buffer of `tensor`.
+    pub fn buffer_of(&self, tensor: TensorId) -> &Buffer {
+        &self.buffers[self[tensor].buffer.idx()]
+    }
+}
+
+impl std::ops::Index<TensorId> for TensorTable {
+    type Output = DTensor;
+    fn index(&self, id: TensorId) -> &DTensor {
+        &self.tensors[id.idx()]
+    }
+}
