@@ -1,0 +1,2 @@
+//! WHEN things run: orders, times, and what is on chip meanwhile.
+pub mod plain;
