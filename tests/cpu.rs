@@ -1,2 +1,1 @@
-#[test]
-fn t() {}
+#[test] fn t(){}
