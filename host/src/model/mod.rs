@@ -15,7 +15,9 @@ mod json;
 pub mod chat;
 pub mod config;
 pub mod generation;
+pub mod layout;
 pub mod sentence;
+pub mod synth;
 pub mod tokenizer;
 pub mod weights;
 
@@ -26,7 +28,9 @@ pub use chat::{ChatMessage, ChatTemplate};
 pub use config::{Activation, Architecture, BertConfig, DecoderConfig, ModelConfig, Rope, RopeScaling};
 pub use error::ModelError;
 pub use generation::GenerationConfig;
+pub use layout::{Role, TensorSpec};
 pub use sentence::{Pooling, SentenceConfig};
+pub use synth::{SynthOptions, SynthSource, SynthSummary, synth};
 pub use tokenizer::{DecodeStream, Tokenizer, check_token_ids};
 pub use weights::{TensorView, Weights};
 
