@@ -20,7 +20,7 @@ use crate::sync::Sync;
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc};
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{EventId, Fault, Step, TaskId, WorkerId};
 
 /// A checked image's sections, as slices. Made only from an image that `decode` has accepted, so every index in it is
@@ -134,7 +134,9 @@ fn run_task<S: Sync, B: Body>(
             .wrapping_mul(image.events[event as usize].num_triggers);
         sync.wait(EventId(event), target)?;
     }
-    body.run(id, task, step)?;
+    if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
+        body.run(id, task, step)?;
+    }
     for &event in image.triggers(task) {
         sync.trigger(EventId(event));
     }

@@ -12,10 +12,16 @@
 mod error;
 mod json;
 
+pub mod bert;
 pub mod chat;
 pub mod config;
+pub mod decoder;
 pub mod generation;
 pub mod layout;
+pub mod llama;
+pub mod mistral;
+pub mod qwen2;
+pub mod qwen3;
 pub mod sentence;
 pub mod synth;
 pub mod tokenizer;

@@ -1,2 +1,5 @@
-//! WHEN things run: orders, times, and what is on chip meanwhile.
+//! WHERE and WHEN things run: workers, orders, times, and what is on chip meanwhile.
+
+pub mod arena;
+pub mod assign;
 pub mod plain;
