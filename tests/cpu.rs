@@ -1,2 +1,4 @@
-#[test]
-fn t() {}
+//! Everything that needs no GPU.
+
+#[path = "cpu/dependency.rs"]
+mod dependency;

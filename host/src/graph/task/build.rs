@@ -1,0 +1,417 @@
+//! From a thread-block graph to its tasks and events.
+
+use super::family::{Factor, Families, Product, part_of};
+use super::order::{Before, Reach};
+use super::region::{Axes, Placed, Region, Sides, intersect, subtract};
+use super::relation::{Relations, regions_meet};
+use super::{Config, Defect, Stats, Task, TaskClass, TaskError, TaskGraph};
+use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
+use perpetua_shared::limits::MAX_TASKS;
+use std::rc::Rc;
+
+/// How two uses of a byte conflict.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Use {
+    Read,
+    Write,
+    Add,
+}
+
+impl Use {
+    const ALL: [Use; 3] = [Use::Read, Use::Write, Use::Add];
+
+    fn of(kind: AccessKind) -> Use {
+        match kind {
+            AccessKind::Read => Use::Read,
+            AccessKind::Write | AccessKind::ReadWrite => Use::Write,
+            AccessKind::ReduceAdd => Use::Add,
+        }
+    }
+
+    /// Reads are free among themselves, and so are additions.
+    fn conflicts(self, other: Use) -> bool {
+        self != other || self == Use::Write
+    }
+}
+
+/// An access of the operator at hand.
+struct Touch {
+    buffer: usize,
+    tensor: usize,
+    usage: Use,
+    placed: Rc<Placed>,
+    region: Region,
+}
+
+/// An older access.
+struct Live {
+    op: u32,
+    usage: Use,
+    placed: Rc<Placed>,
+    /// Per kind of use, where a new access of that kind depends on this one directly: regions that do not overlap.
+    direct: [Vec<Region>; 3],
+}
+
+/// Pieces a live region may fall into. Beyond this it is not cut any further: a superset of what is live gives
+/// orderings that are right but implied.
+const MAX_PIECES: usize = 64;
+
+/// Makes the tasks and events of `graph`.
+///
+/// The graph is checked first. Run-time-bounded regions (a KV cache up to the position) count as their whole box.
+pub fn lower(graph: &ThreadBlockGraph, config: &Config) -> Result<TaskGraph, TaskError> {
+    graph.check().map_err(TaskError::Graph)?;
+    let mut tasks = place_tasks(graph)?;
+    tasks.classes = vec![TaskClass::default(); graph.ops.len()];
+    for (op, class) in &config.classes {
+        if let Some(at) = tasks.classes.get_mut(*op as usize) {
+            *at = *class;
+        }
+    }
+    Lowering::new(graph, config)?.run(&mut tasks)?;
+    Ok(tasks)
+}
+
+/// The tasks, without events.
+fn place_tasks(graph: &ThreadBlockGraph) -> Result<TaskGraph, TaskError> {
+    let mut out = TaskGraph::default();
+    let mut n_tasks = 0;
+    for op in &graph.ops {
+        n_tasks += op.n_blocks();
+        if n_tasks > MAX_TASKS as u64 {
+            return Err(TaskError::TooManyTasks { op: op.name.clone() });
+        }
+    }
+    out.tasks.reserve_exact(n_tasks as usize);
+    for (i, op) in graph.ops.iter().enumerate() {
+        out.op_first.push(out.tasks.len() as u32);
+        let [nx, ny, nz] = op.grid;
+        for z in 0..nz {
+            for y in 0..ny {
+                for x in 0..nx {
+                    out.tasks.push(Task {
+                        op: i as u32,
+                        block: [x, y, z],
+                    });
+                }
+            }
+        }
+    }
+    out.op_first.push(out.tasks.len() as u32);
+    Ok(out)
+}
+
+struct Lowering<'a> {
+    graph: &'a ThreadBlockGraph,
+    config: &'a Config,
+    axes: Axes,
+    sides: Sides,
+    relations: Relations,
+    /// Per buffer, whether anything writes it: what nobody writes orders nobody.
+    written: Vec<bool>,
+    /// Per buffer, the accesses still live.
+    live: Vec<Vec<Live>>,
+    before: Vec<Before>,
+    families: Families,
+    stats: Stats,
+}
+
+impl<'a> Lowering<'a> {
+    fn new(graph: &'a ThreadBlockGraph, config: &'a Config) -> Result<Self, TaskError> {
+        let axes = Axes::find(graph)?;
+        let n_buffers = graph.table.buffers.len();
+        let mut written = vec![false; n_buffers];
+        for access in graph.ops.iter().flat_map(|op| op.accesses.iter().flatten()) {
+            written[graph.table[access.tensor].buffer.idx()] |= access.kind.writes();
+        }
+        Ok(Lowering {
+            graph,
+            config,
+            axes,
+            sides: Sides::default(),
+            relations: Relations::default(),
+            written,
+            live: (0..n_buffers).map(|_| Vec::new()).collect(),
+            before: Vec::with_capacity(graph.ops.len()),
+            families: Families::new(graph.ops.len()),
+            stats: Stats::default(),
+        })
+    }
+
+    fn run(mut self, tasks: &mut TaskGraph) -> Result<(), TaskError> {
+        for op in 0..self.graph.ops.len() {
+            let touches = self.touches(op)?;
+            self.refuse_conflicts_inside(op, &touches)?;
+            let edges = self.direct_edges(&touches);
+            self.keep_edges(op, edges);
+            self.supersede(op, touches);
+        }
+        self.families.write(&self.graph.ops, tasks);
+        let mut counts: Vec<u32> = tasks.waits.heads.windows(2).map(|w| w[1] - w[0]).collect();
+        let middle = counts.len() / 2;
+        let median = if counts.is_empty() {
+            0
+        } else {
+            *counts.select_nth_unstable(middle).1
+        };
+        tasks.stats = Stats {
+            ops: self.graph.ops.len() as u64,
+            tasks: tasks.tasks.len() as u64,
+            events: tasks.events.len() as u64,
+            waits: tasks.waits.entries.len() as u64,
+            triggers: tasks.triggers.entries.len() as u64,
+            oversync: if self.stats.pairs == 0 {
+                1.0
+            } else {
+                self.stats.waited_pairs as f64 / self.stats.pairs as f64
+            },
+            median_waits: median,
+            max_waits: counts.iter().copied().max().unwrap_or(0),
+            ..self.stats
+        };
+        Ok(())
+    }
+
+    /// The accesses of `op` that can conflict with any other.
+    fn touches(&mut self, op: usize) -> Result<Vec<Touch>, TaskError> {
+        let block_op = &self.graph.ops[op];
+        let mut touches = Vec::with_capacity(block_op.accesses.len());
+        for access in block_op.accesses.iter().flatten() {
+            let tensor = &self.graph.table[access.tensor];
+            let buffer = tensor.buffer.idx();
+            if !self.written[buffer] || tensor.shape.contains(&0) {
+                continue;
+            }
+            let placed = self.axes.place(self.graph, block_op, access, &mut self.sides)?;
+            let region: Region = placed
+                .sides
+                .iter()
+                .map(|s| self.sides.runs(s.side).union.clone())
+                .collect();
+            touches.push(Touch {
+                buffer,
+                tensor: access.tensor.idx(),
+                usage: Use::of(access.kind),
+                placed: Rc::new(placed),
+                region,
+            });
+        }
+        Ok(touches)
+    }
+
+    /// The relation of two accesses inside `clip`.
+    fn product(&mut self, producer: &Placed, consumer: &Placed, clip: &Region) -> Option<Product> {
+        let limits = (&self.config.costs, self.config.max_entries_per_part);
+        let (relations, sides) = (&mut self.relations, &self.sides);
+        Product::of(
+            producer
+                .sides
+                .iter()
+                .zip(&consumer.sides)
+                .zip(clip)
+                .map(|((p, c), clip)| Factor {
+                    producer_axes: p.axes,
+                    consumer_axes: c.axes,
+                    relation: relations.between(sides, p.side, c.side, clip, limits),
+                }),
+        )
+    }
+
+    /// Blocks of one operator run in any order, so no block may write what another touches.
+    fn refuse_conflicts_inside(&mut self, op: usize, touches: &[Touch]) -> Result<(), TaskError> {
+        let block_op = &self.graph.ops[op];
+        if block_op.n_blocks() == 1 {
+            return Ok(());
+        }
+        for (i, a) in touches.iter().enumerate() {
+            for b in &touches[i..] {
+                if a.buffer != b.buffer || !a.usage.conflicts(b.usage) || !regions_meet(&a.region, &b.region) {
+                    continue;
+                }
+                let Some(product) = self.product(&a.placed, &b.placed, &a.region) else {
+                    continue;
+                };
+                if let Some(blocks) = off_diagonal(&product, block_op) {
+                    let name = |t: &Touch| self.graph.table.tensors[t.tensor].name.clone();
+                    return Err(TaskError::BlocksConflict {
+                        op: block_op.name.clone(),
+                        blocks,
+                        buffer: self.graph.table.buffers[a.buffer].name.clone(),
+                        first: name(a),
+                        second: name(b),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Every older operator that these accesses depend on directly, nearest first.
+    fn direct_edges(&mut self, touches: &[Touch]) -> Vec<(u32, Vec<Product>)> {
+        let mut found: Vec<(u32, Product)> = Vec::new();
+        for touch in touches {
+            let live = std::mem::take(&mut self.live[touch.buffer]);
+            for old in &live {
+                let skipped = match self.config.defect {
+                    Some(Defect::DropWar) => old.usage == Use::Read,
+                    Some(Defect::DropWaw) => old.usage != Use::Read && touch.usage != Use::Read,
+                    _ => false,
+                };
+                if skipped || !old.usage.conflicts(touch.usage) {
+                    continue;
+                }
+                for piece in &old.direct[touch.usage as usize] {
+                    if regions_meet(piece, &touch.region)
+                        && let Some(product) = self.product(&old.placed, &touch.placed, piece)
+                    {
+                        found.push((old.op, product));
+                    }
+                }
+            }
+            self.live[touch.buffer] = live;
+        }
+        found.sort_by_key(|(op, _)| std::cmp::Reverse(*op));
+        let mut edges: Vec<(u32, Vec<Product>)> = Vec::new();
+        for (op, product) in found {
+            if edges.last().is_none_or(|(last, _)| *last != op) {
+                edges.push((op, Vec::new()));
+            }
+            if let Some((_, products)) = edges.last_mut() {
+                if self.config.defect == Some(Defect::FirstTensorOnly) && !products.is_empty()
+                    || products.iter().any(|p| product.is_within(p))
+                {
+                    continue;
+                }
+                products.retain(|p| !p.is_within(&product));
+                products.push(product);
+            }
+        }
+        edges
+    }
+
+    /// Turns edges into events, but for those that nearer ones imply.
+    fn keep_edges(&mut self, op: usize, edges: Vec<(u32, Vec<Product>)>) {
+        let mut before = Before::default();
+        for (producer, products) in edges {
+            self.stats.edges += 1;
+            let implied = if self.config.defect == Some(Defect::StripResiduals) {
+                before.each.contains(producer)
+            } else {
+                before.all.contains(producer)
+            };
+            if implied {
+                self.stats.implied_edges += 1;
+                continue;
+            }
+            let all = |holds: fn(&super::relation::Relation) -> bool| {
+                products.iter().any(|p| p.factors.iter().all(|f| holds(&f.relation)))
+            };
+            let reach = Reach {
+                full: products.iter().any(|p| p.factors.is_empty()),
+                covers_consumers: all(|r| r.covers_consumers),
+                covers_producers: all(|r| r.covers_producers),
+            };
+            before.learn(producer, &self.before[producer as usize], reach);
+            for product in &products {
+                let ops = &self.graph.ops;
+                let (pairs, waited) = product.pairs(&ops[producer as usize], &ops[op]);
+                self.stats.pairs += pairs;
+                self.stats.waited_pairs += waited;
+                self.families.add(producer as usize, op, product);
+            }
+        }
+        self.before.push(before);
+    }
+
+    /// What the accesses cover is no longer direct in the older accesses they conflict with: for every use that
+    /// conflicts with the new access, the way to the older one leads through the new one.
+    fn supersede(&mut self, op: usize, touches: Vec<Touch>) {
+        for touch in &touches {
+            let whole = self.config.defect == Some(Defect::SupersedeWhole);
+            self.live[touch.buffer].retain_mut(|old| {
+                if old.op as usize == op || !old.usage.conflicts(touch.usage) {
+                    return true;
+                }
+                for usage in Use::ALL {
+                    if usage.conflicts(touch.usage) {
+                        cut(&mut old.direct[usage as usize], &touch.region, whole);
+                    }
+                }
+                old.direct.iter().any(|pieces| !pieces.is_empty())
+            });
+        }
+        for touch in touches {
+            let direct = Use::ALL.map(|usage| {
+                if usage.conflicts(touch.usage) {
+                    vec![touch.region.clone()]
+                } else {
+                    Vec::new()
+                }
+            });
+            self.live[touch.buffer].push(Live {
+                op: op as u32,
+                usage: touch.usage,
+                placed: touch.placed,
+                direct,
+            });
+        }
+    }
+}
+
+/// Takes `region` out of `pieces`.
+fn cut(pieces: &mut Vec<Region>, region: &Region, whole: bool) {
+    if !pieces.iter().any(|p| regions_meet(p, region)) {
+        return;
+    }
+    let mut left: Vec<Region> = Vec::new();
+    for piece in pieces.iter() {
+        if !regions_meet(piece, region) {
+            left.push(piece.clone());
+            continue;
+        }
+        if whole {
+            continue;
+        }
+        // Peel off, axis by axis, what lies outside; what remains inside on every axis goes.
+        let mut inside = piece.clone();
+        for axis in 0..piece.len() {
+            let outside = subtract(&inside[axis], &region[axis]);
+            if !outside.is_empty() {
+                let mut peeled = inside.clone();
+                peeled[axis] = Rc::new(outside);
+                left.push(peeled);
+                inside[axis] = Rc::new(intersect(&inside[axis], &region[axis]));
+            }
+        }
+    }
+    if left.len() <= MAX_PIECES {
+        *pieces = left;
+    }
+}
+
+/// Two different blocks of `op` that `product`, a relation of the operator with itself, relates.
+fn off_diagonal(product: &Product, op: &BlockOp) -> Option<[[u32; 3]; 2]> {
+    let related = |a: [u32; 3], b: [u32; 3]| {
+        product.factors.iter().all(|f| {
+            let consumer = f.relation.needs.of(part_of(f.consumer_axes, op.grid, b));
+            consumer
+                .binary_search(&(part_of(f.producer_axes, op.grid, a) as u32))
+                .is_ok()
+        })
+    };
+    let n_diagonal = (0..op.n_blocks())
+        .filter(|n| related(op.block(*n), op.block(*n)))
+        .count() as u64;
+    if product.pairs(op, op).0 == n_diagonal {
+        return None;
+    }
+    // Rare, and only for the message.
+    for n in 0..op.n_blocks() {
+        for m in 0..op.n_blocks() {
+            if n != m && related(op.block(m), op.block(n)) {
+                return Some([op.block(m), op.block(n)]);
+            }
+        }
+    }
+    None
+}
