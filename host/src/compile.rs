@@ -228,8 +228,24 @@ fn end_with_last_task(tasks: &mut TaskGraph) {
     }
     let event = tasks.events.len() as u32;
     tasks.events.push(leaves.len() as u32);
-    tasks.waits.push_to(last, event);
-    tasks.triggers.push_to_each(&leaves, event);
+    tasks.waits = with_entry(&tasks.waits, &[last as u32], event);
+    tasks.triggers = with_entry(&tasks.triggers, &leaves, event);
+}
+
+/// `lists` with `entry` added to each of the lists `to`, which ascend.
+fn with_entry(lists: &task::Lists, to: &[u32], entry: u32) -> task::Lists {
+    let mut added = task::Lists::default();
+    let mut to = to.iter().peekable();
+    let mut list = Vec::new();
+    for number in 0..lists.len() {
+        list.clear();
+        list.extend_from_slice(lists.of(number));
+        if to.next_if(|next| **next as usize == number).is_some() {
+            list.push(entry);
+        }
+        added.push(&list);
+    }
+    added
 }
 
 /// The image's memory and descriptors, gathered program by program.

@@ -210,7 +210,7 @@ pub struct Token {
 #[derive(Debug)]
 enum Executor {
     Threads(threads::Threads),
-    Reference { memory: Box<Memory>, outcome: Option<Result<Control, RunError>>, stamps: Vec<Instant> },
+    Reference(Box<reference::Reference>),
 }
 
 /// A compiled image and its executor: what engines and embedders share.
@@ -238,7 +238,9 @@ impl Resident {
         let compile_time = began.elapsed();
         let memory = Memory::new(&compiled, weights)?;
         let executor = match device {
-            Device::Reference => Executor::Reference { memory: Box::new(memory), outcome: None, stamps: Vec::new() },
+            Device::Reference => {
+                Executor::Reference(Box::new(reference::Reference::new(compiled.image.clone(), memory)))
+            }
             _ => {
                 let mut options = threads::Options::default();
                 let cores = threads::allowed_cores();
@@ -268,16 +270,22 @@ impl Resident {
     pub fn memory(&mut self) -> &Memory {
         match &mut self.executor {
             Executor::Threads(threads) => threads.memory(),
-            Executor::Reference { memory, .. } => memory,
+            Executor::Reference(reference) => reference.memory(),
         }
     }
 
-    /// The memory, to write; waits for a run to end.
-    pub fn memory_mut(&mut self) -> &mut Memory {
-        match &mut self.executor {
-            Executor::Threads(threads) => threads.memory_mut(),
-            Executor::Reference { memory, .. } => memory,
-        }
+    /// Writes the input called `name`; waits for a run to end.
+    ///
+    /// # Errors
+    /// When there is no such input, or it has another size.
+    pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+        // SAFETY: `memory` has waited for the workers, and none can be started while `self` is borrowed.
+        unsafe { self.memory().set_input(name, contents) }
+    }
+
+    fn set_tokens(&mut self, tokens: &[u32]) {
+        // SAFETY: as `set_input`.
+        unsafe { self.memory().set_tokens(0, tokens) }
     }
 
     /// The output called `name` of program `program`.
@@ -290,14 +298,7 @@ impl Resident {
     pub fn start(&mut self, control: Control) {
         match &mut self.executor {
             Executor::Threads(threads) => threads.start(control),
-            Executor::Reference { memory, outcome, stamps } => {
-                // SAFETY: nothing else runs.
-                unsafe { memory.control_base().write(control) };
-                *stamps = vec![Instant::now()];
-                let ran = reference::run(&self.compiled.image, memory, || stamps.push(Instant::now()));
-                // SAFETY: as above.
-                *outcome = Some(ran.map(|()| unsafe { memory.control_base().read() }));
-            }
+            Executor::Reference(reference) => reference.start(control),
         }
     }
 
@@ -311,21 +312,22 @@ impl Resident {
     fn produced(&self) -> u32 {
         match &self.executor {
             Executor::Threads(threads) => threads.produced(),
-            Executor::Reference { outcome, .. } => {
-                outcome.as_ref().and_then(|o| o.as_ref().ok()).map_or(0, |control| control.produced)
-            }
+            Executor::Reference(reference) => reference.produced(),
         }
     }
 
     fn token(&self, position: usize) -> u32 {
         match &self.executor {
             Executor::Threads(threads) => threads.token(position),
-            Executor::Reference { memory, .. } => memory.token(position),
+            Executor::Reference(reference) => reference.memory().token(position),
         }
     }
 
     fn is_running(&mut self) -> bool {
-        matches!(&mut self.executor, Executor::Threads(threads) if threads.is_running())
+        match &mut self.executor {
+            Executor::Threads(threads) => threads.is_running(),
+            Executor::Reference(_) => false,
+        }
     }
 
     fn rest(&self) {
@@ -337,7 +339,7 @@ impl Resident {
     fn position(&self) -> u32 {
         match &self.executor {
             Executor::Threads(threads) => threads.position(),
-            Executor::Reference { .. } => 0,
+            Executor::Reference(_) => 0,
         }
     }
 
@@ -348,11 +350,7 @@ impl Resident {
     pub fn finish(&mut self) -> Result<Control, RunError> {
         match &mut self.executor {
             Executor::Threads(threads) => threads.finish(),
-            Executor::Reference { outcome, memory, .. } => match outcome.take() {
-                Some(outcome) => outcome,
-                // SAFETY: nothing runs.
-                None => Ok(unsafe { memory.control_base().read() }),
-            },
+            Executor::Reference(reference) => reference.finish(),
         }
     }
 
@@ -360,7 +358,7 @@ impl Resident {
     pub fn stamps(&self) -> Vec<Instant> {
         match &self.executor {
             Executor::Threads(threads) => threads.stamps(),
-            Executor::Reference { stamps, .. } => stamps.clone(),
+            Executor::Reference(reference) => reference.stamps().to_vec(),
         }
     }
 
@@ -368,7 +366,7 @@ impl Resident {
     pub fn waited(&self) -> Duration {
         match &self.executor {
             Executor::Threads(threads) => threads.waited(),
-            Executor::Reference { .. } => Duration::ZERO,
+            Executor::Reference(_) => Duration::ZERO,
         }
     }
 
@@ -534,7 +532,7 @@ impl Engine {
             0,
             0,
         );
-        self.resident.memory_mut().set_tokens(0, prompt);
+        self.resident.set_tokens(prompt);
         let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
         if has_work {
             self.resident.start(control);
@@ -558,7 +556,7 @@ impl Engine {
             return Err(EngineError::Purpose("every position's logits"));
         }
         self.check_prompt(ids)?;
-        self.resident.memory_mut().set_tokens(0, ids);
+        self.resident.set_tokens(ids);
         let max_rows: Vec<u32> = self.resident.compiled.image.view().programs.iter().map(|p| p.max_rows).collect();
         let mut logits = Vec::with_capacity(ids.len() * self.model.config().vocab_size());
         let mut first = 0;
@@ -629,7 +627,7 @@ impl Generation<'_> {
                 let id = self.resident.token(self.prompt_len + self.taken);
                 self.taken += 1;
                 let text = match &mut self.text {
-                    Some(stream) => stream.step(id)?,
+                    Some(stream) => stream.push(id)?,
                     None => String::new(),
                 };
                 return Ok(Some(Token { id, text }));
@@ -661,7 +659,7 @@ impl Generation<'_> {
     /// # Errors
     /// From the tokenizer.
     pub fn rest_of_text(&mut self) -> Result<String, EngineError> {
-        match &mut self.text {
+        match self.text.take() {
             Some(stream) => Ok(stream.finish()?),
             None => Ok(String::new()),
         }
@@ -749,7 +747,7 @@ impl Embedder {
             return Err(EngineError::PromptTooLong { tokens: ids.len(), context: max, model: max });
         };
         let program = ProgramId(program as u32);
-        self.resident.memory_mut().set_tokens(0, ids);
+        self.resident.set_tokens(ids);
         self.resident.start(one_pass(program, 0, ids.len() as u32, ids.len() as u32));
         self.resident.finish()?;
         let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;

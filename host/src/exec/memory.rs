@@ -210,7 +210,7 @@ impl Memory {
     }
 
     /// The token at `position`. Callers know it has been written: by them, or before a `produced` they have seen.
-    pub(super) fn token(&self, position: usize) -> u32 {
+    pub(crate) fn token(&self, position: usize) -> u32 {
         assert!((position as u64 + 1) * 4 <= self.bytes[self.tokens], "position {position} is outside the token buffer");
         // SAFETY: in range; written before (caller), and no token is written twice in a run.
         unsafe { self.bases[self.tokens].cast::<u32>().add(position).read_volatile() }
@@ -221,10 +221,13 @@ impl Memory {
         (self.bytes[self.tokens] / 4) as usize
     }
 
-    /// Writes `tokens` at `position`. Only while no worker runs.
-    pub(super) fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
+    /// Writes `tokens` at `position`.
+    ///
+    /// # Safety
+    /// No worker runs.
+    pub(crate) unsafe fn set_tokens(&self, position: usize, tokens: &[u32]) {
         assert!(position + tokens.len() <= self.token_capacity(), "tokens must fit the token buffer");
-        // SAFETY: in range; `&mut self` and no worker running (executors hand `&mut Memory` out only then).
+        // SAFETY: in range; nobody else touches the buffer (caller).
         unsafe {
             let at = self.bases[self.tokens].cast::<u32>().add(position);
             core::ptr::copy_nonoverlapping(tokens.as_ptr(), at, tokens.len());
@@ -235,7 +238,10 @@ impl Memory {
     ///
     /// # Errors
     /// When there is no such input, or it has another size.
-    pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+    ///
+    /// # Safety
+    /// No worker runs.
+    pub(crate) unsafe fn set_input(&self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
         let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
         let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
         if contents.len() as u64 != self.bytes[number] {
@@ -245,7 +251,7 @@ impl Memory {
                 expected: self.bytes[number],
             });
         }
-        // SAFETY: the binding has exactly this many bytes and nobody else touches it: `&mut self`, no worker runs.
+        // SAFETY: the binding has exactly this many bytes and nobody else touches it (caller).
         unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), self.bases[number], contents.len()) };
         Ok(())
     }

@@ -137,15 +137,6 @@ impl Threads {
         &self.shared.memory
     }
 
-    /// The memory, to write inputs to. Waits for the run to end.
-    pub fn memory_mut(&mut self) -> &mut Memory {
-        self.wait_idle();
-        let memory: *const Memory = &self.shared.memory;
-        // SAFETY: no worker runs and none can start while `self` is borrowed; workers waiting for the bell do not touch
-        // the memory.
-        unsafe { &mut *memory.cast_mut() }
-    }
-
     /// Starts a run from `control`, whose `step` says where. Waits for an earlier run to end first. What has been
     /// counted so far (`program_runs`, the iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, mut control: Control) {

@@ -29,6 +29,8 @@ mod family;
 mod order;
 mod region;
 mod relation;
+pub mod tmp;
+pub use tmp::{Violation, check, WorkerLists};
 
 pub use build::lower;
 
