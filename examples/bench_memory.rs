@@ -21,7 +21,7 @@ fn main() {
         let t = Table::parse(&std::fs::read_to_string(format!("tests/fixtures/minimalloc/{name}.1048576.csv")).unwrap()).unwrap();
         let p = Problem::new(t.buffers.clone(), 1048576).unwrap();
         let s = Instant::now();
-        let v = pack::pack(&p, Duration::from_secs(20));
+        let v = pack::pack(&p, Duration::from_secs(std::env::var("TO").map_or(20, |x| x.parse().unwrap())));
         let e = s.elapsed();
         total += e;
         match v {

@@ -59,14 +59,15 @@ enum Key {
     Width,
     /// Lifetime times size.
     Area,
-    /// Size.
-    Height,
 }
 
 const RANKINGS: [[Key; 3]; 4] = {
-    use Key::{Area, Height, Total, Width};
-    [[Total, Width, Area], [Total, Area, Width], [Width, Area, Total], [Height, Width, Total]]
+    use Key::{Area, Total, Width};
+    [[Total, Width, Area], [Total, Area, Width], [Width, Area, Total], [Area, Total, Width]]
 };
+
+/// Rankings of a round: the plain ones, then each once more with its keys shaken.
+const RANKINGS_PER_ROUND: u64 = 8;
 
 /// Looks for offsets within `capacity_bytes`. Buffers of no bytes are not expected.
 pub(super) fn search(
@@ -78,11 +79,15 @@ pub(super) fn search(
     let world = World::new(buffers).ok_or(Exhausted::Limit)?;
     let mut limit = 8 * buffers.len() as u64 + 64;
     let mut total_nodes = 0;
-    loop {
-        for ranking in RANKINGS {
-            let mut search = Search::new(&world, ranking, capacity_bytes, limit.min(max_nodes - total_nodes), deadline);
+    for round in 0u64.. {
+        for turn in 0..RANKINGS_PER_ROUND {
+            let ranking = RANKINGS[turn as usize % RANKINGS.len()];
+            let shake = (turn >= RANKINGS.len() as u64).then_some(round * RANKINGS_PER_ROUND + turn);
+            let ranks = world.ranks(ranking, shake);
+            let mut search = Search::new(&world, ranks, capacity_bytes, limit.min(max_nodes - total_nodes), deadline);
             let outcome = search.run();
             total_nodes += search.n_nodes;
+            eprintln!("{ranking:?} {shake:?} {} limit {limit}", search.n_nodes);
             match outcome {
                 Outcome::Found => return Ok(search.offsets),
                 Outcome::Failed { .. } => return Err(Exhausted::Proof),
@@ -92,6 +97,7 @@ pub(super) fn search(
         }
         limit = limit.saturating_mul(2);
     }
+    unreachable!("rounds end by a verdict, the deadline or the node limit long before 2^64 of them")
 }
 
 /// The problem as the search sees it: slots reduced to those whose set of live buffers is contained in no neighbour's.
@@ -163,8 +169,15 @@ impl World {
         Some(Self { buffers: buffers.to_vec(), spans, n_slots, starts, members, loads, may_swap })
     }
 
-    /// The rank of each buffer: 0 is tried first.
-    fn ranks(&self, ranking: [Key; 3]) -> Vec<u32> {
+    /// The rank of each buffer: 0 is tried first. With a seed in `shake` lifetimes and areas are scaled by up to a quarter.
+    fn ranks(&self, ranking: [Key; 3], shake: Option<u64>) -> Vec<u32> {
+        let mut state = shake.unwrap_or(0);
+        let scales: Vec<u64> = (0..self.buffers.len())
+            .map(|_| match shake {
+                None => 1024,
+                Some(_) => 1024 + random(&mut state) % 512,
+            })
+            .collect();
         let key = |i: usize, key: Key| -> u128 {
             let Buffer { lower, upper, size_bytes, .. } = self.buffers[i];
             match key {
@@ -172,9 +185,10 @@ impl World {
                     let (first, end) = self.spans[i];
                     u128::from(self.loads[first as usize..end as usize].iter().copied().max().unwrap_or(0))
                 }
-                Key::Width => u128::from(upper - lower),
-                Key::Area => u128::from(upper - lower) * u128::from(size_bytes),
-                Key::Height => u128::from(size_bytes),
+                Key::Width => u128::from(upper - lower).saturating_mul(u128::from(scales[i])),
+                Key::Area => {
+                    (u128::from(upper - lower) * u128::from(size_bytes)).saturating_mul(u128::from(scales[i]))
+                }
             }
         };
         let mut order: Vec<_> = (0..self.buffers.len())
@@ -189,6 +203,15 @@ impl World {
     }
 }
 
+/// SplitMix64 (Steele, Lea and Flood, 2014): enough to shake a ranking, and the same everywhere.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
 enum Outcome {
     Found,
     /// No placement; the slots of the part that has none.
@@ -199,6 +222,7 @@ enum Outcome {
 /// What to restore on the way back.
 enum Undo {
     Floor { buffer: u32, floor: u64 },
+    Bound { buffer: u32, bound: u64 },
     Slot { slot: u32, lowest: u64, witness: u32 },
     Placed { buffer: u32, top_from: u32 },
 }
@@ -218,12 +242,14 @@ struct Search<'a> {
     ranks: Vec<u32>,
     /// The equal buffer of the next lower rank, or the buffer itself.
     twin_before: Vec<u32>,
-    /// Lowest offset for each unplaced buffer; `u64::MAX` once placed, so that it is never a minimum.
+    /// The offset at which each unplaced buffer would rest now; `u64::MAX` once placed, so that it is never a minimum.
     floors: Vec<u64>,
+    /// A lower bound of the offset each unplaced buffer can still get, at least its floor; `u64::MAX` once placed.
+    bounds: Vec<u64>,
     offsets: Vec<u64>,
     /// Sum of the unplaced sizes in each slot.
     rest: Vec<u64>,
-    /// A lower bound of the unplaced floors in each slot, and the buffer that has it.
+    /// The lowest bound of the unplaced buffers in each slot, and the buffer that has it.
     lowest: Vec<u64>,
     witness: Vec<u32>,
     /// For each border between slots, how many unplaced buffers live across it.
@@ -242,9 +268,8 @@ struct Search<'a> {
 const NOBODY: u32 = u32::MAX;
 
 impl<'a> Search<'a> {
-    fn new(world: &'a World, ranking: [Key; 3], capacity: u64, max_nodes: u64, deadline: Option<Instant>) -> Self {
+    fn new(world: &'a World, ranks: Vec<u32>, capacity: u64, max_nodes: u64, deadline: Option<Instant>) -> Self {
         let n = world.buffers.len();
-        let ranks = world.ranks(ranking);
         let mut by_rank = vec![0u32; n];
         for (i, &rank) in ranks.iter().enumerate() {
             by_rank[rank as usize] = i as u32;
@@ -271,6 +296,7 @@ impl<'a> Search<'a> {
             capacity,
             twin_before,
             floors: vec![0; n],
+            bounds: vec![0; n],
             offsets: vec![0; n],
             rest: world.loads.clone(),
             lowest: vec![0; world.n_slots],
@@ -362,8 +388,12 @@ impl<'a> Search<'a> {
             }
         }
         children.sort_unstable();
+        let node_trail_len = self.trail.len();
         for (floor, rank, i) in children {
             if self.is_swapped(i, floor) {
+                if !self.pass_over(part, i) {
+                    break;
+                }
                 continue;
             }
             if self.n_nodes >= self.max_nodes {
@@ -396,14 +426,18 @@ impl<'a> Search<'a> {
                     Outcome::Failed { first, end } => {
                         let span = self.world.spans[i as usize];
                         if end <= span.0 || span.1 <= first {
-                            self.undo(trail_len);
+                            self.undo(node_trail_len);
                             return outcome;
                         }
                     }
                 }
             }
             self.undo(trail_len);
+            if !self.pass_over(part, i) {
+                break;
+            }
         }
+        self.undo(node_trail_len);
         failed
     }
 
@@ -428,6 +462,7 @@ impl<'a> Search<'a> {
         self.offsets[i as usize] = self.floors[i as usize];
         self.trail.push(Undo::Floor { buffer: i, floor: self.floors[i as usize] });
         self.floors[i as usize] = u64::MAX;
+        self.set_bound(i, u64::MAX);
         self.trail.push(Undo::Placed { buffer: i, top_from: self.top_log.len() as u32 });
         let mut has_cut = false;
         for slot in first as usize..end as usize {
@@ -451,34 +486,72 @@ impl<'a> Search<'a> {
                 }
                 self.trail.push(Undo::Floor { buffer: j, floor: self.floors[j as usize] });
                 self.floors[j as usize] = floor;
+                if self.bounds[j as usize] >= floor {
+                    continue;
+                }
+                self.set_bound(j, floor);
                 dirty = (dirty.0.min(j_first), dirty.1.max(j_end));
             }
         }
-        for slot in dirty.0 as usize..dirty.1 as usize {
+        self.refresh(dirty.0, dirty.1).then_some(has_cut)
+    }
+
+    /// Every sequence that places `i` now has been tried, so from here on it rests on a buffer yet to be placed. `false`
+    /// if nothing is left that could carry it that low.
+    fn pass_over(&mut self, part: Part, i: u32) -> bool {
+        let world = self.world;
+        let (first, end) = world.spans[i as usize];
+        let mut bound = u64::MAX;
+        for &j in &self.pool[part.first_item..part.end_item] {
+            let (j_first, j_end) = world.spans[j as usize];
+            if j_first < end && first < j_end && j != i {
+                bound = bound.min(self.bounds[j as usize] + world.buffers[j as usize].size_bytes);
+            }
+        }
+        if bound == u64::MAX || bound + world.buffers[i as usize].size_bytes > self.capacity {
+            return false;
+        }
+        if bound > self.bounds[i as usize] {
+            self.set_bound(i, bound);
+            return self.refresh(first, end);
+        }
+        true
+    }
+
+    fn set_bound(&mut self, buffer: u32, bound: u64) {
+        self.trail.push(Undo::Bound { buffer, bound: self.bounds[buffer as usize] });
+        self.bounds[buffer as usize] = bound;
+    }
+
+    /// Brings the slots' lowest bounds up to date. `false` if one of them is then over capacity.
+    fn refresh(&mut self, first: u32, end: u32) -> bool {
+        let world = self.world;
+        for slot in first as usize..end as usize {
             let witness = self.witness[slot];
-            if witness == NOBODY || self.floors[witness as usize] == self.lowest[slot] || self.rest[slot] == 0 {
+            if witness == NOBODY || self.bounds[witness as usize] == self.lowest[slot] || self.rest[slot] == 0 {
                 continue;
             }
             let mut lowest = (u64::MAX, NOBODY);
             for &j in &world.members[world.starts[slot]..world.starts[slot + 1]] {
-                let floor = self.floors[j as usize];
-                if floor < lowest.0 {
-                    lowest = (floor, j);
+                let bound = self.bounds[j as usize];
+                if bound < lowest.0 {
+                    lowest = (bound, j);
                 }
             }
             self.trail.push(Undo::Slot { slot: slot as u32, lowest: self.lowest[slot], witness });
             (self.lowest[slot], self.witness[slot]) = lowest;
             if lowest.0 + self.rest[slot] > self.capacity {
-                return None;
+                return false;
             }
         }
-        Some(has_cut)
+        true
     }
 
     fn undo(&mut self, trail_len: usize) {
         while self.trail.len() > trail_len {
             match self.trail.pop().expect("longer than trail_len") {
                 Undo::Floor { buffer, floor } => self.floors[buffer as usize] = floor,
+                Undo::Bound { buffer, bound } => self.bounds[buffer as usize] = bound,
                 Undo::Slot { slot, lowest, witness } => {
                     self.lowest[slot as usize] = lowest;
                     self.witness[slot as usize] = witness;
