@@ -26,7 +26,10 @@ pub struct ChatMessage {
 impl ChatMessage {
     /// A message of the given role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> ChatMessage {
-        ChatMessage { role: role.into(), content: content.into() }
+        ChatMessage {
+            role: role.into(),
+            content: content.into(),
+        }
     }
 }
 
@@ -47,8 +50,15 @@ impl ChatTemplate {
     /// Reads a model folder's chat template.
     pub fn open(dir: &Path) -> Result<ChatTemplate, ModelError> {
         let config_path = dir.join("tokenizer_config.json");
-        let config = if config_path.exists() { Some(read_value(&config_path)?) } else { None };
-        let config = config.as_ref().map(|value| Fields::new(&config_path, value)).transpose()?;
+        let config = if config_path.exists() {
+            Some(read_value(&config_path)?)
+        } else {
+            None
+        };
+        let config = config
+            .as_ref()
+            .map(|value| Fields::new(&config_path, value))
+            .transpose()?;
 
         let file = dir.join("chat_template.jinja");
         let (path, source) = if file.exists() {
@@ -57,7 +67,10 @@ impl ChatTemplate {
             (file, source)
         } else {
             let source = config.as_ref().map(template_of).transpose()?.flatten();
-            (config_path.clone(), source.ok_or_else(|| ModelError::NoChatTemplate { dir: dir.to_owned() })?)
+            (
+                config_path.clone(),
+                source.ok_or_else(|| ModelError::NoChatTemplate { dir: dir.to_owned() })?,
+            )
         };
         let special_tokens = config.as_ref().map(special_tokens).unwrap_or_default();
         ChatTemplate::from_source(&path, &source, special_tokens)
@@ -83,7 +96,11 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, without_generation_tags(source))
             .map_err(|e| chat_error(path, format!("chat template: {}", one_line(&e))))?;
-        Ok(ChatTemplate { path: path.to_owned(), environment, special_tokens })
+        Ok(ChatTemplate {
+            path: path.to_owned(),
+            environment,
+            special_tokens,
+        })
     }
 
     /// The prompt for the assistant's next turn.
@@ -104,10 +121,17 @@ impl ChatTemplate {
             ("tools", Value::from(())),
             ("documents", Value::from(())),
         ];
-        context.extend(self.special_tokens.iter().map(|(k, v)| (k.as_str(), Value::from(v.as_str()))));
+        context.extend(
+            self.special_tokens
+                .iter()
+                .map(|(k, v)| (k.as_str(), Value::from(v.as_str()))),
+        );
         context.extend(variables.iter().map(|(k, v)| (*k, Value::from_serialize(v))));
         let context: Value = context.into_iter().collect();
-        let template = self.environment.get_template(NAME).map_err(|e| chat_error(&self.path, one_line(&e)))?;
+        let template = self
+            .environment
+            .get_template(NAME)
+            .map_err(|e| chat_error(&self.path, one_line(&e)))?;
         template.render(context).map_err(|e| {
             chat_error(
                 &self.path,
@@ -124,7 +148,10 @@ impl ChatTemplate {
 const REFUSED: &str = "refused: ";
 
 fn chat_error(path: &Path, message: impl Into<String>) -> ModelError {
-    ModelError::ChatTemplate { path: path.to_owned(), message: message.into() }
+    ModelError::ChatTemplate {
+        path: path.to_owned(),
+        message: message.into(),
+    }
 }
 
 /// The error with its line, without the excerpt that may follow.
@@ -148,12 +175,21 @@ fn template_of(config: &Fields<'_>) -> Result<Option<String>, ModelError> {
             .collect::<Option<Vec<_>>>()
     });
     let named = named.ok_or_else(|| config.wrong("chat_template", expected))?;
-    match named.iter().find(|(name, _)| *name == "default").or(if named.len() == 1 { named.first() } else { None }) {
+    match named
+        .iter()
+        .find(|(name, _)| *name == "default")
+        .or(if named.len() == 1 { named.first() } else { None })
+    {
         Some((_, source)) => Ok(Some((*source).to_owned())),
         None if named.is_empty() => Ok(None),
         None => {
             let names: Vec<_> = named.iter().map(|(name, _)| *name).collect();
-            Err(ModelError::key(config.path(), "chat_template", names.join(", "), "one named \"default\""))
+            Err(ModelError::key(
+                config.path(),
+                "chat_template",
+                names.join(", "),
+                "one named \"default\"",
+            ))
         }
     }
 }
@@ -197,15 +233,18 @@ fn tojson(value: Value, kwargs: Kwargs) -> Result<String, Error> {
     if let Some(ascii) = kwargs.get::<Option<bool>>("ensure_ascii")?
         && ascii
     {
-        return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
+        return Err(Error::new(
+            ErrorKind::InvalidOperation,
+            "tojson(ensure_ascii=true) is not supported",
+        ));
     }
     // Anything else changes how the text looks, so silence would be a wrong prompt.
     kwargs.assert_all_used()?;
     if value.kind() == ValueKind::Undefined {
         return Err(Error::new(ErrorKind::UndefinedError, "tojson of an undefined value"));
     }
-    let value = serde_json::to_value(&value)
-        .map_err(|e| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
+    let value =
+        serde_json::to_value(&value).map_err(|e| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
     let mut out = String::new();
     dump(&value, indent, 0, &mut out);
     Ok(out)
@@ -254,10 +293,28 @@ fn unix_seconds() -> u64 {
 /// The conversions of `strftime` that templates use, in UTC; an unknown one is left as it stands.
 fn strftime(format: &str, unix_seconds: u64) -> String {
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
         "December",
     ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    const DAYS: [&str; 7] = [
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+    ];
     let (days, seconds) = (unix_seconds / 86_400, unix_seconds % 86_400);
     let (year, month, day, day_of_year) = civil(days);
     let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);

@@ -39,11 +39,14 @@ impl GenerationConfig {
 
 /// `eos_token_id`: a number, or a list of them.
 fn eos(fields: &Fields<'_>) -> Result<Option<Vec<u32>>, ModelError> {
-    let Some(value) = fields.get("eos_token_id") else { return Ok(None) };
+    let Some(value) = fields.get("eos_token_id") else {
+        return Ok(None);
+    };
     let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
     let ids = match value {
         Value::Array(list) => list.iter().map(id).collect::<Option<Vec<_>>>(),
         single => id(single).map(|id| vec![id]),
     };
-    ids.map(Some).ok_or_else(|| fields.wrong("eos_token_id", "a token id or a list of them"))
+    ids.map(Some)
+        .ok_or_else(|| fields.wrong("eos_token_id", "a token id or a list of them"))
 }

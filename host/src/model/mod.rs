@@ -56,8 +56,14 @@ impl ModelFolder {
             return Err(ModelError::NotAFolder { path: dir.to_owned() });
         }
         // Without a modules.json it depends on the network whether it is a sentence model.
-        let mut sentence = if SentenceConfig::is_there(dir) { Some(SentenceConfig::open(dir)?) } else { None };
-        let transformer_dir = sentence.as_ref().map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
+        let mut sentence = if SentenceConfig::is_there(dir) {
+            Some(SentenceConfig::open(dir)?)
+        } else {
+            None
+        };
+        let transformer_dir = sentence
+            .as_ref()
+            .map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
 
         let path = transformer_dir.join("config.json");
         let value = json::read_value(&path)?;

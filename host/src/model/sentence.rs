@@ -69,7 +69,9 @@ impl SentenceConfig {
 
     fn read_modules(&mut self, dir: &Path, path: &Path) -> Result<(), ModelError> {
         let value = read_value(path)?;
-        let modules = value.as_array().ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
+        let modules = value
+            .as_array()
+            .ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
         self.normalize = false;
         let mut include_prompt = true;
         let mut seen: Vec<&str> = Vec::new();
@@ -91,7 +93,12 @@ impl SentenceConfig {
         }
         self.read_prompt(&dir.join("config_sentence_transformers.json"))?;
         if !include_prompt && !self.prompt.is_empty() {
-            return Err(ModelError::unsupported(path, "include_prompt", "false", "true where there is a default prompt"));
+            return Err(ModelError::unsupported(
+                path,
+                "include_prompt",
+                "false",
+                "true where there is a default prompt",
+            ));
         }
         Ok(())
     }
@@ -125,7 +132,11 @@ impl SentenceConfig {
             ["mean"] => Pooling::Mean,
             ["cls"] => Pooling::Cls,
             _ => {
-                let given = if modes.is_empty() { "none".to_owned() } else { modes.join(" and ") };
+                let given = if modes.is_empty() {
+                    "none".to_owned()
+                } else {
+                    modes.join(" and ")
+                };
                 return Err(ModelError::unsupported(path, "pooling", given, "mean or cls"));
             }
         };
@@ -142,10 +153,14 @@ impl SentenceConfig {
         }
         let value = read_value(path)?;
         let fields = Fields::new(path, &value)?;
-        let Some(name) = fields.text("default_prompt_name")? else { return Ok(()) };
+        let Some(name) = fields.text("default_prompt_name")? else {
+            return Ok(());
+        };
         let prompts = fields.object("prompts")?;
         let prompt = prompts.as_ref().map(|p| p.text(name)).transpose()?.flatten();
-        self.prompt = prompt.ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?.to_owned();
+        self.prompt = prompt
+            .ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?
+            .to_owned();
         Ok(())
     }
 
@@ -161,8 +176,12 @@ impl SentenceConfig {
         if self.max_seq_length.is_none() && path.exists() {
             let value = read_value(&path)?;
             // "No limit" is written as an absurdly large number here.
-            let length = Fields::new(&path, &value)?.get("model_max_length").and_then(serde_json::Value::as_u64);
-            self.max_seq_length = length.and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=MAX_LENGTH).contains(n));
+            let length = Fields::new(&path, &value)?
+                .get("model_max_length")
+                .and_then(serde_json::Value::as_u64);
+            self.max_seq_length = length
+                .and_then(|n| usize::try_from(n).ok())
+                .filter(|n| (1..=MAX_LENGTH).contains(n));
         }
         Ok(())
     }
@@ -171,14 +190,21 @@ impl SentenceConfig {
     pub fn prepare(&self, text: &str) -> String {
         let text = format!("{}{}", self.prompt, text);
         let text = text.trim();
-        if self.lower_case { text.to_lowercase() } else { text.to_owned() }
+        if self.lower_case {
+            text.to_lowercase()
+        } else {
+            text.to_owned()
+        }
     }
 }
 
 /// A module's folder, which must lie inside the model's.
 fn inside(dir: &Path, module: &Fields<'_>) -> Result<PathBuf, ModelError> {
     let relative = Path::new(module.text("path")?.unwrap_or(""));
-    if relative.components().all(|c| matches!(c, Component::Normal(_) | Component::CurDir)) {
+    if relative
+        .components()
+        .all(|c| matches!(c, Component::Normal(_) | Component::CurDir))
+    {
         Ok(dir.join(relative))
     } else {
         Err(module.wrong("path", "a folder inside the model's"))
@@ -191,5 +217,9 @@ fn describe(modules: &[serde_json::Value]) -> String {
         .filter_map(|m| m.get("type")?.as_str())
         .map(|full| full.rsplit('.').next().unwrap_or(full))
         .collect();
-    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+    if names.is_empty() {
+        "none".to_owned()
+    } else {
+        names.join(", ")
+    }
 }

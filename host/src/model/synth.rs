@@ -48,7 +48,11 @@ pub struct SynthOptions {
 impl Default for SynthOptions {
     fn default() -> Self {
         let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
-        SynthOptions { seed: 0, max_shard_bytes: 5_000_000_000, n_threads }
+        SynthOptions {
+            seed: 0,
+            max_shard_bytes: 5_000_000_000,
+            n_threads,
+        }
     }
 }
 
@@ -132,7 +136,10 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         }));
     }
     let Some((_, architecture, sizes)) = rows.into_iter().find(|(row, ..)| *row == name) else {
-        return Err(ModelError::Preset { given: name.to_owned(), known: PRESETS.to_vec() });
+        return Err(ModelError::Preset {
+            given: name.to_owned(),
+            known: PRESETS.to_vec(),
+        });
     };
     Ok(decoder_json(architecture, &sizes))
 }
@@ -150,7 +157,18 @@ const fn sizes(
     theta: f64,
     llama3_factor: Option<f64>,
 ) -> Sizes {
-    Sizes { vocab, hidden, intermediate, layers, heads, head_dim, tied, context, theta, llama3_factor }
+    Sizes {
+        vocab,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        head_dim,
+        tied,
+        context,
+        theta,
+        llama3_factor,
+    }
 }
 
 fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
@@ -161,7 +179,11 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) { 1e-5 } else { 1e-6 };
+    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) {
+        1e-5
+    } else {
+        1e-6
+    };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -227,7 +249,10 @@ pub fn synth(
             &config_path,
             "vocab_size",
             config.vocab_size().to_string(),
-            format!("at least {N_OWN_TOKENS}: 256 bytes and {} special tokens", SPECIAL_TOKENS.len()),
+            format!(
+                "at least {N_OWN_TOKENS}: 256 bytes and {} special tokens",
+                SPECIAL_TOKENS.len()
+            ),
         ));
     }
     if let Value::Object(map) = &mut value {
@@ -266,7 +291,10 @@ struct UnfinishedFolder {
 impl UnfinishedFolder {
     fn create(out: &Path) -> Result<UnfinishedFolder, ModelError> {
         let Some(name) = out.file_name() else {
-            return Err(ModelError::write(out, std::io::Error::other("not the name of a new folder")));
+            return Err(ModelError::write(
+                out,
+                std::io::Error::other("not the name of a new folder"),
+            ));
         };
         let path = out.with_file_name(format!(".{}.unfinished-{}", name.to_string_lossy(), std::process::id()));
         std::fs::create_dir(&path).map_err(|e| ModelError::write(&path, e))?;
@@ -345,12 +373,20 @@ fn write_weights(
     if files.len() > 1 {
         let mut map = Map::new();
         for (shard, file) in shards.iter().zip(&files) {
-            map.extend(specs[shard.clone()].iter().map(|s| (s.name.clone(), Value::from(file.as_str()))));
+            map.extend(
+                specs[shard.clone()]
+                    .iter()
+                    .map(|s| (s.name.clone(), Value::from(file.as_str()))),
+            );
         }
         let index = json!({ "metadata": { "total_parameters": n_params, "total_size": total }, "weight_map": map });
         write_json(&dir.join("model.safetensors.index.json"), &index)?;
     }
-    Ok(SynthSummary { n_params, size_bytes: total, weight_files: files })
+    Ok(SynthSummary {
+        n_params,
+        size_bytes: total,
+        weight_files: files,
+    })
 }
 
 /// Runs of tensors of at most `max_bytes`, at least one tensor each.
@@ -375,7 +411,10 @@ fn header(specs: &[TensorSpec]) -> Vec<u8> {
     let mut begin = 0;
     for spec in specs {
         let end = begin + 2 * spec.len_elems();
-        map.insert(spec.name.clone(), json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [begin, end] }));
+        map.insert(
+            spec.name.clone(),
+            json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [begin, end] }),
+        );
         begin = end;
     }
     let mut text = Value::Object(map).to_string().into_bytes();
@@ -599,8 +638,7 @@ fn tokenizer_json(config: &ModelConfig) -> Value {
     let byte_level = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
     let sequence = json!({ "Sequence": { "id": "A", "type_id": 0 } });
     let token = |id: usize| json!({ "SpecialToken": { "id": SPECIAL_TOKENS[id], "type_id": 0 } });
-    let definition =
-        |id: usize| json!({ "id": SPECIAL_TOKENS[id], "ids": [id], "tokens": [SPECIAL_TOKENS[id]] });
+    let definition = |id: usize| json!({ "id": SPECIAL_TOKENS[id], "ids": [id], "tokens": [SPECIAL_TOKENS[id]] });
     let (single, special) = match config {
         ModelConfig::Decoder(_) => (json!([sequence]), json!({})),
         ModelConfig::Bert(_) => (

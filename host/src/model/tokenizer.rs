@@ -36,11 +36,17 @@ impl Tokenizer {
     /// Reads a tokenizer.json.
     pub fn open(path: &Path) -> Result<Tokenizer, ModelError> {
         let bytes = read_bytes(path, MAX_TOKENIZER_BYTES)?;
-        let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer { path: path.to_owned(), message: one_line(e) };
+        let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer {
+            path: path.to_owned(),
+            message: one_line(e),
+        };
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(&e))?;
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| fail(&e))?;
-        Ok(Tokenizer { path: path.to_owned(), inner })
+        Ok(Tokenizer {
+            path: path.to_owned(),
+            inner,
+        })
     }
 
     /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text's end is cut.
@@ -56,7 +62,9 @@ impl Tokenizer {
             strategy: TruncationStrategy::LongestFirst,
             ..TruncationParams::default()
         };
-        self.inner.with_truncation(Some(truncation)).map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        self.inner
+            .with_truncation(Some(truncation))
+            .map_err(|e| ModelError::Text { message: one_line(&e) })?;
         Ok(())
     }
 
@@ -86,12 +94,19 @@ impl Tokenizer {
     /// The text of ids, without special tokens. Ids that the tokenizer does not know (a model's table may have more
     /// rows than its tokenizer has tokens) give no text.
     pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
-        self.inner.decode(ids, true).map_err(|e| ModelError::Text { message: one_line(&e) })
+        self.inner
+            .decode(ids, true)
+            .map_err(|e| ModelError::Text { message: one_line(&e) })
     }
 
     /// Text of tokens that come one by one.
     pub fn decode_stream(&self) -> DecodeStream<'_> {
-        DecodeStream { tokenizer: self, window: Vec::new(), shown: String::new(), clean: Vec::new() }
+        DecodeStream {
+            tokenizer: self,
+            window: Vec::new(),
+            shown: String::new(),
+            clean: Vec::new(),
+        }
     }
 
     /// The id of a token by its text: `<|im_end|>`.
@@ -106,7 +121,11 @@ impl Tokenizer {
 
     /// One more than the largest id there is.
     pub fn vocab_size(&self) -> usize {
-        self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
+        self.inner
+            .get_vocab(true)
+            .values()
+            .max()
+            .map_or(0, |&id| id as usize + 1)
     }
 
     /// The file it was read from.
@@ -118,7 +137,11 @@ impl Tokenizer {
 /// Checks that every id is below `vocab_size`.
 pub fn check_token_ids(ids: &[u32], vocab_size: usize) -> Result<(), ModelError> {
     match ids.iter().position(|&id| id as usize >= vocab_size) {
-        Some(position) => Err(ModelError::TokenId { id: ids[position], position, vocab_size }),
+        Some(position) => Err(ModelError::TokenId {
+            id: ids[position],
+            position,
+            vocab_size,
+        }),
         None => Ok(()),
     }
 }
