@@ -372,3 +372,180 @@ fn civil(mut days: u64) -> (u64, usize, u64, u64) {
     }
     (year, month + 1, days + 1, day_of_year)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::json;
+
+    use super::*;
+
+    fn template(source: &str) -> ChatTemplate {
+        let tokens = vec![
+            ("bos_token".to_owned(), "<s>".to_owned()),
+            ("eos_token".to_owned(), "</s>".to_owned()),
+        ];
+        ChatTemplate::from_source(Path::new("chat_template.jinja"), source, tokens).expect("a template")
+    }
+
+    fn turns() -> [ChatMessage; 3] {
+        [
+            ChatMessage::new("system", "Be brief."),
+            ChatMessage::new("user", " Hi <b> "),
+            ChatMessage::new("assistant", "Yes"),
+        ]
+    }
+
+    #[test]
+    fn a_fixture() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3");
+        let template = ChatTemplate::open(&dir).expect("the fixture");
+        let text = template
+            .render(&[ChatMessage::new("user", "Hi <you> & me")])
+            .expect("renders");
+        assert_eq!(
+            text,
+            "<|im_start|>user\nHi <you> & me<|im_end|>\n<|im_start|>assistant\n"
+        );
+    }
+
+    /// What published templates use, each with the text that the reference engine makes of it.
+    #[test]
+    fn the_dialect_of_published_templates() {
+        for (source, expected) in [
+            (
+                "{{ bos_token }}{% for m in messages %}{{ m.role }}|{% endfor %}{{ eos_token }}",
+                "<s>system|user|assistant|</s>",
+            ),
+            // Blocks take their line with them.
+            ("a\n    {% if true %}\n  b\n    {% endif %}\nc\n", "a\n  b\nc"),
+            (
+                "{%- for m in messages[::-1] %}{{ loop.index0 ~ m['role'][:2] }} {%- endfor %}",
+                "0as1us2sy",
+            ),
+            (
+                "{%- set ns = namespace(n=0) %}{%- for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+                "2",
+            ),
+            (
+                "{{ messages[1].content.strip() + '|' + messages[1]['content'] | trim | upper }}",
+                "Hi <b>|HI <B>",
+            ),
+            ("{{ 'a</think>\\n\\nb'.split('</think>')[-1].lstrip('\\n') }}", "b"),
+            (
+                "{{ 'x-y'.startswith('x') }} {{ messages[0].content is string }} {{ tools is none }}",
+                "true true true",
+            ),
+            (
+                "{% if messages[0].role not in ['user'] and enable_thinking is not defined %}y{% endif %}",
+                "y",
+            ),
+            (
+                "{{ messages[0] | tojson }}",
+                r#"{"role": "system", "content": "Be brief."}"#,
+            ),
+            (
+                "{{ {'b': [1, 2.5, true, none], 'a': {}} | tojson(indent=2) }}",
+                "{\n  \"b\": [\n    1,\n    2.5,\n    true,\n    null\n  ],\n  \"a\": {}\n}",
+            ),
+            ("{{ messages[1].content | tojson }}", "\" Hi <b> \""),
+            (
+                "{%- macro f(x) -%}[{{ x }}]{%- endmacro -%}{{ f(messages | length) }}",
+                "[3]",
+            ),
+            (
+                "{%- generation -%}x{%- endgeneration -%}{% generation %}\ny{% endgeneration %}\n",
+                "xy",
+            ),
+            ("{{ undefined_thing }}{{ messages[0].tool_calls }}|", "|"),
+            (
+                "{% set m = messages[0] %}{% if m.get('name') is none %}{% for k, v in m.items() %}{{ k }},{% endfor %}{% endif %}",
+                "role,content,",
+            ),
+            ("{{ add_generation_prompt }}{# a comment #}", "true"),
+        ] {
+            assert_eq!(template(source).render(&turns()).expect(source), expected, "{source}");
+        }
+    }
+
+    #[test]
+    fn a_templates_own_variables() {
+        let template = template("{{ 'think' if enable_thinking else 'do not' }}");
+        assert_eq!(
+            template
+                .render_with(&[], &[("enable_thinking", json!(true))])
+                .expect("renders"),
+            "think"
+        );
+        assert_eq!(template.render(&[]).expect("renders"), "do not");
+    }
+
+    #[test]
+    fn a_template_may_refuse() {
+        let template = template("{% if messages[0].role != 'user' %}{{ raise_exception('First a user!') }}{% endif %}");
+        let message = template.render(&turns()).expect_err("refused").to_string();
+        assert_eq!(
+            message,
+            "chat_template.jinja: the chat template refuses these messages: First a user!"
+        );
+    }
+
+    #[test]
+    fn wrong_templates_are_refused_with_their_line() {
+        let compile = ChatTemplate::from_source(Path::new("t.jinja"), "a\n{% if %}", Vec::new());
+        let message = compile.expect_err("syntax").to_string();
+        assert!(
+            message.starts_with("t.jinja: chat template: syntax error") && message.contains("line 2"),
+            "{message}"
+        );
+        let message = template("\n{{ messages.nothing() }}")
+            .render(&[])
+            .expect_err("no method")
+            .to_string();
+        assert!(message.contains("line 2") && !message.contains('\n'), "{message}");
+    }
+
+    #[test]
+    fn where_templates_are_found() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let open = || ChatTemplate::open(dir.path()).map(|t| t.render(&[]).expect("renders"));
+        assert!(open().expect_err("none").to_string().contains("no chat template"));
+        let write = |value: serde_json::Value| {
+            fs::write(dir.path().join("tokenizer_config.json"), value.to_string()).expect("a file");
+        };
+        write(json!({"bos_token": {"content": "<B>"}, "chat_template": "{{ bos_token }}1"}));
+        assert_eq!(open().expect("a string"), "<B>1");
+        write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]}));
+        assert_eq!(open().expect("the default"), "d");
+        write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]}));
+        assert!(
+            open()
+                .expect_err("no default")
+                .to_string()
+                .contains("chat_template: rag, tool_use, expected one named")
+        );
+        write(json!({"chat_template": 5}));
+        assert!(
+            open()
+                .expect_err("a number")
+                .to_string()
+                .contains("chat_template: 5, expected")
+        );
+        fs::write(dir.path().join("chat_template.jinja"), "file").expect("a file");
+        assert_eq!(open().expect("the file wins"), "file");
+    }
+
+    #[test]
+    fn dates() {
+        // 1 March 2024, 13:05:09, a Friday of a leap year.
+        let text = strftime("%d %b %Y|%A %a %B %y %m %j|%H:%M:%S %I %p|%F %T|%%|%Q|%", 1_709_298_309);
+        assert_eq!(
+            text,
+            "01 Mar 2024|Friday Fri March 24 03 061|13:05:09 01 PM|2024-03-01 13:05:09|%|%Q|%"
+        );
+        assert_eq!(strftime("%F", 0), "1970-01-01");
+        assert_eq!(strftime("%F", 951_782_400), "2000-02-29");
+        assert_eq!(strftime("%F", 4_102_444_799), "2099-12-31");
+    }
+}
