@@ -435,7 +435,7 @@ mod tests {
             ("{{ 'a</think>\\n\\nb'.split('</think>')[-1].lstrip('\\n') }}", "b"),
             (
                 "{{ 'x-y'.startswith('x') }} {{ messages[0].content is string }} {{ tools is none }}",
-                "true true true",
+                "True True True",
             ),
             (
                 "{% if messages[0].role not in ['user'] and enable_thinking is not defined %}y{% endif %}",
@@ -463,7 +463,99 @@ mod tests {
                 "{% set m = messages[0] %}{% if m.get('name') is none %}{% for k, v in m.items() %}{{ k }},{% endfor %}{% endif %}",
                 "role,content,",
             ),
-            ("{{ add_generation_prompt }}{# a comment #}", "true"),
+            ("{{ add_generation_prompt }}{# a comment #}", "True"),
+            (
+                "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ loop.index }}{% endif %}{% endfor %}",
+                "123",
+            ),
+            (
+                "{{ (messages | selectattr('role', 'equalto', 'user') | list)[0].content }}",
+                " Hi <b> ",
+            ),
+            (
+                "{{ messages | rejectattr('role', 'equalto', 'user') | map(attribute='role') | join(',') }}",
+                "system,assistant",
+            ),
+            (
+                "{% for k, v in messages[0] | items %}{{ k }}={{ v }};{% endfor %}",
+                "role=system;content=Be brief.;",
+            ),
+            (
+                "{% for m in messages if m.role != 'system' %}{{ m.role }}{{ '' if loop.last else '+' }}{% endfor %}",
+                "user+assistant",
+            ),
+            (
+                "{% for m in messages %}{{ loop.previtem.role if loop.previtem is defined else '-' }}>{{ loop.nextitem.role if not loop.last else '.' }} {% endfor %}",
+                "->user system>assistant user>. ",
+            ),
+            (
+                "{% set c %}in {{ messages[0].role }}{% endset %}{{ c | replace('in', 'IN') }}{{ (messages | first).role }}{{ (messages | last).role }}",
+                "IN systemsystemassistant",
+            ),
+            (
+                "{{ messages[0] is mapping }}{{ messages is iterable }}{{ 'rie' in messages[0].content }}{{ messages is sequence }}{{ messages[0].content is not none }}",
+                "TrueTrueTrueTrueTrue",
+            ),
+            (
+                "{{ 'ab' * 2 }}{{ 7 // 2 }}{{ 7 % 2 }}{{ 2 ** 3 }}{{ 7 / 2 }}{{ [1] + [2, 3] }}",
+                "abab3183.5[1, 2, 3]",
+            ),
+            (
+                "{% set messages = messages[1:] %}{{ messages | length }}{{ messages[-1]['role'] }}",
+                "2assistant",
+            ),
+            (
+                "{{ messages[0].get('x', 'default') }}{{ messages[0]['x'] | default('d2') }}{{ {'role': 'x'} | tojson }}",
+                "defaultd2{\"role\": \"x\"}",
+            ),
+            (
+                "{{ 'A-b'.lower() ~ 'c'.upper() ~ 'x,y'.split(',') | length ~ ' t '.rstrip() ~ 'q'.endswith('q') ~ 'a b'.title() }}",
+                "a-bC2 tTrueA B",
+            ),
+            (
+                "{{ \"%s is %d\" | format('x', 3) }}{{ 'a\\nb' | indent(2) }}",
+                "x is 3a\n  b",
+            ),
+            (
+                "{% if tools %}t{% elif not documents and true %}d{% else %}e{% endif %}{% if messages and messages[0]['role'] == 'system' %}s{% endif %}",
+                "ds",
+            ),
+            (
+                "{%- for i in range(3) -%}{%- if i == 2 %}{% break %}{% endif -%}{{ i }}{%- endfor %}",
+                "01",
+            ),
+            (
+                "{% macro r(m, tag='x') %}<{{ tag }}>{{ m.role }}{% endmacro %}{{ r(messages[0]) }}{{ r(messages[1], tag='y') }}",
+                "<x>system<y>user",
+            ),
+            (
+                "{{ 'a' if messages[0].role == 'nobody' }}|{{ messages[0]['content'] | string | length }}{{ '12' | int + 1 }}",
+                "|913",
+            ),
+            (
+                "{%- set a, b = 1, 2 %}{{ a + b }}{% set x = {'k': [1, {'z': 2}]} %}{{ x.k[1].z }}{{ x['k'][0] }}",
+                "321",
+            ),
+            (
+                "{% for m in messages -%}\n  {{ m.role }}\n{%- endfor %}\n\nend\n\n",
+                "systemuserassistant\nend\n",
+            ),
+            (
+                "{{ '\\u00e9<>&\\'\"' | tojson }}{{ 'x'.join(['1','2']) }}{{ messages[0].content.find('brief') }}",
+                "\"é<>&'\\\"\"1x23",
+            ),
+            (
+                "{{ 'abc'[::-1] }}{{ 'abcdef'[1:-1] }}{{ messages[:-1] | length }}",
+                "cbabcde2",
+            ),
+            (
+                "{{ {'a': 1} | tojson(indent=4) }}{{ [] | tojson(indent=4) }}{{ [1, 2] | tojson }}",
+                "{\n    \"a\": 1\n}[][1, 2]",
+            ),
+            (
+                "{% filter upper %}x{% endfilter %}{{ 'x' is defined and 'y' }}{{ false or 'z' }}{{ not true }}",
+                "XyzFalse",
+            ),
         ] {
             assert_eq!(template(source).render(&turns()).expect(source), expected, "{source}");
         }
