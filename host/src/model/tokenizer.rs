@@ -17,6 +17,7 @@
 
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
 use tokenizers::{TruncationParams, TruncationStrategy};
 
 use super::error::ModelError;
@@ -36,6 +37,20 @@ impl Tokenizer {
     /// Reads a tokenizer.json.
     pub fn open(path: &Path) -> Result<Tokenizer, ModelError> {
         let bytes = read_bytes(path, MAX_TOKENIZER_BYTES)?;
+        // The library panics on some files: on syntax errors inside a decoder, and when encoding with a template that
+        // names a token it does not define. So both are checked before it looks.
+        let outline: Outline = serde_json::from_slice(&bytes).map_err(|e| ModelError::Json {
+            path: path.to_owned(),
+            message: e.to_string(),
+        })?;
+        if let Some(token) = undefined_token(&outline.post_processor) {
+            let message =
+                format!("the post-processor's template names {token}, which its special_tokens do not define");
+            return Err(ModelError::Tokenizer {
+                path: path.to_owned(),
+                message,
+            });
+        }
         let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer {
             path: path.to_owned(),
             message: one_line(e),
@@ -132,6 +147,38 @@ impl Tokenizer {
     pub fn path(&self) -> &Path {
         &self.path
     }
+}
+
+/// The part of a tokenizer.json that is looked at here; everything else is only checked to be JSON.
+#[derive(serde::Deserialize)]
+struct Outline {
+    #[serde(default)]
+    post_processor: Value,
+    /// Read only to be sure that every string in it can be.
+    #[serde(default, rename = "decoder")]
+    _decoder: Value,
+}
+
+/// A token that a template, here or in a sequence of processors, names without defining it.
+fn undefined_token(processor: &Value) -> Option<&str> {
+    if processor.get("type").and_then(Value::as_str) == Some("Sequence") {
+        return processor
+            .get("processors")?
+            .as_array()?
+            .iter()
+            .find_map(undefined_token);
+    }
+    ["single", "pair"]
+        .iter()
+        .filter_map(|key| processor.get(key)?.as_array())
+        .flatten()
+        .filter_map(|piece| piece.get("SpecialToken")?.get("id")?.as_str())
+        .find(|token| {
+            processor
+                .get("special_tokens")
+                .and_then(|defined| defined.get(token))
+                .is_none()
+        })
 }
 
 /// Checks that every id is below `vocab_size`.
@@ -248,7 +295,7 @@ fn one_line(error: &dyn std::fmt::Display) -> String {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
 
     use super::*;
 
@@ -425,6 +472,30 @@ mod tests {
             "{message}"
         );
         assert!(from_json(&json!([])).is_err());
+        // Both of these make the library panic when it sees them.
+        let mut value: Value =
+            serde_json::from_slice(&std::fs::read(fixture().path()).expect("the fixture")).expect("JSON");
+        value["post_processor"]["single"] = json!([{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]);
+        assert!(
+            from_json(&value)
+                .expect_err("not defined")
+                .contains("names [CLS], which")
+        );
+        value["post_processor"] = json!({"type": "Sequence", "processors": [value["post_processor"]]});
+        assert!(
+            from_json(&value)
+                .expect_err("not defined")
+                .contains("names [CLS], which")
+        );
+        let cut = tempfile::tempdir().expect("a temporary folder");
+        let path = cut.path().join("tokenizer.json");
+        std::fs::write(&path, r#"{"version": "1.0", "decoder": {"type": "ByteLevel", "trim"#).expect("a file in it");
+        assert!(
+            Tokenizer::open(&path)
+                .expect_err("cut")
+                .to_string()
+                .contains("not valid JSON: EOF")
+        );
         let dir = tempfile::tempdir().expect("a temporary folder");
         let message = Tokenizer::open(&dir.path().join("tokenizer.json"))
             .expect_err("nothing there")

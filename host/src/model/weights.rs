@@ -306,14 +306,15 @@ fn no_weights(dir: &Path) -> ModelError {
 }
 
 fn map_file(path: &Path) -> Result<Mmap, ModelError> {
-    let file = File::open(path).map_err(|e| match e.kind() {
+    // Looked at before it is opened: opening a pipe would wait for a writer.
+    let meta = std::fs::metadata(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => super::json::absent(path),
         _ => ModelError::read(path, e),
     })?;
-    let meta = file.metadata().map_err(|e| ModelError::read(path, e))?;
     if !meta.is_file() {
         return Err(ModelError::checkpoint(path, "not a file"));
     }
+    let file = File::open(path).map_err(|e| ModelError::read(path, e))?;
     if meta.len() < 8 {
         return Err(ModelError::checkpoint(
             path,
