@@ -278,13 +278,14 @@ impl Rope {
                 let (factor, low, original) = (factor as f32, low_freq_factor as f32, original as f32);
                 frequencies
                     .map(|f| {
-                        let wavelen = (2.0 * std::f64::consts::PI) as f32 / f;
+                        // A number divided by a tensor is computed as the tensor's reciprocal times the number.
+                        let wavelen = (1.0 / f) * std::f32::consts::TAU;
                         if wavelen > low_freq_wavelen {
                             f / factor
                         } else if wavelen < high_freq_wavelen {
                             f
                         } else {
-                            let smooth = (original / wavelen - low) / width;
+                            let smooth = ((1.0 / wavelen) * original - low) / width;
                             (1.0 - smooth) * f / factor + smooth * f
                         }
                     })
@@ -573,4 +574,360 @@ fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
         type_vocab_size: fields.whole("type_vocab_size", 1..=MAX_VOCAB)?.unwrap_or(2),
         hidden_act: activation(fields, Activation::Gelu)?,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    const PATH: &str = "config.json";
+
+    fn parse(value: &Value) -> Result<ModelConfig, String> {
+        ModelConfig::from_value(Path::new(PATH), value).map_err(|e| e.to_string())
+    }
+
+    fn decoder_of(value: &Value) -> DecoderConfig {
+        match parse(value) {
+            Ok(ModelConfig::Decoder(config)) => config,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn llama() -> Value {
+        json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 256,
+            "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+            "max_position_embeddings": 8192,
+        })
+    }
+
+    /// `base` with keys set, or removed where null.
+    fn with(base: Value, change: &Value) -> Value {
+        let (mut base, change) = (
+            base.as_object().expect("an object").clone(),
+            change.as_object().expect("an object"),
+        );
+        for (key, value) in change {
+            base.insert(key.clone(), value.clone());
+        }
+        Value::Object(base)
+    }
+
+    #[test]
+    fn fixtures() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        let open = |name: &str| match ModelConfig::open(&dir.join(name).join("config.json")) {
+            Ok(ModelConfig::Decoder(c)) => c,
+            other => panic!("{other:?}"),
+        };
+        let qwen3 = open("tiny-qwen3");
+        assert_eq!(
+            (qwen3.architecture, qwen3.head_dim, qwen3.qk_norm),
+            (Architecture::Qwen3, 64, true)
+        );
+        assert_eq!(
+            (qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.sliding_window),
+            (false, true, None)
+        );
+        assert_eq!(
+            qwen3.rope,
+            Rope {
+                theta: 1e6,
+                scaling: RopeScaling::Default
+            }
+        );
+
+        let llama = open("tiny-llama");
+        assert_eq!((llama.n_heads, llama.n_kv_heads, llama.rms_norm_eps), (8, 2, 1e-5));
+        assert_eq!(
+            llama.rope.scaling,
+            RopeScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 1024
+            }
+        );
+
+        let qwen2 = open("tiny-qwen2");
+        assert_eq!(
+            (qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm),
+            (32, true, false, false)
+        );
+    }
+
+    #[test]
+    fn old_and_new_keys_say_the_same() {
+        let scaling = json!({"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                             "original_max_position_embeddings": 4096});
+        let mut new = scaling.clone();
+        new["rope_type"] = "llama3".into();
+        new["rope_theta"] = 500000.0.into();
+        let mut old = scaling;
+        old["type"] = "llama3".into();
+        let new = decoder_of(&with(llama(), &json!({"rope_parameters": new, "dtype": "bfloat16"})));
+        let nested = json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7e4}}});
+        let old = decoder_of(&with(
+            llama(),
+            &json!({"rope_scaling": old, "rope_theta": 500000, "torch_dtype": "bfloat16"}),
+        ));
+        assert_eq!(old, new);
+        assert_eq!(
+            decoder_of(&with(llama(), &nested)).rope,
+            Rope {
+                theta: 7e4,
+                scaling: RopeScaling::Default
+            }
+        );
+        let linear = json!({"rope_scaling": {"type": "linear", "factor": 2}});
+        assert_eq!(
+            decoder_of(&with(llama(), &linear)).rope.scaling,
+            RopeScaling::Linear { factor: 2.0 }
+        );
+        assert_eq!(
+            decoder_of(&llama()).rope,
+            Rope {
+                theta: 10_000.0,
+                scaling: RopeScaling::Default
+            }
+        );
+    }
+
+    #[test]
+    fn defaults_are_those_of_each_class() {
+        let bare = |class: &str| {
+            let mut map = llama().as_object().expect("an object").clone();
+            map.insert("architectures".into(), json!([class]));
+            map.insert("num_attention_heads".into(), 32.into());
+            map.shift_remove("num_key_value_heads");
+            decoder_of(&Value::Object(map))
+        };
+        assert_eq!(bare("LlamaForCausalLM").n_kv_heads, 32);
+        assert_eq!(bare("MistralForCausalLM").n_kv_heads, 8);
+        assert_eq!(
+            (bare("Qwen3ForCausalLM").head_dim, bare("Qwen2ForCausalLM").head_dim),
+            (128, 8)
+        );
+        let by_type = json!({"architectures": null, "model_type": "mistral"});
+        assert_eq!(decoder_of(&with(llama(), &by_type)).architecture, Architecture::Mistral);
+    }
+
+    #[test]
+    fn windows_count_only_where_they_are_active() {
+        let window = |change: Value| decoder_of(&with(llama(), &change)).sliding_window;
+        let mistral = json!(["MistralForCausalLM"]);
+        let qwen = json!(["Qwen2ForCausalLM"]);
+        assert_eq!(window(json!({"architectures": mistral, "sliding_window": null})), None);
+        assert_eq!(
+            window(json!({"architectures": mistral, "sliding_window": 4096})),
+            Some(4096)
+        );
+        assert_eq!(window(json!({"architectures": mistral, "sliding_window": 8192})), None);
+        assert_eq!(
+            window(json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": false})),
+            None
+        );
+        let on =
+            json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true, "max_window_layers": 1});
+        assert_eq!(window(on), Some(64));
+        let all_full = json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true});
+        assert_eq!(window(all_full), None);
+        assert_eq!(window(json!({"sliding_window": 64})), None, "Llama has no window");
+    }
+
+    #[test]
+    fn what_is_not_done_is_refused_by_name() {
+        let refused = |change: Value| parse(&with(llama(), &change)).expect_err("must be refused");
+        assert_eq!(
+            refused(json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})),
+            "config.json: rope_scaling.rope_type: \"yarn\" is not supported; supported: default, linear, llama3"
+        );
+        assert_eq!(
+            refused(json!({"architectures": ["MixtralForCausalLM"]})),
+            "config.json: architectures: MixtralForCausalLM is not supported; supported: Qwen3ForCausalLM, \
+             Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, BertModel"
+        );
+        for (change, word) in [
+            (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
+            (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5"),
+            (
+                json!({"rope_parameters": {"partial_rotary_factor": 0.25}}),
+                "rope_parameters.partial_rotary_factor",
+            ),
+            (
+                json!({"quantization_config": {"quant_method": "fp8"}}),
+                "quantization_config: \"fp8\"",
+            ),
+            (json!({"num_local_experts": 8}), "num_local_experts: 8"),
+            (json!({"layer_types": ["linear_attention"]}), "linear_attention"),
+            (
+                json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+                "\"dynamic\"",
+            ),
+            (
+                json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}),
+                "rope_parameters",
+            ),
+        ] {
+            let message = refused(change);
+            assert!(message.contains(word) && message.contains("not supported"), "{message}");
+        }
+    }
+
+    #[test]
+    fn senseless_numbers_are_refused() {
+        let refused = |change: Value| parse(&with(llama(), &change)).expect_err("must be refused");
+        assert_eq!(
+            refused(json!({"hidden_size": 0})),
+            "config.json: hidden_size: 0, expected a whole number from 1 to 131072"
+        );
+        assert_eq!(
+            refused(json!({"num_key_value_heads": 3})),
+            "config.json: num_key_value_heads: 3, expected a divisor of num_attention_heads, 8"
+        );
+        assert_eq!(
+            refused(json!({"vocab_size": null})).split(", expected").next(),
+            Some("config.json: vocab_size: missing")
+        );
+        for change in [
+            json!({"hidden_size": -1}),
+            json!({"hidden_size": "256"}),
+            json!({"hidden_size": 1u64 << 60}),
+            json!({"hidden_size": 255, "head_dim": null}),
+            json!({"head_dim": 31}),
+            json!({"num_hidden_layers": 2.5}),
+            json!({"rms_norm_eps": -1}),
+            json!({"rope_theta": 0}),
+            json!({"max_position_embeddings": 0}),
+            json!({"tie_word_embeddings": "yes"}),
+            json!({"rope_scaling": {"type": "llama3", "factor": 8}}),
+            json!({"architectures": "LlamaForCausalLM"}),
+            json!({"architectures": [], "model_type": null}),
+        ] {
+            let message = refused(change.clone());
+            assert!(
+                message.contains("expected") && !message.contains('\n'),
+                "{change}: {message}"
+            );
+        }
+        assert!(
+            parse(&json!([1]))
+                .expect_err("a list")
+                .contains("expected a JSON object")
+        );
+    }
+
+    #[test]
+    fn bert_of_a_sentence_model() {
+        let base = json!({
+            "architectures": ["BertModel"], "hidden_act": "gelu", "hidden_size": 384, "intermediate_size": 1536,
+            "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert", "num_attention_heads": 12,
+            "num_hidden_layers": 6, "position_embedding_type": "absolute", "type_vocab_size": 2, "vocab_size": 30522,
+        });
+        match parse(&base) {
+            Ok(ModelConfig::Bert(c)) => assert_eq!((c.head_dim, c.layer_norm_eps, c.n_layers), (32, 1e-12, 6)),
+            other => panic!("{other:?}"),
+        }
+        for change in [
+            json!({"position_embedding_type": "relative_key"}),
+            json!({"hidden_act": "gelu_new"}),
+        ] {
+            assert!(
+                parse(&with(base.clone(), &change))
+                    .expect_err("refused")
+                    .contains("not supported")
+            );
+        }
+    }
+
+    /// Values made with every operation rounded to f32 by a program of its own.
+    #[test]
+    fn inverse_frequencies_are_those_of_the_reference() {
+        let plain = Rope {
+            theta: 1e6,
+            scaling: RopeScaling::Default,
+        }
+        .inverse_frequencies(128);
+        assert_eq!(plain.len(), 64);
+        for (i, expected) in [(0, 1.0), (1, 0.805_842_2), (31, 0.001_240_937_9), (63, 1.240_937_8e-6)] {
+            assert_close(plain[i], expected);
+        }
+        let linear = Rope {
+            theta: 1e6,
+            scaling: RopeScaling::Linear { factor: 4.0 },
+        }
+        .inverse_frequencies(128);
+        assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
+
+        let scaling = RopeScaling::Llama3 {
+            factor: 32.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        };
+        let llama = Rope {
+            theta: 500_000.0,
+            scaling,
+        }
+        .inverse_frequencies(64);
+        for (i, expected) in [
+            (0, 1.0),
+            (1, 0.663_601_3),
+            (14, 0.003_211_446),
+            (15, 0.001_290_548),
+            (16, 0.000_429_556_7),
+            (17, 9.708_286e-5),
+            (18, 1.946_163_9e-5),
+            (31, 9.418_306e-8),
+        ] {
+            assert_close(llama[i], expected);
+        }
+    }
+
+    fn assert_close(given: f32, expected: f32) {
+        assert!(
+            (given - expected).abs() <= 2e-7 * expected,
+            "{given:e}, expected {expected:e}"
+        );
+    }
+
+    fn any_value() -> impl Strategy<Value = Value> {
+        prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<f64>().prop_map(Value::from),
+            (0u64..64).prop_map(Value::from),
+            "[a-z]{0,8}".prop_map(Value::from),
+            Just(json!({})),
+            Just(json!([])),
+            Just(json!({"type": "llama3", "factor": 1e300})),
+        ]
+    }
+
+    proptest! {
+        /// Any value under any key we read is understood or refused in one line.
+        #[test]
+        fn any_value_is_understood_or_refused(
+            key in proptest::sample::select(vec![
+                "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+                "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+                "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings",
+                "sliding_window", "layer_types", "hidden_act", "partial_rotary_factor", "quantization_config",
+            ]),
+            value in any_value(),
+        ) {
+            match parse(&with(llama(), &json!({key: value}))) {
+                Ok(ModelConfig::Decoder(c)) => {
+                    prop_assert!(c.n_heads % c.n_kv_heads == 0 && c.head_dim % 2 == 0);
+                    prop_assert!(c.rope.inverse_frequencies(c.head_dim).iter().all(|f| f.is_finite()));
+                }
+                Ok(ModelConfig::Bert(_)) => {}
+                Err(message) => prop_assert!(!message.contains('\n'), "{}", message),
+            }
+        }
+    }
 }

@@ -62,8 +62,14 @@ impl ModelFolder {
             return Err(ModelError::NotAFolder { path: dir.to_owned() });
         }
         // Without a modules.json it depends on the network whether it is a sentence model.
-        let mut sentence = if SentenceConfig::is_there(dir) { Some(SentenceConfig::open(dir)?) } else { None };
-        let transformer_dir = sentence.as_ref().map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
+        let mut sentence = if SentenceConfig::is_there(dir) {
+            Some(SentenceConfig::open(dir)?)
+        } else {
+            None
+        };
+        let transformer_dir = sentence
+            .as_ref()
+            .map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
 
         let path = transformer_dir.join("config.json");
         let value = json::read_value(&path)?;
@@ -211,5 +217,109 @@ impl ModelFolder {
     fn checked(&self, ids: Vec<u32>) -> Result<Vec<u32>, ModelError> {
         check_token_ids(&ids, self.config.vocab_size())?;
         Ok(ids)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn fixture(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    }
+
+    #[test]
+    fn fixtures_open() {
+        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2"] {
+            let folder = ModelFolder::open(fixture(name)).expect(name);
+            assert_eq!(folder.generation().eos_token_ids, [2]);
+            assert_eq!(folder.max_tokens(), folder.config().max_position_embeddings());
+            for spec in layout::tensors(folder.config()) {
+                folder
+                    .weights()
+                    .expect(name)
+                    .expect(&spec.name, &spec.shape)
+                    .expect(name);
+            }
+            assert_eq!(
+                layout::tensors(folder.config()).len(),
+                folder.weights().expect(name).len()
+            );
+            let ids = folder.encode_chat(&[ChatMessage::new("user", "Hi")]).expect(name);
+            assert_eq!(
+                (ids[0], folder.decoder().is_ok(), folder.encoder().is_err()),
+                (1, true, true)
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_no_model_folder_is_refused_in_a_line() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let message = |path: &Path| ModelFolder::open(path).expect_err("refused").to_string();
+        assert!(message(&dir.path().join("x")).ends_with("cannot read: no such file or directory"));
+        assert!(message(dir.path()).ends_with(": no config.json"));
+        let file = dir.path().join("config.json");
+        fs::write(&file, "{").expect("a file");
+        assert!(message(&file).contains("not a folder; a model is a folder with"));
+        assert!(message(dir.path()).contains("not valid JSON: EOF while parsing"));
+    }
+
+    #[test]
+    fn a_window_bounds_the_context() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let mut config = synth::preset_config("tiny-mistral").expect("a preset");
+        config["sliding_window"] = 64.into();
+        fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
+        assert_eq!(ModelFolder::open(dir.path()).expect("a config").max_tokens(), 64);
+    }
+
+    #[test]
+    fn ids_beyond_the_models_vocabulary_are_refused() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let mut config = json::read_value(&fixture("tiny-qwen3").join("config.json")).expect("JSON");
+        config["vocab_size"] = 50.into();
+        fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
+        fs::copy(
+            fixture("tiny-qwen3").join("tokenizer.json"),
+            dir.path().join("tokenizer.json"),
+        )
+        .expect("a copy");
+        let folder = ModelFolder::open(dir.path()).expect("a config");
+        let message = folder.encode("zebra").expect_err("out of range").to_string();
+        assert!(
+            message.starts_with("token id ") && message.ends_with("expected 0 to 49"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn a_sentence_models_parts_must_agree() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let out = dir.path().join("m");
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        synth(SynthSource::Preset("tiny-bert"), &out, &SynthOptions::default(), go_on).expect("a model");
+        let folder = ModelFolder::open(&out).expect("the model");
+        assert_eq!((folder.bert_prefix().expect("weights"), folder.max_tokens()), ("", 128));
+        assert!(
+            folder
+                .decoder()
+                .expect_err("an encoder")
+                .to_string()
+                .contains("BertModel for text generation")
+        );
+
+        let pooling = out.join("1_Pooling/config.json");
+        let text = fs::read_to_string(&pooling).expect("a file").replace("96", "97");
+        fs::write(&pooling, text).expect("a file");
+        let message = ModelFolder::open(&out).expect_err("97").to_string();
+        assert!(message.contains("hidden_size: 96, expected 97"), "{message}");
+
+        // The same folder without its modules is a plain BERT.
+        fs::remove_file(out.join("modules.json")).expect("there");
+        let plain = ModelFolder::open(&out).expect("a plain BERT");
+        assert_eq!(plain.encoder().expect("an encoder").1.pooling, Pooling::Mean);
     }
 }

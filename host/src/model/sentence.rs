@@ -69,7 +69,9 @@ impl SentenceConfig {
 
     fn read_modules(&mut self, dir: &Path, path: &Path) -> Result<(), ModelError> {
         let value = read_value(path)?;
-        let modules = value.as_array().ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
+        let modules = value
+            .as_array()
+            .ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
         self.normalize = false;
         let mut include_prompt = true;
         let mut seen: Vec<&str> = Vec::new();
@@ -91,7 +93,12 @@ impl SentenceConfig {
         }
         self.read_prompt(&dir.join("config_sentence_transformers.json"))?;
         if !include_prompt && !self.prompt.is_empty() {
-            return Err(ModelError::unsupported(path, "include_prompt", "false", "true where there is a default prompt"));
+            return Err(ModelError::unsupported(
+                path,
+                "include_prompt",
+                "false",
+                "true where there is a default prompt",
+            ));
         }
         Ok(())
     }
@@ -125,7 +132,11 @@ impl SentenceConfig {
             ["mean"] => Pooling::Mean,
             ["cls"] => Pooling::Cls,
             _ => {
-                let given = if modes.is_empty() { "none".to_owned() } else { modes.join(" and ") };
+                let given = if modes.is_empty() {
+                    "none".to_owned()
+                } else {
+                    modes.join(" and ")
+                };
                 return Err(ModelError::unsupported(path, "pooling", given, "mean or cls"));
             }
         };
@@ -142,10 +153,14 @@ impl SentenceConfig {
         }
         let value = read_value(path)?;
         let fields = Fields::new(path, &value)?;
-        let Some(name) = fields.text("default_prompt_name")? else { return Ok(()) };
+        let Some(name) = fields.text("default_prompt_name")? else {
+            return Ok(());
+        };
         let prompts = fields.object("prompts")?;
         let prompt = prompts.as_ref().map(|p| p.text(name)).transpose()?.flatten();
-        self.prompt = prompt.ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?.to_owned();
+        self.prompt = prompt
+            .ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?
+            .to_owned();
         Ok(())
     }
 
@@ -161,8 +176,12 @@ impl SentenceConfig {
         if self.max_seq_length.is_none() && path.exists() {
             let value = read_value(&path)?;
             // "No limit" is written as an absurdly large number here.
-            let length = Fields::new(&path, &value)?.get("model_max_length").and_then(serde_json::Value::as_u64);
-            self.max_seq_length = length.and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=MAX_LENGTH).contains(n));
+            let length = Fields::new(&path, &value)?
+                .get("model_max_length")
+                .and_then(serde_json::Value::as_u64);
+            self.max_seq_length = length
+                .and_then(|n| usize::try_from(n).ok())
+                .filter(|n| (1..=MAX_LENGTH).contains(n));
         }
         Ok(())
     }
@@ -171,14 +190,21 @@ impl SentenceConfig {
     pub fn prepare(&self, text: &str) -> String {
         let text = format!("{}{}", self.prompt, text);
         let text = text.trim();
-        if self.lower_case { text.to_lowercase() } else { text.to_owned() }
+        if self.lower_case {
+            text.to_lowercase()
+        } else {
+            text.to_owned()
+        }
     }
 }
 
 /// A module's folder, which must lie inside the model's.
 fn inside(dir: &Path, module: &Fields<'_>) -> Result<PathBuf, ModelError> {
     let relative = Path::new(module.text("path")?.unwrap_or(""));
-    if relative.components().all(|c| matches!(c, Component::Normal(_) | Component::CurDir)) {
+    if relative
+        .components()
+        .all(|c| matches!(c, Component::Normal(_) | Component::CurDir))
+    {
         Ok(dir.join(relative))
     } else {
         Err(module.wrong("path", "a folder inside the model's"))
@@ -191,5 +217,152 @@ fn describe(modules: &[serde_json::Value]) -> String {
         .filter_map(|m| m.get("type")?.as_str())
         .map(|full| full.rsplit('.').next().unwrap_or(full))
         .collect();
-    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+    if names.is_empty() {
+        "none".to_owned()
+    } else {
+        names.join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, value) in files {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().expect("inside")).expect("a folder in it");
+            fs::write(path, value.to_string()).expect("a file in it");
+        }
+        dir
+    }
+
+    fn modules(kinds: &[(&str, &str)]) -> (&'static str, Value) {
+        let list = kinds
+            .iter()
+            .map(|(kind, path)| json!({"path": path, "type": format!("sentence_transformers.models.{kind}")}));
+        ("modules.json", list.collect())
+    }
+
+    const USUAL: [(&str, &str); 3] = [
+        ("Transformer", ""),
+        ("Pooling", "1_Pooling"),
+        ("Normalize", "2_Normalize"),
+    ];
+
+    fn mean() -> Value {
+        json!({"word_embedding_dimension": 384, "pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true,
+               "pooling_mode_max_tokens": false, "pooling_mode_mean_sqrt_len_tokens": false})
+    }
+
+    fn refusal(files: &[(&str, Value)]) -> String {
+        SentenceConfig::open(folder(files).path())
+            .expect_err("must be refused")
+            .to_string()
+    }
+
+    #[test]
+    fn the_usual_layout() {
+        let dir = folder(&[
+            modules(&USUAL),
+            ("1_Pooling/config.json", mean()),
+            (
+                "sentence_bert_config.json",
+                json!({"max_seq_length": 256, "do_lower_case": false}),
+            ),
+        ]);
+        let config = SentenceConfig::open(dir.path()).expect("the usual layout");
+        assert_eq!(
+            config,
+            SentenceConfig {
+                transformer_dir: dir.path().join(""),
+                pooling: Pooling::Mean,
+                normalize: true,
+                max_seq_length: Some(256),
+                lower_case: false,
+                prompt: String::new(),
+                dim: Some(384),
+            }
+        );
+    }
+
+    #[test]
+    fn cls_pooling_in_subfolders_without_normalising() {
+        let dir = folder(&[
+            modules(&[("Transformer", "0_Transformer"), ("Pooling", "1_Pooling")]),
+            (
+                "1_Pooling/config.json",
+                json!({"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}),
+            ),
+            ("0_Transformer/tokenizer_config.json", json!({"model_max_length": 128})),
+            (
+                "0_Transformer/sentence_bert_config.json",
+                json!({"max_seq_length": null, "do_lower_case": true}),
+            ),
+        ]);
+        let config = SentenceConfig::open(dir.path()).expect("a layout with subfolders");
+        assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
+        assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
+        assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
+        assert_eq!(config.prepare("  An \u{c9}cole "), "an \u{e9}cole");
+    }
+
+    #[test]
+    fn a_plain_bert_is_pooled_by_the_mean_and_normalised() {
+        let dir = folder(&[("tokenizer_config.json", json!({"model_max_length": 1e30}))]);
+        let config = SentenceConfig::open(dir.path()).expect("a plain folder");
+        assert_eq!(
+            (config.pooling, config.normalize, config.max_seq_length),
+            (Pooling::Mean, true, None)
+        );
+        assert!(!SentenceConfig::is_there(dir.path()));
+    }
+
+    #[test]
+    fn default_prompts_are_put_before() {
+        let prompts = json!({"prompts": {"query": "query: "}, "default_prompt_name": "query"});
+        let file = ("config_sentence_transformers.json", prompts);
+        let dir = folder(&[modules(&USUAL), ("1_Pooling/config.json", mean()), file.clone()]);
+        assert_eq!(
+            SentenceConfig::open(dir.path()).expect("a prompt").prepare("hi"),
+            "query: hi"
+        );
+        let without = json!({"pooling_mode_mean_tokens": true, "include_prompt": false});
+        assert!(refusal(&[modules(&USUAL), ("1_Pooling/config.json", without), file]).contains("include_prompt"));
+    }
+
+    #[test]
+    fn what_is_not_done_is_refused_by_name() {
+        let dense = [USUAL[0], USUAL[1], ("Dense", "2_Dense")];
+        let message = refusal(&[modules(&dense), ("1_Pooling/config.json", mean())]);
+        assert!(
+            message.contains("modules: Transformer, Pooling, Dense is not supported"),
+            "{message}"
+        );
+        for (pooling, word) in [
+            (json!({"pooling_mode_max_tokens": true}), "mean and max"),
+            (
+                json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}),
+                "lasttoken",
+            ),
+            (json!({"pooling_mode_mean_tokens": false}), "none"),
+            (json!({"pooling_mode": "weightedmean"}), "weightedmean"),
+        ] {
+            let message = refusal(&[modules(&USUAL), ("1_Pooling/config.json", pooling)]);
+            assert!(
+                message.contains(&format!("pooling: {word} is not supported; supported: mean or cls")),
+                "{message}"
+            );
+        }
+        assert!(refusal(&[modules(&USUAL[..1])]).contains("modules: Transformer is not supported"));
+        assert!(refusal(&[("modules.json", json!({}))]).contains("expected a list"));
+        assert!(refusal(&[("modules.json", json!([]))]).contains("modules: none"));
+        assert!(refusal(&[modules(&[("Transformer", "../elsewhere")])]).contains("inside the model's"));
+        assert!(refusal(&[modules(&USUAL)]).contains("1_Pooling: no config.json"));
+    }
 }

@@ -48,7 +48,11 @@ pub struct SynthOptions {
 impl Default for SynthOptions {
     fn default() -> Self {
         let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
-        SynthOptions { seed: 0, max_shard_bytes: 5_000_000_000, n_threads }
+        SynthOptions {
+            seed: 0,
+            max_shard_bytes: 5_000_000_000,
+            n_threads,
+        }
     }
 }
 
@@ -132,7 +136,10 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         }));
     }
     let Some((_, architecture, sizes)) = rows.into_iter().find(|(row, ..)| *row == name) else {
-        return Err(ModelError::Preset { given: name.to_owned(), known: PRESETS.to_vec() });
+        return Err(ModelError::Preset {
+            given: name.to_owned(),
+            known: PRESETS.to_vec(),
+        });
     };
     Ok(decoder_json(architecture, &sizes))
 }
@@ -150,7 +157,18 @@ const fn sizes(
     theta: f64,
     llama3_factor: Option<f64>,
 ) -> Sizes {
-    Sizes { vocab, hidden, intermediate, layers, heads, head_dim, tied, context, theta, llama3_factor }
+    Sizes {
+        vocab,
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        head_dim,
+        tied,
+        context,
+        theta,
+        llama3_factor,
+    }
 }
 
 fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
@@ -161,7 +179,11 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) { 1e-5 } else { 1e-6 };
+    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) {
+        1e-5
+    } else {
+        1e-6
+    };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -227,7 +249,10 @@ pub fn synth(
             &config_path,
             "vocab_size",
             config.vocab_size().to_string(),
-            format!("at least {N_OWN_TOKENS}: 256 bytes and {} special tokens", SPECIAL_TOKENS.len()),
+            format!(
+                "at least {N_OWN_TOKENS}: 256 bytes and {} special tokens",
+                SPECIAL_TOKENS.len()
+            ),
         ));
     }
     if let Value::Object(map) = &mut value {
@@ -266,7 +291,10 @@ struct UnfinishedFolder {
 impl UnfinishedFolder {
     fn create(out: &Path) -> Result<UnfinishedFolder, ModelError> {
         let Some(name) = out.file_name() else {
-            return Err(ModelError::write(out, std::io::Error::other("not the name of a new folder")));
+            return Err(ModelError::write(
+                out,
+                std::io::Error::other("not the name of a new folder"),
+            ));
         };
         let path = out.with_file_name(format!(".{}.unfinished-{}", name.to_string_lossy(), std::process::id()));
         std::fs::create_dir(&path).map_err(|e| ModelError::write(&path, e))?;
@@ -345,12 +373,20 @@ fn write_weights(
     if files.len() > 1 {
         let mut map = Map::new();
         for (shard, file) in shards.iter().zip(&files) {
-            map.extend(specs[shard.clone()].iter().map(|s| (s.name.clone(), Value::from(file.as_str()))));
+            map.extend(
+                specs[shard.clone()]
+                    .iter()
+                    .map(|s| (s.name.clone(), Value::from(file.as_str()))),
+            );
         }
         let index = json!({ "metadata": { "total_parameters": n_params, "total_size": total }, "weight_map": map });
         write_json(&dir.join("model.safetensors.index.json"), &index)?;
     }
-    Ok(SynthSummary { n_params, size_bytes: total, weight_files: files })
+    Ok(SynthSummary {
+        n_params,
+        size_bytes: total,
+        weight_files: files,
+    })
 }
 
 /// Runs of tensors of at most `max_bytes`, at least one tensor each.
@@ -375,7 +411,10 @@ fn header(specs: &[TensorSpec]) -> Vec<u8> {
     let mut begin = 0;
     for spec in specs {
         let end = begin + 2 * spec.len_elems();
-        map.insert(spec.name.clone(), json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [begin, end] }));
+        map.insert(
+            spec.name.clone(),
+            json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [begin, end] }),
+        );
         begin = end;
     }
     let mut text = Value::Object(map).to_string().into_bytes();
@@ -599,8 +638,7 @@ fn tokenizer_json(config: &ModelConfig) -> Value {
     let byte_level = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
     let sequence = json!({ "Sequence": { "id": "A", "type_id": 0 } });
     let token = |id: usize| json!({ "SpecialToken": { "id": SPECIAL_TOKENS[id], "type_id": 0 } });
-    let definition =
-        |id: usize| json!({ "id": SPECIAL_TOKENS[id], "ids": [id], "tokens": [SPECIAL_TOKENS[id]] });
+    let definition = |id: usize| json!({ "id": SPECIAL_TOKENS[id], "ids": [id], "tokens": [SPECIAL_TOKENS[id]] });
     let (single, special) = match config {
         ModelConfig::Decoder(_) => (json!([sequence]), json!({})),
         ModelConfig::Bert(_) => (
@@ -622,7 +660,7 @@ fn tokenizer_json(config: &ModelConfig) -> Value {
 
 /// The character that stands for a byte in byte-level vocabularies: itself where it can be seen, else one of those from
 /// U+0100 on, in order.
-fn byte_char(byte: u8) -> char {
+pub(crate) fn byte_char(byte: u8) -> char {
     let seen = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if seen(byte) {
         return char::from(byte);
@@ -655,4 +693,233 @@ fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {
     serde_json::to_writer_pretty(&mut out, value).map_err(|e| fail(e.into()))?;
     out.write_all(b"\n").map_err(fail)?;
     out.flush().map_err(fail)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::fs;
+
+    use super::*;
+    use crate::model::{ModelFolder, Weights};
+
+    fn quiet(_: u64, _: u64) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
+
+    fn make(dir: &Path, preset: &str, options: &SynthOptions) -> Result<SynthSummary, ModelError> {
+        synth(SynthSource::Preset(preset), dir, options, &mut quiet)
+    }
+
+    fn entries(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> = fs::read_dir(dir)
+            .expect("a folder")
+            .map(|e| e.expect("an entry").file_name().to_string_lossy().into_owned())
+            .collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn every_preset_is_understood_and_has_its_real_size() {
+        for name in PRESETS {
+            let config = ModelConfig::from_value(Path::new(name), &preset_config(name).expect(name)).expect(name);
+            let params: u64 = tensors(&config).iter().map(TensorSpec::len_elems).sum();
+            // As the publishers count them.
+            let expected: u64 = match name {
+                "qwen3-0.6b" => 596_049_920,
+                "qwen3-1.7b" => 1_720_574_976,
+                "qwen3-4b" => 4_022_468_096,
+                "qwen3-8b" => 8_190_735_360,
+                "qwen2.5-0.5b" => 494_032_768,
+                "llama-3.2-1b" => 1_235_814_400,
+                "llama-3.2-3b" => 3_212_749_824,
+                "llama-3.1-8b" => 8_030_261_248,
+                "mistral-7b" => 7_248_023_552,
+                _ => continue,
+            };
+            assert_eq!(params, expected, "{name}");
+        }
+        let message = preset_config("gpt-2").expect_err("unknown").to_string();
+        assert!(
+            message.starts_with("preset gpt-2: unknown; known: qwen3-110m, qwen3-0.6b"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn every_tiny_preset_is_a_whole_model() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for name in PRESETS.into_iter().filter(|name| name.starts_with("tiny-")) {
+            let out = dir.path().join(name);
+            let summary = make(&out, name, &SynthOptions::default()).expect(name);
+            let folder = ModelFolder::open(&out).expect(name);
+            let weights = folder.weights().expect(name);
+            assert_eq!(weights.size_bytes() as u64, summary.size_bytes);
+            for spec in tensors(folder.config()) {
+                let view = weights.expect(&spec.name, &spec.shape).expect(name);
+                assert!(view.is_aligned());
+            }
+            let text = "Na\u{ef}ve \u{6771}\u{4eac}!";
+            let ids = folder.encode(text).expect(name);
+            assert_eq!(folder.tokenizer().expect(name).decode(&ids).expect(name), text);
+            assert_eq!(
+                folder.tokenizer().expect(name).vocab_size(),
+                folder.config().vocab_size()
+            );
+            if folder.sentence().is_some() {
+                assert_eq!((ids[0], ids[ids.len() - 1]), (3, 4));
+                assert_eq!(folder.encode_sentence(&"x".repeat(1000)).expect(name).len(), 128);
+            } else {
+                assert_eq!(folder.generation().eos_token_ids, [2]);
+                assert!(!folder.chat_template().expect(name).render(&[]).expect(name).is_empty());
+            }
+        }
+        assert_eq!(entries(dir.path()).len(), 6, "nothing unfinished is left");
+    }
+
+    #[test]
+    fn shards_and_threads_do_not_change_the_weights() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let (one, many) = (dir.path().join("one"), dir.path().join("many"));
+        make(
+            &one,
+            "tiny-odd",
+            &SynthOptions {
+                seed: 5,
+                n_threads: 1,
+                ..SynthOptions::default()
+            },
+        )
+        .expect("one file");
+        let options = SynthOptions {
+            seed: 5,
+            n_threads: 3,
+            max_shard_bytes: 150_000,
+        };
+        let summary = make(&many, "tiny-odd", &options).expect("shards");
+        assert!(summary.weight_files.len() > 3 && !many.join("model.safetensors").exists());
+        let other = dir.path().join("other");
+        make(
+            &other,
+            "tiny-odd",
+            &SynthOptions {
+                seed: 6,
+                ..SynthOptions::default()
+            },
+        )
+        .expect("another seed");
+
+        let [one, many, other] = [one, many, other].map(|dir| Weights::open(&dir).expect("weights"));
+        assert_eq!(one.len(), many.len());
+        let mut differ = 0;
+        for name in one.names() {
+            let bytes = |w: &Weights| w.get(name).expect(name).bytes.to_vec();
+            assert_eq!(bytes(&one), bytes(&many), "{name}");
+            differ += usize::from(bytes(&one) != bytes(&other));
+        }
+        assert_eq!(differ, one.len());
+    }
+
+    #[test]
+    fn weights_are_spread_as_their_role_asks() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let out = dir.path().join("m");
+        make(&out, "tiny-llama", &SynthOptions::default()).expect("a model");
+        let weights = Weights::open(&out).expect("weights");
+        let moments = |name: &str| {
+            let bytes = weights.get(name).expect(name).bytes;
+            let values: Vec<f64> = bytes
+                .chunks_exact(2)
+                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f64())
+                .collect();
+            let mean = values.iter().sum::<f64>() / values.len() as f64;
+            let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;
+            assert!(values.iter().all(|v| v.is_finite()));
+            (mean, variance.sqrt())
+        };
+        for (name, mean, std) in [
+            ("model.embed_tokens.weight", 0.0, 0.15),
+            ("model.layers.1.mlp.down_proj.weight", 0.0, 1.6 / 640f64.sqrt()),
+            ("lm_head.weight", 0.0, 3.2 / 16.0),
+            ("model.norm.weight", 1.0, 1.0 / 12f64.sqrt()),
+        ] {
+            let (given_mean, given_std) = moments(name);
+            assert!(
+                (given_mean - mean).abs() < 0.1 * std.max(0.3),
+                "{name}: mean {given_mean}"
+            );
+            assert!(
+                (given_std / std - 1.0).abs() < 0.1,
+                "{name}: std {given_std}, expected {std}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_config_file_will_do() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let path = dir.path().join("c.json");
+        let mut config = preset_config("tiny-odd").expect("a preset");
+        config["architectures"] = Value::Null;
+        config["torch_dtype"] = "float32".into();
+        fs::write(&path, config.to_string()).expect("a file");
+        let out = dir.path().join("m");
+        let from = |path: &Path| synth(SynthSource::Config(path), &out, &SynthOptions::default(), &mut quiet);
+        from(&path).expect("a model");
+        let written = read_value(&out.join("config.json")).expect("JSON");
+        assert_eq!(
+            (&written["dtype"], &written["architectures"][0]),
+            (&json!("bfloat16"), &json!("Qwen3ForCausalLM"))
+        );
+        assert!(written.get("torch_dtype").is_none());
+
+        config["vocab_size"] = 100.into();
+        fs::write(&path, config.to_string()).expect("a file");
+        assert!(
+            from(&path)
+                .expect_err("too few tokens")
+                .to_string()
+                .contains("vocab_size: 100, expected at least 261")
+        );
+    }
+
+    #[test]
+    fn nothing_is_overwritten_and_nothing_half_done_is_left() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let out = dir.path().join("m");
+        fs::create_dir(&out).expect("an empty folder");
+        let options = SynthOptions::default();
+        let stopped = synth(
+            SynthSource::Preset("tiny-llama"),
+            &out,
+            &options,
+            &mut |done, _| match done {
+                0 => ControlFlow::Continue(()),
+                _ => ControlFlow::Break(()),
+            },
+        );
+        assert!(matches!(stopped, Err(ModelError::Stopped)));
+        assert_eq!(entries(dir.path()), ["m"]);
+        assert!(entries(&out).is_empty());
+
+        make(&out, "tiny-llama", &options).expect("an empty folder may be filled");
+        let message = make(&out, "tiny-llama", &options).expect_err("taken").to_string();
+        assert!(message.contains("already exists and is not empty"), "{message}");
+        fs::write(dir.path().join("f"), "x").expect("a file");
+        assert!(make(&dir.path().join("f"), "tiny-llama", &options).is_err());
+        assert!(make(&dir.path().join("no/m"), "tiny-llama", &options).is_err());
+        assert_eq!(entries(dir.path()), ["f", "m"]);
+    }
+
+    #[test]
+    fn made_up_words_are_all_different() {
+        let words: HashSet<_> = (0..200_000).map(made_up_word).collect();
+        assert_eq!(words.len(), 200_000);
+        assert_eq!((0..=255).map(byte_char).collect::<HashSet<_>>().len(), 256);
+        assert_eq!(
+            (byte_char(b' '), byte_char(b'a'), byte_char(0), byte_char(0xad)),
+            ('\u{120}', 'a', '\u{100}', '\u{143}')
+        );
+    }
 }

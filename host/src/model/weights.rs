@@ -306,14 +306,15 @@ fn no_weights(dir: &Path) -> ModelError {
 }
 
 fn map_file(path: &Path) -> Result<Mmap, ModelError> {
-    let file = File::open(path).map_err(|e| match e.kind() {
+    // Looked at before it is opened: opening a pipe would wait for a writer.
+    let meta = std::fs::metadata(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => super::json::absent(path),
         _ => ModelError::read(path, e),
     })?;
-    let meta = file.metadata().map_err(|e| ModelError::read(path, e))?;
     if !meta.is_file() {
         return Err(ModelError::checkpoint(path, "not a file"));
     }
+    let file = File::open(path).map_err(|e| ModelError::read(path, e))?;
     if meta.len() < 8 {
         return Err(ModelError::checkpoint(
             path,
@@ -428,4 +429,242 @@ fn first_duplicate(header: &[u8]) -> Option<String> {
         .deserialize_map(Keys)
         .ok()
         .flatten()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    /// A safetensors file with this header and this much data.
+    fn file_bytes(header: &str, data: &[u8]) -> Vec<u8> {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        bytes.extend_from_slice(data);
+        bytes
+    }
+
+    fn small(names: &[&str]) -> Vec<u8> {
+        let mut header = serde_json::Map::new();
+        for (i, name) in names.iter().enumerate() {
+            header.insert(
+                (*name).to_owned(),
+                json!({"dtype": "BF16", "shape": [2, 3], "data_offsets": [12 * i, 12 * i + 12]}),
+            );
+        }
+        file_bytes(&Value::Object(header).to_string(), &vec![7; 12 * names.len()])
+    }
+
+    fn folder(files: &[(&str, &[u8])]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, bytes) in files {
+            fs::write(dir.path().join(name), bytes).expect("a file in it");
+        }
+        dir
+    }
+
+    fn refusal(files: &[(&str, &[u8])]) -> String {
+        let dir = folder(files);
+        let message = Weights::open(dir.path()).expect_err("must be refused").to_string();
+        assert!(!message.contains('\n'), "{message}");
+        message.replace(&format!("{}", dir.path().display()), "DIR")
+    }
+
+    #[test]
+    fn a_fixture_is_read_in_place() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3");
+        let weights = Weights::open(&dir).expect("the fixture");
+        let embedding = weights
+            .expect("model.embed_tokens.weight", &[1024, 256])
+            .expect("the embedding");
+        assert_eq!((embedding.dtype, embedding.bytes.len()), (DType::Bf16, 2 * 1024 * 256));
+        assert_eq!((embedding.len_elems(), embedding.is_aligned()), (1024 * 256, true));
+        assert_eq!(
+            weights
+                .expect("model.norm.weight", &[512])
+                .expect_err("wrong shape")
+                .to_string(),
+            "model.norm.weight: shape [256], expected [512]"
+        );
+        assert!(
+            weights
+                .expect("lm_head.weight", &[1024, 256])
+                .expect_err("tied")
+                .to_string()
+                .contains("no such tensor")
+        );
+        assert_eq!(weights.names().count(), weights.len());
+        assert!(weights.size_bytes() < 6_430_624);
+    }
+
+    #[test]
+    fn shards_are_one_table() {
+        let index =
+            json!({"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}).to_string();
+        let dir = folder(&[
+            (INDEX, index.as_bytes()),
+            ("1.safetensors", &small(&["a"])),
+            ("2.safetensors", &small(&["b", "c"])),
+        ]);
+        let weights = Weights::open(dir.path()).expect("two shards");
+        assert_eq!(weights.names().collect::<Vec<_>>(), ["a", "b", "c"]);
+        assert_eq!(weights.files().count(), 2);
+        assert_eq!(weights.get("c").expect("c").bytes, [7; 12]);
+    }
+
+    #[test]
+    fn indexes_that_lie_are_refused() {
+        let index = |map: Value| json!({ "weight_map": map }).to_string();
+        let one = small(&["a"]);
+        let missing = index(json!({"a": "1.safetensors", "b": "2.safetensors"}));
+        assert_eq!(
+            refusal(&[(INDEX, missing.as_bytes()), ("1.safetensors", &one)]),
+            format!("DIR/{INDEX}: names 2.safetensors (for b and others), which is not in the folder")
+        );
+        let absent = index(json!({"a": "1.safetensors", "z": "1.safetensors"}));
+        assert_eq!(
+            refusal(&[(INDEX, absent.as_bytes()), ("1.safetensors", &one)]),
+            format!("DIR/{INDEX}: says z is in 1.safetensors, which does not hold it")
+        );
+        let twice = index(json!({"a": "1.safetensors", "b": "2.safetensors"}));
+        let both = small(&["a", "b"]);
+        assert_eq!(
+            refusal(&[
+                (INDEX, twice.as_bytes()),
+                ("1.safetensors", &one),
+                ("2.safetensors", &both)
+            ]),
+            "DIR/2.safetensors: holds a, which DIR/1.safetensors holds too"
+        );
+        let outside = index(json!({"a": "../1.safetensors"}));
+        assert!(refusal(&[(INDEX, outside.as_bytes())]).contains("beside the index"));
+        assert!(refusal(&[(INDEX, b"{}")]).contains("weight_map: missing"));
+        assert!(refusal(&[(INDEX, b"{")]).contains("not valid JSON"));
+    }
+
+    #[test]
+    fn files_that_lie_are_refused() {
+        let whole = small(&["a", "b"]);
+        let cut = &whole[..whole.len() - 5];
+        assert_eq!(
+            refusal(&[(SINGLE, cut)]),
+            format!("DIR/{SINGLE}: {} bytes, expected {}: truncated", cut.len(), whole.len())
+        );
+        assert!(refusal(&[(SINGLE, &[&whole[..], &[0]].concat())]).contains("longer than its header says"));
+        assert!(refusal(&[(SINGLE, &whole[..20])]).contains("does not fit in a file of 20 bytes"));
+        assert!(refusal(&[(SINGLE, b"")]).contains("too short"));
+        let huge = [&u64::MAX.to_le_bytes()[..], &[b'{'; 100]].concat();
+        assert!(refusal(&[(SINGLE, &huge)]).contains("does not fit"));
+
+        let entry = |shape: &str, from: u64, to: u64| {
+            format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[{from},{to}]}}}}"#)
+        };
+        let header = |h: String| refusal(&[(SINGLE, &file_bytes(&h, &[0; 24]))]);
+        assert_eq!(
+            header(entry("[7]", 0, 24)),
+            format!("DIR/{SINGLE}: a [7]: data_offsets do not match shape and dtype")
+        );
+        assert!(header(entry("[18446744073709551615,9]", 0, 24)).contains("more elements than can be counted"));
+        assert!(header(entry("[5]", 4, 24)).contains("a: data_offsets overlap"));
+        assert!(header(entry("[6]", 24, 0)).contains("data_offsets"));
+        assert!(header("[]".into()).contains("not a safetensors file"));
+        let twice = r#"{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}}"#;
+        let message = header(twice.into());
+        assert!(message.contains("twice") || message.contains("duplicate"), "{message}");
+    }
+
+    #[test]
+    fn what_is_not_a_checkpoint_is_refused() {
+        assert_eq!(refusal(&[]), format!("DIR: no {SINGLE} or {INDEX}"));
+        assert!(refusal(&[("pytorch_model.bin", b"")]).contains("another format"));
+        let dir = folder(&[]);
+        fs::create_dir(dir.path().join(SINGLE)).expect("a folder");
+        assert!(
+            Weights::open(dir.path())
+                .expect_err("a folder")
+                .to_string()
+                .contains("not a file")
+        );
+        assert!(
+            Weights::open_file(&dir.path().join("x"))
+                .expect_err("nothing")
+                .to_string()
+                .contains("no x")
+        );
+    }
+
+    #[test]
+    fn other_dtypes_are_refused_when_asked_for() {
+        let header = r#"{"a":{"dtype":"I64","shape":[3],"data_offsets":[0,24]},"b":{"dtype":"F64","shape":[3],"data_offsets":[24,48]}}"#;
+        let dir = folder(&[(SINGLE, &file_bytes(header, &[1; 48]))]);
+        let weights = Weights::open(dir.path()).expect("a well-formed file");
+        assert_eq!(weights.get("a").map(|v| v.dtype), Some(DType::I64));
+        assert!(weights.get("b").is_none() && weights.contains("b"));
+        let message = weights.expect("b", &[3]).expect_err("f64").to_string();
+        assert_eq!(message, "b: dtype f64, expected bf16, f16 or f32");
+        assert!(
+            weights
+                .expect("a", &[3])
+                .expect_err("i64")
+                .to_string()
+                .contains("dtype i64")
+        );
+    }
+
+    #[test]
+    fn the_old_names_of_layer_norms_are_known() {
+        let dir = folder(&[(SINGLE, &small(&["x.LayerNorm.beta", "x.LayerNorm.gamma"]))]);
+        let weights = Weights::open(dir.path()).expect("a well-formed file");
+        assert!(weights.expect("x.LayerNorm.weight", &[2, 3]).is_ok() && weights.contains("x.LayerNorm.bias"));
+        assert!(!weights.contains("x.weight"));
+    }
+
+    proptest! {
+        /// Whatever is done to a file, it opens or is refused; what opens can be read to its last byte.
+        #[test]
+        fn a_damaged_file_never_panics(
+            cut in 0usize..200,
+            changes in proptest::collection::vec((0usize..200, any::<u8>()), 0..4),
+        ) {
+            let mut bytes = small(&["a", "b"]);
+            for (at, byte) in changes {
+                let len = bytes.len();
+                bytes[at % len] = byte;
+            }
+            bytes.truncate(bytes.len().saturating_sub(cut / 4));
+            let dir = folder(&[(SINGLE, &bytes)]);
+            match Weights::open(dir.path()) {
+                Ok(weights) => {
+                    for name in weights.names() {
+                        if let Some(view) = weights.get(name) {
+                            prop_assert_eq!(view.bytes.len(), view.len_elems() * view.dtype.size_bytes());
+                            prop_assert!(view.bytes.iter().map(|&b| usize::from(b)).sum::<usize>() < usize::MAX);
+                        }
+                    }
+                }
+                Err(error) => prop_assert!(!error.to_string().is_empty()),
+            }
+        }
+
+        /// Numbers of a header replaced by others, so that it still parses.
+        #[test]
+        fn a_header_with_other_numbers_never_panics(
+            numbers in proptest::collection::vec(prop_oneof![0u64..40, any::<u64>()], 8),
+            dtype in proptest::sample::select(vec!["F32", "BF16", "F64", "I8", "F4", "BOOL", "none"]),
+        ) {
+            let n = &numbers;
+            let header = json!({
+                "a": {"dtype": dtype, "shape": [n[0], n[1]], "data_offsets": [n[2], n[3]]},
+                "b": {"dtype": "F16", "shape": [n[4], n[5]], "data_offsets": [n[6], n[7]]},
+            });
+            let dir = folder(&[(SINGLE, &file_bytes(&header.to_string(), &[0; 64]))]);
+            if let Ok(weights) = Weights::open(dir.path()) {
+                prop_assert!(weights.size_bytes() == 64);
+            }
+        }
+    }
 }
