@@ -25,14 +25,16 @@
 //! Time and space are linear in tasks, waits and triggers.
 
 mod build;
+mod check;
 mod family;
 mod order;
 mod region;
 mod relation;
-pub mod tmp;
-pub use tmp::{Violation, check, WorkerLists};
+mod worker;
 
 pub use build::lower;
+pub use check::{Violation, check, waited_and_needed};
+pub use worker::{Stall, Stuck, WorkerLists, assign_round_robin, elide, simulate};
 
 use super::threadblock::{self, GRID_AXES};
 use std::fmt;
