@@ -19,8 +19,9 @@
 //! that four pieces of weight rows stay in L1 while the groups pass by (the vectors of partial sums wait in scratch).
 
 use super::rows::{Row, has_unit_stride};
-use super::simd::{Dot, Simd};
+use super::simd::{Dot, Leaf, Simd};
 use crate::io::Tensor;
+use core::marker::PhantomData;
 
 /// Rows of weights a tile takes.
 pub(crate) const TILE_ROWS: usize = 4;
@@ -61,7 +62,11 @@ impl<E> Weights<E> {
 
     /// The first row of matrix `w`, whose dtype's storage `E` is.
     pub(crate) fn base_of(w: &Tensor) -> *const E {
-        assert_eq!(w.dtype().size_bytes(), size_of::<E>(), "weights must have their dtype's storage");
+        assert_eq!(
+            w.dtype().size_bytes(),
+            size_of::<E>(),
+            "weights must have their dtype's storage"
+        );
         assert!(has_unit_stride::<2>(w), "weight rows need unit stride");
         if w.extent(0) == 0 || w.extent(1) == 0 {
             return core::ptr::NonNull::dangling().as_ptr();
@@ -101,7 +106,10 @@ impl<E> Weights<E> {
         } else {
             (0, j)
         };
-        (self.base[matrix].wrapping_add(i * self.stride[matrix]), matrix * self.rows + i)
+        (
+            self.base[matrix].wrapping_add(i * self.stride[matrix]),
+            matrix * self.rows + i,
+        )
     }
 }
 
@@ -130,28 +138,44 @@ impl Plan {
     }
 }
 
-/// How many of `left` columns the next group takes. The sizes do not matter to the sums.
-#[inline(always)]
+/// How many of `left` columns the next group takes: a width that [`Tile`] is made for. The sizes do not matter to the
+/// sums.
 fn group<S: Simd>(left: usize) -> usize {
-    let left = left.min(S::TILE_COLS);
-    // Five would be one more instance of the tile for little.
-    if left == 5 { 4 } else { left }
+    [6, 4, 3, 2]
+        .into_iter()
+        .find(|width| *width <= left.min(S::TILE_COLS))
+        .unwrap_or(1)
 }
 
-/// Packs `cols` rows (at `row(i)`) of `k` f32 into groups.
-///
-/// # Safety
-/// The rows are readable, `dst` has room for whole chunks, the level exists.
-#[inline(always)]
-pub(crate) unsafe fn pack<S: Simd, D: Dot<S>>(dst: *mut D::Packed, rows: &[*const f32], first: usize, width: usize, k: usize) {
-    let chunks = k.div_ceil(D::CHUNK);
-    for (m, row) in rows.iter().enumerate() {
-        let mut c = 0;
-        while c < chunks {
-            let at = c * D::CHUNK;
-            // SAFETY: at < k; the packed place is inside the block of whole chunks (caller).
-            unsafe { D::pack(dst.add((c * width + first + m) * D::PACKED), row.add(at), D::CHUNK.min(k - at)) };
-            c += 1;
+/// Packs one activation row as number `m` of a group of `width`. `wide` has room for a row, `dst` for a group of whole
+/// chunks.
+struct Pack<S: Simd, D: Dot<S>> {
+    row: Row,
+    wide: *mut f32,
+    dst: *mut D::Packed,
+    m: usize,
+    width: usize,
+    set: PhantomData<(S, D)>,
+}
+
+impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let k = self.row.len();
+        // SAFETY: places are inside the row and the group (see the type).
+        unsafe {
+            let x = self.row.widened::<S>(self.wide);
+            let mut c = 0;
+            while c * D::CHUNK < k {
+                let at = c * D::CHUNK;
+                D::pack(
+                    self.dst.add((c * self.width + self.m) * D::PACKED),
+                    x.add(at),
+                    D::CHUNK.min(k - at),
+                );
+                c += 1;
+            }
         }
     }
 }
@@ -168,89 +192,134 @@ struct Span {
     last: bool,
 }
 
-/// Adds the products of `R` weight rows and `M` activation rows over `span` to `acc`.
-///
-/// # Safety
-/// Rows have `k` readable elements, `x` a packed group of `M` rows; the level exists.
-#[inline(always)]
-unsafe fn tile<S: Simd, D: Dot<S>, const R: usize, const M: usize, const AHEAD: bool>(
-    w: &[*const D::Elem; R],
-    next: &[*const D::Elem; R],
+/// Adds the products of `R` weight rows and a packed group of `M` activation rows over `span`. Partial sums come from
+/// `partial` (room for R * M vectors) unless the span is the first, and go there unless it is the last; then the lanes
+/// are added into `sums[m * sums_stride + columns[r]]`.
+struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
+    w: [*const D::Elem; R],
+    /// Rows whose start is asked for when these end.
+    next: [*const D::Elem; R],
+    columns: [usize; R],
     x: *const D::Packed,
     k: usize,
     span: Span,
-    acc: &mut [[S::F; M]; R],
-) {
-    let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
-    let line_elems = per_line * D::CHUNK;
-    // SAFETY: lines and chunks below are inside the row of `k` elements; prefetches may be of any address.
-    unsafe {
-        // Ahead in the same row as long as there is one, then at the start of the rows that come next.
-        let turn = span.all_lines.saturating_sub(AHEAD_LINES).clamp(span.first_line, span.end_line);
-        let offset = AHEAD_LINES.min(span.all_lines);
-        let mut line = span.first_line;
-        let mut phase = 0;
-        while phase < 2 {
-            let (end, ahead) = if phase == 0 {
-                (turn, w.map(|p| p.wrapping_add(offset * line_elems)))
-            } else {
-                let back = span.all_lines - offset;
-                (span.end_line, next.map(|p| p.wrapping_sub(back * line_elems)))
-            };
-            while line < end {
-                if AHEAD {
+    /// Whether to ask for weights ahead of their use.
+    ahead: bool,
+    partial: *mut f32,
+    sums: *mut f32,
+    sums_stride: usize,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, M> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Tile {
+            w,
+            next,
+            columns,
+            x,
+            k,
+            span,
+            ahead,
+            partial,
+            sums,
+            sums_stride,
+            ..
+        } = self;
+        let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
+        let line_elems = per_line * D::CHUNK;
+        // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; partial
+        // sums and sums are as the type says.
+        unsafe {
+            let mut acc = [[S::splat(0.0); M]; R];
+            if span.first_line > 0 {
+                let mut i = 0;
+                while i < R * M {
+                    acc[i / M][i % M] = S::load(partial.add(i * S::LANES));
+                    i += 1;
+                }
+            }
+            // Ahead in the same row as long as there is one, then at the start of the rows that come next.
+            let turn = span
+                .all_lines
+                .saturating_sub(AHEAD_LINES)
+                .clamp(span.first_line, span.end_line);
+            let offset = AHEAD_LINES.min(span.all_lines);
+            let mut line = span.first_line;
+            while line < span.end_line {
+                if ahead {
                     let mut r = 0;
                     while r < R {
-                        S::prefetch(ahead[r].wrapping_add(line * line_elems).cast());
+                        let at = if line < turn {
+                            w[r].wrapping_add((line + offset) * line_elems)
+                        } else {
+                            next[r].wrapping_add((line + offset - span.all_lines) * line_elems)
+                        };
+                        S::prefetch(at.cast());
                         r += 1;
                     }
                 }
                 let mut u = 0;
                 while u < per_line {
-                    chunk::<S, D, R, M>(w, x, line * per_line + u, acc);
+                    chunk::<S, D, R, M>(&w, x, line * per_line + u, D::CHUNK, &mut acc);
                     u += 1;
                 }
                 line += 1;
             }
-            phase += 1;
-        }
-        if span.last {
+            if !span.last {
+                let mut i = 0;
+                while i < R * M {
+                    S::store(partial.add(i * S::LANES), acc[i / M][i % M]);
+                    i += 1;
+                }
+                return;
+            }
             let mut c = span.all_lines * per_line;
-            while (c + 1) * D::CHUNK <= k {
-                chunk::<S, D, R, M>(w, x, c, acc);
+            while c * D::CHUNK < k {
+                chunk::<S, D, R, M>(&w, x, c, k - c * D::CHUNK, &mut acc);
                 c += 1;
             }
-            let rest = k - c * D::CHUNK;
-            if rest > 0 {
+            let mut m = 0;
+            while m < M {
+                let row = sums.add(m * sums_stride);
+                let four = S::sum4([acc[0][m], acc[1 % R][m], acc[2 % R][m], acc[3 % R][m]]);
                 let mut r = 0;
                 while r < R {
-                    let wr = D::load_part(w[r].add(c * D::CHUNK), rest);
-                    let mut m = 0;
-                    while m < M {
-                        acc[r][m] = D::mac(acc[r][m], wr, D::load_x(x.add((c * M + m) * D::PACKED)));
-                        m += 1;
-                    }
+                    *row.add(columns[r]) = four[r];
                     r += 1;
                 }
+                m += 1;
             }
         }
     }
 }
 
-/// One whole chunk of [`tile`].
+/// Chunk `c` of a [`Tile`], of which `n` elements exist.
 #[inline(always)]
 unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
     w: &[*const D::Elem; R],
     x: *const D::Packed,
     c: usize,
+    n: usize,
     acc: &mut [[S::F; M]; R],
 ) {
     // SAFETY: chunk `c` is inside the rows and the packed group (caller).
     unsafe {
-        let mut wr = [D::load(w[0].add(c * D::CHUNK)); R];
+        let at = c * D::CHUNK;
+        let mut wr = [if n >= D::CHUNK {
+            D::load(w[0].add(at))
+        } else {
+            D::load_part(w[0].add(at), n)
+        }; R];
         let mut r = 1;
         while r < R {
-            wr[r] = D::load(w[r].add(c * D::CHUNK));
+            wr[r] = if n >= D::CHUNK {
+                D::load(w[r].add(at))
+            } else {
+                D::load_part(w[r].add(at), n)
+            };
             r += 1;
         }
         let mut m = 0;
@@ -266,104 +335,10 @@ unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
     }
 }
 
-/// A tile over one span: takes the partial sums from `partial` unless it is the first, and leaves them there, or on the
-/// last span adds the lanes into `sums[m][column[r]]`.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn tile_step<S: Simd, D: Dot<S>, const R: usize, const M: usize, const AHEAD: bool>(
-    w: &[*const D::Elem; R],
-    next: &[*const D::Elem; R],
-    x: *const D::Packed,
-    k: usize,
-    span: Span,
-    partial: *mut f32,
-    sums: *mut f32,
-    sums_stride: usize,
-    columns: &[usize; R],
-) {
-    // SAFETY: `partial` holds R * M vectors and `sums` the M rows (caller).
-    unsafe {
-        let mut acc = [[S::splat(0.0); M]; R];
-        if span.first_line > 0 {
-            let mut r = 0;
-            while r < R {
-                let mut m = 0;
-                while m < M {
-                    acc[r][m] = S::load(partial.add((r * M + m) * S::LANES));
-                    m += 1;
-                }
-                r += 1;
-            }
-        }
-        tile::<S, D, R, M, AHEAD>(w, next, x, k, span, &mut acc);
-        if !span.last {
-            let mut r = 0;
-            while r < R {
-                let mut m = 0;
-                while m < M {
-                    S::store(partial.add((r * M + m) * S::LANES), acc[r][m]);
-                    m += 1;
-                }
-                r += 1;
-            }
-            return;
-        }
-        let mut m = 0;
-        while m < M {
-            let row = sums.add(m * sums_stride);
-            if R == TILE_ROWS {
-                let four = S::sum4([acc[0][m], acc[1 % R][m], acc[2 % R][m], acc[3 % R][m]]);
-                let mut r = 0;
-                while r < R {
-                    *row.add(columns[r]) = four[r];
-                    r += 1;
-                }
-            } else {
-                let mut r = 0;
-                while r < R {
-                    *row.add(columns[r]) = S::sum(acc[r][m]);
-                    r += 1;
-                }
-            }
-            m += 1;
-        }
-    }
-}
-
-/// `tile_step` for a group of `width` columns.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize, const AHEAD: bool>(
-    width: usize,
-    w: &[*const D::Elem; R],
-    next: &[*const D::Elem; R],
-    x: *const D::Packed,
-    k: usize,
-    span: Span,
-    partial: *mut f32,
-    sums: *mut f32,
-    sums_stride: usize,
-    columns: &[usize; R],
-) {
-    macro_rules! widths {
-        ($($m:literal)*) => {
-            match width {
-                $($m if $m <= S::TILE_COLS => {
-                    // SAFETY: the caller's promises are the same.
-                    unsafe { tile_step::<S, D, R, $m, AHEAD>(w, next, x, k, span, partial, sums, sums_stride, columns) }
-                })*
-                _ => unreachable!("a group of {width} columns"),
-            }
-        };
-    }
-    widths!(1 2 3 4 6)
-}
-
 /// sums[m][column of row j] = weights[j] . x[m], for `packed` rows (groups as [`group`] cuts them) and all weight rows.
 ///
 /// # Safety
 /// Weights are readable; `packed`, `partial` and `sums` are as large as the [`Plan`] says; the level exists.
-#[inline(always)]
 pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     weights: &Weights<D::Elem>,
     packed: *const D::Packed,
@@ -386,7 +361,17 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
         while j < n {
             let (w, column) = weights.row(j);
             let next = weights.row(j + 1).0;
-            row_group::<S, D, 1>(&[w], &[next], &[column], weights.k, packed, cols, partial, sums, sums_stride);
+            row_group::<S, D, 1>(
+                &[w],
+                &[next],
+                &[column],
+                weights.k,
+                packed,
+                cols,
+                partial,
+                sums,
+                sums_stride,
+            );
             j += 1;
         }
     }
@@ -397,7 +382,6 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
 ///
 /// # Safety
 /// As [`multiply`]; rows of at most [`BLOCK_LINES`] lines, so that there are no partial sums to keep.
-#[inline(always)]
 pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     keys: &Weights<D::Elem>,
     values: *const D::Elem,
@@ -428,8 +412,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
 }
 
 /// `R` weight rows against all packed groups.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "the loop's whole state, in one place")]
 unsafe fn row_group<S: Simd, D: Dot<S>, const R: usize>(
     w: &[*const D::Elem; R],
     next: &[*const D::Elem; R],
@@ -441,29 +424,46 @@ unsafe fn row_group<S: Simd, D: Dot<S>, const R: usize>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let line_elems = (64 / size_of::<D::Elem>()).max(D::CHUNK);
-    let all_lines = k / line_elems;
+    let all_lines = k / (64 / size_of::<D::Elem>());
     let row_packed = k.div_ceil(D::CHUNK) * D::PACKED;
     let block_lines = if cols <= S::TILE_COLS { usize::MAX } else { BLOCK_LINES };
     let mut first_line = 0usize;
     loop {
         let end_line = all_lines.min(first_line.saturating_add(block_lines));
-        let span = Span { first_line, end_line, all_lines, last: end_line == all_lines };
+        let span = Span {
+            first_line,
+            end_line,
+            all_lines,
+            last: end_line == all_lines,
+        };
         let mut m = 0;
         while m < cols {
             let width = group::<S>(cols - m);
-            // SAFETY: the group's packed rows, partial sums and sums start where `m` rows before it end.
-            unsafe {
-                let x = packed.add(m * row_packed);
-                let partial = partial.wrapping_add(m * R * S::LANES);
-                let sums = sums.add(m * sums_stride);
-                // Only the first group meets the weights outside L1.
-                if m == 0 {
-                    any_width::<S, D, R, true>(width, w, next, x, k, span, partial, sums, sums_stride, columns);
-                } else {
-                    any_width::<S, D, R, false>(width, w, next, x, k, span, partial, sums, sums_stride, columns);
-                }
+            macro_rules! widths {
+                ($($m:literal)*) => {
+                    match width {
+                        // SAFETY: the group's packed rows, partial sums and sums start where the `m` rows before end.
+                        $($m if $m <= S::TILE_COLS => unsafe {
+                            D::call(Tile::<S, D, R, $m> {
+                                w: *w,
+                                next: *next,
+                                columns: *columns,
+                                x: packed.add(m * row_packed),
+                                k,
+                                span,
+                                // Only the first group meets the weights outside L1.
+                                ahead: m == 0,
+                                partial: partial.wrapping_add(m * R * S::LANES),
+                                sums: sums.add(m * sums_stride),
+                                sums_stride,
+                                set: PhantomData,
+                            })
+                        },)*
+                        _ => unreachable!("a group of {width} columns"),
+                    }
+                };
             }
+            widths!(1 2 3 4 6);
             m += width;
         }
         if span.last {
@@ -473,11 +473,10 @@ unsafe fn row_group<S: Simd, D: Dot<S>, const R: usize>(
     }
 }
 
-/// Packs `rows` into the groups [`multiply`] expects; rows that are not f32 pass through `wide`, `k` f32.
+/// Packs rows into the groups [`multiply`] expects; rows that are not f32 pass through `wide`, `k` f32.
 ///
 /// # Safety
 /// `packed` is as large as the [`Plan`] says, `wide` has `k` elements; the level exists.
-#[inline(always)]
 pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     row: impl Fn(usize) -> Row,
     cols: usize,
@@ -486,18 +485,23 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     packed: *mut D::Packed,
 ) {
     let row_packed = k.div_ceil(D::CHUNK) * D::PACKED;
-    let mut m = 0;
-    while m < cols {
-        let width = group::<S>(cols - m);
-        let mut i = 0;
-        while i < width {
+    let mut first = 0;
+    while first < cols {
+        let width = group::<S>(cols - first);
+        for m in 0..width {
             // SAFETY: the group starts where the rows before it end.
             unsafe {
-                let x = row(m + i).widened::<S>(wide);
-                pack::<S, D>(packed.add(m * row_packed), &[x], i, width, k);
+                let dst = packed.add(first * row_packed);
+                D::call(Pack::<S, D> {
+                    row: row(first + m),
+                    wide,
+                    dst,
+                    m,
+                    width,
+                    set: PhantomData,
+                });
             }
-            i += 1;
         }
-        m += width;
+        first += width;
     }
 }

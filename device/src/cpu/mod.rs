@@ -14,6 +14,8 @@ pub(crate) mod rows;
 /// A worker's scratch memory: reused from task to task, so that bodies allocate nothing once warm.
 #[derive(Debug, Default)]
 pub struct Scratch {
+    /// The instruction set its bodies use; by default the best there is.
+    pub isa: simd::Isa,
     /// Packed activations, partial sums, scores: see [`Scratch::areas`].
     pub floats: Vec<f32>,
     /// Candidates of the sampler.
@@ -24,6 +26,14 @@ pub struct Scratch {
 const LINE: usize = 16;
 
 impl Scratch {
+    /// Scratch of a worker that uses `isa`.
+    pub fn with_isa(isa: simd::Isa) -> Scratch {
+        Scratch {
+            isa,
+            ..Scratch::default()
+        }
+    }
+
     /// Disjoint areas of at least `lens` f32 each, every one starting on a cache line. What they hold is left over
     /// from earlier tasks. They are valid until the next call.
     pub(crate) fn areas<const N: usize>(&mut self, lens: [usize; N]) -> [*mut f32; N] {
@@ -41,3 +51,6 @@ impl Scratch {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

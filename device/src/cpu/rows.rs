@@ -23,12 +23,23 @@ impl Row {
     pub(crate) fn of<const N: usize>(tensor: &Tensor, at: [usize; N], len: usize) -> Row {
         let dtype = tensor.dtype();
         if len == 0 {
-            return Row { base: core::ptr::NonNull::<f32>::dangling().as_ptr().cast(), dtype: DType::F32, len };
+            return Row {
+                base: core::ptr::NonNull::<f32>::dangling().as_ptr().cast(),
+                dtype: DType::F32,
+                len,
+            };
         }
-        assert!(matches!(dtype, DType::F32 | DType::Bf16 | DType::F16), "a row must be of floats, not {dtype}");
+        assert!(
+            matches!(dtype, DType::F32 | DType::Bf16 | DType::F16),
+            "a row must be of floats, not {dtype}"
+        );
         assert!(len == 1 || tensor.stride(N - 1) == 1, "a row needs unit stride");
         assert!(at[N - 1] + len <= tensor.extent(N - 1), "a row must end inside the box");
-        Row { base: tensor.address(at), dtype, len }
+        Row {
+            base: tensor.address(at),
+            dtype,
+            len,
+        }
     }
 
     /// Its elements.
@@ -126,5 +137,11 @@ pub(crate) unsafe fn load<S: Simd>(p: *const f32, n: usize) -> S::F {
 #[inline(always)]
 pub(crate) unsafe fn store<S: Simd>(p: *mut f32, n: usize, v: S::F) {
     // SAFETY: the caller's promises are the same.
-    unsafe { if n == S::LANES { S::store(p, v) } else { S::store_part(p, v, n) } }
+    unsafe {
+        if n == S::LANES {
+            S::store(p, v)
+        } else {
+            S::store_part(p, v, n)
+        }
+    }
 }

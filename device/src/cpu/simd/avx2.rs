@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::Simd;
+use super::{Leaf, Simd};
 use core::arch::x86_64::*;
 
 /// See the module head.
@@ -33,6 +33,11 @@ impl Simd for Avx2 {
         min(a, b) = _mm256_min_ps;
     }
 
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx2(leaf) }
+    }
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m256 {
         // SAFETY: the set exists (trait contract).
@@ -110,7 +115,9 @@ impl Simd for Avx2 {
     unsafe fn largest(v: __m256) -> f32 {
         // SAFETY: a transmute between types of eight f32.
         let lanes = unsafe { core::mem::transmute::<__m256, [f32; 8]>(v) };
-        lanes.into_iter().fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
+        lanes
+            .into_iter()
+            .fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {

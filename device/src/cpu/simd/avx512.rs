@@ -1,6 +1,6 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails; and the bf16 dot product where it exists.
 
-use super::{Dot, Simd};
+use super::{Dot, Leaf, Simd};
 use core::arch::x86_64::*;
 
 /// AVX-512 F, BW, VL and DQ.
@@ -63,6 +63,11 @@ impl Simd for Avx512 {
         scale2(v, n) = _mm512_scalef_ps;
     }
 
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx512(leaf) }
+    }
     #[inline(always)]
     unsafe fn splat(x: f32) -> __m512 {
         // SAFETY: the set exists (trait contract).
@@ -180,7 +185,12 @@ unsafe fn load_bh_part(p: *const u16, n: usize) -> __m512bh {
 #[inline(always)]
 unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
     // SAFETY: as `load_part`; the second pointer is only used for elements that exist.
-    unsafe { (Avx512::load_part(src, n.min(16)), Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16))) }
+    unsafe {
+        (
+            Avx512::load_part(src, n.min(16)),
+            Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16)),
+        )
+    }
 }
 
 /// bf16 weights with activations rounded to bf16: pairs of neighbours are multiplied and added in one instruction, in
@@ -195,6 +205,11 @@ impl Dot<Avx512> for DotBf16 {
     const CHUNK: usize = 32;
     const PACKED: usize = 32;
 
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx512_bf16(leaf) }
+    }
     #[inline(always)]
     unsafe fn load(p: *const u16) -> __m512bh {
         // SAFETY: the caller's promises are the same.
@@ -238,6 +253,11 @@ impl Dot<Avx512> for DotBf16Split {
     const CHUNK: usize = 32;
     const PACKED: usize = 64;
 
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx512_bf16(leaf) }
+    }
     #[inline(always)]
     unsafe fn load(p: *const u16) -> __m512bh {
         // SAFETY: the caller's promises are the same.

@@ -1,8 +1,8 @@
 //! The instruction sets, found once at run time, behind one trait.
 //!
-//! A body is written once, generic over [`Level`], as a [`Body`]; [`Isa::run`] calls its instance for the chosen set
-//! inside a `#[target_feature]` function, into which every `#[inline(always)]` building block is inlined. So builds for
-//! the plain target run as fast as builds for the machine.
+//! A body is written once, generic over [`Level`], as a [`Body`]; [`Isa::run`] calls its instance for the chosen set. Its
+//! inner loops are [`Leaf`]s, each compiled as a `#[target_feature]` function into which every `#[inline(always)]`
+//! building block is inlined. So builds for the plain target run as fast as builds for the machine.
 //!
 //! An [`Isa`] beyond the portable one can only be had from detection; holding it is the proof that its instructions
 //! exist, which makes `run` safe.
@@ -35,6 +35,9 @@ pub(crate) trait Simd: Copy + 'static {
     const TILE_COLS: usize;
     /// The vector.
     type F: Copy;
+
+    /// Calls `leaf` with the set enabled.
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
 
     unsafe fn splat(x: f32) -> Self::F;
     unsafe fn load(p: *const f32) -> Self::F;
@@ -167,6 +170,9 @@ pub(crate) trait Dot<S: Simd> {
     /// Packed elements of a step, for one activation row.
     const PACKED: usize;
 
+    /// Calls `leaf`, which uses this product, with the set enabled.
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
+
     unsafe fn load(p: *const Self::Elem) -> Self::W;
     /// The first `n < CHUNK`, zero beyond.
     unsafe fn load_part(p: *const Self::Elem, n: usize) -> Self::W;
@@ -226,6 +232,11 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     const PACKED: usize = S::LANES;
 
     #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the caller's promises are the same.
+        unsafe { S::call(leaf) }
+    }
+    #[inline(always)]
     unsafe fn load(p: *const E::Elem) -> S::F {
         // SAFETY: the caller's promises are the same.
         unsafe { E::load::<S>(p) }
@@ -248,7 +259,16 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
         // SAFETY: `n` elements are readable and a vector is writable (caller).
-        unsafe { S::store(dst, if n == S::LANES { S::load(src) } else { S::load_part(src, n) }) }
+        unsafe {
+            S::store(
+                dst,
+                if n == S::LANES {
+                    S::load(src)
+                } else {
+                    S::load_part(src, n)
+                },
+            )
+        }
     }
 }
 
@@ -298,8 +318,8 @@ impl Level for Avx512Bf16 {
     type Bf16Wide = avx512::DotBf16Split;
 }
 
-/// Work that runs on any level. `run` must be `#[inline(always)]`, as must all it calls that touches vectors, or the
-/// vectors travel through memory.
+/// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or
+/// [`Dot::call`].
 pub(crate) trait Body {
     /// What it yields.
     type Output;
@@ -308,6 +328,19 @@ pub(crate) trait Body {
     /// # Safety
     /// The level's instructions exist.
     unsafe fn run<L: Level>(self) -> Self::Output;
+}
+
+/// An inner loop, compiled with its instruction set enabled. `run` must be `#[inline(always)]`, as must all it calls
+/// that touches vectors, or the vectors travel through memory. Leaves are kept apart, never inlined into one another:
+/// all tiles in one function took the compiler minutes.
+pub(crate) trait Leaf {
+    /// What it yields.
+    type Output;
+    /// Does it.
+    ///
+    /// # Safety
+    /// The instructions exist; the fields keep what the type's documentation asks of them.
+    unsafe fn run(self) -> Self::Output;
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -326,6 +359,12 @@ enum Known {
 /// An instruction set that this machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Isa(Known);
+
+impl Default for Isa {
+    fn default() -> Isa {
+        Isa::best()
+    }
+}
 
 impl Isa {
     /// Plain Rust, on every machine.
@@ -386,31 +425,38 @@ impl Isa {
             match self.0 {
                 Known::Portable => body.run::<Portable>(),
                 #[cfg(target_arch = "x86_64")]
-                Known::Avx2 => with_avx2(body),
+                Known::Avx2 => body.run::<Avx2>(),
                 #[cfg(target_arch = "x86_64")]
-                Known::Avx512 => with_avx512(body),
+                Known::Avx512 => body.run::<Avx512>(),
                 #[cfg(target_arch = "x86_64")]
-                Known::Avx512Bf16 => with_avx512_bf16(body),
+                Known::Avx512Bf16 => body.run::<Avx512Bf16>(),
                 #[cfg(target_arch = "aarch64")]
-                Known::Neon => with_neon(body),
+                Known::Neon => body.run::<Neon>(),
             }
         }
     }
 }
 
 macro_rules! with_features {
-    ($($arch:literal $name:ident $level:ident $features:literal;)*) => { $(
+    ($($arch:literal $name:ident $features:literal;)*) => { $(
         #[cfg(target_arch = $arch)]
         #[target_feature(enable = $features)]
-        unsafe fn $name<B: Body>(body: B) -> B::Output {
+        #[inline(never)]
+        unsafe fn $name<T: Leaf>(leaf: T) -> T::Output {
             // SAFETY: the features are enabled here, so the caller has found them.
-            unsafe { body.run::<$level>() }
+            unsafe { leaf.run() }
         }
     )* };
 }
 with_features! {
-    "x86_64" with_avx2 Avx2 "avx2,fma,f16c";
-    "x86_64" with_avx512 Avx512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c";
-    "x86_64" with_avx512_bf16 Avx512Bf16 "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c";
-    "aarch64" with_neon Neon "neon";
+    "x86_64" with_avx2 "avx2,fma,f16c";
+    "x86_64" with_avx512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c";
+    "x86_64" with_avx512_bf16 "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c";
+    "aarch64" with_neon "neon";
+}
+
+#[inline(never)]
+unsafe fn with_nothing<T: Leaf>(leaf: T) -> T::Output {
+    // SAFETY: the caller's promises are the same.
+    unsafe { leaf.run() }
 }

@@ -1,6 +1,6 @@
 //! NEON: four lanes, thirty-two registers.
 
-use super::Simd;
+use super::{Leaf, Simd};
 use core::arch::aarch64::*;
 
 /// See the module head.
@@ -35,6 +35,11 @@ impl Simd for Neon {
     }
 
     #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_neon(leaf) }
+    }
+    #[inline(always)]
     unsafe fn splat(x: f32) -> float32x4_t {
         // SAFETY: the set exists (trait contract).
         unsafe { vdupq_n_f32(x) }
@@ -54,7 +59,10 @@ impl Simd for Neon {
         // The vector conversion is not stable; `half` uses the scalar instruction.
         // SAFETY: a vector is readable (caller).
         unsafe {
-            let lanes = p.cast::<[u16; 4]>().read_unaligned().map(|u| half::f16::from_bits(u).to_f32());
+            let lanes = p
+                .cast::<[u16; 4]>()
+                .read_unaligned()
+                .map(|u| half::f16::from_bits(u).to_f32());
             vld1q_f32(lanes.as_ptr())
         }
     }
@@ -81,14 +89,20 @@ impl Simd for Neon {
         // SAFETY: a vector is writable (caller).
         unsafe {
             vst1q_f32(lanes.as_mut_ptr(), v);
-            p.cast::<[u16; 4]>().write_unaligned(lanes.map(|x| half::f16::from_f32(x).to_bits()));
+            p.cast::<[u16; 4]>()
+                .write_unaligned(lanes.map(|x| half::f16::from_f32(x).to_bits()));
         }
     }
     #[inline(always)]
     unsafe fn sum4(v: [float32x4_t; 4]) -> [f32; 4] {
         let mut sums = [0f32; 4];
         // SAFETY: arithmetic only; `sums` is a vector.
-        unsafe { vst1q_f32(sums.as_mut_ptr(), vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]))) };
+        unsafe {
+            vst1q_f32(
+                sums.as_mut_ptr(),
+                vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])),
+            )
+        };
         sums
     }
     #[inline(always)]

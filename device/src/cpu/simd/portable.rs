@@ -1,6 +1,6 @@
 //! Vectors as arrays: the definition of every operation, and the body where nothing better exists.
 
-use super::Simd;
+use super::{Leaf, Simd};
 use half::{bf16, f16};
 
 /// Eight lanes: two SSE2 or NEON registers.
@@ -43,6 +43,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_nothing(leaf) }
+    }
+    #[inline(always)]
     unsafe fn splat(x: f32) -> [f32; N] {
         [x; N]
     }
@@ -69,12 +74,18 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn store_bf16(p: *mut u16, v: [f32; N]) {
         // SAFETY: a vector is writable (caller).
-        unsafe { p.cast::<[u16; N]>().write_unaligned(v.map(|x| bf16::from_f32(x).to_bits())) }
+        unsafe {
+            p.cast::<[u16; N]>()
+                .write_unaligned(v.map(|x| bf16::from_f32(x).to_bits()))
+        }
     }
     #[inline(always)]
     unsafe fn store_f16(p: *mut u16, v: [f32; N]) {
         // SAFETY: a vector is writable (caller).
-        unsafe { p.cast::<[u16; N]>().write_unaligned(v.map(|x| f16::from_f32(x).to_bits())) }
+        unsafe {
+            p.cast::<[u16; N]>()
+                .write_unaligned(v.map(|x| f16::from_f32(x).to_bits()))
+        }
     }
     #[inline(always)]
     unsafe fn sum4(v: [[f32; N]; 4]) -> [f32; 4] {
@@ -82,7 +93,8 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn largest(v: [f32; N]) -> f32 {
-        v.into_iter().fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
+        v.into_iter()
+            .fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {

@@ -18,8 +18,9 @@
 use super::*;
 use crate::cpu::gemm::{self, Weights};
 use crate::cpu::rows::{self, Row, has_unit_stride};
-use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Isa, Level, Simd, Storage, Widen, exp};
+use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, Widen, exp};
 use crate::io::Tensor;
+use core::marker::PhantomData;
 use perpetua_shared::DType;
 
 /// Positions of a block: K and V of it (16 KiB each at d = 128 in bf16) stay in L1 beside a tile's queries.
@@ -32,10 +33,6 @@ const QUERIES: usize = 16;
 const MAX_HEAD_DIM: usize = 1024;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-    run_on(Isa::best(), p, call, scratch)
-}
-
-pub(crate) fn run_on(isa: Isa, p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
     if k.dtype() != v.dtype() || q.extent(3) > MAX_HEAD_DIM {
         // No cache mixes them, and no model has such heads.
@@ -48,7 +45,7 @@ pub(crate) fn run_on(isa: Isa, p: &Params, call: &Call<'_>, scratch: &mut Scratc
     let visible = p.visible(call.step, call.task.row_first + rows as u32 - 1);
     assert!(visible <= k.extent(1), "row sees {visible} positions of {}", k.extent(1));
     assert!(has_unit_stride::<3>(&k) && has_unit_stride::<3>(&v), "positions need unit stride");
-    isa.run(Attend { rows, first: p.visible(call.step, call.task.row_first), p: *p, q, k, v, y, scratch });
+    scratch.isa.run(Attend { rows, first: p.visible(call.step, call.task.row_first), p: *p, q, k, v, y, scratch });
     Ok(())
 }
 
@@ -66,7 +63,6 @@ struct Attend<'a> {
 
 impl Body for Attend<'_> {
     type Output = ();
-    #[inline(always)]
     unsafe fn run<L: Level>(self) {
         // SAFETY: the level exists (caller).
         unsafe {
@@ -95,12 +91,10 @@ struct Tile {
 
 impl Attend<'_> {
     /// Positions that query `m` of a tile starting at row `row` sees.
-    #[inline(always)]
     fn visible(&self, row: usize, group: usize, m: usize) -> usize {
         if self.p.causal != 0 { self.first + row + m / group } else { self.first }
     }
 
-    #[inline(always)]
     unsafe fn with<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(self) {
         let (n_kv, group, d) = (self.q.extent(1), self.q.extent(2), self.q.extent(3));
         let tile_rows = (QUERIES / group.max(1)).max(1).min(self.rows);
@@ -122,13 +116,14 @@ impl Attend<'_> {
                 let tile = Tile { queries: tile_rows * group, sums, width, scores, max, total };
                 let query = |m: usize| Row::of(&self.q, [row + m / group, h, m % group, 0], d);
                 // SAFETY: the areas are as large as asked for above, the level exists (caller), and positions below the
-                // last row's visible ones are inside K and V (checked by `run_on`).
+                // last row's visible ones are inside K and V (checked by `run`).
                 unsafe {
                     gemm::pack_rows::<S, D>(query, tile.queries, d, wide, packed.cast());
                     self.tile::<S, D, E>(h, row, group, d, packed.cast(), tile);
                     for m in 0..tile.queries {
                         let y = Row::of(&self.y, [row + m / group, h, m % group, 0], d);
-                        divide::<S>(tile.sums.add(m * width), *tile.total.add(m), y);
+                        let (sums, total) = (tile.sums.add(m * width), *tile.total.add(m));
+                        S::call(Divide::<S> { sums, total, y, set: PhantomData });
                     }
                 }
                 row += tile_rows;
@@ -136,7 +131,6 @@ impl Attend<'_> {
         }
     }
 
-    #[inline(always)]
     unsafe fn tile<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(
         &self,
         h: usize,
@@ -179,7 +173,7 @@ impl Attend<'_> {
                 for m in 0..tile.queries {
                     let seen = self.visible(row, group, m).saturating_sub(t).min(n);
                     common = common.min(seen);
-                    softmax::<S>(&tile, m, seen, self.p.scale);
+                    S::call(Softmax::<S> { tile, m, seen, scale: self.p.scale, set: PhantomData });
                 }
                 let next = if ahead { k.wrapping_add((t + BLOCK) * k_stride) } else { core::ptr::null() };
                 add_values::<S, E>(&tile, 0, tile.queries, 0..common, values, v_stride, d, next, k_stride);
@@ -200,8 +194,19 @@ impl Attend<'_> {
 
 /// Turns the first `seen` scores of query `m` into exponentials relative to the new running maximum, and rescales its
 /// total and sums to it.
-#[inline(always)]
-unsafe fn softmax<S: Simd>(tile: &Tile, m: usize, seen: usize, scale: f32) {
+struct Softmax<S> {
+    tile: Tile,
+    m: usize,
+    seen: usize,
+    scale: f32,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Softmax<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+    let Softmax { tile, m, seen, scale, .. } = self;
     if seen == 0 {
         return;
     }
@@ -250,6 +255,7 @@ unsafe fn softmax<S: Simd>(tile: &Tile, m: usize, seen: usize, scale: f32) {
         *tile.max.add(m) = max;
         *tile.total.add(m) = sum;
     }
+    }
 }
 
 /// `v` with -inf from lane `n` on.
@@ -266,8 +272,7 @@ unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
 
 /// sums[m,:] += exponential[m,t] * values[t,:] for queries `first..first + count` and positions `positions`, in order.
 /// Asks meanwhile for the rows at `next`, unless that is null.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
+#[allow(clippy::too_many_arguments, reason = "the loop's whole state, in one place")]
 unsafe fn add_values<S: Simd, E: Storage>(
     tile: &Tile,
     first: usize,
@@ -286,10 +291,13 @@ unsafe fn add_values<S: Simd, E: Storage>(
         macro_rules! queries {
             ($($n:literal)*) => { $(
                 if end - m >= $n && ($n <= 4 || S::TILE_COLS >= 6) {
+                    let (tile, start, end) = (*tile, positions.start, positions.end);
                     // SAFETY: the caller's promises are the same.
                     unsafe {
-                        add_to::<S, E, $n>(tile, m, positions.start, positions.end, values, stride, d, next, next_stride)
-                    };
+                        S::call(AddValues::<S, E, $n> {
+                            tile, m, start, end, values, stride, d, next, next_stride, set: PhantomData,
+                        });
+                    }
                     m += $n;
                     continue;
                 }
@@ -300,10 +308,8 @@ unsafe fn add_values<S: Simd, E: Storage>(
 }
 
 /// [`add_values`] for `M` queries: two vectors of each one's sums are held while the positions pass.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn add_to<S: Simd, E: Storage, const M: usize>(
-    tile: &Tile,
+struct AddValues<S, E: Storage, const M: usize> {
+    tile: Tile,
     m: usize,
     start: usize,
     end: usize,
@@ -312,7 +318,14 @@ unsafe fn add_to<S: Simd, E: Storage, const M: usize>(
     d: usize,
     next: *const E::Elem,
     next_stride: usize,
-) {
+    set: PhantomData<S>,
+}
+
+impl<S: Simd, E: Storage, const M: usize> Leaf for AddValues<S, E, M> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+    let AddValues { tile, m, start, end, values, stride, d, next, next_stride, .. } = self;
     // SAFETY: the queries' sums and exponentials are inside the tile, positions inside V; prefetches may be of any
     // address; the level exists (caller).
     unsafe {
@@ -376,16 +389,30 @@ unsafe fn add_to<S: Simd, E: Storage, const M: usize>(
             i += n;
         }
     }
+    }
 }
 
-/// y = sums / total.
-#[inline(always)]
-unsafe fn divide<S: Simd>(sums: *const f32, total: f32, y: Row) {
-    let mut i = 0;
-    while i < y.len() {
-        let n = S::LANES.min(y.len() - i);
-        // SAFETY: the sums are as long as `y`; the level exists (caller).
-        unsafe { y.store::<S>(i, n, S::div(rows::load::<S>(sums.add(i), n), S::splat(total))) };
-        i += n;
+/// y = sums / total, of the length of `y`.
+struct Divide<S> {
+    sums: *const f32,
+    total: f32,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Divide<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let mut i = 0;
+        while i < self.y.len() {
+            let n = S::LANES.min(self.y.len() - i);
+            // SAFETY: inside both rows (see the type).
+            unsafe {
+                let mean = S::div(rows::load::<S>(self.sums.add(i), n), S::splat(self.total));
+                self.y.store::<S>(i, n, mean);
+            }
+            i += n;
+        }
     }
 }

@@ -4,22 +4,19 @@
 use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, F32, Isa, Level, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
+use core::marker::PhantomData;
 use perpetua_shared::DType;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-    run_on(Isa::best(), p, call, scratch)
-}
-
-pub(crate) fn run_on(isa: Isa, p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [x, gate, up, gate_bias, up_bias, y] = core::array::from_fn(|i| call.tensor(i));
     if gate.dtype() != up.dtype() {
         // No checkpoint mixes them; one tile cannot.
         return GatedLinear::reference(p, call);
     }
     let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-    isa.run(Gated { rows: call.rows(0), x, gate, up, gate_bias, up_bias, y, activation, scratch });
+    scratch.isa.run(Gated { rows: call.rows(0), x, gate, up, gate_bias, up_bias, y, activation, scratch });
     Ok(())
 }
 
@@ -37,7 +34,6 @@ struct Gated<'a> {
 
 impl Body for Gated<'_> {
     type Output = ();
-    #[inline(always)]
     unsafe fn run<L: Level>(self) {
         // SAFETY: the level exists (caller).
         unsafe {
@@ -51,7 +47,6 @@ impl Body for Gated<'_> {
 }
 
 impl Gated<'_> {
-    #[inline(always)]
     unsafe fn with<S: Simd, D: Dot<S>>(self) {
         let (n, k) = (self.gate.extent(0), self.gate.extent(1));
         if self.rows == 0 || n == 0 {
@@ -82,7 +77,8 @@ impl Gated<'_> {
                 let mut m = 0;
                 while m < cols {
                     let y = Row::of(&self.y, [first + m, 0], n);
-                    finish::<S>(sums.add(m * 2 * n), gate_bias, up_bias, self.activation, y);
+                    let sums = sums.add(m * 2 * n);
+                    S::call(Finish::<S> { sums, gate_bias, up_bias, activation: self.activation, y, set: PhantomData });
                     m += 1;
                 }
             }
@@ -91,25 +87,37 @@ impl Gated<'_> {
     }
 }
 
-/// y = act(gate sums + bias) * (up sums + bias); the up sums follow the gate's.
-#[inline(always)]
-unsafe fn finish<S: Simd>(sums: *const f32, gate_bias: Option<Row>, up_bias: Option<Row>, act: Activation, y: Row) {
-    let len = y.len();
-    let mut i = 0;
-    while i < len {
-        let n = S::LANES.min(len - i);
-        // SAFETY: all have the length of `y`; the level exists (caller).
-        unsafe {
-            let mut gate = rows::load::<S>(sums.add(i), n);
-            let mut up = rows::load::<S>(sums.add(len + i), n);
-            if let Some(bias) = gate_bias {
-                gate = S::add(gate, bias.load::<S>(i, n));
+/// y = act(gate sums + bias) * (up sums + bias); the up sums follow the gate's, all of the length of `y`.
+struct Finish<S> {
+    sums: *const f32,
+    gate_bias: Option<Row>,
+    up_bias: Option<Row>,
+    activation: Activation,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Finish<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let len = self.y.len();
+        let mut i = 0;
+        while i < len {
+            let n = S::LANES.min(len - i);
+            // SAFETY: inside all rows (see the type).
+            unsafe {
+                let mut gate = rows::load::<S>(self.sums.add(i), n);
+                let mut up = rows::load::<S>(self.sums.add(len + i), n);
+                if let Some(bias) = self.gate_bias {
+                    gate = S::add(gate, bias.load::<S>(i, n));
+                }
+                if let Some(bias) = self.up_bias {
+                    up = S::add(up, bias.load::<S>(i, n));
+                }
+                self.y.store::<S>(i, n, S::mul(activate::<S>(self.activation, gate), up));
             }
-            if let Some(bias) = up_bias {
-                up = S::add(up, bias.load::<S>(i, n));
-            }
-            y.store::<S>(i, n, S::mul(activate::<S>(act, gate), up));
+            i += n;
         }
-        i += n;
     }
 }

@@ -7,18 +7,15 @@
 use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, F32, Isa, Level, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
+use core::marker::PhantomData;
 use perpetua_shared::DType;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-    run_on(Isa::best(), p, call, scratch)
-}
-
-pub(crate) fn run_on(isa: Isa, p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
     let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-    isa.run(Linear { rows: call.rows(0), x, w, bias, residual, y, activation, scratch });
+    scratch.isa.run(Linear { rows: call.rows(0), x, w, bias, residual, y, activation, scratch });
     Ok(())
 }
 
@@ -35,7 +32,6 @@ struct Linear<'a> {
 
 impl Body for Linear<'_> {
     type Output = ();
-    #[inline(always)]
     unsafe fn run<L: Level>(self) {
         // SAFETY: the level exists (caller).
         unsafe {
@@ -49,7 +45,6 @@ impl Body for Linear<'_> {
 }
 
 impl Linear<'_> {
-    #[inline(always)]
     unsafe fn with<S: Simd, D: Dot<S>>(self) {
         let (n, k) = (self.w.extent(0), self.w.extent(1));
         if self.rows == 0 || n == 0 {
@@ -75,7 +70,8 @@ impl Linear<'_> {
                     let y = Row::of(&self.y, [first + m, 0], n);
                     let residual =
                         self.residual.is_present().then(|| Row::of(&self.residual, [first + m, 0], n));
-                    finish::<S>(sums.add(m * n), bias, self.activation, residual, y);
+                    let sums = sums.add(m * n);
+                    S::call(Finish::<S> { sums, bias, activation: self.activation, residual, y, set: PhantomData });
                     m += 1;
                 }
             }
@@ -84,24 +80,36 @@ impl Linear<'_> {
     }
 }
 
-/// y = act(sums + bias) + residual.
-#[inline(always)]
-unsafe fn finish<S: Simd>(sums: *const f32, bias: Option<Row>, act: Activation, residual: Option<Row>, y: Row) {
-    let mut i = 0;
-    while i < y.len() {
-        let n = S::LANES.min(y.len() - i);
-        // SAFETY: all have the length of `y`; the level exists (caller).
-        unsafe {
-            let mut v = rows::load::<S>(sums.add(i), n);
-            if let Some(bias) = bias {
-                v = S::add(v, bias.load::<S>(i, n));
+/// y = act(sums + bias) + residual, all of one length.
+struct Finish<S> {
+    sums: *const f32,
+    bias: Option<Row>,
+    activation: Activation,
+    residual: Option<Row>,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Finish<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let mut i = 0;
+        while i < self.y.len() {
+            let n = S::LANES.min(self.y.len() - i);
+            // SAFETY: inside all rows (see the type).
+            unsafe {
+                let mut v = rows::load::<S>(self.sums.add(i), n);
+                if let Some(bias) = self.bias {
+                    v = S::add(v, bias.load::<S>(i, n));
+                }
+                v = activate::<S>(self.activation, v);
+                if let Some(residual) = self.residual {
+                    v = S::add(v, residual.load::<S>(i, n));
+                }
+                self.y.store::<S>(i, n, v);
             }
-            v = activate::<S>(act, v);
-            if let Some(residual) = residual {
-                v = S::add(v, residual.load::<S>(i, n));
-            }
-            y.store::<S>(i, n, v);
+            i += n;
         }
-        i += n;
     }
 }
