@@ -1,6 +1,6 @@
 //! A thread block at work on a task: who is who, its barrier, and the reductions over all its threads.
 
-use crate::arch::{WARP, shared, thread, warp};
+use crate::arch::{WARP, butterfly, shared, thread, warp};
 
 /// The block the calling thread belongs to.
 #[derive(Clone, Copy, Debug)]
@@ -57,21 +57,11 @@ impl Block {
         unsafe { thread::sync() }
     }
 
-    /// Whether `predicate` holds in any thread.
-    ///
-    /// # Safety
-    /// As [`Block::sync`].
-    #[inline(always)]
-    pub(crate) unsafe fn any(&self, predicate: bool) -> bool {
-        // SAFETY: the caller's promise.
-        unsafe { thread::sync_or(predicate) }
-    }
-
     /// The sum over all threads, the same bits in each: lanes by butterfly, then warps in order.
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn sum(&self, value: f32) -> f32 {
         // SAFETY: every thread is here (caller). Each warp's word is written by its lane 0 alone, read after the first
         // barrier, and not written again before the second.
@@ -94,16 +84,16 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn sum64(&self, mut value: f64) -> f64 {
         // SAFETY: as in `sum`, with two words a warp.
         unsafe {
-            for mask in [16, 8, 4, 2, 1] {
+            butterfly!(mask => {
                 let bits = value.to_bits();
                 let low = warp::shuffle_xor(bits as u32, mask);
                 let high = warp::shuffle_xor((bits >> 32) as u32, mask);
                 value += f64::from_bits(u64::from(low) | u64::from(high) << 32);
-            }
+            });
             if self.lane() == 0 {
                 shared::store(2 * self.warp(), value.to_bits() as u32);
                 shared::store(2 * self.warp() + 1, (value.to_bits() >> 32) as u32);
@@ -123,13 +113,13 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn sum_u32(&self, mut value: u32) -> u32 {
         // SAFETY: as in `sum`.
         unsafe {
-            for mask in [16, 8, 4, 2, 1] {
+            butterfly!(mask => {
                 value += warp::shuffle_xor(value, mask);
-            }
+            });
             if self.lane() == 0 {
                 shared::store(self.warp(), value);
             }
@@ -147,16 +137,16 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline]
+    #[inline(always)]
     pub(crate) unsafe fn best(&self, mut mine: Candidate) -> Candidate {
         // SAFETY: as in `sum64`.
         unsafe {
-            for mask in [16, 8, 4, 2, 1] {
+            butterfly!(mask => {
                 mine = mine.better(Candidate {
                     value: f32::from_bits(warp::shuffle_xor(mine.value.to_bits(), mask)),
                     index: warp::shuffle_xor(mine.index, mask),
                 });
-            }
+            });
             if self.lane() == 0 {
                 shared::store(2 * self.warp(), mine.value.to_bits());
                 shared::store(2 * self.warp() + 1, mine.index);

@@ -5,7 +5,7 @@
 //! and inline assembly elsewhere, and, in this crate's tests, `threads`, where every GPU thread is a thread of the host,
 //! so that the bodies' arithmetic, indexing and barriers are judged without a GPU.
 //!
-//! Convergent calls ([`thread::sync`], [`thread::sync_or`], [`warp::sync`], the shuffles) must be reached by every thread
+//! Convergent calls ([`thread::sync`], [`thread::sync_or`], the shuffles) must be reached by every thread
 //! of the block, respectively of the warp, the same number of times.
 
 #[cfg(target_arch = "nvptx64")]
@@ -20,6 +20,20 @@ use threads as backend;
 
 /// Lanes of a warp.
 pub(crate) const WARP: u32 = 32;
+
+/// The five steps of a butterfly over a warp, written out: a loop around a convergent call is never unrolled.
+macro_rules! butterfly {
+    ($mask:ident => $step:expr) => {
+        $crate::arch::butterfly!(@ $mask $step; 16 8 4 2 1)
+    };
+    (@ $mask:ident $step:expr; $($value:literal)*) => {
+        $({
+            let $mask = $value;
+            $step
+        })*
+    };
+}
+pub(crate) use butterfly;
 
 /// Which thread this is, and the block's barrier.
 pub(crate) mod thread {
@@ -100,26 +114,14 @@ pub(crate) mod warp {
         unsafe { backend::shuffle(value, lane) }
     }
 
-    /// Orders the warp's memory accesses: what its lanes did before is visible to all of them after.
-    ///
-    /// # Safety
-    /// As [`shuffle_xor`].
-    #[inline(always)]
-    pub(crate) unsafe fn sync() {
-        // SAFETY: the caller's promise.
-        unsafe { backend::warp_sync() }
-    }
-
     /// The sum of the lanes' values, the same bits in every lane.
     ///
     /// # Safety
     /// As [`shuffle_xor`].
     #[inline(always)]
     pub(crate) unsafe fn sum(mut value: f32) -> f32 {
-        for mask in [16, 8, 4, 2, 1] {
-            // SAFETY: the caller's promise; addition commutes, so both partners get the same bits.
-            value += f32::from_bits(unsafe { shuffle_xor(value.to_bits(), mask) });
-        }
+        // SAFETY: the caller's promise; addition commutes, so both partners get the same bits.
+        super::butterfly!(mask => value += f32::from_bits(unsafe { shuffle_xor(value.to_bits(), mask) }));
         value
     }
 
@@ -129,13 +131,13 @@ pub(crate) mod warp {
     /// As [`shuffle_xor`].
     #[inline(always)]
     pub(crate) unsafe fn max(mut value: f32) -> f32 {
-        for mask in [16, 8, 4, 2, 1] {
+        super::butterfly!(mask => {
             // SAFETY: the caller's promise.
             let other = f32::from_bits(unsafe { shuffle_xor(value.to_bits(), mask) });
             if other > value {
                 value = other;
             }
-        }
+        });
         value
     }
 }

@@ -19,8 +19,6 @@ unsafe extern "unadjusted" {
     fn nvvm_barrier(id: i32);
     #[link_name = "llvm.nvvm.barrier.cta.red.or.aligned.all"]
     fn nvvm_barrier_or(id: i32, predicate: bool) -> bool;
-    #[link_name = "llvm.nvvm.bar.warp.sync"]
-    fn nvvm_bar_warp_sync(members: i32);
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
     fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
@@ -65,12 +63,6 @@ pub(super) unsafe fn barrier() {
 pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
     // SAFETY: the caller promises that the whole block is here.
     unsafe { nvvm_barrier_or(0, predicate) }
-}
-
-#[inline(always)]
-pub(super) unsafe fn warp_sync() {
-    // SAFETY: the caller promises that the whole warp is here.
-    unsafe { nvvm_bar_warp_sync(ALL_LANES) }
 }
 
 #[inline(always)]

@@ -19,7 +19,7 @@ struct Block {
     index: u32,
     threads: u32,
     barrier: Barrier,
-    votes: [AtomicBool; 2],
+    vote: AtomicBool,
     warps: Vec<Warp>,
     shared: Vec<AtomicU32>,
 }
@@ -46,7 +46,7 @@ pub(crate) fn launch(blocks: u32, threads: u32, body: impl Fn() + Sync) {
                 index,
                 threads,
                 barrier: Barrier::new(threads as usize),
-                votes: [const { AtomicBool::new(false) }; 2],
+                vote: AtomicBool::new(false),
                 warps: (0..threads / 32)
                     .map(|_| Warp {
                         barrier: Barrier::new(32),
@@ -105,19 +105,15 @@ pub(super) unsafe fn barrier() {
 pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
     place(|block, _| {
         if predicate {
-            block.votes[0].store(true, Ordering::SeqCst);
+            block.vote.store(true, Ordering::SeqCst);
         }
         block.barrier.wait();
-        let any = block.votes[0].load(Ordering::SeqCst);
+        let any = block.vote.load(Ordering::SeqCst);
         block.barrier.wait();
-        block.votes[0].store(false, Ordering::SeqCst);
+        block.vote.store(false, Ordering::SeqCst);
         block.barrier.wait();
         any
     })
-}
-
-pub(super) unsafe fn warp_sync() {
-    place(|block, thread| block.warps[thread as usize / 32].barrier.wait());
 }
 
 pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {

@@ -127,6 +127,7 @@ impl Tensor {
 
 const F32: u16 = DType::F32 as u16;
 const BF16: u16 = DType::Bf16 as u16;
+const F16: u16 = DType::F16 as u16;
 
 /// The float of type `dtype` at `from`, as f32.
 #[inline(always)]

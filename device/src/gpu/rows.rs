@@ -1,10 +1,10 @@
 //! Dot products of weight rows with activation rows, a warp to each: what `linear` and `gated_linear` are made of.
 //!
-//! A lane takes eight consecutive elements, a warp 256, four such steps in flight: 2 KiB of bf16 weights a warp. The first
-//! elements go one by one until the weight row stands on 16 bytes, as do the last; activations that then do not stand on
-//! 16 bytes are loaded one by one too, so rows may start anywhere and have any length.
+//! A lane takes eight consecutive elements, a warp 256; with one row of activations four such steps are in flight, 2 KiB
+//! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
+//! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::{F32, Tensor};
+use super::{BF16, F16, F32, Tensor};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, memory, warp};
 
@@ -48,7 +48,8 @@ impl Float for Single {
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 32 bytes.
         let (a, b) = unsafe { (load16(from, stream), load16(from.add(16), stream)) };
-        [a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]].map(f32::from_bits)
+        let f = f32::from_bits;
+        [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
     }
 }
 
@@ -88,95 +89,139 @@ impl Float for Half {
     }
 }
 
-/// `x[first + j, :] . w[n, :]` for j below R, the same in every lane; j beyond x's `rows` repeat the last row.
+/// The activations that [`dots`] multiplies: up to R rows from `first` on.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    /// The matrix, each row contiguous.
+    pub(crate) x: &'a Tensor,
+    /// Rows that count.
+    pub(crate) rows: u32,
+    /// The first one.
+    pub(crate) first: u32,
+}
+
+/// `x[first + j, :] . w[n, :]` for j below R, the same in every lane; j beyond the rows that count repeat the last one.
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; `x` and `w` are matrices of floats with the same number of columns, each
 /// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
 #[inline(always)]
-pub(crate) unsafe fn dots<const R: usize>(x: &Tensor, first: u32, rows: u32, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
-    const BF16: u16 = super::BF16;
+pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
-    unsafe {
-        match (w.dtype(), x.dtype()) {
-            (BF16, F32) => typed::<Brain, Single, R>(x, first, rows, w, n, lane),
-            (BF16, BF16) => typed::<Brain, Brain, R>(x, first, rows, w, n, lane),
-            (BF16, _) => typed::<Brain, Half, R>(x, first, rows, w, n, lane),
-            (F32, F32) => typed::<Single, Single, R>(x, first, rows, w, n, lane),
-            (F32, BF16) => typed::<Single, Brain, R>(x, first, rows, w, n, lane),
-            (F32, _) => typed::<Single, Half, R>(x, first, rows, w, n, lane),
-            (_, F32) => typed::<Half, Single, R>(x, first, rows, w, n, lane),
-            (_, BF16) => typed::<Half, Brain, R>(x, first, rows, w, n, lane),
-            _ => typed::<Half, Half, R>(x, first, rows, w, n, lane),
+    let mut sums = unsafe {
+        match (w.dtype(), x.x.dtype()) {
+            (BF16, F32) => typed::<Brain, Single, R>(x, w, n, lane),
+            (BF16, BF16) => typed::<Brain, Brain, R>(x, w, n, lane),
+            (F32, F32) => typed::<Single, Single, R>(x, w, n, lane),
+            (F16, F32) => typed::<Half, Single, R>(x, w, n, lane),
+            (F16, F16) => typed::<Half, Half, R>(x, w, n, lane),
+            // The other pairs are nobody's favourite.
+            _ => one_by_one::<R>(x, w, n, lane),
         }
+    };
+    for sum in &mut sums {
+        // SAFETY: whole warps are here (caller).
+        *sum = unsafe { warp::sum(*sum) };
     }
+    sums
 }
 
+/// The row of x that counts as `first + j`.
 #[inline(always)]
-unsafe fn typed<W: Float, X: Float, const R: usize>(
-    x: &Tensor,
-    first: u32,
-    rows: u32,
-    w: &Tensor,
-    n: u32,
-    lane: u32,
-) -> [f32; R] {
-    const STEPS: usize = 4;
-    const LANES: usize = WARP as usize;
-    let lane = lane as usize;
-    let k = w.extent(1) as usize;
-    // SAFETY: every index below is less than k, the length of all these rows; the 16-byte loads are of aligned addresses
-    // and of eight elements of the row.
-    unsafe {
-        let w_row: *const u8 = w.address([n, 0]);
-        let x_rows: [*const u8; R] = core::array::from_fn(|j| {
-            let row = first + j as u32;
-            x.address([if row < rows { row } else { rows - 1 }, 0]).cast_const()
-        });
-        let mut sums = [0f32; R];
-        let add_one = |at: usize, sums: &mut [f32; R]| {
-            let weight = W::one(w_row.add(at * W::BYTES));
-            for j in 0..R {
-                sums[j] = fma(weight, X::one(x_rows[j].add(at * X::BYTES)), sums[j]);
-            }
-        };
+fn row(x: &Rows<'_>, j: usize) -> u32 {
+    let row = x.first + j as u32;
+    if row < x.rows { row } else { x.rows - 1 }
+}
 
-        let head = ((w_row.addr().wrapping_neg() % 16) / W::BYTES).min(k);
-        for at in (lane..head).step_by(LANES) {
-            add_one(at, &mut sums);
-        }
-        let chunks = (k - head) / 8;
-        let mut aligned = true;
-        for row in x_rows {
-            aligned &= row.add(head * X::BYTES).addr() % 16 == 0;
-        }
-        let w_chunk = |chunk: usize| W::eight(w_row.add((head + 8 * chunk) * W::BYTES), true);
-        let add_eight = |weights: &[f32; 8], chunk: usize, sums: &mut [f32; R]| {
+/// A lane's share of [`dots`] for any types and any alignment.
+#[inline(always)]
+unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+    let mut sums = [0f32; R];
+    let mut at = lane;
+    while at < w.extent(1) {
+        // SAFETY: `at` is below k, the length of all these rows.
+        unsafe {
+            let weight = w.get([n, at]);
             for j in 0..R {
-                let from = x_rows[j].add((head + 8 * chunk) * X::BYTES);
-                let values: [f32; 8] =
-                    if aligned { X::eight(from, false) } else { core::array::from_fn(|i| X::one(from.add(i * X::BYTES))) };
-                for i in 0..8 {
-                    sums[j] = fma(weights[i], values[i], sums[j]);
-                }
+                sums[j] = fma(weight, x.x.get([row(&x, j), at]), sums[j]);
             }
-        };
+        }
+        at += WARP;
+    }
+    sums
+}
+
+/// A lane's share of [`dots`] in steps of eight elements.
+#[inline(always)]
+unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+    const LANES: usize = WARP as usize;
+    let k = w.extent(1) as usize;
+    let w_row: *const u8 = w.address([n, 0]);
+    let head = ((w_row.addr().wrapping_neg() % 16) / W::BYTES).min(k);
+    let mut x_rows = [core::ptr::null::<u8>(); R];
+    let mut misplaced = 0;
+    for j in 0..R {
+        x_rows[j] = x.x.address([row(&x, j), 0]).cast_const().wrapping_add(head * X::BYTES);
+        misplaced |= x_rows[j].addr() % 16;
+    }
+    if misplaced != 0 {
+        // SAFETY: the caller's promises.
+        return unsafe { one_by_one(x, w, n, lane) };
+    }
+    let body = w_row.wrapping_add(head * W::BYTES);
+    let chunks = (k - head) / 8;
+    let lane = lane as usize;
+    let mut sums = [0f32; R];
+    // SAFETY: every element is one of the first k of its row; chunks start on 16 bytes in all rows.
+    unsafe {
         let mut chunk = lane;
-        while chunk + (STEPS - 1) * LANES < chunks {
-            let weights: [[f32; 8]; STEPS] = core::array::from_fn(|s| w_chunk(chunk + s * LANES));
-            for s in 0..STEPS {
-                add_eight(&weights[s], chunk + s * LANES, &mut sums);
+        if R == 1 {
+            // Decoding: the weights' latency is all there is, so four loads are under way before the first is used.
+            while chunk + 3 * LANES < chunks {
+                let a = W::eight(body.add(8 * chunk * W::BYTES), true);
+                let b = W::eight(body.add(8 * (chunk + LANES) * W::BYTES), true);
+                let c = W::eight(body.add(8 * (chunk + 2 * LANES) * W::BYTES), true);
+                let d = W::eight(body.add(8 * (chunk + 3 * LANES) * W::BYTES), true);
+                multiply::<X, R>(&mut sums, &a, &x_rows, chunk);
+                multiply::<X, R>(&mut sums, &b, &x_rows, chunk + LANES);
+                multiply::<X, R>(&mut sums, &c, &x_rows, chunk + 2 * LANES);
+                multiply::<X, R>(&mut sums, &d, &x_rows, chunk + 3 * LANES);
+                chunk += 4 * LANES;
             }
-            chunk += STEPS * LANES;
         }
         while chunk < chunks {
-            add_eight(&w_chunk(chunk), chunk, &mut sums);
+            let weights = W::eight(body.add(8 * chunk * W::BYTES), true);
+            multiply::<X, R>(&mut sums, &weights, &x_rows, chunk);
             chunk += LANES;
         }
-        for at in (head + 8 * chunks + lane..k).step_by(LANES) {
-            add_one(at, &mut sums);
+        // What stands before the first chunk and after the last: fewer than 8 elements each, a lane to each.
+        let tail = head + 8 * chunks;
+        let at = if lane < head { lane } else { tail + lane - head };
+        if lane < head + k - tail {
+            let weight = W::one(w_row.add(at * W::BYTES));
+            for j in 0..R {
+                let value = X::one(x_rows[j].wrapping_sub(head * X::BYTES).add(at * X::BYTES));
+                sums[j] = fma(weight, value, sums[j]);
+            }
         }
-        sums.map(|sum| warp::sum(sum))
+    }
+    sums
+}
+
+/// Adds eight weights times the elements of chunk `chunk` of each row.
+#[inline(always)]
+unsafe fn multiply<X: Float, const R: usize>(
+    sums: &mut [f32; R],
+    weights: &[f32; 8],
+    x_rows: &[*const u8; R],
+    chunk: usize,
+) {
+    for j in 0..R {
+        // SAFETY: the caller promises that the rows have this chunk, aligned.
+        let values = unsafe { X::eight(x_rows[j].add(8 * chunk * X::BYTES), false) };
+        for i in 0..8 {
+            sums[j] = fma(weights[i], values[i], sums[j]);
+        }
     }
 }
 

@@ -101,7 +101,17 @@ impl Sync for Gpu {
     }
 
     fn step(&self) -> Step {
+        // Word by word: a volatile copy of the whole would go through local memory.
         // SAFETY: nobody writes the step now (the trait's contract), and the wait before this call has made it visible.
-        unsafe { self.step.read_volatile() }
+        unsafe {
+            Step {
+                program: (&raw const (*self.step).program).read_volatile(),
+                program_runs: (&raw const (*self.step).program_runs).read_volatile(),
+                first_pos: (&raw const (*self.step).first_pos).read_volatile(),
+                rows: (&raw const (*self.step).rows).read_volatile(),
+                sampling: (&raw const (*self.step).sampling).read_volatile(),
+                iteration: (&raw const (*self.step).iteration).read_volatile(),
+            }
+        }
     }
 }

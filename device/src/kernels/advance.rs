@@ -53,6 +53,7 @@ impl MacroKernel for Advance {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         if block.thread == 0 {
             // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host

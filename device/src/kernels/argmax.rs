@@ -63,6 +63,7 @@ impl MacroKernel for ArgmaxPartial {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent.
         unsafe {

@@ -91,6 +91,7 @@ impl MacroKernel for Elementwise {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         const ADD: u32 = Function::Add as u32;
         const MUL: u32 = Function::Mul as u32;

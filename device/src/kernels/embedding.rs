@@ -76,6 +76,7 @@ impl MacroKernel for Embedding {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every thread
         // alike, before a row of `table` is touched.

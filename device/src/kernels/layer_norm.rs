@@ -54,6 +54,7 @@ impl MacroKernel for LayerNorm {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own
         // columns, so `y` may be `x` or `residual`.

@@ -122,6 +122,7 @@ pub trait MacroKernel {
     /// # Safety
     /// Every thread of the block makes this same call; `call` is a task of a checked image, whose waits have been met.
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         let _ = (params, block);
         Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task.task_type), 0, 0))
@@ -246,6 +247,7 @@ macro_rules! kernels {
         /// # Safety
         /// As [`MacroKernel::gpu`].
         #[cfg(any(target_arch = "nvptx64", test))]
+        #[inline(always)]
         pub unsafe fn run_gpu(call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
             // SAFETY: the caller's promise.
             unsafe {

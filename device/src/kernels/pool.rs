@@ -50,6 +50,7 @@ impl MacroKernel for Pool {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; no thread writes before the sum is
         // known to all.

@@ -130,6 +130,7 @@ impl MacroKernel for Rope {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context, as
         // the token loop's steps are. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before

@@ -16,6 +16,7 @@ const SLICE: u32 = PER_LANE as u32 * WARP;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
+#[inline(always)]
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see, which
     // the cache holds; whole warps shuffle, since every loop bound around a shuffle is the same for all lanes.
@@ -50,25 +51,25 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let weight = if t < visible { exp(score - new_max) } else { 0.0 };
                     max = new_max;
                     total = fma(total, shrink, warp::sum(weight));
-                    for sum in &mut sums {
-                        *sum *= shrink;
+                    for i in 0..PER_LANE {
+                        sums[i] *= shrink;
                     }
                     let count = if visible - t0 < WARP { visible - t0 } else { WARP };
                     for j in 0..count {
                         let weight = f32::from_bits(warp::shuffle(weight.to_bits(), j));
-                        for (step, sum) in sums.iter_mut().enumerate() {
+                        for step in 0..PER_LANE {
                             let i = slice + step as u32 * WARP + lane;
                             if i < d {
-                                *sum = fma(weight, v.get([h, t0 + j, i]), *sum);
+                                sums[step] = fma(weight, v.get([h, t0 + j, i]), sums[step]);
                             }
                         }
                     }
                     t0 += WARP;
                 }
-                for (step, sum) in sums.iter().enumerate() {
+                for step in 0..PER_LANE {
                     let i = slice + step as u32 * WARP + lane;
                     if i < d {
-                        y.set([r, h, g, i], *sum / total);
+                        y.set([r, h, g, i], sums[step] / total);
                     }
                 }
                 slice += SLICE;

@@ -89,6 +89,7 @@ impl MacroKernel for Attention {
     }
 
     #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
         unsafe { gpu::run(p, call, block) }

@@ -2,10 +2,11 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{dots, pick};
+use crate::gpu::rows::{Rows, dots, pick};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
+#[inline(always)]
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: as in `linear`.
     unsafe {
@@ -24,22 +25,28 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         let mut n = block.warp();
         while n < gate.extent(0) {
             let mut r = 0;
-            if rows == 1 {
-                let [g] = dots::<1>(&x, 0, 1, &gate, n, block.lane());
-                let [u] = dots::<1>(&x, 0, 1, &up, n, block.lane());
-                if block.lane() == 0 {
-                    finish(0, n, g, u);
-                }
-                r = 1;
-            }
             while r < rows {
-                let g = dots::<4>(&x, r, rows, &gate, n, block.lane());
-                let u = dots::<4>(&x, r, rows, &up, n, block.lane());
-                let row = r + block.lane();
-                if block.lane() < 4 && row < rows {
-                    finish(row, n, pick(g, block.lane()), pick(u, block.lane()));
+                let x = Rows { x: &x, rows, first: r };
+                let step = if rows == 1 { 1 } else { 4 };
+                // The same code serves both weights: once for the gate, once more for what it opens.
+                let (mut g, mut u) = (0.0, 0.0);
+                let mut which = 0;
+                while which < 2 {
+                    let w = if which == 0 { &gate } else { &up };
+                    g = u;
+                    u = if step == 1 {
+                        let [sum] = dots::<1>(x, w, n, block.lane());
+                        sum
+                    } else {
+                        pick(dots::<4>(x, w, n, block.lane()), block.lane())
+                    };
+                    which += 1;
                 }
-                r += 4;
+                let row = r + block.lane();
+                if block.lane() < step && row < rows {
+                    finish(row, n, g, u);
+                }
+                r += step;
             }
             n += block.warps();
         }

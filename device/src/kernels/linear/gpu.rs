@@ -2,10 +2,11 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{dots, pick};
+use crate::gpu::rows::{Rows, dots, pick};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
+#[inline(always)]
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots'; `n` and `r` stay below the extents that `check` has matched; the conditions
     // around `dots` depend on the warp and the task alone, so whole warps call it.
@@ -25,21 +26,21 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         };
         let mut n = block.warp();
         while n < w.extent(0) {
-            let mut r = 0;
             if rows == 1 {
-                let [sum] = dots::<1>(&x, 0, 1, &w, n, block.lane());
+                let [sum] = dots::<1>(Rows { x: &x, rows, first: 0 }, &w, n, block.lane());
                 if block.lane() == 0 {
                     finish(0, n, sum);
                 }
-                r = 1;
-            }
-            while r < rows {
-                let sums = dots::<4>(&x, r, rows, &w, n, block.lane());
-                let row = r + block.lane();
-                if block.lane() < 4 && row < rows {
-                    finish(row, n, pick(sums, block.lane()));
+            } else {
+                let mut r = 0;
+                while r < rows {
+                    let sums = dots::<4>(Rows { x: &x, rows, first: r }, &w, n, block.lane());
+                    let row = r + block.lane();
+                    if block.lane() < 4 && row < rows {
+                        finish(row, n, pick(sums, block.lane()));
+                    }
+                    r += 4;
                 }
-                r += 4;
             }
             n += block.warps();
         }
