@@ -12,7 +12,7 @@ pub(crate) fn run(_: &Args) -> Outcome {
     let row = |what: &str, found: String| println!("{what:14} {found}");
     row("perpetua", env!("CARGO_PKG_VERSION").to_owned());
     row("cores", format!("{} usable by this process", allowed_cores().len()));
-    row("CPU features", perpetua_device::cpu::simd::describe());
+    row("CPU features", perpetua_device::cpu::simd::Isa::best().name().to_owned());
     match available_bytes() {
         Some(n) => row("memory", format!("{} available", bytes(n))),
         None => row("memory", "unknown on this system".to_owned()),
