@@ -18,7 +18,7 @@ use crate::exec::{RunError, reference, threads};
 use crate::graph::lower::Target;
 use crate::model::config::Architecture;
 use crate::model::decoder::{BuildError, Decoder, Head};
-use crate::model::{self, DecodeStream, ModelConfig, ModelError, ModelFolder, Weights};
+use crate::model::{self, DecodeStream, ModelError, ModelFolder};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Step};
 use perpetua_shared::limits::MAX_STOP_TOKENS;
 use perpetua_shared::task::Operand;
@@ -370,6 +370,14 @@ impl Resident {
         }
     }
 
+    /// Bytes allocated beside the weights used in place: cache, intermediates, tables.
+    pub fn owned_bytes(&self) -> u64 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.owned_bytes(),
+            Executor::Reference(reference) => reference.memory().owned_bytes(),
+        }
+    }
+
     /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
     ///
     /// # Errors
@@ -434,6 +442,21 @@ pub fn decoder_sources(
         Ok(Source { name, graph, in_token_loop: head == Head::Sample })
     };
     rows.into_iter().map(source).collect()
+}
+
+/// The passes of a sentence embedding model, as kernel graphs: one per number of rows.
+///
+/// # Errors
+/// What the checkpoint lacks, or an operator that cannot be.
+pub fn sentence_sources(model: &Model, rows: &[usize]) -> Result<Vec<Source>, EngineError> {
+    let (bert, sentence) = model.encoder()?;
+    let weights = model.weights()?;
+    let prefix = model.bert_prefix()?;
+    let source = |rows: &usize| {
+        let graph = model::bert::build(bert, sentence, weights, prefix, *rows)?;
+        Ok(Source { name: format!("embed {rows}"), graph, in_token_loop: false })
+    };
+    rows.iter().map(source).collect()
 }
 
 /// A text generation model, resident.
@@ -708,17 +731,10 @@ impl Embedder {
     /// From the model folder, the compiler, the memory or the system.
     pub fn new(model: &Model, config: &EngineConfig) -> Result<Embedder, EngineError> {
         target(config.device, config.threads)?;
-        let (bert, sentence) = model.encoder()?;
-        let weights: &Weights = model.weights()?;
-        let prefix = model.bert_prefix()?;
         let max = model.max_tokens();
         let mut rows: Vec<usize> = SENTENCE_ROWS.into_iter().filter(|rows| *rows < max).collect();
         rows.push(max);
-        let source = |rows: usize| {
-            let graph = model::bert::build(bert, sentence, weights, prefix, rows)?;
-            Ok(Source { name: format!("embed {rows}"), graph, in_token_loop: false })
-        };
-        let sources = rows.into_iter().map(source).collect::<Result<_, BuildError>>()?;
+        let sources = sentence_sources(model, &rows)?;
         let resident = Resident::new(sources, model, config.device, config.threads)?;
         Ok(Embedder { model: model.clone(), resident })
     }
@@ -758,9 +774,4 @@ impl Embedder {
     pub fn resident(&self) -> &Resident {
         &self.resident
     }
-}
-
-/// Whether the model in a folder makes text or embeddings.
-pub fn is_generator(config: &ModelConfig) -> bool {
-    matches!(config, ModelConfig::Decoder(_))
 }

@@ -137,6 +137,11 @@ impl Threads {
         &self.shared.memory
     }
 
+    /// See [`Memory::owned_bytes`].
+    pub fn owned_bytes(&self) -> u64 {
+        self.shared.memory.owned_bytes()
+    }
+
     /// Starts a run from `control`, whose `step` says where. Waits for an earlier run to end first. What has been
     /// counted so far (`program_runs`, the iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, mut control: Control) {

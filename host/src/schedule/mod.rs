@@ -3,3 +3,4 @@
 pub mod arena;
 pub mod assign;
 pub mod plain;
+pub mod predict;
