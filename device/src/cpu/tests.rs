@@ -5,7 +5,6 @@ use super::simd::Isa;
 use crate::io::{Call, Tensor};
 use crate::kernels::{MacroKernel, Numbered, Spec, param_words};
 use bytemuck::Zeroable;
-use half::{bf16, f16};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use proptest::prelude::*;
@@ -91,6 +90,9 @@ impl Memory {
     /// The words with the box's elements blanked: what no body may change.
     fn surroundings(&self) -> Vec<u64> {
         let copy = self.clone();
+        if !self.operand.is_present() {
+            return copy.words;
+        }
         let tensor = copy.tensor();
         let e = self.operand.extent.map(|n| n as usize);
         for a in 0..e[0] {
