@@ -1,1 +1,6 @@
-#[test] fn t(){}
+//! Everything that is tested without a GPU, a module per subject.
+
+#[path = "cpu/memory.rs"]
+mod memory;
+#[path = "cpu/schedule.rs"]
+mod schedule;
