@@ -52,6 +52,28 @@ struct Live {
     direct: [Vec<Region>; 3],
 }
 
+impl Live {
+    /// Two reads (or two additions) do not conflict, but where an access of the other kind came between, it orders them,
+    /// and the newer one supersedes the older there too.
+    fn pass(&mut self, newer: &Touch) {
+        let between = if self.usage == Use::Read { Use::Add } else { Use::Read };
+        // A write would find whatever nothing has come after.
+        let (open, live) = (&self.direct[Use::Write as usize], &self.direct[between as usize]);
+        if open == live || !live.iter().any(|piece| regions_meet(piece, &newer.region)) {
+            return;
+        }
+        let mut closed = vec![newer.region.clone()];
+        for piece in open {
+            if !cut(&mut closed, piece, false) {
+                return;
+            }
+        }
+        for piece in &closed {
+            cut(&mut self.direct[between as usize], piece, false);
+        }
+    }
+}
+
 /// Pieces a live region may fall into. Beyond this it is not cut any further: a superset of what is live gives
 /// orderings that are right but implied.
 const MAX_PIECES: usize = 64;
@@ -144,7 +166,7 @@ impl<'a> Lowering<'a> {
             self.refuse_conflicts_inside(op, &touches)?;
             let edges = self.direct_edges(&touches);
             self.keep_edges(op, edges);
-            self.supersede(op, touches);
+            self.supersede(op, &touches);
         }
         self.families.write(&self.graph.ops, tasks);
         let mut counts: Vec<u32> = tasks.waits.heads.windows(2).map(|w| w[1] - w[0]).collect();
@@ -325,43 +347,59 @@ impl<'a> Lowering<'a> {
 
     /// What the accesses cover is no longer direct in the older accesses they conflict with: for every use that
     /// conflicts with the new access, the way to the older one leads through the new one.
-    fn supersede(&mut self, op: usize, touches: Vec<Touch>) {
-        for touch in &touches {
+    fn supersede(&mut self, op: usize, touches: &[Touch]) {
+        for touch in touches {
             let whole = self.config.defect == Some(Defect::SupersedeWhole);
             self.live[touch.buffer].retain_mut(|old| {
-                if old.op as usize == op || !old.usage.conflicts(touch.usage) {
+                if old.op as usize == op {
                     return true;
                 }
-                for usage in Use::ALL {
-                    if usage.conflicts(touch.usage) {
-                        cut(&mut old.direct[usage as usize], &touch.region, whole);
+                if old.usage.conflicts(touch.usage) {
+                    for usage in Use::ALL {
+                        if usage.conflicts(touch.usage) {
+                            cut(&mut old.direct[usage as usize], &touch.region, whole);
+                        }
                     }
+                } else {
+                    old.pass(touch);
                 }
                 old.direct.iter().any(|pieces| !pieces.is_empty())
             });
         }
-        for touch in touches {
-            let direct = Use::ALL.map(|usage| {
+        for (i, touch) in touches.iter().enumerate() {
+            let mut direct = Use::ALL.map(|usage| {
                 if usage.conflicts(touch.usage) {
                     vec![touch.region.clone()]
                 } else {
                     Vec::new()
                 }
             });
+            // Where one operator also writes, it is one task that does both, and its write is all that counts.
+            let writes = |j: usize, w: &Touch| {
+                w.buffer == touch.buffer && w.usage == Use::Write && (touch.usage != Use::Write || j < i)
+            };
+            for (_, write) in touches.iter().enumerate().filter(|(j, w)| writes(*j, w)) {
+                direct
+                    .iter_mut()
+                    .for_each(|pieces| _ = cut(pieces, &write.region, false));
+            }
+            if direct.iter().all(Vec::is_empty) {
+                continue;
+            }
             self.live[touch.buffer].push(Live {
                 op: op as u32,
                 usage: touch.usage,
-                placed: touch.placed,
+                placed: touch.placed.clone(),
                 direct,
             });
         }
     }
 }
 
-/// Takes `region` out of `pieces`.
-fn cut(pieces: &mut Vec<Region>, region: &Region, whole: bool) {
+/// Takes `region` out of `pieces`; leaves them alone and says `false` when they would become too many.
+fn cut(pieces: &mut Vec<Region>, region: &Region, whole: bool) -> bool {
     if !pieces.iter().any(|p| regions_meet(p, region)) {
-        return;
+        return true;
     }
     let mut left: Vec<Region> = Vec::new();
     for piece in pieces.iter() {
@@ -384,9 +422,11 @@ fn cut(pieces: &mut Vec<Region>, region: &Region, whole: bool) {
             }
         }
     }
-    if left.len() <= MAX_PIECES {
-        *pieces = left;
+    if left.len() > MAX_PIECES {
+        return false;
     }
+    *pieces = left;
+    true
 }
 
 /// Two different blocks of `op` that `product`, a relation of the operator with itself, relates.

@@ -286,7 +286,7 @@ pub enum TaskError {
     Graph(Vec<threadblock::Violation>),
     /// Two blocks of one operator touch the same bytes and one of them writes.
     #[error(
-        "operator {op}: blocks {blocks:?} both touch bytes of buffer {buffer}, one through tensor {first} and one through {second}, and one of them writes; the blocks of one operator are not ordered"
+        "operator {op}: blocks {blocks:?} touch the same bytes of buffer {buffer}, through tensor {first} and tensor {second}, and one of them writes; the blocks of one operator are not ordered"
     )]
     BlocksConflict {
         /// The operator.
