@@ -4,7 +4,5 @@
 mod dependency;
 #[path = "cpu/memory.rs"]
 mod memory;
-#[path = "cpu/ptx.rs"]
-mod ptx;
 #[path = "cpu/schedule.rs"]
 mod schedule;

@@ -4,7 +4,9 @@
 //! - [`rows`]: runs of elements of any float dtype, as the bodies read and write them.
 //! - [`gemm`]: dot products of weight rows with activation rows, from one row (decode) to hundreds (prefill).
 //! - [`math`]: functions std does not have.
+//! - [`bandwidth`]: a plain read of memory, to measure the rest against.
 
+pub mod bandwidth;
 pub mod math;
 pub mod simd;
 

@@ -3,6 +3,7 @@
 use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
 use perpetua::exec::threads::allowed_cores;
 use perpetua::{Embedder, Engine, GenerateOptions};
+use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
 use serde_json::json;
 use std::path::PathBuf;
@@ -163,7 +164,7 @@ fn read_bandwidth(n_threads: usize) -> f64 {
             let began = Instant::now();
             std::thread::scope(|scope| {
                 for part in &parts {
-                    scope.spawn(|| std::hint::black_box(Isa::best().sum_words(part)));
+                    scope.spawn(|| std::hint::black_box(bandwidth::read(part)));
                 }
             });
             began.elapsed()

@@ -75,18 +75,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let prediction = predict(&program.tasks, &program.lists, &program.costs, &rates)
         .ok_or("the worker lists do not run to their end")?;
     summary(&compiled, program, &prediction, args);
-    if let Some(path) = &args.tasks_json {
-        let text = perpetua::graph::task::json::write_tasks(&program.blocks, &program.tasks, &program.lists);
-        write_whole(path, |file| file.write_all(text.as_bytes()))?;
-    }
-    if let Some(path) = &args.dot {
-        let text = perpetua::graph::task::dot::write(&program.blocks, &program.tasks);
-        write_whole(path, |file| file.write_all(text.as_bytes()))?;
-    }
-    if let Some(path) = &args.svg {
-        let text = perpetua::graph::task::svg::write(&program.blocks, &program.tasks);
-        write_whole(path, |file| file.write_all(text.as_bytes()))?;
-    }
     if let Some(path) = &args.trace {
         write_whole(path, |file| write_trace(file, program, &prediction))?;
     }
