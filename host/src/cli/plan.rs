@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 #[derive(Debug, clap::Args)]
-#[group(id = "what", required = true, multiple = false, args = ["model", "graph"])]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["model", "graph"])))]
 pub(crate) struct Args {
     /// Model folder.
     #[arg(long, value_name = "DIR")]
