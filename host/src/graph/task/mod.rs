@@ -26,10 +26,13 @@
 
 mod build;
 mod check;
+pub mod dot;
 mod family;
+pub mod json;
 mod order;
 mod region;
 mod relation;
+pub mod svg;
 mod worker;
 
 pub use build::lower;
