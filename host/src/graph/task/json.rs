@@ -445,7 +445,7 @@ mod tests {
                 "operator linear: there is no tensor y",
             ),
             ("[1, 2048]", "[-1, 2048]", "tensor q_half: dimension 0 is -1"),
-            ("[1, 2048]", "[1e30, 2048]", "tensor q_half: dimension 0 is 1e30"),
+            ("[1, 2048]", "[1e30, 2048]", "tensor q_half: dimension 0 is 1e+30"),
             ("[1, 2048]", "[281474976710656, 2048]", "tensor q_half: shape"),
             ("[1, 2048]", "[1, 8192]", "q_half: ends at byte"),
             (
