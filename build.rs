@@ -1,1 +1,257 @@
-fn main() {}
+//! Compiles the device crate to PTX and embeds it in the library.
+//!
+//! The shape is `cuda_builder`'s: a builder with a path, an architecture, a place to copy to, and `build()`. Underneath is
+//! rustc's own nvptx64 target, which needs no CUDA toolkit, only the source of `core`: see [`Toolchain::find`] for where
+//! that comes from. Where no such rustc is found the build warns, says what to do, and goes on without a GPU image; where
+//! one is found and the device crate does not compile, the build fails.
+//!
+//! Out come, in `OUT_DIR`, `device_image.rs` (what `host/src/device_image.rs` includes), `perpetua.ptx`,
+//! `perpetua.built_with` and, when ptxas is found, `perpetua.cubin`.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::{env, fs, io};
+
+/// The toolchain that `cargo` names for this build, another one by name, and the assembler by name.
+const DEVICE_RUSTC: &str = "PERPETUA_DEVICE_RUSTC";
+const PTXAS: &str = "PERPETUA_PTXAS";
+
+/// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx86` the ISA version they want, old enough for every driver
+/// since CUDA 12.8; `-JumpThreading` because that MIR pass copies a barrier into both arms of a branch
+/// (rust-lang/rust#137086), after which a warp waits at two different ones; `immediate-abort` because a panic's message
+/// has no reader on the device, and the calls that would build it cost the whole kernel a stack.
+const RUSTFLAGS: &[&str] = &[
+    "-Ctarget-cpu={arch}",
+    "-Ctarget-feature=+ptx86",
+    "-Zmir-enable-passes=-JumpThreading",
+    "-Zunstable-options",
+    "-Cpanic=immediate-abort",
+];
+
+/// Threads of the entry's block, as `shared/src/launch.rs` has them: see [`patch`].
+const LAUNCH_RS: &str = "shared/src/launch.rs";
+
+fn main() -> ExitCode {
+    for path in ["build.rs", "Cargo.lock", "device", "shared"] {
+        println!("cargo:rerun-if-changed={path}");
+    }
+    for name in [DEVICE_RUSTC, PTXAS] {
+        println!("cargo:rerun-if-env-changed={name}");
+    }
+    let root = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets it"));
+    let outcome = match Toolchain::find() {
+        None => {
+            println!(
+                "cargo:warning=no device toolchain: this build has no GPU image. `./x setup` installs one, or `rustup \
+                 component add rust-src`, or set {DEVICE_RUSTC} to a rustc that has its library source"
+            );
+            fs::write(out.join("device_image.rs"), "None").map_err(|e| e.to_string())
+        }
+        Some(toolchain) => DeviceBuilder {
+            path: root.join("device"),
+            arch: "sm_90a",
+            toolchain,
+            target_dir: shared_target_dir(&out).join("ptx"),
+            copy_to: out,
+        }
+        .build(),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("{why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The outer build's `target`: `OUT_DIR` is `target/[triple/]profile/build/perpetua-hash/out`. The inner build's own
+/// directory lies in it, one for all profiles, so that `core` is built once; cargo locks it against a second build.
+fn shared_target_dir(out: &Path) -> PathBuf {
+    let marked = out.ancestors().find(|dir| dir.join("CACHEDIR.TAG").is_file());
+    marked.unwrap_or(out).to_path_buf()
+}
+
+/// A rustc and the words that describe it.
+struct Toolchain {
+    rustc: PathBuf,
+    version: String,
+}
+
+impl Toolchain {
+    /// The rustc named in the environment; else the one of this build, when rustup has put `core`'s source beside it; else
+    /// Debian's (`rustc-web` with `rust-web-src`).
+    fn find() -> Option<Toolchain> {
+        if let Some(named) = env::var_os(DEVICE_RUSTC).filter(|name| !name.is_empty()) {
+            let found = Toolchain::with_source(Path::new(&named));
+            if found.is_none() {
+                println!(
+                    "cargo:warning={DEVICE_RUSTC} names {}, which does not run or has no library source beside it",
+                    Path::new(&named).display()
+                );
+            }
+            return found;
+        }
+        let current = env::var_os("RUSTC").map(PathBuf::from).unwrap_or_else(|| "rustc".into());
+        Toolchain::with_source(&current).or_else(|| Toolchain::with_source(Path::new("/usr/bin/rustc")))
+    }
+
+    fn with_source(rustc: &Path) -> Option<Toolchain> {
+        let output = Command::new(rustc).args(["--print", "sysroot"]).output().ok()?;
+        let sysroot = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
+        let source = sysroot.join("lib/rustlib/src/rust/library/core");
+        let version = Command::new(rustc).arg("--version").output().ok()?;
+        (output.status.success() && source.is_dir()).then(|| Toolchain {
+            rustc: rustc.to_path_buf(),
+            version: String::from_utf8_lossy(&version.stdout).trim().to_string(),
+        })
+    }
+}
+
+/// Builds a device crate to PTX.
+struct DeviceBuilder {
+    path: PathBuf,
+    arch: &'static str,
+    toolchain: Toolchain,
+    target_dir: PathBuf,
+    copy_to: PathBuf,
+}
+
+impl DeviceBuilder {
+    fn build(&self) -> Result<(), String> {
+        let ptx = patch(&self.compile()?, "perpetua_worker", &entry_directives(&self.path)?)?;
+        let ptx_path = self.copy_to.join("perpetua.ptx");
+        write_if_new(&ptx_path, ptx.as_bytes())?;
+        let assembler = self.assemble(&ptx_path);
+        let built_with = format!(
+            "{}; {}; {}; ptx fnv-1a {:016x}",
+            self.toolchain.version,
+            self.flags().join(" "),
+            assembler.as_deref().unwrap_or("no ptxas"),
+            fnv1a(ptx.as_bytes()),
+        );
+        write_if_new(&self.copy_to.join("perpetua.built_with"), built_with.as_bytes())?;
+        let cubin = match assembler {
+            Some(_) => "Some(include_bytes!(concat!(env!(\"OUT_DIR\"), \"/perpetua.cubin\")))",
+            None => "None",
+        };
+        let code = format!(
+            "Some(DeviceImage {{\n    ptx: include_str!(concat!(env!(\"OUT_DIR\"), \"/perpetua.ptx\")),\n    cubin: \
+             {cubin},\n    built_with: include_str!(concat!(env!(\"OUT_DIR\"), \"/perpetua.built_with\")),\n}})\n"
+        );
+        write_if_new(&self.copy_to.join("device_image.rs"), code.as_bytes())
+    }
+
+    fn flags(&self) -> Vec<String> {
+        RUSTFLAGS.iter().map(|flag| flag.replace("{arch}", self.arch)).collect()
+    }
+
+    /// The PTX as rustc writes it. `-Clinker=true` makes the link, which would have nothing to do, the program that does
+    /// nothing; after fat LTO the assembly of the one codegen unit is the whole program.
+    fn compile(&self) -> Result<String, String> {
+        let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo
+            .current_dir(&self.path)
+            .args(["rustc", "--lib", "--crate-type", "cdylib", "--profile", "ptx"])
+            .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "-Zbuild-std-features="])
+            .arg("--target-dir")
+            .arg(&self.target_dir);
+        if env::var("CARGO_NET_OFFLINE").is_ok_and(|offline| offline == "true") {
+            cargo.arg("--offline");
+        }
+        cargo.args(["--", "--emit=asm", "-Clinker=true"]);
+        // The outer build's flags, wrappers and target are its own; what cargo sets for build scripts would only make
+        // the inner build's fingerprint differ from profile to profile.
+        for (name, _) in env::vars_os() {
+            let name = name.to_string_lossy().into_owned();
+            let keep = ["CARGO", "CARGO_HOME", "CARGO_NET_OFFLINE", "RUSTUP_HOME", "RUSTUP_TOOLCHAIN"];
+            let outer = ["CARGO", "RUST", "CLIPPY", "DEP_", "OUT_DIR", "TARGET", "HOST", "PROFILE", "OPT_LEVEL", "DEBUG"];
+            let proxies = name.contains("REGISTR") || name.contains("HTTP") || name.contains("SOURCE");
+            if outer.iter().any(|prefix| name.starts_with(prefix)) && !keep.contains(&name.as_str()) && !proxies {
+                cargo.env_remove(&name);
+            }
+        }
+        cargo
+            .env("RUSTC", &self.toolchain.rustc)
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("CARGO_ENCODED_RUSTFLAGS", self.flags().join("\u{1f}"));
+        let output = cargo.output().map_err(|e| format!("{cargo:?}: {e}"))?;
+        if !output.status.success() {
+            return Err(format!(
+                "the device crate does not compile with {} ({}):\n{}",
+                self.toolchain.version,
+                self.toolchain.rustc.display(),
+                String::from_utf8_lossy(&output.stderr)
+            ));
+        }
+        let path = self.target_dir.join("nvptx64-nvidia-cuda/ptx/deps/perpetua_device.s");
+        fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
+    }
+
+    /// Assembles the PTX where there is a ptxas; says which.
+    fn assemble(&self, ptx: &Path) -> Option<String> {
+        let local = self.target_dir.parent()?.join("ptxas/bin/ptxas");
+        println!("cargo:rerun-if-changed={}", local.display());
+        let ptxas = match env::var_os(PTXAS).filter(|name| !name.is_empty()) {
+            Some(named) => PathBuf::from(named),
+            None if local.is_file() => local,
+            None => PathBuf::from("ptxas"),
+        };
+        let version = Command::new(&ptxas).arg("--version").output().ok().filter(|o| o.status.success())?;
+        let version = String::from_utf8_lossy(&version.stdout).trim().lines().last()?.trim().to_string();
+        let cubin = self.copy_to.join("perpetua.cubin");
+        let output = Command::new(&ptxas)
+            .arg(format!("-arch={}", self.arch))
+            .args([ptx.as_os_str(), "-o".as_ref(), cubin.as_os_str()])
+            .output()
+            .ok()?;
+        if !output.status.success() {
+            println!(
+                "cargo:warning={} refuses the device PTX, so no cubin is embedded: {}",
+                ptxas.display(),
+                String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no reason given")
+            );
+            return None;
+        }
+        Some(format!("ptxas {version}"))
+    }
+}
+
+/// What the entry must promise about its launch, from the constant that the host launches with. Without both directives
+/// ptxas would not know how many registers a thread may use.
+fn entry_directives(device: &Path) -> Result<String, String> {
+    let path = device.join("..").join(LAUNCH_RS);
+    let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let threads = text
+        .split_once("pub const BLOCK_THREADS: u32 = ")
+        .and_then(|(_, rest)| rest.split_once(';'))
+        .ok_or_else(|| format!("{}: BLOCK_THREADS is not where build.rs expects it", path.display()))?
+        .0;
+    Ok(format!(".maxntid {threads}, 1, 1\n.minnctapersm 1\n"))
+}
+
+/// `ptx` with `directives` after the parameter list of the entry `entry`: rustc has no way to say them.
+fn patch(ptx: &str, entry: &str, directives: &str) -> Result<String, String> {
+    let start = ptx
+        .find(&format!(".entry {entry}("))
+        .ok_or_else(|| format!("the device crate's PTX has no entry {entry}"))?;
+    let body = start + ptx[start..].find("\n{").ok_or("an entry without a body")? + 1;
+    Ok(format!("{}{directives}{}", &ptx[..body], &ptx[body..]))
+}
+
+/// Leaves a file alone that already holds `contents`, so that nothing is rebuilt for its time stamp.
+fn write_if_new(path: &Path, contents: &[u8]) -> Result<(), String> {
+    let same = |old: io::Result<Vec<u8>>| old.is_ok_and(|old| old == contents);
+    if same(fs::read(path)) {
+        return Ok(());
+    }
+    fs::write(path, contents).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// FNV-1a, 64 bits.
+fn fnv1a(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}

@@ -50,6 +50,7 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
 
 /// Ends the iteration that `control.step` describes: counts the token that the sampler appended as `token` (if the pass
 /// sampled), decides whether the loop goes on, and sets the next step.
+#[inline]
 pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     let step = control.step;
     control.program_runs[step.program as usize] = control.program_runs[step.program as usize].wrapping_add(1);

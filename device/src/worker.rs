@@ -20,7 +20,7 @@ use crate::sync::Sync;
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc};
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{EventId, Fault, Step, TaskId, WorkerId};
 
 /// A checked image's sections, as slices. Made only from an image that `decode` has accepted, so every index in it is
@@ -70,6 +70,43 @@ impl<'a> ImageView<'a> {
     }
 }
 
+/// What the loop reads of an image. Slices in memory are one way to hold it; the GPU's is to fetch each section's address
+/// when it is wanted, since sixteen addresses kept in registers are registers the bodies do not have.
+pub trait Image {
+    /// See [`ImageView::list`].
+    fn list(&self, program: usize, worker: WorkerId) -> &[u32];
+    /// The task numbered `id`.
+    fn task(&self, id: u32) -> &TaskDesc;
+    /// See [`ImageView::waits`].
+    fn waits(&self, task: &TaskDesc) -> &[u32];
+    /// See [`ImageView::triggers`].
+    fn triggers(&self, task: &TaskDesc) -> &[u32];
+    /// [`EventDesc::num_triggers`] of the event numbered `event`.
+    fn num_triggers(&self, event: u32) -> u32;
+}
+
+impl Image for ImageView<'_> {
+    fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
+        ImageView::list(self, program, worker)
+    }
+
+    fn task(&self, id: u32) -> &TaskDesc {
+        &self.tasks[id as usize]
+    }
+
+    fn waits(&self, task: &TaskDesc) -> &[u32] {
+        ImageView::waits(self, task)
+    }
+
+    fn triggers(&self, task: &TaskDesc) -> &[u32] {
+        ImageView::triggers(self, task)
+    }
+
+    fn num_triggers(&self, event: u32) -> u32 {
+        self.events[event as usize].num_triggers
+    }
+}
+
 /// Runs task bodies: a thread block's macro kernels on a GPU, the CPU bodies on a thread.
 pub trait Body {
     /// Runs `task` in the pass `step`.
@@ -84,8 +121,10 @@ pub trait Body {
 ///
 /// # Errors
 /// The first fault of this worker, with task and worker filled in.
-pub fn run<S: Sync, B: Body>(
-    image: &ImageView<'_>,
+// On the GPU everything is one function: what is not inlined passes its arguments through local memory.
+#[inline(always)]
+pub fn run<I: Image, S: Sync, B: Body>(
+    image: &I,
     worker: WorkerId,
     mut iteration: u32,
     sync: &S,
@@ -98,7 +137,7 @@ pub fn run<S: Sync, B: Body>(
         }
         sync.trigger(EVENT_ARRIVED);
         for &id in image.list(step.program as usize, worker) {
-            let task = &image.tasks[id as usize];
+            let task = image.task(id);
             run_task(image, TaskId(id), task, &step, iteration, sync, body).map_err(|mut fault| {
                 fault.worker = worker.0;
                 fault.task = id;
@@ -113,8 +152,9 @@ pub fn run<S: Sync, B: Body>(
     }
 }
 
-fn run_task<S: Sync, B: Body>(
-    image: &ImageView<'_>,
+#[inline(always)]
+fn run_task<I: Image, S: Sync, B: Body>(
+    image: &I,
     id: TaskId,
     task: &TaskDesc,
     step: &Step,
@@ -131,10 +171,12 @@ fn run_task<S: Sync, B: Body>(
         };
         let target = fired_before
             .wrapping_add(1)
-            .wrapping_mul(image.events[event as usize].num_triggers);
+            .wrapping_mul(image.num_triggers(event));
         sync.wait(EventId(event), target)?;
     }
-    body.run(id, task, step)?;
+    if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
+        body.run(id, task, step)?;
+    }
     for &event in image.triggers(task) {
         sync.trigger(EventId(event));
     }

@@ -1,2 +1,16 @@
-//! perpetua.
+//! perpetua compiles a tensor program into one persistent kernel of tasks and events, and runs it.
+//!
+//! A model becomes a kernel graph, each operator is cut into a thread-block graph, blocks become tasks joined by events,
+//! tasks get workers, times and addresses, all of it is written as one image, and an executor runs the image.
+
+pub mod compile;
+pub mod device_image;
+pub mod engine;
+pub mod exec;
 pub mod graph;
+pub mod image;
+pub mod memory;
+pub mod model;
+pub mod schedule;
+
+pub use engine::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Token};

@@ -1,1 +1,7 @@
-fn main() {}
+//! The `perpetua` program: a thin user of the library, one file per verb.
+
+mod cli;
+
+fn main() -> std::process::ExitCode {
+    cli::main()
+}

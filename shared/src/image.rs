@@ -1,9 +1,10 @@
 //! The image: the only thing executors see. One block of bytes, sections in a fixed order, offsets and no pointers.
 //!
 //! ```text
-//! ImageHeader | BindingDesc* | ProgramDesc* | TaskDesc* | Operand* | EventDesc* | waits u32* | triggers u32*
-//!             | list heads u32* (programs x (workers + 1)) | lists u32* (task ids) | names (utf-8)
+//! ImageHeader | BindingDesc* | Operand* | ProgramDesc* | TaskDesc* | EventDesc* | waits u32* | triggers u32*
+//!             | list heads u32* (programs x (workers + 1)) | lists u32* (task ids) | name heads u32* | names (utf-8)
 //! ```
+//! Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
 //! The host's `image::encode` and `image::decode` are its only makers; both check every index in it.
 
 use bytemuck::{Pod, Zeroable};
@@ -69,9 +70,9 @@ pub struct ImageHeader {
     pub n_triggers: u32,
     /// See [`ImageHeader::n_bindings`].
     pub n_list_entries: u32,
-    /// Bytes of names, a multiple of 8.
+    /// Bytes of operator names.
     pub n_name_bytes: u32,
-    /// Operator names in the names section.
+    /// Operators; the name heads are one more.
     pub n_ops: u32,
     /// FNV-1a of everything after the header.
     pub checksum: u64,

@@ -12,6 +12,7 @@ pub mod event;
 pub mod fault;
 pub mod id;
 pub mod image;
+pub mod launch;
 pub mod limits;
 pub mod task;
 

@@ -6,8 +6,9 @@ use super::*;
 use core::sync::atomic::{AtomicU32, Ordering};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
+use perpetua_shared::control::Control;
 #[cfg(not(target_arch = "nvptx64"))]
-use perpetua_shared::control::{Control, PRODUCED, STOP};
+use perpetua_shared::control::{PRODUCED, STOP};
 
 /// See the module head.
 #[derive(Debug)]
@@ -48,6 +49,28 @@ impl MacroKernel for Advance {
             atomic(&words, i).store(*word, Ordering::Relaxed);
         }
         atomic(&words, PRODUCED / 4).store(out[PRODUCED / 4], Ordering::Release);
+        Ok(())
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        if block.thread == 0 {
+            // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host
+            // may write `stop` meanwhile, a word that is read once and never written here. The token read is the one
+            // `sample` wrote before its event.
+            unsafe {
+                let (tokens, words) = (call.tensor(0), call.tensor(1));
+                let control = &mut *words.address([0]).cast::<Control>();
+                let token = match control.step.sampling {
+                    0 => 0,
+                    _ => tokens.get_word(control.step.first_pos + control.step.rows),
+                };
+                // A host that sees the new `produced` sees the token too.
+                gpu::publish();
+                crate::advance::advance(control, call.programs, token);
+            }
+        }
         Ok(())
     }
 }

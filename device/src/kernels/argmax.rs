@@ -2,6 +2,8 @@
 //! everything. x: [1, n]; values: [1] f32; indices: [1] i32, counted from the start of the whole row.
 
 use super::*;
+#[cfg(any(target_arch = "nvptx64", test))]
+use crate::block::Candidate;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -57,6 +59,26 @@ impl MacroKernel for ArgmaxPartial {
         }
         values.set([0], best.0);
         indices.set_i32([0], best.1);
+        Ok(())
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent.
+        unsafe {
+            let (x, values, indices) = (call.tensor(0), call.tensor(1), call.tensor(2));
+            let mut best = Candidate::NONE;
+            for index in block.mine(x.extent(1)) {
+                best = best.better(Candidate { value: x.get([0, index]), index });
+            }
+            let best = block.best(best);
+            if block.thread == 0 {
+                values.set([0], best.value);
+                let first = p.first(call.task.block[0]) as u32;
+                indices.set_word(0, if best.index == u32::MAX { u32::MAX } else { first + best.index });
+            }
+        }
         Ok(())
     }
 }

@@ -1,7 +1,10 @@
 //! y = f(a, b), element by element. a, b, y: [rows, n].
 
+#[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Activation;
 use super::*;
+#[cfg(any(target_arch = "nvptx64", test))]
+use crate::gpu::math::activate;
 
 /// See the module head.
 #[derive(Debug)]
@@ -82,6 +85,32 @@ impl MacroKernel for Elementwise {
                         Function::ActivateMul => activation.apply(x) * b.get([r, c]),
                     },
                 );
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        const ADD: u32 = Function::Add as u32;
+        const MUL: u32 = Function::Mul as u32;
+        const ACTIVATE: u32 = Function::Activate as u32;
+        // SAFETY: the operands are the slots' and every index is below its extent; `b` is there unless the function is
+        // of one tensor; a thread reads and writes its own elements, so `y` may be `a` or `b`.
+        unsafe {
+            let (a, b, y) = (call.tensor(0), call.tensor(1), call.tensor(2));
+            let columns = a.extent(1);
+            for i in block.mine(call.rows(&a) * columns) {
+                let at = [i / columns, i % columns];
+                let x = a.get(at);
+                let value = match p.function {
+                    ADD => x + b.get(at),
+                    MUL => x * b.get(at),
+                    ACTIVATE => activate(p.activation, x),
+                    _ => activate(p.activation, x) * b.get(at),
+                };
+                y.set(at, value);
             }
         }
         Ok(())

@@ -74,4 +74,33 @@ impl MacroKernel for Embedding {
         }
         Ok(())
     }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every thread
+        // alike, before a row of `table` is touched.
+        unsafe {
+            let (tokens, table, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
+            let (positions, kinds) = (call.tensor(2), call.tensor(3));
+            for r in 0..call.rows(&y) {
+                let pos = call.step.first_pos + call.task.row_first + r;
+                let token = tokens.get_word(pos);
+                if token >= p.vocab {
+                    return Err(Fault::new(FaultCode::TokenOutOfRange, pos, token, p.vocab));
+                }
+                for c in block.mine(y.extent(1)) {
+                    let mut value = table.get([token, c]);
+                    if positions.is_present() {
+                        value += positions.get([pos, c]);
+                    }
+                    if kinds.is_present() {
+                        value += kinds.get([0, c]);
+                    }
+                    y.set([r, c], value);
+                }
+            }
+        }
+        Ok(())
+    }
 }

@@ -2,6 +2,8 @@
 //! hidden]; w, b: [hidden]; biased variance; f32 accumulation.
 
 use super::*;
+#[cfg(any(target_arch = "nvptx64", test))]
+use crate::{arch::scalar::fma, gpu::math::rsqrt};
 
 /// See the module head.
 #[derive(Debug)]
@@ -46,6 +48,36 @@ impl MacroKernel for LayerNorm {
             // In two passes over `h`, so that `y` may be `x` or `residual` itself element by element.
             for c in 0..hidden {
                 y.set([r, c], (h(c) - mean) * scale * w.get([c]) + b.get([c]));
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own
+        // columns, so `y` may be `x` or `residual`.
+        unsafe {
+            let (x, residual, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
+            let (w, b) = (call.tensor(2), call.tensor(3));
+            let hidden = x.extent(1);
+            let h = |r: u32, c: u32| x.get([r, c]) + if residual.is_present() { residual.get([r, c]) } else { 0.0 };
+            for r in 0..call.rows(&x) {
+                let mut sum = 0.0;
+                for c in block.mine(hidden) {
+                    sum += h(r, c);
+                }
+                let mean = block.sum(sum) / hidden as f32;
+                let mut squares = 0.0;
+                for c in block.mine(hidden) {
+                    let off = h(r, c) - mean;
+                    squares = fma(off, off, squares);
+                }
+                let scale = rsqrt(block.sum(squares) / hidden as f32 + p.eps);
+                for c in block.mine(hidden) {
+                    y.set([r, c], (h(r, c) - mean) * scale * w.get([c]) + b.get([c]));
+                }
             }
         }
         Ok(())

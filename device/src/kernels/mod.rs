@@ -7,10 +7,13 @@ use bytemuck::Pod;
 use perpetua_shared::limits::PARAM_WORDS;
 use perpetua_shared::task::Operand;
 
+#[cfg(any(target_arch = "nvptx64", test))]
+use crate::{block::Block, gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io::Call};
-#[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::Fault;
+#[cfg(any(target_arch = "nvptx64", test))]
+use perpetua_shared::FaultCode;
 
 /// How a task uses an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,6 +115,17 @@ pub trait MacroKernel {
     fn cpu(params: &Self::Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let _ = scratch;
         Self::reference(params, call)
+    }
+
+    /// The body GPU workers run, on every thread of a block. It asks `block`, never the hardware, who it is.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call; `call` is a task of a checked image, whose waits have been met.
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        let _ = (params, block);
+        Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task.task_type), 0, 0))
     }
 }
 
@@ -227,6 +241,22 @@ macro_rules! kernels {
             reference: |call| $kernel::reference(&params(&call.task.params), call),
             cpu: |call, scratch| $kernel::cpu(&params(&call.task.params), call, scratch),
         }),*];
+
+        /// Runs a task's GPU body.
+        ///
+        /// # Safety
+        /// As [`MacroKernel::gpu`].
+        #[cfg(any(target_arch = "nvptx64", test))]
+        #[inline(always)]
+        pub unsafe fn run_gpu(call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+            // SAFETY: the caller's promise.
+            unsafe {
+                match call.task.task_type {
+                    $($number => $kernel::gpu(&params(&call.task.params), call, block),)*
+                    other => Err(Fault::new(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),
+                }
+            }
+        }
 
         /// Numbers are used once: a duplicate is an unreachable-pattern error here.
         #[deny(unreachable_patterns)]

@@ -2,6 +2,8 @@
 //! sentence-transformers does). x: [rows, hidden]; y: [1, hidden].
 
 use super::*;
+#[cfg(any(target_arch = "nvptx64", test))]
+use crate::arch::scalar::{fma, sqrt};
 
 /// See the module head.
 #[derive(Debug)]
@@ -44,6 +46,42 @@ impl MacroKernel for Pool {
             scale = 1.0 / squares.sqrt().max(1e-12);
         }
         (0..x.extent(1)).for_each(|c| y.set([0, c], mean(c) * scale));
+        Ok(())
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent; no thread writes before the sum is
+        // known to all.
+        unsafe {
+            let (x, y) = (call.tensor(0), call.tensor(1));
+            let mut rows = call.rows(&x);
+            if p.mean == 0 && rows > 1 {
+                rows = 1;
+            }
+            let divisor = if rows == 0 { 1.0 } else { rows as f32 };
+            let mean = |c: u32| {
+                let mut sum = 0.0;
+                for r in 0..rows {
+                    sum += x.get([r, c]);
+                }
+                sum / divisor
+            };
+            let mut scale = 1.0;
+            if p.normalise != 0 {
+                let mut squares = 0.0;
+                for c in block.mine(x.extent(1)) {
+                    let value = mean(c);
+                    squares = fma(value, value, squares);
+                }
+                let norm = sqrt(block.sum(squares));
+                scale = 1.0 / if norm > 1e-12 { norm } else { 1e-12 };
+            }
+            for c in block.mine(x.extent(1)) {
+                y.set([0, c], mean(c) * scale);
+            }
+        }
         Ok(())
     }
 }

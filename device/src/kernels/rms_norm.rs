@@ -2,6 +2,8 @@
 //! Moves 2*rows*hidden + hidden elements.
 
 use super::*;
+#[cfg(any(target_arch = "nvptx64", test))]
+use crate::{arch::scalar::fma, gpu::math::rsqrt};
 
 /// See the module head.
 #[derive(Debug)]
@@ -42,6 +44,29 @@ impl MacroKernel for RmsNorm {
             let scale = 1.0 / (squares / hidden as f32 + p.eps).sqrt();
             for c in 0..hidden {
                 y.set([r, c], x.get([r, c]) * scale * w.get([c]));
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own
+        // columns, so `y` may be `x`.
+        unsafe {
+            let (x, w, y) = (call.tensor(0), call.tensor(1), call.tensor(2));
+            let hidden = x.extent(1);
+            for r in 0..call.rows(&x) {
+                let mut squares = 0.0;
+                for c in block.mine(hidden) {
+                    let value = x.get([r, c]);
+                    squares = fma(value, value, squares);
+                }
+                let scale = rsqrt(block.sum(squares) / hidden as f32 + p.eps);
+                for c in block.mine(hidden) {
+                    y.set([r, c], x.get([r, c]) * scale * w.get([c]));
+                }
             }
         }
         Ok(())

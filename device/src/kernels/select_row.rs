@@ -34,4 +34,19 @@ impl MacroKernel for SelectRow {
         (0..x.extent(1)).for_each(|c| y.set([0, c], x.get([last, c])));
         Ok(())
     }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and every index is below its extent.
+        unsafe {
+            let (x, y) = (call.tensor(0), call.tensor(1));
+            if let Some(last) = call.rows(&x).checked_sub(1) {
+                for c in block.mine(x.extent(1)) {
+                    y.set([0, c], x.get([last, c]));
+                }
+            }
+        }
+        Ok(())
+    }
 }

@@ -1,1 +1,559 @@
-//! stub
+//! The kernel graph: WHAT is computed (MPK: `KNGraph`).
+//!
+//! Operators over tensors, added in program order; a model's `build` reads like the paper. An operator names a macro
+//! kernel, its tensors, and along which axes its work *can* be cut; how far each axis is cut is decided when the graph is
+//! [lowered](crate::graph::lower) for a target. The operators form a DAG on petgraph, an edge per tensor that one
+//! operator writes and a later one reads; several consumers, joins, residuals and updates in place are all fine.
+//!
+//! Every operator is judged when it is added, by its macro kernel's own `check` on the whole tensors.
+
+use super::tensor::{BufferKind, DTensor, OpId, TensorError, TensorId, TensorTable, row_major};
+use super::threadblock::{BlockOp, GRID_AXES, KernelCall};
+use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::{self, MacroKernel, Numbered, Spec, Use, elementwise::Function, param_words};
+use perpetua_shared::control::Control;
+use perpetua_shared::limits::MAX_RANK;
+use perpetua_shared::{BindingId, DType, Operand, TaskFlags};
+use petgraph::graph::{DiGraph, NodeIndex};
+use std::collections::HashMap;
+use std::fmt;
+
+/// An axis along which an operator's work can be cut.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Axis {
+    /// Elements along it.
+    pub len: usize,
+    /// Per operand slot, the dimension it cuts, if any.
+    pub dims: Vec<Option<u8>>,
+    /// What it runs over.
+    pub role: AxisRole,
+}
+
+/// What an axis runs over, which decides how it is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AxisRole {
+    /// Rows of the pass (tokens).
+    Rows,
+    /// Output columns; cutting them cuts the weights.
+    Columns,
+    /// Key/value heads.
+    Heads,
+    /// Cut into exactly as many blocks as it is long.
+    Blocks,
+}
+
+/// One operator.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Operator {
+    /// Its name.
+    pub name: String,
+    /// Its macro kernel.
+    pub kernel: KernelCall,
+    /// Its tensors, in the macro kernel's order.
+    pub slots: Vec<Option<TensorId>>,
+    /// Axes it can be cut along, at most three.
+    pub axes: Vec<Axis>,
+    /// The cut, given by hand for an operator added by [`KernelGraph::customized`].
+    pub cut: Option<BlockOp>,
+}
+
+/// Why an operator cannot be added.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GraphError {
+    /// A tensor it would make is impossible.
+    #[error(transparent)]
+    Tensor(#[from] TensorError),
+    /// Its macro kernel refuses the tensors.
+    #[error("operator {op}: {what}")]
+    Operator {
+        /// The operator.
+        op: String,
+        /// The rule broken.
+        what: String,
+    },
+}
+
+/// The graph. See the module head.
+#[derive(Clone, Debug)]
+pub struct KernelGraph {
+    /// Buffers and tensors.
+    pub table: TensorTable,
+    dag: DiGraph<Operator, TensorId>,
+    outputs: Vec<(String, TensorId)>,
+    named: HashMap<String, TensorId>,
+    activations: DType,
+    sampling_only: bool,
+    /// Tokens of a pass; `None` for a graph without a token dimension.
+    pub rows: Option<u32>,
+}
+
+impl Default for KernelGraph {
+    fn default() -> KernelGraph {
+        KernelGraph::new()
+    }
+}
+
+impl KernelGraph {
+    /// An empty graph whose intermediates are f32.
+    pub fn new() -> KernelGraph {
+        KernelGraph {
+            table: TensorTable::default(),
+            dag: DiGraph::new(),
+            outputs: Vec::new(),
+            named: HashMap::new(),
+            activations: DType::F32,
+            sampling_only: false,
+            rows: None,
+        }
+    }
+
+    /// An empty graph for passes of at most `rows` tokens.
+    pub fn with_rows(rows: u32) -> KernelGraph {
+        KernelGraph { rows: Some(rows), ..KernelGraph::new() }
+    }
+
+    /// The operators in program order.
+    pub fn ops(&self) -> impl ExactSizeIterator<Item = &Operator> {
+        self.dag.node_weights().collect::<Vec<_>>().into_iter()
+    }
+
+    /// The DAG: operators, and an edge per tensor that flows from one to another.
+    pub fn dag(&self) -> &DiGraph<Operator, TensorId> {
+        &self.dag
+    }
+
+    /// The tensors that can be read back after a run, with their names.
+    pub fn outputs(&self) -> &[(String, TensorId)] {
+        &self.outputs
+    }
+
+    /// From here on, operators run only in passes that sample a token.
+    pub fn when_sampling(&mut self) {
+        self.sampling_only = true;
+    }
+
+    /// Marks `tensor` as an output called `name`: it is kept until the end of the pass.
+    pub fn output(&mut self, name: &str, tensor: TensorId) {
+        self.outputs.push((name.to_owned(), tensor));
+    }
+
+    fn named(&mut self, name: &str, shape: &[usize], dtype: DType, kind: BufferKind) -> Result<TensorId, GraphError> {
+        if let Some(&tensor) = self.named.get(name) {
+            let known = &self.table[tensor];
+            if known.shape == shape && known.dtype == dtype {
+                return Ok(tensor);
+            }
+            return Err(GraphError::Operator {
+                op: name.to_owned(),
+                what: format!("declared as {shape:?} {dtype}, before as {:?} {}", known.shape, known.dtype),
+            });
+        }
+        let tensor = self.table.add(name, shape, dtype, kind)?;
+        self.named.insert(name.to_owned(), tensor);
+        Ok(tensor)
+    }
+
+    /// A tensor the host writes before a run. Declaring it again gives the same tensor.
+    pub fn input(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
+        self.named(name, shape, dtype, BufferKind::Input)
+    }
+
+    /// A tensor of the checkpoint, by its name there.
+    pub fn weight(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
+        self.named(name, shape, dtype, BufferKind::Weight)
+    }
+
+    /// A tensor kept from pass to pass, zero at the start.
+    pub fn state(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
+        self.named(name, shape, dtype, BufferKind::State)
+    }
+
+    /// A table of f32 made by the compiler.
+    pub fn constant(&mut self, name: &str, values: &[f32]) -> Result<TensorId, GraphError> {
+        self.named(name, &[values.len()], DType::F32, BufferKind::Constant(bytemuck::cast_slice(values).to_vec()))
+    }
+
+    /// The token buffer for `max_context` positions: one more, for the token made after the last.
+    pub fn tokens(&mut self, max_context: usize) -> Result<TensorId, GraphError> {
+        self.named("tokens", &[max_context + 1], DType::I32, BufferKind::Tokens)
+    }
+
+    /// The control block, as words.
+    pub fn control(&mut self) -> Result<TensorId, GraphError> {
+        self.named("control", &[size_of::<Control>() / 4], DType::U32, BufferKind::Control)
+    }
+
+    /// A reshape or slice: a strided box of `base`'s buffer.
+    pub fn view(
+        &mut self,
+        base: TensorId,
+        offset_elems: usize,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<TensorId, GraphError> {
+        let name = format!("{}[{}]", self.table[base].name, shape.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
+        Ok(self.table.view(&name, base, offset_elems, shape, strides)?)
+    }
+
+    /// A contiguous tensor seen with another shape of as many elements.
+    pub fn reshape(&mut self, base: TensorId, shape: &[usize]) -> Result<TensorId, GraphError> {
+        let of = &self.table[base];
+        if of.strides != row_major(&of.shape) || of.len_elems() != shape.iter().product::<usize>() {
+            return Err(GraphError::Operator {
+                op: of.name.clone(),
+                what: format!("shape {:?} strides {:?} cannot be seen as {shape:?}", of.shape, of.strides),
+            });
+        }
+        self.view(base, 0, shape, &row_major(shape))
+    }
+
+    fn intermediate(&mut self, op: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
+        Ok(self.table.add(op, shape, dtype, BufferKind::Intermediate)?)
+    }
+
+    fn dims(&self, tensor: TensorId) -> &[usize] {
+        &self.table[tensor].shape
+    }
+
+    /// y[r,:] = table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:]) as `[rows, hidden]`.
+    pub fn embedding(
+        &mut self,
+        name: &str,
+        tokens: TensorId,
+        table: TensorId,
+        positions: Option<TensorId>,
+        kinds: Option<TensorId>,
+    ) -> Result<TensorId, GraphError> {
+        let rows = self.rows.unwrap_or(1) as usize;
+        let [vocab, hidden] = self.matrix(name, "table", table)?;
+        let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        let rows_axis = axis(rows, AxisRole::Rows, [None, None, None, None, Some(0)]);
+        let params = kernels::embedding::Params { vocab: vocab as u32 };
+        self.add::<kernels::Embedding>(
+            name,
+            &params,
+            vec![Some(tokens), Some(table), positions, kinds, Some(y)],
+            vec![rows_axis],
+        )?;
+        Ok(y)
+    }
+
+    fn matrix(&self, op: &str, name: &str, tensor: TensorId) -> Result<[usize; 2], GraphError> {
+        <[usize; 2]>::try_from(self.dims(tensor)).map_err(|_| GraphError::Operator {
+            op: op.to_owned(),
+            what: format!("`{name}` has shape {:?}, expected two dimensions", self.dims(tensor)),
+        })
+    }
+
+    /// y = x * rsqrt(mean(x^2) + eps) * w, row by row.
+    pub fn rms_norm(&mut self, name: &str, x: TensorId, w: TensorId, eps: f32) -> Result<TensorId, GraphError> {
+        let [rows, hidden] = self.matrix(name, "x", x)?;
+        let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0)]);
+        let params = kernels::rms_norm::Params { eps };
+        self.add::<kernels::RmsNorm>(name, &params, vec![Some(x), Some(w), Some(y)], vec![rows_axis])?;
+        Ok(y)
+    }
+
+    /// y = (h - mean) * rsqrt(var + eps) * w + b with h = x (+ residual), row by row.
+    pub fn layer_norm(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        residual: Option<TensorId>,
+        [w, b]: [TensorId; 2],
+        eps: f32,
+    ) -> Result<TensorId, GraphError> {
+        let [rows, hidden] = self.matrix(name, "x", x)?;
+        let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), Some(0), None, None, Some(0)]);
+        let params = kernels::layer_norm::Params { eps };
+        self.add::<kernels::LayerNorm>(
+            name,
+            &params,
+            vec![Some(x), residual, Some(w), Some(b), Some(y)],
+            vec![rows_axis],
+        )?;
+        Ok(y)
+    }
+
+    /// y = activation(x . w^T + bias) + residual; `w` is `[n, k]`, as checkpoints store it.
+    pub fn linear(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        w: TensorId,
+        bias: Option<TensorId>,
+        activation: Activation,
+        residual: Option<TensorId>,
+    ) -> Result<TensorId, GraphError> {
+        let [rows, _] = self.matrix(name, "x", x)?;
+        let [n, _] = self.matrix(name, "w", w)?;
+        let y = self.intermediate(name, &[rows, n], self.activations)?;
+        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1)]);
+        let params = kernels::linear::Params { activation: activation as u32 };
+        self.add::<kernels::Linear>(name, &params, vec![Some(x), Some(w), bias, residual, Some(y)], vec![columns])?;
+        Ok(y)
+    }
+
+    /// y = activation(x . gate^T) * (x . up^T).
+    pub fn gated_linear(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        [gate, up]: [TensorId; 2],
+        biases: Option<[TensorId; 2]>,
+        activation: Activation,
+    ) -> Result<TensorId, GraphError> {
+        let [rows, _] = self.matrix(name, "x", x)?;
+        let [n, _] = self.matrix(name, "gate", gate)?;
+        let y = self.intermediate(name, &[rows, n], self.activations)?;
+        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1)]);
+        let params = kernels::gated_linear::Params { activation: activation as u32 };
+        let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
+        self.add::<kernels::GatedLinear>(
+            name,
+            &params,
+            vec![Some(x), Some(gate), Some(up), gate_bias, up_bias, Some(y)],
+            vec![columns],
+        )?;
+        Ok(y)
+    }
+
+    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to the cache. Shapes: see
+    /// [`perpetua_device::kernels::rope`].
+    pub fn rope(&mut self, name: &str, args: RopeArgs) -> Result<(), GraphError> {
+        let RopeArgs { q, k, v, norms, frequencies, cache: [k_cache, v_cache], eps } = args;
+        let n_kv = self.dims(k).get(1).copied().unwrap_or(1);
+        let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0)]);
+        let [q_norm, k_norm] = norms.map_or([None; 2], |n| n.map(Some));
+        let slots =
+            vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)];
+        self.add::<kernels::Rope>(name, &kernels::rope::Params { eps }, slots, vec![heads])?;
+        Ok(())
+    }
+
+    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
+    /// context, d]`.
+    pub fn attention(
+        &mut self,
+        name: &str,
+        q: TensorId,
+        [k, v]: [TensorId; 2],
+        scale: f32,
+        causal: bool,
+    ) -> Result<TensorId, GraphError> {
+        let Ok([rows, n_kv, group, d]) = <[usize; 4]>::try_from(self.dims(q)) else {
+            let what = format!("`q` has shape {:?}, expected four dimensions", self.dims(q));
+            return Err(GraphError::Operator { op: name.to_owned(), what });
+        };
+        let flat = self.intermediate(name, &[rows, n_kv * group * d], self.activations)?;
+        let y = self.reshape(flat, &[rows, n_kv, group, d])?;
+        let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
+        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
+        let params = kernels::attention::Params { scale, causal: u32::from(causal) };
+        let slots = vec![Some(q), Some(k), Some(v), Some(y)];
+        self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
+        Ok(flat)
+    }
+
+    /// y = f(a, b) element by element; `b` is absent for [`Function::Activate`].
+    pub fn elementwise(
+        &mut self,
+        name: &str,
+        function: Function,
+        activation: Activation,
+        a: TensorId,
+        b: Option<TensorId>,
+    ) -> Result<TensorId, GraphError> {
+        let [rows, n] = self.matrix(name, "a", a)?;
+        let y = self.intermediate(name, &[rows, n], self.activations)?;
+        let rows_axis = axis(rows, AxisRole::Rows, [Some(0); 3]);
+        let columns = axis(n, AxisRole::Columns, [Some(1); 3]);
+        let params = kernels::elementwise::Params { function: function as u32, activation: activation as u32 };
+        self.add::<kernels::Elementwise>(name, &params, vec![Some(a), b, Some(y)], vec![columns, rows_axis])?;
+        Ok(y)
+    }
+
+    /// a + b.
+    pub fn add_tensors(&mut self, name: &str, a: TensorId, b: TensorId) -> Result<TensorId, GraphError> {
+        self.elementwise(name, Function::Add, Activation::None, a, Some(b))
+    }
+
+    /// The pass's last row, `[1, hidden]`.
+    pub fn select_row(&mut self, name: &str, x: TensorId) -> Result<TensorId, GraphError> {
+        let [_, hidden] = self.matrix(name, "x", x)?;
+        let y = self.intermediate(name, &[1, hidden], self.activations)?;
+        self.add::<kernels::SelectRow>(name, &kernels::select_row::Params {}, vec![Some(x), Some(y)], Vec::new())?;
+        Ok(y)
+    }
+
+    /// The mean (or the first) of the pass's rows, normalised on request, `[1, hidden]`.
+    pub fn pool(&mut self, name: &str, x: TensorId, mean: bool, normalise: bool) -> Result<TensorId, GraphError> {
+        let [_, hidden] = self.matrix(name, "x", x)?;
+        let y = self.intermediate(name, &[1, hidden], DType::F32)?;
+        let params = kernels::pool::Params { mean: u32::from(mean), normalise: u32::from(normalise) };
+        self.add::<kernels::Pool>(name, &params, vec![Some(x), Some(y)], Vec::new())?;
+        Ok(y)
+    }
+
+    /// Chooses the next token from `logits` `[1, vocab]` and appends it to `tokens`: greedy or by the control block's
+    /// temperature, top-k and top-p. The scan for the largest logit is cut into blocks.
+    pub fn sample(&mut self, name: &str, logits: TensorId, tokens: TensorId) -> Result<(), GraphError> {
+        let [_, vocab] = self.matrix(name, "logits", logits)?;
+        let blocks = vocab.div_ceil(4096).clamp(1, 64);
+        let values = self.intermediate("argmax_values", &[blocks], DType::F32)?;
+        let indices = self.intermediate("argmax_indices", &[blocks], DType::I32)?;
+        let params = kernels::argmax::Params { blocks: blocks as u32, len_elems: vocab as u32 };
+        let cut = axis(blocks, AxisRole::Blocks, [Some(1), Some(0), Some(0)]);
+        self.add::<kernels::ArgmaxPartial>(
+            "argmax",
+            &params,
+            vec![Some(logits), Some(values), Some(indices)],
+            vec![cut],
+        )?;
+        let control = self.control()?;
+        let slots = vec![Some(logits), Some(values), Some(indices), Some(control), Some(tokens)];
+        self.add::<kernels::Sample>(name, &kernels::sample::Params {}, slots, Vec::new())?;
+        Ok(())
+    }
+
+    /// Ends the pass: the token loop's turn. `compile` adds it where it is missing.
+    pub fn advance(&mut self) -> Result<(), GraphError> {
+        let tokens = match self.named.get("tokens") {
+            Some(&tokens) => tokens,
+            None => self.tokens(0)?,
+        };
+        let control = self.control()?;
+        self.sampling_only = false;
+        self.add::<kernels::Advance>(
+            "advance",
+            &kernels::advance::Params {},
+            vec![Some(tokens), Some(control)],
+            Vec::new(),
+        )?;
+        Ok(())
+    }
+
+    /// Whether the last operator is `advance`.
+    pub fn is_ended(&self) -> bool {
+        self.dag.node_weights().last().is_some_and(|op| op.kernel.task_type == kernels::Advance::TASK_TYPE)
+    }
+
+    /// Adds an operator the library has no method for: any macro kernel, with the cut given by hand. `op.accesses` are
+    /// the macro kernel's operands in order, `op.kernel` must be set. (MPK: `KN_CUSTOMIZED_OP`.)
+    pub fn customized(&mut self, op: BlockOp) -> Result<OpId, GraphError> {
+        let Some(kernel) = op.kernel else {
+            return Err(GraphError::Operator { op: op.name, what: "has no macro kernel to run".to_owned() });
+        };
+        let slots = op.accesses.iter().map(|access| access.as_ref().map(|access| access.tensor)).collect();
+        self.push(Operator { name: op.name.clone(), kernel, slots, axes: Vec::new(), cut: Some(op) })
+    }
+
+    fn add<K: MacroKernel + Numbered>(
+        &mut self,
+        name: &str,
+        params: &K::Params,
+        slots: Vec<Option<TensorId>>,
+        axes: Vec<Axis>,
+    ) -> Result<OpId, GraphError> {
+        debug_assert!(axes.len() <= GRID_AXES && axes.iter().all(|axis| axis.dims.len() == slots.len()));
+        let flags = if self.sampling_only { TaskFlags::ONLY_WHEN_SAMPLING } else { 0 };
+        let kernel = KernelCall { task_type: K::TASK_TYPE, flags, params: param_words(params) };
+        self.push(Operator { name: name.to_owned(), kernel, slots, axes, cut: None })
+    }
+
+    fn push(&mut self, op: Operator) -> Result<OpId, GraphError> {
+        let fail = |what: String| GraphError::Operator { op: op.name.clone(), what };
+        let spec = Spec::of(op.kernel.task_type)
+            .ok_or_else(|| fail(format!("macro kernel {} does not exist", op.kernel.task_type)))?;
+        if let Some(missing) = op.slots.iter().flatten().find(|t| t.idx() >= self.table.tensors.len()) {
+            return Err(fail(format!("tensor {missing} does not exist")));
+        }
+        // A cut by hand is judged block by block when it is lowered; here only the signature counts.
+        if op.cut.is_none() {
+            let io: Vec<Operand> =
+                op.slots.iter().map(|slot| slot.map_or(Operand::ABSENT, |t| whole_operand(&self.table[t]))).collect();
+            spec.check(&op.kernel.params, &io).map_err(fail)?;
+        } else if op.slots.len() != spec.slots.len() {
+            return Err(fail(format!("{} tensors given, {} takes {}", op.slots.len(), spec.name, spec.slots.len())));
+        }
+        // An edge from the last writer of each tensor's buffer that this operator reads.
+        let mut edges = Vec::new();
+        for (slot, tensor) in spec.slots.iter().zip(&op.slots).filter_map(|(s, t)| t.map(|t| (s, t))) {
+            if slot.usage != Use::Write
+                && let Some(writer) = self.last_writer(tensor)
+            {
+                edges.push((writer, tensor));
+            }
+        }
+        let node = self.dag.add_node(op);
+        for (writer, tensor) in edges {
+            self.dag.add_edge(writer, node, tensor);
+        }
+        Ok(OpId(node.index() as u32))
+    }
+
+    fn last_writer(&self, tensor: TensorId) -> Option<NodeIndex> {
+        let buffer = self.table[tensor].buffer;
+        self.dag.node_indices().rev().find(|node| {
+            let op = &self.dag[*node];
+            Spec::of(op.kernel.task_type).is_some_and(|spec| {
+                let mut slots = spec.slots.iter().zip(&op.slots);
+                slots.any(|(slot, t)| slot.usage != Use::Read && t.is_some_and(|t| self.table[t].buffer == buffer))
+            })
+        })
+    }
+}
+
+/// The tensors of [`KernelGraph::rope`].
+#[derive(Clone, Copy, Debug)]
+pub struct RopeArgs {
+    /// `[rows, kv_heads, group, d]`, rotated in place.
+    pub q: TensorId,
+    /// `[rows, kv_heads, d]`.
+    pub k: TensorId,
+    /// `[rows, kv_heads, d]`.
+    pub v: TensorId,
+    /// Weights of the per-head norms of q and k, `[d]` each.
+    pub norms: Option<[TensorId; 2]>,
+    /// `[d/2]` f32, radians per position.
+    pub frequencies: TensorId,
+    /// Keys and values, `[kv_heads, context, d]` each.
+    pub cache: [TensorId; 2],
+    /// Epsilon of the norms.
+    pub eps: f32,
+}
+
+fn axis<const N: usize>(len: usize, role: AxisRole, dims: [Option<u8>; N]) -> Axis {
+    Axis { len, dims: dims.to_vec(), role }
+}
+
+/// The whole of `tensor` as an operand without an address.
+pub fn whole_operand(tensor: &DTensor) -> Operand {
+    let mut operand = Operand {
+        offset_bytes: (tensor.offset_elems * tensor.dtype.size_bytes()) as u64,
+        binding: BindingId(0),
+        dtype: tensor.dtype as u16,
+        rank: tensor.shape.len() as u16,
+        ..Operand::ABSENT
+    };
+    for dim in 0..tensor.shape.len().min(MAX_RANK) {
+        operand.extent[dim] = tensor.shape[dim] as u32;
+        operand.stride_elems[dim] = tensor.strides[dim] as u32;
+    }
+    operand
+}
+
+impl fmt::Display for KernelGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for node in self.dag.node_indices() {
+            let op = &self.dag[node];
+            let kernel = Spec::of(op.kernel.task_type).map_or("?", |spec| spec.name);
+            write!(f, "op{} {} {kernel}(", node.index(), op.name)?;
+            let names = op.slots.iter().map(|slot| slot.map_or("-".to_owned(), |t| self.table[t].to_string()));
+            writeln!(f, "{})", names.collect::<Vec<_>>().join(", "))?;
+        }
+        Ok(())
+    }
+}

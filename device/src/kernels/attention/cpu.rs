@@ -1,7 +1,418 @@
-//! The CPU body of `attention`.
+//! The CPU body of `attention`: online softmax over blocks of positions, for a tile of queries at once.
+//!
+//! ```text
+//! for each key/value head
+//!   for each tile of queries (rows x the heads of the group: they share K and V)
+//!     for each block of 64 positions:   K block ─▶ scores ─▶ max, exp, sum ─▶ V block ─▶ weighted sums, rescaled
+//! ```
+//! K and V are read once per tile, so in decode once: while the scores of a block are formed its V lines are asked for,
+//! and while V is summed the next block's K lines. In prefill a tile of rows passes over blocks that stay in cache.
+//!
+//! A row's results do not depend on the rows beside it: blocks start at multiples of 64 whatever the row, each of a
+//! row's sums runs over positions in order, and positions a row may not see are not added, not even as zeros (what
+//! stands there may be NaN). So decode gives the bits of prefill.
+//!
+//! Tolerance against the reference: scores are exact to 2^-16 of sum |q| |k| (bf16 rows are multiplied with q kept to
+//! 16 bits), exp to 2 ulp, sums in another order: 2^-12 of max |v| for scores within +-16.
 
 use super::*;
+use crate::cpu::gemm::{self, Weights};
+use crate::cpu::rows::{self, Row, has_unit_stride};
+use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, Widen, exp};
+use crate::io::Tensor;
+use core::marker::PhantomData;
+use perpetua_shared::DType;
 
-pub(super) fn run(p: &Params, call: &Call<'_>, _: &mut Scratch) -> Result<(), Fault> {
-    Attention::reference(p, call)
+/// Positions of a block: K and V of it (16 KiB each at d = 128 in bf16) stay in L1 beside a tile's queries.
+const BLOCK: usize = 64;
+
+/// Queries of a tile, where the group is not larger by itself.
+const QUERIES: usize = 16;
+
+/// Longer heads' scores would need partial sums (see `gemm::scores`).
+const MAX_HEAD_DIM: usize = 1024;
+
+pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+    let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
+    if k.dtype() != v.dtype() || q.extent(3) > MAX_HEAD_DIM {
+        // No cache mixes them, and no model has such heads.
+        return Attention::reference(p, call);
+    }
+    let rows = call.rows(0);
+    if rows == 0 || q.extent(3) == 0 {
+        return Ok(());
+    }
+    let visible = p.visible(call.step, call.task.row_first + rows as u32 - 1);
+    assert!(visible <= k.extent(1), "row sees {visible} positions of {}", k.extent(1));
+    assert!(has_unit_stride::<3>(&k) && has_unit_stride::<3>(&v), "positions need unit stride");
+    scratch.isa.run(Attend { rows, first: p.visible(call.step, call.task.row_first), p: *p, q, k, v, y, scratch });
+    Ok(())
+}
+
+struct Attend<'a> {
+    rows: usize,
+    /// Positions row 0 sees; causal rows see one more each.
+    first: usize,
+    p: Params,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    scratch: &'a mut Scratch,
+}
+
+impl Body for Attend<'_> {
+    type Output = ();
+    unsafe fn run<L: Level>(self) {
+        // SAFETY: the level exists (caller).
+        unsafe {
+            match self.k.dtype() {
+                DType::Bf16 => self.with::<L::S, L::Bf16Wide, Bf16>(),
+                DType::F16 => self.with::<L::S, Widen<F16>, F16>(),
+                _ => self.with::<L::S, Widen<F32>, F32>(),
+            }
+        }
+    }
+}
+
+/// What a tile of queries keeps, in scratch.
+#[derive(Clone, Copy)]
+struct Tile {
+    queries: usize,
+    /// Weighted sums, [queries, d rounded up to `width`].
+    sums: *mut f32,
+    width: usize,
+    /// Scores, then their exponentials: [queries, BLOCK].
+    scores: *mut f32,
+    /// Running maximum and total of every query.
+    max: *mut f32,
+    total: *mut f32,
+}
+
+impl Attend<'_> {
+    /// Positions that query `m` of a tile starting at row `row` sees.
+    fn visible(&self, row: usize, group: usize, m: usize) -> usize {
+        if self.p.causal != 0 { self.first + row + m / group } else { self.first }
+    }
+
+    unsafe fn with<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(self) {
+        let (n_kv, group, d) = (self.q.extent(1), self.q.extent(2), self.q.extent(3));
+        let tile_rows = (QUERIES / group.max(1)).max(1).min(self.rows);
+        let queries = tile_rows * group;
+        let width = d.next_multiple_of(16);
+        // Split bf16 takes as much room as f32, in chunks of 32.
+        let [packed, wide, sums, scores, max, total] = self.scratch.areas([
+            queries * d.next_multiple_of(32),
+            d,
+            queries * width,
+            queries * BLOCK,
+            queries,
+            queries,
+        ]);
+        for h in 0..n_kv {
+            let mut row = 0;
+            while row < self.rows {
+                let tile_rows = tile_rows.min(self.rows - row);
+                let tile = Tile { queries: tile_rows * group, sums, width, scores, max, total };
+                let query = |m: usize| Row::of(&self.q, [row + m / group, h, m % group, 0], d);
+                // SAFETY: the areas are as large as asked for above, the level exists (caller), and positions below the
+                // last row's visible ones are inside K and V (checked by `run`).
+                unsafe {
+                    gemm::pack_rows::<S, D>(query, tile.queries, d, wide, packed.cast());
+                    self.tile::<S, D, E>(h, row, group, d, packed.cast(), tile);
+                    for m in 0..tile.queries {
+                        let y = Row::of(&self.y, [row + m / group, h, m % group, 0], d);
+                        let (sums, total) = (tile.sums.add(m * width), *tile.total.add(m));
+                        S::call(Divide::<S> { sums, total, y, set: PhantomData });
+                    }
+                }
+                row += tile_rows;
+            }
+        }
+    }
+
+    unsafe fn tile<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(
+        &self,
+        h: usize,
+        row: usize,
+        group: usize,
+        d: usize,
+        packed: *const D::Packed,
+        tile: Tile,
+    ) {
+        let all = self.visible(row, group, tile.queries - 1);
+        // SAFETY: the tile's areas hold `queries` of everything; positions below `all` are inside K and V.
+        unsafe {
+            for m in 0..tile.queries {
+                *tile.max.add(m) = f32::NEG_INFINITY;
+                *tile.total.add(m) = 0.0;
+            }
+            core::ptr::write_bytes(tile.sums, 0, tile.queries * tile.width);
+            if all == 0 {
+                return;
+            }
+            let (k, v): (*const D::Elem, *const D::Elem) =
+                (self.k.address([h, 0, 0]).cast(), self.v.address([h, 0, 0]).cast());
+            let (k_stride, v_stride) = (self.k.stride(1), self.v.stride(1));
+            // The lines of one row's cache serve every tile after the first.
+            let ahead = self.rows == 1;
+            let mut t = 0;
+            while t < all {
+                let n = BLOCK.min(all - t);
+                let keys = Weights {
+                    base: [k.add(t * k_stride); 2],
+                    stride: [k_stride; 2],
+                    rows: n,
+                    paired: false,
+                    k: d,
+                };
+                let values = v.add(t * v_stride);
+                gemm::scores::<S, D>(&keys, values, v_stride, packed, tile.queries, tile.scores, BLOCK);
+                // Every query sees `common` positions of the block; those that see more go on alone.
+                let mut common = n;
+                for m in 0..tile.queries {
+                    let seen = self.visible(row, group, m).saturating_sub(t).min(n);
+                    common = common.min(seen);
+                    S::call(Softmax::<S> { tile, m, seen, scale: self.p.scale, set: PhantomData });
+                }
+                let next = if ahead { k.wrapping_add((t + BLOCK) * k_stride) } else { core::ptr::null() };
+                add_values::<S, E>(&tile, 0, tile.queries, 0..common, values, v_stride, d, next, k_stride);
+                if common < n {
+                    for m in 0..tile.queries {
+                        let seen = self.visible(row, group, m).saturating_sub(t).min(n);
+                        if seen > common {
+                            let none = core::ptr::null();
+                            add_values::<S, E>(&tile, m, 1, common..seen, values, v_stride, d, none, 0);
+                        }
+                    }
+                }
+                t += BLOCK;
+            }
+        }
+    }
+}
+
+/// Turns the first `seen` scores of query `m` into exponentials relative to the new running maximum, and rescales its
+/// total and sums to it.
+struct Softmax<S> {
+    tile: Tile,
+    m: usize,
+    seen: usize,
+    scale: f32,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Softmax<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+    let Softmax { tile, m, seen, scale, .. } = self;
+    if seen == 0 {
+        return;
+    }
+    // SAFETY: scores hold BLOCK elements a query, a multiple of the vector; the level exists (caller).
+    unsafe {
+        let scores = tile.scores.add(m * BLOCK);
+        let scale = S::splat(scale);
+        let mut best = S::splat(f32::NEG_INFINITY);
+        let mut i = 0;
+        while i < seen {
+            // The tail counts as -inf: it changes no maximum and its exponentials are zero.
+            let scaled = S::mul(S::load(scores.add(i)), scale);
+            let scaled = if seen - i < S::LANES { masked::<S>(scaled, seen - i) } else { scaled };
+            S::store(scores.add(i), scaled);
+            best = S::max(scaled, best);
+            i += S::LANES;
+        }
+        let old = *tile.max.add(m);
+        let mut max = S::largest(best);
+        max = if max > old { max } else { old };
+        // While nothing but -inf (or NaN) has been seen, exponentials are taken relative to 0: -inf gives 0, NaN stays.
+        let relative = if max == f32::NEG_INFINITY { 0.0 } else { max };
+        let mut total = S::splat(0.0);
+        let mut i = 0;
+        while i < seen {
+            let e = exp::<S>(S::sub(S::load(scores.add(i)), S::splat(relative)));
+            S::store(scores.add(i), e);
+            total = S::add(total, e);
+            i += S::LANES;
+        }
+        let mut sum = S::sum(total);
+        if max != old {
+            let factor = exp::<S>(S::splat(old - relative));
+            let mut one = [0f32; 16];
+            S::store(one.as_mut_ptr(), factor);
+            sum += *tile.total.add(m) * one[0];
+            let sums = tile.sums.add(m * tile.width);
+            let mut i = 0;
+            while i < tile.width {
+                S::store(sums.add(i), S::mul(S::load(sums.add(i)), factor));
+                i += S::LANES;
+            }
+        } else {
+            sum += *tile.total.add(m);
+        }
+        *tile.max.add(m) = max;
+        *tile.total.add(m) = sum;
+    }
+    }
+}
+
+/// `v` with -inf from lane `n` on.
+#[inline(always)]
+unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
+    let mut lanes = [0f32; 16];
+    // SAFETY: a vector fits.
+    unsafe {
+        S::store(lanes.as_mut_ptr(), v);
+        lanes[n..].fill(f32::NEG_INFINITY);
+        S::load(lanes.as_ptr())
+    }
+}
+
+/// sums[m,:] += exponential[m,t] * values[t,:] for queries `first..first + count` and positions `positions`, in order.
+/// Asks meanwhile for the rows at `next`, unless that is null.
+#[allow(clippy::too_many_arguments, reason = "the loop's whole state, in one place")]
+unsafe fn add_values<S: Simd, E: Storage>(
+    tile: &Tile,
+    first: usize,
+    count: usize,
+    positions: core::ops::Range<usize>,
+    values: *const E::Elem,
+    stride: usize,
+    d: usize,
+    next: *const E::Elem,
+    next_stride: usize,
+) {
+    let mut m = first;
+    let end = first + count;
+    while m < end {
+        let next = if m == first { next } else { core::ptr::null() };
+        macro_rules! queries {
+            ($($n:literal)*) => { $(
+                if end - m >= $n && ($n <= 4 || S::TILE_COLS >= 6) {
+                    let (tile, start, end) = (*tile, positions.start, positions.end);
+                    // SAFETY: the caller's promises are the same.
+                    unsafe {
+                        S::call(AddValues::<S, E, $n> {
+                            tile, m, start, end, values, stride, d, next, next_stride, set: PhantomData,
+                        });
+                    }
+                    m += $n;
+                    continue;
+                }
+            )* };
+        }
+        queries!(8 4 2 1);
+    }
+}
+
+/// [`add_values`] for `M` queries: two vectors of each one's sums are held while the positions pass.
+struct AddValues<S, E: Storage, const M: usize> {
+    tile: Tile,
+    m: usize,
+    start: usize,
+    end: usize,
+    values: *const E::Elem,
+    stride: usize,
+    d: usize,
+    next: *const E::Elem,
+    next_stride: usize,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd, E: Storage, const M: usize> Leaf for AddValues<S, E, M> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+    let AddValues { tile, m, start, end, values, stride, d, next, next_stride, .. } = self;
+    // SAFETY: the queries' sums and exponentials are inside the tile, positions inside V; prefetches may be of any
+    // address; the level exists (caller).
+    unsafe {
+        let sums = tile.sums.add(m * tile.width);
+        let scores = tile.scores.add(m * BLOCK);
+        let mut i = 0;
+        while i + 2 * S::LANES <= d {
+            let mut acc = [[S::splat(0.0); 2]; M];
+            let mut q = 0;
+            while q < M {
+                acc[q] = [S::load(sums.add(q * tile.width + i)), S::load(sums.add(q * tile.width + i + S::LANES))];
+                q += 1;
+            }
+            let mut t = start;
+            while t < end {
+                if !next.is_null() {
+                    S::prefetch(next.wrapping_add(t * next_stride + i).cast());
+                }
+                let low = E::load::<S>(values.add(t * stride + i));
+                let high = E::load::<S>(values.add(t * stride + i + S::LANES));
+                let mut q = 0;
+                while q < M {
+                    let e = S::splat(*scores.add(q * BLOCK + t));
+                    acc[q] = [S::fma(e, low, acc[q][0]), S::fma(e, high, acc[q][1])];
+                    q += 1;
+                }
+                t += 1;
+            }
+            let mut q = 0;
+            while q < M {
+                S::store(sums.add(q * tile.width + i), acc[q][0]);
+                S::store(sums.add(q * tile.width + i + S::LANES), acc[q][1]);
+                q += 1;
+            }
+            i += 2 * S::LANES;
+        }
+        while i < d {
+            let n = S::LANES.min(d - i);
+            let mut acc = [S::splat(0.0); M];
+            let mut q = 0;
+            while q < M {
+                acc[q] = S::load(sums.add(q * tile.width + i));
+                q += 1;
+            }
+            let mut t = start;
+            while t < end {
+                let p = values.add(t * stride + i);
+                let v = if n == S::LANES { E::load::<S>(p) } else { E::load_part::<S>(p, n) };
+                let mut q = 0;
+                while q < M {
+                    acc[q] = S::fma(S::splat(*scores.add(q * BLOCK + t)), v, acc[q]);
+                    q += 1;
+                }
+                t += 1;
+            }
+            let mut q = 0;
+            while q < M {
+                S::store(sums.add(q * tile.width + i), acc[q]);
+                q += 1;
+            }
+            i += n;
+        }
+    }
+    }
+}
+
+/// y = sums / total, of the length of `y`.
+struct Divide<S> {
+    sums: *const f32,
+    total: f32,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Divide<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let mut i = 0;
+        while i < self.y.len() {
+            let n = S::LANES.min(self.y.len() - i);
+            // SAFETY: inside both rows (see the type).
+            unsafe {
+                let mean = S::div(rows::load::<S>(self.sums.add(i), n), S::splat(self.total));
+                self.y.store::<S>(i, n, mean);
+            }
+            i += n;
+        }
+    }
 }

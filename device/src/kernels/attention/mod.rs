@@ -7,6 +7,8 @@ use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
+#[cfg(any(target_arch = "nvptx64", test))]
+mod gpu;
 
 /// See the module head.
 #[derive(Debug)]
@@ -84,5 +86,12 @@ impl MacroKernel for Attention {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         cpu::run(p, call, scratch)
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the caller's promise.
+        unsafe { gpu::run(p, call, block) }
     }
 }

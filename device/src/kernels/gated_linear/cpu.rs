@@ -1,7 +1,123 @@
-//! The CPU body of `gated_linear`.
+//! The CPU body of `gated_linear`: two gate rows and two up rows in a tile, so that both matrices stream together. See
+//! `cpu::gemm`; the tolerance is `linear`'s for each factor.
 
 use super::*;
+use crate::cpu::gemm::{self, Plan, Weights};
+use crate::cpu::rows::{self, Row};
+use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Simd, Widen, activate};
+use crate::io::Tensor;
+use core::marker::PhantomData;
+use perpetua_shared::DType;
 
-pub(super) fn run(p: &Params, call: &Call<'_>, _: &mut Scratch) -> Result<(), Fault> {
-    GatedLinear::reference(p, call)
+pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+    let [x, gate, up, gate_bias, up_bias, y] = core::array::from_fn(|i| call.tensor(i));
+    if gate.dtype() != up.dtype() {
+        // No checkpoint mixes them; one tile cannot.
+        return GatedLinear::reference(p, call);
+    }
+    let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+    scratch.isa.run(Gated { rows: call.rows(0), x, gate, up, gate_bias, up_bias, y, activation, scratch });
+    Ok(())
+}
+
+struct Gated<'a> {
+    rows: usize,
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor,
+    up_bias: Tensor,
+    y: Tensor,
+    activation: Activation,
+    scratch: &'a mut Scratch,
+}
+
+impl Body for Gated<'_> {
+    type Output = ();
+    unsafe fn run<L: Level>(self) {
+        // SAFETY: the level exists (caller).
+        unsafe {
+            match self.gate.dtype() {
+                DType::Bf16 => self.with::<L::S, L::Bf16>(),
+                DType::F16 => self.with::<L::S, Widen<F16>>(),
+                _ => self.with::<L::S, Widen<F32>>(),
+            }
+        }
+    }
+}
+
+impl Gated<'_> {
+    unsafe fn with<S: Simd, D: Dot<S>>(self) {
+        let (n, k) = (self.gate.extent(0), self.gate.extent(1));
+        if self.rows == 0 || n == 0 {
+            return;
+        }
+        assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
+        let plan = Plan::new(self.rows, k);
+        let [packed, partial, wide, sums] =
+            self.scratch.areas([plan.packed_floats, plan.partial_floats, k, plan.block_rows * 2 * n]);
+        let weights = Weights {
+            base: [Weights::<D::Elem>::base_of(&self.gate), Weights::<D::Elem>::base_of(&self.up)],
+            stride: [self.gate.stride(0), self.up.stride(0)],
+            rows: n,
+            paired: true,
+            k,
+        };
+        let gate_bias = self.gate_bias.is_present().then(|| Row::of(&self.gate_bias, [0], n));
+        let up_bias = self.up_bias.is_present().then(|| Row::of(&self.up_bias, [0], n));
+        let mut first = 0;
+        while first < self.rows {
+            let cols = plan.block_rows.min(self.rows - first);
+            // SAFETY: the areas are as large as the plan says; both boxes hold n rows of k (as do rows of `x`, or
+            // `Row::of` panics); the level exists (caller).
+            unsafe {
+                weights.prefetch::<S>();
+                gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed.cast());
+                gemm::multiply::<S, D>(&weights, packed.cast(), cols, partial, sums, 2 * n);
+                let mut m = 0;
+                while m < cols {
+                    let y = Row::of(&self.y, [first + m, 0], n);
+                    let sums = sums.add(m * 2 * n);
+                    S::call(Finish::<S> { sums, gate_bias, up_bias, activation: self.activation, y, set: PhantomData });
+                    m += 1;
+                }
+            }
+            first += cols;
+        }
+    }
+}
+
+/// y = act(gate sums + bias) * (up sums + bias); the up sums follow the gate's, all of the length of `y`.
+struct Finish<S> {
+    sums: *const f32,
+    gate_bias: Option<Row>,
+    up_bias: Option<Row>,
+    activation: Activation,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Finish<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let len = self.y.len();
+        let mut i = 0;
+        while i < len {
+            let n = S::LANES.min(len - i);
+            // SAFETY: inside all rows (see the type).
+            unsafe {
+                let mut gate = rows::load::<S>(self.sums.add(i), n);
+                let mut up = rows::load::<S>(self.sums.add(len + i), n);
+                if let Some(bias) = self.gate_bias {
+                    gate = S::add(gate, bias.load::<S>(i, n));
+                }
+                if let Some(bias) = self.up_bias {
+                    up = S::add(up, bias.load::<S>(i, n));
+                }
+                self.y.store::<S>(i, n, S::mul(activate::<S>(self.activation, gate), up));
+            }
+            i += n;
+        }
+    }
 }

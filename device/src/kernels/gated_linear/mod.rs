@@ -1,11 +1,14 @@
 //! y = act(x . gate^T) * (x . up^T): the first half of a gated MLP. x: [rows, k]; gate, up: [n, k]; y: [rows, n];
 //! f32 accumulation. Reads 2*n*k weight elements once.
 
+#[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Activation;
 use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
+#[cfg(any(target_arch = "nvptx64", test))]
+mod gpu;
 
 /// See the module head.
 #[derive(Debug)]
@@ -83,5 +86,12 @@ impl MacroKernel for GatedLinear {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         cpu::run(p, call, scratch)
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the caller's promise.
+        unsafe { gpu::run(p, call, block) }
     }
 }

@@ -1,7 +1,115 @@
-//! The CPU body of `linear`.
+//! The CPU body of `linear`: see `cpu::gemm` for how the products are formed.
+//!
+//! Tolerance against the reference, per output: with bf16 weights and the bf16 dot product, activations are rounded to
+//! bf16, so sum |x| |w| * 2^-8 (half of it is the rounding, the rest covers the order of summation); otherwise only the
+//! order of summation differs, sum |x| |w| * 2^-18.
 
 use super::*;
+use crate::cpu::gemm::{self, Plan, Weights};
+use crate::cpu::rows::{self, Row};
+use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Simd, Widen, activate};
+use crate::io::Tensor;
+use core::marker::PhantomData;
+use perpetua_shared::DType;
 
-pub(super) fn run(p: &Params, call: &Call<'_>, _: &mut Scratch) -> Result<(), Fault> {
-    Linear::reference(p, call)
+pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+    let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
+    let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+    scratch.isa.run(Linear { rows: call.rows(0), x, w, bias, residual, y, activation, scratch });
+    Ok(())
+}
+
+struct Linear<'a> {
+    rows: usize,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    y: Tensor,
+    activation: Activation,
+    scratch: &'a mut Scratch,
+}
+
+impl Body for Linear<'_> {
+    type Output = ();
+    unsafe fn run<L: Level>(self) {
+        // SAFETY: the level exists (caller).
+        unsafe {
+            match self.w.dtype() {
+                DType::Bf16 => self.with::<L::S, L::Bf16>(),
+                DType::F16 => self.with::<L::S, Widen<F16>>(),
+                _ => self.with::<L::S, Widen<F32>>(),
+            }
+        }
+    }
+}
+
+impl Linear<'_> {
+    unsafe fn with<S: Simd, D: Dot<S>>(self) {
+        let (n, k) = (self.w.extent(0), self.w.extent(1));
+        if self.rows == 0 || n == 0 {
+            return;
+        }
+        let plan = Plan::new(self.rows, k);
+        let [packed, partial, wide, sums] =
+            self.scratch.areas([plan.packed_floats, plan.partial_floats, k, plan.block_rows * n]);
+        let base = Weights::<D::Elem>::base_of(&self.w);
+        let weights = Weights { base: [base; 2], stride: [self.w.stride(0); 2], rows: n, paired: false, k };
+        let bias = self.bias.is_present().then(|| Row::of(&self.bias, [0], n));
+        let mut first = 0;
+        while first < self.rows {
+            let cols = plan.block_rows.min(self.rows - first);
+            // SAFETY: the areas are as large as the plan says; the weights' box holds n rows of k (rows of `x` are of
+            // that length, or `Row::of` panics); the level exists (caller).
+            unsafe {
+                weights.prefetch::<S>();
+                gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed.cast());
+                gemm::multiply::<S, D>(&weights, packed.cast(), cols, partial, sums, n);
+                let mut m = 0;
+                while m < cols {
+                    let y = Row::of(&self.y, [first + m, 0], n);
+                    let residual =
+                        self.residual.is_present().then(|| Row::of(&self.residual, [first + m, 0], n));
+                    let sums = sums.add(m * n);
+                    S::call(Finish::<S> { sums, bias, activation: self.activation, residual, y, set: PhantomData });
+                    m += 1;
+                }
+            }
+            first += cols;
+        }
+    }
+}
+
+/// y = act(sums + bias) + residual, all of one length.
+struct Finish<S> {
+    sums: *const f32,
+    bias: Option<Row>,
+    activation: Activation,
+    residual: Option<Row>,
+    y: Row,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Finish<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let mut i = 0;
+        while i < self.y.len() {
+            let n = S::LANES.min(self.y.len() - i);
+            // SAFETY: inside all rows (see the type).
+            unsafe {
+                let mut v = rows::load::<S>(self.sums.add(i), n);
+                if let Some(bias) = self.bias {
+                    v = S::add(v, bias.load::<S>(i, n));
+                }
+                v = activate::<S>(self.activation, v);
+                if let Some(residual) = self.residual {
+                    v = S::add(v, residual.load::<S>(i, n));
+                }
+                self.y.store::<S>(i, n, v);
+            }
+            i += n;
+        }
+    }
 }

@@ -5,6 +5,8 @@
 //! The draw is a function of seed and position alone, so a run can be repeated on any executor.
 
 use super::*;
+#[cfg(any(target_arch = "nvptx64", test))]
+mod gpu;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::control::Control;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -63,6 +65,13 @@ impl MacroKernel for Sample {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(_: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         sample(call, &mut scratch.candidates)
+    }
+
+    #[cfg(any(target_arch = "nvptx64", test))]
+    #[inline(always)]
+    unsafe fn gpu(_: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the caller's promise.
+        unsafe { gpu::run(call, block) }
     }
 }
 

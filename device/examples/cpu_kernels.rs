@@ -1,0 +1,319 @@
+//! Speed of the CPU bodies, beside the read bandwidth of the same minutes: `cargo run --release -p perpetua-device
+//! --example cpu_kernels [gemv] [gemm] [attention]`.
+//!
+//! Every figure is the median of rounds in which all measurements take turns, so that a busy machine slows them alike;
+//! compare figures of one run only. Weights and caches read by a measurement are larger than any cache.
+
+use perpetua_device::cpu::Scratch;
+use perpetua_device::cpu::bandwidth::read;
+use perpetua_device::cpu::simd::Isa;
+use perpetua_device::io::{Call, Tensor};
+use perpetua_device::kernels::attention::{self, Attention};
+use perpetua_device::kernels::linear::{self, Linear};
+use perpetua_device::kernels::{Numbered, Spec, param_words};
+use perpetua_shared::task::Operand;
+use perpetua_shared::{DType, Step, TaskDesc};
+use std::sync::Barrier;
+use std::time::Instant;
+
+const ROUNDS: usize = 9;
+
+/// Memory that threads share, each writing only its own part.
+struct Memory(Vec<u64>);
+
+impl Memory {
+    fn new(bytes: usize, word: u64) -> Memory {
+        Memory(vec![word; bytes.div_ceil(8)])
+    }
+    fn tensor(&self, dtype: DType, offset_elems: usize, extents: &[usize]) -> Tensor {
+        let mut operand = Operand {
+            dtype: dtype as u16,
+            rank: extents.len() as u16,
+            ..Operand::ABSENT
+        };
+        operand.offset_bytes = (offset_elems * dtype.size_bytes()) as u64;
+        let mut stride = 1;
+        for dim in (0..extents.len()).rev() {
+            operand.extent[dim] = extents[dim] as u32;
+            operand.stride_elems[dim] = stride as u32;
+            stride *= extents[dim];
+        }
+        assert!((offset_elems + stride) * dtype.size_bytes() <= self.0.len() * 8);
+        // SAFETY: the box is inside the memory (asserted); what is written by one call is read by none at that time.
+        unsafe { Tensor::new(self.0.as_ptr().cast_mut().cast(), &operand) }
+    }
+}
+
+/// Seconds that `threads` threads take to run `work(thread)`, from a common start to the last one's end.
+fn timed(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
+    let barrier = Barrier::new(threads + 1);
+    std::thread::scope(|scope| {
+        for thread in 0..threads {
+            let (barrier, work) = (&barrier, &work);
+            scope.spawn(move || {
+                barrier.wait();
+                work(thread);
+                barrier.wait();
+            });
+        }
+        barrier.wait();
+        let start = Instant::now();
+        barrier.wait();
+        start.elapsed().as_secs_f64()
+    })
+}
+
+fn call<K: Numbered>(tensors: &[Tensor], params: [u32; 8], step: Step, scratch: &mut Scratch) {
+    let task = TaskDesc {
+        task_type: K::TASK_TYPE,
+        params,
+        ..bytemuck::Zeroable::zeroed()
+    };
+    let spec = Spec::of(K::TASK_TYPE).expect("the kernel is listed");
+    let call = Call {
+        tensors,
+        task: &task,
+        step: &step,
+        programs: &[],
+    };
+    (spec.cpu)(&call, scratch).expect("the kernel runs");
+}
+
+/// A line of the report: what is measured, in which unit, and one round of it.
+struct Line<'a> {
+    name: String,
+    unit: &'static str,
+    round: Box<dyn Fn() -> f64 + 'a>,
+}
+
+fn report(lines: &[Line<'_>]) {
+    let mut samples = vec![Vec::new(); lines.len()];
+    for _ in 0..ROUNDS {
+        for (line, samples) in lines.iter().zip(&mut samples) {
+            samples.push((line.round)());
+        }
+    }
+    for (line, samples) in lines.iter().zip(&mut samples) {
+        samples.sort_by(f64::total_cmp);
+        let [low, median, high] = [0, ROUNDS / 2, ROUNDS - 1].map(|i| samples[i]);
+        println!("{:44} {median:8.2} {:8}  ({low:.2} to {high:.2})", line.name, line.unit);
+    }
+    println!();
+}
+
+fn gemv() {
+    let bytes = 1200usize << 20;
+    let weights = Memory::new(bytes, 0x3c10_bc20_3c30_3c40);
+    let x = Memory::new(1 << 20, 0x3f10_0000_bf00_0000);
+    let y = Memory::new(1 << 20, 0);
+    let mut lines = Vec::new();
+    for threads in [1, 2] {
+        let words = &weights.0;
+        lines.push(Line {
+            name: format!("read, {threads} threads"),
+            unit: "GB/s",
+            round: Box::new(move || {
+                let part = words.len() / threads;
+                let seconds = timed(threads, |t| {
+                    std::hint::black_box(read(&words[t * part..][..part]));
+                });
+                bytes as f64 / seconds / 1e9
+            }),
+        });
+        for isa in Isa::available() {
+            for (dtype, k) in [
+                (DType::Bf16, 1024),
+                (DType::Bf16, 4096),
+                (DType::F16, 4096),
+                (DType::F32, 4096),
+            ] {
+                let (weights, x, y) = (&weights, &x, &y);
+                lines.push(Line {
+                    name: format!("gemv {dtype} k={k}, {threads} threads, {}", isa.name()),
+                    unit: "GB/s",
+                    round: Box::new(move || {
+                        // Tasks of 128 KiB of weights.
+                        let n = (128 << 10) / (k * dtype.size_bytes());
+                        let tasks = bytes / (n * k * dtype.size_bytes()) / threads;
+                        let seconds = timed(threads, |t| {
+                            let mut scratch = Scratch::with_isa(*isa);
+                            let x = x.tensor(DType::F32, 0, &[1, k]);
+                            let y = y.tensor(DType::F32, t * 4096, &[1, n]);
+                            for task in 0..tasks {
+                                let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
+                                let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y];
+                                let p = param_words(&linear::Params { activation: 0 });
+                                call::<Linear>(
+                                    &io,
+                                    p,
+                                    Step {
+                                        rows: 1,
+                                        ..Step::default()
+                                    },
+                                    &mut scratch,
+                                );
+                            }
+                        });
+                        (tasks * threads * n * k * dtype.size_bytes()) as f64 / seconds / 1e9
+                    }),
+                });
+            }
+        }
+    }
+    report(&lines);
+}
+
+fn gemm() {
+    let weights = Memory::new(128 << 20, 0x3c10_bc20_3c30_3c40);
+    let x = Memory::new(64 << 20, 0x3f10_0000_bf00_0000);
+    let y = Memory::new(64 << 20, 0);
+    let mut lines = Vec::new();
+    for isa in Isa::available() {
+        for (dtype, rows, n, k) in [
+            (DType::Bf16, 512, 256, 1024),
+            (DType::Bf16, 512, 256, 3072),
+            (DType::Bf16, 512, 128, 12288),
+            (DType::Bf16, 64, 256, 4096),
+            (DType::Bf16, 4, 256, 4096),
+            (DType::F32, 128, 96, 384),
+            (DType::F32, 512, 256, 1024),
+        ] {
+            let (weights, x, y) = (&weights, &x, &y);
+            lines.push(Line {
+                name: format!("gemm {dtype} {rows}x{n}x{k}, 1 thread, {}", isa.name()),
+                unit: "GFLOP/s",
+                round: Box::new(move || {
+                    let tasks = if *isa == Isa::PORTABLE { 1 } else { 4 };
+                    let seconds = timed(1, |_| {
+                        let mut scratch = Scratch::with_isa(*isa);
+                        for task in 0..tasks {
+                            let w = weights.tensor(dtype, task * n * k, &[n, k]);
+                            let x = x.tensor(DType::F32, 0, &[rows, k]);
+                            let y = y.tensor(DType::F32, 0, &[rows, n]);
+                            let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y];
+                            let p = param_words(&linear::Params { activation: 0 });
+                            call::<Linear>(
+                                &io,
+                                p,
+                                Step {
+                                    rows: rows as u32,
+                                    ..Step::default()
+                                },
+                                &mut scratch,
+                            );
+                        }
+                    });
+                    (2 * tasks * rows * n * k) as f64 / seconds / 1e9
+                }),
+            });
+        }
+    }
+    report(&lines);
+}
+
+fn attend() {
+    let (n_kv, d) = (8, 128);
+    let bytes = 1200usize << 20;
+    let cache = Memory::new(bytes, 0x3c10_bc20_3c30_3c40);
+    let q = Memory::new(64 << 20, 0x3f10_0000_bf00_0000);
+    let y = Memory::new(64 << 20, 0);
+    let words = &cache.0;
+    let mut lines = vec![Line {
+        name: "read, 1 thread".into(),
+        unit: "GB/s",
+        round: Box::new(move || {
+            let seconds = timed(1, |_| {
+                std::hint::black_box(read(words));
+            });
+            bytes as f64 / seconds / 1e9
+        }),
+    }];
+    let params = param_words(&attention::Params { scale: 0.09, causal: 1 });
+    for isa in Isa::available() {
+        for (context, group, dtype) in [
+            (512, 2, DType::Bf16),
+            (4096, 1, DType::Bf16),
+            (4096, 2, DType::Bf16),
+            (4096, 4, DType::Bf16),
+            (4096, 8, DType::Bf16),
+            (4096, 2, DType::F16),
+        ] {
+            let (cache, q, y) = (&cache, &q, &y);
+            lines.push(Line {
+                name: format!("attention {dtype}, t={context}, group {group}, {}", isa.name()),
+                unit: "GB/s",
+                round: Box::new(move || {
+                    let half = n_kv * context * d;
+                    let layers = (600usize << 20) / (4 * half);
+                    let seconds = timed(1, |_| {
+                        let mut scratch = Scratch::with_isa(*isa);
+                        let q = q.tensor(DType::F32, 0, &[1, n_kv, group, d]);
+                        let y = y.tensor(DType::F32, 0, &[1, n_kv, group, d]);
+                        for layer in 0..layers {
+                            let k = cache.tensor(dtype, 2 * layer * half, &[n_kv, context, d]);
+                            let v = cache.tensor(dtype, (2 * layer + 1) * half, &[n_kv, context, d]);
+                            let step = Step {
+                                first_pos: context as u32 - 1,
+                                rows: 1,
+                                ..Step::default()
+                            };
+                            call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
+                        }
+                    });
+                    (layers * 4 * half) as f64 / seconds / 1e9
+                }),
+            });
+        }
+        for (dtype, rows, group, n_kv, d, causal) in [
+            (DType::Bf16, 512, 2, 8, 128, 1),
+            (DType::F32, 128, 1, 12, 32, 0),
+            (DType::F32, 16, 1, 12, 32, 0),
+        ] {
+            let (cache, q, y) = (&cache, &q, &y);
+            lines.push(Line {
+                name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {}", isa.name()),
+                unit: "GFLOP/s",
+                round: Box::new(move || {
+                    let seconds = timed(1, |_| {
+                        let mut scratch = Scratch::with_isa(*isa);
+                        let q = q.tensor(DType::F32, 0, &[rows, n_kv, group, d]);
+                        let y = y.tensor(DType::F32, 0, &[rows, n_kv, group, d]);
+                        let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
+                        let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
+                        let step = Step {
+                            rows: rows as u32,
+                            ..Step::default()
+                        };
+                        let params = param_words(&attention::Params { scale: 0.09, causal });
+                        call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
+                    });
+                    let seen = if causal == 1 {
+                        rows * (rows + 1) / 2
+                    } else {
+                        rows * rows
+                    };
+                    (4 * n_kv * group * d * seen) as f64 / seconds / 1e9
+                }),
+            });
+        }
+    }
+    report(&lines);
+}
+
+fn main() {
+    let chosen: Vec<String> = std::env::args().skip(1).collect();
+    let wanted = |name: &str| chosen.is_empty() || chosen.iter().any(|c| c == name);
+    println!(
+        "best instruction set: {}; medians of {ROUNDS} interleaved rounds (lowest to highest)\n",
+        Isa::best().name()
+    );
+    if wanted("gemv") {
+        gemv();
+    }
+    if wanted("gemm") {
+        gemm();
+    }
+    if wanted("attention") {
+        attend();
+    }
+}

@@ -1,0 +1,236 @@
+//! The PTX back end of [`arch`](super): sm_90a, PTX ISA 8.6.
+//!
+//! Laws, each from a miscompile that was seen:
+//! - A barrier, shuffle or vote is an LLVM intrinsic, since those carry the `convergent` attribute; an `asm!` block does
+//!   not, and LLVM would copy it into both arms of a branch. (MIR's JumpThreading copies even intrinsics: build.rs turns
+//!   that pass off, and a test counts what is in the PTX.)
+//! - Whatever touches memory or synchronises is a volatile `asm!` block with its memory clobber; `pure, nomem` stands only
+//!   on arithmetic of one lane.
+//! - No access is `.nc`.
+
+use core::arch::{asm, global_asm};
+
+// The block's scratch words (`shared::WORDS`); static, so that a launch needs no attribute for it.
+global_asm!(".shared .align 16 .b8 perpetua_shared[8192];");
+const _: () = assert!(super::shared::WORDS * 4 == 8192);
+
+unsafe extern "unadjusted" {
+    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
+    fn nvvm_barrier(id: i32);
+    #[link_name = "llvm.nvvm.barrier.cta.red.or.aligned.all"]
+    fn nvvm_barrier_or(id: i32, predicate: bool) -> bool;
+    #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
+    fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
+    #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
+    fn nvvm_shfl_idx(members: i32, value: i32, lane: i32, clamp: i32) -> i32;
+    #[link_name = "llvm.fma.f32"]
+    fn llvm_fma(a: f32, b: f32, c: f32) -> f32;
+    #[link_name = "llvm.fma.f64"]
+    fn llvm_fma64(a: f64, b: f64, c: f64) -> f64;
+    #[link_name = "llvm.nvvm.ex2.approx.ftz.f"]
+    fn nvvm_ex2(x: f32) -> f32;
+    #[link_name = "llvm.nvvm.sqrt.rn.f"]
+    fn nvvm_sqrt(x: f32) -> f32;
+}
+
+const ALL_LANES: i32 = -1;
+
+#[inline(always)]
+pub(super) fn thread_idx() -> u32 {
+    // SAFETY: reads a special register.
+    unsafe { core::arch::nvptx::_thread_idx_x() as u32 }
+}
+
+#[inline(always)]
+pub(super) fn block_idx() -> u32 {
+    // SAFETY: reads a special register.
+    unsafe { core::arch::nvptx::_block_idx_x() as u32 }
+}
+
+#[inline(always)]
+pub(super) fn block_dim() -> u32 {
+    // SAFETY: reads a special register.
+    unsafe { core::arch::nvptx::_block_dim_x() as u32 }
+}
+
+#[inline(always)]
+pub(super) unsafe fn barrier() {
+    // SAFETY: the caller promises that the whole block is here.
+    unsafe { nvvm_barrier(0) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
+    // SAFETY: the caller promises that the whole block is here.
+    unsafe { nvvm_barrier_or(0, predicate) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
+    // SAFETY: the caller promises that the whole warp is here.
+    unsafe { nvvm_shfl_bfly(ALL_LANES, value as i32, mask as i32, 31) as u32 }
+}
+
+#[inline(always)]
+pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
+    // SAFETY: the caller promises that the whole warp is here.
+    unsafe { nvvm_shfl_idx(ALL_LANES, value as i32, lane as i32, 31) as u32 }
+}
+
+#[inline(always)]
+pub(super) fn timer_ns() -> u64 {
+    let ns;
+    // SAFETY: reads a special register; volatile, since it changes.
+    unsafe { asm!("mov.u64 {}, %globaltimer;", out(reg64) ns, options(nostack)) };
+    ns
+}
+
+#[inline(always)]
+pub(super) fn sleep_ns(ns: u32) {
+    // SAFETY: touches no memory.
+    unsafe { asm!("nanosleep.u32 {};", in(reg32) ns, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn shared_load(at: u32) -> u32 {
+    let value;
+    // SAFETY: the caller promises a word of `perpetua_shared`.
+    unsafe { asm!("ld.shared.u32 {}, [{}];", out(reg32) value, in(reg32) shared_address(at), options(nostack)) };
+    value
+}
+
+#[inline(always)]
+pub(super) unsafe fn shared_store(at: u32, value: u32) {
+    // SAFETY: the caller promises a word of `perpetua_shared`.
+    unsafe { asm!("st.shared.u32 [{}], {};", in(reg32) shared_address(at), in(reg32) value, options(nostack)) };
+}
+
+#[inline(always)]
+fn shared_address(at: u32) -> u32 {
+    let base: u32;
+    // SAFETY: takes an address.
+    unsafe { asm!("mov.u32 {}, perpetua_shared;", out(reg32) base, options(pure, nomem, nostack)) };
+    base + 4 * at
+}
+
+#[inline(always)]
+pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
+    let value;
+    // SAFETY: the caller promises a word of global memory.
+    unsafe { asm!("ld.relaxed.gpu.global.u32 {}, [{}];", out(reg32) value, in(reg64) word, options(nostack)) };
+    value
+}
+
+#[inline(always)]
+pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
+    let value;
+    // SAFETY: the caller promises a word of global memory.
+    unsafe { asm!("ld.acquire.gpu.global.u32 {}, [{}];", out(reg32) value, in(reg64) word, options(nostack)) };
+    value
+}
+
+#[inline(always)]
+pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
+    // SAFETY: the caller promises a word of global memory.
+    unsafe { asm!("red.release.gpu.global.add.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
+    let was;
+    // SAFETY: the caller promises a word of global memory.
+    unsafe {
+        asm!(
+            "atom.acq_rel.gpu.global.cas.b32 {}, [{}], {}, {};",
+            out(reg32) was, in(reg64) word, in(reg32) old, in(reg32) new, options(nostack)
+        );
+    }
+    was
+}
+
+#[inline(always)]
+pub(super) fn fence_system() {
+    // SAFETY: orders memory accesses and does nothing else.
+    unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller promises 16 aligned bytes of global memory.
+    unsafe {
+        asm!(
+            "ld.global.v4.u32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) from, options(nostack)
+        );
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub(super) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller promises 16 aligned bytes of global memory.
+    unsafe {
+        asm!(
+            "ld.global.L1::no_allocate.v4.u32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) from, options(nostack)
+        );
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub(super) fn fma(a: f32, b: f32, c: f32) -> f32 {
+    // SAFETY: arithmetic.
+    unsafe { llvm_fma(a, b, c) }
+}
+
+#[inline(always)]
+pub(super) fn fma64(a: f64, b: f64, c: f64) -> f64 {
+    // SAFETY: arithmetic.
+    unsafe { llvm_fma64(a, b, c) }
+}
+
+#[inline(always)]
+pub(super) fn exp2(x: f32) -> f32 {
+    // SAFETY: arithmetic.
+    unsafe { nvvm_ex2(x) }
+}
+
+#[inline(always)]
+pub(super) fn sqrt(x: f32) -> f32 {
+    // SAFETY: arithmetic.
+    unsafe { nvvm_sqrt(x) }
+}
+
+#[inline(always)]
+pub(super) fn f16_to_f32(bits: u16) -> f32 {
+    let x;
+    // SAFETY: arithmetic.
+    unsafe { asm!("cvt.f32.f16 {}, {};", out(reg32) x, in(reg16) bits, options(pure, nomem, nostack)) };
+    x
+}
+
+#[inline(always)]
+pub(super) fn f32_to_f16(x: f32) -> u16 {
+    let bits;
+    // SAFETY: arithmetic.
+    unsafe { asm!("cvt.rn.f16.f32 {}, {};", out(reg16) bits, in(reg32) x, options(pure, nomem, nostack)) };
+    bits
+}
+
+#[inline(always)]
+pub(super) fn f32_to_bf16(x: f32) -> u16 {
+    let bits;
+    // SAFETY: arithmetic.
+    unsafe { asm!("cvt.rn.bf16.f32 {}, {};", out(reg16) bits, in(reg32) x, options(pure, nomem, nostack)) };
+    bits
+}
+
+/// Ends the grid with an error that the host sees at its next call.
+#[inline(always)]
+pub(crate) fn trap() -> ! {
+    // SAFETY: does not return.
+    unsafe { core::arch::nvptx::trap() }
+}

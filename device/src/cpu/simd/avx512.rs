@@ -1,0 +1,306 @@
+//! AVX-512: sixteen lanes, thirty-two registers, masks for tails; and the bf16 dot product where it exists.
+
+use super::{Dot, Leaf, Simd};
+use core::arch::x86_64::*;
+
+/// AVX-512 F, BW, VL and DQ.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+macro_rules! direct {
+    ($($name:ident($($arg:ident),*) = $intrinsic:ident;)*) => { $(
+        #[inline(always)]
+        unsafe fn $name($($arg: __m512),*) -> __m512 {
+            // SAFETY: the set exists (trait contract); arithmetic only.
+            unsafe { $intrinsic($($arg),*) }
+        }
+    )* };
+}
+
+/// The low `n <= 16` bits.
+#[inline(always)]
+fn first(n: usize) -> u16 {
+    debug_assert!(n <= 16);
+    ((1u32 << n) - 1) as u16
+}
+
+#[inline(always)]
+unsafe fn round_bf16(v: __m512) -> __m256i {
+    // SAFETY: arithmetic only. As `Avx2::store_bf16`: unlike `vcvtneps2bf16` it keeps subnormals, so that what is
+    // stored are the reference's bits.
+    unsafe {
+        let bits = _mm512_castps_si512(v);
+        let upper = _mm512_srli_epi32::<16>(bits);
+        let odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
+        let bias = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+        let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, bias));
+        let is_nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+        let half = _mm512_mask_or_epi32(rounded, is_nan, upper, _mm512_set1_epi32(0x40));
+        _mm512_cvtepi32_epi16(half)
+    }
+}
+
+#[inline(always)]
+unsafe fn widen_bf16(half: __m256i) -> __m512 {
+    // SAFETY: arithmetic only.
+    unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(half))) }
+}
+
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    // Twenty-four sums, four rows and an activation: 29 of 32 registers.
+    const TILE_COLS: usize = 6;
+    type F = __m512;
+
+    direct! {
+        add(a, b) = _mm512_add_ps;
+        sub(a, b) = _mm512_sub_ps;
+        mul(a, b) = _mm512_mul_ps;
+        div(a, b) = _mm512_div_ps;
+        fma(a, b, c) = _mm512_fmadd_ps;
+        max(a, b) = _mm512_max_ps;
+        min(a, b) = _mm512_min_ps;
+        scale2(v, n) = _mm512_scalef_ps;
+    }
+
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx512(leaf) }
+    }
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m512 {
+        // SAFETY: the set exists (trait contract).
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m512 {
+        // SAFETY: a vector is readable (caller).
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> __m512 {
+        // SAFETY: a vector is readable (caller).
+        unsafe { widen_bf16(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> __m512 {
+        // SAFETY: a vector is readable (caller).
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m512) {
+        // SAFETY: a vector is writable (caller).
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: __m512) {
+        // SAFETY: a vector is writable (caller).
+        unsafe { _mm256_storeu_si256(p.cast(), round_bf16(v)) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u16, v: __m512) {
+        // SAFETY: a vector is writable (caller).
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
+        // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
+        unsafe { _mm512_maskz_loadu_ps(first(n), p) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_part(p: *const u16, n: usize) -> __m512 {
+        // SAFETY: as `load_part`.
+        unsafe { widen_bf16(_mm256_maskz_loadu_epi16(first(n), p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16_part(p: *const u16, n: usize) -> __m512 {
+        // SAFETY: as `load_part`.
+        unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: __m512, n: usize) {
+        // SAFETY: lanes under a zero mask bit are not accessed; the others are writable (caller).
+        unsafe { _mm512_mask_storeu_ps(p, first(n), v) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16_part(p: *mut u16, v: __m512, n: usize) {
+        // SAFETY: as `store_part`.
+        unsafe { _mm256_mask_storeu_epi16(p.cast(), first(n), round_bf16(v)) }
+    }
+    #[inline(always)]
+    unsafe fn store_f16_part(p: *mut u16, v: __m512, n: usize) {
+        // SAFETY: as `store_part`.
+        unsafe { _mm256_mask_storeu_epi16(p.cast(), first(n), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn pow2(n: __m512) -> __m512 {
+        // SAFETY: arithmetic only.
+        unsafe { _mm512_scalef_ps(_mm512_set1_ps(1.0), n) }
+    }
+    #[inline(always)]
+    unsafe fn sum4(v: [__m512; 4]) -> [f32; 4] {
+        // SAFETY: arithmetic only. After the first two steps lane i of each quarter holds a partial sum of v[i].
+        unsafe {
+            let [a, b, c, d] = v;
+            let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+            let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+            let low = _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd);
+            let high = _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd);
+            let abcd = _mm512_add_ps(low, high);
+            let half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps::<1>(abcd));
+            let sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps::<1>(half));
+            core::mem::transmute::<__m128, [f32; 4]>(sums)
+        }
+    }
+    #[inline(always)]
+    unsafe fn largest(v: __m512) -> f32 {
+        // SAFETY: arithmetic only. NaN lanes become -inf first, so the order of the reduction does not matter.
+        unsafe {
+            let is_number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(v, v);
+            _mm512_reduce_max_ps(_mm512_mask_blend_ps(is_number, _mm512_set1_ps(f32::NEG_INFINITY), v))
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: a prefetch reads nothing.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+/// Thirty-two bf16 in a register. `__m512bh` has no casts on stable, but is 64 bytes of bf16 by definition.
+#[inline(always)]
+unsafe fn load_bh(p: *const u16) -> __m512bh {
+    // SAFETY: 64 bytes are readable (caller); every bit pattern is valid in both types.
+    unsafe { core::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast())) }
+}
+
+#[inline(always)]
+unsafe fn load_bh_part(p: *const u16, n: usize) -> __m512bh {
+    // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
+    unsafe { core::mem::transmute::<__m512i, __m512bh>(_mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast())) }
+}
+
+/// `n <= 32` f32 as two vectors, zero beyond.
+#[inline(always)]
+unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
+    // SAFETY: as `load_part`; the second pointer is only used for elements that exist.
+    unsafe {
+        (
+            Avx512::load_part(src, n.min(16)),
+            Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16)),
+        )
+    }
+}
+
+/// bf16 weights with activations rounded to bf16: pairs of neighbours are multiplied and added in one instruction, in
+/// memory order, so rows need no repacking. Subnormals count as zero, as the instruction defines.
+pub(crate) struct DotBf16;
+
+impl Dot<Avx512> for DotBf16 {
+    type Elem = u16;
+    type Packed = u16;
+    type W = __m512bh;
+    type X = __m512bh;
+    const CHUNK: usize = 32;
+    const PACKED: usize = 32;
+
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx512_bf16(leaf) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const u16) -> __m512bh {
+        // SAFETY: the caller's promises are the same.
+        unsafe { load_bh(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const u16, n: usize) -> __m512bh {
+        // SAFETY: the caller's promises are the same.
+        unsafe { load_bh_part(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn load_x(p: *const u16) -> __m512bh {
+        // SAFETY: the caller's promises are the same.
+        unsafe { load_bh(p) }
+    }
+    #[inline(always)]
+    unsafe fn mac(acc: __m512, w: __m512bh, x: __m512bh) -> __m512 {
+        // SAFETY: the set exists (the level's contract).
+        unsafe { _mm512_dpbf16_ps(acc, w, x) }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut u16, src: *const f32, n: usize) {
+        // SAFETY: `n` elements are readable and 32 writable (caller).
+        unsafe {
+            let (low, high) = load_pair(src, n);
+            let half = _mm512_cvtne2ps_pbh(high, low);
+            _mm512_storeu_si512(dst.cast(), core::mem::transmute::<__m512bh, __m512i>(half));
+        }
+    }
+}
+
+/// bf16 rows with activations kept as the sum of two bf16, which leaves an error of 2^-17: for attention scores, whose
+/// absolute error becomes a relative one of the probabilities.
+pub(crate) struct DotBf16Split;
+
+impl Dot<Avx512> for DotBf16Split {
+    type Elem = u16;
+    type Packed = u16;
+    type W = __m512bh;
+    type X = (__m512bh, __m512bh);
+    const CHUNK: usize = 32;
+    const PACKED: usize = 64;
+
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (trait contract).
+        unsafe { super::with_avx512_bf16(leaf) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const u16) -> __m512bh {
+        // SAFETY: the caller's promises are the same.
+        unsafe { load_bh(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const u16, n: usize) -> __m512bh {
+        // SAFETY: the caller's promises are the same.
+        unsafe { load_bh_part(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn load_x(p: *const u16) -> (__m512bh, __m512bh) {
+        // SAFETY: 64 elements are readable (caller).
+        unsafe { (load_bh(p), load_bh(p.add(32))) }
+    }
+    #[inline(always)]
+    unsafe fn mac(acc: __m512, w: __m512bh, x: (__m512bh, __m512bh)) -> __m512 {
+        // SAFETY: the set exists (the level's contract).
+        unsafe { _mm512_dpbf16_ps(_mm512_dpbf16_ps(acc, w, x.0), w, x.1) }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut u16, src: *const f32, n: usize) {
+        // SAFETY: `n` elements are readable and 64 writable (caller). The second part is what rounding left, and zero
+        // where that is not a number (infinities and NaN are whole in the first).
+        unsafe {
+            let (low, high) = load_pair(src, n);
+            let half = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+            let rest_low = left(low, _mm512_castsi512_si256(half));
+            let rest_high = left(high, _mm512_extracti64x4_epi64::<1>(half));
+            let rest = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(rest_high, rest_low));
+            _mm512_storeu_si512(dst.cast(), half);
+            _mm512_storeu_si512(dst.add(32).cast(), rest);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn left(v: __m512, half: __m256i) -> __m512 {
+    // SAFETY: arithmetic only.
+    unsafe {
+        let rest = _mm512_sub_ps(v, widen_bf16(half));
+        let is_number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(rest, rest);
+        let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(rest), _mm512_set1_ps(f32::INFINITY));
+        _mm512_maskz_mov_ps(is_number & finite, rest)
+    }
+}

@@ -1,0 +1,462 @@
+//! The instruction sets, found once at run time, behind one trait.
+//!
+//! A body is written once, generic over [`Level`], as a [`Body`]; [`Isa::run`] calls its instance for the chosen set. Its
+//! inner loops are [`Leaf`]s, each compiled as a `#[target_feature]` function into which every `#[inline(always)]`
+//! building block is inlined. So builds for the plain target run as fast as builds for the machine.
+//!
+//! An [`Isa`] beyond the portable one can only be had from detection; holding it is the proof that its instructions
+//! exist, which makes `run` safe.
+//!
+//! Law of the bodies: the order of summation of an output element is a function of the level, the dtypes and the
+//! length of the sum alone, never of how many rows or columns are computed beside it. Tasks may be cut in any way and
+//! decoding token by token gives the bits that reading the prompt in one pass gives.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod portable;
+mod vecmath;
+
+pub(crate) use vecmath::{activate, exp};
+
+use std::sync::OnceLock;
+
+/// Vectors of f32 and what the bodies do with them.
+///
+/// Every function is unsafe for two reasons: the instruction set must be there (which [`Isa`] proves), and pointers
+/// must be valid for the elements named.
+pub(crate) trait Simd: Copy + 'static {
+    /// f32 elements of a vector.
+    const LANES: usize;
+    /// Columns of the widest tile of dot products (its rows are four) that the registers hold.
+    const TILE_COLS: usize;
+    /// The vector.
+    type F: Copy;
+
+    /// Calls `leaf` with the set enabled.
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
+
+    unsafe fn splat(x: f32) -> Self::F;
+    unsafe fn load(p: *const f32) -> Self::F;
+    unsafe fn load_bf16(p: *const u16) -> Self::F;
+    unsafe fn load_f16(p: *const u16) -> Self::F;
+    unsafe fn store(p: *mut f32, v: Self::F);
+    /// Rounds to nearest even, as `half` does.
+    unsafe fn store_bf16(p: *mut u16, v: Self::F);
+    /// Rounds to nearest even, as `half` does.
+    unsafe fn store_f16(p: *mut u16, v: Self::F);
+
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
+    /// a * b + c; in one rounding where the set has it.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `if a > b { a } else { b }`: a NaN in either gives `b`.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// `if a < b { a } else { b }`: a NaN in either gives `b`.
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
+    /// 2^n for whole n in -126..=127.
+    unsafe fn pow2(n: Self::F) -> Self::F;
+    /// The sums of four vectors, each by the same tree.
+    unsafe fn sum4(v: [Self::F; 4]) -> [f32; 4];
+    /// The largest lane, NaN ignored as [`Simd::max`] does.
+    unsafe fn largest(v: Self::F) -> f32;
+    /// Asks for the cache line at `p`; any address will do.
+    unsafe fn prefetch(p: *const u8);
+
+    /// The first `n < LANES` elements, zero beyond; memory beyond is not touched.
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::F {
+        let mut lanes = [0f32; 16];
+        // SAFETY: `n` elements are readable (caller) and fit; the whole buffer is at least a vector.
+        unsafe {
+            core::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+            Self::load(lanes.as_ptr())
+        }
+    }
+    /// As [`Simd::load_part`].
+    #[inline(always)]
+    unsafe fn load_bf16_part(p: *const u16, n: usize) -> Self::F {
+        let mut lanes = [0u16; 16];
+        // SAFETY: as `load_part`.
+        unsafe {
+            core::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+            Self::load_bf16(lanes.as_ptr())
+        }
+    }
+    /// As [`Simd::load_part`].
+    #[inline(always)]
+    unsafe fn load_f16_part(p: *const u16, n: usize) -> Self::F {
+        let mut lanes = [0u16; 16];
+        // SAFETY: as `load_part`.
+        unsafe {
+            core::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+            Self::load_f16(lanes.as_ptr())
+        }
+    }
+    /// Stores the first `n < LANES` elements; memory beyond is not touched.
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: Self::F, n: usize) {
+        let mut lanes = [0f32; 16];
+        // SAFETY: as `load_part`, writable.
+        unsafe {
+            Self::store(lanes.as_mut_ptr(), v);
+            core::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n);
+        }
+    }
+    /// As [`Simd::store_part`].
+    #[inline(always)]
+    unsafe fn store_bf16_part(p: *mut u16, v: Self::F, n: usize) {
+        let mut lanes = [0u16; 16];
+        // SAFETY: as `load_part`, writable.
+        unsafe {
+            Self::store_bf16(lanes.as_mut_ptr(), v);
+            core::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n);
+        }
+    }
+    /// As [`Simd::store_part`].
+    #[inline(always)]
+    unsafe fn store_f16_part(p: *mut u16, v: Self::F, n: usize) {
+        let mut lanes = [0u16; 16];
+        // SAFETY: as `load_part`, writable.
+        unsafe {
+            Self::store_f16(lanes.as_mut_ptr(), v);
+            core::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n);
+        }
+    }
+    /// v * 2^n for whole n in -150..=129, rounded once when the result is subnormal or infinite.
+    #[inline(always)]
+    unsafe fn scale2(v: Self::F, n: Self::F) -> Self::F {
+        // SAFETY: arithmetic only. Two factors because 2^n itself may not be a normal number.
+        unsafe {
+            let half = round::<Self>(Self::mul(n, Self::splat(0.5)));
+            Self::mul(Self::mul(v, Self::pow2(half)), Self::pow2(Self::sub(n, half)))
+        }
+    }
+    /// The sum of a vector, by the tree of [`Simd::sum4`].
+    #[inline(always)]
+    unsafe fn sum(v: Self::F) -> f32 {
+        // SAFETY: arithmetic only.
+        unsafe { Self::sum4([v; 4])[0] }
+    }
+}
+
+/// The nearest whole number, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits.
+#[inline(always)]
+pub(crate) unsafe fn round<S: Simd + ?Sized>(x: S::F) -> S::F {
+    // SAFETY: arithmetic only.
+    unsafe {
+        let shift = S::splat(12_582_912.0);
+        S::sub(S::add(x, shift), shift)
+    }
+}
+
+/// How rows of one dtype are multiplied with packed activations.
+pub(crate) trait Dot<S: Simd> {
+    /// Storage of a weight.
+    type Elem: Copy;
+    /// Storage of a packed activation.
+    type Packed: Copy;
+    /// Weights in a register.
+    type W: Copy;
+    /// Activations in a register (or two).
+    type X: Copy;
+    /// Weights of a step.
+    const CHUNK: usize;
+    /// Packed elements of a step, for one activation row.
+    const PACKED: usize;
+
+    /// Calls `leaf`, which uses this product, with the set enabled.
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
+
+    unsafe fn load(p: *const Self::Elem) -> Self::W;
+    /// The first `n < CHUNK`, zero beyond.
+    unsafe fn load_part(p: *const Self::Elem, n: usize) -> Self::W;
+    unsafe fn load_x(p: *const Self::Packed) -> Self::X;
+    /// acc + the products, summed within a lane in a fixed order.
+    unsafe fn mac(acc: S::F, w: Self::W, x: Self::X) -> S::F;
+    /// Packs a step of `n <= CHUNK` activations, zero beyond.
+    unsafe fn pack(dst: *mut Self::Packed, src: *const f32, n: usize);
+}
+
+/// Weights widened to f32 on load; activations in f32.
+pub(crate) struct Widen<E>(core::marker::PhantomData<E>);
+/// Storage marker: bf16.
+pub(crate) struct Bf16;
+/// Storage marker: f16.
+pub(crate) struct F16;
+/// Storage marker: f32.
+pub(crate) struct F32;
+
+/// Elements that [`Widen`] can load.
+pub(crate) trait Storage {
+    /// Its bits.
+    type Elem: Copy;
+    unsafe fn load<S: Simd>(p: *const Self::Elem) -> S::F;
+    unsafe fn load_part<S: Simd>(p: *const Self::Elem, n: usize) -> S::F;
+}
+
+macro_rules! storage {
+    ($($marker:ident, $elem:ty, $load:ident, $load_part:ident;)*) => { $(
+        impl Storage for $marker {
+            type Elem = $elem;
+            #[inline(always)]
+            unsafe fn load<S: Simd>(p: *const $elem) -> S::F {
+                // SAFETY: the caller's promises are the same.
+                unsafe { S::$load(p) }
+            }
+            #[inline(always)]
+            unsafe fn load_part<S: Simd>(p: *const $elem, n: usize) -> S::F {
+                // SAFETY: the caller's promises are the same.
+                unsafe { S::$load_part(p, n) }
+            }
+        }
+    )* };
+}
+storage! {
+    Bf16, u16, load_bf16, load_bf16_part;
+    F16, u16, load_f16, load_f16_part;
+    F32, f32, load, load_part;
+}
+
+impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
+    type Elem = E::Elem;
+    type Packed = f32;
+    type W = S::F;
+    type X = S::F;
+    const CHUNK: usize = S::LANES;
+    const PACKED: usize = S::LANES;
+
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the caller's promises are the same.
+        unsafe { S::call(leaf) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const E::Elem) -> S::F {
+        // SAFETY: the caller's promises are the same.
+        unsafe { E::load::<S>(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const E::Elem, n: usize) -> S::F {
+        // SAFETY: the caller's promises are the same.
+        unsafe { E::load_part::<S>(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn load_x(p: *const f32) -> S::F {
+        // SAFETY: the caller's promises are the same.
+        unsafe { S::load(p) }
+    }
+    #[inline(always)]
+    unsafe fn mac(acc: S::F, w: S::F, x: S::F) -> S::F {
+        // SAFETY: arithmetic only.
+        unsafe { S::fma(w, x, acc) }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        // SAFETY: `n` elements are readable and a vector is writable (caller).
+        unsafe {
+            S::store(
+                dst,
+                if n == S::LANES {
+                    S::load(src)
+                } else {
+                    S::load_part(src, n)
+                },
+            )
+        }
+    }
+}
+
+/// An instruction set as bodies see it: vectors, and how bf16 rows are multiplied.
+pub(crate) trait Level: 'static {
+    /// Its vectors.
+    type S: Simd;
+    /// bf16 weights with activations that may be rounded to bf16 first.
+    type Bf16: Dot<Self::S, Elem = u16>;
+    /// bf16 rows with activations of at least 16 significant bits.
+    type Bf16Wide: Dot<Self::S, Elem = u16>;
+}
+
+macro_rules! widening_level {
+    ($($(#[$attribute:meta])* $level:ident: $simd:ty;)*) => { $(
+        $(#[$attribute])*
+        pub(crate) struct $level;
+        $(#[$attribute])*
+        impl Level for $level {
+            type S = $simd;
+            type Bf16 = Widen<Bf16>;
+            type Bf16Wide = Widen<Bf16>;
+        }
+    )* };
+}
+widening_level! {
+    #[doc = "Plain Rust on arrays; the compiler uses what the target has."]
+    Portable: portable::Portable;
+    #[cfg(target_arch = "x86_64")]
+    #[doc = "AVX2 with FMA and F16C."]
+    Avx2: avx2::Avx2;
+    #[cfg(target_arch = "x86_64")]
+    #[doc = "AVX-512F; bf16 widened."]
+    Avx512: avx512::Avx512;
+    #[cfg(target_arch = "aarch64")]
+    #[doc = "NEON; bf16 widened."]
+    Neon: neon::Neon;
+}
+
+/// AVX-512F with the bf16 dot product.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx512Bf16;
+#[cfg(target_arch = "x86_64")]
+impl Level for Avx512Bf16 {
+    type S = avx512::Avx512;
+    type Bf16 = avx512::DotBf16;
+    type Bf16Wide = avx512::DotBf16Split;
+}
+
+/// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or
+/// [`Dot::call`].
+pub(crate) trait Body {
+    /// What it yields.
+    type Output;
+    /// Does it.
+    ///
+    /// # Safety
+    /// The level's instructions exist.
+    unsafe fn run<L: Level>(self) -> Self::Output;
+}
+
+/// An inner loop, compiled with its instruction set enabled. `run` must be `#[inline(always)]`, as must all it calls
+/// that touches vectors, or the vectors travel through memory. Leaves are kept apart, never inlined into one another:
+/// all tiles in one function took the compiler minutes.
+pub(crate) trait Leaf {
+    /// What it yields.
+    type Output;
+    /// Does it.
+    ///
+    /// # Safety
+    /// The instructions exist; the fields keep what the type's documentation asks of them.
+    unsafe fn run(self) -> Self::Output;
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Known {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
+}
+
+/// An instruction set that this machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Isa(Known);
+
+impl Default for Isa {
+    fn default() -> Isa {
+        Isa::best()
+    }
+}
+
+impl Isa {
+    /// Plain Rust, on every machine.
+    pub const PORTABLE: Isa = Isa(Known::Portable);
+
+    /// Every set this machine has, the best one last.
+    pub fn available() -> &'static [Isa] {
+        static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
+        AVAILABLE.get_or_init(|| {
+            #[allow(unused_mut, reason = "targets without vector code push nothing")]
+            let mut sets = vec![Isa::PORTABLE];
+            #[cfg(target_arch = "x86_64")]
+            {
+                use std::arch::is_x86_feature_detected as has;
+                if has!("avx2") && has!("fma") && has!("f16c") {
+                    sets.push(Isa(Known::Avx2));
+                    if has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq") {
+                        sets.push(Isa(Known::Avx512));
+                        if has!("avx512bf16") {
+                            sets.push(Isa(Known::Avx512Bf16));
+                        }
+                    }
+                }
+            }
+            #[cfg(target_arch = "aarch64")]
+            if std::arch::is_aarch64_feature_detected!("neon") {
+                sets.push(Isa(Known::Neon));
+            }
+            sets
+        })
+    }
+
+    /// The best set this machine has: what workers use.
+    pub fn best() -> Isa {
+        *Isa::available().last().unwrap_or(&Isa::PORTABLE)
+    }
+
+    /// Its name, as `bench` prints it.
+    pub fn name(self) -> &'static str {
+        match self.0 {
+            Known::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Known::Avx2 => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Known::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Known::Avx512Bf16 => "avx512-bf16",
+            #[cfg(target_arch = "aarch64")]
+            Known::Neon => "neon",
+        }
+    }
+
+    /// Runs `body` with this set.
+    #[inline]
+    pub(crate) fn run<B: Body>(self, body: B) -> B::Output {
+        // SAFETY: an `Isa` other than the portable one comes only from `available`, which found its features.
+        unsafe {
+            match self.0 {
+                Known::Portable => body.run::<Portable>(),
+                #[cfg(target_arch = "x86_64")]
+                Known::Avx2 => body.run::<Avx2>(),
+                #[cfg(target_arch = "x86_64")]
+                Known::Avx512 => body.run::<Avx512>(),
+                #[cfg(target_arch = "x86_64")]
+                Known::Avx512Bf16 => body.run::<Avx512Bf16>(),
+                #[cfg(target_arch = "aarch64")]
+                Known::Neon => body.run::<Neon>(),
+            }
+        }
+    }
+}
+
+macro_rules! with_features {
+    ($($arch:literal $name:ident $features:literal;)*) => { $(
+        #[cfg(target_arch = $arch)]
+        #[target_feature(enable = $features)]
+        #[inline(never)]
+        unsafe fn $name<T: Leaf>(leaf: T) -> T::Output {
+            // SAFETY: the features are enabled here, so the caller has found them.
+            unsafe { leaf.run() }
+        }
+    )* };
+}
+with_features! {
+    "x86_64" with_avx2 "avx2,fma,f16c";
+    "x86_64" with_avx512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c";
+    "x86_64" with_avx512_bf16 "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c";
+    "aarch64" with_neon "neon";
+}
+
+#[inline(never)]
+unsafe fn with_nothing<T: Leaf>(leaf: T) -> T::Output {
+    // SAFETY: the caller's promises are the same.
+    unsafe { leaf.run() }
+}

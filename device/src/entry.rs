@@ -1,0 +1,162 @@
+//! The persistent kernel: one entry, one block per worker, and what happens on a panic.
+//!
+//! The entry turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
+//! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
+//! whatever another worker or the host writes is reached by raw pointers.
+
+use crate::arch::{thread, trap};
+use crate::block::Block;
+use crate::gpu::{Call, sync::Gpu};
+use crate::kernels::run_gpu;
+use crate::worker::{Body, Image, run};
+use core::mem::offset_of;
+use perpetua_shared::control::Control;
+use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::{EventDesc, Fault, FaultCode, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    trap()
+}
+
+/// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
+/// would keep them all in registers); they stay in L1.
+///
+/// Its promise, which every method relies on: the host has checked the image, so every index in it is in range, and
+/// nobody writes it or the launch block while the kernel runs.
+#[derive(Clone, Copy)]
+struct DeviceImage {
+    params: *const LaunchParams,
+}
+
+/// A field of the launch block.
+macro_rules! param {
+    ($image:expr, $field:ident) => {
+        // SAFETY: see `DeviceImage`.
+        unsafe { (&raw const (*$image.params).$field).read_volatile() }
+    };
+}
+
+/// `count` entries from entry `first` of the section at `address`.
+///
+/// # Safety
+/// They are there, and nobody writes them while the kernel runs.
+#[inline(always)]
+unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
+    let start: *const T = core::ptr::with_exposed_provenance(address as usize);
+    // SAFETY: the caller's promise; an empty slice, too, starts at an address that is not null: no section is empty
+    // that a task of a checked image refers to.
+    unsafe { core::slice::from_raw_parts(start.add(first as usize), count as usize) }
+}
+
+impl Image for DeviceImage {
+    #[inline(always)]
+    fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
+        let row = program as u32 * (param!(self, n_workers) + 1);
+        // SAFETY: see `DeviceImage`.
+        unsafe {
+            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2).as_ptr().cast::<[u32; 2]>();
+            entries(param!(self, lists), first, end - first)
+        }
+    }
+
+    #[inline(always)]
+    fn task(&self, id: u32) -> &TaskDesc {
+        // SAFETY: see `DeviceImage`.
+        unsafe { entries(param!(self, tasks), id, 1).get_unchecked(0) }
+    }
+
+    #[inline(always)]
+    fn waits(&self, task: &TaskDesc) -> &[u32] {
+        // SAFETY: see `DeviceImage`.
+        unsafe { entries(param!(self, waits), task.wait_first, u32::from(task.wait_count)) }
+    }
+
+    #[inline(always)]
+    fn triggers(&self, task: &TaskDesc) -> &[u32] {
+        // SAFETY: see `DeviceImage`.
+        unsafe { entries(param!(self, triggers), task.trigger_first, u32::from(task.trigger_count)) }
+    }
+
+    #[inline(always)]
+    fn num_triggers(&self, event: u32) -> u32 {
+        // SAFETY: see `DeviceImage`.
+        unsafe { entries::<EventDesc>(param!(self, events), event, 1).get_unchecked(0).num_triggers }
+    }
+}
+
+/// Runs task bodies on the calling thread's block.
+struct BlockBody {
+    image: DeviceImage,
+    block: Block,
+}
+
+impl Body for BlockBody {
+    #[inline(always)]
+    fn run(&mut self, _: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+        if task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 && step.sampling == 0 {
+            return Ok(());
+        }
+        // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
+        // been met.
+        unsafe {
+            let call = Call {
+                task,
+                operands: entries(param!(self.image, operands), task.operand_first, task.operand_count),
+                step,
+                programs: entries(param!(self.image, programs), 0, param!(self.image, n_programs)),
+                bindings: core::ptr::with_exposed_provenance(param!(self.image, bindings) as usize),
+            };
+            run_gpu(&call, &self.block)
+        }
+    }
+}
+
+/// The worker whose number is the block's index.
+///
+/// # Safety
+/// `params` and all it points to are as [`LaunchParams`] says, for an image that the host has checked; the grid has
+/// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
+    let image = DeviceImage { params };
+    let sync = Gpu {
+        counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
+        step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
+        fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
+        timeout_ns: param!(image, timeout_ns),
+    };
+    let mut body = BlockBody {
+        image,
+        block: Block::current(),
+    };
+    let worker = WorkerId(thread::block_idx());
+    if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
+        // Threads that left because another one faulted have nothing to add.
+        if fault.code != FaultCode::Aborted as u32 {
+            sync.report(&fault);
+        }
+    }
+}
+
+/// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes
+/// two. The tests count one here.
+///
+/// # Safety
+/// `words` points to one word per thread.
+#[unsafe(no_mangle)]
+pub unsafe extern "ptx-kernel" fn perpetua_probe_barrier(words: *mut u32, bound: u32) {
+    let at = thread::thread_idx();
+    // SAFETY: a thread's own word; every thread reaches the barrier.
+    unsafe {
+        let word = words.add(at as usize);
+        let below = at < bound;
+        if below {
+            *word += 1;
+        }
+        thread::sync();
+        if below {
+            *word *= 3;
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! The functions `core` lacks on this target, in f32 unless said otherwise.
+
+use crate::arch::scalar::{exp2, fma, fma64, sqrt};
+use crate::kernels::linear::Activation;
+
+/// e^x to about 3 ulp; 0 below 2^-126. The power of two is split off in two steps (Cody and Waite), so that the error
+/// does not grow with |x|.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    // Beyond these the result is 0 or infinity anyway, and the scaling stays in range. NaN passes through both.
+    let x = if x > 89.0 { 89.0 } else { x };
+    let x = if x < -104.0 { -104.0 } else { x };
+    // Adding 1.5 * 2^23 rounds to a whole number.
+    const ROUND: f32 = 12_582_912.0;
+    let n = fma(x, core::f32::consts::LOG2_E, ROUND) - ROUND;
+    // ln 2 as a number of few bits, so that n times it is exact, and the rest of it.
+    let r = fma(n, -0.693_145_75, x);
+    let r = fma(n, -1.428_606_8e-6, r);
+    exp2(r * core::f32::consts::LOG2_E) * exp2(n)
+}
+
+/// 1 / sqrt(x).
+#[inline(always)]
+pub(crate) fn rsqrt(x: f32) -> f32 {
+    1.0 / sqrt(x)
+}
+
+/// tanh, absolute error below 3e-7.
+#[inline(always)]
+fn tanh(x: f32) -> f32 {
+    1.0 - 2.0 / (exp(2.0 * x) + 1.0)
+}
+
+/// The error function, absolute error below 5e-7: Abramowitz and Stegun 7.1.26.
+#[inline(always)]
+fn erf(x: f32) -> f32 {
+    let a = if x < 0.0 { -x } else { x };
+    let t = 1.0 / fma(0.327_591_1, a, 1.0);
+    let mut p = fma(1.061_405_4, t, -1.453_152);
+    p = fma(p, t, 1.421_413_8);
+    p = fma(p, t, -0.284_496_72);
+    p = fma(p, t, 0.254_829_6);
+    let y = 1.0 - p * t * exp(-a * a);
+    if x < 0.0 { -y } else { y }
+}
+
+/// Sine and cosine of an angle of any size that is exact in f32: the quarter turns are taken off in f64, whose error at
+/// 10^6 radians is below 1e-9; the rest, at most pi/4, goes through the Taylor polynomials (remainders below 2e-9).
+#[inline(always)]
+pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
+    const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
+    let angle = f64::from(angle);
+    let shifted = fma64(angle, core::f64::consts::FRAC_2_PI, ROUND);
+    let quarter = shifted.to_bits() as u32 & 3;
+    let r = fma64(shifted - ROUND, -core::f64::consts::FRAC_PI_2, angle) as f32;
+    let r2 = r * r;
+    let mut s = fma(1.0 / 362_880.0, r2, -1.0 / 5040.0);
+    s = fma(s, r2, 1.0 / 120.0);
+    s = fma(s, r2, -1.0 / 6.0);
+    let s = fma(s * r2, r, r);
+    let mut c = fma(-1.0 / 3_628_800.0, r2, 1.0 / 40_320.0);
+    c = fma(c, r2, -1.0 / 720.0);
+    c = fma(c, r2, 1.0 / 24.0);
+    c = fma(c, r2, -0.5);
+    let c = fma(c, r2, 1.0);
+    match quarter {
+        0 => (s, c),
+        1 => (c, -s),
+        2 => (-s, -c),
+        _ => (-c, s),
+    }
+}
+
+/// The activation numbered `activation` (see [`Activation`]) of `x`.
+#[inline(always)]
+pub(crate) fn activate(activation: u32, x: f32) -> f32 {
+    const GELU: u32 = Activation::Gelu as u32;
+    const SILU: u32 = Activation::Silu as u32;
+    const RELU: u32 = Activation::Relu as u32;
+    const GELU_TANH: u32 = Activation::GeluTanh as u32;
+    match activation {
+        GELU => 0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2)),
+        SILU => x / (1.0 + exp(-x)),
+        RELU => {
+            if x < 0.0 {
+                0.0
+            } else {
+                x
+            }
+        }
+        GELU_TANH => {
+            const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+            0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * fma(0.044_715 * x * x, x, x)))
+        }
+        _ => x,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_match_f64() {
+        for i in -20_000..20_000 {
+            let x = i as f32 * 0.005;
+            let (e, expected) = (f64::from(exp(x)), f64::from(x).exp());
+            if x > -87.0 && x < 88.0 {
+                assert!((e - expected).abs() <= 5e-7 * expected, "exp({x}) = {e}, expected {expected}");
+            }
+            assert!((f64::from(tanh(x)) - f64::from(x).tanh()).abs() < 3e-7, "tanh({x})");
+            assert!((erf(x) - crate::cpu::math::erf(x)).abs() < 5e-7, "erf({x})");
+        }
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(-200.0), 0.0);
+        assert!(exp(100.0).is_infinite() && exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn sine_and_cosine_hold_at_every_position() {
+        for position in (0..131_072u32).step_by(7) {
+            for frequency in [1.0f32, 0.749_894_2, 0.1, 0.001] {
+                let angle = position as f32 * frequency;
+                let (s, c) = sin_cos(angle);
+                let (es, ec) = f64::from(angle).sin_cos();
+                assert!((f64::from(s) - es).abs() < 2e-7, "sin({angle}) = {s}, expected {es}");
+                assert!((f64::from(c) - ec).abs() < 2e-7, "cos({angle}) = {c}, expected {ec}");
+            }
+        }
+    }
+}

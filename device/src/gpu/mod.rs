@@ -1,0 +1,194 @@
+//! What the GPU bodies share: tensors as a task's operands give them, arithmetic, and the device's
+//! [`Sync`](crate::sync::Sync).
+//!
+//! A body runs on every thread of a block. Between its start and its end the block owns what the task writes; whatever
+//! one thread writes and another reads inside a body stands on two sides of a barrier. The worker loop's own barriers
+//! (before a trigger, after a wait) order one task with the next.
+
+pub(crate) mod math;
+pub(crate) mod rows;
+pub mod sync;
+
+use crate::arch::{atomic, scalar};
+use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::limits::MAX_RANK;
+use perpetua_shared::task::Operand;
+use perpetua_shared::{DType, Step, TaskDesc};
+
+/// A tensor region in device memory. Indices are not checked here: that a box lies inside its binding is a rule of the
+/// image's check, that a body stays in the box is what its tests are for.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensor {
+    base: *mut u8,
+    dtype: u16,
+    extent: [u32; MAX_RANK],
+    stride: [u32; MAX_RANK],
+}
+
+impl Tensor {
+    /// The box `operand`, given where every binding lies.
+    ///
+    /// # Safety
+    /// `bindings` points to the launch's table, in which `operand.binding` is an index; the box lies inside that binding.
+    /// While the tensor is in use nobody else writes what it reads or touches what it writes.
+    pub unsafe fn new(bindings: *const u64, operand: &Operand) -> Tensor {
+        // SAFETY: the index is in the table (caller).
+        let binding = unsafe { *bindings.add(operand.binding.idx()) };
+        Tensor {
+            base: core::ptr::with_exposed_provenance_mut((binding + operand.offset_bytes) as usize),
+            dtype: operand.dtype,
+            extent: operand.extent,
+            stride: operand.stride_elems,
+        }
+    }
+
+    /// Whether there is a tensor.
+    #[inline(always)]
+    pub fn is_present(&self) -> bool {
+        self.dtype != 0
+    }
+
+    /// Elements along dimension `dim`.
+    #[inline(always)]
+    pub fn extent(&self, dim: usize) -> u32 {
+        self.extent[dim]
+    }
+
+    /// Elements between neighbours along dimension `dim`.
+    #[inline(always)]
+    pub(crate) fn stride(&self, dim: usize) -> u32 {
+        self.stride[dim]
+    }
+
+    /// The [`DType`] number.
+    #[inline(always)]
+    pub(crate) fn dtype(&self) -> u16 {
+        self.dtype
+    }
+
+    #[inline(always)]
+    fn elem_bytes(&self) -> u64 {
+        // Arithmetic, since a `match` would become a table in memory. Bodies meet no type of 1 or 8 bytes.
+        const FOUR: u32 = 1 << DType::F32 as u32 | 1 << DType::I32 as u32 | 1 << DType::U32 as u32;
+        2 << (FOUR >> self.dtype & 1)
+    }
+
+    /// The address of the element at `at`.
+    #[inline(always)]
+    pub fn address<const N: usize>(&self, at: [u32; N]) -> *mut u8 {
+        let mut offset = 0;
+        for dim in 0..N {
+            debug_assert!(at[dim] < self.extent[dim], "index {} of dimension {dim}", at[dim]);
+            offset += u64::from(at[dim]) * u64::from(self.stride[dim]);
+        }
+        self.base.wrapping_add((offset * self.elem_bytes()) as usize)
+    }
+
+    /// The element at `at` of a tensor of floats, widened to f32.
+    ///
+    /// # Safety
+    /// Every index is below its extent.
+    #[inline(always)]
+    pub unsafe fn get<const N: usize>(&self, at: [u32; N]) -> f32 {
+        // SAFETY: the element is inside the box (caller).
+        unsafe { load(self.dtype, self.address(at)) }
+    }
+
+    /// Sets the element at `at` of a tensor of floats, rounding to nearest even.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`], and the calling thread is the only one to touch the element now.
+    #[inline(always)]
+    pub unsafe fn set<const N: usize>(&self, at: [u32; N], value: f32) {
+        // SAFETY: the element is inside the box (caller).
+        unsafe { store(self.dtype, self.address(at), value) }
+    }
+
+    /// The element at `at` of a tensor of 32-bit words.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`].
+    #[inline(always)]
+    pub unsafe fn get_word(&self, at: u32) -> u32 {
+        // SAFETY: the word is inside the box (caller); volatile, since the host may own it.
+        unsafe { self.address([at]).cast::<u32>().read_volatile() }
+    }
+
+    /// Sets the element at `at` of a tensor of 32-bit words.
+    ///
+    /// # Safety
+    /// As [`Tensor::set`].
+    #[inline(always)]
+    pub unsafe fn set_word(&self, at: u32, value: u32) {
+        // SAFETY: the word is inside the box (caller).
+        unsafe { self.address([at]).cast::<u32>().write_volatile(value) }
+    }
+}
+
+const F32: u16 = DType::F32 as u16;
+const BF16: u16 = DType::Bf16 as u16;
+const F16: u16 = DType::F16 as u16;
+
+/// The float of type `dtype` at `from`, as f32.
+#[inline(always)]
+unsafe fn load(dtype: u16, from: *const u8) -> f32 {
+    // SAFETY: the caller promises an aligned element of that type.
+    unsafe {
+        match dtype {
+            F32 => from.cast::<f32>().read(),
+            BF16 => f32::from_bits(u32::from(from.cast::<u16>().read()) << 16),
+            _ => scalar::f16_to_f32(from.cast::<u16>().read()),
+        }
+    }
+}
+
+/// Writes `value` at `to` as a float of type `dtype`.
+#[inline(always)]
+unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
+    // SAFETY: the caller promises an aligned element of that type.
+    unsafe {
+        match dtype {
+            F32 => to.cast::<f32>().write(value),
+            BF16 => to.cast::<u16>().write(scalar::f32_to_bf16(value)),
+            _ => to.cast::<u16>().write(scalar::f32_to_f16(value)),
+        }
+    }
+}
+
+/// One task's call of a macro kernel.
+#[derive(Debug)]
+pub struct Call<'a> {
+    /// The task.
+    pub task: &'a TaskDesc,
+    /// Its operands, in the order the kernel's file gives.
+    pub operands: &'a [Operand],
+    /// The pass.
+    pub step: &'a Step,
+    /// The image's programs, for the kernel that chooses the next one.
+    pub programs: &'a [ProgramDesc],
+    /// Where every binding lies.
+    pub(crate) bindings: *const u64,
+}
+
+impl Call<'_> {
+    /// Operand `i`.
+    ///
+    /// # Safety
+    /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says.
+    #[inline(always)]
+    pub unsafe fn tensor(&self, i: usize) -> Tensor {
+        // SAFETY: the operand is there (caller); its box and its neighbours are the image's promise.
+        unsafe { Tensor::new(self.bindings, self.operands.get_unchecked(i)) }
+    }
+
+    /// How many of `tensor`'s rows (dimension 0) this pass computes.
+    #[inline(always)]
+    pub fn rows(&self, tensor: &Tensor) -> u32 {
+        self.task.rows(tensor.extent(0), self.step.rows)
+    }
+}
+
+/// Publishes what this thread wrote, to the host as well, before what it writes from here on.
+pub(crate) fn publish() {
+    atomic::fence_system();
+}

@@ -1,0 +1,237 @@
+//! Dot products of weight rows with activation rows, a warp to each: what `linear` and `gated_linear` are made of.
+//!
+//! A lane takes eight consecutive elements, a warp 256; with one row of activations four such steps are in flight, 2 KiB
+//! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
+//! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
+
+use super::{BF16, F16, F32, Tensor};
+use crate::arch::scalar::{f16_to_f32, fma};
+use crate::arch::{WARP, memory, warp};
+
+/// How an element type is loaded.
+trait Float {
+    const BYTES: usize;
+
+    /// One element.
+    ///
+    /// # Safety
+    /// `from` points to one.
+    unsafe fn one(from: *const u8) -> f32;
+
+    /// Eight elements at 16-byte aligned `from`, once (`stream`) or to be read again.
+    ///
+    /// # Safety
+    /// `from` points to eight in global memory, aligned.
+    unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8];
+}
+
+#[inline(always)]
+unsafe fn load16(from: *const u8, stream: bool) -> [u32; 4] {
+    // SAFETY: the caller promises 16 aligned bytes of global memory.
+    unsafe { if stream { memory::load16_stream(from) } else { memory::load16(from) } }
+}
+
+struct Single;
+struct Brain;
+struct Half;
+
+impl Float for Single {
+    const BYTES: usize = 4;
+
+    #[inline(always)]
+    unsafe fn one(from: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { from.cast::<f32>().read() }
+    }
+
+    #[inline(always)]
+    unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
+        // SAFETY: the caller promises 32 bytes.
+        let (a, b) = unsafe { (load16(from, stream), load16(from.add(16), stream)) };
+        let f = f32::from_bits;
+        [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
+    }
+}
+
+impl Float for Brain {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn one(from: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        f32::from_bits(u32::from(unsafe { from.cast::<u16>().read() }) << 16)
+    }
+
+    #[inline(always)]
+    unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
+        // SAFETY: the caller promises 16 bytes.
+        let v = unsafe { load16(from, stream) };
+        let (low, high) = (|u: u32| f32::from_bits(u << 16), |u: u32| f32::from_bits(u & 0xffff_0000));
+        [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
+    }
+}
+
+impl Float for Half {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    unsafe fn one(from: *const u8) -> f32 {
+        // SAFETY: the caller's promise.
+        f16_to_f32(unsafe { from.cast::<u16>().read() })
+    }
+
+    #[inline(always)]
+    unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
+        // SAFETY: the caller promises 16 bytes.
+        let v = unsafe { load16(from, stream) };
+        let (low, high) = (|u: u32| f16_to_f32(u as u16), |u: u32| f16_to_f32((u >> 16) as u16));
+        [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
+    }
+}
+
+/// The activations that [`dots`] multiplies: up to R rows from `first` on.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows<'a> {
+    /// The matrix, each row contiguous.
+    pub(crate) x: &'a Tensor,
+    /// Rows that count.
+    pub(crate) rows: u32,
+    /// The first one.
+    pub(crate) first: u32,
+}
+
+/// `x[first + j, :] . w[n, :]` for j below R, the same in every lane; j beyond the rows that count repeat the last one.
+///
+/// # Safety
+/// Every lane of the warp makes this same call; `x` and `w` are matrices of floats with the same number of columns, each
+/// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
+#[inline(always)]
+pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+    // SAFETY: the caller's promises; the types are the tensors'.
+    let mut sums = unsafe {
+        match (w.dtype(), x.x.dtype()) {
+            (BF16, F32) => typed::<Brain, Single, R>(x, w, n, lane),
+            (BF16, BF16) => typed::<Brain, Brain, R>(x, w, n, lane),
+            (F32, F32) => typed::<Single, Single, R>(x, w, n, lane),
+            (F16, F32) => typed::<Half, Single, R>(x, w, n, lane),
+            (F16, F16) => typed::<Half, Half, R>(x, w, n, lane),
+            // The other pairs are nobody's favourite.
+            _ => one_by_one::<R>(x, w, n, lane),
+        }
+    };
+    for sum in &mut sums {
+        // SAFETY: whole warps are here (caller).
+        *sum = unsafe { warp::sum(*sum) };
+    }
+    sums
+}
+
+/// The row of x that counts as `first + j`.
+#[inline(always)]
+fn row(x: &Rows<'_>, j: usize) -> u32 {
+    let row = x.first + j as u32;
+    if row < x.rows { row } else { x.rows - 1 }
+}
+
+/// A lane's share of [`dots`] for any types and any alignment.
+#[inline(always)]
+unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+    let mut sums = [0f32; R];
+    let mut at = lane;
+    while at < w.extent(1) {
+        // SAFETY: `at` is below k, the length of all these rows.
+        unsafe {
+            let weight = w.get([n, at]);
+            for j in 0..R {
+                sums[j] = fma(weight, x.x.get([row(&x, j), at]), sums[j]);
+            }
+        }
+        at += WARP;
+    }
+    sums
+}
+
+/// A lane's share of [`dots`] in steps of eight elements.
+#[inline(always)]
+unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+    const LANES: usize = WARP as usize;
+    let k = w.extent(1) as usize;
+    let w_row: *const u8 = w.address([n, 0]);
+    let head = ((w_row.addr().wrapping_neg() % 16) / W::BYTES).min(k);
+    let mut x_rows = [core::ptr::null::<u8>(); R];
+    let mut misplaced = 0;
+    for j in 0..R {
+        x_rows[j] = x.x.address([row(&x, j), 0]).cast_const().wrapping_add(head * X::BYTES);
+        misplaced |= x_rows[j].addr() % 16;
+    }
+    if misplaced != 0 {
+        // SAFETY: the caller's promises.
+        return unsafe { one_by_one(x, w, n, lane) };
+    }
+    let body = w_row.wrapping_add(head * W::BYTES);
+    let chunks = (k - head) / 8;
+    let lane = lane as usize;
+    let mut sums = [0f32; R];
+    // SAFETY: every element is one of the first k of its row; chunks start on 16 bytes in all rows.
+    unsafe {
+        let mut chunk = lane;
+        if R == 1 {
+            // Decoding: the weights' latency is all there is, so four loads are under way before the first is used.
+            while chunk + 3 * LANES < chunks {
+                let a = W::eight(body.add(8 * chunk * W::BYTES), true);
+                let b = W::eight(body.add(8 * (chunk + LANES) * W::BYTES), true);
+                let c = W::eight(body.add(8 * (chunk + 2 * LANES) * W::BYTES), true);
+                let d = W::eight(body.add(8 * (chunk + 3 * LANES) * W::BYTES), true);
+                multiply::<X, R>(&mut sums, &a, &x_rows, chunk);
+                multiply::<X, R>(&mut sums, &b, &x_rows, chunk + LANES);
+                multiply::<X, R>(&mut sums, &c, &x_rows, chunk + 2 * LANES);
+                multiply::<X, R>(&mut sums, &d, &x_rows, chunk + 3 * LANES);
+                chunk += 4 * LANES;
+            }
+        }
+        while chunk < chunks {
+            let weights = W::eight(body.add(8 * chunk * W::BYTES), true);
+            multiply::<X, R>(&mut sums, &weights, &x_rows, chunk);
+            chunk += LANES;
+        }
+        // What stands before the first chunk and after the last: fewer than 8 elements each, a lane to each.
+        let tail = head + 8 * chunks;
+        let at = if lane < head { lane } else { tail + lane - head };
+        if lane < head + k - tail {
+            let weight = W::one(w_row.add(at * W::BYTES));
+            for j in 0..R {
+                let value = X::one(x_rows[j].wrapping_sub(head * X::BYTES).add(at * X::BYTES));
+                sums[j] = fma(weight, value, sums[j]);
+            }
+        }
+    }
+    sums
+}
+
+/// Adds eight weights times the elements of chunk `chunk` of each row.
+#[inline(always)]
+unsafe fn multiply<X: Float, const R: usize>(
+    sums: &mut [f32; R],
+    weights: &[f32; 8],
+    x_rows: &[*const u8; R],
+    chunk: usize,
+) {
+    for j in 0..R {
+        // SAFETY: the caller promises that the rows have this chunk, aligned.
+        let values = unsafe { X::eight(x_rows[j].add(8 * chunk * X::BYTES), false) };
+        for i in 0..8 {
+            sums[j] = fma(weights[i], values[i], sums[j]);
+        }
+    }
+}
+
+/// `values[at]` by comparisons, since an index known only at run time would put the array into memory.
+#[inline(always)]
+pub(crate) fn pick(values: [f32; 4], at: u32) -> f32 {
+    match at {
+        0 => values[0],
+        1 => values[1],
+        2 => values[2],
+        _ => values[3],
+    }
+}

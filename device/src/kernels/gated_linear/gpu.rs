@@ -1,0 +1,55 @@
+//! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time.
+
+use super::*;
+use crate::gpu::math::activate;
+use crate::gpu::rows::{Rows, dots, pick};
+
+/// # Safety
+/// As [`MacroKernel::gpu`].
+#[inline(always)]
+pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+    // SAFETY: as in `linear`.
+    unsafe {
+        let (x, gate, up, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(5));
+        let (gate_bias, up_bias) = (call.tensor(3), call.tensor(4));
+        let rows = call.rows(&x);
+        let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
+            if gate_bias.is_present() {
+                g += gate_bias.get([n]);
+            }
+            if up_bias.is_present() {
+                u += up_bias.get([n]);
+            }
+            y.set([r, n], activate(p.activation, g) * u);
+        };
+        let mut n = block.warp();
+        while n < gate.extent(0) {
+            let mut r = 0;
+            while r < rows {
+                let x = Rows { x: &x, rows, first: r };
+                let step = if rows == 1 { 1 } else { 4 };
+                // The same code serves both weights: once for the gate, once more for what it opens.
+                let (mut g, mut u) = (0.0, 0.0);
+                let mut which = 0;
+                while which < 2 {
+                    let w = if which == 0 { &gate } else { &up };
+                    g = u;
+                    u = if step == 1 {
+                        let [sum] = dots::<1>(x, w, n, block.lane());
+                        sum
+                    } else {
+                        pick(dots::<4>(x, w, n, block.lane()), block.lane())
+                    };
+                    which += 1;
+                }
+                let row = r + block.lane();
+                if block.lane() < step && row < rows {
+                    finish(row, n, g, u);
+                }
+                r += step;
+            }
+            n += block.warps();
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time.
+
+use super::*;
+use crate::gpu::math::activate;
+use crate::gpu::rows::{Rows, dots, pick};
+
+/// # Safety
+/// As [`MacroKernel::gpu`].
+#[inline(always)]
+pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+    // SAFETY: the operands are the slots'; `n` and `r` stay below the extents that `check` has matched; the conditions
+    // around `dots` depend on the warp and the task alone, so whole warps call it.
+    unsafe {
+        let (x, w, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
+        let (bias, residual) = (call.tensor(2), call.tensor(3));
+        let rows = call.rows(&x);
+        let finish = |r: u32, n: u32, mut sum: f32| {
+            if bias.is_present() {
+                sum += bias.get([n]);
+            }
+            sum = activate(p.activation, sum);
+            if residual.is_present() {
+                sum += residual.get([r, n]);
+            }
+            y.set([r, n], sum);
+        };
+        let mut n = block.warp();
+        while n < w.extent(0) {
+            if rows == 1 {
+                let [sum] = dots::<1>(Rows { x: &x, rows, first: 0 }, &w, n, block.lane());
+                if block.lane() == 0 {
+                    finish(0, n, sum);
+                }
+            } else {
+                let mut r = 0;
+                while r < rows {
+                    let sums = dots::<4>(Rows { x: &x, rows, first: r }, &w, n, block.lane());
+                    let row = r + block.lane();
+                    if block.lane() < 4 && row < rows {
+                        finish(row, n, pick(sums, block.lane()));
+                    }
+                    r += 4;
+                }
+            }
+            n += block.warps();
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,182 @@
+//! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
+
+use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
+use perpetua::exec::threads::allowed_cores;
+use perpetua::{Embedder, Engine, GenerateOptions};
+use perpetua_device::cpu::bandwidth;
+use perpetua_device::cpu::simd::Isa;
+use serde_json::json;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Prompt tokens before the measured ones.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    context: usize,
+    /// Tokens to measure (sentences, for an embedding model).
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    tokens: usize,
+    /// Write the figures there.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    if args.context == 0 || args.tokens == 0 {
+        return Err(format!("--context {} --tokens {}: expected at least 1 of each", args.context, args.tokens).into());
+    }
+    let model = args.model.open()?;
+    let figures = if is_generator(&model) { generator(args, &model)? } else { embedder(args, &model)? };
+    for (name, value) in figures.as_object().into_iter().flatten() {
+        match value {
+            serde_json::Value::Number(n) if n.is_f64() => println!("{name:28} {:.3}", n.as_f64().unwrap_or(0.0)),
+            serde_json::Value::String(text) => println!("{name:28} {text}"),
+            value => println!("{name:28} {value}"),
+        }
+    }
+    if let Some(path) = &args.json {
+        write_whole(path, |file| writeln!(file, "{figures:#}"))?;
+    }
+    Ok(())
+}
+
+fn generator(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    let vocab = model.config().vocab_size() as u64;
+    let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
+    if needed > model.max_tokens() {
+        return Err(format!("--context {} --tokens {}: {needed} positions, the model has {}", args.context, args.tokens, model.max_tokens()).into());
+    }
+    let began = Instant::now();
+    let mut engine = Engine::new(model, &args.model.config(model, needed))?;
+    warm(model)?;
+    let load = began.elapsed();
+    // Ids spread over the vocabulary by a fixed rule: the same on every machine.
+    let prompt: Vec<u32> = (0..args.context as u64).map(|i| (i * 7919 % vocab) as u32).collect();
+    let options = GenerateOptions { max_new_tokens: args.tokens, stop_tokens: Some(Vec::new()), ..Default::default() };
+    let n_threads = engine.resident().compiled().image.header().n_workers as usize;
+    let before = read_bandwidth(n_threads);
+    // One short run first, so that pages and clocks are warm.
+    let warm_up = GenerateOptions { max_new_tokens: 2.min(args.tokens), ..options.clone() };
+    engine.generate(&prompt[..prompt.len().min(8)], &warm_up)?.try_for_each(|token| token.map(|_| ()))?;
+    let waited = engine.resident().waited();
+    let bar = progress(args.tokens as u64, "measuring", TOKENS_BAR);
+    for token in engine.generate(&prompt, &options)? {
+        token?;
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let after = read_bandwidth(n_threads);
+    let waited = engine.resident().waited() - waited;
+    let stamps = engine.stamps();
+    let first = stamps.len() - args.tokens;
+    let prefill = stamps[first] - stamps[0];
+    let mut steps: Vec<Duration> = stamps[first..].windows(2).map(|pair| pair[1] - pair[0]).collect();
+    steps.sort_unstable();
+    let decode: &perpetua::compile::Program = &engine.resident().compiled().programs[0];
+    // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
+    let read = step_bytes(decode, model, args.context + args.tokens / 2, needed);
+    let bandwidth = before.max(after);
+    let median = quantile(&steps, 0.5);
+    let rate = read as f64 / median.max(1e-12);
+    Ok(json!({
+        "model": args.model.model.display().to_string(),
+        "isa": Isa::best().name(),
+        "workers": n_threads,
+        "load_s": load.as_secs_f64(),
+        "compile_ms": engine.resident().compile_time().as_secs_f64() * 1e3,
+        "context": args.context,
+        "prefill_tokens_per_s": args.context as f64 / prefill.as_secs_f64(),
+        "step_ms_median": median * 1e3,
+        "step_ms_p5": quantile(&steps, 0.05) * 1e3,
+        "step_ms_p95": quantile(&steps, 0.95) * 1e3,
+        "tokens_per_s": 1.0 / median.max(1e-12),
+        "bytes_per_step": bytes(read),
+        "read_gb_per_s": rate / 1e9,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "share_of_bandwidth_percent": 100.0 * rate / bandwidth,
+        "tasks_per_step": decode.tasks.tasks.len(),
+        "events_per_step": decode.tasks.events.len(),
+        "waiting_percent": 100.0 * waited.as_secs_f64()
+            / (n_threads as f64 * (stamps[stamps.len() - 1] - stamps[0]).as_secs_f64()),
+        "memory_beside_weights": bytes(engine.resident().owned_bytes()),
+        "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
+    }))
+}
+
+/// Bytes a decode step reads with `position` tokens in a cache planned for `context`.
+fn step_bytes(program: &perpetua::compile::Program, model: &perpetua::Model, position: usize, context: usize) -> u64 {
+    let all: u64 = program.costs.iter().map(|cost| cost.bytes_read).sum();
+    let cache = model.decoder().map_or(0, |c| 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2) as u64;
+    all.saturating_sub(cache * (context - position.min(context)) as u64)
+}
+
+fn embedder(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    let began = Instant::now();
+    let mut embedder = Embedder::new(model, &args.model.config(model, usize::MAX))?;
+    warm(model)?;
+    let load = began.elapsed();
+    let rows = args.context.min(model.max_tokens());
+    let vocab = model.config().vocab_size() as u64;
+    let ids: Vec<u32> = (0..rows as u64).map(|i| (i * 7919 % vocab) as u32).collect();
+    embedder.embed_ids(&ids)?;
+    let mut times = Vec::new();
+    for _ in 0..args.tokens {
+        let began = Instant::now();
+        embedder.embed_ids(&ids)?;
+        times.push(began.elapsed());
+    }
+    times.sort_unstable();
+    Ok(json!({
+        "model": args.model.model.display().to_string(),
+        "isa": Isa::best().name(),
+        "workers": embedder.resident().compiled().image.header().n_workers,
+        "load_s": load.as_secs_f64(),
+        "compile_ms": embedder.resident().compile_time().as_secs_f64() * 1e3,
+        "sentence_tokens": rows,
+        "sentence_ms_median": quantile(&times, 0.5) * 1e3,
+        "sentence_ms_p5": quantile(&times, 0.05) * 1e3,
+        "sentence_ms_p95": quantile(&times, 0.95) * 1e3,
+        "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
+    }))
+}
+
+/// Seconds below which the fraction `q` of `sorted` lies.
+fn quantile(sorted: &[Duration], q: f64) -> f64 {
+    match sorted.len() {
+        0 => 0.0,
+        n => sorted[((n - 1) as f64 * q).round() as usize].as_secs_f64(),
+    }
+}
+
+/// Bytes per second that `n_threads` threads read memory with, each a part of its own: the median of seven passes over
+/// far more than any cache.
+fn read_bandwidth(n_threads: usize) -> f64 {
+    const WORDS: usize = 64 << 20;
+    // Written once, so that the pages exist and are distinct.
+    let data: Vec<u64> = (0..WORDS as u64).collect();
+    let cores = allowed_cores().len();
+    let parts: Vec<&[u64]> = data.chunks(WORDS.div_ceil(n_threads.clamp(1, cores.max(1)))).collect();
+    let mut passes: Vec<Duration> = (0..7)
+        .map(|_| {
+            let began = Instant::now();
+            std::thread::scope(|scope| {
+                for part in &parts {
+                    scope.spawn(|| std::hint::black_box(bandwidth::read(part)));
+                }
+            });
+            began.elapsed()
+        })
+        .collect();
+    passes.sort_unstable();
+    (WORDS * 8) as f64 / passes[passes.len() / 2].as_secs_f64()
+}
+
+/// The most memory this process has had, mapped weights included.
+fn peak_rss() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}

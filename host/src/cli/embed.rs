@@ -1,0 +1,58 @@
+//! `perpetua embed`.
+
+use super::{Interrupted, ModelArgs, Outcome, interrupt_flag, progress, warm, write_whole};
+use perpetua::Embedder;
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Write the embeddings there instead: safetensors with `embeddings` f32 [n, dim]. A name that ends in .json or
+    /// .jsonl gets the JSON lines.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// The sentences.
+    #[arg(required = true, value_name = "TEXT")]
+    texts: Vec<String>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let interrupted = interrupt_flag()?;
+    let model = args.model.open()?;
+    model.encoder()?;
+    let mut embedder = Embedder::new(&model, &args.model.config(&model, usize::MAX))?;
+    warm(&model)?;
+    let bar = progress(args.texts.len() as u64, "embedding", "{msg} {bar:30} {pos}/{len} {eta}");
+    let mut embeddings = Vec::with_capacity(args.texts.len());
+    for text in &args.texts {
+        if interrupted.load(Ordering::Relaxed) {
+            return Err(Interrupted.into());
+        }
+        let embedding = embedder.embed(text).map_err(|error| format!("{text:?}: {error}"))?;
+        embeddings.push(embedding);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let lines = |out: &mut dyn Write| {
+        for (text, embedding) in args.texts.iter().zip(&embeddings) {
+            writeln!(out, "{}", serde_json::json!({"text": text, "embedding": embedding}))?;
+        }
+        out.flush()
+    };
+    match &args.out {
+        None => Ok(lines(&mut std::io::stdout().lock())?),
+        Some(path) if path.extension().is_some_and(|e| e == "json" || e == "jsonl") => write_whole(path, lines),
+        Some(path) => {
+            let flat: Vec<f32> = embeddings.iter().flatten().copied().collect();
+            let shape = vec![embeddings.len(), flat.len() / embeddings.len()];
+            let view = TensorView::new(Dtype::F32, shape, bytemuck::cast_slice(&flat))?;
+            let bytes = safetensors::serialize([("embeddings", view)], None)?;
+            write_whole(path, |file| file.write_all(&bytes))
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! `perpetua generate`.
+
+use super::{Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, warm, write_whole};
+use perpetua::model::chat::ChatMessage;
+use perpetua::{Engine, GenerateOptions};
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// The prompt.
+    #[arg(long, value_name = "TEXT")]
+    prompt: String,
+    /// Put the prompt into the model's chat template, as the user's turn.
+    #[arg(long)]
+    chat: bool,
+    /// Tokens to make at most.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    max_new_tokens: usize,
+    /// Draw tokens at this temperature instead of taking the likeliest.
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+    /// Draw from the smallest set of tokens that has this probability.
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f32,
+    /// Draw from the K likeliest tokens.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Seed of the draws.
+    #[arg(long, value_name = "S", default_value_t = 0)]
+    seed: u64,
+    /// Write the new token ids there, as a JSON array.
+    #[arg(long, value_name = "FILE")]
+    ids_out: Option<PathBuf>,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let interrupted = interrupt_flag()?;
+    let model = args.model.open()?;
+    model.decoder()?;
+    let prompt = match args.chat {
+        true => model.encode_chat(&[ChatMessage::new("user", args.prompt.clone())])?,
+        false => model.encode(&args.prompt)?,
+    };
+    let options = GenerateOptions {
+        max_new_tokens: args.max_new_tokens,
+        temperature: args.temperature,
+        top_p: args.top_p,
+        top_k: args.top_k,
+        seed: args.seed,
+        stop_tokens: None,
+    };
+    let began = Instant::now();
+    let config = args.model.config(&model, prompt.len().saturating_add(args.max_new_tokens));
+    let mut engine = Engine::new(&model, &config)?;
+    warm(&model)?;
+    let loaded = began.elapsed();
+    let mut ids = Vec::new();
+    let mut out = std::io::stdout().lock();
+    let bar = progress(prompt.len() as u64, "reading prompt", TOKENS_BAR);
+    let mut generation = engine.generate(&prompt, &options)?;
+    let mut asked_to_stop = false;
+    while !generation.is_ended() {
+        match generation.poll(Duration::from_millis(50))? {
+            Some(token) => {
+                bar.finish_and_clear();
+                ids.push(token.id);
+                out.write_all(token.text.as_bytes())?;
+                out.flush()?;
+            }
+            None => bar.set_position(generation.prompt_done() as u64),
+        }
+        if interrupted.load(Ordering::Relaxed) && !asked_to_stop {
+            generation.stop();
+            asked_to_stop = true;
+        }
+    }
+    bar.finish_and_clear();
+    out.write_all(generation.rest_of_text()?.as_bytes())?;
+    out.write_all(b"\n")?;
+    out.flush()?;
+    drop(generation);
+    if let Some(path) = &args.ids_out {
+        write_whole(path, |file| writeln!(file, "{}", serde_json::json!(ids)))?;
+    }
+    report(&engine, prompt.len(), ids.len(), loaded);
+    if asked_to_stop { Err(Interrupted.into()) } else { Ok(()) }
+}
+
+/// Where the time went, on a terminal or when asked by nobody else than a person.
+fn report(engine: &Engine, prompt: usize, made: usize, loaded: Duration) {
+    let stamps = engine.stamps();
+    if made == 0 || stamps.len() <= made {
+        return;
+    }
+    let first = stamps.len() - made;
+    let prefill = stamps[first] - stamps[0];
+    let decode = stamps[stamps.len() - 1] - stamps[first];
+    let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
+    let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
+    eprintln!(
+        "{}load {:.0} ms (compile {:.1} ms) | prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {} tokens in {:.1} ms ({:.1}/s){}",
+        dim.0,
+        loaded.as_secs_f64() * 1e3,
+        engine.resident().compile_time().as_secs_f64() * 1e3,
+        prefill.as_secs_f64() * 1e3,
+        rate(prompt, prefill),
+        made - 1,
+        decode.as_secs_f64() * 1e3,
+        rate(made - 1, decode),
+        dim.1
+    );
+}

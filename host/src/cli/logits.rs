@@ -1,0 +1,54 @@
+//! `perpetua logits`.
+
+use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, write_whole};
+use perpetua::{Engine, EngineConfig};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use std::path::PathBuf;
+
+#[derive(Debug, clap::Args)]
+#[group(id = "input", required = true, multiple = false, args = ["ids", "prompt"])]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// Token ids, separated by commas.
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
+    ids: Option<Vec<u32>>,
+    /// A text to tokenize instead.
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// Where the logits go: safetensors with `input_ids` i64 [T] and `logits` f32 [T, vocab].
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+}
+
+/// Rows of a pass: logits of more at once would cost memory for nothing.
+const CHUNK: usize = 128;
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let model = args.model.open()?;
+    model.decoder()?;
+    let ids = match (&args.ids, &args.prompt) {
+        (Some(ids), _) => ids.clone(),
+        (None, Some(prompt)) => model.encode(prompt)?,
+        (None, None) => unreachable!("clap asks for one of the two"),
+    };
+    let config = EngineConfig {
+        all_logits: true,
+        chunks: vec![ids.len().clamp(1, CHUNK)],
+        ..args.model.config(&model, ids.len())
+    };
+    let mut engine = Engine::new(&model, &config)?;
+    warm(&model)?;
+    let bar = progress(ids.len() as u64, "prefill", TOKENS_BAR);
+    let logits = engine.logits(&ids, |done| bar.set_position(done as u64))?;
+    bar.finish_and_clear();
+    let vocab = logits.len() / ids.len();
+    let wide: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
+    let tensors = [
+        ("input_ids", TensorView::new(Dtype::I64, vec![ids.len()], bytemuck::cast_slice(&wide))?),
+        ("logits", TensorView::new(Dtype::F32, vec![ids.len(), vocab], bytemuck::cast_slice(&logits))?),
+    ];
+    let bytes = safetensors::serialize(tensors, None)?;
+    write_whole(&args.out, |file| file.write_all(&bytes))
+}

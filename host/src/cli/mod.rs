@@ -1,0 +1,246 @@
+//! Command line: arguments, what verbs share, exit status.
+//!
+//! 0: done. 1: the request failed, one line on stderr says why. 2: bad usage. 130: stopped by Ctrl-C; what was made until
+//! then has been printed. Machine output goes to stdout or the named file, everything else to stderr; progress bars only
+//! on a terminal.
+
+mod bench;
+mod doctor;
+mod embed;
+mod generate;
+mod logits;
+mod pack;
+mod plan;
+mod plan_graph;
+mod schedule;
+mod synth;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use perpetua::model::ModelConfig;
+use perpetua::{Device, EngineConfig, Model};
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What a verb returns: its failure in one line.
+type Outcome = Result<(), Box<dyn std::error::Error>>;
+
+/// Compiles a model into one persistent run of tasks and events, and runs it.
+#[derive(Debug, Parser)]
+#[command(version, about, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Generate text, streamed to stdout as it is made.
+    Generate(generate::Args),
+    /// Write the logits of every position of a prompt.
+    Logits(logits::Args),
+    /// Embed sentences.
+    Embed(embed::Args),
+    /// Compile without running, and say what came out.
+    Plan(plan::Args),
+    /// Static memory packing of a CSV of buffers.
+    Pack(pack::Args),
+    /// The feasible memory scheduler on a plain graph.
+    Schedule(schedule::Args),
+    /// Write a checkpoint of random weights with a real model's shapes.
+    Synth(synth::Args),
+    /// Measure step times and the share of the machine's read bandwidth.
+    Bench(bench::Args),
+    /// Say what this machine has and lacks.
+    Doctor(doctor::Args),
+}
+
+/// The verb ran until Ctrl-C.
+#[derive(Debug, thiserror::Error)]
+#[error("stopped")]
+struct Interrupted;
+
+pub(crate) fn main() -> ExitCode {
+    // clap exits with 2 by itself on bad usage.
+    let outcome = match &Cli::parse().verb {
+        Verb::Generate(args) => generate::run(args),
+        Verb::Logits(args) => logits::run(args),
+        Verb::Embed(args) => embed::run(args),
+        Verb::Plan(args) => plan::run(args),
+        Verb::Pack(args) => pack::run(args),
+        Verb::Schedule(args) => schedule::run(args),
+        Verb::Synth(args) => synth::run(args),
+        Verb::Bench(args) => bench::run(args),
+        Verb::Doctor(args) => doctor::run(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if error.is::<Interrupted>() => ExitCode::from(130),
+        // Whoever read our output has gone; there is nobody to complain to.
+        Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line: what follows a line break would look like another message.
+            let line = error.to_string().replace('\n', " ");
+            let _ = writeln!(std::io::stderr(), "perpetua: {line}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn is_broken_pipe(error: &(dyn std::error::Error + 'static)) -> bool {
+    error.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+/// Where a model runs.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum DeviceName {
+    Auto,
+    Cpu,
+    Cuda,
+    Simt,
+    Reference,
+}
+
+/// The arguments every verb that runs a model takes.
+#[derive(Debug, Args)]
+struct ModelArgs {
+    /// Model folder: config.json, tokenizer.json, *.safetensors.
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Where to run it.
+    #[arg(long, value_enum, default_value = "auto")]
+    device: DeviceName,
+    /// CPU workers [default: one per core this process may use].
+    #[arg(long, value_name = "N")]
+    threads: Option<usize>,
+    /// Positions of the KV cache [default: what the request needs].
+    #[arg(long, value_name = "N")]
+    max_context: Option<usize>,
+}
+
+impl ModelArgs {
+    fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
+        Ok(Model::load(&self.model)?)
+    }
+
+    /// An engine's configuration for a request of `positions` tokens in all.
+    fn config(&self, model: &Model, positions: usize) -> EngineConfig {
+        let needed = positions.clamp(1, model.max_tokens().max(1));
+        EngineConfig {
+            device: match self.device {
+                DeviceName::Auto => Device::Auto,
+                DeviceName::Cpu => Device::Cpu,
+                DeviceName::Cuda => Device::Cuda,
+                DeviceName::Simt => Device::Simt,
+                DeviceName::Reference => Device::Reference,
+            },
+            threads: self.threads,
+            max_context: Some(self.max_context.unwrap_or(needed)),
+            ..EngineConfig::default()
+        }
+    }
+}
+
+/// A progress bar of `len` steps on a terminal, nothing elsewhere.
+fn progress(len: u64, what: &'static str, template: &str) -> ProgressBar {
+    if !std::io::stderr().is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let bar = ProgressBar::new(len);
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    bar.set_style(style);
+    bar.set_message(what);
+    bar
+}
+
+const BYTES_BAR: &str = "{msg} {bar:30} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+const TOKENS_BAR: &str = "{msg} {bar:30} {pos}/{len} tokens {eta}";
+
+/// Reads the checkpoint's pages once, with a progress bar: the first pass over the weights then runs at full speed, and
+/// a file that cannot be read says so here. Cheap when the pages are cached.
+fn warm(model: &Model) -> Outcome {
+    let weights = model.weights()?;
+    let bar = progress(weights.size_bytes() as u64, "reading weights", BYTES_BAR);
+    let mut sum = 0u8;
+    for name in weights.names().map(str::to_owned).collect::<Vec<_>>() {
+        let Some(tensor) = weights.get(&name) else { continue };
+        for page in tensor.bytes.chunks(1 << 20) {
+            // One byte of each 4 KiB page is enough to have it read.
+            sum = page.iter().step_by(4096).fold(sum, |sum, byte| sum.wrapping_add(*byte));
+            bar.inc(page.len() as u64);
+        }
+    }
+    std::hint::black_box(sum);
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// A flag that Ctrl-C sets. A second Ctrl-C ends the program at once.
+fn interrupt_flag() -> Result<Arc<AtomicBool>, Box<dyn std::error::Error>> {
+    let flag = Arc::new(AtomicBool::new(false));
+    let set = flag.clone();
+    ctrlc::set_handler(move || {
+        if set.swap(true, Ordering::Relaxed) {
+            std::process::exit(130);
+        }
+    })?;
+    Ok(flag)
+}
+
+/// Writes `path` whole or not at all: into a file beside it, then renamed.
+fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Outcome {
+    let fail = |error: std::io::Error| format!("{}: cannot write: {error}", path.display());
+    let folder = match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => folder,
+        _ => Path::new("."),
+    };
+    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(fail)?;
+    {
+        let mut buffered = std::io::BufWriter::new(file.as_file_mut());
+        write(&mut buffered).map_err(fail)?;
+        buffered.flush().map_err(fail)?;
+    }
+    // A full disk may show only now.
+    file.as_file().sync_all().map_err(fail)?;
+    set_default_mode(file.as_file()).map_err(fail)?;
+    file.persist(path).map_err(|error| fail(error.error))?;
+    Ok(())
+}
+
+/// A temporary file is private; what is left for the user has the mode their umask gives.
+#[cfg(unix)]
+fn set_default_mode(file: &std::fs::File) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    // SAFETY: umask only swaps a number of this process; it is put back at once.
+    let mask = unsafe {
+        let mask = libc::umask(0o022);
+        libc::umask(mask);
+        mask
+    };
+    file.set_permissions(std::fs::Permissions::from_mode(0o666 & !u32::from(mask)))
+}
+
+#[cfg(not(unix))]
+fn set_default_mode(_: &std::fs::File) -> std::io::Result<()> {
+    Ok(())
+}
+
+/// `1234567` bytes as `1.2 MB`.
+fn bytes(n: u64) -> String {
+    let units = ["B", "kB", "MB", "GB", "TB"];
+    let mut value = n as f64;
+    let mut unit = 0;
+    while value >= 1000.0 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{n} B") } else { format!("{value:.2} {}", units[unit]) }
+}
+
+/// Whether the model makes text.
+fn is_generator(model: &Model) -> bool {
+    matches!(model.config(), ModelConfig::Decoder(_))
+}

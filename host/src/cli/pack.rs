@@ -1,0 +1,100 @@
+//! `perpetua pack`: static memory packing of a CSV file.
+
+use std::error::Error;
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use perpetua::memory::csv::Table;
+use perpetua::memory::pack::{Proof, Verdict, pack};
+use perpetua::memory::{Problem, check, lower_bound};
+
+/// What `pack` is asked.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Buffers: `id,lower,upper,size` and optionally `alignment`; lifetimes are half-open.
+    #[arg(long = "in", value_name = "FILE.csv")]
+    input: PathBuf,
+    /// What all buffers have to fit into.
+    #[arg(long, value_name = "BYTES")]
+    capacity: u64,
+    /// How long to look for a placement, in seconds.
+    #[arg(long, value_name = "S", default_value_t = 60.0)]
+    timeout: f64,
+    /// The same rows, each with its offset.
+    #[arg(long, value_name = "FILE.csv")]
+    out: PathBuf,
+}
+
+/// Packs, checks and writes.
+pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+    let timeout = Duration::try_from_secs_f64(args.timeout)
+        .map_err(|_| format!("--timeout is {}, expected a number of seconds from 0", args.timeout))?;
+    let input = args.input.display();
+    let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
+    let table = Table::parse(&text).map_err(|error| format!("{input}: {error}"))?;
+    let problem = Problem::new(table.buffers.clone(), args.capacity).map_err(|error| format!("{input}: {error}"))?;
+    let placement = match pack(&problem, timeout) {
+        Verdict::Solved(placement) => placement,
+        Verdict::Infeasible(Proof::Load { load_bytes }) => {
+            let capacity = args.capacity;
+            return Err(format!("infeasible: {load_bytes} bytes are alive at once, the capacity is {capacity}").into());
+        }
+        Verdict::Infeasible(Proof::Exhausted) => {
+            return Err(format!("infeasible: no placement of peak {} exists", args.capacity).into());
+        }
+        Verdict::NotFound => return Err(format!("not found in {} s", args.timeout).into()),
+    };
+    if let Err(violations) = check::check(problem.buffers(), args.capacity, &placement) {
+        unreachable!("a placement that is found keeps the laws of packing: {}", violations[0]);
+    }
+    write_whole(&args.out, &table.with_offsets(&placement))?;
+    let load_bytes = lower_bound(problem.buffers());
+    let n_buffers = problem.buffers().len();
+    eprintln!("{n_buffers} buffers: peak {} bytes, lower bound {load_bytes}", placement.peak_bytes);
+    Ok(())
+}
+
+/// Writes beside the target, then renames, so that the file is there whole or not at all.
+fn write_whole(path: &Path, text: &str) -> Result<(), Box<dyn Error>> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let write = || -> std::io::Result<()> {
+        let mut file = tempfile::NamedTempFile::new_in(folder)?;
+        file.write_all(text.as_bytes())?;
+        file.persist(path)?;
+        Ok(())
+    };
+    write().map_err(|error| format!("{}: {error}", path.display()).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pack_text(text: &str, capacity: u64) -> Result<String, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (folder.path().join("in.csv"), folder.path().join("out.csv"));
+        fs::write(&input, text).unwrap();
+        let outcome = run(&Args { input, capacity, timeout: 5.0, out: out.clone() });
+        assert_eq!(outcome.is_ok(), out.exists(), "a file appears only where the request was met");
+        outcome.map(|()| fs::read_to_string(out).unwrap()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn rows_come_back_with_offsets() {
+        let text = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n";
+        let packed = pack_text(text, 12).unwrap();
+        assert_eq!(packed.lines().next(), Some("id,lower,upper,size,offset"));
+        assert_eq!(packed.lines().count(), 6);
+        assert_eq!(pack_text(text, 11).unwrap_err(), "infeasible: 12 bytes are alive at once, the capacity is 11");
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_in_one_line() {
+        let error = pack_text("id,lower,upper\n", 12).unwrap_err();
+        assert!(error.contains("in.csv: no column `size`") && error.lines().count() == 1, "{error}");
+        let huge = format!("id,lower,upper,size\na,0,1,{}\n", u64::MAX);
+        assert!(pack_text(&huge, u64::MAX).unwrap_err().contains("sum to more than"));
+    }
+}

@@ -1,0 +1,408 @@
+//! From kernel graphs to an image: the list of stages, readable top to bottom.
+
+use crate::graph::kernel::{GraphError, KernelGraph};
+use crate::graph::lower::{self, Target, block_operand};
+use crate::graph::task::{self, TaskError, TaskGraph, WorkerLists};
+use crate::graph::tensor::{BufferKind, OpId};
+use crate::graph::threadblock::{self, ThreadBlockGraph};
+use crate::image::encode::{Parts, encode};
+use crate::image::{Image, ImageError};
+use crate::schedule::{arena, assign};
+use perpetua_device::kernels::{Cost, Spec};
+use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
+use perpetua_shared::image::{BindingDesc, BindingKind, ProgramDesc};
+use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::{BindingId, ProgramId};
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// One program to compile.
+#[derive(Clone, Debug)]
+pub struct Source {
+    /// Its name: `decode`, `prefill 64`, ...
+    pub name: String,
+    /// What it computes.
+    pub graph: KernelGraph,
+    /// Whether the token loop may choose it by itself.
+    pub in_token_loop: bool,
+}
+
+/// Memory an executor supplies, and what for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Binding {
+    /// The buffer's name; for weights, the checkpoint's.
+    pub name: String,
+    /// See [`BindingKind`].
+    pub kind: BindingKind,
+    /// Its size.
+    pub bytes: u64,
+    /// Alignment its start must have.
+    pub align_bytes: u32,
+    /// Its contents, for a constant.
+    pub contents: Option<Vec<u8>>,
+}
+
+/// One program, compiled.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Its name.
+    pub name: String,
+    /// Its number in the image.
+    pub id: ProgramId,
+    /// Tensors that can be read back after a run.
+    pub outputs: Vec<(String, Operand)>,
+    /// HOW every operator is cut.
+    pub blocks: ThreadBlockGraph,
+    /// Tasks and events.
+    pub tasks: TaskGraph,
+    /// Every worker's tasks.
+    pub lists: WorkerLists,
+    /// Per task, bytes and flops.
+    pub costs: Vec<Cost>,
+    /// Where the intermediates lie.
+    pub arena: arena::Arena,
+    /// How long each stage took.
+    pub stages: Vec<(&'static str, Duration)>,
+}
+
+/// Everything an executor and its host need.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// What the workers run.
+    pub image: Image,
+    /// What the image's bindings are.
+    pub bindings: Vec<Binding>,
+    /// The programs, in the image's order.
+    pub programs: Vec<Program>,
+}
+
+/// Why a graph cannot be compiled.
+#[derive(Clone, Debug, thiserror::Error)]
+pub enum CompileError {
+    /// An operator is wrong.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+    /// Cuts break laws.
+    #[error("{} law(s) of the thread-block graph broken; first: {}", .0.len(), .0[0])]
+    Blocks(Vec<threadblock::Violation>),
+    /// Dependencies cannot be derived.
+    #[error(transparent)]
+    Tasks(#[from] TaskError),
+    /// The events do not order what they must: a defect of this library.
+    #[error("{} ordering(s) missing; first: {}", .0.len(), .0[0])]
+    Dependencies(Vec<task::Violation>),
+    /// The image breaks rules.
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    /// One name stands for two different buffers.
+    #[error("buffer {name}: {found} bytes in program {program}, {expected} before")]
+    Binding {
+        /// The buffer.
+        name: String,
+        /// The program.
+        program: String,
+        /// Bytes there.
+        found: u64,
+        /// Bytes in an earlier program.
+        expected: u64,
+    },
+}
+
+/// What else the caller wants.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// What to compile for.
+    pub target: Target,
+    /// Judge that every overlap is ordered, in the arena too, by the independent checker.
+    pub check: bool,
+}
+
+impl Config {
+    /// For `target`, checked in debug builds.
+    pub fn new(target: Target) -> Config {
+        Config { target, check: cfg!(debug_assertions) }
+    }
+}
+
+/// Compiles `sources` into one image. The stages of each program, in order:
+/// kernel graph → thread-block graph → tasks and events → worker lists → arena → (checks); then one image of all.
+///
+/// # Errors
+/// The first stage that fails, with what is wrong.
+pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, CompileError> {
+    let mut programs = Vec::with_capacity(sources.len());
+    let mut layout = Layout::default();
+    for (number, mut source) in sources.into_iter().enumerate() {
+        if !source.graph.is_ended() {
+            source.graph.advance()?;
+        }
+        let mut clock = Clock::new();
+        let blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
+        clock.lap("cut");
+        let mut tasks = task::lower(&blocks, &task::Config::default())?;
+        clock.lap("dependencies");
+        let costs = costs(&blocks, &tasks);
+        let weight: Vec<u64> = costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
+        let lists = assign::assign(&tasks, &weight, config.target.n_workers);
+        clock.lap("workers");
+        let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
+        let arena = arena::plan(&blocks, &tasks, &outputs);
+        clock.lap("arena");
+        if config.check {
+            task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
+            task::check(&arena::in_arena(&blocks, &arena), &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
+            clock.lap("check");
+        }
+        end_with_last_task(&mut tasks);
+        layout.add(&source, &blocks, &arena)?;
+        let mut program = Program {
+            name: source.name.clone(),
+            id: ProgramId(number as u32),
+            outputs: Vec::new(),
+            blocks,
+            tasks,
+            lists,
+            costs,
+            arena,
+            stages: Vec::new(),
+        };
+        for (name, tensor) in source.graph.outputs() {
+            let whole = crate::graph::kernel::whole_operand(&program.blocks.table[*tensor]);
+            program.outputs.push((name.clone(), layout.place(&program, program.blocks.table[*tensor].buffer.idx(), whole)));
+        }
+        program.stages = clock.laps;
+        layout.sources.push((source.graph.rows, source.in_token_loop));
+        programs.push(program);
+    }
+    let mut clock = Clock::new();
+    let image = encode(&layout.parts(&programs, config.target.n_workers))?;
+    clock.lap("image");
+    if let Some(last) = programs.last_mut() {
+        last.stages.append(&mut clock.laps);
+    }
+    Ok(Compiled { image, bindings: layout.bindings, programs })
+}
+
+struct Clock {
+    since: Instant,
+    laps: Vec<(&'static str, Duration)>,
+}
+
+impl Clock {
+    fn new() -> Clock {
+        Clock { since: Instant::now(), laps: Vec::new() }
+    }
+    fn lap(&mut self, name: &'static str) {
+        let now = Instant::now();
+        self.laps.push((name, now - self.since));
+        self.since = now;
+    }
+}
+
+/// What each task moves and computes.
+pub fn costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<Cost> {
+    let cost = |task: &task::Task| {
+        let op = &blocks.ops[task.op as usize];
+        let Some((kernel, spec)) = op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
+            return Cost::default();
+        };
+        (spec.cost)(&kernel.params, &operands(blocks, task))
+    };
+    tasks.tasks.iter().map(cost).collect()
+}
+
+fn operands(blocks: &ThreadBlockGraph, task: &task::Task) -> Vec<Operand> {
+    let accesses = blocks.ops[task.op as usize].accesses.iter();
+    let operand = |access: &Option<threadblock::Access>| {
+        access.as_ref().map_or(Operand::ABSENT, |access| block_operand(blocks, OpId(task.op), access, task.block))
+    };
+    accesses.map(operand).collect()
+}
+
+/// Makes the last task, `advance`, wait for every task that nobody else waits for.
+fn end_with_last_task(tasks: &mut TaskGraph) {
+    let Some(last) = tasks.tasks.len().checked_sub(1) else { return };
+    let leaves: Vec<u32> = tasks.leaves().into_iter().filter(|task| *task as usize != last).collect();
+    if leaves.is_empty() {
+        return;
+    }
+    let event = tasks.events.len() as u32;
+    tasks.events.push(leaves.len() as u32);
+    tasks.waits = with_entry(&tasks.waits, &[last as u32], event);
+    tasks.triggers = with_entry(&tasks.triggers, &leaves, event);
+}
+
+/// `lists` with `entry` added to each of the lists `to`, which ascend.
+fn with_entry(lists: &task::Lists, to: &[u32], entry: u32) -> task::Lists {
+    let mut added = task::Lists::default();
+    let mut to = to.iter().peekable();
+    let mut list = Vec::new();
+    for number in 0..lists.len() {
+        list.clear();
+        list.extend_from_slice(lists.of(number));
+        if to.next_if(|next| **next as usize == number).is_some() {
+            list.push(entry);
+        }
+        added.push(&list);
+    }
+    added
+}
+
+/// The image's memory and descriptors, gathered program by program.
+#[derive(Default)]
+struct Layout {
+    bindings: Vec<Binding>,
+    by_name: HashMap<(BindingKind, String), BindingId>,
+    /// Per program and buffer, its binding.
+    of_buffer: Vec<Vec<BindingId>>,
+    sources: Vec<(Option<u32>, bool)>,
+}
+
+impl Layout {
+    fn binding(&mut self, name: &str, kind: BindingKind, bytes: u64, align_bytes: u32) -> (BindingId, u64) {
+        let next = BindingId(self.bindings.len() as u32);
+        let id = *self.by_name.entry((kind, name.to_owned())).or_insert(next);
+        if id == next {
+            self.bindings.push(Binding { name: name.to_owned(), kind, bytes, align_bytes, contents: None });
+        }
+        (id, self.bindings[id.idx()].bytes)
+    }
+
+    fn add(&mut self, source: &Source, blocks: &ThreadBlockGraph, arena: &arena::Arena) -> Result<(), CompileError> {
+        let (arena_id, arena_bytes) = self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
+        self.bindings[arena_id.idx()].bytes = arena_bytes.max(arena.peak_bytes);
+        let mut of_buffer = Vec::with_capacity(blocks.table.buffers.len());
+        for buffer in &blocks.table.buffers {
+            let (kind, align) = match &buffer.kind {
+                BufferKind::Intermediate => {
+                    of_buffer.push(arena_id);
+                    continue;
+                }
+                BufferKind::Input => (BindingKind::Input, 64),
+                // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
+                BufferKind::Weight => (BindingKind::Weight, weight_align(blocks, buffer)),
+                BufferKind::Constant(_) => (BindingKind::Constant, 64),
+                BufferKind::State => (BindingKind::State, 256),
+                BufferKind::Control => (BindingKind::Control, 64),
+                BufferKind::Tokens => (BindingKind::Tokens, 64),
+            };
+            let (id, bytes) = self.binding(&buffer.name, kind, buffer.bytes, align);
+            let known = &mut self.bindings[id.idx()];
+            if kind == BindingKind::Tokens {
+                // A program that makes no tokens asks for a token buffer of one.
+                known.bytes = bytes.max(buffer.bytes);
+            } else if bytes != buffer.bytes {
+                return Err(CompileError::Binding {
+                    name: buffer.name.clone(),
+                    program: source.name.clone(),
+                    found: buffer.bytes,
+                    expected: bytes,
+                });
+            }
+            if let BufferKind::Constant(contents) = &buffer.kind {
+                known.contents = Some(contents.clone());
+            }
+            of_buffer.push(id);
+        }
+        self.of_buffer.push(of_buffer);
+        Ok(())
+    }
+
+    /// `operand`, which counts from the start of buffer `buffer` of `program`, moved to its binding.
+    fn place(&self, program: &Program, buffer: usize, operand: Operand) -> Operand {
+        let binding = self.of_buffer[program.id.idx()][buffer];
+        let shift = match program.blocks.table.buffers[buffer].kind {
+            BufferKind::Intermediate => program.arena.offsets[buffer],
+            _ => 0,
+        };
+        Operand { binding, offset_bytes: operand.offset_bytes + shift, ..operand }
+    }
+
+    fn parts(&self, programs: &[Program], n_workers: u32) -> Parts {
+        let mut parts = Parts {
+            n_workers,
+            bindings: self
+                .bindings
+                .iter()
+                .map(|b| BindingDesc { bytes: b.bytes, kind: b.kind as u32, align_bytes: b.align_bytes })
+                .collect(),
+            events: vec![EventDesc { num_triggers: 1 }, EventDesc { num_triggers: n_workers }],
+            list_heads: Vec::new(),
+            ..Parts::default()
+        };
+        debug_assert_eq!(parts.events.len(), FIRST_PROGRAM_EVENT.idx());
+        for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
+            self.add_program(&mut parts, program, *rows, *in_token_loop);
+        }
+        let end = parts.lists.len() as u32;
+        parts.list_heads.push(end);
+        // Each program's row of heads ends where the next one's starts.
+        debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 1));
+        parts
+    }
+
+    fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: bool) {
+        let (task_first, event_first) = (parts.tasks.len() as u32, parts.events.len() as u32);
+        let op_first = parts.op_names.len() as u32;
+        let graph = &program.tasks;
+        parts.op_names.extend(program.blocks.ops.iter().map(|op| op.name.clone()));
+        parts.events.extend(graph.events.iter().map(|n| EventDesc { num_triggers: *n }));
+        for (number, task) in graph.tasks.iter().enumerate() {
+            let op = &program.blocks.ops[task.op as usize];
+            let is_last = number + 1 == graph.tasks.len();
+            let (operand_first, wait_first, trigger_first) =
+                (parts.operands.len(), parts.waits.len(), parts.triggers.len());
+            for (access, operand) in op.accesses.iter().zip(operands(&program.blocks, task)) {
+                let placed = match access {
+                    Some(access) => self.place(program, program.blocks.table[access.tensor].buffer.idx(), operand),
+                    None => operand,
+                };
+                parts.operands.push(placed);
+            }
+            parts.waits.extend(graph.waits.of(number).iter().map(|event| event + event_first));
+            parts.triggers.extend(graph.triggers.of(number).iter().map(|event| event + event_first));
+            if is_last {
+                parts.waits.push(EVENT_ARRIVED.0);
+                parts.triggers.push(EVENT_ITERATION.0);
+            }
+            let row_first = op.row_axis.map_or(0, |axis| {
+                threadblock::part(op.rows as usize, task.block[axis as usize], op.grid[axis as usize]).start as u32
+            });
+            let kernel = op.kernel.expect("a kernel graph's operators have macro kernels");
+            parts.tasks.push(TaskDesc {
+                task_type: kernel.task_type,
+                flags: kernel.flags,
+                op: op_first + task.op,
+                block: task.block,
+                row_first,
+                operand_first: operand_first as u32,
+                operand_count: op.accesses.len() as u32,
+                wait_first: wait_first as u32,
+                wait_count: (parts.waits.len() - wait_first) as u16,
+                trigger_count: (parts.triggers.len() - trigger_first) as u16,
+                trigger_first: trigger_first as u32,
+                params: kernel.params,
+            });
+        }
+        for (worker, list) in program.lists.lists.iter().enumerate() {
+            if worker == 0 && !parts.list_heads.is_empty() {
+                parts.list_heads.push(parts.lists.len() as u32);
+            }
+            parts.list_heads.push(parts.lists.len() as u32);
+            parts.lists.extend(list.iter().map(|task| task + task_first));
+        }
+        parts.programs.push(ProgramDesc {
+            max_rows: rows.unwrap_or(u32::MAX),
+            task_first,
+            task_count: graph.tasks.len() as u32,
+            event_first,
+            event_count: graph.events.len() as u32,
+            in_token_loop: u32::from(in_token_loop),
+        });
+    }
+}
+
+fn weight_align(blocks: &ThreadBlockGraph, buffer: &crate::graph::tensor::Buffer) -> u32 {
+    let of = |t: &&crate::graph::tensor::DTensor| blocks.table.buffers[t.buffer.idx()].name == buffer.name;
+    blocks.table.tensors.iter().find(of).map_or(8, |t| t.dtype.size_bytes() as u32)
+}

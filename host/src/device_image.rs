@@ -1,0 +1,17 @@
+//! The device crate as compiled to PTX by build.rs: what a GPU executor loads.
+
+/// The persistent kernel, embedded in this library. Its entry is [`perpetua_shared::launch::ENTRY`].
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceImage {
+    /// PTX for sm_90a; any driver since CUDA 12.8 compiles it.
+    pub ptx: &'static str,
+    /// The same, assembled, when ptxas was there at build time: it spares the driver the compilation.
+    pub cubin: Option<&'static [u8]>,
+    /// Which rustc, which flags, which ptxas, and a hash of the PTX; no date, so builds can be compared.
+    pub built_with: &'static str,
+}
+
+/// The device image; `None` when this library was built without a device toolchain (`./x setup` installs one).
+pub fn device_image() -> Option<DeviceImage> {
+    include!(concat!(env!("OUT_DIR"), "/device_image.rs"))
+}

@@ -1,0 +1,277 @@
+//! The memory an image's bindings name: what the executor allocates, and the checkpoint's bytes where they lie.
+
+use crate::compile::Compiled;
+use perpetua_shared::control::Control;
+use perpetua_shared::image::BindingKind;
+use perpetua_shared::task::Operand;
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+
+/// A zeroed, aligned allocation.
+#[derive(Debug)]
+struct Owned {
+    base: *mut u8,
+    layout: Layout,
+}
+
+// SAFETY: it is plain memory; who may touch it when is settled by the events of the image that uses it.
+unsafe impl Send for Owned {}
+// SAFETY: as above.
+unsafe impl Sync for Owned {}
+
+impl Owned {
+    fn zeroed(bytes: u64, align: u32) -> Owned {
+        let layout = Layout::from_size_align((bytes as usize).max(1), (align as usize).max(64))
+            .expect("sizes and alignments are bounded by image::check");
+        // SAFETY: the layout has a size of at least 1.
+        let base = unsafe { alloc_zeroed(layout) };
+        if base.is_null() {
+            handle_alloc_error(layout);
+        }
+        Owned { base, layout }
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed` with this layout, freed once.
+        unsafe { dealloc(self.base, self.layout) }
+    }
+}
+
+/// Bytes that outlive every executor using them: a mapped checkpoint.
+pub type Keep = Arc<dyn std::any::Any + Send + Sync>;
+
+/// Where weights come from.
+pub trait WeightSource {
+    /// The bytes of weight `name`, valid as long as what [`WeightSource::keep`] returns.
+    fn bytes(&self, name: &str) -> Option<&[u8]>;
+    /// Keeps the bytes alive.
+    fn keep(&self) -> Keep;
+}
+
+/// No weights at all: for graphs without them.
+#[derive(Debug)]
+pub struct NoWeights;
+
+impl WeightSource for NoWeights {
+    fn bytes(&self, _: &str) -> Option<&[u8]> {
+        None
+    }
+    fn keep(&self) -> Keep {
+        Arc::new(())
+    }
+}
+
+/// Weights held in memory, by name.
+impl WeightSource for Arc<std::collections::HashMap<String, Vec<u8>>> {
+    fn bytes(&self, name: &str) -> Option<&[u8]> {
+        self.get(name).map(Vec::as_slice)
+    }
+    fn keep(&self) -> Keep {
+        self.clone()
+    }
+}
+
+/// Why memory cannot be supplied.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MemoryError {
+    /// The checkpoint has no such tensor.
+    #[error("weight {0} is not in the checkpoint")]
+    Missing(String),
+    /// The checkpoint's tensor has another size.
+    #[error("weight {name}: {found} bytes, expected {expected}")]
+    Size {
+        /// The weight.
+        name: String,
+        /// Bytes there are.
+        found: u64,
+        /// Bytes the graph declares.
+        expected: u64,
+    },
+    /// More than the machine can give.
+    #[error("{what} need {bytes} bytes, but this machine has {available} available; lower --max-context")]
+    TooLarge {
+        /// What for.
+        what: String,
+        /// Asked.
+        bytes: u64,
+        /// There.
+        available: u64,
+    },
+}
+
+/// All bindings of one image, in memory.
+#[derive(Debug)]
+pub struct Memory {
+    bases: Vec<*mut u8>,
+    bytes: Vec<u64>,
+    names: Vec<(BindingKind, String)>,
+    control: usize,
+    tokens: usize,
+    _owned: Vec<Owned>,
+    _keep: Keep,
+}
+
+// SAFETY: as for `Owned`; weights are only read.
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+unsafe impl Sync for Memory {}
+
+/// Bytes this machine could still give a process, where it says so.
+pub fn available_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
+impl Memory {
+    /// Allocates what `compiled` needs and finds its weights in `source`, which stay where they are unless they are
+    /// misaligned for their element type (safetensors allows that); then that one tensor is copied.
+    ///
+    /// # Errors
+    /// A weight that is missing or of another size, or more memory than there is.
+    pub fn new(compiled: &Compiled, source: &dyn WeightSource) -> Result<Memory, MemoryError> {
+        let own = |kind: BindingKind| !matches!(kind, BindingKind::Weight);
+        let needed: u64 = compiled.bindings.iter().filter(|b| own(b.kind)).map(|b| b.bytes).sum();
+        if let Some(available) = available_bytes()
+            && needed > available
+        {
+            let what = "KV cache and intermediates".to_owned();
+            return Err(MemoryError::TooLarge { what, bytes: needed, available });
+        }
+        let mut memory = Memory {
+            bases: Vec::new(),
+            bytes: Vec::new(),
+            names: Vec::new(),
+            control: usize::MAX,
+            tokens: usize::MAX,
+            _owned: Vec::new(),
+            _keep: source.keep(),
+        };
+        for (number, binding) in compiled.bindings.iter().enumerate() {
+            let mut owned = |contents: Option<&[u8]>| {
+                let own = Owned::zeroed(binding.bytes, binding.align_bytes);
+                if let Some(contents) = contents {
+                    // SAFETY: a fresh allocation of at least `contents.len()` bytes.
+                    unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), own.base, contents.len()) };
+                }
+                let base = own.base;
+                memory._owned.push(own);
+                base
+            };
+            let base = match binding.kind {
+                BindingKind::Weight => {
+                    let bytes =
+                        source.bytes(&binding.name).ok_or_else(|| MemoryError::Missing(binding.name.clone()))?;
+                    if bytes.len() as u64 != binding.bytes {
+                        return Err(MemoryError::Size {
+                            name: binding.name.clone(),
+                            found: bytes.len() as u64,
+                            expected: binding.bytes,
+                        });
+                    }
+                    if (bytes.as_ptr() as usize).is_multiple_of(binding.align_bytes as usize) {
+                        bytes.as_ptr().cast_mut()
+                    } else {
+                        owned(Some(bytes))
+                    }
+                }
+                _ => owned(binding.contents.as_deref()),
+            };
+            match binding.kind {
+                BindingKind::Control => memory.control = number,
+                BindingKind::Tokens => memory.tokens = number,
+                _ => {}
+            }
+            memory.bases.push(base);
+            memory.bytes.push(binding.bytes);
+            memory.names.push((binding.kind, binding.name.clone()));
+        }
+        Ok(memory)
+    }
+
+    /// Start of every binding, by its number.
+    pub(super) fn bases(&self) -> &[*mut u8] {
+        &self.bases
+    }
+
+    /// Where the control block lies.
+    pub(super) fn control_base(&self) -> *mut Control {
+        self.bases[self.control].cast()
+    }
+
+    /// A word of the control block that host and workers share while workers run.
+    pub(super) fn control_word(&self, offset_bytes: usize) -> &AtomicU32 {
+        debug_assert!(offset_bytes.is_multiple_of(4) && offset_bytes < size_of::<Control>());
+        // SAFETY: inside the control block, aligned, and only accessed atomically while workers run.
+        unsafe { AtomicU32::from_ptr(self.bases[self.control].add(offset_bytes).cast()) }
+    }
+
+    /// The token at `position`. Callers know it has been written: by them, or before a `produced` they have seen.
+    pub(crate) fn token(&self, position: usize) -> u32 {
+        assert!((position as u64 + 1) * 4 <= self.bytes[self.tokens], "position {position} is outside the token buffer");
+        // SAFETY: in range; written before (caller), and no token is written twice in a run.
+        unsafe { self.bases[self.tokens].cast::<u32>().add(position).read_volatile() }
+    }
+
+    /// Tokens the buffer holds.
+    pub fn token_capacity(&self) -> usize {
+        (self.bytes[self.tokens] / 4) as usize
+    }
+
+    /// Writes `tokens` at `position`.
+    ///
+    /// # Safety
+    /// No worker runs.
+    pub(crate) unsafe fn set_tokens(&self, position: usize, tokens: &[u32]) {
+        assert!(position + tokens.len() <= self.token_capacity(), "tokens must fit the token buffer");
+        // SAFETY: in range; nobody else touches the buffer (caller).
+        unsafe {
+            let at = self.bases[self.tokens].cast::<u32>().add(position);
+            core::ptr::copy_nonoverlapping(tokens.as_ptr(), at, tokens.len());
+        }
+    }
+
+    /// Writes the input called `name`.
+    ///
+    /// # Errors
+    /// When there is no such input, or it has another size.
+    ///
+    /// # Safety
+    /// No worker runs.
+    pub(crate) unsafe fn set_input(&self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+        let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
+        let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
+        if contents.len() as u64 != self.bytes[number] {
+            return Err(MemoryError::Size {
+                name: name.to_owned(),
+                found: contents.len() as u64,
+                expected: self.bytes[number],
+            });
+        }
+        // SAFETY: the binding has exactly this many bytes and nobody else touches it (caller).
+        unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), self.bases[number], contents.len()) };
+        Ok(())
+    }
+
+    /// Reads rows `rows` of an f32 output of rank 2, or its first `rows` elements when it has rank 1.
+    pub fn read_f32(&self, output: &Operand, rows: usize) -> Vec<f32> {
+        // SAFETY: outputs come from the same compilation as the bindings, so they lie inside; no worker runs while the
+        // caller holds the executor.
+        let tensor = unsafe { perpetua_device::io::Tensor::new(self.bases[output.binding.idx()], output) };
+        match output.rank {
+            1 => (0..rows.min(tensor.extent(0))).map(|i| tensor.get([i])).collect(),
+            _ => {
+                let columns = tensor.extent(1);
+                (0..rows.min(tensor.extent(0))).flat_map(|r| (0..columns).map(move |c| tensor.get([r, c]))).collect()
+            }
+        }
+    }
+
+    /// Bytes the executor allocated: everything but the weights used in place.
+    pub fn owned_bytes(&self) -> u64 {
+        self._owned.iter().map(|own| own.layout.size() as u64).sum()
+    }
+}

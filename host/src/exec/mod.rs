@@ -1,0 +1,79 @@
+//! Running images.
+//!
+//! An executor sees an [`Image`](crate::image::Image), the [memory](memory::Memory) its bindings name, and nothing above
+//! them.
+//!
+//! - [`reference`]: one thread, tasks in program order, plain-loop bodies: the definition of correct.
+//! - [`threads`]: resident CPU workers running the device crate's worker loop: the embedded default.
+
+pub mod memory;
+pub mod reference;
+pub mod threads;
+
+use perpetua_shared::{Fault, FaultCode};
+
+/// A run that ended in a fault, in words.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RunError {
+    /// A token id that the model does not have.
+    #[error("token id {id} at position {position} is out of range: the vocabulary has {vocab}")]
+    TokenOutOfRange {
+        /// The id.
+        id: u32,
+        /// Where it stands.
+        position: u32,
+        /// Ids there are.
+        vocab: u32,
+    },
+    /// No logit was a number.
+    #[error("every logit for position {position} is NaN: the weights, or what they were multiplied with, are damaged")]
+    NotANumber {
+        /// The position.
+        position: u32,
+    },
+    /// A wait outlasted its bound.
+    #[error("{worker} stalled in {task}: event {event} stands at {found}, expected {expected}")]
+    Stalled {
+        /// Who waited.
+        worker: String,
+        /// In which task.
+        task: String,
+        /// For what.
+        event: String,
+        /// Its count.
+        found: u32,
+        /// The count it waited for.
+        expected: u32,
+    },
+    /// A defect of this library.
+    #[error("{task} on {worker} failed: {what}")]
+    Defect {
+        /// The task.
+        task: String,
+        /// The worker.
+        worker: String,
+        /// What happened.
+        what: String,
+    },
+}
+
+impl RunError {
+    fn of(fault: &Fault, image: &crate::image::Image) -> RunError {
+        let task = image.task_name(fault.task);
+        let worker = format!("w{}", fault.worker);
+        match FaultCode::from_u32(fault.code) {
+            Some(FaultCode::TokenOutOfRange) => {
+                RunError::TokenOutOfRange { id: fault.found, position: fault.detail, vocab: fault.expected }
+            }
+            Some(FaultCode::NotANumber) => RunError::NotANumber { position: fault.detail },
+            Some(FaultCode::Timeout) => RunError::Stalled {
+                worker,
+                task,
+                event: format!("e{}", fault.detail),
+                found: fault.found,
+                expected: fault.expected,
+            },
+            code => RunError::Defect { task, worker, what: format!("{code:?}") },
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! Resident CPU workers.
+//!
+//! Each worker is a thread that stays for the executor's life. A *run* starts when the host has written the control block
+//! and rings the bell; every worker then runs the device crate's [worker loop](perpetua_device::worker) until a step says
+//! that the loop has ended, and goes back to waiting for the bell. Event counters go on counting from run to run.
+//!
+//! Waiting inside a run spins for a while and then yields the core, so that more workers than cores still move. Every
+//! wait is bounded: a worker that has waited longer than [`Options::timeout`] while no task anywhere finished writes a
+//! fault; so does one whose body fails or panics; the others see the flag in their next wait, everyone leaves the loop,
+//! and the host gets the fault by name. After a fault the counters are zeroed, so the executor can be used again.
+
+use super::RunError;
+use super::memory::Memory;
+use crate::image::Image;
+use perpetua_device::cpu::Scratch;
+use perpetua_device::io::{Call, Tensor};
+use perpetua_device::kernels::{Advance, Numbered, Spec};
+use perpetua_device::sync::Sync as WorkerSync;
+use perpetua_device::worker::{self, Body, ImageView};
+use perpetua_shared::control::{Control, End, PRODUCED, STOP};
+use perpetua_shared::event::reached;
+use perpetua_shared::limits::MAX_OPERANDS;
+use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+/// How workers behave.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// How long a worker waits while nothing at all happens before it calls that a stall.
+    pub timeout: Duration,
+    /// Cores to pin workers to, in order; empty: the scheduler's choice.
+    pub cores: Vec<usize>,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { timeout: Duration::from_secs(60), cores: Vec::new() }
+    }
+}
+
+/// A counter with a cache line to itself: neighbours are triggered by different workers.
+#[repr(align(64))]
+#[derive(Debug, Default)]
+struct Counter(AtomicU32);
+
+/// What the host and the workers share.
+#[derive(Debug)]
+struct Shared {
+    image: Image,
+    memory: Memory,
+    options: Options,
+    counters: Box<[Counter]>,
+    /// Set with the first fault.
+    aborted: AtomicBool,
+    fault: Mutex<Option<Fault>>,
+    /// Iterations since the counters were zeroed, agreed on by all workers at the end of a run.
+    iteration: AtomicU32,
+    bell: Mutex<Bell>,
+    rung: Condvar,
+    /// Who wants to hear of tokens.
+    host: Mutex<Option<Thread>>,
+    /// Nanoseconds workers spent waiting for events, summed.
+    waited_ns: AtomicU64,
+    /// When each iteration of the last run ended.
+    stamps: Mutex<Vec<Instant>>,
+}
+
+#[derive(Debug, Default)]
+struct Bell {
+    /// Counts runs.
+    run: u64,
+    /// Workers that have not finished this run.
+    busy: u32,
+    /// Time to leave for good.
+    closing: bool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic while one of these was held cannot leave it half-written: each holds a plain value.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The executor.
+#[derive(Debug)]
+pub struct Threads {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    running: bool,
+}
+
+impl Threads {
+    /// Starts the workers `image` is made for.
+    ///
+    /// # Errors
+    /// When the system gives no more threads.
+    pub fn new(image: Image, memory: Memory, options: Options) -> std::io::Result<Threads> {
+        let n_workers = image.header().n_workers;
+        let counters = image.view().events.iter().map(|_| Counter::default()).collect();
+        let shared = Arc::new(Shared {
+            image,
+            memory,
+            options,
+            counters,
+            aborted: AtomicBool::new(false),
+            fault: Mutex::new(None),
+            iteration: AtomicU32::new(0),
+            bell: Mutex::new(Bell::default()),
+            rung: Condvar::new(),
+            host: Mutex::new(None),
+            waited_ns: AtomicU64::new(0),
+            stamps: Mutex::new(Vec::new()),
+        });
+        let mut threads = Threads { shared, workers: Vec::new(), running: false };
+        for worker in 0..n_workers {
+            let shared = threads.shared.clone();
+            // On failure `threads` is dropped, which sends the workers already there home.
+            let spawned = std::thread::Builder::new()
+                .name(format!("perpetua w{worker}"))
+                .spawn(move || resident(&shared, WorkerId(worker)))?;
+            threads.workers.push(spawned);
+        }
+        Ok(threads)
+    }
+
+    /// The image the workers run.
+    pub fn image(&self) -> &Image {
+        &self.shared.image
+    }
+
+    /// The memory, to read outputs from. Waits for the run to end.
+    pub fn memory(&mut self) -> &Memory {
+        self.wait_idle();
+        &self.shared.memory
+    }
+
+    /// See [`Memory::owned_bytes`].
+    pub fn owned_bytes(&self) -> u64 {
+        self.shared.memory.owned_bytes()
+    }
+
+    /// Starts a run from `control`, whose `step` says where. Waits for an earlier run to end first. What has been
+    /// counted so far (`program_runs`, the iteration) is kept: those fields of `control` are overwritten.
+    pub fn start(&mut self, mut control: Control) {
+        self.wait_idle();
+        let base = self.shared.memory.control_base();
+        // SAFETY: no worker runs.
+        let before = unsafe { base.read() };
+        control.program_runs = before.program_runs;
+        control.step.iteration = self.shared.iteration.load(Ordering::Relaxed);
+        if control.step.program != perpetua_shared::control::NO_PROGRAM {
+            control.step.program_runs = control.program_runs[control.step.program as usize];
+        }
+        // SAFETY: no worker runs; the bell's mutex publishes this to the workers.
+        unsafe { base.write(control) };
+        *lock(&self.shared.host) = Some(std::thread::current());
+        let mut stamps = lock(&self.shared.stamps);
+        stamps.clear();
+        stamps.push(Instant::now());
+        drop(stamps);
+        let mut bell = lock(&self.shared.bell);
+        bell.run += 1;
+        bell.busy = self.workers.len() as u32;
+        drop(bell);
+        self.running = true;
+        self.shared.rung.notify_all();
+    }
+
+    /// Asks the loop to end after the iteration that runs.
+    pub fn stop(&self) {
+        self.shared.memory.control_word(STOP).store(1, Ordering::Relaxed);
+    }
+
+    /// Tokens made so far in this run.
+    pub fn produced(&self) -> u32 {
+        // Acquire: partner is the release store in `advance`, so the tokens counted can be read.
+        self.shared.memory.control_word(PRODUCED).load(Ordering::Acquire)
+    }
+
+    /// The token at `position`: one of the prompt's, or one that [`Threads::produced`] has counted.
+    pub fn token(&self, position: usize) -> u32 {
+        self.shared.memory.token(position)
+    }
+
+    /// Whether a run is under way.
+    pub fn is_running(&mut self) -> bool {
+        if self.running && lock(&self.shared.bell).busy == 0 {
+            self.running = false;
+        }
+        self.running
+    }
+
+    /// Sleeps until something has happened (a token, the end), or a while has passed.
+    pub fn rest(&self) {
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+
+    fn wait_idle(&mut self) {
+        let mut bell = lock(&self.shared.bell);
+        while bell.busy > 0 {
+            bell = self.shared.rung.wait(bell).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(bell);
+        self.running = false;
+    }
+
+    /// Waits for the run to end and says how: the control block as it was left.
+    ///
+    /// # Errors
+    /// The first fault of the run.
+    pub fn finish(&mut self) -> Result<Control, RunError> {
+        self.wait_idle();
+        if let Some(fault) = lock(&self.shared.fault).take() {
+            // Nobody runs: start over with clean counters.
+            self.shared.counters.iter().for_each(|counter| counter.0.store(0, Ordering::Relaxed));
+            self.shared.iteration.store(0, Ordering::Relaxed);
+            self.shared.aborted.store(false, Ordering::Relaxed);
+            let base = self.shared.memory.control_base();
+            // SAFETY: no worker runs.
+            unsafe { (*base).program_runs = Default::default() };
+            return Err(RunError::of(&fault, &self.shared.image));
+        }
+        // SAFETY: no worker runs.
+        let control = unsafe { self.shared.memory.control_base().read() };
+        debug_assert_ne!(control.end, End::Running as u32, "a loop without a fault ends for a reason");
+        Ok(control)
+    }
+
+    /// When the last run started, and when each of its iterations ended.
+    pub fn stamps(&self) -> Vec<Instant> {
+        lock(&self.shared.stamps).clone()
+    }
+
+    /// The position of the pass under way: tokens whose keys and values are in the cache.
+    pub fn position(&self) -> u32 {
+        let offset = core::mem::offset_of!(Control, step) + core::mem::offset_of!(Step, first_pos);
+        self.shared.memory.control_word(offset).load(Ordering::Relaxed)
+    }
+
+    /// Nanoseconds all workers together have waited for events since the executor was made.
+    pub fn waited(&self) -> Duration {
+        Duration::from_nanos(self.shared.waited_ns.load(Ordering::Relaxed))
+    }
+}
+
+impl Shared {
+    /// Something that changes with every trigger of every event. Never `None`, so that the first look never matches.
+    fn triggers_seen(&self) -> Option<u64> {
+        Some(self.counters.iter().fold(0u64, |sum, c| sum.wrapping_add(u64::from(c.0.load(Ordering::Relaxed)))))
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.stop();
+        self.wait_idle();
+        lock(&self.shared.bell).closing = true;
+        self.shared.rung.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker's panics are caught and reported as faults; there is nothing left to hear.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// A worker's life.
+fn resident(shared: &Shared, worker: WorkerId) {
+    if let Some(core) = shared.options.cores.get(worker.idx()) {
+        pin(*core);
+    }
+    let mut scratch = Scratch::default();
+    let mut heard = 0;
+    loop {
+        let mut bell = lock(&shared.bell);
+        while bell.run == heard && !bell.closing {
+            bell = shared.rung.wait(bell).unwrap_or_else(PoisonError::into_inner);
+        }
+        if bell.closing {
+            return;
+        }
+        heard = bell.run;
+        drop(bell);
+        let mut waiting = Waiting { shared, waited: std::cell::Cell::new(Duration::ZERO) };
+        let view = shared.image.view();
+        let mut body = CpuBody { shared, view, scratch: &mut scratch };
+        let started = shared.iteration.load(Ordering::Relaxed);
+        let outcome = catch_unwind(AssertUnwindSafe(|| worker::run(&view, worker, started, &waiting, &mut body)));
+        let fault = match outcome {
+            Ok(Ok(iteration)) => {
+                shared.iteration.store(iteration, Ordering::Relaxed);
+                None
+            }
+            Ok(Err(fault)) => Some(fault),
+            Err(_) => Some(Fault { worker: worker.0, ..Fault::new(FaultCode::Panic, 0, 0, 0) }),
+        };
+        if let Some(fault) = fault {
+            let mut first = lock(&shared.fault);
+            // A worker that was only told to stop does not hide why.
+            if first.is_none() && fault.code != FaultCode::Aborted as u32 {
+                *first = Some(fault);
+            }
+            shared.aborted.store(true, Ordering::Release);
+        }
+        shared.waited_ns.fetch_add(waiting.waited.get_mut().as_nanos() as u64, Ordering::Relaxed);
+        let mut bell = lock(&shared.bell);
+        bell.busy -= 1;
+        if bell.busy == 0 {
+            shared.rung.notify_all();
+            if let Some(host) = lock(&shared.host).take() {
+                host.unpark();
+            }
+        }
+    }
+}
+
+/// Asks for `core`; where the system refuses (a container's limits), the worker runs unpinned.
+fn pin(core: usize) {
+    #[cfg(target_os = "linux")]
+    // SAFETY: a zeroed set is a valid empty set, CPU_SET stays inside it for the cores checked here, and the call only
+    // reads it.
+    unsafe {
+        let mut set: libc::cpu_set_t = core::mem::zeroed();
+        if core < 8 * size_of::<libc::cpu_set_t>() {
+            libc::CPU_SET(core, &mut set);
+            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = core;
+}
+
+/// The cores this process may use.
+pub fn allowed_cores() -> Vec<usize> {
+    #[cfg(target_os = "linux")]
+    {
+        // SAFETY: a zeroed set is valid, and the call writes at most its size.
+        let (set, outcome) = unsafe {
+            let mut set: libc::cpu_set_t = core::mem::zeroed();
+            let outcome = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set);
+            (set, outcome)
+        };
+        if outcome == 0 {
+            // SAFETY: every index is inside the set.
+            let is_set = |core: &usize| unsafe { libc::CPU_ISSET(*core, &set) };
+            return (0..8 * size_of::<libc::cpu_set_t>()).filter(is_set).collect();
+        }
+    }
+    (0..std::thread::available_parallelism().map_or(1, |n| n.get())).collect()
+}
+
+/// Waits and triggers on the shared counters.
+struct Waiting<'a> {
+    shared: &'a Shared,
+    waited: std::cell::Cell<Duration>,
+}
+
+/// Polls before the core is offered to others. About 10 us: longer than any balanced task's tail, shorter than a
+/// scheduler's time slice by far.
+const SPINS: u32 = 2000;
+
+impl WorkerSync for Waiting<'_> {
+    fn wait(&self, event: EventId, target: u32) -> Result<(), Fault> {
+        let counter = &self.shared.counters[event.idx()].0;
+        // Acquire: partner is the release add in `trigger`.
+        if reached(counter.load(Ordering::Acquire), target) {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let mut since = began;
+        let mut seen = None;
+        let mut spins = 0u32;
+        loop {
+            let count = counter.load(Ordering::Acquire);
+            if reached(count, target) {
+                self.waited.set(self.waited.get() + began.elapsed());
+                return Ok(());
+            }
+            if self.shared.aborted.load(Ordering::Acquire) {
+                return Err(Fault::new(FaultCode::Aborted, event.0, count, target));
+            }
+            spins += 1;
+            if spins < SPINS {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+                if since.elapsed() > self.shared.options.timeout {
+                    // A long task elsewhere is no stall: only if nothing at all was triggered meanwhile is it one.
+                    let triggers = self.shared.triggers_seen();
+                    if triggers == seen {
+                        return Err(Fault::new(FaultCode::Timeout, event.0, count, target));
+                    }
+                    seen = triggers;
+                    since = Instant::now();
+                }
+            }
+        }
+    }
+
+    fn trigger(&self, event: EventId) {
+        // Release: partner is the acquire load in `wait`.
+        self.shared.counters[event.idx()].0.fetch_add(1, Ordering::Release);
+    }
+
+    fn step(&self) -> Step {
+        // SAFETY: `advance` writes the step only between the arrival of every worker and the iteration's event, and this
+        // is called only between that event and this worker's arrival (see the worker loop's argument).
+        unsafe { core::ptr::addr_of!((*self.shared.memory.control_base()).step).read_volatile() }
+    }
+}
+
+/// Runs CPU bodies.
+struct CpuBody<'a> {
+    shared: &'a Shared,
+    view: ImageView<'a>,
+    scratch: &'a mut Scratch,
+}
+
+impl Body for CpuBody<'_> {
+    fn run(&mut self, _: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+        let operands = self.view.operands(task);
+        let mut tensors = [Tensor::ABSENT; MAX_OPERANDS];
+        for (tensor, operand) in tensors.iter_mut().zip(operands) {
+            // SAFETY: `image::check` has judged every box inside its binding and aligned; law 1 (judged by
+            // `graph::task::check`) orders this task against all that touch the same bytes.
+            *tensor = unsafe { Tensor::new(self.shared.memory.bases()[operand.binding.idx()], operand) };
+        }
+        let call = Call { tensors: &tensors[..operands.len()], task, step, programs: self.view.programs };
+        let Some(spec) = Spec::of(task.task_type) else {
+            return Err(Fault::new(FaultCode::NoSuchKernel, u32::from(task.task_type), 0, 0));
+        };
+        (spec.cpu)(&call, self.scratch)?;
+        if task.task_type == Advance::TASK_TYPE {
+            lock(&self.shared.stamps).push(Instant::now());
+            if let Some(host) = lock(&self.shared.host).as_ref() {
+                host.unpark();
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,91 @@
+//! Making an image.
+
+use super::{Image, ImageError, Sections, checksum};
+use perpetua_shared::event::EventDesc;
+use perpetua_shared::image::{BindingDesc, ImageHeader, MAGIC, ProgramDesc, VERSION};
+use perpetua_shared::task::{Operand, TaskDesc};
+
+/// An image's sections, before they are one block of bytes.
+#[derive(Clone, Debug, Default)]
+pub struct Parts {
+    /// Workers the lists are made for.
+    pub n_workers: u32,
+    /// Memory the executor supplies.
+    pub bindings: Vec<BindingDesc>,
+    /// Programs.
+    pub programs: Vec<ProgramDesc>,
+    /// Tasks of all programs.
+    pub tasks: Vec<TaskDesc>,
+    /// Operands of all tasks.
+    pub operands: Vec<Operand>,
+    /// Events of all programs; the first two are the loop's own.
+    pub events: Vec<EventDesc>,
+    /// Event ids.
+    pub waits: Vec<u32>,
+    /// Event ids.
+    pub triggers: Vec<u32>,
+    /// See [`perpetua_device::worker::ImageView::list_heads`].
+    pub list_heads: Vec<u32>,
+    /// Task ids.
+    pub lists: Vec<u32>,
+    /// Operator names.
+    pub op_names: Vec<String>,
+}
+
+/// Writes `parts` as an image and checks it as [`Image::decode`] would.
+///
+/// # Errors
+/// The rules the parts break.
+pub fn encode(parts: &Parts) -> Result<Image, ImageError> {
+    let mut name_heads = vec![0u32];
+    let mut names = Vec::new();
+    for name in &parts.op_names {
+        names.extend_from_slice(name.as_bytes());
+        name_heads.push(names.len() as u32);
+    }
+    let count = |what: &str, n: usize| {
+        u32::try_from(n).map_err(|_| ImageError::Format(format!("{n} {what}, expected fewer than 2^32")))
+    };
+    let mut header = ImageHeader {
+        magic: MAGIC,
+        version: VERSION,
+        n_workers: parts.n_workers,
+        n_bindings: count("bindings", parts.bindings.len())?,
+        n_programs: count("programs", parts.programs.len())?,
+        n_tasks: count("tasks", parts.tasks.len())?,
+        n_operands: count("operands", parts.operands.len())?,
+        n_events: count("events", parts.events.len())?,
+        n_waits: count("waits", parts.waits.len())?,
+        n_triggers: count("triggers", parts.triggers.len())?,
+        n_list_entries: count("list entries", parts.lists.len())?,
+        n_name_bytes: count("bytes of names", names.len())?,
+        n_ops: count("operators", parts.op_names.len())?,
+        checksum: 0,
+    };
+    let sections = Sections::of(&header);
+    if parts.list_heads.len() * 4 != sections.list_heads.len() {
+        return Err(ImageError::Format(format!(
+            "{} list heads, expected {}",
+            parts.list_heads.len(),
+            sections.list_heads.len() / 4
+        )));
+    }
+    let mut words = vec![0u64; sections.end / 8];
+    {
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+        bytes[sections.bindings.clone()].copy_from_slice(bytemuck::cast_slice(&parts.bindings));
+        bytes[sections.operands.clone()].copy_from_slice(bytemuck::cast_slice(&parts.operands));
+        bytes[sections.programs.clone()].copy_from_slice(bytemuck::cast_slice(&parts.programs));
+        bytes[sections.tasks.clone()].copy_from_slice(bytemuck::cast_slice(&parts.tasks));
+        bytes[sections.events.clone()].copy_from_slice(bytemuck::cast_slice(&parts.events));
+        bytes[sections.waits.clone()].copy_from_slice(bytemuck::cast_slice(&parts.waits));
+        bytes[sections.triggers.clone()].copy_from_slice(bytemuck::cast_slice(&parts.triggers));
+        bytes[sections.list_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.list_heads));
+        bytes[sections.lists.clone()].copy_from_slice(bytemuck::cast_slice(&parts.lists));
+        bytes[sections.name_heads.clone()].copy_from_slice(bytemuck::cast_slice(&name_heads));
+        bytes[sections.names.clone()].copy_from_slice(&names);
+    }
+    header.checksum = checksum(&words[size_of::<ImageHeader>() / 8..]);
+    words[..size_of::<ImageHeader>() / 8].copy_from_slice(bytemuck::cast_slice(bytemuck::bytes_of(&header)));
+    Image::from_words(words)
+}

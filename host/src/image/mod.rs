@@ -1,0 +1,229 @@
+//! The image: the only thing executors see.
+//!
+//! An [`Image`] comes from [`encode`] or [`decode`](Image::decode) alone, and both check every rule in [`check`]: so an
+//! executor that holds one may follow its indices without looking. Offsets, never pointers, inside; the same bytes are
+//! sent to a GPU as they are.
+
+pub mod check;
+pub mod encode;
+
+use check::Violation;
+use perpetua_device::worker::ImageView;
+use perpetua_shared::event::EventDesc;
+use perpetua_shared::image::{BindingDesc, ImageHeader, MAGIC, ProgramDesc, VERSION};
+use perpetua_shared::limits::MAX_WORKERS;
+use perpetua_shared::task::{Operand, TaskDesc};
+use std::fmt;
+use std::ops::Range;
+
+/// A checked image.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Image {
+    /// The bytes, in words so that every descriptor is aligned.
+    words: Vec<u64>,
+    sections: Sections,
+}
+
+/// Byte range of each section.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Sections {
+    bindings: Range<usize>,
+    operands: Range<usize>,
+    programs: Range<usize>,
+    tasks: Range<usize>,
+    events: Range<usize>,
+    waits: Range<usize>,
+    triggers: Range<usize>,
+    list_heads: Range<usize>,
+    lists: Range<usize>,
+    name_heads: Range<usize>,
+    names: Range<usize>,
+    end: usize,
+}
+
+impl Sections {
+    fn of(header: &ImageHeader) -> Sections {
+        let mut at = size_of::<ImageHeader>();
+        let mut section = |count: u64, size: usize| {
+            let range = at..at + count as usize * size;
+            at = range.end.next_multiple_of(8);
+            range
+        };
+        // Counts are u32 and elements at most 76 bytes, so nothing here overflows a 64-bit usize.
+        let n = u64::from;
+        let programs = n(header.n_programs);
+        Sections {
+            bindings: section(n(header.n_bindings), size_of::<BindingDesc>()),
+            operands: section(n(header.n_operands), size_of::<Operand>()),
+            programs: section(programs, size_of::<ProgramDesc>()),
+            tasks: section(n(header.n_tasks), size_of::<TaskDesc>()),
+            events: section(n(header.n_events), size_of::<EventDesc>()),
+            waits: section(n(header.n_waits), 4),
+            triggers: section(n(header.n_triggers), 4),
+            list_heads: section(programs * (n(header.n_workers) + 1), 4),
+            lists: section(n(header.n_list_entries), 4),
+            name_heads: section(n(header.n_ops) + 1, 4),
+            names: section(n(header.n_name_bytes), 1),
+            end: at,
+        }
+    }
+}
+
+/// Why bytes are no image.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ImageError {
+    /// Not an image at all.
+    #[error("not an image: {0}")]
+    Format(String),
+    /// An image of another version of the format.
+    #[error("image format version {found}, expected {VERSION}")]
+    Version {
+        /// What it says.
+        found: u32,
+    },
+    /// Its checksum does not fit its contents.
+    #[error("image checksum {found:016x}, expected {expected:016x}: the bytes are damaged")]
+    Checksum {
+        /// Over the bytes given.
+        found: u64,
+        /// What the header says.
+        expected: u64,
+    },
+    /// It breaks rules of the format.
+    #[error("image breaks {} rule(s); first: {}", .0.len(), .0[0])]
+    Rules(Vec<Violation>),
+}
+
+/// FNV-1a over 64-bit words: order-sensitive, and fast enough to be always on.
+fn checksum(words: &[u64]) -> u64 {
+    words.iter().fold(0xCBF2_9CE4_8422_2325, |hash, word| (hash ^ word).wrapping_mul(0x0000_0100_0000_01B3))
+}
+
+impl Image {
+    /// The image that `bytes` are, once every rule has been checked.
+    ///
+    /// # Errors
+    /// What is wrong with the bytes.
+    pub fn decode(bytes: &[u8]) -> Result<Image, ImageError> {
+        if bytes.len() < size_of::<ImageHeader>() || !bytes.len().is_multiple_of(8) {
+            return Err(ImageError::Format(format!(
+                "{} bytes, expected a header of {} and whole words",
+                bytes.len(),
+                size_of::<ImageHeader>()
+            )));
+        }
+        let mut words = vec![0u64; bytes.len() / 8];
+        bytemuck::cast_slice_mut::<u64, u8>(&mut words).copy_from_slice(bytes);
+        Image::from_words(words)
+    }
+
+    fn from_words(words: Vec<u64>) -> Result<Image, ImageError> {
+        let header: ImageHeader =
+            *bytemuck::from_bytes(&bytemuck::cast_slice::<u64, u8>(&words)[..size_of::<ImageHeader>()]);
+        if header.magic != MAGIC {
+            return Err(ImageError::Format(format!("it starts with {:02x?}, expected {MAGIC:02x?}", header.magic)));
+        }
+        if header.version != VERSION {
+            return Err(ImageError::Version { found: header.version });
+        }
+        if header.n_workers == 0 || header.n_workers as usize > MAX_WORKERS {
+            return Err(ImageError::Format(format!("{} workers, expected 1 to {MAX_WORKERS}", header.n_workers)));
+        }
+        let sections = Sections::of(&header);
+        if sections.end != words.len() * 8 {
+            return Err(ImageError::Format(format!(
+                "{} bytes, but its header counts {}",
+                words.len() * 8,
+                sections.end
+            )));
+        }
+        let found = checksum(&words[size_of::<ImageHeader>() / 8..]);
+        if found != header.checksum {
+            return Err(ImageError::Checksum { found, expected: header.checksum });
+        }
+        let image = Image { words, sections };
+        check::check(&image).map_err(ImageError::Rules)?;
+        Ok(image)
+    }
+
+    fn section<T: bytemuck::AnyBitPattern>(&self, range: &Range<usize>) -> &[T] {
+        bytemuck::cast_slice(&bytemuck::cast_slice::<u64, u8>(&self.words)[range.clone()])
+    }
+
+    /// The bytes, as they are stored or sent.
+    pub fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.words)
+    }
+
+    /// The header.
+    pub fn header(&self) -> &ImageHeader {
+        bytemuck::from_bytes(&self.bytes()[..size_of::<ImageHeader>()])
+    }
+
+    /// The memory an executor must supply.
+    pub fn bindings(&self) -> &[BindingDesc] {
+        self.section(&self.sections.bindings)
+    }
+
+    /// Everything the worker loop follows.
+    pub fn view(&self) -> ImageView<'_> {
+        ImageView {
+            programs: self.section(&self.sections.programs),
+            tasks: self.section(&self.sections.tasks),
+            operands: self.section(&self.sections.operands),
+            events: self.section(&self.sections.events),
+            waits: self.section(&self.sections.waits),
+            triggers: self.section(&self.sections.triggers),
+            list_heads: self.section(&self.sections.list_heads),
+            lists: self.section(&self.sections.lists),
+            n_workers: self.header().n_workers,
+        }
+    }
+
+    /// The name of operator `op`, for reports; empty when there is none.
+    pub fn op_name(&self, op: u32) -> &str {
+        let heads: &[u32] = self.section(&self.sections.name_heads);
+        let names: &[u8] = self.section(&self.sections.names);
+        match (heads.get(op as usize), heads.get(op as usize + 1)) {
+            (Some(first), Some(end)) => std::str::from_utf8(&names[*first as usize..*end as usize]).unwrap_or(""),
+            _ => "",
+        }
+    }
+
+    /// Task `task` by name: operator, block.
+    pub fn task_name(&self, task: u32) -> String {
+        match self.view().tasks.get(task as usize) {
+            Some(desc) => format!("t{task} ({}, block {:?})", self.op_name(desc.op), desc.block),
+            None => "no task".to_owned(),
+        }
+    }
+}
+
+impl fmt::Debug for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Image").field("bytes", &(self.words.len() * 8)).field("header", self.header()).finish()
+    }
+}
+
+impl fmt::Display for Image {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let view = self.view();
+        for (number, program) in view.programs.iter().enumerate() {
+            writeln!(f, "p{number} rows {} in_token_loop {}", program.max_rows, program.in_token_loop)?;
+            let first = program.task_first as usize;
+            for (at, task) in view.tasks[first..first + program.task_count as usize].iter().enumerate() {
+                let kernel = perpetua_device::kernels::Spec::of(task.task_type).map_or("?", |spec| spec.name);
+                writeln!(
+                    f,
+                    "  t{} {kernel} {} {:?} waits {:?} triggers {:?}",
+                    first + at,
+                    self.op_name(task.op),
+                    task.block,
+                    view.waits(task),
+                    view.triggers(task)
+                )?;
+            }
+        }
+        Ok(())
+    }
+}

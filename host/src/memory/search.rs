@@ -1,0 +1,574 @@
+//! Exact search: a placement within the capacity, or the proof that there is none.
+//!
+//! After M. D. Moffitt, "MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine Learning" (ASPLOS
+//! 2023): buffers are placed in the order of their offsets, from the bottom up, each resting on what lies below it; many
+//! placements are shifted or shuffled copies of one another, and only one of each kind is looked for. Code, data
+//! structures and some of the rules are our own.
+//!
+//! # What is searched
+//! Call a placement *settled* if no buffer can be moved straight down past free bytes. Moving buffers down until none can
+//! move ends (the sum of offsets falls), so if there is a placement there is a settled one, and in a settled one every
+//! buffer lies at its *floor*: the highest top among the placed buffers it shares a slot with, aligned. Listing a settled
+//! placement by `(offset, rank)` for a fixed ranking gives exactly one sequence, and the search enumerates sequences: a
+//! node is a set of placed buffers, a child places one more at its floor, not before the last `(offset, rank)`.
+//!
+//! # What is pruned
+//! * *Slot bound.* What is unplaced in a slot will lie above `max(lowest floor of those buffers, last offset)`; with the
+//!   sum of their sizes that must not exceed the capacity.
+//! * *Height.* If an unplaced buffer fits completely below an offset, then whoever is placed at that offset now, nothing
+//!   will ever be put where that buffer would fit, and the placement would not be settled.
+//! * *Twins.* Equal buffers are placed in order of rank; of two buffers with equal lifetimes, one resting on exactly the
+//!   other, the lower has the lower rank (swapping them moves nothing else). Both rules keep the placement that is least
+//!   in the order (sum over buffers of size x lifetime x centre height, then sequence of ranks): swaps leave the first
+//!   part as it is and lower the second, moving down lowers the first. So the rules do not work against each other.
+//! * *Splitting.* Slots that no unplaced buffer crosses cut the rest into parts with no influence on each other. A part
+//!   that has no solution leaves the node without one, and its siblings need not be undone one by one.
+//! * *Jumping.* If the part that failed shares no slot with the buffer just placed, placing another one instead cannot
+//!   help: it would meet the same part, with fewer offsets allowed. The node fails at once.
+//!
+//! # Order of search
+//! Children go by `(floor, rank)`. Run times are heavy-tailed in the ranking, so several rankings take turns with limits
+//! on the nodes that double each round; any of them may find a placement or finish the proof.
+
+use std::time::Instant;
+
+use super::timeline::Timeline;
+use super::types::Buffer;
+
+/// Why no placement is returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Exhausted {
+    /// There is none.
+    Proof,
+    /// The time or node limit came first.
+    Limit,
+}
+
+/// How often, in nodes, the clock is read.
+const NODES_PER_CLOCK: u64 = 1024;
+
+/// The entries of the table from slots to buffers that a search may have.
+const MAX_TABLE_ENTRIES: usize = 50_000_000;
+
+/// The keys of a ranking, most important first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Key {
+    /// The load of the busiest slot the buffer is alive in.
+    Total,
+    /// Its lifetime.
+    Width,
+    /// Lifetime times size.
+    Area,
+}
+
+const RANKINGS: [[Key; 3]; 4] = {
+    use Key::{Area, Total, Width};
+    [[Total, Width, Area], [Total, Area, Width], [Width, Area, Total], [Area, Total, Width]]
+};
+
+/// Rankings of a round: the plain ones, then each once more with its keys shaken.
+const RANKINGS_PER_ROUND: u64 = 8;
+
+/// Looks for offsets within `capacity_bytes`. Buffers of no bytes are not expected.
+pub(super) fn search(
+    buffers: &[Buffer],
+    capacity_bytes: u64,
+    deadline: Option<Instant>,
+    max_nodes: u64,
+) -> Result<Vec<u64>, Exhausted> {
+    let world = World::new(buffers).ok_or(Exhausted::Limit)?;
+    let mut limit = 8 * buffers.len() as u64 + 64;
+    let mut total_nodes = 0;
+    for round in 0u64.. {
+        for turn in 0..RANKINGS_PER_ROUND {
+            let ranking = RANKINGS[turn as usize % RANKINGS.len()];
+            let shake = (turn >= RANKINGS.len() as u64).then_some(round * RANKINGS_PER_ROUND + turn);
+            let ranks = world.ranks(ranking, shake);
+            let mut search = Search::new(&world, ranks, capacity_bytes, limit.min(max_nodes - total_nodes), deadline);
+            let outcome = search.run();
+            total_nodes += search.n_nodes;
+            eprintln!("{ranking:?} {shake:?} {} limit {limit}", search.n_nodes);
+            match outcome {
+                Outcome::Found => return Ok(search.offsets),
+                Outcome::Failed { .. } => return Err(Exhausted::Proof),
+                Outcome::Limit if search.is_late || total_nodes >= max_nodes => return Err(Exhausted::Limit),
+                Outcome::Limit => {}
+            }
+        }
+        limit = limit.saturating_mul(2);
+    }
+    unreachable!("rounds end by a verdict, the deadline or the node limit long before 2^64 of them")
+}
+
+/// The problem as the search sees it: slots reduced to those whose set of live buffers is contained in no neighbour's.
+/// By Helly's theorem for intervals two buffers share one of these slots whenever they are alive together at all.
+struct World {
+    buffers: Vec<Buffer>,
+    /// Half-open ranges of slots.
+    spans: Vec<(u32, u32)>,
+    n_slots: usize,
+    /// Buffers by slot: `members[starts[slot]..starts[slot + 1]]`.
+    starts: Vec<usize>,
+    members: Vec<u32>,
+    loads: Vec<u64>,
+    /// Whether the swap rule holds: with alignments a swapped pair may take more room.
+    may_swap: bool,
+}
+
+impl World {
+    fn new(buffers: &[Buffer]) -> Option<Self> {
+        let timeline = Timeline::new(buffers);
+        // A slot is kept if something was born in it and something dies right after: only there the live set is maximal.
+        let mut is_born = vec![false; timeline.n_slots + 1];
+        let mut is_dead = vec![false; timeline.n_slots + 1];
+        for &(first, end) in &timeline.spans {
+            is_born[first as usize] = true;
+            is_dead[end as usize] = true;
+        }
+        let mut number = vec![0u32; timeline.n_slots + 1];
+        let mut n_slots = 0u32;
+        let mut has_birth = false;
+        for slot in 0..timeline.n_slots {
+            has_birth |= is_born[slot];
+            number[slot] = n_slots;
+            if has_birth && is_dead[slot + 1] {
+                n_slots += 1;
+                has_birth = false;
+            }
+        }
+        number[timeline.n_slots] = n_slots;
+        // `number[slot]` is the first kept slot at or after `slot`.
+        let spans: Vec<(u32, u32)> =
+            timeline.spans.iter().map(|&(first, end)| (number[first as usize], number[end as usize])).collect();
+        let n_slots = n_slots as usize;
+        let n_entries: usize = spans.iter().map(|&(first, end)| (end - first) as usize).sum();
+        if n_entries > MAX_TABLE_ENTRIES {
+            return None;
+        }
+        let mut starts = vec![0; n_slots + 1];
+        let mut loads = vec![0; n_slots];
+        for (&(first, end), buffer) in spans.iter().zip(buffers) {
+            debug_assert!(first < end, "a buffer is alive in a maximal slot");
+            for slot in first..end {
+                starts[slot as usize + 1] += 1;
+                loads[slot as usize] += buffer.size_bytes;
+            }
+        }
+        for slot in 0..n_slots {
+            starts[slot + 1] += starts[slot];
+        }
+        let mut next = starts.clone();
+        let mut members = vec![0; n_entries];
+        for (i, &(first, end)) in spans.iter().enumerate() {
+            for slot in first..end {
+                members[next[slot as usize]] = i as u32;
+                next[slot as usize] += 1;
+            }
+        }
+        let may_swap = buffers.iter().all(|buffer| buffer.alignment == 1);
+        Some(Self { buffers: buffers.to_vec(), spans, n_slots, starts, members, loads, may_swap })
+    }
+
+    /// The rank of each buffer: 0 is tried first. With a seed in `shake` lifetimes and areas are scaled by up to a quarter.
+    fn ranks(&self, ranking: [Key; 3], shake: Option<u64>) -> Vec<u32> {
+        let mut state = shake.unwrap_or(0);
+        let scales: Vec<u64> = (0..self.buffers.len())
+            .map(|_| match shake {
+                None => 1024,
+                Some(_) => 1024 + random(&mut state) % 512,
+            })
+            .collect();
+        let key = |i: usize, key: Key| -> u128 {
+            let Buffer { lower, upper, size_bytes, .. } = self.buffers[i];
+            match key {
+                Key::Total => {
+                    let (first, end) = self.spans[i];
+                    u128::from(self.loads[first as usize..end as usize].iter().copied().max().unwrap_or(0))
+                }
+                Key::Width => u128::from(upper - lower).saturating_mul(u128::from(scales[i])),
+                Key::Area => {
+                    (u128::from(upper - lower) * u128::from(size_bytes)).saturating_mul(u128::from(scales[i]))
+                }
+            }
+        };
+        let mut order: Vec<_> = (0..self.buffers.len())
+            .map(|i| (ranking.map(|k| u128::MAX - key(i, k)), self.buffers[i].lower, self.buffers[i].size_bytes, i))
+            .collect();
+        order.sort_unstable();
+        let mut ranks = vec![0; order.len()];
+        for (rank, &(.., i)) in order.iter().enumerate() {
+            ranks[i] = rank as u32;
+        }
+        ranks
+    }
+}
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): enough to shake a ranking, and the same everywhere.
+fn random(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+enum Outcome {
+    Found,
+    /// No placement; the slots of the part that has none.
+    Failed { first: u32, end: u32 },
+    Limit,
+}
+
+/// What to restore on the way back.
+enum Undo {
+    Floor { buffer: u32, floor: u64 },
+    Bound { buffer: u32, bound: u64 },
+    Slot { slot: u32, lowest: u64, witness: u32 },
+    Placed { buffer: u32, top_from: u32 },
+}
+
+/// Unplaced buffers, a range of `Search::pool`, and the slots they are alive in.
+#[derive(Clone, Copy)]
+struct Part {
+    first_item: usize,
+    end_item: usize,
+    first: u32,
+    end: u32,
+}
+
+struct Search<'a> {
+    world: &'a World,
+    capacity: u64,
+    ranks: Vec<u32>,
+    /// The equal buffer of the next lower rank, or the buffer itself.
+    twin_before: Vec<u32>,
+    /// The offset at which each unplaced buffer would rest now; `u64::MAX` once placed, so that it is never a minimum.
+    floors: Vec<u64>,
+    /// A lower bound of the offset each unplaced buffer can still get, at least its floor; `u64::MAX` once placed.
+    bounds: Vec<u64>,
+    offsets: Vec<u64>,
+    /// Sum of the unplaced sizes in each slot.
+    rest: Vec<u64>,
+    /// The lowest bound of the unplaced buffers in each slot, and the buffer that has it.
+    lowest: Vec<u64>,
+    witness: Vec<u32>,
+    /// For each border between slots, how many unplaced buffers live across it.
+    crossing: Vec<u32>,
+    /// The placed buffer on top in each slot, and a log of what was there before.
+    top: Vec<u32>,
+    top_log: Vec<u32>,
+    trail: Vec<Undo>,
+    pool: Vec<u32>,
+    n_nodes: u64,
+    max_nodes: u64,
+    deadline: Option<Instant>,
+    is_late: bool,
+}
+
+const NOBODY: u32 = u32::MAX;
+
+impl<'a> Search<'a> {
+    fn new(world: &'a World, ranks: Vec<u32>, capacity: u64, max_nodes: u64, deadline: Option<Instant>) -> Self {
+        let n = world.buffers.len();
+        let mut by_rank = vec![0u32; n];
+        for (i, &rank) in ranks.iter().enumerate() {
+            by_rank[rank as usize] = i as u32;
+        }
+        let mut twin_before: Vec<u32> = (0..n as u32).collect();
+        let mut seen = std::collections::HashMap::new();
+        for &i in &by_rank {
+            let buffer = &world.buffers[i as usize];
+            let key = (world.spans[i as usize], buffer.size_bytes, buffer.alignment);
+            if let Some(before) = seen.insert(key, i) {
+                twin_before[i as usize] = before;
+            }
+        }
+        let mut crossing = vec![0; world.n_slots + 1];
+        for &(first, end) in &world.spans {
+            for border in first + 1..end {
+                crossing[border as usize] += 1;
+            }
+        }
+        let witness =
+            (0..world.n_slots).map(|slot| world.members[world.starts[slot]..].first().copied().unwrap_or(NOBODY));
+        Self {
+            world,
+            capacity,
+            twin_before,
+            floors: vec![0; n],
+            bounds: vec![0; n],
+            offsets: vec![0; n],
+            rest: world.loads.clone(),
+            lowest: vec![0; world.n_slots],
+            witness: witness.collect(),
+            crossing,
+            top: vec![NOBODY; world.n_slots],
+            top_log: Vec::new(),
+            trail: Vec::new(),
+            pool: by_rank,
+            ranks,
+            n_nodes: 0,
+            max_nodes,
+            deadline,
+            is_late: false,
+        }
+    }
+
+    fn run(&mut self) -> Outcome {
+        if self.world.loads.iter().any(|&load| load > self.capacity) {
+            return Outcome::Failed { first: 0, end: self.world.n_slots as u32 };
+        }
+        let whole = Part { first_item: 0, end_item: self.pool.len(), first: 0, end: self.world.n_slots as u32 };
+        self.solve_split(whole, None, 0, 0)
+    }
+
+    /// Cuts the part where nothing crosses and solves the pieces in turn.
+    fn solve_split(&mut self, part: Part, without: Option<u32>, offset: u64, rank: u32) -> Outcome {
+        let pool_len = self.pool.len();
+        let mut pieces: Vec<Part> = Vec::new();
+        let mut first = part.first;
+        for border in part.first + 1..=part.end {
+            if border < part.end && self.crossing[border as usize] > 0 {
+                continue;
+            }
+            let first_item = self.pool.len();
+            for item in part.first_item..part.end_item {
+                let i = self.pool[item];
+                let span = self.world.spans[i as usize];
+                if span.0 >= first && span.1 <= border && Some(i) != without {
+                    self.pool.push(i);
+                }
+            }
+            if self.pool.len() > first_item {
+                pieces.push(Part { first_item, end_item: self.pool.len(), first, end: border });
+            }
+            first = border;
+        }
+        // The tightest piece is the likeliest to fail.
+        pieces.sort_by_key(|piece| {
+            let slots = piece.first as usize..piece.end as usize;
+            let bound = slots.map(|s| self.lowest[s].max(offset) + self.rest[s]).max().unwrap_or(0);
+            (self.capacity.saturating_sub(bound), piece.end_item - piece.first_item)
+        });
+        let mut outcome = Outcome::Found;
+        for piece in pieces {
+            outcome = self.solve(piece, offset, rank);
+            if !matches!(outcome, Outcome::Found) {
+                break;
+            }
+        }
+        self.pool.truncate(pool_len);
+        outcome
+    }
+
+    /// Places what is left of a part, nothing before `(offset, rank)`.
+    fn solve(&mut self, part: Part, offset: u64, rank: u32) -> Outcome {
+        let failed = Outcome::Failed { first: part.first, end: part.end };
+        let slots = part.first as usize..part.end as usize;
+        let is_over = self.lowest[slots.clone()]
+            .iter()
+            .zip(&self.rest[slots])
+            .any(|(&lowest, &rest)| lowest.max(offset) + rest > self.capacity && rest > 0);
+        if is_over {
+            return failed;
+        }
+        let items = &self.pool[part.first_item..part.end_item];
+        let mut height = u64::MAX;
+        for &i in items {
+            height = height.min(self.floors[i as usize] + self.world.buffers[i as usize].size_bytes);
+        }
+        let mut children: Vec<(u64, u32, u32)> = Vec::new();
+        for &i in items {
+            let floor = self.floors[i as usize];
+            if floor < height && (floor, self.ranks[i as usize]) >= (offset, rank) {
+                let before = self.twin_before[i as usize];
+                if before == i || self.floors[before as usize] == u64::MAX {
+                    children.push((floor, self.ranks[i as usize], i));
+                }
+            }
+        }
+        children.sort_unstable();
+        let node_trail_len = self.trail.len();
+        for (floor, rank, i) in children {
+            if self.is_swapped(i, floor) {
+                if !self.pass_over(part, i) {
+                    break;
+                }
+                continue;
+            }
+            if self.n_nodes >= self.max_nodes {
+                return Outcome::Limit;
+            }
+            self.n_nodes += 1;
+            if self.n_nodes % NODES_PER_CLOCK == 0 && self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.is_late = true;
+                self.max_nodes = self.n_nodes;
+                return Outcome::Limit;
+            }
+            let trail_len = self.trail.len();
+            if let Some(has_cut) = self.place(part, i) {
+                let outcome = if has_cut || part.end_item - part.first_item == 1 {
+                    self.solve_split(part, Some(i), floor, rank)
+                } else {
+                    let first_item = self.pool.len();
+                    for item in part.first_item..part.end_item {
+                        if self.pool[item] != i {
+                            self.pool.push(self.pool[item]);
+                        }
+                    }
+                    let rest = Part { first_item, end_item: self.pool.len(), ..part };
+                    let outcome = self.solve(rest, floor, rank);
+                    self.pool.truncate(first_item);
+                    outcome
+                };
+                match outcome {
+                    Outcome::Found | Outcome::Limit => return outcome,
+                    Outcome::Failed { first, end } => {
+                        let span = self.world.spans[i as usize];
+                        if end <= span.0 || span.1 <= first {
+                            self.undo(node_trail_len);
+                            return outcome;
+                        }
+                    }
+                }
+            }
+            self.undo(trail_len);
+            if !self.pass_over(part, i) {
+                break;
+            }
+        }
+        self.undo(node_trail_len);
+        failed
+    }
+
+    /// Whether buffer `i` would rest on exactly one buffer of its own lifetime and higher rank.
+    fn is_swapped(&self, i: u32, floor: u64) -> bool {
+        let span = self.world.spans[i as usize];
+        let below = self.top[span.0 as usize];
+        self.world.may_swap
+            && below != NOBODY
+            && self.world.spans[below as usize] == span
+            && self.ranks[below as usize] > self.ranks[i as usize]
+            && self.offsets[below as usize] + self.world.buffers[below as usize].size_bytes == floor
+            && self.top[span.0 as usize..span.1 as usize].iter().all(|&top| top == below)
+    }
+
+    /// Places `i` at its floor. `None` if some slot is over capacity then, else whether a border became free.
+    fn place(&mut self, part: Part, i: u32) -> Option<bool> {
+        let world = self.world;
+        let (first, end) = world.spans[i as usize];
+        let size = world.buffers[i as usize].size_bytes;
+        let top = self.floors[i as usize] + size;
+        self.offsets[i as usize] = self.floors[i as usize];
+        self.trail.push(Undo::Floor { buffer: i, floor: self.floors[i as usize] });
+        self.floors[i as usize] = u64::MAX;
+        self.set_bound(i, u64::MAX);
+        self.trail.push(Undo::Placed { buffer: i, top_from: self.top_log.len() as u32 });
+        let mut has_cut = false;
+        for slot in first as usize..end as usize {
+            self.rest[slot] -= size;
+            self.top_log.push(self.top[slot]);
+            self.top[slot] = i;
+            if slot > first as usize {
+                self.crossing[slot] -= 1;
+                has_cut |= self.crossing[slot] == 0;
+            }
+        }
+        let mut dirty = (first, end);
+        for item in part.first_item..part.end_item {
+            let j = self.pool[item];
+            let (j_first, j_end) = world.spans[j as usize];
+            if j_first < end && first < j_end && self.floors[j as usize] < top {
+                let buffer = &world.buffers[j as usize];
+                let floor = if buffer.alignment == 1 { top } else { top.next_multiple_of(buffer.alignment) };
+                if floor + buffer.size_bytes > self.capacity {
+                    return None;
+                }
+                self.trail.push(Undo::Floor { buffer: j, floor: self.floors[j as usize] });
+                self.floors[j as usize] = floor;
+                if self.bounds[j as usize] >= floor {
+                    continue;
+                }
+                self.set_bound(j, floor);
+                dirty = (dirty.0.min(j_first), dirty.1.max(j_end));
+            }
+        }
+        self.refresh(dirty.0, dirty.1).then_some(has_cut)
+    }
+
+    /// Every sequence that places `i` now has been tried, so from here on it rests on a buffer yet to be placed. `false`
+    /// if nothing is left that could carry it that low.
+    fn pass_over(&mut self, part: Part, i: u32) -> bool {
+        let world = self.world;
+        let (first, end) = world.spans[i as usize];
+        let mut bound = u64::MAX;
+        for &j in &self.pool[part.first_item..part.end_item] {
+            let (j_first, j_end) = world.spans[j as usize];
+            if j_first < end && first < j_end && j != i {
+                bound = bound.min(self.bounds[j as usize] + world.buffers[j as usize].size_bytes);
+            }
+        }
+        if bound == u64::MAX || bound + world.buffers[i as usize].size_bytes > self.capacity {
+            return false;
+        }
+        if bound > self.bounds[i as usize] {
+            self.set_bound(i, bound);
+            return self.refresh(first, end);
+        }
+        true
+    }
+
+    fn set_bound(&mut self, buffer: u32, bound: u64) {
+        self.trail.push(Undo::Bound { buffer, bound: self.bounds[buffer as usize] });
+        self.bounds[buffer as usize] = bound;
+    }
+
+    /// Brings the slots' lowest bounds up to date. `false` if one of them is then over capacity.
+    fn refresh(&mut self, first: u32, end: u32) -> bool {
+        let world = self.world;
+        for slot in first as usize..end as usize {
+            let witness = self.witness[slot];
+            if witness == NOBODY || self.bounds[witness as usize] == self.lowest[slot] || self.rest[slot] == 0 {
+                continue;
+            }
+            let mut lowest = (u64::MAX, NOBODY);
+            for &j in &world.members[world.starts[slot]..world.starts[slot + 1]] {
+                let bound = self.bounds[j as usize];
+                if bound < lowest.0 {
+                    lowest = (bound, j);
+                }
+            }
+            self.trail.push(Undo::Slot { slot: slot as u32, lowest: self.lowest[slot], witness });
+            (self.lowest[slot], self.witness[slot]) = lowest;
+            if lowest.0 + self.rest[slot] > self.capacity {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn undo(&mut self, trail_len: usize) {
+        while self.trail.len() > trail_len {
+            match self.trail.pop().expect("longer than trail_len") {
+                Undo::Floor { buffer, floor } => self.floors[buffer as usize] = floor,
+                Undo::Bound { buffer, bound } => self.bounds[buffer as usize] = bound,
+                Undo::Slot { slot, lowest, witness } => {
+                    self.lowest[slot as usize] = lowest;
+                    self.witness[slot as usize] = witness;
+                }
+                Undo::Placed { buffer, top_from } => {
+                    let (first, end) = self.world.spans[buffer as usize];
+                    let size = self.world.buffers[buffer as usize].size_bytes;
+                    for slot in first as usize..end as usize {
+                        self.rest[slot] += size;
+                        self.top[slot] = self.top_log[top_from as usize + slot - first as usize];
+                        if slot > first as usize {
+                            self.crossing[slot] += 1;
+                        }
+                    }
+                    self.top_log.truncate(top_from as usize);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,197 @@
+//! The blocks decoder models are made of. A model's own file says how they follow each other.
+//!
+//! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
+//! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
+
+use super::config::{Activation as ConfigActivation, DecoderConfig};
+use super::error::ModelError;
+use super::weights::Weights;
+use crate::graph::kernel::{GraphError, KernelGraph, RopeArgs};
+use crate::graph::tensor::TensorId;
+use perpetua_device::kernels::linear::Activation;
+use perpetua_shared::DType;
+
+/// Why a network cannot be built.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// The checkpoint does not hold what the network needs.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// An operator is wrong.
+    #[error(transparent)]
+    Graph(#[from] GraphError),
+}
+
+/// What a pass ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Head {
+    /// The last row's logits, and a token chosen from them.
+    Sample,
+    /// Every row's logits, nothing chosen.
+    AllLogits,
+}
+
+/// A decoder under construction.
+#[derive(Debug)]
+pub struct Decoder<'a> {
+    /// The network's sizes.
+    pub config: &'a DecoderConfig,
+    /// The graph it is built in.
+    pub graph: KernelGraph,
+    weights: &'a Weights,
+    context: usize,
+    cache_dtype: DType,
+    head: Head,
+}
+
+/// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Projected {
+    q: TensorId,
+    k: TensorId,
+    v: TensorId,
+}
+
+impl<'a> Decoder<'a> {
+    /// An empty decoder for passes of at most `rows` tokens over a cache of `context` positions.
+    pub fn new(
+        config: &'a DecoderConfig,
+        weights: &'a Weights,
+        rows: usize,
+        context: usize,
+        cache_dtype: DType,
+        head: Head,
+    ) -> Decoder<'a> {
+        Decoder { config, graph: KernelGraph::with_rows(rows as u32), weights, context, cache_dtype, head }
+    }
+
+    /// The checkpoint's tensor `name`, which must have this shape.
+    pub fn weight(&mut self, name: &str, shape: &[usize]) -> Result<TensorId, BuildError> {
+        let dtype = self.weights.expect(name, shape)?.dtype;
+        Ok(self.graph.weight(name, shape, dtype)?)
+    }
+
+    /// `[rows, hidden]`: the embeddings of the pass's tokens.
+    pub fn embed(&mut self) -> Result<TensorId, BuildError> {
+        let tokens = self.graph.tokens(self.context)?;
+        let table = self.embedding_table()?;
+        Ok(self.graph.embedding("embed_tokens", tokens, table, None, None)?)
+    }
+
+    fn embedding_table(&mut self) -> Result<TensorId, BuildError> {
+        self.weight("model.embed_tokens.weight", &[self.config.vocab_size, self.config.hidden_size])
+    }
+
+    /// RMSNorm with the weights called `name`.
+    pub fn norm(&mut self, name: &str, x: TensorId) -> Result<TensorId, BuildError> {
+        let w = self.weight(&format!("{name}.weight"), &[self.config.hidden_size])?;
+        Ok(self.graph.rms_norm(name, x, w, self.config.rms_norm_eps as f32)?)
+    }
+
+    /// x . w^T (+ bias) (+ residual) with the weights called `name`, `[out, in]`.
+    fn linear(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        [out, inner]: [usize; 2],
+        has_bias: bool,
+        residual: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
+        let w = self.weight(&format!("{name}.weight"), &[out, inner])?;
+        let bias = if has_bias { Some(self.weight(&format!("{name}.bias"), &[out])?) } else { None };
+        Ok(self.graph.linear(name, x, w, bias, Activation::None, residual)?)
+    }
+
+    /// The three projections of layer `layer`, with biases or without.
+    pub fn project(&mut self, layer: usize, x: TensorId, has_bias: bool) -> Result<Projected, BuildError> {
+        let DecoderConfig { hidden_size, n_heads, n_kv_heads, head_dim, .. } = *self.config;
+        let name = |which: &str| format!("model.layers.{layer}.self_attn.{which}_proj");
+        let kv = [n_kv_heads * head_dim, hidden_size];
+        Ok(Projected {
+            q: self.linear(&name("q"), x, [n_heads * head_dim, hidden_size], has_bias, None)?,
+            k: self.linear(&name("k"), x, kv, has_bias, None)?,
+            v: self.linear(&name("v"), x, kv, has_bias, None)?,
+        })
+    }
+
+    /// Rotates queries and keys (each head normalised first, when `qk_norm`), appends keys and values to the layer's
+    /// cache and attends causally: `[rows, heads * head_dim]`.
+    pub fn attend(&mut self, layer: usize, p: Projected, qk_norm: bool) -> Result<TensorId, BuildError> {
+        let DecoderConfig { n_heads, n_kv_heads, head_dim, rms_norm_eps, .. } = *self.config;
+        let rows = self.graph.rows.unwrap_or(1) as usize;
+        let prefix = format!("model.layers.{layer}.self_attn");
+        let q = self.graph.reshape(p.q, &[rows, n_kv_heads, n_heads / n_kv_heads, head_dim])?;
+        let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
+        let v = self.graph.reshape(p.v, &[rows, n_kv_heads, head_dim])?;
+        let norms = match qk_norm {
+            true => Some([
+                self.weight(&format!("{prefix}.q_norm.weight"), &[head_dim])?,
+                self.weight(&format!("{prefix}.k_norm.weight"), &[head_dim])?,
+            ]),
+            false => None,
+        };
+        let frequencies =
+            self.graph.constant("rope_frequencies", &self.config.rope.inverse_frequencies(head_dim))?;
+        let cache_shape = [n_kv_heads, self.context, head_dim];
+        let cache = [
+            self.graph.state(&format!("{prefix}.k_cache"), &cache_shape, self.cache_dtype)?,
+            self.graph.state(&format!("{prefix}.v_cache"), &cache_shape, self.cache_dtype)?,
+        ];
+        let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
+        self.graph.rope(&format!("{prefix}.rope"), args)?;
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, true)?)
+    }
+
+    /// x + attended . o_proj^T.
+    pub fn project_out(&mut self, layer: usize, attended: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let DecoderConfig { hidden_size, n_heads, head_dim, output_bias, .. } = *self.config;
+        let name = format!("model.layers.{layer}.self_attn.o_proj");
+        self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, Some(x))
+    }
+
+    /// x + (silu(h . gate^T) * (h . up^T)) . down^T.
+    pub fn mlp(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let DecoderConfig { hidden_size, intermediate_size, mlp_bias, .. } = *self.config;
+        let ConfigActivation::Silu = self.config.hidden_act else {
+            unreachable!("the configuration reader accepts silu alone for decoders")
+        };
+        let prefix = format!("model.layers.{layer}.mlp");
+        let shape = [intermediate_size, hidden_size];
+        let gate = self.weight(&format!("{prefix}.gate_proj.weight"), &shape)?;
+        let up = self.weight(&format!("{prefix}.up_proj.weight"), &shape)?;
+        let biases = match mlp_bias {
+            true => Some([
+                self.weight(&format!("{prefix}.gate_proj.bias"), &shape[..1])?,
+                self.weight(&format!("{prefix}.up_proj.bias"), &shape[..1])?,
+            ]),
+            false => None,
+        };
+        let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, [gate, up], biases, Activation::Silu)?;
+        self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, Some(x))
+    }
+
+    /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32.
+    pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
+        let sampling = self.head == Head::Sample;
+        let x = match sampling {
+            true => {
+                self.graph.when_sampling();
+                self.graph.select_row("last_row", x)?
+            }
+            false => x,
+        };
+        let h = self.norm("model.norm", x)?;
+        let head = match self.config.tie_word_embeddings {
+            true => self.embedding_table()?,
+            false => self.weight("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?,
+        };
+        let logits = self.graph.linear("lm_head", h, head, None, Activation::None, None)?;
+        self.graph.output("logits", logits);
+        if sampling {
+            let tokens = self.graph.tokens(self.context)?;
+            self.graph.sample("sample", logits, tokens)?;
+        }
+        Ok(self.graph)
+    }
+}

@@ -1,0 +1,140 @@
+//! Names and shapes of a checkpoint's tensors, as the published models of each architecture have them.
+//!
+//! A list, in the order of the forward pass; what each tensor is for decides how `synth` fills it.
+
+use super::config::{BertConfig, DecoderConfig, ModelConfig};
+
+/// What a tensor is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// A table of vectors, one per row.
+    Embedding,
+    /// `[out, in]`: a matrix that is multiplied with.
+    Linear,
+    /// `[vocab, hidden]`: the matrix whose products are logits, be it the embedding table too.
+    Head,
+    /// Added after a matrix.
+    Bias,
+    /// The factors of a norm.
+    Norm,
+}
+
+/// One tensor a checkpoint must hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name in the file.
+    pub name: String,
+    /// Its shape, outermost first; matrices are `[out, in]`.
+    pub shape: Vec<usize>,
+    /// What it is for.
+    pub role: Role,
+}
+
+impl TensorSpec {
+    fn new(name: String, shape: Vec<usize>, role: Role) -> TensorSpec {
+        TensorSpec { name, shape, role }
+    }
+
+    /// Elements.
+    pub fn len_elems(&self) -> u64 {
+        self.shape.iter().map(|&dim| dim as u64).product()
+    }
+}
+
+/// Every tensor that a network of this configuration reads.
+pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
+    match config {
+        ModelConfig::Decoder(config) => decoder(config),
+        ModelConfig::Bert(config) => bert(config),
+    }
+}
+
+fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
+    let (q_dim, kv_dim) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
+    let mut list = Vec::new();
+    let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
+
+    let embedding = if c.tie_word_embeddings {
+        Role::Head
+    } else {
+        Role::Embedding
+    };
+    add(
+        "model.embed_tokens.weight".into(),
+        vec![c.vocab_size, c.hidden_size],
+        embedding,
+    );
+    for i in 0..c.n_layers {
+        let layer = format!("model.layers.{i}");
+        add(
+            format!("{layer}.input_layernorm.weight"),
+            vec![c.hidden_size],
+            Role::Norm,
+        );
+        for (part, out, inner, bias) in [
+            ("self_attn.q_proj", q_dim, c.hidden_size, c.attention_bias),
+            ("self_attn.k_proj", kv_dim, c.hidden_size, c.attention_bias),
+            ("self_attn.v_proj", kv_dim, c.hidden_size, c.attention_bias),
+            ("self_attn.o_proj", c.hidden_size, q_dim, c.output_bias),
+            ("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+            ("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
+            ("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
+        ] {
+            add(format!("{layer}.{part}.weight"), vec![out, inner], Role::Linear);
+            if bias {
+                add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
+            }
+        }
+        if c.qk_norm {
+            add(format!("{layer}.self_attn.q_norm.weight"), vec![c.head_dim], Role::Norm);
+            add(format!("{layer}.self_attn.k_norm.weight"), vec![c.head_dim], Role::Norm);
+        }
+        add(
+            format!("{layer}.post_attention_layernorm.weight"),
+            vec![c.hidden_size],
+            Role::Norm,
+        );
+    }
+    add("model.norm.weight".into(), vec![c.hidden_size], Role::Norm);
+    if !c.tie_word_embeddings {
+        add("lm_head.weight".into(), vec![c.vocab_size, c.hidden_size], Role::Head);
+    }
+    list
+}
+
+fn bert(c: &BertConfig) -> Vec<TensorSpec> {
+    let mut list = Vec::new();
+    let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
+    for (table, rows) in [
+        ("word_embeddings", c.vocab_size),
+        ("position_embeddings", c.max_position_embeddings),
+        ("token_type_embeddings", c.type_vocab_size),
+    ] {
+        add(
+            format!("embeddings.{table}.weight"),
+            vec![rows, c.hidden_size],
+            Role::Embedding,
+        );
+    }
+    add("embeddings.LayerNorm.weight".into(), vec![c.hidden_size], Role::Norm);
+    add("embeddings.LayerNorm.bias".into(), vec![c.hidden_size], Role::Bias);
+    for i in 0..c.n_layers {
+        let layer = format!("encoder.layer.{i}");
+        for (part, out, inner) in [
+            ("attention.self.query", c.hidden_size, c.hidden_size),
+            ("attention.self.key", c.hidden_size, c.hidden_size),
+            ("attention.self.value", c.hidden_size, c.hidden_size),
+            ("attention.output.dense", c.hidden_size, c.hidden_size),
+            ("intermediate.dense", c.intermediate_size, c.hidden_size),
+            ("output.dense", c.hidden_size, c.intermediate_size),
+        ] {
+            add(format!("{layer}.{part}.weight"), vec![out, inner], Role::Linear);
+            add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
+        }
+        for part in ["attention.output.LayerNorm", "output.LayerNorm"] {
+            add(format!("{layer}.{part}.weight"), vec![c.hidden_size], Role::Norm);
+            add(format!("{layer}.{part}.bias"), vec![c.hidden_size], Role::Bias);
+        }
+    }
+    list
+}

@@ -1,0 +1,325 @@
+//! A model folder: WHICH network, its numbers, its words.
+//!
+//! In comes a folder laid out as model repositories are (config.json, model.safetensors or shards, tokenizer.json,
+//! generation_config.json, chat_template.jinja; modules.json for sentence embeddings); out goes [`ModelFolder`]. Nothing
+//! here knows how a network is computed.
+//!
+//! Laws:
+//! - Whatever a folder holds, it is read or refused with one line that names file, key, value and expectation; never a
+//!   panic. What would change the result and is not done is refused, never ignored.
+//! - Opening is cheap: tokenizer and weights are read when first asked for, and weights are mapped, not copied.
+
+mod error;
+mod json;
+
+pub mod bert;
+pub mod chat;
+pub mod config;
+pub mod decoder;
+pub mod generation;
+pub mod layout;
+pub mod llama;
+pub mod mistral;
+pub mod qwen2;
+pub mod qwen3;
+pub mod sentence;
+pub mod synth;
+pub mod tokenizer;
+pub mod weights;
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+pub use chat::{ChatMessage, ChatTemplate};
+pub use config::{Activation, Architecture, BertConfig, DecoderConfig, ModelConfig, Rope, RopeScaling};
+pub use error::ModelError;
+pub use generation::GenerationConfig;
+pub use layout::{Role, TensorSpec};
+pub use sentence::{Pooling, SentenceConfig};
+pub use synth::{SynthOptions, SynthSource, SynthSummary, synth};
+pub use tokenizer::{DecodeStream, Tokenizer, check_token_ids};
+pub use weights::{TensorView, Weights};
+
+/// A model folder, opened.
+#[derive(Debug)]
+pub struct ModelFolder {
+    dir: PathBuf,
+    /// Where config, weights and tokenizer lie: `dir`, but for some sentence models.
+    transformer_dir: PathBuf,
+    config: ModelConfig,
+    generation: GenerationConfig,
+    sentence: Option<SentenceConfig>,
+    tokenizer: OnceLock<Tokenizer>,
+    weights: OnceLock<Weights>,
+}
+
+impl ModelFolder {
+    /// Reads a folder's configuration.
+    pub fn open(dir: impl AsRef<Path>) -> Result<ModelFolder, ModelError> {
+        let dir = dir.as_ref();
+        let meta = std::fs::metadata(dir).map_err(|e| ModelError::read(dir, e))?;
+        if !meta.is_dir() {
+            return Err(ModelError::NotAFolder { path: dir.to_owned() });
+        }
+        // Without a modules.json it depends on the network whether it is a sentence model.
+        let mut sentence = if SentenceConfig::is_there(dir) {
+            Some(SentenceConfig::open(dir)?)
+        } else {
+            None
+        };
+        let transformer_dir = sentence
+            .as_ref()
+            .map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
+
+        let path = transformer_dir.join("config.json");
+        let value = json::read_value(&path)?;
+        let config = ModelConfig::from_value(&path, &value)?;
+        match (&config, &sentence) {
+            (ModelConfig::Decoder(_), Some(_)) => {
+                return Err(ModelError::unsupported(
+                    &path,
+                    "architectures",
+                    format!("{} as a sentence embedding model", config.architecture()),
+                    Architecture::Bert.class_name(),
+                ));
+            }
+            (ModelConfig::Bert(bert), Some(SentenceConfig { dim: Some(dim), .. })) if *dim != bert.hidden_size => {
+                return Err(ModelError::key(
+                    &path,
+                    "hidden_size",
+                    bert.hidden_size.to_string(),
+                    format!("{dim}, the pooling's word_embedding_dimension"),
+                ));
+            }
+            (ModelConfig::Bert(_), None) => sentence = Some(SentenceConfig::open(dir)?),
+            _ => {}
+        }
+        let generation = GenerationConfig::open(&transformer_dir, &path, &value)?;
+        Ok(ModelFolder {
+            dir: dir.to_owned(),
+            transformer_dir,
+            config,
+            generation,
+            sentence,
+            tokenizer: OnceLock::new(),
+            weights: OnceLock::new(),
+        })
+    }
+
+    /// The folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Which network, and its sizes.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The configuration of a text generation model; an error for a sentence model.
+    pub fn decoder(&self) -> Result<&DecoderConfig, ModelError> {
+        match &self.config {
+            ModelConfig::Decoder(config) => Ok(config),
+            ModelConfig::Bert(_) => Err(ModelError::unsupported(
+                &self.transformer_dir.join("config.json"),
+                "architectures",
+                format!("{} for text generation", self.config.architecture()),
+                Architecture::ALL.map(Architecture::class_name)[..4].join(", "),
+            )),
+        }
+    }
+
+    /// The configuration of a sentence model and what is done with its vectors; an error for a text generation model.
+    pub fn encoder(&self) -> Result<(&BertConfig, &SentenceConfig), ModelError> {
+        match (&self.config, &self.sentence) {
+            (ModelConfig::Bert(config), Some(sentence)) => Ok((config, sentence)),
+            _ => Err(ModelError::unsupported(
+                &self.transformer_dir.join("config.json"),
+                "architectures",
+                format!("{} for sentence embeddings", self.config.architecture()),
+                Architecture::Bert.class_name(),
+            )),
+        }
+    }
+
+    /// Where a generation ends.
+    pub fn generation(&self) -> &GenerationConfig {
+        &self.generation
+    }
+
+    /// What is done with a sentence model's vectors; `None` for text generation.
+    pub fn sentence(&self) -> Option<&SentenceConfig> {
+        self.sentence.as_ref()
+    }
+
+    /// The tokenizer, read when first asked for. A sentence model's cuts at [`ModelFolder::max_tokens`].
+    pub fn tokenizer(&self) -> Result<&Tokenizer, ModelError> {
+        if let Some(tokenizer) = self.tokenizer.get() {
+            return Ok(tokenizer);
+        }
+        let mut tokenizer = Tokenizer::open(&self.transformer_dir.join("tokenizer.json"))?;
+        if self.sentence.is_some() {
+            tokenizer.truncate_to(self.max_tokens())?;
+        }
+        Ok(self.tokenizer.get_or_init(|| tokenizer))
+    }
+
+    /// The weights, mapped when first asked for.
+    pub fn weights(&self) -> Result<&Weights, ModelError> {
+        if let Some(weights) = self.weights.get() {
+            return Ok(weights);
+        }
+        let weights = Weights::open(&self.transformer_dir)?;
+        Ok(self.weights.get_or_init(|| weights))
+    }
+
+    /// What stands before the names of a BERT's tensors: `bert.` where the model was saved with a head on top.
+    pub fn bert_prefix(&self) -> Result<&'static str, ModelError> {
+        let headed = self.weights()?.contains("bert.embeddings.word_embeddings.weight");
+        Ok(if headed { "bert." } else { "" })
+    }
+
+    /// The longest input that gives what the model was trained to give: the configuration's context, a sentence model's
+    /// `max_seq_length`, or the attention window, whichever is least.
+    pub fn max_tokens(&self) -> usize {
+        let mut max = self.config.max_position_embeddings();
+        if let ModelConfig::Decoder(config) = &self.config {
+            max = max.min(config.sliding_window.unwrap_or(max));
+        }
+        if let Some(sentence) = &self.sentence {
+            max = max.min(sentence.max_seq_length.unwrap_or(max));
+        }
+        max
+    }
+
+    /// The chat template.
+    pub fn chat_template(&self) -> Result<ChatTemplate, ModelError> {
+        ChatTemplate::open(&self.dir)
+    }
+
+    /// Token ids of a prompt, each below the model's vocabulary.
+    pub fn encode(&self, prompt: &str) -> Result<Vec<u32>, ModelError> {
+        self.checked(self.tokenizer()?.encode(prompt)?)
+    }
+
+    /// Token ids of a conversation up to the assistant's next turn.
+    pub fn encode_chat(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, ModelError> {
+        let text = self.chat_template()?.render(messages)?;
+        self.checked(self.tokenizer()?.encode_rendered(&text)?)
+    }
+
+    /// Token ids of a sentence to embed: prepared as the sentence model says, cut to its longest input.
+    pub fn encode_sentence(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        let (_, sentence) = self.encoder()?;
+        self.checked(self.tokenizer()?.encode(&sentence.prepare(text))?)
+    }
+
+    fn checked(&self, ids: Vec<u32>) -> Result<Vec<u32>, ModelError> {
+        check_token_ids(&ids, self.config.vocab_size())?;
+        Ok(ids)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    fn fixture(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    }
+
+    #[test]
+    fn fixtures_open() {
+        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2"] {
+            let folder = ModelFolder::open(fixture(name)).expect(name);
+            assert_eq!(folder.generation().eos_token_ids, [2]);
+            assert_eq!(folder.max_tokens(), folder.config().max_position_embeddings());
+            for spec in layout::tensors(folder.config()) {
+                folder
+                    .weights()
+                    .expect(name)
+                    .expect(&spec.name, &spec.shape)
+                    .expect(name);
+            }
+            assert_eq!(
+                layout::tensors(folder.config()).len(),
+                folder.weights().expect(name).len()
+            );
+            let ids = folder.encode_chat(&[ChatMessage::new("user", "Hi")]).expect(name);
+            assert_eq!(
+                (ids[0], folder.decoder().is_ok(), folder.encoder().is_err()),
+                (1, true, true)
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_no_model_folder_is_refused_in_a_line() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let message = |path: &Path| ModelFolder::open(path).expect_err("refused").to_string();
+        assert!(message(&dir.path().join("x")).ends_with("cannot read: no such file or directory"));
+        assert!(message(dir.path()).ends_with(": no config.json"));
+        let file = dir.path().join("config.json");
+        fs::write(&file, "{").expect("a file");
+        assert!(message(&file).contains("not a folder; a model is a folder with"));
+        assert!(message(dir.path()).contains("not valid JSON: EOF while parsing"));
+    }
+
+    #[test]
+    fn a_window_bounds_the_context() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let mut config = synth::preset_config("tiny-mistral").expect("a preset");
+        config["sliding_window"] = 64.into();
+        fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
+        assert_eq!(ModelFolder::open(dir.path()).expect("a config").max_tokens(), 64);
+    }
+
+    #[test]
+    fn ids_beyond_the_models_vocabulary_are_refused() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let mut config = json::read_value(&fixture("tiny-qwen3").join("config.json")).expect("JSON");
+        config["vocab_size"] = 50.into();
+        fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
+        fs::copy(
+            fixture("tiny-qwen3").join("tokenizer.json"),
+            dir.path().join("tokenizer.json"),
+        )
+        .expect("a copy");
+        let folder = ModelFolder::open(dir.path()).expect("a config");
+        let message = folder.encode("zebra").expect_err("out of range").to_string();
+        assert!(
+            message.starts_with("token id ") && message.ends_with("expected 0 to 49"),
+            "{message}"
+        );
+    }
+
+    #[test]
+    fn a_sentence_models_parts_must_agree() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let out = dir.path().join("m");
+        let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+        synth(SynthSource::Preset("tiny-bert"), &out, &SynthOptions::default(), go_on).expect("a model");
+        let folder = ModelFolder::open(&out).expect("the model");
+        assert_eq!((folder.bert_prefix().expect("weights"), folder.max_tokens()), ("", 128));
+        assert!(
+            folder
+                .decoder()
+                .expect_err("an encoder")
+                .to_string()
+                .contains("BertModel for text generation")
+        );
+
+        let pooling = out.join("1_Pooling/config.json");
+        let text = fs::read_to_string(&pooling).expect("a file").replace("96", "97");
+        fs::write(&pooling, text).expect("a file");
+        let message = ModelFolder::open(&out).expect_err("97").to_string();
+        assert!(message.contains("hidden_size: 96, expected 97"), "{message}");
+
+        // The same folder without its modules is a plain BERT.
+        fs::remove_file(out.join("modules.json")).expect("there");
+        let plain = ModelFolder::open(&out).expect("a plain BERT");
+        assert_eq!(plain.encoder().expect("an encoder").1.pooling, Pooling::Mean);
+    }
+}

@@ -1,0 +1,368 @@
+//! Sentence embedding folders: what is done with the encoder's vectors, one per token.
+//!
+//! In comes a folder as sentence-transformers lays it out: modules.json names the steps (Transformer, Pooling,
+//! Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a plain
+//! BERT: mean pooling over all tokens, then normalised to length 1.
+
+use std::path::{Component, Path, PathBuf};
+
+use super::error::ModelError;
+use super::json::{Fields, brief, read_value};
+
+/// How the vectors of a sentence's tokens become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pooling {
+    /// The mean over all tokens, special ones included.
+    Mean,
+    /// The vector of the first token, `[CLS]`.
+    Cls,
+}
+
+/// What a sentence embedding folder says beyond its encoder's config.json.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SentenceConfig {
+    /// The folder with the encoder's config.json, tokenizer.json and weights.
+    pub transformer_dir: PathBuf,
+    /// How the tokens' vectors become one.
+    pub pooling: Pooling,
+    /// Whether the result is scaled to length 1.
+    pub normalize: bool,
+    /// Longer sentences are cut to this many tokens, special ones included; `None`: the encoder's longest input.
+    pub max_seq_length: Option<usize>,
+    /// Whether the text is put in lower case before the tokenizer sees it (which may do so itself).
+    pub lower_case: bool,
+    /// Put before every sentence; mostly empty.
+    pub prompt: String,
+    /// The vectors' length as the pooling's configuration has it, to be checked against the encoder's.
+    pub dim: Option<usize>,
+}
+
+const MODULES: &str = "modules.json";
+const SUPPORTED: &str = "Transformer, Pooling, Normalize, in this order";
+/// Far above any encoder's.
+const MAX_LENGTH: usize = 1 << 30;
+
+impl SentenceConfig {
+    /// Whether a folder is laid out as sentence-transformers does it.
+    pub fn is_there(dir: &Path) -> bool {
+        dir.join(MODULES).exists()
+    }
+
+    /// Reads a folder, with modules.json or without.
+    pub fn open(dir: &Path) -> Result<SentenceConfig, ModelError> {
+        let mut config = SentenceConfig {
+            transformer_dir: dir.to_owned(),
+            pooling: Pooling::Mean,
+            normalize: true,
+            max_seq_length: None,
+            lower_case: false,
+            prompt: String::new(),
+            dim: None,
+        };
+        let path = dir.join(MODULES);
+        if path.exists() {
+            config.read_modules(dir, &path)?;
+        }
+        config.read_limits()?;
+        Ok(config)
+    }
+
+    fn read_modules(&mut self, dir: &Path, path: &Path) -> Result<(), ModelError> {
+        let value = read_value(path)?;
+        let modules = value
+            .as_array()
+            .ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
+        self.normalize = false;
+        let mut include_prompt = true;
+        let mut seen: Vec<&str> = Vec::new();
+        for module in modules {
+            let module = Fields::new(path, module)?;
+            let full = module.text("type")?.ok_or_else(|| module.wrong("type", SUPPORTED))?;
+            let kind = full.rsplit('.').next().unwrap_or(full);
+            let folder = inside(dir, &module)?;
+            match (kind, seen.as_slice()) {
+                ("Transformer", []) => self.transformer_dir = folder,
+                ("Pooling", ["Transformer"]) => include_prompt = self.read_pooling(&folder.join("config.json"))?,
+                ("Normalize", ["Transformer", "Pooling"]) => self.normalize = true,
+                _ => return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED)),
+            }
+            seen.push(kind);
+        }
+        if seen.len() < 2 {
+            return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED));
+        }
+        self.read_prompt(&dir.join("config_sentence_transformers.json"))?;
+        if !include_prompt && !self.prompt.is_empty() {
+            return Err(ModelError::unsupported(
+                path,
+                "include_prompt",
+                "false",
+                "true where there is a default prompt",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Reads a pooling configuration; returns whether a prompt's tokens are pooled too.
+    fn read_pooling(&mut self, path: &Path) -> Result<bool, ModelError> {
+        let value = read_value(path)?;
+        let fields = Fields::new(path, &value)?;
+        let mut modes: Vec<String> = Vec::new();
+        match fields.get("pooling_mode") {
+            Some(serde_json::Value::String(mode)) => modes.push(mode.clone()),
+            Some(serde_json::Value::Array(list)) => {
+                modes.extend(list.iter().map(|m| m.as_str().map_or_else(|| brief(m), str::to_owned)));
+            }
+            Some(_) => return Err(fields.wrong("pooling_mode", "the name of a pooling")),
+            None => {
+                // A pooling without any of these keys takes the mean.
+                if fields.flag("pooling_mode_mean_tokens")?.unwrap_or(true) {
+                    modes.push("mean".to_owned());
+                }
+                for (key, _) in fields.entries().filter(|(k, _)| *k != "pooling_mode_mean_tokens") {
+                    if let Some(mode) = key.strip_prefix("pooling_mode_")
+                        && fields.flag(key)? == Some(true)
+                    {
+                        modes.push(mode.trim_end_matches("_tokens").trim_end_matches("_token").to_owned());
+                    }
+                }
+            }
+        }
+        self.pooling = match modes.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+            ["mean"] => Pooling::Mean,
+            ["cls"] => Pooling::Cls,
+            _ => {
+                let given = if modes.is_empty() {
+                    "none".to_owned()
+                } else {
+                    modes.join(" and ")
+                };
+                return Err(ModelError::unsupported(path, "pooling", given, "mean or cls"));
+            }
+        };
+        self.dim = match fields.whole("word_embedding_dimension", 1..=1 << 20)? {
+            Some(dim) => Some(dim),
+            None => fields.whole("embedding_dimension", 1..=1 << 20)?,
+        };
+        Ok(fields.flag("include_prompt")?.unwrap_or(true))
+    }
+
+    fn read_prompt(&mut self, path: &Path) -> Result<(), ModelError> {
+        if !path.exists() {
+            return Ok(());
+        }
+        let value = read_value(path)?;
+        let fields = Fields::new(path, &value)?;
+        let Some(name) = fields.text("default_prompt_name")? else {
+            return Ok(());
+        };
+        let prompts = fields.object("prompts")?;
+        let prompt = prompts.as_ref().map(|p| p.text(name)).transpose()?.flatten();
+        self.prompt = prompt
+            .ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?
+            .to_owned();
+        Ok(())
+    }
+
+    fn read_limits(&mut self) -> Result<(), ModelError> {
+        let path = self.transformer_dir.join("sentence_bert_config.json");
+        if path.exists() {
+            let value = read_value(&path)?;
+            let fields = Fields::new(&path, &value)?;
+            self.max_seq_length = fields.whole("max_seq_length", 1..=MAX_LENGTH)?;
+            self.lower_case = fields.flag("do_lower_case")?.unwrap_or(false);
+        }
+        let path = self.transformer_dir.join("tokenizer_config.json");
+        if self.max_seq_length.is_none() && path.exists() {
+            let value = read_value(&path)?;
+            // "No limit" is written as an absurdly large number here.
+            let length = Fields::new(&path, &value)?
+                .get("model_max_length")
+                .and_then(serde_json::Value::as_u64);
+            self.max_seq_length = length
+                .and_then(|n| usize::try_from(n).ok())
+                .filter(|n| (1..=MAX_LENGTH).contains(n));
+        }
+        Ok(())
+    }
+
+    /// The text as the tokenizer is to see it.
+    pub fn prepare(&self, text: &str) -> String {
+        let text = format!("{}{}", self.prompt, text);
+        let text = text.trim();
+        if self.lower_case {
+            text.to_lowercase()
+        } else {
+            text.to_owned()
+        }
+    }
+}
+
+/// A module's folder, which must lie inside the model's.
+fn inside(dir: &Path, module: &Fields<'_>) -> Result<PathBuf, ModelError> {
+    let relative = Path::new(module.text("path")?.unwrap_or(""));
+    if relative
+        .components()
+        .all(|c| matches!(c, Component::Normal(_) | Component::CurDir))
+    {
+        Ok(dir.join(relative))
+    } else {
+        Err(module.wrong("path", "a folder inside the model's"))
+    }
+}
+
+fn describe(modules: &[serde_json::Value]) -> String {
+    let names: Vec<_> = modules
+        .iter()
+        .filter_map(|m| m.get("type")?.as_str())
+        .map(|full| full.rsplit('.').next().unwrap_or(full))
+        .collect();
+    if names.is_empty() {
+        "none".to_owned()
+    } else {
+        names.join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, value) in files {
+            let path = dir.path().join(name);
+            fs::create_dir_all(path.parent().expect("inside")).expect("a folder in it");
+            fs::write(path, value.to_string()).expect("a file in it");
+        }
+        dir
+    }
+
+    fn modules(kinds: &[(&str, &str)]) -> (&'static str, Value) {
+        let list = kinds
+            .iter()
+            .map(|(kind, path)| json!({"path": path, "type": format!("sentence_transformers.models.{kind}")}));
+        ("modules.json", list.collect())
+    }
+
+    const USUAL: [(&str, &str); 3] = [
+        ("Transformer", ""),
+        ("Pooling", "1_Pooling"),
+        ("Normalize", "2_Normalize"),
+    ];
+
+    fn mean() -> Value {
+        json!({"word_embedding_dimension": 384, "pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true,
+               "pooling_mode_max_tokens": false, "pooling_mode_mean_sqrt_len_tokens": false})
+    }
+
+    fn refusal(files: &[(&str, Value)]) -> String {
+        SentenceConfig::open(folder(files).path())
+            .expect_err("must be refused")
+            .to_string()
+    }
+
+    #[test]
+    fn the_usual_layout() {
+        let dir = folder(&[
+            modules(&USUAL),
+            ("1_Pooling/config.json", mean()),
+            (
+                "sentence_bert_config.json",
+                json!({"max_seq_length": 256, "do_lower_case": false}),
+            ),
+        ]);
+        let config = SentenceConfig::open(dir.path()).expect("the usual layout");
+        assert_eq!(
+            config,
+            SentenceConfig {
+                transformer_dir: dir.path().join(""),
+                pooling: Pooling::Mean,
+                normalize: true,
+                max_seq_length: Some(256),
+                lower_case: false,
+                prompt: String::new(),
+                dim: Some(384),
+            }
+        );
+    }
+
+    #[test]
+    fn cls_pooling_in_subfolders_without_normalising() {
+        let dir = folder(&[
+            modules(&[("Transformer", "0_Transformer"), ("Pooling", "1_Pooling")]),
+            (
+                "1_Pooling/config.json",
+                json!({"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}),
+            ),
+            ("0_Transformer/tokenizer_config.json", json!({"model_max_length": 128})),
+            (
+                "0_Transformer/sentence_bert_config.json",
+                json!({"max_seq_length": null, "do_lower_case": true}),
+            ),
+        ]);
+        let config = SentenceConfig::open(dir.path()).expect("a layout with subfolders");
+        assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
+        assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
+        assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
+        assert_eq!(config.prepare("  An \u{c9}cole "), "an \u{e9}cole");
+    }
+
+    #[test]
+    fn a_plain_bert_is_pooled_by_the_mean_and_normalised() {
+        let dir = folder(&[("tokenizer_config.json", json!({"model_max_length": 1e30}))]);
+        let config = SentenceConfig::open(dir.path()).expect("a plain folder");
+        assert_eq!(
+            (config.pooling, config.normalize, config.max_seq_length),
+            (Pooling::Mean, true, None)
+        );
+        assert!(!SentenceConfig::is_there(dir.path()));
+    }
+
+    #[test]
+    fn default_prompts_are_put_before() {
+        let prompts = json!({"prompts": {"query": "query: "}, "default_prompt_name": "query"});
+        let file = ("config_sentence_transformers.json", prompts);
+        let dir = folder(&[modules(&USUAL), ("1_Pooling/config.json", mean()), file.clone()]);
+        assert_eq!(
+            SentenceConfig::open(dir.path()).expect("a prompt").prepare("hi"),
+            "query: hi"
+        );
+        let without = json!({"pooling_mode_mean_tokens": true, "include_prompt": false});
+        assert!(refusal(&[modules(&USUAL), ("1_Pooling/config.json", without), file]).contains("include_prompt"));
+    }
+
+    #[test]
+    fn what_is_not_done_is_refused_by_name() {
+        let dense = [USUAL[0], USUAL[1], ("Dense", "2_Dense")];
+        let message = refusal(&[modules(&dense), ("1_Pooling/config.json", mean())]);
+        assert!(
+            message.contains("modules: Transformer, Pooling, Dense is not supported"),
+            "{message}"
+        );
+        for (pooling, word) in [
+            (json!({"pooling_mode_max_tokens": true}), "mean and max"),
+            (
+                json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}),
+                "lasttoken",
+            ),
+            (json!({"pooling_mode_mean_tokens": false}), "none"),
+            (json!({"pooling_mode": "weightedmean"}), "weightedmean"),
+        ] {
+            let message = refusal(&[modules(&USUAL), ("1_Pooling/config.json", pooling)]);
+            assert!(
+                message.contains(&format!("pooling: {word} is not supported; supported: mean or cls")),
+                "{message}"
+            );
+        }
+        assert!(refusal(&[modules(&USUAL[..1])]).contains("modules: Transformer is not supported"));
+        assert!(refusal(&[("modules.json", json!({}))]).contains("expected a list"));
+        assert!(refusal(&[("modules.json", json!([]))]).contains("modules: none"));
+        assert!(refusal(&[modules(&[("Transformer", "../elsewhere")])]).contains("inside the model's"));
+        assert!(refusal(&[modules(&USUAL)]).contains("1_Pooling: no config.json"));
+    }
+}

@@ -1,0 +1,539 @@
+//! Text to token ids and back, over `tokenizer.json`.
+//!
+//! Padding and truncation in the file are those of whoever saved it last, not of the model, so both are switched off;
+//! sentence models ask for their own truncation.
+//!
+//! # Text while it is made
+//! A token may end inside a character, and some decoders treat the first token of a text specially, so text cannot be
+//! made token by token. [`DecodeStream`] decodes a short window of the last tokens again at each step and gives out what
+//! is new. Laws:
+//! - What it gives out is valid UTF-8, and what was given out is never taken back.
+//! - The last few U+FFFD of a window are withheld: an unfinished character decodes to at most three of them (one per
+//!   byte where the decoder works byte by byte). When the character completes they vanish; when it never does, they come
+//!   out later, at the latest with [`DecodeStream::finish`].
+//! - All pieces together are what decoding all tokens at once gives. (Decoders with byte fallback turn a valid character
+//!   into U+FFFD when an invalid byte follows; here it was already given out, and stays.)
+//! - A step costs the same however long the text is: the window is bounded.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+use tokenizers::{TruncationParams, TruncationStrategy};
+
+use super::error::ModelError;
+use super::json::read_bytes;
+
+/// Larger than any real tokenizer.json.
+const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
+
+/// A model's tokenizer.
+#[derive(Debug)]
+pub struct Tokenizer {
+    path: PathBuf,
+    inner: tokenizers::Tokenizer,
+}
+
+impl Tokenizer {
+    /// Reads a tokenizer.json.
+    pub fn open(path: &Path) -> Result<Tokenizer, ModelError> {
+        let bytes = read_bytes(path, MAX_TOKENIZER_BYTES)?;
+        // The library panics on some files: on syntax errors inside a decoder, and when encoding with a template that
+        // names a token it does not define. So both are checked before it looks.
+        let outline: Outline = serde_json::from_slice(&bytes).map_err(|e| ModelError::Json {
+            path: path.to_owned(),
+            message: e.to_string(),
+        })?;
+        if let Some(token) = undefined_token(&outline.post_processor) {
+            let message =
+                format!("the post-processor's template names {token}, which its special_tokens do not define");
+            return Err(ModelError::Tokenizer {
+                path: path.to_owned(),
+                message,
+            });
+        }
+        let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer {
+            path: path.to_owned(),
+            message: one_line(e),
+        };
+        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(&e))?;
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|e| fail(&e))?;
+        Ok(Tokenizer {
+            path: path.to_owned(),
+            inner,
+        })
+    }
+
+    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text's end is cut.
+    pub fn truncate_to(&mut self, max_tokens: usize) -> Result<(), ModelError> {
+        let n_special = self.n_special_tokens()?;
+        if max_tokens <= n_special {
+            return Err(ModelError::Text {
+                message: format!("at most {max_tokens} tokens, of which {n_special} are special: no room for text"),
+            });
+        }
+        let truncation = TruncationParams {
+            max_length: max_tokens,
+            strategy: TruncationStrategy::LongestFirst,
+            ..TruncationParams::default()
+        };
+        self.inner
+            .with_truncation(Some(truncation))
+            .map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        Ok(())
+    }
+
+    /// How many tokens [`Tokenizer::encode`] adds to a text of its own.
+    fn n_special_tokens(&self) -> Result<usize, ModelError> {
+        Ok(self.encode("")?.len())
+    }
+
+    /// The ids of a text, with the special tokens that tokenizer.json says belong around it.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        self.encode_fast(text, true)
+    }
+
+    /// The ids of a text that already holds its special tokens, as a chat template writes them.
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        self.encode_fast(text, false)
+    }
+
+    fn encode_fast(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special_tokens)
+            .map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// The text of ids, without special tokens. Ids that the tokenizer does not know (a model's table may have more
+    /// rows than its tokenizer has tokens) give no text.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
+        self.inner
+            .decode(ids, true)
+            .map_err(|e| ModelError::Text { message: one_line(&e) })
+    }
+
+    /// Text of tokens that come one by one.
+    pub fn decode_stream(&self) -> DecodeStream<'_> {
+        DecodeStream {
+            tokenizer: self,
+            window: Vec::new(),
+            shown: String::new(),
+            clean: Vec::new(),
+        }
+    }
+
+    /// The id of a token by its text: `<|im_end|>`.
+    pub fn token_id(&self, token: &str) -> Option<u32> {
+        self.inner.token_to_id(token)
+    }
+
+    /// The text of one token as the vocabulary writes it.
+    pub fn token(&self, id: u32) -> Option<String> {
+        self.inner.id_to_token(id)
+    }
+
+    /// One more than the largest id there is.
+    pub fn vocab_size(&self) -> usize {
+        self.inner
+            .get_vocab(true)
+            .values()
+            .max()
+            .map_or(0, |&id| id as usize + 1)
+    }
+
+    /// The file it was read from.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// The part of a tokenizer.json that is looked at here; everything else is only checked to be JSON.
+#[derive(serde::Deserialize)]
+struct Outline {
+    #[serde(default)]
+    post_processor: Value,
+    /// Read only to be sure that every string in it can be.
+    #[serde(default, rename = "decoder")]
+    _decoder: Value,
+}
+
+/// A token that a template, here or in a sequence of processors, names without defining it.
+fn undefined_token(processor: &Value) -> Option<&str> {
+    if processor.get("type").and_then(Value::as_str) == Some("Sequence") {
+        return processor
+            .get("processors")?
+            .as_array()?
+            .iter()
+            .find_map(undefined_token);
+    }
+    ["single", "pair"]
+        .iter()
+        .filter_map(|key| processor.get(key)?.as_array())
+        .flatten()
+        .filter_map(|piece| piece.get("SpecialToken")?.get("id")?.as_str())
+        .find(|token| {
+            processor
+                .get("special_tokens")
+                .and_then(|defined| defined.get(token))
+                .is_none()
+        })
+}
+
+/// Checks that every id is below `vocab_size`.
+pub fn check_token_ids(ids: &[u32], vocab_size: usize) -> Result<(), ModelError> {
+    match ids.iter().position(|&id| id as usize >= vocab_size) {
+        Some(position) => Err(ModelError::TokenId {
+            id: ids[position],
+            position,
+            vocab_size,
+        }),
+        None => Ok(()),
+    }
+}
+
+/// Text of tokens that come one by one; see the module head.
+#[derive(Debug)]
+pub struct DecodeStream<'t> {
+    tokenizer: &'t Tokenizer,
+    /// The last tokens: those not given out completely, and some before them as context.
+    window: Vec<u32>,
+    /// How much of the window's text has been given out.
+    shown: String,
+    /// Lengths of the window's beginnings whose text was complete, nothing withheld; ascending.
+    clean: Vec<usize>,
+}
+
+/// An unfinished character has at most three bytes.
+const MAX_WITHHELD_CHARS: usize = 3;
+/// Tokens kept as context. The withheld characters come from at most nine tokens (three bytes each, and a token has at
+/// least one), so a window cut to this length still withholds the same.
+const CONTEXT_TOKENS: usize = 16;
+/// A longer window is cut where its text was complete.
+const LONG_WINDOW_TOKENS: usize = 48;
+/// A window this long without such a place holds no text at all, and is cut anywhere.
+const MAX_WINDOW_TOKENS: usize = 4 * LONG_WINDOW_TOKENS;
+
+impl DecodeStream<'_> {
+    /// Takes the next token and gives what text it makes certain, often all of its own, sometimes none.
+    pub fn push(&mut self, id: u32) -> Result<String, ModelError> {
+        self.window.push(id);
+        let mut text = self.tokenizer.decode(&self.window)?;
+        let sure = certain(&text);
+        if !sure.starts_with(&self.shown) && !self.shown.starts_with(sure) && !self.clean.is_empty() {
+            // The decoder takes back what it said (byte fallback). What was given out stays, and the rest starts anew.
+            self.restart();
+            text = self.tokenizer.decode(&self.window)?;
+        }
+        let sure = certain(&text);
+        let new = sure.strip_prefix(self.shown.as_str()).unwrap_or_default().to_owned();
+        self.shown.push_str(&new);
+        if self.shown == text {
+            self.clean.push(self.window.len());
+        }
+        self.shorten()?;
+        Ok(new)
+    }
+
+    /// Gives what is still withheld: characters that were never finished, as U+FFFD.
+    pub fn finish(mut self) -> Result<String, ModelError> {
+        let text = self.tokenizer.decode(&self.window)?;
+        if let Some(rest) = text.strip_prefix(self.shown.as_str()) {
+            return Ok(rest.to_owned());
+        }
+        if self.clean.is_empty() {
+            return Ok(String::new());
+        }
+        self.restart();
+        self.tokenizer.decode(&self.window)
+    }
+
+    /// Forgets everything up to the last place where the text was complete.
+    fn restart(&mut self) {
+        let given = self.clean.last().copied().unwrap_or(0);
+        self.window.drain(..given);
+        self.clean.clear();
+        self.shown.clear();
+    }
+
+    /// Keeps the window bounded, so that a step costs the same however long the text is.
+    fn shorten(&mut self) -> Result<(), ModelError> {
+        let len = self.window.len();
+        if len <= LONG_WINDOW_TOKENS {
+            return Ok(());
+        }
+        let cut = match self.clean.iter().rev().find(|&&n| n + CONTEXT_TOKENS <= len) {
+            Some(&clean) => clean,
+            None if len > MAX_WINDOW_TOKENS => len - CONTEXT_TOKENS,
+            None => return Ok(()),
+        };
+        self.window.drain(..cut);
+        self.clean.retain(|&n| n > cut);
+        self.clean.iter_mut().for_each(|n| *n -= cut);
+        self.shown = certain(&self.tokenizer.decode(&self.window)?).to_owned();
+        Ok(())
+    }
+}
+
+/// A text without the U+FFFD at its end that may still become a character.
+fn certain(text: &str) -> &str {
+    let mut sure = text;
+    for _ in 0..MAX_WITHHELD_CHARS {
+        match sure.strip_suffix(char::REPLACEMENT_CHARACTER) {
+            Some(shorter) => sure = shorter,
+            None => break,
+        }
+    }
+    sure
+}
+
+fn one_line(error: &dyn std::fmt::Display) -> String {
+    error.to_string().split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    use super::*;
+
+    fn fixture() -> Tokenizer {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3/tokenizer.json");
+        Tokenizer::open(&path).expect("the fixture")
+    }
+
+    fn from_json(value: &Value) -> Result<Tokenizer, String> {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let path = dir.path().join("tokenizer.json");
+        std::fs::write(&path, value.to_string()).expect("a file in it");
+        Tokenizer::open(&path).map_err(|e| e.to_string())
+    }
+
+    /// A tokenizer as Llama 2 and Mistral have it: a mark for spaces, and a token per byte for what it does not know.
+    fn byte_fallback() -> Tokenizer {
+        let mut vocab = serde_json::Map::new();
+        vocab.insert("<unk>".into(), 0.into());
+        for byte in 0..=255 {
+            vocab.insert(format!("<0x{byte:02X}>"), (byte + 1).into());
+        }
+        for token in ["\u{2581}", "a", "b", "\u{2581}a", "\u{2581}b"] {
+            vocab.insert(token.into(), vocab.len().into());
+        }
+        from_json(&json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "pre_tokenizer": null,
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "\u{2581}"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"}]},
+            "post_processor": null,
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u{2581}"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+            "model": {"type": "BPE", "dropout": null, "unk_token": "<unk>", "fuse_unk": true, "byte_fallback": true,
+                      "vocab": vocab, "merges": [["\u{2581}", "a"], ["\u{2581}", "b"]]},
+        }))
+        .expect("a tokenizer with byte fallback")
+    }
+
+    fn pieces(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
+        let mut stream = tokenizer.decode_stream();
+        let mut pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).expect("decodes")).collect();
+        pieces.push(stream.finish().expect("decodes"));
+        pieces
+    }
+
+    #[test]
+    fn the_fixtures_prompt_has_the_expected_ids() {
+        let tokenizer = fixture();
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3.expected.safetensors");
+        let expected = crate::model::Weights::open_file(&path).expect("the expected ids");
+        let ids: Vec<u32> = expected
+            .get("case0.input_ids")
+            .expect("ids")
+            .bytes
+            .chunks_exact(8)
+            .map(|b| b[0] as u32 | (b[1] as u32) << 8)
+            .collect();
+        let text = "The licence gives every user the freedom to";
+        assert_eq!(tokenizer.encode(text).expect("encodes"), ids);
+        assert_eq!(tokenizer.decode(&ids).expect("decodes"), text);
+        assert_eq!(
+            (tokenizer.token_id("<|im_end|>"), tokenizer.token(2).as_deref()),
+            (Some(2), Some("<|im_end|>"))
+        );
+        assert_eq!(
+            tokenizer.decode(&[0, 1, 2, 99_999]).expect("decodes"),
+            "",
+            "special and unknown ids have no text"
+        );
+    }
+
+    #[test]
+    fn ids_are_checked_against_the_models_vocabulary() {
+        assert!(check_token_ids(&[0, 1023], 1024).is_ok());
+        assert_eq!(
+            check_token_ids(&[5, 1024], 1024).expect_err("out of range").to_string(),
+            "token id 1024 at position 1: expected 0 to 1023"
+        );
+    }
+
+    #[test]
+    fn half_characters_are_withheld() {
+        for tokenizer in [fixture(), byte_fallback()] {
+            let text = "a \u{6771}\u{4eac} \u{1f680} b";
+            let ids = tokenizer.encode(text).expect("encodes");
+            let pieces = pieces(&tokenizer, &ids);
+            assert_eq!(pieces.concat(), text);
+            assert!(
+                pieces.iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)),
+                "{pieces:?}"
+            );
+            // The first three bytes of the rocket never get their fourth.
+            let cut = ids.len() - 3;
+            let pieces = super::tests::pieces(&tokenizer, &ids[..cut]);
+            assert!(
+                pieces[..cut].iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)),
+                "{pieces:?}"
+            );
+            assert!(pieces[cut].contains(char::REPLACEMENT_CHARACTER), "{pieces:?}");
+        }
+    }
+
+    #[test]
+    fn long_runs_of_bytes_stay_whole() {
+        for tokenizer in [fixture(), byte_fallback()] {
+            let text = "\u{1f680}".repeat(100);
+            let ids = tokenizer.encode(&text).expect("encodes");
+            assert!(pieces(&tokenizer, &ids).concat() == text);
+        }
+    }
+
+    #[test]
+    fn what_was_given_out_stays() {
+        let tokenizer = byte_fallback();
+        let id = |byte: u32| byte + 1;
+        let ids = [
+            id(0xe6),
+            id(0x9d),
+            id(0xb1),
+            id(0xff),
+            tokenizer.token_id("a").expect("a"),
+        ];
+        assert_eq!(pieces(&tokenizer, &ids).concat(), "\u{6771}\u{fffd}a");
+    }
+
+    #[test]
+    fn truncation_keeps_the_special_tokens() {
+        let mut value: Value = serde_json::from_slice(
+            &std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3/tokenizer.json"))
+                .expect("the fixture"),
+        )
+        .expect("JSON");
+        value["padding"] = json!({"strategy": {"Fixed": 128}, "direction": "Right", "pad_to_multiple_of": null,
+                                  "pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"});
+        value["truncation"] = json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+        value["post_processor"]["single"] = json!([
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|im_end|>", "type_id": 0}}]);
+        value["post_processor"]["special_tokens"] = json!({
+            "<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]},
+            "<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}});
+        let mut tokenizer = from_json(&value).expect("a tokenizer");
+        let text = "one two three four five six seven eight nine ten";
+        let whole = tokenizer.encode(text).expect("encodes");
+        assert!(
+            whole.len() > 10 && whole.len() < 100,
+            "neither cut nor padded: {}",
+            whole.len()
+        );
+        assert_eq!(
+            tokenizer.encode_rendered(text).expect("encodes"),
+            whole[1..whole.len() - 1]
+        );
+        tokenizer.truncate_to(6).expect("room for text");
+        let cut = tokenizer.encode(text).expect("encodes");
+        assert_eq!((cut.len(), &cut[..5], cut[5]), (6, &whole[..5], 2));
+        assert!(
+            tokenizer
+                .truncate_to(2)
+                .expect_err("no room")
+                .to_string()
+                .contains("no room for text")
+        );
+    }
+
+    #[test]
+    fn what_is_no_tokenizer_is_refused() {
+        let message = from_json(&json!({"version": "1.0"})).expect_err("no model");
+        assert!(
+            message.contains("not a usable tokenizer") && !message.contains('\n'),
+            "{message}"
+        );
+        assert!(from_json(&json!([])).is_err());
+        // Both of these make the library panic when it sees them.
+        let mut value: Value =
+            serde_json::from_slice(&std::fs::read(fixture().path()).expect("the fixture")).expect("JSON");
+        value["post_processor"]["single"] = json!([{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]);
+        assert!(
+            from_json(&value)
+                .expect_err("not defined")
+                .contains("names [CLS], which")
+        );
+        value["post_processor"] = json!({"type": "Sequence", "processors": [value["post_processor"]]});
+        assert!(
+            from_json(&value)
+                .expect_err("not defined")
+                .contains("names [CLS], which")
+        );
+        let cut = tempfile::tempdir().expect("a temporary folder");
+        let path = cut.path().join("tokenizer.json");
+        std::fs::write(&path, r#"{"version": "1.0", "decoder": {"type": "ByteLevel", "trim"#).expect("a file in it");
+        assert!(
+            Tokenizer::open(&path)
+                .expect_err("cut")
+                .to_string()
+                .contains("not valid JSON: EOF")
+        );
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let message = Tokenizer::open(&dir.path().join("tokenizer.json"))
+            .expect_err("nothing there")
+            .to_string();
+        assert!(message.ends_with("no tokenizer.json"), "{message}");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Any tokens at all: the pieces are what decoding all at once gives.
+        #[test]
+        fn pieces_make_the_whole(ids in proptest::collection::vec(0u32..1030, 0..200)) {
+            let tokenizer = fixture();
+            prop_assert_eq!(pieces(&tokenizer, &ids).concat(), tokenizer.decode(&ids).expect("decodes"));
+        }
+
+        /// Mostly broken bytes, with windows cut inside them.
+        #[test]
+        fn broken_bytes_make_the_whole(bytes in proptest::collection::vec(prop_oneof![0x80u8..=0xff, any::<u8>()], 0..600)) {
+            let tokenizer = fixture();
+            let ids: Vec<u32> = bytes
+                .iter()
+                .filter_map(|&b| tokenizer.token_id(&crate::model::synth::byte_char(b).to_string()))
+                .collect();
+            prop_assert_eq!(ids.len(), bytes.len());
+            let pieces = pieces(&tokenizer, &ids);
+            prop_assert_eq!(pieces.concat(), String::from_utf8_lossy(&bytes));
+        }
+
+        /// Valid text through byte fallback, in which runs of bytes may be long.
+        #[test]
+        fn text_through_byte_fallback_is_whole(text in "[ab \u{e9}\u{6771}\u{1f680}]{0,60}") {
+            let tokenizer = byte_fallback();
+            let ids = tokenizer.encode(&text).expect("encodes");
+            let pieces = pieces(&tokenizer, &ids);
+            prop_assert_eq!(pieces.concat(), tokenizer.decode(&ids).expect("decodes"));
+            prop_assert!(pieces.iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)));
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! WHERE and WHEN things run: workers, orders, times, and what is on chip meanwhile.
+
+pub mod arena;
+pub mod assign;
+pub mod plain;
+pub mod predict;

@@ -1,0 +1,308 @@
+//! The feasible memory scheduler on plain graphs.
+//!
+//! In goes a [`Graph`]: ops on a data engine and a compute engine, each op making one buffer in a small memory out of the
+//! buffers of others. Out comes a [`Schedule`]: a start for every op, an offset for every buffer, and what is spilled
+//! meanwhile. It follows the scheduler of the VPUX compiler (OpenVINO's NPU plugin, `FeasibleMemoryScheduler`), in three
+//! steps:
+//!
+//! 1. a run without prefetch finds an order of the compute ops and when each runs ([`run`]);
+//! 2. prefetch edges are derived from it: which compute op must have retired before a load may start ([`prefetch`]);
+//! 3. a second run with these edges lets the data engine work ahead.
+//!
+//! The better of the two runs is kept, so prefetching never makes a schedule later. Both runs depend on a ranking of the
+//! compute ops; several are tried, and for small graphs the best one is improved by exchanging neighbours, because there
+//! it is cheap. Everything is deterministic.
+//!
+//! Laws, judged by [`check`], which shares no code with the scheduler:
+//! 1. each op runs once, for its cycles; each engine does one thing at a time;
+//! 2. an op starts when all its inputs are complete and resident, and they stay resident until it ends;
+//! 3. buffers that hold bytes at the same time hold different ones, below the capacity and at aligned offsets;
+//! 4. a buffer holds its bytes from its op's start to its last user's end (an output nobody uses: to the makespan) except
+//!    from `write_end` to `read_start` of a spill. Only outputs of data ops are dropped without a write. Where the outputs
+//!    nobody uses do not all fit, those left outside have `read_start == read_end == makespan`: never read back.
+
+pub mod check;
+mod graph;
+pub mod json;
+mod prefetch;
+mod run;
+
+pub use graph::{Graph, GraphError, Kind, Op};
+
+use run::{Policy, Preference, Run, Trace};
+
+/// When an op runs and where its output first lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Placed {
+    /// In cycles.
+    pub start: u64,
+    /// `start` and the op's cycles.
+    pub end: u64,
+    /// In bytes.
+    pub offset: u64,
+}
+
+/// An output that leaves the chip for a while.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Spill {
+    /// Whose output.
+    pub op: u32,
+    /// When the data engine begins to save it.
+    pub write_start: u64,
+    /// From here on it holds nothing; equal to `write_start` where it is dropped because it can be loaded again.
+    pub write_end: u64,
+    /// From here on it holds `offset..offset + bytes`.
+    pub read_start: u64,
+    /// From here on it can be used.
+    pub read_end: u64,
+    /// Where it comes back to.
+    pub offset: u64,
+}
+
+/// A load that is allowed ahead of its need.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefetchEdge {
+    /// The data op.
+    pub data: u32,
+    /// The compute op that must have retired before it starts.
+    pub after: u32,
+}
+
+/// What the scheduler decides.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Schedule {
+    /// Parallel to the graph's ops.
+    pub ops: Vec<Placed>,
+    /// In the order of their decision.
+    pub spills: Vec<Spill>,
+    /// Empty where the run without prefetch was no worse.
+    pub prefetch_edges: Vec<PrefetchEdge>,
+    /// When everything is done.
+    pub makespan: u64,
+    /// The most bytes held at any one time.
+    pub peak_bytes: u64,
+    /// The makespan of the best run without prefetch.
+    pub without_prefetch_makespan: u64,
+}
+
+/// One line of the record a schedule leaves: what an engine did and what was free meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    /// Whose op or output.
+    pub op: u32,
+    /// What was done.
+    pub action: Action,
+    /// In cycles.
+    pub start: u64,
+    /// In cycles.
+    pub end: u64,
+    /// First byte of the output.
+    pub offset: u64,
+    /// Its bytes.
+    pub bytes: u64,
+    /// Bytes that nothing held at `start`.
+    pub free_bytes: u64,
+}
+
+/// The kinds of [`Record`]s.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Action {
+    /// An op as it stands in the graph.
+    Run,
+    /// A data op brought in ahead of its need.
+    Prefetch,
+    /// An output saved.
+    SpillWrite,
+    /// An output dropped without being saved.
+    Drop,
+    /// An output brought back.
+    SpillRead,
+}
+
+/// Graphs up to this size are given several rankings.
+const MAX_PORTFOLIO_OPS: usize = 20_000;
+/// Ops that may be placed altogether while a small graph's ranking is improved.
+const IMPROVEMENT_STEPS: usize = 20_000;
+/// Exchanges in a row that may bring nothing.
+const MAX_STALLED: usize = 120;
+/// Graphs up to this size are improved at all.
+const MAX_IMPROVED_OPS: usize = 256;
+
+/// Schedules a graph.
+pub fn schedule(graph: &Graph) -> Schedule {
+    let n = graph.ops.len();
+    let mut best = attempt(graph, &Policy { ranks: order_ranks(graph), preference: Preference::Active });
+    let bound = graph.lower_bound_cycles();
+    if n <= MAX_PORTFOLIO_OPS {
+        let tails = tail_ranks(graph);
+        for (ranks, preference) in [
+            (tails.clone(), Preference::Active),
+            (tails, Preference::Rank),
+            (order_ranks(graph), Preference::Rank),
+        ] {
+            if best.trace.makespan > bound {
+                best.keep(attempt(graph, &Policy { ranks, preference }));
+            }
+        }
+    }
+    if n <= MAX_IMPROVED_OPS {
+        improve(graph, &mut best, bound);
+    }
+    best.into_schedule(graph)
+}
+
+/// The best of two runs, and the best without prefetch.
+struct Attempt {
+    trace: Trace,
+    without_prefetch_makespan: u64,
+}
+
+fn attempt(graph: &Graph, policy: &Policy) -> Attempt {
+    let first = Run::new(graph, policy).without_prefetch();
+    let edges = prefetch::edges(graph, &first);
+    let second = Run::new(graph, policy).with_prefetch(&first, &edges);
+    let without_prefetch_makespan = first.makespan;
+    let is_better = (second.makespan, second.spills.len()) <= (first.makespan, first.spills.len());
+    Attempt { trace: if is_better { second } else { first }, without_prefetch_makespan }
+}
+
+impl Attempt {
+    /// Keeps what is better of either.
+    fn keep(&mut self, other: Attempt) {
+        self.without_prefetch_makespan = self.without_prefetch_makespan.min(other.without_prefetch_makespan);
+        let key = |trace: &Trace| (trace.makespan, trace.spills.len());
+        if key(&other.trace) < key(&self.trace) {
+            self.trace = other.trace;
+        }
+    }
+
+    fn into_schedule(self, graph: &Graph) -> Schedule {
+        let Trace { ops, spills, prefetch_edges, makespan, .. } = self.trace;
+        let without_prefetch_makespan = self.without_prefetch_makespan;
+        let mut schedule =
+            Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
+        let mut changes = schedule.changes(graph);
+        changes.sort_unstable();
+        let mut held = 0i128;
+        schedule.peak_bytes = changes.iter().fold(0, |peak: i128, &(_, change)| {
+            held += change;
+            peak.max(held)
+        }) as u64;
+        schedule
+    }
+}
+
+/// Hill climbing: random exchanges in the order in which compute ops ran, kept when the schedule is no worse.
+fn improve(graph: &Graph, best: &mut Attempt, bound: u64) {
+    let n = graph.ops.len();
+    let mut order = best.trace.compute_order.clone();
+    let mut state = 0x5eed;
+    let mut random = |below: usize| {
+        // SplitMix64 (Steele, Lea and Flood, 2014).
+        state = u64::wrapping_add(state, 0x9e37_79b9_7f4a_7c15);
+        let z = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) as usize % below
+    };
+    if order.len() < 2 {
+        return;
+    }
+    let mut n_stalled = 0;
+    for _ in 0..IMPROVEMENT_STEPS / n.max(1) {
+        if best.trace.makespan <= bound || n_stalled > MAX_STALLED {
+            break;
+        }
+        n_stalled += 1;
+        let mut tried = order.clone();
+        let moved = tried.remove(random(order.len()));
+        tried.insert(random(order.len()), moved);
+        let mut ranks = vec![0; n];
+        for (rank, &op) in tried.iter().enumerate() {
+            ranks[op as usize] = rank as u32;
+        }
+        let other = attempt(graph, &Policy { ranks, preference: Preference::Rank });
+        if (other.trace.makespan, other.trace.spills.len()) <= (best.trace.makespan, best.trace.spills.len()) {
+            order.clone_from(&other.trace.compute_order);
+        }
+        if other.trace.makespan < best.trace.makespan {
+            n_stalled = 0;
+        }
+        best.keep(other);
+    }
+}
+
+/// Compute ops as the graph lists them, or as near as its inputs allow.
+fn order_ranks(graph: &Graph) -> Vec<u32> {
+    (0..graph.ops.len() as u32).collect()
+}
+
+/// Compute ops with the longest path behind them first.
+fn tail_ranks(graph: &Graph) -> Vec<u32> {
+    let mut tails = vec![0u64; graph.ops.len()];
+    for &op in graph.topological.iter().rev() {
+        let after = graph.consumers(op).iter().map(|&consumer| tails[consumer as usize]).max().unwrap_or(0);
+        tails[op as usize] = after + graph.ops[op as usize].cycles;
+    }
+    let mut order: Vec<u32> = (0..graph.ops.len() as u32).collect();
+    order.sort_by_key(|&op| u64::MAX - tails[op as usize]);
+    let mut ranks = vec![0; order.len()];
+    for (rank, op) in order.into_iter().enumerate() {
+        ranks[op as usize] = rank as u32;
+    }
+    ranks
+}
+
+impl Schedule {
+    /// What the engines did, in time order.
+    pub fn records(&self, graph: &Graph) -> Vec<Record> {
+        let mut is_prefetched = vec![false; graph.ops.len()];
+        for edge in &self.prefetch_edges {
+            is_prefetched[edge.data as usize] = true;
+        }
+        let mut records = Vec::with_capacity(self.ops.len() + 2 * self.spills.len());
+        let mut push = |op: u32, action, start, end, offset| {
+            let bytes = graph.ops[op as usize].bytes;
+            records.push(Record { op, action, start, end, offset, bytes, free_bytes: 0 });
+        };
+        for (op, placed) in (0u32..).zip(&self.ops) {
+            let action = if is_prefetched[op as usize] { Action::Prefetch } else { Action::Run };
+            push(op, action, placed.start, placed.end, placed.offset);
+        }
+        for spill in &self.spills {
+            let is_drop = spill.write_start == spill.write_end;
+            let action = if is_drop { Action::Drop } else { Action::SpillWrite };
+            push(spill.op, action, spill.write_start, spill.write_end, spill.offset);
+            push(spill.op, Action::SpillRead, spill.read_start, spill.read_end, spill.offset);
+        }
+        records.sort_by_key(|record| (record.start, record.end, record.op, record.action));
+        let mut changes = self.changes(graph);
+        changes.sort_unstable();
+        let mut changes = changes.into_iter().peekable();
+        let mut held = 0i128;
+        for record in &mut records {
+            while let Some((_, change)) = changes.next_if(|&(time, _)| time <= record.start) {
+                held += change;
+            }
+            record.free_bytes = (i128::from(graph.capacity_bytes) - held) as u64;
+        }
+        records
+    }
+
+    /// When how many bytes begin or cease to be held.
+    fn changes(&self, graph: &Graph) -> Vec<(u64, i128)> {
+        let mut changes = Vec::with_capacity(2 * (self.ops.len() + self.spills.len()));
+        for (op, placed) in (0u32..).zip(&self.ops) {
+            let users = graph.consumers(op);
+            let end = users.iter().map(|&user| self.ops[user as usize].end).max().unwrap_or(self.makespan);
+            let bytes = i128::from(graph.ops[op as usize].bytes);
+            changes.push((placed.start, bytes));
+            changes.push((end, -bytes));
+        }
+        for spill in &self.spills {
+            let bytes = i128::from(graph.ops[spill.op as usize].bytes);
+            changes.push((spill.write_end, -bytes));
+            changes.push((spill.read_start, bytes));
+        }
+        changes
+    }
+}

@@ -1,0 +1,67 @@
+//! The launch block: how the host tells the persistent kernel where everything lies.
+//!
+//! The kernel's only parameter is a pointer to one of these in device memory. Addresses are device addresses. The host
+//! launches one block of [`BLOCK_THREADS`] threads per worker, all of them resident at once (a cooperative launch), with no
+//! dynamic shared memory.
+
+use bytemuck::{Pod, Zeroable};
+
+/// Name of the kernel's entry in the PTX.
+pub const ENTRY: &str = "perpetua_worker";
+
+/// Threads of a worker's block: 16 warps, each with up to 128 registers a thread on sm_90.
+pub const BLOCK_THREADS: u32 = 512;
+
+/// See the module head. Sections are those of [`image`](crate::image), in its order; empty ones may have address 0.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct LaunchParams {
+    /// `[ProgramDesc; n_programs]`.
+    pub programs: u64,
+    /// `[TaskDesc; n_tasks]`.
+    pub tasks: u64,
+    /// `[Operand; n_operands]`.
+    pub operands: u64,
+    /// `[EventDesc; n_events]`.
+    pub events: u64,
+    /// `[u32; n_waits]`.
+    pub waits: u64,
+    /// `[u32; n_triggers]`.
+    pub triggers: u64,
+    /// `[u32; n_programs * (n_workers + 1)]`.
+    pub list_heads: u64,
+    /// `[u32; n_list_entries]`.
+    pub lists: u64,
+    /// `[u64; bindings]`: where each binding lies, each aligned to 16 bytes at least.
+    pub bindings: u64,
+    /// `[u32; n_events]`: the event counters, zeroed when `iteration` is 0.
+    pub counters: u64,
+    /// The [`Control`](crate::control::Control) block: the image's binding of that kind.
+    pub control: u64,
+    /// A [`Fault`](crate::Fault), zeroed. A code other than 0 also tells every worker to leave.
+    pub fault: u64,
+    /// The longest a worker waits for one event.
+    pub timeout_ns: u64,
+    /// Entries of each section.
+    pub n_programs: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_tasks: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_operands: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_events: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_waits: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_triggers: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_list_entries: u32,
+    /// Workers the lists are made for: the number of blocks.
+    pub n_workers: u32,
+    /// Iterations that have run since the counters were zeroed.
+    pub iteration: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+const _: () = assert!(size_of::<LaunchParams>() == 13 * 8 + 10 * 4);
