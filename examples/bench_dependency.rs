@@ -81,10 +81,7 @@ struct Builder {
 
 impl Builder {
     fn tensor(&mut self, name: String, shape: &[usize], kind: BufferKind) -> TensorId {
-        self.graph
-            .table
-            .add(&name, shape, DType::Bf16, kind)
-            .expect("a tensor that fills its buffer")
+        self.graph.table.add(&name, shape, DType::Bf16, kind).expect("a tensor that fills its buffer")
     }
 
     fn op(&mut self, name: &str, grid: [u32; 3], accesses: &[(TensorId, AccessKind, [i8; 3])]) {
@@ -94,11 +91,7 @@ impl Builder {
             accesses: accesses
                 .iter()
                 .map(|(tensor, kind, map)| {
-                    Some(Access {
-                        tensor: *tensor,
-                        kind: *kind,
-                        map: map.map(|d| u8::try_from(d).ok()),
-                    })
+                    Some(Access { tensor: *tensor, kind: *kind, map: map.map(|d| u8::try_from(d).ok()) })
                 })
                 .collect(),
             row_axis: None,
@@ -115,12 +108,7 @@ const ROWS: [i8; 3] = [0, -1, -1];
 /// One pass over `tokens` rows on `workers` workers: MPK's operators, every linear cut by columns into one block per
 /// worker. `shared` reuses one set of activations in all layers, as MPK's demos do.
 fn model(m: Shape, tokens: usize, workers: u32, shared: bool) -> ThreadBlockGraph {
-    let mut b = Builder {
-        graph: ThreadBlockGraph {
-            table: TensorTable::default(),
-            ops: Vec::new(),
-        },
-    };
+    let mut b = Builder { graph: ThreadBlockGraph { table: TensorTable::default(), ops: Vec::new() } };
     let rows = tokens.min(8) as u32;
     let (q_width, kv_width) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
     let qkv_width = q_width + 2 * kv_width;
@@ -147,13 +135,7 @@ fn model(m: Shape, tokens: usize, workers: u32, shared: bool) -> ThreadBlockGrap
                 let heads = table.view("qkv.q", qkv, 0, &[tokens, m.kv_heads, group, m.head_dim], &strides);
                 let strides = [qkv_width, m.head_dim, 1];
                 let k = table.view("qkv.k", qkv, q_width, &[tokens, m.kv_heads, m.head_dim], &strides);
-                let v = table.view(
-                    "qkv.v",
-                    qkv,
-                    q_width + kv_width,
-                    &[tokens, m.kv_heads, m.head_dim],
-                    &strides,
-                );
+                let v = table.view("qkv.v", qkv, q_width + kv_width, &[tokens, m.kv_heads, m.head_dim], &strides);
                 let [heads, k, v] = [heads, k, v].map(|t| t.expect("views inside qkv"));
                 [normed, qkv, heads, k, v, q, attended, mid, gated, silu]
             }
@@ -166,13 +148,7 @@ fn model(m: Shape, tokens: usize, workers: u32, shared: bool) -> ThreadBlockGrap
         let q_heads = b
             .graph
             .table
-            .view(
-                "q.heads",
-                q,
-                0,
-                &[tokens, m.kv_heads, group * m.head_dim],
-                &[q_width, group * m.head_dim, 1],
-            )
+            .view("q.heads", q, 0, &[tokens, m.kv_heads, group * m.head_dim], &[q_width, group * m.head_dim, 1])
             .expect("a view of q");
         let out_heads = b
             .graph
@@ -211,22 +187,10 @@ fn model(m: Shape, tokens: usize, workers: u32, shared: bool) -> ThreadBlockGrap
                 (out_heads, Write, COLUMNS),
             ],
         );
-        b.op(
-            "o_proj",
-            [workers, 1, 1],
-            &[(attended, Read, ALL), (x, ReadWrite, COLUMNS)],
-        );
+        b.op("o_proj", [workers, 1, 1], &[(attended, Read, ALL), (x, ReadWrite, COLUMNS)]);
         b.op("norm2", [rows, 1, 1], &[(x, Read, ROWS), (mid, Write, ROWS)]);
-        b.op(
-            "gate_up",
-            [workers, 1, 1],
-            &[(mid, Read, ALL), (gated, Write, [2, -1, -1])],
-        );
-        b.op(
-            "silu_mul",
-            [64, 1, 1],
-            &[(gated, Read, [2, -1, -1]), (silu, Write, COLUMNS)],
-        );
+        b.op("gate_up", [workers, 1, 1], &[(mid, Read, ALL), (gated, Write, [2, -1, -1])]);
+        b.op("silu_mul", [64, 1, 1], &[(gated, Read, [2, -1, -1]), (silu, Write, COLUMNS)]);
         b.op("down", [workers, 1, 1], &[(silu, Read, ALL), (x, ReadWrite, COLUMNS)]);
     }
     let normed = b.tensor("final".into(), &[tokens, m.hidden], BufferKind::Intermediate);
@@ -235,20 +199,14 @@ fn model(m: Shape, tokens: usize, workers: u32, shared: bool) -> ThreadBlockGrap
     let token = b.tensor("token".into(), &[tokens, 1], BufferKind::State);
     b.op("norm", [rows, 1, 1], &[(x, Read, ROWS), (normed, Write, ROWS)]);
     b.op("lm_head", [600, 1, 1], &[(normed, Read, ALL), (logits, Write, COLUMNS)]);
-    b.op(
-        "argmax_partial",
-        [128, 1, 1],
-        &[(logits, Read, COLUMNS), (best, Write, COLUMNS)],
-    );
+    b.op("argmax_partial", [128, 1, 1], &[(logits, Read, COLUMNS), (best, Write, COLUMNS)]);
     b.op("argmax", [1, 1, 1], &[(best, Read, ALL), (token, Write, ALL)]);
     b.graph
 }
 
 /// A chain of `n_ops` linears and aligned operators of `workers` blocks.
 fn chain(n_ops: usize, workers: u32) -> ThreadBlockGraph {
-    let mut b = Builder {
-        graph: ThreadBlockGraph::default(),
-    };
+    let mut b = Builder { graph: ThreadBlockGraph::default() };
     let width = 12_288;
     let mut last = b.tensor("x".into(), &[1, width], BufferKind::Intermediate);
     for i in 0..n_ops {
@@ -292,9 +250,7 @@ fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
                 let axis = (0..3).find(|x| a.map[*x] == Some(dim));
                 axis.map_or(1, |x| u64::from(op.grid[x]))
             };
-            let n: u64 = (0..4)
-                .map(|d| gcd(parts(producer, written, d), parts(op, access, d)))
-                .product();
+            let n: u64 = (0..4).map(|d| gcd(parts(producer, written, d), parts(op, access, d))).product();
             events += n;
             pairs += producer.n_blocks() / n * (op.n_blocks() / n) * n;
         }

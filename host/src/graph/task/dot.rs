@@ -53,24 +53,14 @@ pub fn op_edges(tasks: &TaskGraph) -> BTreeMap<(u32, u32), OpEdge> {
 /// Writes `tasks`: every task and event, or for large graphs every operator.
 pub fn write_dot(graph: &ThreadBlockGraph, tasks: &TaskGraph, out: &mut dyn Write) -> io::Result<()> {
     let quoted = |text: &str| format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""));
-    writeln!(
-        out,
-        "digraph tasks {{\n  rankdir=TB;\n  node [shape=box, fontname=\"sans-serif\"];"
-    )?;
+    writeln!(out, "digraph tasks {{\n  rankdir=TB;\n  node [shape=box, fontname=\"sans-serif\"];")?;
     if tasks.tasks.len() > MAX_DRAWN_TASKS {
         for (i, op) in graph.ops.iter().enumerate() {
             let [x, y, z] = op.grid;
-            writeln!(
-                out,
-                "  op{i} [label={}];",
-                quoted(&format!("{}\n{x}x{y}x{z}", op.name)).replace('\n', "\\n")
-            )?;
+            writeln!(out, "  op{i} [label={}];", quoted(&format!("{}\n{x}x{y}x{z}", op.name)).replace('\n', "\\n"))?;
         }
         for ((producer, consumer), edge) in op_edges(tasks) {
-            let label = format!(
-                "{} events, {} triggers, {} waits",
-                edge.events, edge.triggers, edge.waits
-            );
+            let label = format!("{} events, {} triggers, {} waits", edge.events, edge.triggers, edge.waits);
             writeln!(out, "  op{producer} -> op{consumer} [label={}];", quoted(&label))?;
         }
         return writeln!(out, "}}");

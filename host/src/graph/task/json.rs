@@ -105,18 +105,10 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
     for (i, tensor) in file.tensors.iter().enumerate() {
         by_name.insert(tensor.name.as_str(), TensorId(i as u32));
     }
-    let mut out = Described {
-        graph: ThreadBlockGraph {
-            table,
-            ops: Vec::with_capacity(file.ops.len()),
-        },
-        classes: Vec::new(),
-    };
+    let mut out =
+        Described { graph: ThreadBlockGraph { table, ops: Vec::with_capacity(file.ops.len()) }, classes: Vec::new() };
     for (i, op) in file.ops.iter().enumerate() {
-        let fail = |what: String| GraphError::Op {
-            op: op.name.clone(),
-            what,
-        };
+        let fail = |what: String| GraphError::Op { op: op.name.clone(), what };
         let Some(grid) = &op.grid else {
             return Err(fail("it has no grid".to_owned()));
         };
@@ -142,19 +134,13 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
             };
             let map = read_map(access.map.as_deref().unwrap_or(&[]))
                 .map_err(|e| fail(format!("the map of tensor {}: {e}", access.tensor)))?;
-            accesses.push(Some(Access {
-                tensor: *tensor,
-                kind,
-                map,
-            }));
+            accesses.push(Some(Access { tensor: *tensor, kind, map }));
         }
         match op.class.as_deref() {
             None | Some("ahead-of-time") => {}
             Some("just-in-time") => out.classes.push((i as u32, TaskClass::JustInTime)),
             Some(other) => {
-                return Err(fail(format!(
-                    "its class is {other}, expected ahead-of-time or just-in-time"
-                )));
+                return Err(fail(format!("its class is {other}, expected ahead-of-time or just-in-time")));
             }
         }
         out.graph.ops.push(BlockOp {
@@ -171,10 +157,7 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
 
 fn read_map(values: &[Value]) -> Result<[Option<u8>; GRID_AXES], String> {
     if values.len() != GRID_AXES {
-        return Err(format!(
-            "{} entries, expected one per grid axis, {GRID_AXES}",
-            values.len()
-        ));
+        return Err(format!("{} entries, expected one per grid axis, {GRID_AXES}", values.len()));
     }
     let mut map = [None; GRID_AXES];
     for (axis, value) in values.iter().enumerate() {
@@ -187,10 +170,7 @@ fn read_map(values: &[Value]) -> Result<[Option<u8>; GRID_AXES], String> {
 
 /// A whole number from 0 to `max`, or what it is instead.
 fn whole(value: &Value, max: u64) -> Result<u64, String> {
-    value
-        .as_u64()
-        .filter(|n| *n <= max)
-        .ok_or_else(|| format!("{value}, expected a whole number from 0 to {max}"))
+    value.as_u64().filter(|n| *n <= max).ok_or_else(|| format!("{value}, expected a whole number from 0 to {max}"))
 }
 
 fn read_tensors(texts: &[TensorText]) -> Result<TensorTable, GraphError> {
@@ -214,10 +194,7 @@ fn read_tensors(texts: &[TensorText]) -> Result<TensorTable, GraphError> {
                 continue;
             }
             let text = &texts[at];
-            let fail = |what: String| GraphError::Tensor {
-                tensor: text.name.clone(),
-                what,
-            };
+            let fail = |what: String| GraphError::Tensor { tensor: text.name.clone(), what };
             let base = match &text.view_of {
                 None => None,
                 Some(base) => {
@@ -251,10 +228,7 @@ fn read_tensors(texts: &[TensorText]) -> Result<TensorTable, GraphError> {
 }
 
 fn read_tensor(text: &TensorText, base: Option<DTensor>, table: &mut TensorTable) -> Result<DTensor, GraphError> {
-    let fail = |what: String| GraphError::Tensor {
-        tensor: text.name.clone(),
-        what,
-    };
+    let fail = |what: String| GraphError::Tensor { tensor: text.name.clone(), what };
     let sizes = |what: &str, values: &Option<Vec<Value>>| -> Result<Option<Vec<usize>>, GraphError> {
         let Some(values) = values else { return Ok(None) };
         let read = |(i, value)| whole(value, MAX_SIZE).map_err(|e| fail(format!("{what} {i} is {e}")));
@@ -263,26 +237,16 @@ fn read_tensor(text: &TensorText, base: Option<DTensor>, table: &mut TensorTable
     };
     let shape = sizes("dimension", &text.shape)?.ok_or_else(|| fail("it has no shape".to_owned()))?;
     if shape.len() > MAX_RANK {
-        return Err(fail(format!(
-            "it has {} dimensions, expected at most {MAX_RANK}",
-            shape.len()
-        )));
+        return Err(fail(format!("it has {} dimensions, expected at most {MAX_RANK}", shape.len())));
     }
-    let n_elems = shape
-        .iter()
-        .try_fold(1u64, |n, len| n.checked_mul(*len as u64))
-        .filter(|n| *n <= MAX_SIZE);
+    let n_elems = shape.iter().try_fold(1u64, |n, len| n.checked_mul(*len as u64)).filter(|n| *n <= MAX_SIZE);
     let Some(n_elems) = n_elems else {
         return Err(fail(format!("shape {shape:?} has more than {MAX_SIZE} elements")));
     };
     let strides = sizes("stride", &text.strides)?;
     let strides = match strides {
         Some(strides) if strides.len() != shape.len() => {
-            return Err(fail(format!(
-                "it has {} strides for {} dimensions",
-                strides.len(),
-                shape.len()
-            )));
+            return Err(fail(format!("it has {} strides for {} dimensions", strides.len(), shape.len())));
         }
         Some(strides) => strides,
         None => row_major(&shape),
@@ -343,22 +307,15 @@ pub fn write_tasks(
     workers: &WorkerLists,
     out: &mut dyn Write,
 ) -> io::Result<()> {
-    let names: Vec<String> = graph
-        .ops
-        .iter()
-        .map(|op| serde_json::to_string(&op.name))
-        .collect::<Result<_, serde_json::Error>>()?;
+    let names: Vec<String> =
+        graph.ops.iter().map(|op| serde_json::to_string(&op.name)).collect::<Result<_, serde_json::Error>>()?;
     let places = workers.places(tasks.tasks.len());
     writeln!(out, "{{\"tasks\": [")?;
     for (i, task) in tasks.tasks.iter().enumerate() {
         let [x, y, z] = task.block;
         let worker = places[i].map_or("null".to_owned(), |(worker, _)| worker.to_string());
         let name = &names[task.op as usize];
-        write!(
-            out,
-            "{{\"op\": {name}, \"op_index\": {}, \"block\": [{x},{y},{z}], \"worker\": {worker}",
-            task.op
-        )?;
+        write!(out, "{{\"op\": {name}, \"op_index\": {}, \"block\": [{x},{y},{z}], \"worker\": {worker}", task.op)?;
         let class = tasks.classes.get(task.op as usize).copied().unwrap_or_default();
         if class != TaskClass::AheadOfTime {
             write!(out, ", \"class\": \"{}\"", class.name())?;
@@ -408,10 +365,7 @@ mod tests {
     #[test]
     fn a_view_of_a_view_is_the_bytes_it_says() {
         let graph = read_graph(EXAMPLE).unwrap();
-        assert_eq!(
-            (graph.table.tensors[1].offset_elems, graph.table.buffers.len()),
-            (128, 2)
-        );
+        assert_eq!((graph.table.tensors[1].offset_elems, graph.table.buffers.len()), (128, 2));
         let tasks = lower(&graph, &Config::default()).unwrap();
         assert_eq!(tasks.events, [1]);
         assert_eq!(tasks.triggers.of(1), [0], "head 1 is block 1 of the linear");
@@ -428,45 +382,21 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         for (from, to, says) in [
-            (
-                "\"q_half\", \"view_of\": \"q\"",
-                "\"q_half\", \"view_of\": \"q_head1\"",
-                "circle",
-            ),
-            (
-                "\"view_of\": \"q\"",
-                "\"view_of\": \"nobody\"",
-                "view of nobody, which does not exist",
-            ),
+            ("\"q_half\", \"view_of\": \"q\"", "\"q_half\", \"view_of\": \"q_head1\"", "circle"),
+            ("\"view_of\": \"q\"", "\"view_of\": \"nobody\"", "view of nobody, which does not exist"),
             ("{\"name\": \"x\"", "{\"name\": \"q\"", "tensor q: there are two"),
-            (
-                "\"tensor\": \"x\"",
-                "\"tensor\": \"y\"",
-                "operator linear: there is no tensor y",
-            ),
+            ("\"tensor\": \"x\"", "\"tensor\": \"y\"", "operator linear: there is no tensor y"),
             ("[1, 2048]", "[-1, 2048]", "tensor q_half: dimension 0 is -1"),
             ("[1, 2048]", "[1e30, 2048]", "tensor q_half: dimension 0 is 1e+30"),
             ("[1, 2048]", "[281474976710656, 2048]", "tensor q_half: shape"),
             ("[1, 2048]", "[1, 8192]", "q_half: ends at byte"),
-            (
-                "\"offset_elems\": 0",
-                "\"offset_elems\": 1.5",
-                "tensor q_half: offset_elems is 1.5",
-            ),
-            (
-                "\"dtype\": \"bf16\"",
-                "\"dtype\": \"b16\"",
-                "tensor x: its dtype is b16",
-            ),
+            ("\"offset_elems\": 0", "\"offset_elems\": 1.5", "tensor q_half: offset_elems is 1.5"),
+            ("\"dtype\": \"bf16\"", "\"dtype\": \"b16\"", "tensor x: its dtype is b16"),
             (", \"dtype\": \"bf16\"", "", "tensor x: it has no dtype"),
             ("\"shape\": [1, 2048], ", "", "tensor q_half: it has no shape"),
             ("[32, 1, 1]", "[32, 1]", "operator linear: its grid has 2 axes"),
             ("[32, 1, 1]", "[-32, 1, 1]", "operator linear: grid axis 0 is -32"),
-            (
-                "[1, -1, -1]",
-                "[1, -2, -1]",
-                "operator linear: the map of tensor q: entry 1 is -2",
-            ),
+            ("[1, -1, -1]", "[1, -2, -1]", "operator linear: the map of tensor q: entry 1 is -2"),
             ("\"name\": \"linear\", ", "", "missing field `name`"),
             ("[", "", "not a graph"),
         ] {
@@ -480,9 +410,7 @@ mod tests {
     #[test]
     fn what_the_graph_checks_is_left_to_it() {
         let text = EXAMPLE.replacen("[32, 1, 1]", "[0, 1, 1]", 1);
-        let error = lower(&read_graph(&text).unwrap(), &Config::default())
-            .unwrap_err()
-            .to_string();
+        let error = lower(&read_graph(&text).unwrap(), &Config::default()).unwrap_err().to_string();
         assert!(error.contains("operator linear") && error.contains("zero"), "{error}");
     }
 }

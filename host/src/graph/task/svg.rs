@@ -18,10 +18,7 @@ const EVENT: &str = "#d9480f";
 const LINE: &str = "#829ab1";
 
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 fn open(width: f64, height: f64, out: &mut dyn Write) -> io::Result<()> {
@@ -34,19 +31,12 @@ fn open(width: f64, height: f64, out: &mut dyn Write) -> io::Result<()> {
 }
 
 fn fill(tasks: &TaskGraph, op: usize) -> &'static str {
-    if tasks.classes.get(op) == Some(&TaskClass::JustInTime) {
-        LATE_TASK
-    } else {
-        TASK
-    }
+    if tasks.classes.get(op) == Some(&TaskClass::JustInTime) { LATE_TASK } else { TASK }
 }
 
 /// Writes `tasks`.
 pub fn write_svg(graph: &ThreadBlockGraph, tasks: &TaskGraph, out: &mut dyn Write) -> io::Result<()> {
-    let longest = (0..graph.ops.len())
-        .map(|op| tasks.tasks_of(op).len())
-        .max()
-        .unwrap_or(0);
+    let longest = (0..graph.ops.len()).map(|op| tasks.tasks_of(op).len()).max().unwrap_or(0);
     if graph.ops.len() <= MAX_ROWS && longest <= MAX_ROW {
         write_tasks(graph, tasks, longest, out)
     } else {
@@ -80,12 +70,8 @@ fn write_tasks(graph: &ThreadBlockGraph, tasks: &TaskGraph, longest: usize, out:
     let mut taken: std::collections::HashSet<(i64, i64)> = std::collections::HashSet::new();
     for event in 0..n_events {
         let first = waiters.of(event).first().map_or(0, |t| tasks.tasks[*t as usize].op);
-        let served: Vec<f64> = waiters
-            .of(event)
-            .iter()
-            .filter(|t| tasks.tasks[**t as usize].op == first)
-            .map(|t| place(*t).0)
-            .collect();
+        let served: Vec<f64> =
+            waiters.of(event).iter().filter(|t| tasks.tasks[**t as usize].op == first).map(|t| place(*t).0).collect();
         let mut x = served.iter().sum::<f64>() / served.len().max(1) as f64;
         let y = 60.0 + f64::from(first) * row - 44.0;
         while !taken.insert(((x / 14.0).round() as i64, y as i64)) {
@@ -93,10 +79,7 @@ fn write_tasks(graph: &ThreadBlockGraph, tasks: &TaskGraph, longest: usize, out:
         }
         spots.push((x, y));
     }
-    writeln!(
-        out,
-        "<g fill=\"none\" stroke=\"{LINE}\" stroke-width=\"0.8\" stroke-opacity=\"0.75\">"
-    )?;
+    writeln!(out, "<g fill=\"none\" stroke=\"{LINE}\" stroke-width=\"0.8\" stroke-opacity=\"0.75\">")?;
     for (event, (ex, ey)) in spots.iter().enumerate() {
         for task in triggerers.of(event) {
             let (x, y) = place(*task);
@@ -168,11 +151,7 @@ fn write_ops(graph: &ThreadBlockGraph, tasks: &TaskGraph, longest: usize, out: &
     let edges = op_edges(tasks);
     let span = edges.keys().map(|(a, b)| b - a).max().unwrap_or(1).min(12);
     let arcs = left + bar + 70.0;
-    open(
-        arcs + 30.0 + 22.0 * f64::from(span),
-        row * graph.ops.len() as f64 + 20.0,
-        out,
-    )?;
+    open(arcs + 30.0 + 22.0 * f64::from(span), row * graph.ops.len() as f64 + 20.0, out)?;
     let y_of = |op: u32| 20.0 + f64::from(op) * row;
     for (i, op) in graph.ops.iter().enumerate() {
         let n = tasks.tasks_of(i).len();
@@ -196,20 +175,11 @@ fn write_ops(graph: &ThreadBlockGraph, tasks: &TaskGraph, longest: usize, out: &
             }
             writeln!(out, "\"/>")?;
         }
-        writeln!(
-            out,
-            "<text x=\"{:.1}\" y=\"{:.1}\" font-size=\"10\">{n}</text>",
-            left + width + 6.0,
-            y + 4.0
-        )?;
+        writeln!(out, "<text x=\"{:.1}\" y=\"{:.1}\" font-size=\"10\">{n}</text>", left + width + 6.0, y + 4.0)?;
     }
     for ((from, to), edge) in &edges {
         let (a, b) = (y_of(*from), y_of(*to));
-        let OpEdge {
-            events,
-            triggers,
-            waits,
-        } = edge;
+        let OpEdge { events, triggers, waits } = edge;
         let what = format!("{events} events, {triggers} triggers, {waits} waits");
         if to - from == 1 {
             let x = left + 14.0;
