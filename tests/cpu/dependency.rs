@@ -21,11 +21,7 @@ fn op(name: &str, grid: [u32; 3], accesses: Vec<Access>) -> BlockOp {
 }
 
 fn cut(tensor: TensorId, kind: AccessKind, map: [i8; 3]) -> Access {
-    Access {
-        tensor,
-        kind,
-        map: map.map(|d| u8::try_from(d).ok()),
-    }
+    Access { tensor, kind, map: map.map(|d| u8::try_from(d).ok()) }
 }
 
 use AccessKind::{Read, ReadWrite, ReduceAdd, Write};
@@ -40,10 +36,7 @@ struct Bits {
 impl Bits {
     fn new(n: usize) -> Bits {
         let words = n.div_ceil(64);
-        Bits {
-            words,
-            rows: vec![0; n * words],
-        }
+        Bits { words, rows: vec![0; n * words] }
     }
     fn get(&self, row: usize, bit: usize) -> bool {
         self.rows[row * self.words + bit / 64] >> (bit % 64) & 1 == 1
@@ -101,10 +94,7 @@ fn truth(graph: &ThreadBlockGraph) -> Truth {
                 let ranges = graph.tensor_box(OpId(i as u32), access, op.block(number));
                 let mut elements = vec![tensor.offset_elems];
                 for (range, stride) in ranges.into_iter().zip(&tensor.strides) {
-                    elements = elements
-                        .iter()
-                        .flat_map(|e| range.clone().map(move |i| e + i * stride))
-                        .collect();
+                    elements = elements.iter().flat_map(|e| range.clone().map(move |i| e + i * stride)).collect();
                 }
                 let row = match access.kind {
                     Read => 0,
@@ -141,11 +131,7 @@ fn truth(graph: &ThreadBlockGraph) -> Truth {
     }
     let mut order = conflicts.clone();
     order.close(0..n);
-    Truth {
-        conflicts,
-        order,
-        inside,
-    }
+    Truth { conflicts, order, inside }
 }
 
 /// The order events (and workers) give.
@@ -169,12 +155,7 @@ fn order_of(tasks: &TaskGraph, workers: Option<&WorkerLists>) -> Bits {
 }
 
 fn is_complete(truth: &Truth, order: &Bits) -> bool {
-    truth
-        .conflicts
-        .rows
-        .iter()
-        .zip(&order.rows)
-        .all(|(needed, have)| needed & !have == 0)
+    truth.conflicts.rows.iter().zip(&order.rows).all(|(needed, have)| needed & !have == 0)
 }
 
 /// Decisions of a random graph, read off a list of bytes so that shorter lists are simpler graphs.
@@ -224,24 +205,11 @@ fn random_view(c: &mut Choices, buffer: BufferId, bytes: usize, name: String) ->
             (shape, vec![c.below(4), c.below(5), c.below(7)], c.below(4))
         }
     };
-    let end = offset
-        + shape
-            .iter()
-            .zip(&strides)
-            .map(|(n, s)| n.saturating_sub(1) * s)
-            .sum::<usize>()
-        + 1;
+    let end = offset + shape.iter().zip(&strides).map(|(n, s)| n.saturating_sub(1) * s).sum::<usize>() + 1;
     if end > elems {
         (shape, strides, offset) = (vec![elems], vec![1], 0);
     }
-    DTensor {
-        name,
-        shape,
-        strides,
-        dtype,
-        buffer,
-        offset_elems: offset,
-    }
+    DTensor { name, shape, strides, dtype, buffer, offset_elems: offset }
 }
 
 fn random_graph(bytes: &[u8]) -> ThreadBlockGraph {
@@ -250,10 +218,7 @@ fn random_graph(bytes: &[u8]) -> ThreadBlockGraph {
     let n_buffers = 1 + c.below(3);
     for b in 0..n_buffers {
         let elems = [24, 48, 36, 60][c.below(4)];
-        graph
-            .table
-            .add(&format!("b{b}"), &[elems], DType::Bf16, BufferKind::Intermediate)
-            .unwrap();
+        graph.table.add(&format!("b{b}"), &[elems], DType::Bf16, BufferKind::Intermediate).unwrap();
         for v in 0..1 + c.below(3) {
             let view = random_view(c, BufferId(b as u32), 2 * elems, format!("b{b}.{v}"));
             graph.table.tensors.push(view);
@@ -312,11 +277,7 @@ fn keeps_laws(graph: &ThreadBlockGraph, config: &Config) -> Result<(), String> {
 }
 
 fn cases(n: u32) -> ProptestConfig {
-    ProptestConfig {
-        cases: n,
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    }
+    ProptestConfig { cases: n, failure_persistence: None, ..ProptestConfig::default() }
 }
 
 fn choices() -> impl Strategy<Value = Vec<u8>> {
@@ -381,17 +342,10 @@ fn forget_wait(tasks: &mut TaskGraph, n: usize) {
 #[test]
 fn broken_rules_are_noticed() {
     use proptest::test_runner::{Config as RunnerConfig, TestCaseError, TestError, TestRunner};
-    for defect in [
-        Defect::DropWar,
-        Defect::DropWaw,
-        Defect::FirstTensorOnly,
-        Defect::StripResiduals,
-        Defect::SupersedeWhole,
-    ] {
-        let config = Config {
-            defect: Some(defect),
-            ..Config::default()
-        };
+    for defect in
+        [Defect::DropWar, Defect::DropWaw, Defect::FirstTensorOnly, Defect::StripResiduals, Defect::SupersedeWhole]
+    {
+        let config = Config { defect: Some(defect), ..Config::default() };
         let mut runner = TestRunner::new(RunnerConfig {
             cases: 4000,
             failure_persistence: None,
@@ -413,9 +367,7 @@ fn broken_rules_are_noticed() {
 /// One tensor of `len` elements, written by `producers` blocks and read by `consumers` blocks.
 fn pair(len: usize, producers: u32, consumers: u32) -> ThreadBlockGraph {
     let mut table = TensorTable::default();
-    let x = table
-        .add("x", &[1, len], DType::Bf16, BufferKind::Intermediate)
-        .unwrap();
+    let x = table.add("x", &[1, len], DType::Bf16, BufferKind::Intermediate).unwrap();
     let ops = vec![
         op("write", [producers, 1, 1], vec![cut(x, Write, [1, -1, -1])]),
         op("read", [1, consumers, 1], vec![cut(x, Read, [-1, 1, -1])]),
@@ -458,11 +410,7 @@ fn gcd(a: u32, b: u32) -> u32 {
 #[test]
 fn orderings_that_follow_from_nearer_ones_are_dropped_and_joins_share_an_event() {
     let mut table = TensorTable::default();
-    let mut add = |name: &str| {
-        table
-            .add(name, &[1, 64], DType::Bf16, BufferKind::Intermediate)
-            .unwrap()
-    };
+    let mut add = |name: &str| table.add(name, &[1, 64], DType::Bf16, BufferKind::Intermediate).unwrap();
     let (h, a, b, y) = (add("h"), add("a"), add("b"), add("y"));
     let whole = [-1, -1, -1];
     let by_x = [1, -1, -1];
@@ -470,16 +418,7 @@ fn orderings_that_follow_from_nearer_ones_are_dropped_and_joins_share_an_event()
         op("embed", [4, 1, 1], vec![cut(h, Write, by_x)]),
         op("left", [8, 1, 1], vec![cut(h, Read, whole), cut(a, Write, by_x)]),
         op("right", [8, 1, 1], vec![cut(h, Read, whole), cut(b, Write, by_x)]),
-        op(
-            "join",
-            [6, 1, 1],
-            vec![
-                cut(a, Read, whole),
-                cut(b, Read, whole),
-                cut(h, Read, by_x),
-                cut(y, Write, by_x),
-            ],
-        ),
+        op("join", [6, 1, 1], vec![cut(a, Read, whole), cut(b, Read, whole), cut(h, Read, by_x), cut(y, Write, by_x)]),
     ];
     let graph = ThreadBlockGraph { table, ops };
     let tasks = lower(&graph, &Config::default()).unwrap();
@@ -494,45 +433,22 @@ fn orderings_that_follow_from_nearer_ones_are_dropped_and_joins_share_an_event()
 #[test]
 fn a_residual_that_reads_everything_stays_beside_an_aligned_path() {
     let mut table = TensorTable::default();
-    let mut add = |name: &str| {
-        table
-            .add(name, &[1, 64], DType::Bf16, BufferKind::Intermediate)
-            .unwrap()
-    };
+    let mut add = |name: &str| table.add(name, &[1, 64], DType::Bf16, BufferKind::Intermediate).unwrap();
     let (u, w, v) = (add("u"), add("w"), add("v"));
     let by_x = [1, -1, -1];
     let ops = vec![
         op("u", [8, 1, 1], vec![cut(u, Write, by_x)]),
         op("w", [8, 1, 1], vec![cut(u, Read, by_x), cut(w, Write, by_x)]),
-        op(
-            "v",
-            [8, 1, 1],
-            vec![cut(w, Read, by_x), cut(u, Read, [-1, -1, -1]), cut(v, Write, by_x)],
-        ),
+        op("v", [8, 1, 1], vec![cut(w, Read, by_x), cut(u, Read, [-1, -1, -1]), cut(v, Write, by_x)]),
     ];
     let graph = ThreadBlockGraph { table, ops };
     assert_eq!(keeps_laws(&graph, &Config::default()), Ok(()));
-    let config = Config {
-        defect: Some(Defect::StripResiduals),
-        ..Config::default()
-    };
+    let config = Config { defect: Some(Defect::StripResiduals), ..Config::default() };
     let tasks = lower(&graph, &config).unwrap();
     let broken = check(&graph, &tasks, None).unwrap_err();
     assert_eq!(broken.len(), 56, "56 missing orderings");
-    let Violation::Unordered {
-        first,
-        second,
-        first_tensor,
-        bytes,
-        ..
-    } = &broken[0]
-    else {
-        panic!("{:?}", broken[0])
-    };
-    assert_eq!(
-        (*first, *second, first_tensor.as_str(), bytes.clone()),
-        (1, 16, "u", 16..32)
-    );
+    let Violation::Unordered { first, second, first_tensor, bytes, .. } = &broken[0] else { panic!("{:?}", broken[0]) };
+    assert_eq!((*first, *second, first_tensor.as_str(), bytes.clone()), (1, 16, "u", 16..32));
 }
 
 /// What keeps a graph from having a task graph is said with operator, tensor and reason.
@@ -549,30 +465,12 @@ fn bad_graphs_are_refused_by_name() {
         }
     };
     says(refusal(&|g| g.ops[1].grid[0] = 0), &["read", "zero axis"]);
-    says(
-        refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().map[0] = Some(2)),
-        &["read", "dimension 2", "x"],
-    );
-    says(
-        refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().map[0] = Some(1)),
-        &["two grid axes", "dimension 1"],
-    );
-    says(
-        refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().tensor = TensorId(7)),
-        &["read", "x7", "not exist"],
-    );
-    says(
-        refusal(&|g| g.ops[0].accesses[0].as_mut().unwrap().map[0] = None),
-        &["write", "same element"],
-    );
-    says(
-        refusal(&|g| g.table.tensors[0].offset_elems = 1),
-        &["write", "x", "ends at byte 130", "128"],
-    );
-    says(
-        refusal(&|g| g.table.tensors[0].strides[1] = usize::MAX),
-        &["write", "x", "ends at byte"],
-    );
+    says(refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().map[0] = Some(2)), &["read", "dimension 2", "x"]);
+    says(refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().map[0] = Some(1)), &["two grid axes", "dimension 1"]);
+    says(refusal(&|g| g.ops[1].accesses[0].as_mut().unwrap().tensor = TensorId(7)), &["read", "x7", "not exist"]);
+    says(refusal(&|g| g.ops[0].accesses[0].as_mut().unwrap().map[0] = None), &["write", "same element"]);
+    says(refusal(&|g| g.table.tensors[0].offset_elems = 1), &["write", "x", "ends at byte 130", "128"]);
+    says(refusal(&|g| g.table.tensors[0].strides[1] = usize::MAX), &["write", "x", "ends at byte"]);
     // Blocks that write the same bytes through a view whose steps overlap.
     says(
         refusal(&|g| {
@@ -604,19 +502,9 @@ fn bad_graphs_are_refused_by_name() {
 fn grouped_heads_and_transposed_views_are_exact() {
     let mut table = TensorTable::default();
     let (tokens, kv, group, dim) = (3, 8, 4, 16);
-    let q = table
-        .add("q", &[tokens, kv * group * dim], DType::Bf16, BufferKind::Intermediate)
-        .unwrap();
+    let q = table.add("q", &[tokens, kv * group * dim], DType::Bf16, BufferKind::Intermediate).unwrap();
     let width = kv * group * dim;
-    let heads = table
-        .view(
-            "q.heads",
-            q,
-            0,
-            &[tokens, kv, group, dim],
-            &[width, group * dim, dim, 1],
-        )
-        .unwrap();
+    let heads = table.view("q.heads", q, 0, &[tokens, kv, group, dim], &[width, group * dim, dim, 1]).unwrap();
     let turned = table.view("q.turned", q, 0, &[width, tokens], &[1, width]).unwrap();
     let linear = op("linear", [13, 1, 1], vec![cut(q, Write, [1, -1, -1])]);
     for access in [
@@ -627,10 +515,7 @@ fn grouped_heads_and_transposed_views_are_exact() {
     ] {
         let grid = [8, 4, 3];
         let read = op("read", grid, vec![access]);
-        let graph = ThreadBlockGraph {
-            table: table.clone(),
-            ops: vec![linear.clone(), read, linear.clone()],
-        };
+        let graph = ThreadBlockGraph { table: table.clone(), ops: vec![linear.clone(), read, linear.clone()] };
         let tasks = lower(&graph, &Config::default()).unwrap();
         assert_eq!(tasks.stats.oversync, 1.0);
         assert_eq!(check(&graph, &tasks, None), Ok(()));
@@ -653,57 +538,35 @@ fn additions_are_free_among_themselves() {
     let graph = ThreadBlockGraph { table, ops };
     assert_eq!(keeps_laws(&graph, &Config::default()), Ok(()));
     let tasks = lower(&graph, &Config::default()).unwrap();
-    assert_eq!(
-        tasks.events,
-        [1, 16],
-        "one event after clearing, one when all have added"
-    );
+    assert_eq!(tasks.events, [1, 16], "one event after clearing, one when all have added");
 }
 
 #[test]
 fn just_in_time_tasks_stand_in_no_list_and_need_an_event() {
     let graph = pair(64, 4, 2);
     let classes = vec![(1, TaskClass::JustInTime)];
-    let config = Config {
-        classes,
-        ..Config::default()
-    };
+    let config = Config { classes, ..Config::default() };
     let tasks = lower(&graph, &config).unwrap();
     let workers = assign_round_robin(&tasks, 3);
     assert_eq!(workers.lists.iter().map(Vec::len).sum::<usize>(), 4);
     assert_eq!(check(&graph, &tasks, Some(&workers)), Ok(()));
-    let config = Config {
-        classes: vec![(0, TaskClass::JustInTime)],
-        ..Config::default()
-    };
+    let config = Config { classes: vec![(0, TaskClass::JustInTime)], ..Config::default() };
     let tasks = lower(&graph, &config).unwrap();
     let broken = check(&graph, &tasks, None).unwrap_err();
-    assert!(
-        matches!(broken[0], Violation::NeverLaunched { task: 0, .. }),
-        "{broken:?}"
-    );
+    assert!(matches!(broken[0], Violation::NeverLaunched { task: 0, .. }), "{broken:?}");
 }
 
 #[test]
 fn lists_that_wait_on_themselves_stall_and_the_report_names_the_event() {
     let graph = pair(64, 2, 2);
     let tasks = lower(&graph, &Config::default()).unwrap();
-    let backwards = WorkerLists {
-        lists: vec![vec![2, 0], vec![3, 1]],
-    };
+    let backwards = WorkerLists { lists: vec![vec![2, 0], vec![3, 1]] };
     let stall = simulate(&tasks, &backwards).unwrap_err();
     assert_eq!((stall.executed, stall.stuck.len()), (0, 2));
-    assert_eq!(
-        (stall.stuck[0].task, stall.stuck[0].event, stall.stuck[0].target),
-        (2, 0, 1)
-    );
-    let missing = WorkerLists {
-        lists: vec![vec![0, 1, 2]],
-    };
+    assert_eq!((stall.stuck[0].task, stall.stuck[0].event, stall.stuck[0].target), (2, 0, 1));
+    let missing = WorkerLists { lists: vec![vec![0, 1, 2]] };
     assert_eq!(simulate(&tasks, &missing).unwrap_err().misplaced, [3]);
-    let twice = WorkerLists {
-        lists: vec![vec![0, 1, 2, 3], vec![0]],
-    };
+    let twice = WorkerLists { lists: vec![vec![0, 1, 2, 3], vec![0]] };
     assert_eq!(simulate(&tasks, &twice).unwrap_err().misplaced, [0]);
 }
 
@@ -714,14 +577,7 @@ fn the_judge_names_broken_counters_and_cycles() {
     let right = lower(&graph, &Config::default()).unwrap();
     let mut tasks = right.clone();
     tasks.events[1] += 1;
-    assert_eq!(
-        check(&graph, &tasks, None).unwrap_err(),
-        [Violation::Count {
-            event: 1,
-            target: 3,
-            triggers: 2
-        }]
-    );
+    assert_eq!(check(&graph, &tasks, None).unwrap_err(), [Violation::Count { event: 1, target: 3, triggers: 2 }]);
     let mut tasks = right.clone();
     tasks.waits.entries[0] = 9;
     assert!(matches!(&check(&graph, &tasks, None).unwrap_err()[0], Violation::Shape(text) if text.contains("e9")));
@@ -729,15 +585,9 @@ fn the_judge_names_broken_counters_and_cycles() {
     tasks.triggers.entries.push(1);
     *tasks.triggers.heads.last_mut().unwrap() += 1;
     tasks.events[1] += 1;
-    assert!(matches!(
-        check(&graph, &tasks, None).unwrap_err()[0],
-        Violation::Cycle { tasks: 1, first: 5, .. }
-    ));
+    assert!(matches!(check(&graph, &tasks, None).unwrap_err()[0], Violation::Cycle { tasks: 1, first: 5, .. }));
     let mut tasks = right;
     tasks.op_first[1] = 3;
-    assert!(matches!(
-        check(&graph, &tasks, None).unwrap_err()[0],
-        Violation::Shape(_)
-    ));
+    assert!(matches!(check(&graph, &tasks, None).unwrap_err()[0], Violation::Shape(_)));
     let _ = row_major(&[1]);
 }

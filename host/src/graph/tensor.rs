@@ -214,7 +214,8 @@ impl TensorTable {
         self.push(tensor)
     }
 
-    fn push(&mut self, tensor: DTensor) -> Result<TensorId, TensorError> {
+    /// Adds a tensor, if it lies in its buffer.
+    pub(crate) fn push(&mut self, tensor: DTensor) -> Result<TensorId, TensorError> {
         let name = || tensor.name.clone();
         if tensor.shape.len() > MAX_RANK {
             return Err(TensorError::Rank {

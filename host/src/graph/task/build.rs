@@ -111,10 +111,7 @@ fn place_tasks(graph: &ThreadBlockGraph) -> Result<TaskGraph, TaskError> {
         for z in 0..nz {
             for y in 0..ny {
                 for x in 0..nx {
-                    out.tasks.push(Task {
-                        op: i as u32,
-                        block: [x, y, z],
-                    });
+                    out.tasks.push(Task { op: i as u32, block: [x, y, z] });
                 }
             }
         }
@@ -171,11 +168,7 @@ impl<'a> Lowering<'a> {
         self.families.write(&self.graph.ops, tasks);
         let mut counts: Vec<u32> = tasks.waits.heads.windows(2).map(|w| w[1] - w[0]).collect();
         let middle = counts.len() / 2;
-        let median = if counts.is_empty() {
-            0
-        } else {
-            *counts.select_nth_unstable(middle).1
-        };
+        let median = if counts.is_empty() { 0 } else { *counts.select_nth_unstable(middle).1 };
         tasks.stats = Stats {
             ops: self.graph.ops.len() as u64,
             tasks: tasks.tasks.len() as u64,
@@ -205,11 +198,7 @@ impl<'a> Lowering<'a> {
                 continue;
             }
             let placed = self.axes.place(self.graph, block_op, access, &mut self.sides)?;
-            let region: Region = placed
-                .sides
-                .iter()
-                .map(|s| self.sides.runs(s.side).union.clone())
-                .collect();
+            let region: Region = placed.sides.iter().map(|s| self.sides.runs(s.side).union.clone()).collect();
             touches.push(Touch {
                 buffer,
                 tensor: access.tensor.idx(),
@@ -225,18 +214,11 @@ impl<'a> Lowering<'a> {
     fn product(&mut self, producer: &Placed, consumer: &Placed, clip: &Region) -> Option<Product> {
         let limits = (&self.config.costs, self.config.max_entries_per_part);
         let (relations, sides) = (&mut self.relations, &self.sides);
-        Product::of(
-            producer
-                .sides
-                .iter()
-                .zip(&consumer.sides)
-                .zip(clip)
-                .map(|((p, c), clip)| Factor {
-                    producer_axes: p.axes,
-                    consumer_axes: c.axes,
-                    relation: relations.between(sides, p.side, c.side, clip, limits),
-                }),
-        )
+        Product::of(producer.sides.iter().zip(&consumer.sides).zip(clip).map(|((p, c), clip)| Factor {
+            producer_axes: p.axes,
+            consumer_axes: c.axes,
+            relation: relations.between(sides, p.side, c.side, clip, limits),
+        }))
     }
 
     /// Blocks of one operator run in any order, so no block may write what another touches.
@@ -367,21 +349,14 @@ impl<'a> Lowering<'a> {
             });
         }
         for (i, touch) in touches.iter().enumerate() {
-            let mut direct = Use::ALL.map(|usage| {
-                if usage.conflicts(touch.usage) {
-                    vec![touch.region.clone()]
-                } else {
-                    Vec::new()
-                }
-            });
+            let mut direct = Use::ALL
+                .map(|usage| if usage.conflicts(touch.usage) { vec![touch.region.clone()] } else { Vec::new() });
             // Where one operator also writes, it is one task that does both, and its write is all that counts.
             let writes = |j: usize, w: &Touch| {
                 w.buffer == touch.buffer && w.usage == Use::Write && (touch.usage != Use::Write || j < i)
             };
             for (_, write) in touches.iter().enumerate().filter(|(j, w)| writes(*j, w)) {
-                direct
-                    .iter_mut()
-                    .for_each(|pieces| _ = cut(pieces, &write.region, false));
+                direct.iter_mut().for_each(|pieces| _ = cut(pieces, &write.region, false));
             }
             if direct.iter().all(Vec::is_empty) {
                 continue;
@@ -434,14 +409,10 @@ fn off_diagonal(product: &Product, op: &BlockOp) -> Option<[[u32; 3]; 2]> {
     let related = |a: [u32; 3], b: [u32; 3]| {
         product.factors.iter().all(|f| {
             let consumer = f.relation.needs.of(part_of(f.consumer_axes, op.grid, b));
-            consumer
-                .binary_search(&(part_of(f.producer_axes, op.grid, a) as u32))
-                .is_ok()
+            consumer.binary_search(&(part_of(f.producer_axes, op.grid, a) as u32)).is_ok()
         })
     };
-    let n_diagonal = (0..op.n_blocks())
-        .filter(|n| related(op.block(*n), op.block(*n)))
-        .count() as u64;
+    let n_diagonal = (0..op.n_blocks()).filter(|n| related(op.block(*n), op.block(*n))).count() as u64;
     if product.pairs(op, op).0 == n_diagonal {
         return None;
     }

@@ -105,20 +105,13 @@ pub fn check(graph: &ThreadBlockGraph, tasks: &TaskGraph, workers: Option<&Worke
     for (event, target) in tasks.events.iter().enumerate() {
         let triggers = triggerers.of(event).len() as u32;
         if triggers != *target {
-            broken.push(Violation::Count {
-                event: event as u32,
-                target: *target,
-                triggers,
-            });
+            broken.push(Violation::Count { event: event as u32, target: *target, triggers });
         }
     }
     for (t, task) in tasks.tasks.iter().enumerate() {
         let just_in_time = tasks.classes.get(task.op as usize) == Some(&TaskClass::JustInTime);
         if just_in_time && tasks.waits.of(t).is_empty() {
-            broken.push(Violation::NeverLaunched {
-                task: t as u32,
-                name: name_of(graph, tasks, t as u32),
-            });
+            broken.push(Violation::NeverLaunched { task: t as u32, name: name_of(graph, tasks, t as u32) });
         }
     }
     if let Some(workers) = workers
@@ -129,11 +122,7 @@ pub fn check(graph: &ThreadBlockGraph, tasks: &TaskGraph, workers: Option<&Worke
     }
     let mut search = Search::new(tasks, &triggerers, workers);
     if let Some((first, n)) = search.positions() {
-        broken.push(Violation::Cycle {
-            tasks: n,
-            first,
-            first_name: name_of(graph, tasks, first),
-        });
+        broken.push(Violation::Cycle { tasks: n, first, first_name: name_of(graph, tasks, first) });
         return Err(broken);
     }
     for_each_buffer(graph, tasks, |buffer, pairs| {
@@ -182,25 +171,15 @@ fn check_shape(graph: &ThreadBlockGraph, tasks: &TaskGraph, broken: &mut Vec<Vio
     let rising = heads.windows(2).all(|w| w[0] <= w[1]);
     let ends = heads.first() == Some(&0) && heads.last() == Some(&(n_tasks as u32));
     if !expect(heads.len() == graph.ops.len() + 1 && rising && ends, &|| {
-        format!(
-            "first tasks of {} operators do not cover {n_tasks} tasks",
-            graph.ops.len()
-        )
+        format!("first tasks of {} operators do not cover {n_tasks} tasks", graph.ops.len())
     }) {
         return;
     }
     for (i, op) in graph.ops.iter().enumerate() {
         let of_op = &tasks.tasks[heads[i] as usize..heads[i + 1] as usize];
-        let in_grid_order = of_op
-            .iter()
-            .enumerate()
-            .all(|(n, t)| t.op as usize == i && t.block == op.block(n as u64));
+        let in_grid_order = of_op.iter().enumerate().all(|(n, t)| t.op as usize == i && t.block == op.block(n as u64));
         expect(of_op.len() as u64 == op.n_blocks() && in_grid_order, &|| {
-            format!(
-                "operator {}: its tasks are not its {} blocks in grid order",
-                op.name,
-                op.n_blocks()
-            )
+            format!("operator {}: its tasks are not its {} blocks in grid order", op.name, op.n_blocks())
         });
     }
     for (what, lists) in [("waits", &tasks.waits), ("triggers", &tasks.triggers)] {
@@ -213,19 +192,13 @@ fn check_shape(graph: &ThreadBlockGraph, tasks: &TaskGraph, broken: &mut Vec<Vio
         }
         let strange = lists.entries.iter().find(|e| **e as usize >= tasks.events.len());
         expect(strange.is_none(), &|| {
-            format!(
-                "the {what} name event e{}, but there are {}",
-                strange.unwrap_or(&0),
-                tasks.events.len()
-            )
+            format!("the {what} name event e{}, but there are {}", strange.unwrap_or(&0), tasks.events.len())
         });
         let twice = (0..n_tasks).find(|t| {
             let list = lists.of(*t);
             list.iter().collect::<HashSet<_>>().len() != list.len()
         });
-        expect(twice.is_none(), &|| {
-            format!("task t{} {what} one event twice", twice.unwrap_or(0))
-        });
+        expect(twice.is_none(), &|| format!("task t{} {what} one event twice", twice.unwrap_or(0)));
     }
 }
 
@@ -279,11 +252,7 @@ fn pairs_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, users: &[(u32, &Access)
         let block_op = &graph.ops[*op as usize];
         let first = tasks.op_first[*op as usize];
         for number in 0..block_op.n_blocks() {
-            let entry = Entry {
-                op: *op,
-                act: act(access.kind),
-                task: first + number as u32,
-            };
+            let entry = Entry { op: *op, act: act(access.kind), task: first + number as u32 };
             for run in byte_runs(graph, block_op, access, block_op.block(number), rows.as_ref()) {
                 edges.push((run.start, true, entry));
                 edges.push((run.end, false, entry));
@@ -359,12 +328,7 @@ impl Rows {
     fn common(graph: &ThreadBlockGraph, users: &[(u32, &Access)]) -> Option<Rows> {
         let longest = |id: TensorId| -> u64 {
             let t = &graph.table[id];
-            let strides = t
-                .shape
-                .iter()
-                .zip(&t.strides)
-                .filter(|(n, _)| **n > 1)
-                .map(|(_, s)| *s as u64);
+            let strides = t.shape.iter().zip(&t.strides).filter(|(n, _)| **n > 1).map(|(_, s)| *s as u64);
             strides.max().unwrap_or(0) * t.dtype.size_bytes() as u64
         };
         let stride = users.iter().map(|(_, a)| longest(a.tensor)).max().filter(|s| *s > 0)?;
@@ -399,10 +363,7 @@ impl Rows {
                 cuts.insert(first + (n as u128 * part / u128::from(parts)) as u64);
             }
         }
-        Some(Rows {
-            stride,
-            looked_at: cuts.into_iter().collect(),
-        })
+        Some(Rows { stride, looked_at: cuts.into_iter().collect() })
     }
 }
 
@@ -455,10 +416,7 @@ fn byte_runs(
             }
             _ => range.clone().collect(),
         };
-        starts = starts
-            .iter()
-            .flat_map(|start| kept.iter().map(move |i| start + i * stride))
-            .collect();
+        starts = starts.iter().flat_map(|start| kept.iter().map(move |i| start + i * stride)).collect();
     }
     starts.into_iter().map(|start| start..start + width).collect()
 }
@@ -564,9 +522,7 @@ impl<'a> Search<'a> {
                 missing[task] += 1;
             }
         }
-        let mut left: Vec<u32> = (0..self.tasks.events.len())
-            .map(|e| self.triggerers.of(e).len() as u32)
-            .collect();
+        let mut left: Vec<u32> = (0..self.tasks.events.len()).map(|e| self.triggerers.of(e).len() as u32).collect();
         for (event, _) in left.iter().enumerate().filter(|(_, n)| **n == 0) {
             for task in waiters.of(event) {
                 missing[*task as usize] -= 1;
@@ -612,17 +568,10 @@ impl<'a> Search<'a> {
                 end += 1;
             }
             let group = &pairs[i..end];
-            let floor = group
-                .iter()
-                .map(|(first, _)| self.position[*first as usize])
-                .min()
-                .unwrap_or(0);
+            let floor = group.iter().map(|(first, _)| self.position[*first as usize]).min().unwrap_or(0);
             self.reach_from(group[0].1, floor, false);
-            let missed: Vec<(u32, u32)> = group
-                .iter()
-                .copied()
-                .filter(|(first, _)| self.seen_task[*first as usize] != self.stamp)
-                .collect();
+            let missed: Vec<(u32, u32)> =
+                group.iter().copied().filter(|(first, _)| self.seen_task[*first as usize] != self.stamp).collect();
             for (first, second) in missed {
                 if self.before.is_some() {
                     self.reach_from(second, self.position[first as usize], true);
@@ -642,11 +591,7 @@ impl<'a> Search<'a> {
         self.stamp += 1;
         self.stack.push(task);
         while let Some(task) = self.stack.pop() {
-            if let Some(before) = self
-                .before
-                .as_ref()
-                .filter(|_| with_workers)
-                .and_then(|b| b[task as usize])
+            if let Some(before) = self.before.as_ref().filter(|_| with_workers).and_then(|b| b[task as usize])
                 && self.position[before as usize] >= floor
                 && self.seen_task[before as usize] != self.stamp
             {

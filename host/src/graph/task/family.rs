@@ -54,18 +54,13 @@ impl Product {
     /// Related pairs of blocks, and the pairs the events relate.
     pub(super) fn pairs(&self, producer: &BlockOp, consumer: &BlockOp) -> (u64, u64) {
         let free = |op: &BlockOp, axes: u8| -> u64 {
-            (0..GRID_AXES)
-                .filter(|a| axes & 1 << a == 0)
-                .map(|a| u64::from(op.grid[a]))
-                .product()
+            (0..GRID_AXES).filter(|a| axes & 1 << a == 0).map(|a| u64::from(op.grid[a])).product()
         };
         let producer_axes = self.factors.iter().fold(0, |axes, f| axes | f.producer_axes);
         let consumer_axes = self.factors.iter().fold(0, |axes, f| axes | f.consumer_axes);
         let rest = free(producer, producer_axes).saturating_mul(free(consumer, consumer_axes));
         let times = |pairs: fn(&Relation) -> u64| {
-            self.factors
-                .iter()
-                .fold(rest, |product, f| product.saturating_mul(pairs(&f.relation)))
+            self.factors.iter().fold(rest, |product, f| product.saturating_mul(pairs(&f.relation)))
         };
         (times(|r| r.pairs), times(|r| r.waited_pairs))
     }
@@ -112,34 +107,19 @@ pub(super) struct Families {
 
 impl Families {
     pub(super) fn new(n_ops: usize) -> Families {
-        Families {
-            families: Vec::new(),
-            out: vec![Vec::new(); n_ops],
-            into: vec![Vec::new(); n_ops],
-        }
+        Families { families: Vec::new(), out: vec![Vec::new(); n_ops], into: vec![Vec::new(); n_ops] }
     }
 
     /// Orders `consumer`'s blocks after `producer`'s as `product` says. Consumers with the same sets of producers share
     /// the events.
     pub(super) fn add(&mut self, producer: usize, consumer: usize, product: &Product) {
         let counts = |f: &&Factor| f.producer_axes != 0 || f.relation.n_ids > 1;
-        let key: Vec<(u8, u32)> = product
-            .factors
-            .iter()
-            .filter(counts)
-            .map(|f| (f.producer_axes, f.relation.triggers_id))
-            .collect();
+        let key: Vec<(u8, u32)> =
+            product.factors.iter().filter(counts).map(|f| (f.producer_axes, f.relation.triggers_id)).collect();
         let counts = |f: &&Factor| f.consumer_axes != 0 || f.relation.n_ids > 1;
-        let user: Vec<(u8, u32)> = product
-            .factors
-            .iter()
-            .filter(counts)
-            .map(|f| (f.consumer_axes, f.relation.waits_id))
-            .collect();
-        let same = self.out[producer]
-            .iter()
-            .map(|end| end.family)
-            .find(|f| self.families[*f].key == key);
+        let user: Vec<(u8, u32)> =
+            product.factors.iter().filter(counts).map(|f| (f.consumer_axes, f.relation.waits_id)).collect();
+        let same = self.out[producer].iter().map(|end| end.family).find(|f| self.families[*f].key == key);
         let family = same.unwrap_or_else(|| {
             self.families.push(Family {
                 n_events: product.factors.iter().map(|f| f.relation.n_ids).product(),
@@ -149,22 +129,14 @@ impl Families {
             let family = self.families.len() - 1;
             self.out[producer].push(End {
                 family,
-                factors: product
-                    .factors
-                    .iter()
-                    .map(|f| (f.producer_axes, f.relation.clone()))
-                    .collect(),
+                factors: product.factors.iter().map(|f| (f.producer_axes, f.relation.clone())).collect(),
             });
             family
         });
         self.families[family].users.push((consumer as u32, user));
         self.into[consumer].push(End {
             family,
-            factors: product
-                .factors
-                .iter()
-                .map(|f| (f.consumer_axes, f.relation.clone()))
-                .collect(),
+            factors: product.factors.iter().map(|f| (f.consumer_axes, f.relation.clone())).collect(),
         });
     }
 

@@ -26,10 +26,13 @@
 
 mod build;
 mod check;
+pub mod dot;
 mod family;
+pub mod json;
 mod order;
 mod region;
 mod relation;
+pub mod svg;
 mod worker;
 
 pub use build::lower;
@@ -66,10 +69,7 @@ pub struct Lists {
 
 impl Default for Lists {
     fn default() -> Self {
-        Lists {
-            heads: vec![0],
-            entries: Vec::new(),
-        }
+        Lists { heads: vec![0], entries: Vec::new() }
     }
 }
 
@@ -172,9 +172,7 @@ pub struct TaskGraph {
 impl TaskGraph {
     /// Tasks that no event makes anyone wait for, in order: what the end of an iteration has to wait for.
     pub fn leaves(&self) -> Vec<u32> {
-        (0..self.tasks.len() as u32)
-            .filter(|t| self.triggers.of(*t as usize).is_empty())
-            .collect()
+        (0..self.tasks.len() as u32).filter(|t| self.triggers.of(*t as usize).is_empty()).collect()
     }
 
     /// The tasks of operator `op`.
@@ -228,11 +226,7 @@ pub struct Costs {
 
 impl Default for Costs {
     fn default() -> Self {
-        Costs {
-            wait: 4.0,
-            trigger: 1.0,
-            event: 0.25,
-        }
+        Costs { wait: 4.0, trigger: 1.0, event: 0.25 }
     }
 }
 
@@ -253,12 +247,7 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Config {
-            costs: Costs::default(),
-            max_entries_per_part: 64,
-            classes: Vec::new(),
-            defect: None,
-        }
+        Config { costs: Costs::default(), max_entries_per_part: 64, classes: Vec::new(), defect: None }
     }
 }
 
@@ -301,10 +290,7 @@ pub enum TaskError {
         second: String,
     },
     /// More tasks than an image holds.
-    #[error(
-        "operator {op}: the graph has more than {} tasks here",
-        perpetua_shared::limits::MAX_TASKS
-    )]
+    #[error("operator {op}: the graph has more than {} tasks here", perpetua_shared::limits::MAX_TASKS)]
     TooManyTasks {
         /// The operator at which the bound is passed.
         op: String,

@@ -17,9 +17,7 @@ impl OpSet {
 
     pub(super) fn insert(&mut self, op: u32) {
         if !self.contains(op) {
-            self.union(&OpSet {
-                ranges: vec![(op, op + 1)],
-            });
+            self.union(&OpSet { ranges: vec![(op, op + 1)] });
         }
     }
 

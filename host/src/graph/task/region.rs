@@ -180,11 +180,7 @@ impl Sides {
         let mut union = runs.iter().map(|(lo, hi, _)| (*lo, *hi)).collect();
         merge(&mut union);
         let id = self.runs.len() as u32;
-        self.runs.push(Rc::new(SideRuns {
-            runs,
-            union: Rc::new(union),
-            n_parts,
-        }));
+        self.runs.push(Rc::new(SideRuns { runs, union: Rc::new(union), n_parts }));
         self.ids.insert(side, id);
         Some(id)
     }
@@ -247,11 +243,8 @@ impl Axes {
         let boundaries = of_buffer
             .into_iter()
             .map(|tensors| {
-                let mut candidates: Vec<u64> = tensors
-                    .iter()
-                    .flat_map(|t| dims_of(graph, *t).map(|(_, s)| s))
-                    .filter(|s| *s > 1)
-                    .collect();
+                let mut candidates: Vec<u64> =
+                    tensors.iter().flat_map(|t| dims_of(graph, *t).map(|(_, s)| s)).filter(|s| *s > 1).collect();
                 candidates.sort_unstable_by(|a, b| b.cmp(a));
                 candidates.dedup();
                 let mut kept: Vec<u64> = Vec::new();
@@ -279,19 +272,14 @@ impl Axes {
         let elem = tensor.dtype.size_bytes() as u64;
         let offset = tensor.offset_elems as u64 * elem;
         let dims: Vec<(u64, u64)> = dims_of(graph, access.tensor).collect();
-        let mut placed = Placed {
-            sides: Vec::with_capacity(boundaries.len() + 1),
-        };
+        let mut placed = Placed { sides: Vec::with_capacity(boundaries.len() + 1) };
         let mut above: Option<u64> = None;
         for level in 0..=boundaries.len() {
             let unit = boundaries.get(level).copied().unwrap_or(1);
             let on_axis = |stride: u64| stride % unit == 0 && above.is_none_or(|s| stride % s != 0);
             let within = above.map_or(offset, |s| offset % s);
-            let mut side = Side {
-                base: within / unit,
-                width: if level == boundaries.len() { elem } else { 1 },
-                dims: Vec::new(),
-            };
+            let mut side =
+                Side { base: within / unit, width: if level == boundaries.len() { elem } else { 1 }, dims: Vec::new() };
             let mut axes = 0;
             let mut cut = 0u8;
             for axis in 0..GRID_AXES {
@@ -303,23 +291,15 @@ impl Axes {
                     if op.grid[axis] > 1 {
                         axes |= 1 << axis;
                     }
-                    side.dims.push(Dim {
-                        stride: stride / unit,
-                        len,
-                        parts: op.grid[axis],
-                    });
+                    side.dims.push(Dim { stride: stride / unit, len, parts: op.grid[axis] });
                 }
             }
             let uncut = dims.iter().enumerate().filter(|(i, _)| cut & 1 << i == 0);
-            side.dims.extend(
-                uncut
-                    .filter(|(_, (_, stride))| on_axis(*stride))
-                    .map(|(_, (len, stride))| Dim {
-                        stride: stride / unit,
-                        len: *len,
-                        parts: 1,
-                    }),
-            );
+            side.dims.extend(uncut.filter(|(_, (_, stride))| on_axis(*stride)).map(|(_, (len, stride))| Dim {
+                stride: stride / unit,
+                len: *len,
+                parts: 1,
+            }));
             let Some(id) = sides.intern(side) else {
                 return Err(TaskError::Fragmented {
                     op: op.name.clone(),
@@ -338,21 +318,14 @@ impl Axes {
 fn splits(graph: &ThreadBlockGraph, id: TensorId, s: u64) -> bool {
     let tensor = &graph.table[id];
     let elem = tensor.dtype.size_bytes() as u64;
-    let low: u64 = dims_of(graph, id)
-        .filter(|(_, stride)| stride % s != 0)
-        .map(|(n, stride)| (n - 1) * stride)
-        .sum();
+    let low: u64 = dims_of(graph, id).filter(|(_, stride)| stride % s != 0).map(|(n, stride)| (n - 1) * stride).sum();
     (tensor.offset_elems as u64 * elem) % s + low + elem <= s
 }
 
 /// Refuses a tensor whose bytes are not all in its buffer, so that all arithmetic after this stays inside 64 bits.
 fn check_tensor(graph: &ThreadBlockGraph, op: &BlockOp, id: TensorId) -> Result<(), TaskError> {
     let tensor = &graph.table[id];
-    let malformed = |what: String| TaskError::Malformed {
-        op: op.name.clone(),
-        tensor: tensor.name.clone(),
-        what,
-    };
+    let malformed = |what: String| TaskError::Malformed { op: op.name.clone(), tensor: tensor.name.clone(), what };
     if tensor.shape.len() != tensor.strides.len() {
         let (strides, rank) = (tensor.strides.len(), tensor.shape.len());
         return Err(malformed(format!("{strides} strides for {rank} dimensions")));

@@ -209,12 +209,7 @@ fn meet(producer: &SideRuns, consumer: &SideRuns, clip: Option<&Rc<Vec<Run>>>) -
         let mut runs = Vec::with_capacity(side.runs.len());
         for &(lo, hi, part) in &side.runs {
             let first = clip.partition_point(|r| r.1 <= lo);
-            runs.extend(
-                clip[first..]
-                    .iter()
-                    .take_while(|r| r.0 < hi)
-                    .map(|r| (r.0.max(lo), r.1.min(hi), part)),
-            );
+            runs.extend(clip[first..].iter().take_while(|r| r.0 < hi).map(|r| (r.0.max(lo), r.1.min(hi), part)));
         }
         runs.sort_unstable();
         runs
@@ -283,7 +278,5 @@ fn intersect_one(union: &[Run], lo: u64, hi: u64) -> bool {
 
 /// Whether two regions share an element.
 pub(super) fn regions_meet(a: &[Rc<Vec<Run>>], b: &[Rc<Vec<Run>>]) -> bool {
-    a.iter()
-        .zip(b)
-        .all(|(a, b)| Rc::ptr_eq(a, b) && !a.is_empty() || !intersect(a, b).is_empty())
+    a.iter().zip(b).all(|(a, b)| Rc::ptr_eq(a, b) && !a.is_empty() || !intersect(a, b).is_empty())
 }

@@ -86,11 +86,7 @@ impl fmt::Display for Stall {
                 Some(worker) => write!(f, "; worker w{worker} stands before t{}", s.task)?,
                 None => write!(f, "; just-in-time task t{} is not launched", s.task)?,
             }
-            write!(
-                f,
-                ", which waits on e{} at {} of {} triggers",
-                s.event, s.count, s.target
-            )?;
+            write!(f, ", which waits on e{} at {} of {} triggers", s.event, s.count, s.target)?;
         }
         Ok(())
     }
@@ -103,16 +99,9 @@ pub fn simulate(graph: &TaskGraph, workers: &WorkerLists) -> Result<(), Stall> {
     let places = workers.places(n_tasks);
     let listed: usize = workers.lists.iter().map(Vec::len).sum();
     let just_in_time = |task: usize| graph.classes.get(graph.tasks[task].op as usize) == Some(&TaskClass::JustInTime);
-    let mut stall = Stall {
-        executed: 0,
-        tasks: n_tasks as u64,
-        stuck: Vec::new(),
-        misplaced: Vec::new(),
-    };
+    let mut stall = Stall { executed: 0, tasks: n_tasks as u64, stuck: Vec::new(), misplaced: Vec::new() };
     let wrong = |task: &usize| places[*task].is_some() == just_in_time(*task);
-    stall
-        .misplaced
-        .extend((0..n_tasks).filter(wrong).take(Stall::REPORTED).map(|t| t as u32));
+    stall.misplaced.extend((0..n_tasks).filter(wrong).take(Stall::REPORTED).map(|t| t as u32));
     if listed != places.iter().flatten().count() {
         let repeated = workers.lists.iter().enumerate().flat_map(|(w, list)| {
             let places = &places;
@@ -168,26 +157,15 @@ pub fn simulate(graph: &TaskGraph, workers: &WorkerLists) -> Result<(), Stall> {
     if stall.executed == n_tasks as u64 {
         return Ok(());
     }
-    let heads = workers
-        .lists
-        .iter()
-        .enumerate()
-        .filter_map(|(w, list)| Some((Some(w as u32), *list.get(next[w])?)));
-    let unlaunched = (0..n_tasks as u32)
-        .filter(|t| places[*t as usize].is_none() && missing[*t as usize] > 0)
-        .map(|t| (None, t));
+    let heads = workers.lists.iter().enumerate().filter_map(|(w, list)| Some((Some(w as u32), *list.get(next[w])?)));
+    let unlaunched =
+        (0..n_tasks as u32).filter(|t| places[*t as usize].is_none() && missing[*t as usize] > 0).map(|t| (None, t));
     stall.stuck = heads
         .chain(unlaunched)
         .filter_map(|(worker, task)| {
             let unfired = |e: &&u32| counts[**e as usize] < graph.events[**e as usize];
             let event = *graph.waits.of(task as usize).iter().find(unfired)?;
-            Some(Stuck {
-                worker,
-                task,
-                event,
-                count: counts[event as usize],
-                target: graph.events[event as usize],
-            })
+            Some(Stuck { worker, task, event, count: counts[event as usize], target: graph.events[event as usize] })
         })
         .take(Stall::REPORTED)
         .collect();
@@ -209,13 +187,9 @@ pub fn elide(graph: &mut TaskGraph, workers: &WorkerLists) {
         _ => false,
     };
     let triggerers = graph.triggers.inverted(n_events);
-    let waits = retained(&graph.waits, |task, event| {
-        !triggerers.of(event as usize).iter().all(|t| after(task, *t))
-    });
+    let waits = retained(&graph.waits, |task, event| !triggerers.of(event as usize).iter().all(|t| after(task, *t)));
     let waiters = waits.inverted(n_events);
-    let triggers = retained(&graph.triggers, |task, event| {
-        !waiters.of(event as usize).iter().all(|t| after(*t, task))
-    });
+    let triggers = retained(&graph.triggers, |task, event| !waiters.of(event as usize).iter().all(|t| after(*t, task)));
     // An event nobody waits on lost all its triggers just now; one without triggers has no waiting task left, since each
     // of its triggers came before all of them.
     let mut counts = vec![0u32; n_events];
@@ -232,10 +206,7 @@ pub fn elide(graph: &mut TaskGraph, workers: &WorkerLists) {
     }
     let renumbered = |lists: Lists| {
         let mut lists = retained(&lists, |_, event| counts[event as usize] > 0);
-        lists
-            .entries
-            .iter_mut()
-            .for_each(|event| *event = number[*event as usize]);
+        lists.entries.iter_mut().for_each(|event| *event = number[*event as usize]);
         lists
     };
     graph.waits = renumbered(waits);
