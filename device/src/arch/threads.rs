@@ -182,6 +182,10 @@ pub(super) fn fence_system() {
     fence(Ordering::SeqCst);
 }
 
+pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {
+    pointer
+}
+
 pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
     assert_eq!(from.addr() % 16, 0, "a 16-byte load must be aligned");
     // SAFETY: the caller promises 16 readable bytes; alignment was just checked.
