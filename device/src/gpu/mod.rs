@@ -9,6 +9,9 @@ pub(crate) mod math;
 pub(crate) mod rows;
 pub mod sync;
 
+#[cfg(test)]
+mod conformance;
+
 use crate::arch::{atomic, memory, scalar};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::limits::MAX_RANK;
