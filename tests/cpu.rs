@@ -1,1 +1,3 @@
-#[test] fn t(){}
+//! Tests that need no GPU.
+#[path = "cpu/ptx.rs"]
+mod ptx;

@@ -117,7 +117,14 @@ pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
 }
 
 pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
-    place(|block, thread| exchange(&block.warps[thread as usize / 32], value, thread % 32, (thread % 32) ^ mask))
+    place(|block, thread| {
+        exchange(
+            &block.warps[thread as usize / 32],
+            value,
+            thread % 32,
+            (thread % 32) ^ mask,
+        )
+    })
 }
 
 pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {

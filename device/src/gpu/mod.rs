@@ -169,14 +169,17 @@ impl Row {
     #[inline(always)]
     pub(crate) fn after(&self, elems: u64) -> Row {
         Row {
-            base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }),
+            base: self
+                .base
+                .wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }),
             dtype: self.dtype,
         }
     }
 
     #[inline(always)]
     fn address(&self, i: u32) -> *mut u8 {
-        self.base.wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
+        self.base
+            .wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
     }
 }
 
