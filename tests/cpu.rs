@@ -8,5 +8,7 @@ mod dependency;
 mod memory;
 #[path = "cpu/models.rs"]
 mod models;
+#[path = "cpu/ptx.rs"]
+mod ptx;
 #[path = "cpu/schedule.rs"]
 mod schedule;

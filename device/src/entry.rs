@@ -55,7 +55,9 @@ impl Image for DeviceImage {
         let row = program as u32 * (param!(self, n_workers) + 1);
         // SAFETY: see `DeviceImage`.
         unsafe {
-            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2).as_ptr().cast::<[u32; 2]>();
+            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2)
+                .as_ptr()
+                .cast::<[u32; 2]>();
             entries(param!(self, lists), first, end - first)
         }
     }
@@ -75,13 +77,23 @@ impl Image for DeviceImage {
     #[inline(always)]
     fn triggers(&self, task: &TaskDesc) -> &[u32] {
         // SAFETY: see `DeviceImage`.
-        unsafe { entries(param!(self, triggers), task.trigger_first, u32::from(task.trigger_count)) }
+        unsafe {
+            entries(
+                param!(self, triggers),
+                task.trigger_first,
+                u32::from(task.trigger_count),
+            )
+        }
     }
 
     #[inline(always)]
     fn num_triggers(&self, event: u32) -> u32 {
         // SAFETY: see `DeviceImage`.
-        unsafe { entries::<EventDesc>(param!(self, events), event, 1).get_unchecked(0).num_triggers }
+        unsafe {
+            entries::<EventDesc>(param!(self, events), event, 1)
+                .get_unchecked(0)
+                .num_triggers
+        }
     }
 }
 

@@ -169,9 +169,7 @@ fn run_task<I: Image, S: Sync, B: Body>(
         } else {
             step.program_runs
         };
-        let target = fired_before
-            .wrapping_add(1)
-            .wrapping_mul(image.num_triggers(event));
+        let target = fired_before.wrapping_add(1).wrapping_mul(image.num_triggers(event));
         sync.wait(EventId(event), target)?;
     }
     if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {

@@ -90,7 +90,7 @@ fn damaged_model_folders_are_refused_by_name() {
 fn impossible_requests_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let dir = copy("tiny-qwen2", temp.path());
-    refused(&dir, &["--ids", "1,5000"], &["5000", "1024"]);
+    refused(&dir, &["--ids", "1,5000"], &["5000", "1023"]);
     refused(&dir, &["--prompt", ""], &["empty"]);
     refused(&dir, &["--ids", "1,2,3", "--max-context", "2"], &["3 tokens", "2"]);
     refused(&dir, &["--ids", "1,2,3", "--max-context", "100000"], &["100000", "4096"]);

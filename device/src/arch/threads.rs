@@ -117,7 +117,14 @@ pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
 }
 
 pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
-    place(|block, thread| exchange(&block.warps[thread as usize / 32], value, thread % 32, (thread % 32) ^ mask))
+    place(|block, thread| {
+        exchange(
+            &block.warps[thread as usize / 32],
+            value,
+            thread % 32,
+            (thread % 32) ^ mask,
+        )
+    })
 }
 
 pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
@@ -180,6 +187,10 @@ pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32
 
 pub(super) fn fence_system() {
     fence(Ordering::SeqCst);
+}
+
+pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {
+    pointer
 }
 
 pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {

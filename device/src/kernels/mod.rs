@@ -125,7 +125,12 @@ pub trait MacroKernel {
     #[inline(always)]
     unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         let _ = (params, block);
-        Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task.task_type), 0, 0))
+        Err(Fault::new(
+            FaultCode::NoSuchKernel,
+            u32::from(call.task.task_type),
+            0,
+            0,
+        ))
     }
 }
 
