@@ -13,11 +13,11 @@ use perpetua::schedule::plain::{self, Graph, Kind, Op};
 fn main() {
     let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures");
     let mut total = Duration::ZERO;
-    for name in "ABCDEFGHIJK".chars() {
+    for name in std::env::var("ONLY").unwrap().chars() {
         let buffers = read(&format!("{fixtures}/minimalloc/{name}.1048576.csv"));
         let problem = Problem::new(buffers, 1_048_576).expect("a benchmark is a problem");
         let start = Instant::now();
-        let verdict = pack::pack(&problem, Duration::from_secs(30));
+        let verdict = pack::pack(&problem, Duration::from_secs(4));
         let elapsed = start.elapsed();
         total += elapsed;
         match verdict {
@@ -29,8 +29,9 @@ fn main() {
         }
     }
     println!("minimalloc, all: {total:.2?}");
+    if total.as_nanos() > 0 { return; }
     let start = Instant::now();
-    let c = pack::minimise(&read(&format!("{fixtures}/minimalloc/C.1048576.csv")), Duration::from_secs(30));
+    let c = pack::minimise(&read(&format!("{fixtures}/minimalloc/C.1048576.csv")), Duration::from_secs(4));
     println!("minimise C: {} (optimal: {}) in {:.2?}", c.placement.peak_bytes, c.is_optimal(), start.elapsed());
 
     let mut files = vec![format!("{fixtures}/dsa/G_1.csv"), format!("{fixtures}/dsa/resnet50.csv")];

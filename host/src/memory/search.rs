@@ -24,7 +24,11 @@
 //! * *Splitting.* Slots that no unplaced buffer crosses cut the rest into parts with no influence on each other. A part
 //!   that has no solution leaves the node without one, and its siblings need not be undone one by one.
 //! * *Jumping.* If the part that failed shares no slot with the buffer just placed, placing another one instead cannot
-//!   help: it would meet the same part, with fewer offsets allowed. The node fails at once.
+//!   help: it would meet the same part, with fewer offsets allowed. The node fails at once. It names the part as the
+//!   reason only if no child was passed over before: what is passed over may have failed for a reason elsewhere, and is
+//!   one of the reasons then.
+//! * *Passing over.* Once all sequences that place a buffer now have been tried, it can only lie on one still to be
+//!   placed, at least as high as the lowest of those will end; slot bounds see it there.
 //!
 //! # Order of search
 //! Children go by `(floor, rank)`. Run times are heavy-tailed in the ranking, so several rankings take turns with limits
@@ -389,8 +393,10 @@ impl<'a> Search<'a> {
         }
         children.sort_unstable();
         let node_trail_len = self.trail.len();
+        let mut has_passed = false;
         for (floor, rank, i) in children {
             if self.is_swapped(i, floor) {
+                has_passed = true;
                 if !self.pass_over(part, i) {
                     break;
                 }
@@ -427,12 +433,13 @@ impl<'a> Search<'a> {
                         let span = self.world.spans[i as usize];
                         if end <= span.0 || span.1 <= first {
                             self.undo(node_trail_len);
-                            return outcome;
+                            return if has_passed { failed } else { outcome };
                         }
                     }
                 }
             }
             self.undo(trail_len);
+            has_passed = true;
             if !self.pass_over(part, i) {
                 break;
             }
