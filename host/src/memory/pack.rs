@@ -20,7 +20,10 @@ use super::types::{Buffer, Placement, Problem, validate};
 
 /// Entries the heuristics of [`arena`] may look at: about a second of work, spent only where the quick ones miss the
 /// lower bound.
-const ARENA_STEPS: u64 = 1_000_000_000;
+const ARENA_STEPS: u64 = 600_000_000;
+
+/// Up to this size [`arena`] also lets the exact search go straight for the load, for a few nodes a buffer.
+const MAX_ARENA_SEARCH_BUFFERS: usize = 2048;
 
 /// Parts up to this size are given to the exact search.
 const MAX_SEARCH_BUFFERS: usize = 4096;
@@ -72,7 +75,16 @@ pub fn arena(buffers: &[Buffer]) -> Placement {
     assert_valid(buffers);
     let timeline = Timeline::new(buffers);
     let loads = timeline.loads(buffers);
-    quick(buffers, &timeline, &loads, 0)
+    let best = quick(buffers, &timeline, &loads, 0);
+    let load_bytes = loads.iter().copied().max().unwrap_or(0);
+    let is_small = buffers.len() <= MAX_ARENA_SEARCH_BUFFERS && buffers.iter().all(|buffer| buffer.size_bytes > 0);
+    if best.peak_bytes > load_bytes
+        && is_small
+        && let Ok(offsets) = search::search(buffers, load_bytes, None, 3 * buffers.len() as u64)
+    {
+        return Placement::from_offsets(buffers, offsets);
+    }
+    best
 }
 
 /// The best of the heuristics; stops early at a peak of `good_enough_bytes` or the load, whichever is more.
@@ -111,7 +123,10 @@ pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
     let mut offsets = whole.offsets;
     let mut parts = parts(buffers, &timeline);
     parts.retain(|part| {
-        let peak = part.iter().map(|&i| offsets[i as usize] + buffers[i as usize].size_bytes).max();
+        let peak = part
+            .iter()
+            .map(|&i| offsets[i as usize] + buffers[i as usize].size_bytes)
+            .max();
         peak.is_some_and(|peak| peak > capacity_bytes)
     });
     // Small parts first: should one of them not fit, that is proved soonest.
@@ -133,7 +148,11 @@ pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
             Err(Exhausted::Limit) => is_missing = true,
         }
     }
-    if is_missing { Verdict::NotFound } else { Verdict::Solved(Placement::from_offsets(buffers, offsets)) }
+    if is_missing {
+        Verdict::NotFound
+    } else {
+        Verdict::Solved(Placement::from_offsets(buffers, offsets))
+    }
 }
 
 /// Looks for the lowest peak for at most `timeout`.
@@ -176,13 +195,17 @@ pub fn minimise(buffers: &[Buffer], timeout: Duration) -> Minimum {
         let gap = placement.peak_bytes.saturating_sub(floor);
         capacity_bytes = floor + gap / 2;
     }
-    Minimum { placement, lower_bound_bytes }
+    Minimum {
+        placement,
+        lower_bound_bytes,
+    }
 }
 
 /// The independent parts: buffers of different parts are never alive together. Buffers of no bytes are in none.
 fn parts(buffers: &[Buffer], timeline: &Timeline) -> Vec<Vec<u32>> {
-    let mut by_birth: Vec<u32> =
-        (0..buffers.len() as u32).filter(|&i| buffers[i as usize].size_bytes > 0).collect();
+    let mut by_birth: Vec<u32> = (0..buffers.len() as u32)
+        .filter(|&i| buffers[i as usize].size_bytes > 0)
+        .collect();
     by_birth.sort_unstable_by_key(|&i| (timeline.spans[i as usize], i));
     let mut parts: Vec<Vec<u32>> = Vec::new();
     let mut part_end = 0;
