@@ -300,21 +300,28 @@ widening_level! {
     #[cfg(target_arch = "x86_64")]
     #[doc = "AVX2 with FMA and F16C."]
     Avx2: avx2::Avx2;
-    #[cfg(target_arch = "x86_64")]
-    #[doc = "AVX-512F; bf16 widened."]
-    Avx512: avx512::Avx512;
     #[cfg(target_arch = "aarch64")]
     #[doc = "NEON; bf16 widened."]
     Neon: neon::Neon;
 }
 
-/// AVX-512F with the bf16 dot product.
+/// AVX-512.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx512;
+#[cfg(target_arch = "x86_64")]
+impl Level for Avx512 {
+    type S = avx512::Avx512;
+    type Bf16 = avx512::EvenOdd;
+    type Bf16Wide = avx512::EvenOdd;
+}
+
+/// AVX-512 with the bf16 dot product, for attention scores.
 #[cfg(target_arch = "x86_64")]
 pub(crate) struct Avx512Bf16;
 #[cfg(target_arch = "x86_64")]
 impl Level for Avx512Bf16 {
     type S = avx512::Avx512;
-    type Bf16 = avx512::DotBf16;
+    type Bf16 = avx512::EvenOdd;
     type Bf16Wide = avx512::DotBf16Split;
 }
 

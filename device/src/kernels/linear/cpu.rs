@@ -50,7 +50,7 @@ impl Linear<'_> {
         if self.rows == 0 || n == 0 {
             return;
         }
-        let plan = Plan::new(self.rows, k);
+        let plan = Plan::new(self.rows, n, k);
         let [packed, partial, wide, sums] =
             self.scratch.areas([plan.packed_floats, plan.partial_floats, k, plan.block_rows * n]);
         let base = Weights::<D::Elem>::base_of(&self.w);
