@@ -276,7 +276,7 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
 pub(crate) trait Level: 'static {
     /// Its vectors.
     type S: Simd;
-    /// bf16 weights with activations that may be rounded to bf16 first.
+    /// bf16 weights with activations in f32.
     type Bf16: Dot<Self::S, Elem = u16>;
     /// bf16 rows with activations of at least 16 significant bits.
     type Bf16Wide: Dot<Self::S, Elem = u16>;
