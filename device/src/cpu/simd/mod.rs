@@ -147,7 +147,7 @@ pub(crate) trait Simd: Copy + 'static {
 
 /// The nearest whole number, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits.
 #[inline(always)]
-pub(crate) unsafe fn round<S: Simd + ?Sized>(x: S::F) -> S::F {
+pub(crate) unsafe fn round<S: Simd>(x: S::F) -> S::F {
     // SAFETY: arithmetic only.
     unsafe {
         let shift = S::splat(12_582_912.0);
