@@ -42,6 +42,18 @@ impl Row {
         }
     }
 
+    /// `len` f32 at `base`.
+    ///
+    /// # Safety
+    /// They are readable and writable, and stay so while the row is used.
+    pub(crate) unsafe fn of_floats(base: *mut f32, len: usize) -> Row {
+        Row {
+            base: base.cast(),
+            dtype: DType::F32,
+            len,
+        }
+    }
+
     /// Its elements.
     pub(crate) fn len(self) -> usize {
         self.len
@@ -142,6 +154,22 @@ pub(crate) unsafe fn store<S: Simd>(p: *mut f32, n: usize, v: S::F) {
             S::store(p, v)
         } else {
             S::store_part(p, v, n)
+        }
+    }
+}
+
+/// `x` in the first `n` lanes, zero beyond.
+///
+/// # Safety
+/// The level exists.
+#[inline(always)]
+pub(crate) unsafe fn lanes<S: Simd>(x: f32, n: usize) -> S::F {
+    // SAFETY: the buffer is at least a vector.
+    unsafe {
+        if n == S::LANES {
+            S::splat(x)
+        } else {
+            S::load_part([x; 16].as_ptr(), n)
         }
     }
 }

@@ -182,4 +182,26 @@ impl MacroKernel for Rope {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
+        let (rows, eps, isa) = (call.rows(0), p.eps, scratch.isa);
+        let first = call.step.first_pos as usize + call.task.row_first as usize;
+        isa.run(crate::cpu::rowwise::Rope {
+            rows,
+            first,
+            eps,
+            q,
+            k,
+            v,
+            q_norm,
+            k_norm,
+            frequencies,
+            k_cache,
+            v_cache,
+            scratch,
+        });
+        Ok(())
+    }
 }
