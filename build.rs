@@ -93,9 +93,7 @@ impl Toolchain {
             }
             return found;
         }
-        let current = env::var_os("RUSTC")
-            .map(PathBuf::from)
-            .unwrap_or_else(|| "rustc".into());
+        let current = env::var_os("RUSTC").map(PathBuf::from).unwrap_or_else(|| "rustc".into());
         Toolchain::with_source(&current).or_else(|| Toolchain::with_source(Path::new("/usr/bin/rustc")))
     }
 
@@ -156,12 +154,7 @@ impl DeviceBuilder {
         cargo
             .current_dir(&self.path)
             .args(["rustc", "--lib", "--crate-type", "cdylib", "--profile", "ptx"])
-            .args([
-                "--target",
-                "nvptx64-nvidia-cuda",
-                "-Zbuild-std=core",
-                "-Zbuild-std-features=",
-            ])
+            .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "-Zbuild-std-features="])
             .arg("--target-dir")
             .arg(&self.target_dir);
         if env::var("CARGO_NET_OFFLINE").is_ok_and(|offline| offline == "true") {
@@ -172,25 +165,9 @@ impl DeviceBuilder {
         // the inner build's fingerprint differ from profile to profile.
         for (name, _) in env::vars_os() {
             let name = name.to_string_lossy().into_owned();
-            let keep = [
-                "CARGO",
-                "CARGO_HOME",
-                "CARGO_NET_OFFLINE",
-                "RUSTUP_HOME",
-                "RUSTUP_TOOLCHAIN",
-            ];
-            let outer = [
-                "CARGO",
-                "RUST",
-                "CLIPPY",
-                "DEP_",
-                "OUT_DIR",
-                "TARGET",
-                "HOST",
-                "PROFILE",
-                "OPT_LEVEL",
-                "DEBUG",
-            ];
+            let keep = ["CARGO", "CARGO_HOME", "CARGO_NET_OFFLINE", "RUSTUP_HOME", "RUSTUP_TOOLCHAIN"];
+            let outer =
+                ["CARGO", "RUST", "CLIPPY", "DEP_", "OUT_DIR", "TARGET", "HOST", "PROFILE", "OPT_LEVEL", "DEBUG"];
             let proxies = name.contains("REGISTR") || name.contains("HTTP") || name.contains("SOURCE");
             if outer.iter().any(|prefix| name.starts_with(prefix)) && !keep.contains(&name.as_str()) && !proxies {
                 cargo.env_remove(&name);
@@ -222,17 +199,8 @@ impl DeviceBuilder {
             None if local.is_file() => local,
             None => PathBuf::from("ptxas"),
         };
-        let version = Command::new(&ptxas)
-            .arg("--version")
-            .output()
-            .ok()
-            .filter(|o| o.status.success())?;
-        let version = String::from_utf8_lossy(&version.stdout)
-            .trim()
-            .lines()
-            .last()?
-            .trim()
-            .to_string();
+        let version = Command::new(&ptxas).arg("--version").output().ok().filter(|o| o.status.success())?;
+        let version = String::from_utf8_lossy(&version.stdout).trim().lines().last()?.trim().to_string();
         let cubin = self.copy_to.join("perpetua.cubin");
         let output = Command::new(&ptxas)
             .arg(format!("-arch={}", self.arch))
@@ -243,10 +211,7 @@ impl DeviceBuilder {
             println!(
                 "cargo:warning={} refuses the device PTX, so no cubin is embedded: {}",
                 ptxas.display(),
-                String::from_utf8_lossy(&output.stderr)
-                    .lines()
-                    .next()
-                    .unwrap_or("no reason given")
+                String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no reason given")
             );
             return None;
         }
@@ -269,9 +234,8 @@ fn entry_directives(device: &Path) -> Result<String, String> {
 
 /// `ptx` with `directives` after the parameter list of the entry `entry`: rustc has no way to say them.
 fn patch(ptx: &str, entry: &str, directives: &str) -> Result<String, String> {
-    let start = ptx
-        .find(&format!(".entry {entry}("))
-        .ok_or_else(|| format!("the device crate's PTX has no entry {entry}"))?;
+    let start =
+        ptx.find(&format!(".entry {entry}(")).ok_or_else(|| format!("the device crate's PTX has no entry {entry}"))?;
     let body = start + ptx[start..].find("\n{").ok_or("an entry without a body")? + 1;
     Ok(format!("{}{directives}{}", &ptx[..body], &ptx[body..]))
 }
@@ -287,7 +251,5 @@ fn write_if_new(path: &Path, contents: &[u8]) -> Result<(), String> {
 
 /// FNV-1a, 64 bits.
 fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3)
-    })
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }

@@ -7,6 +7,7 @@ use perpetua::graph::task::{Config, check, lower, waited_and_needed};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::DType;
+use std::collections::HashSet;
 use std::time::Instant;
 
 /// A language model's shapes.
@@ -224,15 +225,17 @@ fn chain(n_ops: usize, workers: u32) -> ThreadBlockGraph {
 }
 
 /// What the gcd rule gives for the same cuts: per direct pair of operators and tensor, `gcd` of the part counts per
-/// dimension, one event per cell, every producer of a cell before every consumer of it.
+/// dimension, one event per cell, every producer of a cell before every consumer of it. As there, an edge goes when its
+/// ends are joined by a longer path (which is not sound in general), and only the first tensor of a pair counts.
 fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
     fn gcd(a: u64, b: u64) -> u64 {
         if b == 0 { a } else { gcd(b, a % b) }
     }
     let mut writer: std::collections::HashMap<TensorId, (usize, &Access)> = std::collections::HashMap::new();
     let (mut events, mut pairs) = (0, 0);
+    let mut ancestors: Vec<HashSet<usize>> = Vec::new();
     for (i, op) in graph.ops.iter().enumerate() {
-        let mut seen: Vec<usize> = Vec::new();
+        let mut edges: Vec<(usize, &Access, &Access)> = Vec::new();
         for access in op.accesses.iter().flatten().filter(|a| a.kind.reads()) {
             // A view counts as its base: the rule knows tensors only, so a cut of a view's dimension is one of columns.
             let tensor = &graph.table[access.tensor];
@@ -240,11 +243,13 @@ fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
             let Some((p, written)) = writer.iter().find(|(id, _)| base(**id)).map(|(_, w)| *w) else {
                 continue;
             };
-            // One event per consumer: only the first surviving edge of a pair counts.
-            if seen.contains(&p) {
-                continue;
+            if edges.iter().all(|(other, ..)| *other != p) {
+                edges.push((p, written, access));
             }
-            seen.push(p);
+        }
+        let mine: HashSet<usize> = edges.iter().flat_map(|(p, ..)| ancestors[*p].iter().copied().chain([*p])).collect();
+        let stripped = |p: usize| edges.iter().any(|(other, ..)| ancestors[*other].contains(&p));
+        for (p, written, access) in edges.iter().copied().filter(|(p, ..)| !stripped(*p)) {
             let producer = &graph.ops[p];
             let parts = |op: &BlockOp, a: &Access, dim: u8| -> u64 {
                 let axis = (0..3).find(|x| a.map[*x] == Some(dim));
@@ -254,6 +259,7 @@ fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
             events += n;
             pairs += producer.n_blocks() / n * (op.n_blocks() / n) * n;
         }
+        ancestors.push(mine);
         for access in op.accesses.iter().flatten().filter(|a| a.kind.writes()) {
             let buffer = graph.table[access.tensor].buffer;
             writer.retain(|id, _| graph.table[*id].buffer != buffer);

@@ -30,21 +30,10 @@ fn main() {
     }
     println!("minimalloc, all: {total:.2?}");
     let start = Instant::now();
-    let c = pack::minimise(
-        &read(&format!("{fixtures}/minimalloc/C.1048576.csv")),
-        Duration::from_secs(30),
-    );
-    println!(
-        "minimise C: {} (optimal: {}) in {:.2?}",
-        c.placement.peak_bytes,
-        c.is_optimal(),
-        start.elapsed()
-    );
+    let c = pack::minimise(&read(&format!("{fixtures}/minimalloc/C.1048576.csv")), Duration::from_secs(30));
+    println!("minimise C: {} (optimal: {}) in {:.2?}", c.placement.peak_bytes, c.is_optimal(), start.elapsed());
 
-    let mut files = vec![
-        format!("{fixtures}/dsa/G_1.csv"),
-        format!("{fixtures}/dsa/resnet50.csv"),
-    ];
+    let mut files = vec![format!("{fixtures}/dsa/G_1.csv"), format!("{fixtures}/dsa/resnet50.csv")];
     files.extend(std::env::args().skip(1));
     for file in files {
         arena(&file, &read(&file));
@@ -70,9 +59,7 @@ fn main() {
 
 fn read(file: &str) -> Vec<Buffer> {
     let text = std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
-    Table::parse(&text)
-        .unwrap_or_else(|error| panic!("{file}: {error}"))
-        .buffers
+    Table::parse(&text).unwrap_or_else(|error| panic!("{file}: {error}")).buffers
 }
 
 fn arena(name: &str, buffers: &[Buffer]) {
@@ -81,20 +68,14 @@ fn arena(name: &str, buffers: &[Buffer]) {
     let elapsed = start.elapsed();
     check::check(buffers, u64::MAX, &placement).expect("placements keep the laws");
     let over = placement.peak_bytes as f64 / lower_bound(buffers) as f64 - 1.0;
-    println!(
-        "arena {name}: {} buffers in {elapsed:.2?}, peak {:.3} % over the load",
-        buffers.len(),
-        over * 100.0
-    );
+    println!("arena {name}: {} buffers in {elapsed:.2?}, peak {:.3} % over the load", buffers.len(), over * 100.0);
 }
 
 /// Lives of all lengths, mostly short, and sizes of all magnitudes: the shape of a compiler's intermediates.
 fn synthetic(n: u64) -> Vec<Buffer> {
     let mut state = 1u64;
     let mut random = move || {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         state >> 33
     };
     let buffer = |i| {
@@ -108,14 +89,7 @@ fn synthetic(n: u64) -> Vec<Buffer> {
 fn decode(n_tiles: u32, ring: u64) -> Graph {
     let mut ops = Vec::with_capacity(2 * n_tiles as usize);
     for idx in 0..n_tiles {
-        let op = |name, kind, bytes, cycles, inputs| Op {
-            name,
-            kind,
-            bytes,
-            cycles,
-            inputs,
-            spill_cycles: 450,
-        };
+        let op = |name, kind, bytes, cycles, inputs| Op { name, kind, bytes, cycles, inputs, spill_cycles: 450 };
         ops.push(op(format!("w{idx}"), Kind::Data, 16384, 450, vec![]));
         let inputs = if idx == 0 { vec![0] } else { vec![2 * idx - 1, 2 * idx] };
         let cycles = if idx % 32 == 0 { 2000 } else { 150 };

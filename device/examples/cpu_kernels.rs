@@ -25,11 +25,7 @@ impl Memory {
         Memory(vec![word; bytes.div_ceil(8)])
     }
     fn tensor(&self, dtype: DType, offset_elems: usize, extents: &[usize]) -> Tensor {
-        let mut operand = Operand {
-            dtype: dtype as u16,
-            rank: extents.len() as u16,
-            ..Operand::ABSENT
-        };
+        let mut operand = Operand { dtype: dtype as u16, rank: extents.len() as u16, ..Operand::ABSENT };
         operand.offset_bytes = (offset_elems * dtype.size_bytes()) as u64;
         let mut stride = 1;
         for dim in (0..extents.len()).rev() {
@@ -79,26 +75,14 @@ fn timed(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
                 })
             })
             .collect();
-        threads
-            .into_iter()
-            .map(|t| t.join().expect("the thread ends"))
-            .fold(0.0, f64::max)
+        threads.into_iter().map(|t| t.join().expect("the thread ends")).fold(0.0, f64::max)
     })
 }
 
 fn call<K: Numbered>(tensors: &[Tensor], params: [u32; 8], step: Step, scratch: &mut Scratch) {
-    let task = TaskDesc {
-        task_type: K::TASK_TYPE,
-        params,
-        ..bytemuck::Zeroable::zeroed()
-    };
+    let task = TaskDesc { task_type: K::TASK_TYPE, params, ..bytemuck::Zeroable::zeroed() };
     let spec = Spec::of(K::TASK_TYPE).expect("the kernel is listed");
-    let call = Call {
-        tensors,
-        task: &task,
-        step: &step,
-        programs: &[],
-    };
+    let call = Call { tensors, task: &task, step: &step, programs: &[] };
     (spec.cpu)(&call, scratch).expect("the kernel runs");
 }
 
@@ -144,12 +128,7 @@ fn gemv() {
             }),
         });
         for isa in Isa::available() {
-            for (dtype, k) in [
-                (DType::Bf16, 1024),
-                (DType::Bf16, 4096),
-                (DType::F16, 4096),
-                (DType::F32, 4096),
-            ] {
+            for (dtype, k) in [(DType::Bf16, 1024), (DType::Bf16, 4096), (DType::F16, 4096), (DType::F32, 4096)] {
                 let (weights, x, y) = (&weights, &x, &y);
                 lines.push(Line {
                     name: format!("gemv {dtype} k={k}, {threads} threads, {}", isa.name()),
@@ -166,15 +145,7 @@ fn gemv() {
                                 let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
                                 let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y];
                                 let p = param_words(&linear::Params { activation: 0 });
-                                call::<Linear>(
-                                    &io,
-                                    p,
-                                    Step {
-                                        rows: 1,
-                                        ..Step::default()
-                                    },
-                                    &mut scratch,
-                                );
+                                call::<Linear>(&io, p, Step { rows: 1, ..Step::default() }, &mut scratch);
                             }
                         });
                         (tasks * threads * n * k * dtype.size_bytes()) as f64 / seconds / 1e9
@@ -215,15 +186,7 @@ fn gemm() {
                             let y = y.tensor(DType::F32, 0, &[rows, n]);
                             let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y];
                             let p = param_words(&linear::Params { activation: 0 });
-                            call::<Linear>(
-                                &io,
-                                p,
-                                Step {
-                                    rows: rows as u32,
-                                    ..Step::default()
-                                },
-                                &mut scratch,
-                            );
+                            call::<Linear>(&io, p, Step { rows: rows as u32, ..Step::default() }, &mut scratch);
                         }
                     });
                     (2 * tasks * rows * n * k) as f64 / seconds / 1e9
@@ -275,11 +238,7 @@ fn attend() {
                         for layer in 0..layers {
                             let k = cache.tensor(dtype, 2 * layer * half, &[n_kv, context, d]);
                             let v = cache.tensor(dtype, (2 * layer + 1) * half, &[n_kv, context, d]);
-                            let step = Step {
-                                first_pos: context as u32 - 1,
-                                rows: 1,
-                                ..Step::default()
-                            };
+                            let step = Step { first_pos: context as u32 - 1, rows: 1, ..Step::default() };
                             call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
                         }
                     });
@@ -287,11 +246,9 @@ fn attend() {
                 }),
             });
         }
-        for (dtype, rows, group, n_kv, d, causal) in [
-            (DType::Bf16, 512, 2, 8, 128, 1),
-            (DType::F32, 128, 1, 12, 32, 0),
-            (DType::F32, 16, 1, 12, 32, 0),
-        ] {
+        for (dtype, rows, group, n_kv, d, causal) in
+            [(DType::Bf16, 512, 2, 8, 128, 1), (DType::F32, 128, 1, 12, 32, 0), (DType::F32, 16, 1, 12, 32, 0)]
+        {
             let (cache, q, y) = (&cache, &q, &y);
             lines.push(Line {
                 name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {}", isa.name()),
@@ -303,18 +260,11 @@ fn attend() {
                         let y = y.tensor(DType::F32, 0, &[rows, n_kv, group, d]);
                         let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
                         let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
-                        let step = Step {
-                            rows: rows as u32,
-                            ..Step::default()
-                        };
+                        let step = Step { rows: rows as u32, ..Step::default() };
                         let params = param_words(&attention::Params { scale: 0.09, causal });
                         call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
                     });
-                    let seen = if causal == 1 {
-                        rows * (rows + 1) / 2
-                    } else {
-                        rows * rows
-                    };
+                    let seen = if causal == 1 { rows * (rows + 1) / 2 } else { rows * rows };
                     (4 * n_kv * group * d * seen) as f64 / seconds / 1e9
                 }),
             });

@@ -55,9 +55,7 @@ impl Image for DeviceImage {
         let row = program as u32 * (param!(self, n_workers) + 1);
         // SAFETY: see `DeviceImage`.
         unsafe {
-            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2)
-                .as_ptr()
-                .cast::<[u32; 2]>();
+            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2).as_ptr().cast::<[u32; 2]>();
             entries(param!(self, lists), first, end - first)
         }
     }
@@ -77,23 +75,13 @@ impl Image for DeviceImage {
     #[inline(always)]
     fn triggers(&self, task: &TaskDesc) -> &[u32] {
         // SAFETY: see `DeviceImage`.
-        unsafe {
-            entries(
-                param!(self, triggers),
-                task.trigger_first,
-                u32::from(task.trigger_count),
-            )
-        }
+        unsafe { entries(param!(self, triggers), task.trigger_first, u32::from(task.trigger_count)) }
     }
 
     #[inline(always)]
     fn num_triggers(&self, event: u32) -> u32 {
         // SAFETY: see `DeviceImage`.
-        unsafe {
-            entries::<EventDesc>(param!(self, events), event, 1)
-                .get_unchecked(0)
-                .num_triggers
-        }
+        unsafe { entries::<EventDesc>(param!(self, events), event, 1).get_unchecked(0).num_triggers }
     }
 }
 
@@ -138,10 +126,7 @@ pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
         fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
         timeout_ns: param!(image, timeout_ns),
     };
-    let mut body = BlockBody {
-        image,
-        block: Block::current(),
-    };
+    let mut body = BlockBody { image, block: Block::current() };
     let worker = WorkerId(thread::block_idx());
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.

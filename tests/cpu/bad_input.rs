@@ -37,7 +37,9 @@ fn refused(dir: &Path, extra: &[&str], words: &[&str]) {
         assert!(message.contains(word), "{message:?} should say {word:?}");
     }
     assert!(!out.exists(), "nothing is written");
-    let strays = std::fs::read_dir(dir).unwrap().filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with(".tmp"));
+    let strays = std::fs::read_dir(dir)
+        .unwrap()
+        .filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with(".tmp"));
     assert_eq!(strays.count(), 0, "no temporary file is left");
 }
 
@@ -72,9 +74,12 @@ fn damaged_model_folders_are_refused_by_name() {
         std::fs::write(path, bytes).unwrap();
     });
     refused(&dir, &[], &["model.safetensors"]);
-    let dir = damage("wrong-shape", &|d| rewrite(&d.join("config.json"), "\"intermediate_size\": 512", "\"intermediate_size\": 500"));
+    let dir = damage("wrong-shape", &|d| {
+        rewrite(&d.join("config.json"), "\"intermediate_size\": 512", "\"intermediate_size\": 500")
+    });
     refused(&dir, &[], &["shape", "512", "500"]);
-    let dir = damage("unknown-architecture", &|d| rewrite(&d.join("config.json"), "Qwen2ForCausalLM", "WhateverForCausalLM"));
+    let dir =
+        damage("unknown-architecture", &|d| rewrite(&d.join("config.json"), "Qwen2ForCausalLM", "WhateverForCausalLM"));
     refused(&dir, &[], &["WhateverForCausalLM"]);
     let dir = damage("missing-shard", &|d| {
         std::fs::remove_file(d.join("model.safetensors")).unwrap();
@@ -117,15 +122,25 @@ fn a_full_disk_leaves_no_file() {
 #[test]
 fn the_library_refuses_what_the_program_refuses() {
     let model = Model::load(fixture("tiny-llama")).unwrap();
-    let config = EngineConfig { device: Device::Cpu, max_context: Some(16), threads: Some(2), ..EngineConfig::default() };
+    let config =
+        EngineConfig { device: Device::Cpu, max_context: Some(16), threads: Some(2), ..EngineConfig::default() };
     let mut engine = Engine::new(&model, &config).unwrap();
     let options = GenerateOptions::default();
     assert!(matches!(engine.generate(&[], &options), Err(EngineError::EmptyPrompt)));
-    assert!(matches!(engine.generate(&[1; 17], &options), Err(EngineError::PromptTooLong { tokens: 17, context: 16, .. })));
+    assert!(matches!(
+        engine.generate(&[1; 17], &options),
+        Err(EngineError::PromptTooLong { tokens: 17, context: 16, .. })
+    ));
     assert!(matches!(engine.generate(&[1024], &options), Err(EngineError::Model(_))));
     let hot = GenerateOptions { temperature: f32::NAN, ..options.clone() };
     assert!(matches!(engine.generate(&[1], &hot), Err(EngineError::Option { name: "temperature", .. })));
     let none = GenerateOptions { max_new_tokens: 0, ..options };
     assert_eq!(engine.generate(&[1], &none).unwrap().count(), 0);
-    assert_eq!(engine.generate(&[1; 16], &GenerateOptions { stop_tokens: Some(vec![]), ..Default::default() }).unwrap().count(), 1);
+    assert_eq!(
+        engine
+            .generate(&[1; 16], &GenerateOptions { stop_tokens: Some(vec![]), ..Default::default() })
+            .unwrap()
+            .count(),
+        1
+    );
 }

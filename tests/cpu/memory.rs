@@ -22,11 +22,7 @@ fn buffers(n: std::ops::RangeInclusive<usize>, n_instants: u64, max_size: u64) -
 fn aligned(n: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Vec<Buffer>> {
     let alignments = proptest::collection::vec(prop_oneof![Just(1u64), Just(2), Just(3), Just(8)], *n.end());
     (buffers(n, 8, 9), alignments).prop_map(|(buffers, alignments)| {
-        buffers
-            .into_iter()
-            .zip(alignments)
-            .map(|(buffer, alignment)| buffer.aligned(alignment))
-            .collect()
+        buffers.into_iter().zip(alignments).map(|(buffer, alignment)| buffer.aligned(alignment)).collect()
     })
 }
 
@@ -69,10 +65,7 @@ fn fits(buffers: Vec<Buffer>, capacity_bytes: u64) -> bool {
     let problem = Problem::new(buffers, capacity_bytes).unwrap();
     match pack(&problem, LONG) {
         Verdict::Solved(placement) => {
-            assert_eq!(
-                check::check_pairs(problem.buffers(), capacity_bytes, &placement),
-                Ok(())
-            );
+            assert_eq!(check::check_pairs(problem.buffers(), capacity_bytes, &placement), Ok(()));
             true
         }
         Verdict::Infeasible(_) => false,
@@ -144,9 +137,7 @@ proptest! {
 fn tilings_are_packed_without_waste() {
     let mut state = 7u64;
     let mut random = move |below: u64| {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) % below
     };
     for _ in 0..20 {
@@ -164,10 +155,7 @@ fn tilings_are_packed_without_waste() {
                 rectangles.push((lower, upper, size - cut));
             }
         }
-        let buffers = rectangles
-            .into_iter()
-            .map(|(lower, upper, size)| Buffer::new(lower, upper, size))
-            .collect();
+        let buffers = rectangles.into_iter().map(|(lower, upper, size)| Buffer::new(lower, upper, size)).collect();
         assert!(fits(buffers, 64));
     }
 }
@@ -182,9 +170,7 @@ fn minimalloc_benchmarks_are_solved_at_their_capacity() {
     for name in SOLVED_IN_TESTS {
         let table = fixture(&format!("minimalloc/{name}.1048576.csv"));
         let problem = Problem::new(table.buffers, 1_048_576).unwrap();
-        let Verdict::Solved(placement) = pack(&problem, LONG) else {
-            panic!("{name} has a placement")
-        };
+        let Verdict::Solved(placement) = pack(&problem, LONG) else { panic!("{name} has a placement") };
         assert_eq!(check::check(problem.buffers(), 1_048_576, &placement), Ok(()), "{name}");
     }
 }
@@ -214,35 +200,17 @@ fn arenas_of_real_models_stay_near_their_load() {
         assert_eq!(check::check(&buffers, u64::MAX, &placement), Ok(()));
         let load = lower_bound(&buffers);
         let over_permille = (placement.peak_bytes - load) as f64 / load as f64 * 1000.0;
-        assert!(
-            over_permille <= f64::from(most_permille),
-            "{name}: {over_permille} permille over its load"
-        );
+        assert!(over_permille <= f64::from(most_permille), "{name}: {over_permille} permille over its load");
     }
 }
 
 #[test]
 fn edges_of_the_range() {
     assert!(fits(vec![], 0));
-    assert!(
-        fits(vec![Buffer::new(0, u64::MAX, 0), Buffer::new(0, 1, 5)], 5),
-        "a buffer of no bytes is nowhere"
-    );
-    assert!(fits(
-        vec![
-            Buffer::new(0, u64::MAX, 1 << 60),
-            Buffer::new(u64::MAX - 1, u64::MAX, 1 << 60)
-        ],
-        1 << 61
-    ));
-    assert!(!fits(
-        vec![Buffer::new(0, 2, 1), Buffer::new(0, 2, 1).aligned(1 << 40)],
-        1 << 40
-    ));
-    assert!(
-        fits(vec![Buffer::new(0, 2, 1), Buffer::new(0, 2, 1).aligned(1 << 40)], 2),
-        "the aligned one lies at 0"
-    );
+    assert!(fits(vec![Buffer::new(0, u64::MAX, 0), Buffer::new(0, 1, 5)], 5), "a buffer of no bytes is nowhere");
+    assert!(fits(vec![Buffer::new(0, u64::MAX, 1 << 60), Buffer::new(u64::MAX - 1, u64::MAX, 1 << 60)], 1 << 61));
+    assert!(!fits(vec![Buffer::new(0, 2, 1), Buffer::new(0, 2, 1).aligned(1 << 40)], 1 << 40));
+    assert!(fits(vec![Buffer::new(0, 2, 1), Buffer::new(0, 2, 1).aligned(1 << 40)], 2), "the aligned one lies at 0");
     assert!(Problem::new(vec![Buffer::new(3, 3, 1)], 9).is_err());
     assert!(Problem::new(vec![Buffer::new(0, 1, u64::MAX)], 9).is_err());
 }

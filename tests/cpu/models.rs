@@ -22,7 +22,8 @@ fn cases(name: &str) -> Vec<Case> {
     let bytes = std::fs::read(fixture(&format!("{name}.expected.safetensors"))).expect("the fixture is committed");
     let file = SafeTensors::deserialize(&bytes).expect("the fixture is sound");
     let i64s = |key: &str| -> Option<Vec<u32>> {
-        let chunks = file.tensor(key).ok()?.data().chunks_exact(8).map(|c| i64::from_le_bytes(c.try_into().unwrap()) as u32);
+        let chunks =
+            file.tensor(key).ok()?.data().chunks_exact(8).map(|c| i64::from_le_bytes(c.try_into().unwrap()) as u32);
         Some(chunks.collect())
     };
     let f32s = |key: &str| -> Vec<f32> {
@@ -173,14 +174,8 @@ fn a_seeded_draw_repeats_and_respects_top_k() {
     let mut engine = engine(&model, Device::Cpu, false, &[32]);
     let prompt = &cases("tiny-qwen2")[0].ids;
     let mut draw = |temperature, top_k, top_p, seed| -> Vec<u32> {
-        let options = GenerateOptions {
-            max_new_tokens: 16,
-            temperature,
-            top_k,
-            top_p,
-            seed,
-            stop_tokens: Some(Vec::new()),
-        };
+        let options =
+            GenerateOptions { max_new_tokens: 16, temperature, top_k, top_p, seed, stop_tokens: Some(Vec::new()) };
         engine.generate(prompt, &options).unwrap().map(|t| t.unwrap().id).collect()
     };
     let greedy = draw(0.0, 0, 1.0, 0);
@@ -215,7 +210,8 @@ fn synthetic_models_of_every_family_agree_with_the_reference() {
     let dir = tempfile::tempdir().unwrap();
     for preset in ["tiny-odd", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-llama"] {
         let out = dir.path().join(preset);
-        synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
+        synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+            .unwrap();
         let model = Model::load(&out).unwrap();
         let vocab = model.config().vocab_size();
         let ids: Vec<u32> = (0..23).map(|i| (i * 131 + 7) % vocab as u32).collect();

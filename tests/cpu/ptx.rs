@@ -31,9 +31,7 @@ fn ptx() -> Option<&'static str> {
 
 /// The text of entry `name`: its head (parameters and directives) and its body.
 fn entry<'a>(ptx: &'a str, name: &str) -> (&'a str, &'a str) {
-    let start = ptx
-        .find(&format!(".entry {name}("))
-        .unwrap_or_else(|| panic!("no entry {name}"));
+    let start = ptx.find(&format!(".entry {name}(")).unwrap_or_else(|| panic!("no entry {name}"));
     let body = start + ptx[start..].find("\n{").expect("an entry has a body");
     let end = body + ptx[body..].find("\n}").expect("a body ends");
     (&ptx[start..body], &ptx[body..end])
@@ -44,15 +42,12 @@ fn count(body: &str, opcodes: &[&str]) -> usize {
     let instructions = body.lines().map(|line| {
         let line = line.trim_start();
         if line.starts_with('@') {
-            line.split_once(char::is_whitespace)
-                .map_or("", |(_, rest)| rest.trim_start())
+            line.split_once(char::is_whitespace).map_or("", |(_, rest)| rest.trim_start())
         } else {
             line
         }
     });
-    instructions
-        .filter(|line| opcodes.iter().any(|opcode| line.starts_with(opcode)))
-        .count()
+    instructions.filter(|line| opcodes.iter().any(|opcode| line.starts_with(opcode))).count()
 }
 
 fn barriers(body: &str) -> usize {
@@ -78,10 +73,7 @@ fn barriers_are_neither_copied_nor_lost() {
         count(body, &["bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red"]),
         count(body, &["shfl.sync"]),
     ];
-    println!(
-        "{WORKER}: {} barriers, {} barrier votes, {} shuffles",
-        got[0], got[1], got[2]
-    );
+    println!("{WORKER}: {} barriers, {} barrier votes, {} shuffles", got[0], got[1], got[2]);
     assert_eq!(
         got,
         [BARRIERS, BARRIER_VOTES, SHUFFLES],
@@ -94,15 +86,9 @@ fn barriers_are_neither_copied_nor_lost() {
 fn the_barrier_check_can_fail() {
     let Some(ptx) = ptx() else { return };
     let (_, body) = entry(ptx, PROBE);
-    let line = body
-        .lines()
-        .find(|line| barriers(line) == 1)
-        .expect("the probe's barrier");
+    let line = body.lines().find(|line| barriers(line) == 1).expect("the probe's barrier");
     let copied = ptx.replace(body, &body.replace(line, &format!("{line}\n@%p1 {}", line.trim())));
-    assert_eq!(
-        check_probe(&copied),
-        Err(format!("2 barriers in {PROBE}, whose source has 1"))
-    );
+    assert_eq!(check_probe(&copied), Err(format!("2 barriers in {PROBE}, whose source has 1")));
     let lost = ptx.replace(body, &body.replace(line, ""));
     assert!(check_probe(&lost).is_err());
 }
@@ -112,15 +98,10 @@ fn nothing_is_read_past_the_coherent_cache() {
     let Some(ptx) = ptx() else { return };
     // What one worker writes another reads in the same launch, so a non-coherent load is wrong for all but weights; the
     // weight loads are coherent too (`ld.global.L1::no_allocate`).
-    let nc: Vec<&str> = ptx
-        .lines()
-        .filter(|line| line.contains("ld.global.nc") || line.contains("ldu.global"))
-        .collect();
+    let nc: Vec<&str> =
+        ptx.lines().filter(|line| line.contains("ld.global.nc") || line.contains("ldu.global")).collect();
     assert!(nc.is_empty(), "non-coherent loads: {nc:?}");
-    assert!(
-        count(ptx, &["ld.global.L1::no_allocate.v4"]) > 0,
-        "weights are streamed 16 bytes at a time"
-    );
+    assert!(count(ptx, &["ld.global.L1::no_allocate.v4"]) > 0, "weights are streamed 16 bytes at a time");
 }
 
 #[test]
@@ -153,17 +134,12 @@ fn a_panic_is_a_trap() {
 
 fn ptxas() -> Option<String> {
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/ptxas/bin/ptxas");
-    let candidates = [
-        std::env::var("PERPETUA_PTXAS").ok(),
-        Some(built.display().to_string()),
-        Some("ptxas".to_string()),
-    ];
-    let found = candidates.into_iter().flatten().find(|name| {
-        Command::new(name)
-            .arg("--version")
-            .output()
-            .is_ok_and(|output| output.status.success())
-    });
+    let candidates =
+        [std::env::var("PERPETUA_PTXAS").ok(), Some(built.display().to_string()), Some("ptxas".to_string())];
+    let found = candidates
+        .into_iter()
+        .flatten()
+        .find(|name| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success()));
     if found.is_none() {
         println!("skipped: no ptxas (./x setup fetches one)");
     }
@@ -192,11 +168,7 @@ fn ptxas_accepts_it_without_spills() {
     let mut functions = 0;
     for line in report.lines().filter(|line| line.contains("bytes stack frame")) {
         functions += 1;
-        assert_eq!(
-            line.trim(),
-            "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads",
-            "{report}"
-        );
+        assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
     }
     assert_eq!(functions, 2, "the two entries and nothing else: {report}");
     let registers = report

@@ -43,11 +43,7 @@ prop_compose! {
 fn judged(graph: &Graph) -> Schedule {
     let schedule = schedule(graph);
     if let Err(violations) = check(graph, &schedule) {
-        panic!(
-            "{} violations, the first: {}\n{graph:?}\n{schedule:?}",
-            violations.len(),
-            violations[0]
-        );
+        panic!("{} violations, the first: {}\n{graph:?}\n{schedule:?}", violations.len(), violations[0]);
     }
     schedule
 }
@@ -176,14 +172,8 @@ fn exhaustive(graph: &Graph) -> Option<u64> {
                 let Some((start, _)) = times else { return 0 };
                 let users = self.graph.consumers(op as u32);
                 let is_dead = !users.is_empty()
-                    && users
-                        .iter()
-                        .all(|&user| self.times[user as usize].is_some_and(|(_, end)| end <= time));
-                if *start <= time && !is_dead {
-                    self.graph.ops()[op].bytes
-                } else {
-                    0
-                }
+                    && users.iter().all(|&user| self.times[user as usize].is_some_and(|(_, end)| end <= time));
+                if *start <= time && !is_dead { self.graph.ops()[op].bytes } else { 0 }
             };
             self.times.iter().enumerate().map(holds).sum()
         }
@@ -197,23 +187,15 @@ fn exhaustive(graph: &Graph) -> Option<u64> {
             }
             for op in 0..self.times.len() {
                 let own = &self.graph.ops()[op];
-                let inputs: Option<Vec<u64>> = own
-                    .inputs
-                    .iter()
-                    .map(|&input| self.times[input as usize].map(|times| times.1))
-                    .collect();
+                let inputs: Option<Vec<u64>> =
+                    own.inputs.iter().map(|&input| self.times[input as usize].map(|times| times.1)).collect();
                 let (None, Some(inputs)) = (self.times[op], inputs) else {
                     continue;
                 };
                 let engine = usize::from(own.kind == Kind::Data);
                 let earliest = inputs.into_iter().fold(from.max(free[engine]), u64::max);
-                let mut starts: Vec<u64> = self
-                    .times
-                    .iter()
-                    .flatten()
-                    .map(|times| times.1)
-                    .filter(|&end| end > earliest)
-                    .collect();
+                let mut starts: Vec<u64> =
+                    self.times.iter().flatten().map(|times| times.1).filter(|&end| end > earliest).collect();
                 starts.push(earliest);
                 starts.sort_unstable();
                 let room = self.graph.capacity_bytes() - own.bytes;
@@ -228,11 +210,7 @@ fn exhaustive(graph: &Graph) -> Option<u64> {
             }
         }
     }
-    let mut search = Search {
-        graph,
-        times: vec![None; graph.ops().len()],
-        best: None,
-    };
+    let mut search = Search { graph, times: vec![None; graph.ops().len()], best: None };
     search.go(0, [0; 2], 0);
     search.best
 }
@@ -242,9 +220,7 @@ fn exhaustive(graph: &Graph) -> Option<u64> {
 fn small_graphs_are_near_their_optimum() {
     let mut state = 11u64;
     let mut random = move |below: u64| {
-        state = state
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (state >> 33) % below
     };
     let (mut total_gap, mut n_graphs, mut n_spilled) = (0.0, 0, 0);
@@ -253,26 +229,12 @@ fn small_graphs_are_near_their_optimum() {
         let mut ops: Vec<Op> = Vec::new();
         for idx in 0..n_ops {
             let kind = if random(2) == 0 { Kind::Data } else { Kind::Compute };
-            let n_inputs = if kind == Kind::Data {
-                u64::from(random(4) == 0)
-            } else {
-                1 + random(2)
-            };
-            let mut inputs: Vec<u32> = (0..n_inputs)
-                .filter(|_| idx > 0)
-                .map(|_| random(idx as u64) as u32)
-                .collect();
+            let n_inputs = if kind == Kind::Data { u64::from(random(4) == 0) } else { 1 + random(2) };
+            let mut inputs: Vec<u32> = (0..n_inputs).filter(|_| idx > 0).map(|_| random(idx as u64) as u32).collect();
             inputs.sort_unstable();
             inputs.dedup();
             let (bytes, cycles) = (1 + random(100), 1 + random(20));
-            ops.push(Op {
-                name: format!("op{idx}"),
-                kind,
-                bytes,
-                cycles,
-                inputs,
-                spill_cycles: 1 + random(10),
-            });
+            ops.push(Op { name: format!("op{idx}"), kind, bytes, cycles, inputs, spill_cycles: 1 + random(10) });
         }
         let capacity = need(&ops, 1) * (100 + random(200)) / 100;
         let graph = Graph::new(capacity, 1, ops).unwrap();
@@ -287,10 +249,7 @@ fn small_graphs_are_near_their_optimum() {
         "{n_graphs} graphs, mean gap {:.2} %, {n_spilled} spilled where some order spills nothing",
         mean_gap * 100.0
     );
-    assert!(
-        n_graphs > 100 && mean_gap <= 0.05,
-        "mean gap {mean_gap} over {n_graphs} graphs"
-    );
+    assert!(n_graphs > 100 && mean_gap <= 0.05, "mean gap {mean_gap} over {n_graphs} graphs");
 }
 
 /// A chain of tiles through a ring: the shape of decoding. Weights are read, never written back.
@@ -328,10 +287,7 @@ fn decoding_keeps_the_data_engine_busy_and_spills_nothing() {
     let busy = 400.0 * 450.0 / schedule.makespan as f64;
     assert!(busy > 0.98, "the data engine is busy {busy} of the time");
     let without = schedule.without_prefetch_makespan;
-    assert!(
-        without as f64 > 1.3 * schedule.makespan as f64,
-        "{without} without prefetch"
-    );
+    assert!(without as f64 > 1.3 * schedule.makespan as f64, "{without} without prefetch");
 }
 
 /// A result that must wait while a large op needs the room: saved, and read back.
@@ -363,11 +319,7 @@ fn results_that_do_not_fit_end_outside() {
     };
     let graph = Graph::new(128, 64, vec![op("a"), op("b"), op("c")]).unwrap();
     let schedule = judged(&graph);
-    let outside = schedule
-        .spills
-        .iter()
-        .filter(|spill| spill.read_start == spill.read_end)
-        .count();
+    let outside = schedule.spills.iter().filter(|spill| spill.read_start == spill.read_end).count();
     assert_eq!((outside, schedule.spills.len()), (2, 2));
 }
 

@@ -70,11 +70,7 @@ impl<E> Weights<E> {
 
     /// The first row of matrix `w`, whose dtype's storage `E` is.
     pub(crate) fn base_of(w: &Tensor) -> *const E {
-        assert_eq!(
-            w.dtype().size_bytes(),
-            size_of::<E>(),
-            "weights must have their dtype's storage"
-        );
+        assert_eq!(w.dtype().size_bytes(), size_of::<E>(), "weights must have their dtype's storage");
         assert!(has_unit_stride::<2>(w), "weight rows need unit stride");
         if w.extent(0) == 0 || w.extent(1) == 0 {
             return core::ptr::NonNull::dangling().as_ptr();
@@ -112,10 +108,7 @@ impl<E> Weights<E> {
             // What an odd count leaves is one row of each.
             (true, false) => (r % 2, self.rows - 1),
         };
-        (
-            self.base[matrix].wrapping_add(i * self.stride[matrix]),
-            matrix * self.rows + i,
-        )
+        (self.base[matrix].wrapping_add(i * self.stride[matrix]), matrix * self.rows + i)
     }
 
     /// Tiles of four rows.
@@ -141,11 +134,7 @@ impl Plan {
         // f32, whole chunks of 32; packed bf16 takes half.
         let row_floats = k.next_multiple_of(32);
         let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
-        let pieces = if k > BLOCK_K {
-            PARTIAL_BYTES / 64 / n.max(1)
-        } else {
-            usize::MAX
-        };
+        let pieces = if k > BLOCK_K { PARTIAL_BYTES / 64 / n.max(1) } else { usize::MAX };
         let block_rows = (in_cache.min(pieces).clamp(12, 384) / 12 * 12).min(rows);
         let is_cut = k > BLOCK_K && block_rows > 1;
         Plan {
@@ -159,10 +148,7 @@ impl Plan {
 /// How many of `left` columns the next group takes: a width that [`Tile`] is made for. The sizes do not matter to the
 /// sums.
 fn group<S: Simd>(left: usize) -> usize {
-    [6, 4, 3, 2]
-        .into_iter()
-        .find(|width| *width <= left.min(S::TILE_COLS))
-        .unwrap_or(1)
+    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(S::TILE_COLS)).unwrap_or(1)
 }
 
 /// Packs one activation row as number `m` of a group of `width`. `wide` has room for a row, `dst` for a group of whole
@@ -187,11 +173,7 @@ impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
             let mut c = 0;
             while c * D::CHUNK < k {
                 let at = c * D::CHUNK;
-                D::pack(
-                    self.dst.add((c * self.width + self.m) * D::PACKED),
-                    x.add(at),
-                    D::CHUNK.min(k - at),
-                );
+                D::pack(self.dst.add((c * self.width + self.m) * D::PACKED), x.add(at), D::CHUNK.min(k - at));
                 c += 1;
             }
         }
@@ -231,18 +213,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Tile {
-            w,
-            next,
-            columns,
-            x,
-            k,
-            span,
-            partial,
-            sums,
-            sums_stride,
-            ..
-        } = self;
+        let Tile { w, next, columns, x, k, span, partial, sums, sums_stride, .. } = self;
         let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
         let line_elems = per_line * D::CHUNK;
         // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; partial
@@ -319,18 +290,10 @@ unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
     // SAFETY: chunk `c` is inside the rows and the packed group (caller).
     unsafe {
         let at = c * D::CHUNK;
-        let mut wr = [if n >= D::CHUNK {
-            D::load(w[0].add(at))
-        } else {
-            D::load_part(w[0].add(at), n)
-        }; R];
+        let mut wr = [if n >= D::CHUNK { D::load(w[0].add(at)) } else { D::load_part(w[0].add(at), n) }; R];
         let mut r = 1;
         while r < R {
-            wr[r] = if n >= D::CHUNK {
-                D::load(w[r].add(at))
-            } else {
-                D::load_part(w[r].add(at), n)
-            };
+            wr[r] = if n >= D::CHUNK { D::load(w[r].add(at)) } else { D::load_part(w[r].add(at), n) };
             r += 1;
         }
         let mut m = 0;
@@ -360,21 +323,12 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
 ) {
     let n = weights.all_rows();
     let all_lines = weights.k / (64 / size_of::<D::Elem>());
-    let block_lines = if cols <= S::TILE_COLS {
-        usize::MAX
-    } else {
-        BLOCK_K * size_of::<D::Elem>() / 64
-    };
+    let block_lines = if cols <= S::TILE_COLS { usize::MAX } else { BLOCK_K * size_of::<D::Elem>() / 64 };
     let row_packed = weights.k.div_ceil(D::CHUNK) * D::PACKED;
     let mut first_line = 0usize;
     loop {
         let end_line = all_lines.min(first_line.saturating_add(block_lines));
-        let span = Span {
-            first_line,
-            end_line,
-            all_lines,
-            last: end_line == all_lines,
-        };
+        let span = Span { first_line, end_line, all_lines, last: end_line == all_lines };
         let mut m = 0;
         while m < cols {
             let width = group::<S>(cols - m);
@@ -425,12 +379,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     sums_stride: usize,
 ) {
     let all_lines = keys.k / (64 / size_of::<D::Elem>());
-    let span = Span {
-        first_line: 0,
-        end_line: all_lines,
-        all_lines,
-        last: true,
-    };
+    let span = Span { first_line: 0, end_line: all_lines, all_lines, last: true };
     let row_packed = keys.k.div_ceil(D::CHUNK) * D::PACKED;
     let none = core::ptr::null_mut();
     let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
@@ -508,14 +457,7 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
             // SAFETY: the group starts where the rows before it end.
             unsafe {
                 let dst = packed.add(first * row_packed);
-                D::call(Pack::<S, D> {
-                    row: row(first + m),
-                    wide,
-                    dst,
-                    m,
-                    width,
-                    set: PhantomData,
-                });
+                D::call(Pack::<S, D> { row: row(first + m), wide, dst, m, width, set: PhantomData });
             }
         }
         first += width;

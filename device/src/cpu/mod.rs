@@ -32,10 +32,7 @@ const LINE: usize = 16;
 impl Scratch {
     /// Scratch of a worker that uses `isa`.
     pub fn with_isa(isa: simd::Isa) -> Scratch {
-        Scratch {
-            isa,
-            ..Scratch::default()
-        }
+        Scratch { isa, ..Scratch::default() }
     }
 
     /// Disjoint areas of at least `lens` f32 each, every one starting on a cache line. What they hold is left over

@@ -59,15 +59,7 @@ impl Body for RmsNorm {
         for r in 0..self.rows {
             let (x, y) = (Row::of(&self.x, [r, 0], hidden), Row::of(&self.y, [r, 0], hidden));
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe {
-                L::S::call(RmsNormRow::<L::S> {
-                    x,
-                    w: vector(&self.w),
-                    y,
-                    eps: self.eps,
-                    set: PhantomData,
-                })
-            };
+            unsafe { L::S::call(RmsNormRow::<L::S> { x, w: vector(&self.w), y, eps: self.eps, set: PhantomData }) };
         }
     }
 }
@@ -85,10 +77,7 @@ impl<S: Simd> Leaf for RmsNormRow<S> {
     #[inline(always)]
     unsafe fn run(self) {
         let len = self.x.len();
-        assert!(
-            self.w.len() == len && self.y.len() == len,
-            "the rows of a norm must have one length"
-        );
+        assert!(self.w.len() == len && self.y.len() == len, "the rows of a norm must have one length");
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
             let squares = sum_over!(S, len, |i, n| {
@@ -126,17 +115,7 @@ impl Body for LayerNorm {
             let (x, y) = (Row::of(&self.x, [r, 0], hidden), Row::of(&self.y, [r, 0], hidden));
             let (residual, w, b) = (optional(&self.residual, r), vector(&self.w), vector(&self.b));
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe {
-                L::S::call(LayerNormRow::<L::S> {
-                    x,
-                    residual,
-                    w,
-                    b,
-                    y,
-                    eps: self.eps,
-                    set: PhantomData,
-                })
-            };
+            unsafe { L::S::call(LayerNormRow::<L::S> { x, residual, w, b, y, eps: self.eps, set: PhantomData }) };
         }
     }
 }
@@ -168,12 +147,7 @@ impl<S: Simd> Leaf for LayerNormRow<S> {
     #[inline(always)]
     unsafe fn run(self) {
         let len = self.x.len();
-        let same = [
-            self.w.len(),
-            self.b.len(),
-            self.y.len(),
-            self.residual.map_or(len, Row::len),
-        ];
+        let same = [self.w.len(), self.b.len(), self.y.len(), self.residual.map_or(len, Row::len)];
         assert!(same == [len; 4], "the rows of a norm must have one length");
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
@@ -214,16 +188,7 @@ impl Body for Elementwise {
             let (function, activation) = (self.function, self.activation);
             let b = optional(&self.b, r).unwrap_or(a);
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe {
-                L::S::call(ElementwiseRow::<L::S> {
-                    function,
-                    activation,
-                    a,
-                    b,
-                    y,
-                    set: PhantomData,
-                })
-            };
+            unsafe { L::S::call(ElementwiseRow::<L::S> { function, activation, a, b, y, set: PhantomData }) };
         }
     }
 }
@@ -242,10 +207,7 @@ impl<S: Simd> Leaf for ElementwiseRow<S> {
     #[inline(always)]
     unsafe fn run(self) {
         let len = self.y.len();
-        assert!(
-            self.a.len() == len && self.b.len() == len,
-            "element-wise rows must have one length"
-        );
+        assert!(self.a.len() == len && self.b.len() == len, "element-wise rows must have one length");
         let mut i = 0;
         while i < len {
             let n = S::LANES.min(len - i);
@@ -292,10 +254,7 @@ impl<S: Simd> Leaf for SumOfRows<S> {
     unsafe fn run(self) {
         let SumRows { a, b, c, scale, y } = self.0;
         let len = y.len();
-        assert!(
-            [a.len(), b.map_or(len, Row::len), c.map_or(len, Row::len)] == [len; 3],
-            "rows must have one length"
-        );
+        assert!([a.len(), b.map_or(len, Row::len), c.map_or(len, Row::len)] == [len; 3], "rows must have one length");
         let mut i = 0;
         while i < len {
             let n = S::LANES.min(len - i);
@@ -380,39 +339,16 @@ impl Body for Rope<'_> {
             for h in 0..n_kv {
                 let turn = |from: Row, norm: Option<Row>, to: Row| {
                     // SAFETY: the level exists (caller); sin and cos are of half the rows' length.
-                    unsafe {
-                        L::S::call(Turn::<L::S> {
-                            from,
-                            norm,
-                            eps,
-                            sin,
-                            cos,
-                            to,
-                            set: PhantomData,
-                        })
-                    }
+                    unsafe { L::S::call(Turn::<L::S> { from, norm, eps, sin, cos, to, set: PhantomData }) }
                 };
                 for g in 0..group {
                     let q = Row::of(&self.q, [r, h, g, 0], d);
                     turn(q, q_norm, q);
                 }
-                turn(
-                    Row::of(&self.k, [r, h, 0], d),
-                    k_norm,
-                    Row::of(&self.k_cache, [h, pos, 0], d),
-                );
+                turn(Row::of(&self.k, [r, h, 0], d), k_norm, Row::of(&self.k_cache, [h, pos, 0], d));
                 let (v, y) = (Row::of(&self.v, [r, h, 0], d), Row::of(&self.v_cache, [h, pos, 0], d));
                 // SAFETY: the level exists (caller).
-                unsafe {
-                    SumRows {
-                        a: v,
-                        b: None,
-                        c: None,
-                        scale: 1.0,
-                        y,
-                    }
-                    .run::<L>()
-                };
+                unsafe { SumRows { a: v, b: None, c: None, scale: 1.0, y }.run::<L>() };
             }
         }
     }
@@ -434,10 +370,7 @@ impl<S: Simd> Leaf for Turn<S> {
     #[inline(always)]
     unsafe fn run(self) {
         let d = self.from.len();
-        assert!(
-            self.to.len() == d && self.norm.map_or(d, Row::len) == d,
-            "heads must have one length"
-        );
+        assert!(self.to.len() == d && self.norm.map_or(d, Row::len) == d, "heads must have one length");
         let half = d / 2;
         // SAFETY: inside the rows and the tables; the set exists (caller).
         unsafe {

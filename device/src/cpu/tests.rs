@@ -23,11 +23,7 @@ impl Memory {
     /// `skew` elements into its memory; element i (in row-major order) is `value(i)`.
     fn new(dtype: DType, extents: &[usize], gap: usize, skew: usize, mut value: impl FnMut(usize) -> f32) -> Memory {
         let rank = extents.len();
-        let mut operand = Operand {
-            dtype: dtype as u16,
-            rank: rank as u16,
-            ..Operand::ABSENT
-        };
+        let mut operand = Operand { dtype: dtype as u16, rank: rank as u16, ..Operand::ABSENT };
         let mut stride = 1;
         for dim in (0..rank).rev() {
             operand.extent[dim] = extents[dim] as u32;
@@ -40,10 +36,7 @@ impl Memory {
         operand.offset_bytes = (skew * dtype.size_bytes()) as u64;
         let bytes = (stride + skew + 8) * dtype.size_bytes();
         // NaN in every float dtype: a read outside the box shows, too.
-        let memory = Memory {
-            words: vec![PATTERN; bytes.div_ceil(8) + 1],
-            operand,
-        };
+        let memory = Memory { words: vec![PATTERN; bytes.div_ceil(8) + 1], operand };
         let tensor = memory.tensor();
         let n: usize = extents.iter().product();
         for i in 0..n {
@@ -59,10 +52,7 @@ impl Memory {
     }
 
     fn absent() -> Memory {
-        Memory {
-            words: Vec::new(),
-            operand: Operand::ABSENT,
-        }
+        Memory { words: Vec::new(), operand: Operand::ABSENT }
     }
 
     fn tensor(&self) -> Tensor {
@@ -117,51 +107,29 @@ fn both<K: MacroKernel + Numbered>(
     row_first: u32,
 ) -> [Vec<Memory>; 2] {
     let spec = Spec::of(K::TASK_TYPE).expect("the kernel is listed");
-    let task = TaskDesc {
-        task_type: K::TASK_TYPE,
-        row_first,
-        params: param_words(params),
-        ..TaskDesc::zeroed()
-    };
+    let task = TaskDesc { task_type: K::TASK_TYPE, row_first, params: param_words(params), ..TaskDesc::zeroed() };
     let io: Vec<Operand> = operands.iter().map(|m| m.operand).collect();
-    spec.check(&task.params, &io)
-        .expect("the case keeps the kernel's rules");
+    spec.check(&task.params, &io).expect("the case keeps the kernel's rules");
     let mut scratch = Scratch::with_isa(isa);
     // What earlier tasks left must not matter.
     scratch.floats = vec![f32::NAN; 100_000];
     let run = |cpu: bool, scratch: &mut Scratch| {
         let operands = operands.to_vec();
         let tensors: Vec<Tensor> = operands.iter().map(Memory::tensor).collect();
-        let call = Call {
-            tensors: &tensors,
-            task: &task,
-            step: &step,
-            programs: &[],
-        };
-        let result = if cpu {
-            (spec.cpu)(&call, scratch)
-        } else {
-            (spec.reference)(&call)
-        };
+        let call = Call { tensors: &tensors, task: &task, step: &step, programs: &[] };
+        let result = if cpu { (spec.cpu)(&call, scratch) } else { (spec.reference)(&call) };
         assert!(result.is_ok(), "{}: {result:?}", spec.name);
         operands
     };
     let results = [run(false, &mut scratch), run(true, &mut scratch)];
     for (i, operand) in operands.iter().enumerate() {
-        assert!(
-            operand.surroundings() == results[1][i].surroundings(),
-            "operand {i} was written outside its box"
-        );
+        assert!(operand.surroundings() == results[1][i].surroundings(), "operand {i} was written outside its box");
     }
     results
 }
 
 fn step(first_pos: u32, rows: u32) -> Step {
-    Step {
-        first_pos,
-        rows,
-        ..Step::default()
-    }
+    Step { first_pos, rows, ..Step::default() }
 }
 
 /// A float of [-1, 1) from a seed and an index.
@@ -182,11 +150,7 @@ fn unit(dtype: DType) -> f32 {
 
 /// Both finite and near, or both not finite (infinity against NaN differs with the order of summation).
 fn near(expected: f32, got: f32, tolerance: f32) -> bool {
-    if expected.is_finite() {
-        expected == got || (expected - got).abs() <= tolerance
-    } else {
-        !got.is_finite()
-    }
+    if expected.is_finite() { expected == got || (expected - got).abs() <= tolerance } else { !got.is_finite() }
 }
 
 fn dtypes() -> impl Strategy<Value = DType> {
@@ -219,13 +183,8 @@ mod linear {
     use crate::kernels::gated_linear::{self, GatedLinear};
     use crate::kernels::linear::{Activation, Linear, Params};
 
-    const ACTIVATIONS: [Activation; 5] = [
-        Activation::None,
-        Activation::Gelu,
-        Activation::Silu,
-        Activation::Relu,
-        Activation::GeluTanh,
-    ];
+    const ACTIVATIONS: [Activation; 5] =
+        [Activation::None, Activation::Gelu, Activation::Silu, Activation::Relu, Activation::GeluTanh];
 
     /// What another order of summation may change, relative to sum |x| |w|.
     const ORDER: f32 = 1.0 / (1 << 18) as f32;
@@ -322,12 +281,7 @@ mod linear {
                             let y = Memory::new(DType::F32, &[1, 1], 0, 0, |_| 0.0);
                             let io = [x, w, Memory::absent(), Memory::absent(), y];
                             let one = both::<Linear>(*isa, &p, &io, step(0, 1), 0)[1][4].values();
-                            assert_eq!(
-                                one[0].to_bits(),
-                                whole[r * n + c].to_bits(),
-                                "{} {dtype} {k}",
-                                isa.name()
-                            );
+                            assert_eq!(one[0].to_bits(), whole[r * n + c].to_bits(), "{} {dtype} {k}", isa.name());
                         }
                     }
                 }
@@ -361,11 +315,7 @@ mod attention {
         let visible = c.first_pos + c.rows;
         let cache = |s: u64| {
             Memory::new(c.dtype, &[c.n_kv, context, c.d], 5, 1, |i| {
-                if i / c.d % context < visible {
-                    special(c.kind, c.seed ^ s, i)
-                } else {
-                    f32::NAN
-                }
+                if i / c.d % context < visible { special(c.kind, c.seed ^ s, i) } else { f32::NAN }
             })
         };
         [
@@ -377,10 +327,7 @@ mod attention {
     }
 
     fn params(c: &Case) -> Params {
-        Params {
-            scale: 1.0 / (c.d as f32).sqrt(),
-            causal: u32::from(c.causal),
-        }
+        Params { scale: 1.0 / (c.d as f32).sqrt(), causal: u32::from(c.causal) }
     }
 
     proptest! {
@@ -407,18 +354,8 @@ mod attention {
         for isa in Isa::available() {
             for dtype in [DType::Bf16, DType::F32] {
                 let (rows, n_kv, group, d) = (150, 2, 3, 48);
-                let case = Case {
-                    dtype,
-                    rows,
-                    n_kv,
-                    group,
-                    d,
-                    first_pos: 0,
-                    causal: true,
-                    sharp: 3.0,
-                    kind: 0,
-                    seed: 7,
-                };
+                let case =
+                    Case { dtype, rows, n_kv, group, d, first_pos: 0, causal: true, sharp: 3.0, kind: 0, seed: 7 };
                 let io = operands(&case);
                 let whole = both::<Attention>(*isa, &params(&case), &io, step(0, rows as u32), 0)[1][3].values();
                 let row = n_kv * group * d;
@@ -428,9 +365,7 @@ mod attention {
                     let io = [q, io[1].clone(), io[2].clone(), y];
                     let one = both::<Attention>(*isa, &params(&case), &io, step(r as u32, 1), 0)[1][3].values();
                     assert!(
-                        one.iter()
-                            .zip(&whole[r * row..])
-                            .all(|(a, b)| a.to_bits() == b.to_bits()),
+                        one.iter().zip(&whole[r * row..]).all(|(a, b)| a.to_bits() == b.to_bits()),
                         "{} {dtype} row {r}",
                         isa.name()
                     );
@@ -478,11 +413,7 @@ mod rowwise {
         let unit = unit(results[0][i].tensor().dtype());
         for (at, (e, g)) in results[0][i].values().iter().zip(&results[1][i].values()).enumerate() {
             let allowed = (tolerance + unit) * (e.abs() + 1.0);
-            prop_assert!(
-                near(*e, *g, allowed),
-                "{} at {at}: {g}, expected {e} +- {allowed}",
-                isa.name()
-            );
+            prop_assert!(near(*e, *g, allowed), "{} at {at}: {g}, expected {e} +- {allowed}", isa.name());
         }
         Ok(())
     }
@@ -658,10 +589,7 @@ mod vectors {
             special[1] = f32::INFINITY;
             special[2] = f32::NEG_INFINITY;
             isa.run(Exp(&mut special));
-            assert!(
-                special[0].is_nan() && special[1] == f32::INFINITY && special[2] == 0.0,
-                "{special:?}"
-            );
+            assert!(special[0].is_nan() && special[1] == f32::INFINITY && special[2] == 0.0, "{special:?}");
         }
     }
 
@@ -703,12 +631,7 @@ mod vectors {
                     let (b, h) = (bf16::from_f32(xs[i]).to_bits(), f16::from_f32(xs[i]).to_bits());
                     assert_eq!(bits[i], b, "{} bf16 of {:x}", isa.name(), xs[i].to_bits());
                     let both_nan = f16::from_bits(h).is_nan() && f16::from_bits(bits[16 + i]).is_nan();
-                    assert!(
-                        bits[16 + i] == h || both_nan,
-                        "{} f16 of {:x}",
-                        isa.name(),
-                        xs[i].to_bits()
-                    );
+                    assert!(bits[16 + i] == h || both_nan, "{} f16 of {:x}", isa.name(), xs[i].to_bits());
                 }
             }
         }

@@ -65,10 +65,7 @@ impl Case {
             params: param_words(&params),
             operands: Vec::new(),
             memory: Vec::new(),
-            step: Step {
-                rows: u32::MAX,
-                ..Step::default()
-            },
+            step: Step { rows: u32::MAX, ..Step::default() },
             row_first: 0,
             block: 0,
             tolerance: 2e-5,
@@ -106,12 +103,7 @@ impl Case {
         let tensor = unsafe { Tensor::new(memory.as_mut_ptr().cast(), &operand) };
         let e = operand.extent;
         for at in 0..operand.len_elems() as u32 {
-            let index = [
-                at / e[3] / e[2] / e[1],
-                at / e[3] / e[2] % e[1],
-                at / e[3] % e[2],
-                at % e[3],
-            ];
+            let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
             tensor.set(index.map(|i| i as usize), value(random));
         }
         self.operands.push(operand);
@@ -148,31 +140,18 @@ impl Case {
             operand_count: self.operands.len() as u32,
             ..TaskDesc::zeroed()
         };
-        let programs = [ProgramDesc {
-            max_rows: 1,
-            in_token_loop: 1,
-            ..ProgramDesc::zeroed()
-        }];
+        let programs = [ProgramDesc { max_rows: 1, in_token_loop: 1, ..ProgramDesc::zeroed() }];
         let mut device = self.memory.clone();
         let tensors = |memory: &mut [Vec<u128>], operands: &[Operand]| -> Vec<Tensor> {
             let pairs = memory.iter_mut().zip(operands);
             // SAFETY: each operand has its own memory.
-            pairs
-                .map(|(m, operand)| unsafe { Tensor::new(m.as_mut_ptr().cast(), operand) })
-                .collect()
+            pairs.map(|(m, operand)| unsafe { Tensor::new(m.as_mut_ptr().cast(), operand) }).collect()
         };
         let expected = tensors(&mut self.memory, &self.operands);
-        let outcome = (spec.reference)(&io::Call {
-            tensors: &expected,
-            task: &task,
-            step: &self.step,
-            programs: &programs,
-        });
+        let outcome =
+            (spec.reference)(&io::Call { tensors: &expected, task: &task, step: &self.step, programs: &programs });
 
-        let bindings: Vec<u64> = device
-            .iter_mut()
-            .map(|m| m.as_mut_ptr().expose_provenance() as u64)
-            .collect();
+        let bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
         let faults = std::sync::Mutex::new(Vec::new());
         let table = bindings.as_ptr().expose_provenance();
         for threads in [64, 32] {
@@ -199,22 +178,15 @@ impl Case {
                 Err(fault) => assert_eq!(faults, vec![fault; threads as usize], "{what}: all threads leave"),
             }
             let got = tensors(&mut device, &self.operands);
-            for (slot, (operand, (got, expected))) in spec
-                .slots
-                .iter()
-                .zip(self.operands.iter().zip(got.iter().zip(&expected)))
+            for (slot, (operand, (got, expected))) in
+                spec.slots.iter().zip(self.operands.iter().zip(got.iter().zip(&expected)))
             {
                 if !operand.is_present() {
                     continue;
                 }
                 let e = operand.extent;
                 for at in 0..operand.len_elems() as u32 {
-                    let index = [
-                        at / e[3] / e[2] / e[1],
-                        at / e[3] / e[2] % e[1],
-                        at / e[3] % e[2],
-                        at % e[3],
-                    ];
+                    let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
                     let index = index.map(|i| i as usize);
                     let (a, b) = (got.get(index), expected.get(index));
                     let step = match operand.dtype() {
@@ -232,19 +204,11 @@ impl Case {
             }
         }
         // Around the boxes nothing may have changed.
-        for (i, operand) in self
-            .operands
-            .iter()
-            .enumerate()
-            .filter(|(_, o)| o.is_present() && o.rank > 0)
-        {
+        for (i, operand) in self.operands.iter().enumerate().filter(|(_, o)| o.is_present() && o.rank > 0) {
             let before = operand.offset_bytes as usize;
             let after = before + operand.span_bytes() as usize;
             let bytes: &[u8] = bytemuck::cast_slice(&device[i]);
-            assert!(
-                bytes[..before].iter().all(|b| *b == 0xff) && bytes[after..].iter().all(|b| *b == 0xff),
-                "{what}"
-            );
+            assert!(bytes[..before].iter().all(|b| *b == 0xff) && bytes[after..].iter().all(|b| *b == 0xff), "{what}");
         }
         device
     }
@@ -260,14 +224,8 @@ fn linear() {
     let random = &mut Random(1);
     for round in 0..60 {
         let (rows, n) = (random.one_to(6), random.one_to(9));
-        let k = if round % 3 == 0 {
-            1100 + random.below(300)
-        } else {
-            random.one_to(300)
-        };
-        let mut case = Case::new::<Linear>(linear::Params {
-            activation: random.below(5),
-        });
+        let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5) });
         for extent in [[rows, k], [n, k]] {
             let dtype = random.dtype();
             case.floats(random, dtype, &extent);
@@ -287,9 +245,7 @@ fn gated_linear() {
     let random = &mut Random(2);
     for _ in 0..30 {
         let (rows, n, k) = (random.one_to(6), random.one_to(9), random.one_to(400));
-        let mut case = Case::new::<GatedLinear>(gated_linear::Params {
-            activation: random.below(5),
-        });
+        let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5) });
         for extent in [[rows, k], [n, k], [n, k]] {
             let dtype = random.dtype();
             case.floats(random, dtype, &extent);
@@ -373,10 +329,7 @@ fn elementwise_select_pool() {
         case.step.rows = random.one_to(rows);
         case.judge("select_row");
 
-        let mut case = Case::new::<Pool>(pool::Params {
-            mean: round % 2,
-            normalise: random.below(2),
-        });
+        let mut case = Case::new::<Pool>(pool::Params { mean: round % 2, normalise: random.below(2) });
         case.floats(random, dtype, &[rows, n]);
         case.push(random, DType::F32, &[1, n], |_| 7.0);
         case.step.rows = random.one_to(rows);
@@ -388,12 +341,7 @@ fn elementwise_select_pool() {
 fn rope() {
     let random = &mut Random(6);
     for _ in 0..30 {
-        let (rows, heads, group, d) = (
-            random.one_to(3),
-            random.one_to(3),
-            random.one_to(3),
-            2 * random.one_to(50),
-        );
+        let (rows, heads, group, d) = (random.one_to(3), random.one_to(3), random.one_to(3), 2 * random.one_to(50));
         let context = 16;
         let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6 });
         let dtype = random.dtype();
@@ -449,13 +397,8 @@ fn argmax() {
     let random = &mut Random(8);
     for round in 0..40 {
         let n = random.one_to(150);
-        let mut case = Case::new::<ArgmaxPartial>(argmax::Params {
-            blocks: 3,
-            len_elems: 3 * n,
-        });
-        case.push(random, DType::F32, &[1, n], |random| {
-            if round % 8 == 0 { f32::NAN } else { logit(random) }
-        });
+        let mut case = Case::new::<ArgmaxPartial>(argmax::Params { blocks: 3, len_elems: 3 * n });
+        case.push(random, DType::F32, &[1, n], |random| if round % 8 == 0 { f32::NAN } else { logit(random) });
         case.push(random, DType::F32, &[1], |_| 7.0);
         case.push(random, DType::I32, &[1], |_| 7.0);
         case.block = random.below(3);
@@ -479,19 +422,9 @@ fn sample() {
     for round in 0..30 {
         let n = random.one_to(120);
         let mut control = Control::zeroed();
-        control.temperature = if round % 5 == 0 {
-            0.0f32
-        } else {
-            0.5 + random.below(3) as f32 * 0.4
-        }
-        .to_bits();
+        control.temperature = if round % 5 == 0 { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
         control.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
-        control.top_p = if random.flip() {
-            1.0f32
-        } else {
-            0.05 + random.below(90) as f32 / 100.0
-        }
-        .to_bits();
+        control.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
         control.seed = [random.next() as u32, random.next() as u32];
         let mut case = Case::new::<Sample>(sample::Params {});
         let mut logits = Vec::new();
@@ -555,18 +488,10 @@ fn advance() {
 
 #[test]
 fn a_number_nobody_has_is_a_fault() {
-    let task = TaskDesc {
-        task_type: u16::MAX,
-        ..TaskDesc::zeroed()
-    };
+    let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
     launch(1, 32, || {
-        let call = Call {
-            task: &task,
-            operands: &[],
-            step: &Step::default(),
-            programs: &[],
-            bindings: core::ptr::null(),
-        };
+        let call =
+            Call { task: &task, operands: &[], step: &Step::default(), programs: &[], bindings: core::ptr::null() };
         // SAFETY: no body runs.
         let outcome = unsafe { run_gpu(&call, &Block::current()) };
         assert_eq!(outcome.map_err(|fault| fault.code), Err(FaultCode::NoSuchKernel as u32));

@@ -106,10 +106,7 @@ mod tests {
             let x = i as f32 * 0.005;
             let (e, expected) = (f64::from(exp(x)), f64::from(x).exp());
             if x > -87.0 && x < 88.0 {
-                assert!(
-                    (e - expected).abs() <= 5e-7 * expected,
-                    "exp({x}) = {e}, expected {expected}"
-                );
+                assert!((e - expected).abs() <= 5e-7 * expected, "exp({x}) = {e}, expected {expected}");
             }
             assert!((f64::from(tanh(x)) - f64::from(x).tanh()).abs() < 3e-7, "tanh({x})");
             assert!((erf(x) - crate::cpu::math::erf(x)).abs() < 5e-7, "erf({x})");

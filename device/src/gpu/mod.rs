@@ -110,10 +110,7 @@ impl Tensor {
     /// The contiguous elements from index 0 of the last dimension on, at the other indices `at`.
     #[inline(always)]
     pub(crate) fn row<const N: usize>(&self, at: [u32; N]) -> Row {
-        Row {
-            base: memory::opaque(self.address(at)),
-            dtype: self.dtype,
-        }
+        Row { base: memory::opaque(self.address(at)), dtype: self.dtype }
     }
 
     /// The element at `at` of a tensor of 32-bit words.
@@ -168,18 +165,12 @@ impl Row {
     /// The row that starts `elems` elements later.
     #[inline(always)]
     pub(crate) fn after(&self, elems: u64) -> Row {
-        Row {
-            base: self
-                .base
-                .wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }),
-            dtype: self.dtype,
-        }
+        Row { base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }), dtype: self.dtype }
     }
 
     #[inline(always)]
     fn address(&self, i: u32) -> *mut u8 {
-        self.base
-            .wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
+        self.base.wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
     }
 }
 

@@ -28,13 +28,7 @@ trait Float {
 #[inline(always)]
 unsafe fn load16(from: *const u8, stream: bool) -> [u32; 4] {
     // SAFETY: the caller promises 16 aligned bytes of global memory.
-    unsafe {
-        if stream {
-            memory::load16_stream(from)
-        } else {
-            memory::load16(from)
-        }
-    }
+    unsafe { if stream { memory::load16_stream(from) } else { memory::load16(from) } }
 }
 
 struct Single;
@@ -72,20 +66,8 @@ impl Float for Brain {
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 16 bytes.
         let v = unsafe { load16(from, stream) };
-        let (low, high) = (
-            |u: u32| f32::from_bits(u << 16),
-            |u: u32| f32::from_bits(u & 0xffff_0000),
-        );
-        [
-            low(v[0]),
-            high(v[0]),
-            low(v[1]),
-            high(v[1]),
-            low(v[2]),
-            high(v[2]),
-            low(v[3]),
-            high(v[3]),
-        ]
+        let (low, high) = (|u: u32| f32::from_bits(u << 16), |u: u32| f32::from_bits(u & 0xffff_0000));
+        [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
     }
 }
 
@@ -103,16 +85,7 @@ impl Float for Half {
         // SAFETY: the caller promises 16 bytes.
         let v = unsafe { load16(from, stream) };
         let (low, high) = (|u: u32| f16_to_f32(u as u16), |u: u32| f16_to_f32((u >> 16) as u16));
-        [
-            low(v[0]),
-            high(v[0]),
-            low(v[1]),
-            high(v[1]),
-            low(v[2]),
-            high(v[2]),
-            low(v[3]),
-            high(v[3]),
-        ]
+        [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
     }
 }
 
@@ -192,9 +165,7 @@ unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n:
     let mut x_rows = [core::ptr::null::<u8>(); R];
     let mut misplaced = 0;
     for j in 0..R {
-        x_rows[j] = memory::opaque(matrix.address([row(&x, j), 0]))
-            .cast_const()
-            .wrapping_add(head * X::BYTES);
+        x_rows[j] = memory::opaque(matrix.address([row(&x, j), 0])).cast_const().wrapping_add(head * X::BYTES);
         misplaced |= x_rows[j].addr() % 16;
     }
     if misplaced != 0 {

@@ -16,7 +16,7 @@ use std::time::Duration;
 #[command(group(clap::ArgGroup::new("what").required(true).args(["model", "graph"])))]
 pub(crate) struct Args {
     /// Model folder.
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", required_unless_present = "graph", conflicts_with = "graph")]
     model: Option<PathBuf>,
     /// A kernel graph as JSON.
     #[arg(long, value_name = "FILE")]
@@ -133,7 +133,10 @@ fn summary(compiled: &Compiled, program: &Program, prediction: &Prediction, args
     );
     row("image", bytes(compiled.image.bytes().len() as u64));
     let us = |s: f64| format!("{:.1} us", s * 1e6);
-    row("predicted step", format!("{} for {} (floor {})", us(prediction.step_s), bytes(prediction.bytes), us(prediction.floor_s)));
+    row(
+        "predicted step",
+        format!("{} for {} (floor {})", us(prediction.step_s), bytes(prediction.bytes), us(prediction.floor_s)),
+    );
     let share = |s: f64| 100.0 * s / prediction.step_s.max(f64::MIN_POSITIVE);
     row(
         "of it",

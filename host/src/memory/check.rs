@@ -58,26 +58,11 @@ impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::Count { n_offsets, n_buffers } => write!(f, "{n_offsets} offsets for {n_buffers} buffers"),
-            Self::Misaligned {
-                buffer,
-                offset,
-                alignment,
-            } => {
-                write!(
-                    f,
-                    "buffer {buffer}: offset {offset} is no multiple of its alignment {alignment}"
-                )
+            Self::Misaligned { buffer, offset, alignment } => {
+                write!(f, "buffer {buffer}: offset {offset} is no multiple of its alignment {alignment}")
             }
-            Self::OverCapacity {
-                buffer,
-                offset,
-                size_bytes,
-                capacity_bytes,
-            } => {
-                write!(
-                    f,
-                    "buffer {buffer}: {size_bytes} bytes at {offset} end past the capacity {capacity_bytes}"
-                )
+            Self::OverCapacity { buffer, offset, size_bytes, capacity_bytes } => {
+                write!(f, "buffer {buffer}: {size_bytes} bytes at {offset} end past the capacity {capacity_bytes}")
             }
             Self::Overlap { first, second } => write!(f, "buffers {first} and {second} are alive together and overlap"),
             Self::Peak { claimed, found } => write!(f, "peak is {found} bytes, {claimed} claimed"),
@@ -91,11 +76,7 @@ pub fn check(buffers: &[Buffer], capacity_bytes: u64, placement: &Placement) -> 
     if placement.offsets.len() == buffers.len() {
         // Deaths sort before births at one instant, because lifetimes are half-open.
         let mut events: Vec<(u64, bool, usize)> = Vec::with_capacity(2 * buffers.len());
-        for (buffer, b) in buffers
-            .iter()
-            .enumerate()
-            .filter(|(_, b)| b.size_bytes > 0 && b.lower < b.upper)
-        {
+        for (buffer, b) in buffers.iter().enumerate().filter(|(_, b)| b.size_bytes > 0 && b.lower < b.upper) {
             events.push((b.lower, true, buffer));
             events.push((b.upper, false, buffer));
         }
@@ -108,19 +89,10 @@ pub fn check(buffers: &[Buffer], capacity_bytes: u64, placement: &Placement) -> 
                 continue;
             }
             let end = first.saturating_add(buffers[buffer].size_bytes);
-            let below = alive
-                .range(..(first, buffer))
-                .next_back()
-                .filter(|&(_, &below_end)| below_end > first);
-            let above = alive
-                .range((first, buffer)..)
-                .next()
-                .filter(|&(&(above_first, _), _)| above_first < end);
+            let below = alive.range(..(first, buffer)).next_back().filter(|&(_, &below_end)| below_end > first);
+            let above = alive.range((first, buffer)..).next().filter(|&(&(above_first, _), _)| above_first < end);
             for (&(_, other), _) in below.into_iter().chain(above) {
-                violations.push(Violation::Overlap {
-                    first: buffer.min(other),
-                    second: buffer.max(other),
-                });
+                violations.push(Violation::Overlap { first: buffer.min(other), second: buffer.max(other) });
             }
             alive.insert((first, buffer), end);
         }
@@ -151,38 +123,23 @@ pub fn check_pairs(buffers: &[Buffer], capacity_bytes: u64, placement: &Placemen
 fn each_alone(buffers: &[Buffer], capacity_bytes: u64, placement: &Placement) -> Vec<Violation> {
     let mut violations = Vec::new();
     if placement.offsets.len() != buffers.len() {
-        violations.push(Violation::Count {
-            n_offsets: placement.offsets.len(),
-            n_buffers: buffers.len(),
-        });
+        violations.push(Violation::Count { n_offsets: placement.offsets.len(), n_buffers: buffers.len() });
         return violations;
     }
     let mut found = 0;
     for (buffer, (b, &offset)) in buffers.iter().zip(&placement.offsets).enumerate() {
         if b.alignment == 0 || offset % b.alignment != 0 {
-            violations.push(Violation::Misaligned {
-                buffer,
-                offset,
-                alignment: b.alignment,
-            });
+            violations.push(Violation::Misaligned { buffer, offset, alignment: b.alignment });
         }
         let end = offset.checked_add(b.size_bytes);
         if end.is_none_or(|end| end > capacity_bytes) {
             let size_bytes = b.size_bytes;
-            violations.push(Violation::OverCapacity {
-                buffer,
-                offset,
-                size_bytes,
-                capacity_bytes,
-            });
+            violations.push(Violation::OverCapacity { buffer, offset, size_bytes, capacity_bytes });
         }
         found = found.max(end.unwrap_or(u64::MAX));
     }
     if found != placement.peak_bytes {
-        violations.push(Violation::Peak {
-            claimed: placement.peak_bytes,
-            found,
-        });
+        violations.push(Violation::Peak { claimed: placement.peak_bytes, found });
     }
     violations
 }
@@ -193,10 +150,7 @@ mod tests {
 
     fn two(lower: u64, offset: u64) -> Result<(), Vec<Violation>> {
         let buffers = [Buffer::new(0, 4, 8), Buffer::new(lower, 9, 8).aligned(4)];
-        let placement = Placement {
-            offsets: vec![0, offset],
-            peak_bytes: (offset + 8).max(8),
-        };
+        let placement = Placement { offsets: vec![0, offset], peak_bytes: (offset + 8).max(8) };
         let verdict = check(&buffers, 16, &placement);
         assert_eq!(verdict.is_ok(), check_pairs(&buffers, 16, &placement).is_ok());
         verdict
@@ -211,54 +165,15 @@ mod tests {
 
     #[test]
     fn every_law_is_named() {
-        assert_eq!(
-            two(4, 6),
-            Err(vec![Violation::Misaligned {
-                buffer: 1,
-                offset: 6,
-                alignment: 4
-            }])
-        );
-        let over = Violation::OverCapacity {
-            buffer: 1,
-            offset: 12,
-            size_bytes: 8,
-            capacity_bytes: 16,
-        };
+        assert_eq!(two(4, 6), Err(vec![Violation::Misaligned { buffer: 1, offset: 6, alignment: 4 }]));
+        let over = Violation::OverCapacity { buffer: 1, offset: 12, size_bytes: 8, capacity_bytes: 16 };
         assert_eq!(two(4, 12), Err(vec![over]));
         let buffers = [Buffer::new(0, 1, 8)];
-        let peak = check(
-            &buffers,
-            16,
-            &Placement {
-                offsets: vec![0],
-                peak_bytes: 9,
-            },
-        );
+        let peak = check(&buffers, 16, &Placement { offsets: vec![0], peak_bytes: 9 });
         assert_eq!(peak, Err(vec![Violation::Peak { claimed: 9, found: 8 }]));
-        let count = check(
-            &buffers,
-            16,
-            &Placement {
-                offsets: vec![],
-                peak_bytes: 0,
-            },
-        );
-        assert_eq!(
-            count,
-            Err(vec![Violation::Count {
-                n_offsets: 0,
-                n_buffers: 1
-            }])
-        );
-        let wild = check(
-            &buffers,
-            16,
-            &Placement {
-                offsets: vec![u64::MAX],
-                peak_bytes: u64::MAX,
-            },
-        );
+        let count = check(&buffers, 16, &Placement { offsets: vec![], peak_bytes: 0 });
+        assert_eq!(count, Err(vec![Violation::Count { n_offsets: 0, n_buffers: 1 }]));
+        let wild = check(&buffers, 16, &Placement { offsets: vec![u64::MAX], peak_bytes: u64::MAX });
         assert!(wild.is_err());
     }
 }

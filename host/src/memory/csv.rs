@@ -102,11 +102,8 @@ impl Table {
     /// Reads a table.
     pub fn parse(text: &str) -> Result<Self, CsvError> {
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let mut lines = text
-            .lines()
-            .enumerate()
-            .map(|(i, line)| (i + 1, line.trim()))
-            .filter(|(_, line)| !line.is_empty());
+        let mut lines =
+            text.lines().enumerate().map(|(i, line)| (i + 1, line.trim())).filter(|(_, line)| !line.is_empty());
         let (_, header) = lines.next().ok_or(CsvError::Empty)?;
         let mut columns = [None; COLUMNS.len()];
         let mut n_columns = 0;
@@ -120,26 +117,15 @@ impl Table {
         }
         for (name, column) in COLUMNS.iter().zip(&columns).take(4) {
             if column.is_none() {
-                return Err(CsvError::MissingColumn {
-                    name,
-                    header: header.to_owned(),
-                });
+                return Err(CsvError::MissingColumn { name, header: header.to_owned() });
             }
         }
-        let mut table = Self {
-            ids: Vec::new(),
-            buffers: Vec::new(),
-            has_alignment: columns[4].is_some(),
-        };
+        let mut table = Self { ids: Vec::new(), buffers: Vec::new(), has_alignment: columns[4].is_some() };
         let mut lines_by_id: HashMap<String, usize> = HashMap::new();
         for (line, row) in lines {
             let fields: Vec<&str> = row.split(',').map(str::trim).collect();
             if fields.len() != n_columns {
-                return Err(CsvError::Fields {
-                    line,
-                    n_fields: fields.len(),
-                    n_columns,
-                });
+                return Err(CsvError::Fields { line, n_fields: fields.len(), n_columns });
             }
             let number = |column: usize| match columns[column] {
                 None => Ok(1),
@@ -161,12 +147,7 @@ impl Table {
                 return Err(CsvError::Duplicate { line, id, earlier });
             }
             table.ids.push(id);
-            table.buffers.push(Buffer {
-                lower,
-                upper,
-                size_bytes,
-                alignment,
-            });
+            table.buffers.push(Buffer { lower, upper, size_bytes, alignment });
         }
         Ok(table)
     }
@@ -176,24 +157,11 @@ impl Table {
     /// # Panics
     /// If the placement is not one of this table's buffers.
     pub fn with_offsets(&self, placement: &Placement) -> String {
-        assert_eq!(
-            placement.offsets.len(),
-            self.buffers.len(),
-            "a placement has an offset per buffer"
-        );
+        assert_eq!(placement.offsets.len(), self.buffers.len(), "a placement has an offset per buffer");
         let mut text = String::from("id,lower,upper,size,");
-        text.push_str(if self.has_alignment {
-            "alignment,offset\n"
-        } else {
-            "offset\n"
-        });
+        text.push_str(if self.has_alignment { "alignment,offset\n" } else { "offset\n" });
         for ((id, buffer), offset) in self.ids.iter().zip(&self.buffers).zip(&placement.offsets) {
-            let Buffer {
-                lower,
-                upper,
-                size_bytes,
-                alignment,
-            } = buffer;
+            let Buffer { lower, upper, size_bytes, alignment } = buffer;
             let written = if self.has_alignment {
                 writeln!(text, "{id},{lower},{upper},{size_bytes},{alignment},{offset}")
             } else {
@@ -214,10 +182,7 @@ mod tests {
         let table = Table::parse("size,id,upper,lower\n4,b1,3,0\n\n5,b2,9,3\r\n").unwrap();
         assert_eq!(table.ids, ["b1", "b2"]);
         assert_eq!(table.buffers, [Buffer::new(0, 3, 4), Buffer::new(3, 9, 5)]);
-        let text = table.with_offsets(&Placement {
-            offsets: vec![0, 7],
-            peak_bytes: 12,
-        });
+        let text = table.with_offsets(&Placement { offsets: vec![0, 7], peak_bytes: 12 });
         assert_eq!(text, "id,lower,upper,size,offset\nb1,0,3,4,0\nb2,3,9,5,7\n");
     }
 
@@ -225,10 +190,7 @@ mod tests {
     fn alignment_is_kept() {
         let table = Table::parse("id,lower,upper,size,alignment\na,0,1,4,64\n").unwrap();
         assert_eq!(table.buffers[0].alignment, 64);
-        let text = table.with_offsets(&Placement {
-            offsets: vec![64],
-            peak_bytes: 68,
-        });
+        let text = table.with_offsets(&Placement { offsets: vec![64], peak_bytes: 68 });
         assert_eq!(text, "id,lower,upper,size,alignment,offset\na,0,1,4,64,64\n");
     }
 

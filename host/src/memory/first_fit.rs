@@ -35,12 +35,7 @@ impl Run {
         let first = entries.iter().map(|e| e.first).min().unwrap_or(u32::MAX);
         let end = entries.iter().map(|e| e.end).max().unwrap_or(0);
         let end_offset = entries.iter().map(|e| e.end_offset).max().unwrap_or(0);
-        Self {
-            entries,
-            first,
-            end,
-            end_offset,
-        }
+        Self { entries, first, end, end_offset }
     }
 }
 
@@ -62,9 +57,7 @@ pub(super) fn place_in_order(
     let mut runs: Vec<Run> = vec![Run::new(Vec::new())];
     let mut offsets = vec![0; buffers.len()];
     for &i in order {
-        let Buffer {
-            size_bytes, alignment, ..
-        } = buffers[i as usize];
+        let Buffer { size_bytes, alignment, .. } = buffers[i as usize];
         if size_bytes == 0 {
             continue;
         }
@@ -90,15 +83,7 @@ pub(super) fn place_in_order(
         }
         budget.steps = budget.steps.checked_sub(steps)?;
         offsets[i as usize] = offset;
-        insert(
-            &mut runs,
-            Entry {
-                offset,
-                end_offset: offset + size_bytes,
-                first,
-                end,
-            },
-        );
+        insert(&mut runs, Entry { offset, end_offset: offset + size_bytes, first, end });
     }
     Some(Placement::from_offsets(buffers, offsets))
 }
@@ -147,14 +132,7 @@ pub enum Order {
 
 impl Order {
     /// All of them, the one that is best most often first.
-    pub const ALL: [Order; 6] = [
-        Order::Size,
-        Order::Lifetime,
-        Order::Area,
-        Order::Load,
-        Order::Birth,
-        Order::Death,
-    ];
+    pub const ALL: [Order; 6] = [Order::Size, Order::Lifetime, Order::Area, Order::Load, Order::Birth, Order::Death];
 
     /// The buffers in this order.
     pub(super) fn of(self, buffers: &[Buffer], timeline: &Timeline, loads: &[u64]) -> Vec<u32> {
@@ -167,11 +145,7 @@ impl Order {
                     Order::Size => (u128::from(size(i)), life(i), u64::from(first)),
                     Order::Area => {
                         let life = u128::from(buffers[i].upper - buffers[i].lower);
-                        (
-                            u128::MAX - u128::from(buffers[i].size_bytes) * life,
-                            size(i),
-                            u64::from(first),
-                        )
+                        (u128::MAX - u128::from(buffers[i].size_bytes) * life, size(i), u64::from(first))
                     }
                     Order::Lifetime => (u128::from(life(i)), size(i), u64::from(first)),
                     Order::Birth => (u128::from(first), size(i), life(i)),

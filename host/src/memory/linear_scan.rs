@@ -36,12 +36,7 @@ pub struct LinearScan {
 impl LinearScan {
     /// An empty range of `capacity_bytes`.
     pub fn new(capacity_bytes: u64) -> Self {
-        let mut scan = Self {
-            gaps: BTreeMap::new(),
-            by_size: BTreeSet::new(),
-            capacity_bytes,
-            free_bytes: 0,
-        };
+        let mut scan = Self { gaps: BTreeMap::new(), by_size: BTreeSet::new(), capacity_bytes, free_bytes: 0 };
         scan.free(0, capacity_bytes);
         scan
     }
@@ -105,14 +100,9 @@ impl LinearScan {
             return;
         }
         let end = offset + size_bytes;
-        let gap = self
-            .gaps
-            .range(..=offset)
-            .next_back()
-            .map(|(&first, &gap_end)| (first, gap_end));
-        let (gap_first, gap_end) = gap
-            .filter(|gap| gap.1 >= end)
-            .expect("bytes to be taken lie in one gap: the caller found them free");
+        let gap = self.gaps.range(..=offset).next_back().map(|(&first, &gap_end)| (first, gap_end));
+        let (gap_first, gap_end) =
+            gap.filter(|gap| gap.1 >= end).expect("bytes to be taken lie in one gap: the caller found them free");
         self.remove_gap(gap_first, gap_end);
         if gap_first < offset {
             self.insert_gap(gap_first, offset);
@@ -130,20 +120,14 @@ impl LinearScan {
         }
         let (mut first, mut end) = (offset, offset + size_bytes);
         if let Some((&below, &below_end)) = self.gaps.range(..=offset).next_back() {
-            debug_assert!(
-                below_end <= first,
-                "bytes {first}..{end} are freed but {below}..{below_end} was free"
-            );
+            debug_assert!(below_end <= first, "bytes {first}..{end} are freed but {below}..{below_end} was free");
             if below_end == first {
                 self.remove_gap(below, below_end);
                 first = below;
             }
         }
         if let Some((&above, &above_end)) = self.gaps.range(offset..).next() {
-            debug_assert!(
-                above >= end,
-                "bytes {first}..{end} are freed but {above}..{above_end} was free"
-            );
+            debug_assert!(above >= end, "bytes {first}..{end} are freed but {above}..{above_end} was free");
             if above == end {
                 self.remove_gap(above, above_end);
                 end = above_end;
@@ -192,9 +176,7 @@ pub(super) fn place_along(buffers: &[Buffer], timeline: &Timeline) -> Placement 
         while let Some(dead) = deaths.next_if(|&dead| timeline.spans[dead as usize].1 <= now) {
             scan.free(offsets[dead as usize], buffers[dead as usize].size_bytes);
         }
-        let Buffer {
-            size_bytes, alignment, ..
-        } = buffers[i as usize];
+        let Buffer { size_bytes, alignment, .. } = buffers[i as usize];
         offsets[i as usize] = scan
             .alloc(size_bytes, alignment, Direction::Up)
             .expect("a range as long as all sizes and alignments has room for each");
@@ -224,11 +206,7 @@ mod tests {
     fn growth_downwards_starts_at_the_top() {
         let mut scan = LinearScan::new(100);
         assert_eq!(scan.alloc(10, 8, Direction::Down), Some(88));
-        assert_eq!(
-            scan.alloc(2, 1, Direction::Down),
-            Some(98),
-            "the padding above is a gap like any other"
-        );
+        assert_eq!(scan.alloc(2, 1, Direction::Down), Some(98), "the padding above is a gap like any other");
         assert_eq!(scan.alloc(10, 8, Direction::Up), Some(0));
         assert_eq!(scan.alloc(10, 8, Direction::Up), Some(16));
     }

@@ -123,10 +123,7 @@ pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
     let mut offsets = whole.offsets;
     let mut parts = parts(buffers, &timeline);
     parts.retain(|part| {
-        let peak = part
-            .iter()
-            .map(|&i| offsets[i as usize] + buffers[i as usize].size_bytes)
-            .max();
+        let peak = part.iter().map(|&i| offsets[i as usize] + buffers[i as usize].size_bytes).max();
         peak.is_some_and(|peak| peak > capacity_bytes)
     });
     // Small parts first: should one of them not fit, that is proved soonest.
@@ -148,11 +145,7 @@ pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
             Err(Exhausted::Limit) => is_missing = true,
         }
     }
-    if is_missing {
-        Verdict::NotFound
-    } else {
-        Verdict::Solved(Placement::from_offsets(buffers, offsets))
-    }
+    if is_missing { Verdict::NotFound } else { Verdict::Solved(Placement::from_offsets(buffers, offsets)) }
 }
 
 /// Looks for the lowest peak for at most `timeout`.
@@ -195,17 +188,12 @@ pub fn minimise(buffers: &[Buffer], timeout: Duration) -> Minimum {
         let gap = placement.peak_bytes.saturating_sub(floor);
         capacity_bytes = floor + gap / 2;
     }
-    Minimum {
-        placement,
-        lower_bound_bytes,
-    }
+    Minimum { placement, lower_bound_bytes }
 }
 
 /// The independent parts: buffers of different parts are never alive together. Buffers of no bytes are in none.
 fn parts(buffers: &[Buffer], timeline: &Timeline) -> Vec<Vec<u32>> {
-    let mut by_birth: Vec<u32> = (0..buffers.len() as u32)
-        .filter(|&i| buffers[i as usize].size_bytes > 0)
-        .collect();
+    let mut by_birth: Vec<u32> = (0..buffers.len() as u32).filter(|&i| buffers[i as usize].size_bytes > 0).collect();
     by_birth.sort_unstable_by_key(|&i| (timeline.spans[i as usize], i));
     let mut parts: Vec<Vec<u32>> = Vec::new();
     let mut part_end = 0;

@@ -68,12 +68,7 @@ enum Key {
 
 const RANKINGS: [[Key; 3]; 4] = {
     use Key::{Area, Total, Width};
-    [
-        [Total, Width, Area],
-        [Total, Area, Width],
-        [Width, Area, Total],
-        [Area, Total, Width],
-    ]
+    [[Total, Width, Area], [Total, Area, Width], [Width, Area, Total], [Area, Total, Width]]
 };
 
 /// Rankings of a round: the plain ones, then each once more with its keys shaken.
@@ -94,13 +89,7 @@ pub(super) fn search(
             let ranking = RANKINGS[turn as usize % RANKINGS.len()];
             let shake = (turn >= RANKINGS.len() as u64).then_some(round * RANKINGS_PER_ROUND + turn);
             let ranks = world.ranks(ranking, shake);
-            let mut search = Search::new(
-                &world,
-                ranks,
-                capacity_bytes,
-                limit.min(max_nodes - total_nodes),
-                deadline,
-            );
+            let mut search = Search::new(&world, ranks, capacity_bytes, limit.min(max_nodes - total_nodes), deadline);
             let outcome = search.run();
             total_nodes += search.n_nodes;
             match outcome {
@@ -153,11 +142,8 @@ impl World {
         }
         number[timeline.n_slots] = n_slots;
         // `number[slot]` is the first kept slot at or after `slot`.
-        let spans: Vec<(u32, u32)> = timeline
-            .spans
-            .iter()
-            .map(|&(first, end)| (number[first as usize], number[end as usize]))
-            .collect();
+        let spans: Vec<(u32, u32)> =
+            timeline.spans.iter().map(|&(first, end)| (number[first as usize], number[end as usize])).collect();
         let n_slots = n_slots as usize;
         let n_entries: usize = spans.iter().map(|&(first, end)| (end - first) as usize).sum();
         if n_entries > MAX_TABLE_ENTRIES {
@@ -184,15 +170,7 @@ impl World {
             }
         }
         let may_swap = buffers.iter().all(|buffer| buffer.alignment == 1);
-        Some(Self {
-            buffers: buffers.to_vec(),
-            spans,
-            n_slots,
-            starts,
-            members,
-            loads,
-            may_swap,
-        })
+        Some(Self { buffers: buffers.to_vec(), spans, n_slots, starts, members, loads, may_swap })
     }
 
     /// The rank of each buffer: 0 is tried first. With a seed in `shake` lifetimes and areas are scaled by up to a quarter.
@@ -205,36 +183,18 @@ impl World {
             })
             .collect();
         let key = |i: usize, key: Key| -> u128 {
-            let Buffer {
-                lower,
-                upper,
-                size_bytes,
-                ..
-            } = self.buffers[i];
+            let Buffer { lower, upper, size_bytes, .. } = self.buffers[i];
             match key {
                 Key::Total => {
                     let (first, end) = self.spans[i];
-                    u128::from(
-                        self.loads[first as usize..end as usize]
-                            .iter()
-                            .copied()
-                            .max()
-                            .unwrap_or(0),
-                    )
+                    u128::from(self.loads[first as usize..end as usize].iter().copied().max().unwrap_or(0))
                 }
                 Key::Width => u128::from(upper - lower).saturating_mul(u128::from(scales[i])),
                 Key::Area => (u128::from(upper - lower) * u128::from(size_bytes)).saturating_mul(u128::from(scales[i])),
             }
         };
         let mut order: Vec<_> = (0..self.buffers.len())
-            .map(|i| {
-                (
-                    ranking.map(|k| u128::MAX - key(i, k)),
-                    self.buffers[i].lower,
-                    self.buffers[i].size_bytes,
-                    i,
-                )
-            })
+            .map(|i| (ranking.map(|k| u128::MAX - key(i, k)), self.buffers[i].lower, self.buffers[i].size_bytes, i))
             .collect();
         order.sort_unstable();
         let mut ranks = vec![0; order.len()];
@@ -271,24 +231,10 @@ enum Outcome {
 
 /// What to restore on the way back.
 enum Undo {
-    Floor {
-        buffer: u32,
-        floor: u64,
-    },
-    Bound {
-        buffer: u32,
-        bound: u64,
-        reason: (u32, u32),
-    },
-    Slot {
-        slot: u32,
-        lowest: u64,
-        witness: u32,
-    },
-    Placed {
-        buffer: u32,
-        top_from: u32,
-    },
+    Floor { buffer: u32, floor: u64 },
+    Bound { buffer: u32, bound: u64, reason: (u32, u32) },
+    Slot { slot: u32, lowest: u64, witness: u32 },
+    Placed { buffer: u32, top_from: u32 },
 }
 
 /// Unplaced buffers, a range of `Search::pool`, and the slots they are alive in.
@@ -383,17 +329,9 @@ impl<'a> Search<'a> {
 
     fn run(&mut self) -> Outcome {
         if self.world.loads.iter().any(|&load| load > self.capacity) {
-            return Outcome::Failed {
-                first: 0,
-                end: self.world.n_slots as u32,
-            };
+            return Outcome::Failed { first: 0, end: self.world.n_slots as u32 };
         }
-        let whole = Part {
-            first_item: 0,
-            end_item: self.pool.len(),
-            first: 0,
-            end: self.world.n_slots as u32,
-        };
+        let whole = Part { first_item: 0, end_item: self.pool.len(), first: 0, end: self.world.n_slots as u32 };
         self.solve_split(whole, None, 0, 0)
     }
 
@@ -415,22 +353,14 @@ impl<'a> Search<'a> {
                 }
             }
             if self.pool.len() > first_item {
-                pieces.push(Part {
-                    first_item,
-                    end_item: self.pool.len(),
-                    first,
-                    end: border,
-                });
+                pieces.push(Part { first_item, end_item: self.pool.len(), first, end: border });
             }
             first = border;
         }
         // The tightest piece is the likeliest to fail.
         pieces.sort_by_key(|piece| {
             let slots = piece.first as usize..piece.end as usize;
-            let bound = slots
-                .map(|s| self.lowest[s].max(offset) + self.rest[s])
-                .max()
-                .unwrap_or(0);
+            let bound = slots.map(|s| self.lowest[s].max(offset) + self.rest[s]).max().unwrap_or(0);
             (self.capacity.saturating_sub(bound), piece.end_item - piece.first_item)
         });
         let mut outcome = Outcome::Found;
@@ -497,10 +427,7 @@ impl<'a> Search<'a> {
                 self.undo(trail_len);
                 if reason.1 <= span.0 || span.1 <= reason.0 {
                     self.undo(node_trail_len);
-                    return Outcome::Failed {
-                        first: reason.0,
-                        end: reason.1,
-                    };
+                    return Outcome::Failed { first: reason.0, end: reason.1 };
                 }
                 hull(reason, span)
             };
@@ -525,15 +452,7 @@ impl<'a> Search<'a> {
                 self.pool.push(self.pool[item]);
             }
         }
-        let outcome = self.solve(
-            Part {
-                first_item,
-                end_item: self.pool.len(),
-                ..part
-            },
-            offset,
-            rank,
-        );
+        let outcome = self.solve(Part { first_item, end_item: self.pool.len(), ..part }, offset, rank);
         self.pool.truncate(first_item);
         outcome
     }
@@ -555,9 +474,7 @@ impl<'a> Search<'a> {
             && self.world.spans[below as usize] == span
             && self.ranks[below as usize] > self.ranks[i as usize]
             && self.offsets[below as usize] + self.world.buffers[below as usize].size_bytes == floor
-            && self.top[span.0 as usize..span.1 as usize]
-                .iter()
-                .all(|&top| top == below)
+            && self.top[span.0 as usize..span.1 as usize].iter().all(|&top| top == below)
     }
 
     /// Places `i` at its floor: whether a border became free, or the reason why some slot is over capacity then.
@@ -567,16 +484,10 @@ impl<'a> Search<'a> {
         let size = world.buffers[i as usize].size_bytes;
         let top = self.floors[i as usize] + size;
         self.offsets[i as usize] = self.floors[i as usize];
-        self.trail.push(Undo::Floor {
-            buffer: i,
-            floor: self.floors[i as usize],
-        });
+        self.trail.push(Undo::Floor { buffer: i, floor: self.floors[i as usize] });
         self.floors[i as usize] = u64::MAX;
         self.set_bound(i, u64::MAX, (first, end));
-        self.trail.push(Undo::Placed {
-            buffer: i,
-            top_from: self.top_log.len() as u32,
-        });
+        self.trail.push(Undo::Placed { buffer: i, top_from: self.top_log.len() as u32 });
         let mut has_cut = false;
         for slot in first as usize..end as usize {
             self.rest[slot] -= size;
@@ -593,18 +504,11 @@ impl<'a> Search<'a> {
             let (j_first, j_end) = world.spans[j as usize];
             if j_first < end && first < j_end && self.floors[j as usize] < top {
                 let buffer = &world.buffers[j as usize];
-                let floor = if buffer.alignment == 1 {
-                    top
-                } else {
-                    top.next_multiple_of(buffer.alignment)
-                };
+                let floor = if buffer.alignment == 1 { top } else { top.next_multiple_of(buffer.alignment) };
                 if floor + buffer.size_bytes > self.capacity {
                     return Err((j_first, j_end));
                 }
-                self.trail.push(Undo::Floor {
-                    buffer: j,
-                    floor: self.floors[j as usize],
-                });
+                self.trail.push(Undo::Floor { buffer: j, floor: self.floors[j as usize] });
                 self.floors[j as usize] = floor;
                 if self.bounds[j as usize] >= floor {
                     continue;
@@ -640,11 +544,7 @@ impl<'a> Search<'a> {
     }
 
     fn set_bound(&mut self, buffer: u32, bound: u64, reason: (u32, u32)) {
-        let undo = Undo::Bound {
-            buffer,
-            bound: self.bounds[buffer as usize],
-            reason: self.reasons[buffer as usize],
-        };
+        let undo = Undo::Bound { buffer, bound: self.bounds[buffer as usize], reason: self.reasons[buffer as usize] };
         self.trail.push(undo);
         self.bounds[buffer as usize] = bound;
         self.reasons[buffer as usize] = reason;
@@ -666,11 +566,7 @@ impl<'a> Search<'a> {
                     lowest = (bound, j);
                 }
             }
-            self.trail.push(Undo::Slot {
-                slot: slot as u32,
-                lowest: self.lowest[slot],
-                witness,
-            });
+            self.trail.push(Undo::Slot { slot: slot as u32, lowest: self.lowest[slot], witness });
             (self.lowest[slot], self.witness[slot]) = lowest;
             if lowest.0 + self.rest[slot] > self.capacity {
                 let unplaced = members.iter().filter(|&&j| self.bounds[j as usize] != u64::MAX);

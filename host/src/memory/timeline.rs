@@ -19,11 +19,7 @@ impl Timeline {
     /// # Panics
     /// With more than 2^31 buffers: spans are kept in 32 bits for the sake of the cache.
     pub(super) fn new(buffers: &[Buffer]) -> Self {
-        assert!(
-            buffers.len() < 1 << 31,
-            "a placement of {} buffers is out of range",
-            buffers.len()
-        );
+        assert!(buffers.len() < 1 << 31, "a placement of {} buffers is out of range", buffers.len());
         let mut instants: Vec<(u64, u32)> = Vec::with_capacity(2 * buffers.len());
         for (index, buffer) in buffers.iter().enumerate() {
             instants.push((buffer.lower, 2 * index as u32));
@@ -41,10 +37,7 @@ impl Timeline {
             let span = &mut spans[(end / 2) as usize];
             if end % 2 == 0 { span.0 = slot } else { span.1 = slot }
         }
-        Self {
-            spans,
-            n_slots: slot as usize,
-        }
+        Self { spans, n_slots: slot as usize }
     }
 
     /// The bytes alive in each slot.

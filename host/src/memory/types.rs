@@ -22,12 +22,7 @@ pub struct Buffer {
 impl Buffer {
     /// A buffer that may lie at any offset.
     pub fn new(lower: u64, upper: u64, size_bytes: u64) -> Self {
-        Self {
-            lower,
-            upper,
-            size_bytes,
-            alignment: 1,
-        }
+        Self { lower, upper, size_bytes, alignment: 1 }
     }
 
     /// The same buffer, restricted to multiples of `alignment`.
@@ -74,10 +69,7 @@ impl Problem {
     /// Checks the buffers and takes them in.
     pub fn new(buffers: Vec<Buffer>, capacity_bytes: u64) -> Result<Self, ProblemError> {
         validate(&buffers)?;
-        Ok(Self {
-            buffers,
-            capacity_bytes,
-        })
+        Ok(Self { buffers, capacity_bytes })
     }
 
     /// The buffers, in the order given; a placement's offsets follow it.
@@ -95,12 +87,7 @@ impl Problem {
 pub(super) fn validate(buffers: &[Buffer]) -> Result<(), ProblemError> {
     let mut total_bytes = 0u64;
     for (index, buffer) in buffers.iter().enumerate() {
-        let Buffer {
-            lower,
-            upper,
-            size_bytes,
-            alignment,
-        } = *buffer;
+        let Buffer { lower, upper, size_bytes, alignment } = *buffer;
         if lower >= upper {
             return Err(ProblemError::EmptyLifetime { index, lower, upper });
         }
@@ -129,10 +116,7 @@ pub struct Placement {
 impl Placement {
     /// A placement from its offsets; the peak follows from them.
     pub(super) fn from_offsets(buffers: &[Buffer], offsets: Vec<u64>) -> Self {
-        let tops = buffers
-            .iter()
-            .zip(&offsets)
-            .map(|(buffer, offset)| offset + buffer.size_bytes);
+        let tops = buffers.iter().zip(&offsets).map(|(buffer, offset)| offset + buffer.size_bytes);
         let peak_bytes = tops.max().unwrap_or(0);
         Self { offsets, peak_bytes }
     }

@@ -185,12 +185,7 @@ unsafe fn load_bh_part(p: *const u16, n: usize) -> __m512bh {
 #[inline(always)]
 unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
     // SAFETY: as `load_part`; the second pointer is only used for elements that exist.
-    unsafe {
-        (
-            Avx512::load_part(src, n.min(16)),
-            Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16)),
-        )
-    }
+    unsafe { (Avx512::load_part(src, n.min(16)), Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16))) }
 }
 
 /// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even and
@@ -251,10 +246,7 @@ unsafe fn even_odd(pairs: __m512i) -> (__m512, __m512) {
     // SAFETY: arithmetic only.
     unsafe {
         let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-        (
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
-            _mm512_castsi512_ps(odd),
-        )
+        (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd))
     }
 }
 

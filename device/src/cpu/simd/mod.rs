@@ -259,16 +259,7 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
         // SAFETY: `n` elements are readable and a vector is writable (caller).
-        unsafe {
-            S::store(
-                dst,
-                if n == S::LANES {
-                    S::load(src)
-                } else {
-                    S::load_part(src, n)
-                },
-            )
-        }
+        unsafe { S::store(dst, if n == S::LANES { S::load(src) } else { S::load_part(src, n) }) }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::family::{Factor, Families, Product, part_of};
 use super::order::{Before, Reach};
 use super::region::{Axes, Placed, Region, Sides, intersect, subtract};
-use super::relation::{Relations, regions_meet};
+use super::relation::{Relation, Relations, regions_meet};
 use super::{Config, Defect, Stats, Task, TaskClass, TaskError, TaskGraph};
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::limits::MAX_TASKS;
@@ -33,6 +33,12 @@ impl Use {
         self != other || self == Use::Write
     }
 }
+
+/// An older operator and how the blocks of the one at hand depend on its blocks.
+type Edge = (u32, Vec<Product>);
+
+/// A relation of more pairs than this per block is not searched block by block for ways around it.
+const MAX_SPARSE_DEGREE: u64 = 4;
 
 /// An access of the operator at hand.
 struct Touch {
@@ -131,6 +137,8 @@ struct Lowering<'a> {
     /// Per buffer, the accesses still live.
     live: Vec<Vec<Live>>,
     before: Vec<Before>,
+    /// Per operator, what it depends on directly, nearest first.
+    edges: Vec<Vec<Edge>>,
     families: Families,
     stats: Stats,
 }
@@ -152,6 +160,7 @@ impl<'a> Lowering<'a> {
             written,
             live: (0..n_buffers).map(|_| Vec::new()).collect(),
             before: Vec::with_capacity(graph.ops.len()),
+            edges: Vec::with_capacity(graph.ops.len()),
             families: Families::new(graph.ops.len()),
             stats: Stats::default(),
         })
@@ -251,9 +260,17 @@ impl<'a> Lowering<'a> {
     }
 
     /// Every older operator that these accesses depend on directly, nearest first.
-    fn direct_edges(&mut self, touches: &[Touch]) -> Vec<(u32, Vec<Product>)> {
+    fn direct_edges(&mut self, touches: &[Touch]) -> Vec<Edge> {
         let mut found: Vec<(u32, Product)> = Vec::new();
-        for touch in touches {
+        // Reads first: what an operator reads before it adds is ordered after the additions before it.
+        let (reads, rest): (Vec<&Touch>, Vec<&Touch>) = touches.iter().partition(|t| t.usage == Use::Read);
+        for touch in reads.iter().chain(&rest) {
+            if touch.usage == Use::Add {
+                for read in reads.iter().filter(|read| read.buffer == touch.buffer) {
+                    let live = self.live[read.buffer].iter_mut().filter(|old| old.usage == Use::Read);
+                    live.for_each(|old| old.pass(read));
+                }
+            }
             let live = std::mem::take(&mut self.live[touch.buffer]);
             for old in &live {
                 let skipped = match self.config.defect {
@@ -275,7 +292,7 @@ impl<'a> Lowering<'a> {
             self.live[touch.buffer] = live;
         }
         found.sort_by_key(|(op, _)| std::cmp::Reverse(*op));
-        let mut edges: Vec<(u32, Vec<Product>)> = Vec::new();
+        let mut edges: Vec<Edge> = Vec::new();
         for (op, product) in found {
             if edges.last().is_none_or(|(last, _)| *last != op) {
                 edges.push((op, Vec::new()));
@@ -294,37 +311,94 @@ impl<'a> Lowering<'a> {
     }
 
     /// Turns edges into events, but for those that nearer ones imply.
-    fn keep_edges(&mut self, op: usize, edges: Vec<(u32, Vec<Product>)>) {
+    fn keep_edges(&mut self, op: usize, edges: Vec<Edge>) {
         let mut before = Before::default();
-        for (producer, products) in edges {
+        let mut kept: Vec<usize> = Vec::new();
+        for (at, (producer, products)) in edges.iter().enumerate() {
             self.stats.edges += 1;
-            let implied = if self.config.defect == Some(Defect::StripResiduals) {
-                before.each.contains(producer)
-            } else {
-                before.all.contains(producer)
-            };
-            if implied {
-                self.stats.implied_edges += 1;
-                continue;
-            }
-            let all = |holds: fn(&super::relation::Relation) -> bool| {
-                products.iter().any(|p| p.factors.iter().all(|f| holds(&f.relation)))
-            };
-            let reach = Reach {
+            let all =
+                |holds: fn(&Relation) -> bool| products.iter().any(|p| p.factors.iter().all(|f| holds(&f.relation)));
+            let mut reach = Reach {
                 full: products.iter().any(|p| p.factors.is_empty()),
                 covers_consumers: all(|r| r.covers_consumers),
                 covers_producers: all(|r| r.covers_producers),
             };
-            before.learn(producer, &self.before[producer as usize], reach);
-            for product in &products {
+            let known = &self.before[*producer as usize];
+            let implied = if self.config.defect == Some(Defect::StripResiduals) {
+                before.each.contains(*producer)
+            } else if before.all.contains(*producer) {
+                reach = Reach::ALL;
+                true
+            } else {
+                self.leads_through(op, &edges[at], kept.iter().map(|k| &edges[*k]))
+            };
+            before.learn(*producer, known, reach);
+            if implied {
+                self.stats.implied_edges += 1;
+                continue;
+            }
+            kept.push(at);
+            for product in products {
                 let ops = &self.graph.ops;
-                let (pairs, waited) = product.pairs(&ops[producer as usize], &ops[op]);
+                let (pairs, waited) = product.pairs(&ops[*producer as usize], &ops[op]);
                 self.stats.pairs += pairs;
                 self.stats.waited_pairs += waited;
-                self.families.add(producer as usize, op, product);
+                self.families.add(*producer as usize, op, product);
             }
         }
         self.before.push(before);
+        self.edges.push(edges);
+    }
+
+    /// Whether every pair of `edge` into `op` is a chain of two pairs, through one of the `nearer` operators: aligned
+    /// operators in a row, say. Looked at task by task, so only where the relations are sparse.
+    fn leads_through<'e>(
+        &self,
+        op: usize,
+        (producer, products): &Edge,
+        nearer: impl Iterator<Item = &'e Edge>,
+    ) -> bool {
+        let ops = &self.graph.ops;
+        let (first, last) = (&ops[*producer as usize], &ops[op]);
+        let is_sparse = |products: &[Product], a: &BlockOp, b: &BlockOp| {
+            let pairs = products.iter().fold(0u64, |sum, p| sum.saturating_add(p.pairs(a, b).0));
+            pairs <= MAX_SPARSE_DEGREE * (a.n_blocks() + b.n_blocks())
+        };
+        if !is_sparse(products, first, last) {
+            return false;
+        }
+        let ways: Vec<(&BlockOp, &[Product], &[Product])> = nearer
+            .filter_map(|(through, to_last)| {
+                let middle = &ops[*through as usize];
+                let (_, to_middle) = self.edges[*through as usize].iter().find(|(op, _)| op == producer)?;
+                (is_sparse(to_last, middle, last) && is_sparse(to_middle, first, middle)).then_some((
+                    middle,
+                    &to_middle[..],
+                    &to_last[..],
+                ))
+            })
+            .collect();
+        if ways.is_empty() {
+            return false;
+        }
+        let mut reached = vec![0u32; first.n_blocks() as usize];
+        (0..last.n_blocks()).all(|number| {
+            let (block, stamp) = (last.block(number), number as u32 + 1);
+            for (middle, to_middle, to_last) in &ways {
+                for product in *to_last {
+                    product.for_each_producer(middle, last, block, |m| {
+                        for product in *to_middle {
+                            product.for_each_producer(first, middle, middle.block(m as u64), |f| reached[f] = stamp);
+                        }
+                    });
+                }
+            }
+            let mut all = true;
+            for product in products {
+                product.for_each_producer(first, last, block, |f| all &= reached[f] == stamp);
+            }
+            all
+        })
     }
 
     /// What the accesses cover is no longer direct in the older accesses they conflict with: for every use that
@@ -357,6 +431,12 @@ impl<'a> Lowering<'a> {
             };
             for (_, write) in touches.iter().enumerate().filter(|(j, w)| writes(*j, w)) {
                 direct.iter_mut().for_each(|pieces| _ = cut(pieces, &write.region, false));
+            }
+            // Where it also adds, a later write comes after the addition; a later addition must still heed the read.
+            if touch.usage == Use::Read {
+                for add in touches.iter().filter(|a| a.buffer == touch.buffer && a.usage == Use::Add) {
+                    cut(&mut direct[Use::Write as usize], &add.region, false);
+                }
             }
             if direct.iter().all(Vec::is_empty) {
                 continue;

@@ -264,7 +264,7 @@ fn pairs_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, users: &[(u32, &Access)
     let mut here: BTreeSet<(Entry, u32)> = BTreeSet::new();
     let mut looked_at: HashSet<u64> = HashSet::new();
     let mut hash = 0u64;
-    let mut pairs: HashSet<(u32, u32)> = HashSet::new();
+    let mut pairs: Vec<(u32, u32)> = Vec::new();
     let mut i = 0;
     while i < edges.len() {
         let address = edges[i].0;
@@ -290,7 +290,9 @@ fn pairs_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, users: &[(u32, &Access)
             neighbours(here.iter().map(|(entry, _)| *entry), &mut pairs);
         }
     }
-    pairs.into_iter().collect()
+    pairs.sort_unstable();
+    pairs.dedup();
+    pairs
 }
 
 /// A 64-bit fingerprint, so that sums of them tell sets of accesses apart.
@@ -303,7 +305,7 @@ fn mixed(entry: Entry) -> u64 {
 }
 
 /// Adds the pairs of neighbouring groups.
-fn neighbours(entries: impl Iterator<Item = Entry>, pairs: &mut HashSet<(u32, u32)>) {
+fn neighbours(entries: impl Iterator<Item = Entry>, pairs: &mut Vec<(u32, u32)>) {
     let (mut last, mut group): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
     let mut acting = None;
     for entry in entries {

@@ -66,6 +66,46 @@ impl Product {
     }
 }
 
+impl Product {
+    /// Calls `visit` with the number of every block of `producer` that `block` of `consumer` is related to.
+    pub(super) fn for_each_producer(
+        &self,
+        producer: &BlockOp,
+        consumer: &BlockOp,
+        block: [u32; GRID_AXES],
+        mut visit: impl FnMut(usize),
+    ) {
+        // Per factor the parts to choose from; an axis no factor looks at is free.
+        let needs = self
+            .factors
+            .iter()
+            .map(|f| (f.producer_axes, f.relation.needs.of(part_of(f.consumer_axes, consumer.grid, block)).to_vec()));
+        let bound = self.factors.iter().fold(0, |axes, f| axes | f.producer_axes);
+        let free = (0..GRID_AXES)
+            .filter(|a| bound & 1 << a == 0)
+            .map(|a| (1u8 << a, (0..producer.grid[a]).collect::<Vec<u32>>()));
+        let mut blocks = vec![0usize];
+        for (axes, parts) in needs.chain(free) {
+            let steps: Vec<usize> = parts.iter().map(|part| number_of(axes, producer.grid, *part as usize)).collect();
+            blocks = blocks.iter().flat_map(|at| steps.iter().map(move |step| at + step)).collect();
+        }
+        blocks.into_iter().for_each(&mut visit);
+    }
+}
+
+/// What a part contributes to the number of a block.
+fn number_of(axes: u8, grid: [u32; GRID_AXES], mut part: usize) -> usize {
+    let (mut number, mut radix) = (0, 1);
+    for (axis, n) in grid.iter().enumerate() {
+        if axes & 1 << axis != 0 {
+            number += part % *n as usize * radix;
+            part /= *n as usize;
+        }
+        radix *= *n as usize;
+    }
+    number
+}
+
 /// The part of `block` among those that `axes` tell apart.
 pub(super) fn part_of(axes: u8, grid: [u32; GRID_AXES], block: [u32; GRID_AXES]) -> usize {
     let (mut part, mut radix) = (0, 1);

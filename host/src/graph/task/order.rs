@@ -66,6 +66,11 @@ pub(super) struct Reach {
     pub(super) covers_producers: bool,
 }
 
+impl Reach {
+    /// Every task of `B` before every task of `C`.
+    pub(super) const ALL: Reach = Reach { full: true, covers_consumers: true, covers_producers: true };
+}
+
 impl Before {
     /// Learns that `C` comes after `producer` as `reach` says, `known` being what is known about the producer.
     pub(super) fn learn(&mut self, producer: u32, known: &Before, reach: Reach) {

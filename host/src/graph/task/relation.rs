@@ -47,11 +47,6 @@ impl Relation {
         self.pairs == self.n_producers() as u64 * self.n_consumers() as u64
     }
 
-    /// Whether the ids relate everything.
-    pub(super) fn waits_for_all(&self) -> bool {
-        self.waited_pairs == self.n_producers() as u64 * self.n_consumers() as u64
-    }
-
     /// Whether every pair of this relation is one of `other`'s; both between the same parts.
     pub(super) fn is_within(&self, other: &Relation) -> bool {
         if other.is_full() {

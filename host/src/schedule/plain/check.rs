@@ -51,10 +51,7 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
     for (op, placed) in schedule.ops.iter().enumerate() {
         let own = &graph.ops()[op];
         if placed.start.checked_add(own.cycles) != Some(placed.end) {
-            say(format!(
-                "`{}` runs [{}, {}), expected {} cycles",
-                own.name, placed.start, placed.end, own.cycles
-            ));
+            say(format!("`{}` runs [{}, {}), expected {} cycles", own.name, placed.start, placed.end, own.cycles));
         }
         busy[usize::from(own.kind == Kind::Data)].push((placed.start, placed.end, op));
         last = last.max(placed.end);
@@ -65,9 +62,7 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
         let own = &graph.ops()[op];
         let is_dropped = own.kind == Kind::Data && spill.write_start == spill.write_end;
         if !is_dropped && spill.write_start.checked_add(own.spill_cycles) != Some(spill.write_end) {
-            let Spill {
-                write_start, write_end, ..
-            } = spill;
+            let Spill { write_start, write_end, .. } = spill;
             say(format!(
                 "`{}` is saved in [{write_start}, {write_end}), expected {} cycles",
                 own.name, own.spill_cycles
@@ -77,13 +72,8 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
             && spill.read_start == spill.read_end
             && spill.read_start == schedule.makespan;
         if !never_read && spill.read_start.checked_add(own.spill_cycles) != Some(spill.read_end) {
-            let Spill {
-                read_start, read_end, ..
-            } = spill;
-            say(format!(
-                "`{}` is read in [{read_start}, {read_end}), expected {} cycles",
-                own.name, own.spill_cycles
-            ));
+            let Spill { read_start, read_end, .. } = spill;
+            say(format!("`{}` is read in [{read_start}, {read_end}), expected {} cycles", own.name, own.spill_cycles));
         }
         if spill.read_start < spill.write_end {
             say(format!(
@@ -108,10 +98,7 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
         for pair in busy.windows(2) {
             if pair[1].0 < pair[0].1 {
                 let (a, b) = (name(pair[0].2), name(pair[1].2));
-                say(format!(
-                    "the {engine} engine does `{a}` and `{b}` at the same time, at {}",
-                    pair[1].0
-                ));
+                say(format!("the {engine} engine does `{a}` and `{b}` at the same time, at {}", pair[1].0));
             }
         }
     }
@@ -122,18 +109,8 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
     for (op, placed) in schedule.ops.iter().enumerate() {
         let from = holds.len();
         let users = graph.consumers(op as u32);
-        let death = users
-            .iter()
-            .map(|&user| schedule.ops[user as usize].end)
-            .max()
-            .unwrap_or(schedule.makespan);
-        let mut hold = Hold {
-            op,
-            first: placed.start,
-            usable: placed.end,
-            end: death,
-            offset: placed.offset,
-        };
+        let death = users.iter().map(|&user| schedule.ops[user as usize].end).max().unwrap_or(schedule.makespan);
+        let mut hold = Hold { op, first: placed.start, usable: placed.end, end: death, offset: placed.offset };
         spills[op].sort_by_key(|spill| (spill.write_start, spill.read_start));
         for spill in &spills[op] {
             if spill.write_start < hold.usable {
@@ -147,13 +124,7 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
             if spill.write_end > death || spill.read_end > death {
                 say(format!("`{}` is spilled after its last use at {death}", name(op)));
             }
-            let next = Hold {
-                op,
-                first: spill.read_start,
-                usable: spill.read_end,
-                end: death,
-                offset: spill.offset,
-            };
+            let next = Hold { op, first: spill.read_start, usable: spill.read_end, end: death, offset: spill.offset };
             hold.end = spill.write_end;
             holds.push(std::mem::replace(&mut hold, next));
         }
@@ -165,9 +136,7 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
     for (op, placed) in schedule.ops.iter().enumerate() {
         for &input in &graph.ops()[op].inputs {
             let (from, to) = holds_of[input as usize];
-            let is_there = holds[from..to]
-                .iter()
-                .any(|hold| hold.usable <= placed.start && placed.end <= hold.end);
+            let is_there = holds[from..to].iter().any(|hold| hold.usable <= placed.start && placed.end <= hold.end);
             if !is_there {
                 let (start, end) = (placed.start, placed.end);
                 say(format!(
@@ -187,24 +156,10 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
             continue;
         }
         if hold.offset % graph.alignment() != 0 {
-            say(format!(
-                "`{}` is at {}, expected a multiple of {}",
-                name(hold.op),
-                hold.offset,
-                graph.alignment()
-            ));
+            say(format!("`{}` is at {}, expected a multiple of {}", name(hold.op), hold.offset, graph.alignment()));
         }
-        if hold
-            .offset
-            .checked_add(bytes)
-            .is_none_or(|end| end > graph.capacity_bytes())
-        {
-            say(format!(
-                "`{}` at {} ends past the capacity {}",
-                name(hold.op),
-                hold.offset,
-                graph.capacity_bytes()
-            ));
+        if hold.offset.checked_add(bytes).is_none_or(|end| end > graph.capacity_bytes()) {
+            say(format!("`{}` at {} ends past the capacity {}", name(hold.op), hold.offset, graph.capacity_bytes()));
         } else if hold.first < hold.end {
             events.push((hold.first, true, idx));
             events.push((hold.end, false, idx));
@@ -223,59 +178,33 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
             continue;
         }
         let end = hold.offset + bytes;
-        let below = held
-            .range(..(hold.offset, idx))
-            .next_back()
-            .filter(|&(_, &below_end)| below_end > hold.offset);
-        let above = held
-            .range((hold.offset, idx)..)
-            .next()
-            .filter(|&(&(above, _), _)| above < end);
+        let below = held.range(..(hold.offset, idx)).next_back().filter(|&(_, &below_end)| below_end > hold.offset);
+        let above = held.range((hold.offset, idx)..).next().filter(|&(&(above, _), _)| above < end);
         for (&(_, other), _) in below.into_iter().chain(above) {
-            say(format!(
-                "`{}` and `{}` hold the same bytes at {time}",
-                name(hold.op),
-                name(holds[other].op)
-            ));
+            say(format!("`{}` and `{}` hold the same bytes at {time}", name(hold.op), name(holds[other].op)));
         }
         held.insert((hold.offset, idx), end);
         now_bytes = now_bytes.saturating_add(bytes);
         peak_bytes = peak_bytes.max(now_bytes);
     }
     if peak_bytes != schedule.peak_bytes {
-        say(format!(
-            "the peak is {peak_bytes} bytes, {} claimed",
-            schedule.peak_bytes
-        ));
+        say(format!("the peak is {peak_bytes} bytes, {} claimed", schedule.peak_bytes));
     }
 
     // Prefetch edges are kept, and the second run is no later than the first.
     for edge in &schedule.prefetch_edges {
         let (data, after) = (edge.data as usize, edge.after as usize);
         if data >= n || after >= n {
-            say(format!(
-                "a prefetch edge from op {after} to op {data}, the graph has {n}"
-            ));
+            say(format!("a prefetch edge from op {after} to op {data}, the graph has {n}"));
         } else if graph.ops()[data].kind != Kind::Data || graph.ops()[after].kind != Kind::Compute {
-            say(format!(
-                "a prefetch edge from `{}` to `{}`, expected from compute to data",
-                name(after),
-                name(data)
-            ));
+            say(format!("a prefetch edge from `{}` to `{}`, expected from compute to data", name(after), name(data)));
         } else if schedule.ops[data].start < schedule.ops[after].end {
-            say(format!(
-                "`{}` starts before `{}` has retired, against its prefetch edge",
-                name(data),
-                name(after)
-            ));
+            say(format!("`{}` starts before `{}` has retired, against its prefetch edge", name(data), name(after)));
         }
     }
     if schedule.makespan > schedule.without_prefetch_makespan {
         let without = schedule.without_prefetch_makespan;
-        say(format!(
-            "the makespan {} is later than without prefetch, {without}",
-            schedule.makespan
-        ));
+        say(format!("the makespan {} is later than without prefetch, {without}", schedule.makespan));
     }
     if violations.is_empty() { Ok(()) } else { Err(violations) }
 }

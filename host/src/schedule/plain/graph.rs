@@ -135,17 +135,9 @@ impl Graph {
             op.inputs.sort_unstable();
             op.inputs.dedup();
             if let Some(&input) = op.inputs.last().filter(|&&input| input as usize >= n_ops) {
-                return Err(GraphError::UnknownInput {
-                    op: op.name.clone(),
-                    input,
-                    n_ops,
-                });
+                return Err(GraphError::UnknownInput { op: op.name.clone(), input, n_ops });
             }
-            let over = |what| GraphError::Overflow {
-                op: op.name.clone(),
-                what,
-                limit: MAX_TOTAL,
-            };
+            let over = |what| GraphError::Overflow { op: op.name.clone(), what, limit: MAX_TOTAL };
             total_bytes = total_bytes.saturating_add(op.bytes);
             total_cycles = total_cycles.saturating_add(op.cycles).saturating_add(op.spill_cycles);
             if total_bytes > MAX_TOTAL {
@@ -172,14 +164,7 @@ impl Graph {
                 next[input as usize] += 1;
             }
         }
-        let mut graph = Self {
-            capacity_bytes,
-            alignment,
-            ops,
-            topological: Vec::new(),
-            consumer_starts,
-            consumers,
-        };
+        let mut graph = Self { capacity_bytes, alignment, ops, topological: Vec::new(), consumer_starts, consumers };
         graph.sort()?;
         graph.check_needs()?;
         Ok(graph)
@@ -212,9 +197,7 @@ impl Graph {
         let mut ends = vec![0u64; self.ops.len()];
         let mut critical = 0;
         for &op in &self.topological {
-            let Op {
-                kind, cycles, inputs, ..
-            } = &self.ops[op as usize];
+            let Op { kind, cycles, inputs, .. } = &self.ops[op as usize];
             totals[usize::from(*kind == Kind::Data)] += cycles;
             let ready = inputs.iter().map(|&input| ends[input as usize]).max().unwrap_or(0);
             ends[op as usize] = ready + cycles;
@@ -226,9 +209,7 @@ impl Graph {
     /// Kahn's algorithm. A stack would do for the scheduler; a queue keeps the order near the list's.
     fn sort(&mut self) -> Result<(), GraphError> {
         let mut missing: Vec<u32> = self.ops.iter().map(|op| op.inputs.len() as u32).collect();
-        let mut order: Vec<u32> = (0..self.ops.len() as u32)
-            .filter(|&op| missing[op as usize] == 0)
-            .collect();
+        let mut order: Vec<u32> = (0..self.ops.len() as u32).filter(|&op| missing[op as usize] == 0).collect();
         let mut done = 0;
         while done < order.len() {
             let op = order[done];
@@ -242,17 +223,12 @@ impl Graph {
         }
         if order.len() < self.ops.len() {
             // Every op left waits on another one left, so walking from input to input comes back somewhere.
-            let mut at = missing
-                .iter()
-                .position(|&missing| missing > 0)
-                .expect("some op is left");
+            let mut at = missing.iter().position(|&missing| missing > 0).expect("some op is left");
             for _ in 0..self.ops.len() {
                 let left = self.ops[at].inputs.iter().find(|&&input| missing[input as usize] > 0);
                 at = *left.expect("an op left has an input left") as usize;
             }
-            return Err(GraphError::Cycle {
-                op: self.ops[at].name.clone(),
-            });
+            return Err(GraphError::Cycle { op: self.ops[at].name.clone() });
         }
         self.topological = order;
         Ok(())
@@ -295,14 +271,7 @@ mod tests {
 
     fn op(name: &str, bytes: u64, inputs: &[u32]) -> Op {
         let kind = if inputs.is_empty() { Kind::Data } else { Kind::Compute };
-        Op {
-            name: name.into(),
-            kind,
-            bytes,
-            cycles: 10,
-            inputs: inputs.to_vec(),
-            spill_cycles: 10,
-        }
+        Op { name: name.into(), kind, bytes, cycles: 10, inputs: inputs.to_vec(), spill_cycles: 10 }
     }
 
     #[test]
@@ -311,10 +280,7 @@ mod tests {
         let error = Graph::new(187, 64, ops.clone()).unwrap_err();
         let expected = "op `b` needs 188 bytes on chip with its inputs (60 of its own), the capacity is 187";
         assert_eq!(error.to_string(), expected);
-        assert!(
-            Graph::new(188, 64, ops).is_ok(),
-            "b first, then a at 128 would need 228; a at 0, b at 128 needs 188"
-        );
+        assert!(Graph::new(188, 64, ops).is_ok(), "b first, then a at 128 would need 228; a at 0, b at 128 needs 188");
     }
 
     #[test]
@@ -322,32 +288,16 @@ mod tests {
         let ops = vec![op("a", 1, &[]), op("b", 1, &[2]), op("c", 1, &[1]), op("d", 1, &[2])];
         let message = Graph::new(1000, 1, ops).unwrap_err().to_string();
         assert!(message.contains("`b`") || message.contains("`c`"), "{message}");
-        assert!(matches!(
-            Graph::new(9, 1, vec![op("a", 1, &[0])]),
-            Err(GraphError::Cycle { .. })
-        ));
+        assert!(matches!(Graph::new(9, 1, vec![op("a", 1, &[0])]), Err(GraphError::Cycle { .. })));
         assert!(matches!(Graph::new(9, 0, vec![]), Err(GraphError::ZeroAlignment)));
-        assert!(matches!(
-            Graph::new(u64::MAX, 1, vec![op("a", u64::MAX, &[])]),
-            Err(GraphError::Overflow { .. })
-        ));
-        assert!(matches!(
-            Graph::new(9, 1, vec![op("a", 1, &[7])]),
-            Err(GraphError::UnknownInput { .. })
-        ));
-        assert!(
-            Graph::new(9, u64::MAX, vec![op("a", 3, &[])]).is_ok(),
-            "one buffer lies at 0"
-        );
+        assert!(matches!(Graph::new(u64::MAX, 1, vec![op("a", u64::MAX, &[])]), Err(GraphError::Overflow { .. })));
+        assert!(matches!(Graph::new(9, 1, vec![op("a", 1, &[7])]), Err(GraphError::UnknownInput { .. })));
+        assert!(Graph::new(9, u64::MAX, vec![op("a", 3, &[])]).is_ok(), "one buffer lies at 0");
     }
 
     #[test]
     fn the_bound_is_the_larger_of_engines_and_path() {
-        let graph = Graph::new(
-            1000,
-            1,
-            vec![op("a", 1, &[]), op("b", 1, &[]), op("c", 1, &[0]), op("d", 1, &[2])],
-        );
+        let graph = Graph::new(1000, 1, vec![op("a", 1, &[]), op("b", 1, &[]), op("c", 1, &[0]), op("d", 1, &[2])]);
         assert_eq!(graph.unwrap().lower_bound_cycles(), 30);
     }
 }

@@ -85,48 +85,26 @@ pub enum ParseError {
 
 /// Reads a graph.
 pub fn parse_graph(text: &str) -> Result<Graph, ParseError> {
-    let GraphText {
-        capacity,
-        alignment,
-        ops,
-    } = serde_json::from_str(text)?;
+    let GraphText { capacity, alignment, ops } = serde_json::from_str(text)?;
     let mut by_name: HashMap<&str, u32> = HashMap::with_capacity(ops.len());
     for (second, op) in (0u32..).zip(&ops) {
         if let Some(first) = by_name.insert(&op.name, second) {
-            return Err(ParseError::DuplicateName {
-                name: op.name.clone(),
-                first,
-                second,
-            });
+            return Err(ParseError::DuplicateName { name: op.name.clone(), first, second });
         }
     }
     let mut inputs: Vec<Vec<u32>> = Vec::with_capacity(ops.len());
     for op in &ops {
         let find = |input: &String| {
             let found = by_name.get(input.as_str()).copied();
-            found.ok_or_else(|| ParseError::UnknownInput {
-                op: op.name.clone(),
-                input: input.clone(),
-            })
+            found.ok_or_else(|| ParseError::UnknownInput { op: op.name.clone(), input: input.clone() })
         };
         inputs.push(op.inputs.iter().map(find).collect::<Result<_, _>>()?);
     }
     let ops = ops.into_iter().zip(inputs).map(|(op, inputs)| {
-        let OpText {
-            name, bytes, cycles, ..
-        } = op;
+        let OpText { name, bytes, cycles, .. } = op;
         let kind = op.kind.into();
-        let spill_cycles = op
-            .spill_cycles
-            .unwrap_or_else(|| Op::default_spill_cycles(kind, bytes, cycles));
-        Op {
-            name,
-            kind,
-            bytes,
-            cycles,
-            inputs,
-            spill_cycles,
-        }
+        let spill_cycles = op.spill_cycles.unwrap_or_else(|| Op::default_spill_cycles(kind, bytes, cycles));
+        Op { name, kind, bytes, cycles, inputs, spill_cycles }
     });
     Ok(Graph::new(capacity, alignment, ops.collect())?)
 }
@@ -177,11 +155,7 @@ struct WithoutText {
 /// # Panics
 /// If the schedule is not one of this graph.
 pub fn write_schedule(graph: &Graph, schedule: &Schedule) -> String {
-    assert_eq!(
-        graph.ops().len(),
-        schedule.ops.len(),
-        "a schedule has a place for every op of its graph"
-    );
+    assert_eq!(graph.ops().len(), schedule.ops.len(), "a schedule has a place for every op of its graph");
     let name = |op: u32| graph.ops()[op as usize].name.as_str();
     let ops = graph.ops().iter().zip(&schedule.ops).map(|(op, placed)| PlacedText {
         name: &op.name,
@@ -202,19 +176,14 @@ pub fn write_schedule(graph: &Graph, schedule: &Schedule) -> String {
         read_end: spill.read_end,
         offset: spill.offset,
     });
-    let edges = schedule.prefetch_edges.iter().map(|edge| EdgeText {
-        data: name(edge.data),
-        after: name(edge.after),
-    });
+    let edges = schedule.prefetch_edges.iter().map(|edge| EdgeText { data: name(edge.data), after: name(edge.after) });
     let text = ScheduleText {
         ops: ops.collect(),
         spills: spills.collect(),
         prefetch_edges: edges.collect(),
         makespan: schedule.makespan,
         peak_bytes: schedule.peak_bytes,
-        without_prefetch: WithoutText {
-            makespan: schedule.without_prefetch_makespan,
-        },
+        without_prefetch: WithoutText { makespan: schedule.without_prefetch_makespan },
     };
     serde_json::to_string(&text).expect("numbers and strings are JSON")
 }

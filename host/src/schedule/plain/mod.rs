@@ -131,21 +131,13 @@ const MAX_IMPROVED_OPS: usize = 256;
 /// Schedules a graph.
 pub fn schedule(graph: &Graph) -> Schedule {
     let n = graph.ops.len();
-    let mut best = attempt(
-        graph,
-        &Policy {
-            ranks: order_ranks(graph),
-            preference: Preference::Active,
-        },
-    );
+    let mut best = attempt(graph, &Policy { ranks: order_ranks(graph), preference: Preference::Active });
     let bound = graph.lower_bound_cycles();
     if n <= MAX_PORTFOLIO_OPS {
         let tails = tail_ranks(graph);
-        for (ranks, preference) in [
-            (tails.clone(), Preference::Active),
-            (tails, Preference::Rank),
-            (order_ranks(graph), Preference::Rank),
-        ] {
+        for (ranks, preference) in
+            [(tails.clone(), Preference::Active), (tails, Preference::Rank), (order_ranks(graph), Preference::Rank)]
+        {
             if best.trace.makespan > bound {
                 best.keep(attempt(graph, &Policy { ranks, preference }));
             }
@@ -169,10 +161,7 @@ fn attempt(graph: &Graph, policy: &Policy) -> Attempt {
     let second = Run::new(graph, policy).with_prefetch(&first, &edges);
     let without_prefetch_makespan = first.makespan;
     let is_better = (second.makespan, second.spills.len()) <= (first.makespan, first.spills.len());
-    Attempt {
-        trace: if is_better { second } else { first },
-        without_prefetch_makespan,
-    }
+    Attempt { trace: if is_better { second } else { first }, without_prefetch_makespan }
 }
 
 impl Attempt {
@@ -186,22 +175,9 @@ impl Attempt {
     }
 
     fn into_schedule(self, graph: &Graph) -> Schedule {
-        let Trace {
-            ops,
-            spills,
-            prefetch_edges,
-            makespan,
-            ..
-        } = self.trace;
+        let Trace { ops, spills, prefetch_edges, makespan, .. } = self.trace;
         let without_prefetch_makespan = self.without_prefetch_makespan;
-        let mut schedule = Schedule {
-            ops,
-            spills,
-            prefetch_edges,
-            makespan,
-            peak_bytes: 0,
-            without_prefetch_makespan,
-        };
+        let mut schedule = Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
         let mut changes = schedule.changes(graph);
         changes.sort_unstable();
         let mut held = 0i128;
@@ -241,13 +217,7 @@ fn improve(graph: &Graph, best: &mut Attempt, bound: u64) {
         for (rank, &op) in tried.iter().enumerate() {
             ranks[op as usize] = rank as u32;
         }
-        let other = attempt(
-            graph,
-            &Policy {
-                ranks,
-                preference: Preference::Rank,
-            },
-        );
+        let other = attempt(graph, &Policy { ranks, preference: Preference::Rank });
         if (other.trace.makespan, other.trace.spills.len()) <= (best.trace.makespan, best.trace.spills.len()) {
             order.clone_from(&other.trace.compute_order);
         }
@@ -267,12 +237,7 @@ fn order_ranks(graph: &Graph) -> Vec<u32> {
 fn tail_ranks(graph: &Graph) -> Vec<u32> {
     let mut tails = vec![0u64; graph.ops.len()];
     for &op in graph.topological.iter().rev() {
-        let after = graph
-            .consumers(op)
-            .iter()
-            .map(|&consumer| tails[consumer as usize])
-            .max()
-            .unwrap_or(0);
+        let after = graph.consumers(op).iter().map(|&consumer| tails[consumer as usize]).max().unwrap_or(0);
         tails[op as usize] = after + graph.ops[op as usize].cycles;
     }
     let mut order: Vec<u32> = (0..graph.ops.len() as u32).collect();
@@ -294,35 +259,17 @@ impl Schedule {
         let mut records = Vec::with_capacity(self.ops.len() + 2 * self.spills.len());
         let mut push = |op: u32, action, start, end, offset| {
             let bytes = graph.ops[op as usize].bytes;
-            records.push(Record {
-                op,
-                action,
-                start,
-                end,
-                offset,
-                bytes,
-                free_bytes: 0,
-            });
+            records.push(Record { op, action, start, end, offset, bytes, free_bytes: 0 });
         };
         for (op, placed) in (0u32..).zip(&self.ops) {
-            let action = if is_prefetched[op as usize] {
-                Action::Prefetch
-            } else {
-                Action::Run
-            };
+            let action = if is_prefetched[op as usize] { Action::Prefetch } else { Action::Run };
             push(op, action, placed.start, placed.end, placed.offset);
         }
         for spill in &self.spills {
             let is_drop = spill.write_start == spill.write_end;
             let action = if is_drop { Action::Drop } else { Action::SpillWrite };
             push(spill.op, action, spill.write_start, spill.write_end, spill.offset);
-            push(
-                spill.op,
-                Action::SpillRead,
-                spill.read_start,
-                spill.read_end,
-                spill.offset,
-            );
+            push(spill.op, Action::SpillRead, spill.read_start, spill.read_end, spill.offset);
         }
         records.sort_by_key(|record| (record.start, record.end, record.op, record.action));
         let mut changes = self.changes(graph);
@@ -343,11 +290,7 @@ impl Schedule {
         let mut changes = Vec::with_capacity(2 * (self.ops.len() + self.spills.len()));
         for (op, placed) in (0u32..).zip(&self.ops) {
             let users = graph.consumers(op);
-            let end = users
-                .iter()
-                .map(|&user| self.ops[user as usize].end)
-                .max()
-                .unwrap_or(self.makespan);
+            let end = users.iter().map(|&user| self.ops[user as usize].end).max().unwrap_or(self.makespan);
             let bytes = i128::from(graph.ops[op as usize].bytes);
             changes.push((placed.start, bytes));
             changes.push((end, -bytes));

@@ -29,10 +29,7 @@ pub(super) fn edges(graph: &Graph, first: &Trace) -> Vec<u32> {
     let mut used_loads = 0;
     for (idx, load) in first.loads.iter().enumerate() {
         while to < load.position {
-            while falling
-                .back()
-                .is_some_and(|&back| base[back as usize] <= base[to as usize])
-            {
+            while falling.back().is_some_and(|&back| base[back as usize] <= base[to as usize]) {
                 falling.pop_back();
             }
             falling.push_back(to);

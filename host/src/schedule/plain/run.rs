@@ -142,14 +142,7 @@ impl<'g> Run<'g> {
             missing: graph.ops.iter().map(|op| op.inputs.len() as u32).collect(),
             users_left: (0..n as u32).map(|op| graph.consumers(op).len() as u32).collect(),
             state: vec![State::Waiting; n],
-            placed: vec![
-                Placed {
-                    start: 0,
-                    end: 0,
-                    offset: 0
-                };
-                n
-            ],
+            placed: vec![Placed { start: 0, end: 0, offset: 0 }; n],
             offset: vec![0; n],
             ready_at: vec![0; n],
             last_use: vec![0; n],
@@ -249,10 +242,7 @@ impl<'g> Run<'g> {
                             let after = edges[idx] as usize;
                             if after > 0 && edges[idx] < first.loads[idx].position {
                                 let data = first.loads[idx].op;
-                                prefetch_edges.push(PrefetchEdge {
-                                    data,
-                                    after: order[after - 1],
-                                });
+                                prefetch_edges.push(PrefetchEdge { data, after: order[after - 1] });
                             }
                         }
                         load.is_some()
@@ -361,10 +351,7 @@ impl<'g> Run<'g> {
 
     fn demand(&self, op: u32, needs: &[u32]) -> u64 {
         let op = &self.graph.ops[op as usize];
-        let absent = op
-            .inputs
-            .iter()
-            .filter(|&&input| self.state[input as usize] == State::Absent);
+        let absent = op.inputs.iter().filter(|&&input| self.state[input as usize] == State::Absent);
         let bytes = |&op: &u32| self.graph.ops[op as usize].bytes;
         op.bytes + absent.map(bytes).sum::<u64>() + needs.iter().map(bytes).sum::<u64>()
     }
@@ -376,15 +363,8 @@ impl<'g> Run<'g> {
         if self.demand(op, needs) > self.scan.free_bytes() {
             return false;
         }
-        let absent = own
-            .inputs
-            .iter()
-            .filter(|&&input| self.state[input as usize] == State::Absent);
-        let pieces = needs
-            .iter()
-            .chain(absent)
-            .chain([&op])
-            .map(|&op| graph.ops[op as usize].bytes);
+        let absent = own.inputs.iter().filter(|&&input| self.state[input as usize] == State::Absent);
+        let pieces = needs.iter().chain(absent).chain([&op]).map(|&op| graph.ops[op as usize].bytes);
         let mut trial: Vec<(u64, u64)> = Vec::new();
         let mut fits = true;
         for bytes in pieces {
@@ -413,10 +393,7 @@ impl<'g> Run<'g> {
 
     /// Starts an op whose inputs are here, if its output fits.
     fn try_start(&mut self, op: u32, direction: Direction) -> bool {
-        let Some(offset) = self
-            .scan
-            .alloc(self.graph.ops[op as usize].bytes, self.graph.alignment, direction)
-        else {
+        let Some(offset) = self.scan.alloc(self.graph.ops[op as usize].bytes, self.graph.alignment, direction) else {
             return false;
         };
         self.start(op, offset);
@@ -443,11 +420,7 @@ impl<'g> Run<'g> {
         let Some(&input) = self.graph.ops[next as usize].inputs.iter().find(absent) else {
             return false;
         };
-        let room = self.scan.alloc(
-            self.graph.ops[input as usize].bytes,
-            self.graph.alignment,
-            Direction::Up,
-        );
+        let room = self.scan.alloc(self.graph.ops[input as usize].bytes, self.graph.alignment, Direction::Up);
         let Some(offset) = room else {
             *is_starved = true;
             return false;
@@ -501,11 +474,7 @@ impl<'g> Run<'g> {
         };
         let mut start = (*engine_free).max(self.clock).max(self.memory_at);
         for &input in &own.inputs {
-            debug_assert_eq!(
-                self.state[input as usize],
-                State::Resident,
-                "inputs are resident when an op starts"
-            );
+            debug_assert_eq!(self.state[input as usize], State::Resident, "inputs are resident when an op starts");
             start = start.max(self.ready_at[input as usize]);
         }
         let end = start + own.cycles;
@@ -528,8 +497,7 @@ impl<'g> Run<'g> {
         if let Some(&moved) = self.resident.get(idx) {
             self.resident_idx[moved as usize] = idx as u32;
         }
-        self.scan
-            .free(self.offset[op as usize], self.graph.ops[op as usize].bytes);
+        self.scan.free(self.offset[op as usize], self.graph.ops[op as usize].bytes);
     }
 
     // ---- un-scheduling ----
@@ -599,10 +567,7 @@ impl<'g> Run<'g> {
             let own = &graph.ops[op as usize];
             if own.kind == Kind::Compute {
                 let key = (self.ranks[op as usize], op);
-                let is_active = own
-                    .inputs
-                    .iter()
-                    .any(|&input| self.state[input as usize] == State::Resident);
+                let is_active = own.inputs.iter().any(|&input| self.state[input as usize] == State::Resident);
                 if is_active {
                     self.active.insert(key)
                 } else {
@@ -619,11 +584,7 @@ impl<'g> Run<'g> {
                 let last = own.inputs.iter().filter(|&&input| self.users_left[input as usize] == 1);
                 let freed_bytes: u64 = last.map(|&input| graph.ops[input as usize].bytes).sum();
                 let is_copy_out = own.bytes <= freed_bytes;
-                if is_copy_out {
-                    self.copy_outs.push_back(op)
-                } else {
-                    self.off_chain.push_back(op)
-                }
+                if is_copy_out { self.copy_outs.push_back(op) } else { self.off_chain.push_back(op) }
             }
         }
     }
@@ -672,11 +633,7 @@ impl<'g> Run<'g> {
                 own_offset = Some(self.compact(op));
                 break;
             };
-            if piece == op {
-                own_offset = Some(offset)
-            } else {
-                self.read_back(piece, offset)
-            }
+            if piece == op { own_offset = Some(offset) } else { self.read_back(piece, offset) }
         }
         let offset = own_offset.expect("the op itself is the last piece");
         self.start(op, offset);
@@ -727,12 +684,8 @@ impl<'g> Run<'g> {
             self.marks[input as usize] = pinned;
         }
         let now = self.ranks[target as usize];
-        let mut by_offset: Vec<u32> = self
-            .resident
-            .iter()
-            .copied()
-            .filter(|&op| graph.ops[op as usize].bytes > 0)
-            .collect();
+        let mut by_offset: Vec<u32> =
+            self.resident.iter().copied().filter(|&op| graph.ops[op as usize].bytes > 0).collect();
         by_offset.sort_unstable_by_key(|&op| self.offset[op as usize]);
         // Prefix sums over the buffers in address order make every window's price two look-ups.
         let mut prices: Vec<(u32, u32, u128)> = vec![(0, 0, 0)];
@@ -745,9 +698,7 @@ impl<'g> Run<'g> {
         }
         let end_of = |victim: u32| self.offset[victim as usize] + graph.ops[victim as usize].bytes;
         let mut best: Option<((u32, u128, u64), usize, usize)> = None;
-        let starts = by_offset
-            .iter()
-            .flat_map(|&victim| [self.offset[victim as usize], end_of(victim)]);
+        let starts = by_offset.iter().flat_map(|&victim| [self.offset[victim as usize], end_of(victim)]);
         for start in [0].into_iter().chain(starts) {
             let first = start.next_multiple_of(graph.alignment);
             let end = first.saturating_add(bytes);
@@ -780,28 +731,16 @@ impl<'g> Run<'g> {
             Kind::Compute => 2 * own.spill_cycles,
         };
         let waiting = |&&user: &&u32| self.state[user as usize] == State::Waiting;
-        let next_use = self
-            .graph
-            .consumers(victim)
-            .iter()
-            .filter(waiting)
-            .map(|&user| self.ranks[user as usize])
-            .min();
+        let next_use = self.graph.consumers(victim).iter().filter(waiting).map(|&user| self.ranks[user as usize]).min();
         let distance = next_use.unwrap_or(u32::MAX).saturating_sub(now).max(1);
         (u128::from(cycles + 1) << 32) / u128::from(distance)
     }
 
     fn spill(&mut self, victim: u32) {
-        debug_assert_eq!(
-            self.state[victim as usize],
-            State::Resident,
-            "only complete outputs are spilled"
-        );
+        debug_assert_eq!(self.state[victim as usize], State::Resident, "only complete outputs are spilled");
         let own = &self.graph.ops[victim as usize];
-        let idle = self.ready_at[victim as usize]
-            .max(self.last_use[victim as usize])
-            .max(self.memory_at)
-            .max(self.clock);
+        let idle =
+            self.ready_at[victim as usize].max(self.last_use[victim as usize]).max(self.memory_at).max(self.clock);
         let (write_start, write_end) = match own.kind {
             Kind::Data => (idle, idle),
             Kind::Compute => {
@@ -815,14 +754,7 @@ impl<'g> Run<'g> {
         self.state[victim as usize] = State::Absent;
         self.open_spill[victim as usize] = self.spills.len() as u32;
         let offset = self.offset[victim as usize];
-        self.spills.push(Spill {
-            op: victim,
-            write_start,
-            write_end,
-            read_start: 0,
-            read_end: 0,
-            offset,
-        });
+        self.spills.push(Spill { op: victim, write_start, write_end, read_start: 0, read_end: 0, offset });
     }
 
     /// Occupies the data engine with bringing a spilled output back to bytes already taken for it.
@@ -842,30 +774,20 @@ impl<'g> Run<'g> {
     /// Results that were spilled and that nobody reads come back as far as they fit; the rest stays outside, which is
     /// written as a read of no length at the very end.
     fn finish(mut self, loads: Vec<Load>, base_bytes: Vec<u64>, prefetch_edges: Vec<PrefetchEdge>) -> Trace {
-        debug_assert!(
-            self.state.iter().all(|&state| state != State::Waiting),
-            "every op has run"
-        );
+        debug_assert!(self.state.iter().all(|&state| state != State::Waiting), "every op has run");
         let outside: Vec<u32> = (0..self.spills.len() as u32)
             .filter(|&spill| self.open_spill[self.spills[spill as usize].op as usize] == spill)
             .collect();
         let mut unread = Vec::new();
         for spill in outside {
             let op = self.spills[spill as usize].op;
-            match self
-                .scan
-                .alloc(self.graph.ops[op as usize].bytes, self.graph.alignment, Direction::Up)
-            {
+            match self.scan.alloc(self.graph.ops[op as usize].bytes, self.graph.alignment, Direction::Up) {
                 Some(offset) => self.read_back(op, offset),
                 None => unread.push(spill),
             }
         }
         let makespan = self.placed.iter().map(|placed| placed.end).max().unwrap_or(0);
-        let makespan = self
-            .spills
-            .iter()
-            .map(|spill| spill.write_end.max(spill.read_end))
-            .fold(makespan, u64::max);
+        let makespan = self.spills.iter().map(|spill| spill.write_end.max(spill.read_end)).fold(makespan, u64::max);
         for spill in unread {
             let spill = &mut self.spills[spill as usize];
             (spill.read_start, spill.read_end) = (makespan, makespan);
