@@ -52,10 +52,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     write_whole(&args.out, |file| file.write_all(table.with_offsets(&placement).as_bytes()))?;
     let load_bytes = lower_bound(problem.buffers());
     let n_buffers = problem.buffers().len();
-    eprintln!(
-        "{n_buffers} buffers: peak {} bytes, lower bound {load_bytes}",
-        placement.peak_bytes
-    );
+    eprintln!("{n_buffers} buffers: peak {} bytes, lower bound {load_bytes}", placement.peak_bytes);
     Ok(())
 }
 
@@ -67,20 +64,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (folder.path().join("in.csv"), folder.path().join("out.csv"));
         fs::write(&input, text).unwrap();
-        let outcome = run(&Args {
-            input,
-            capacity,
-            timeout: 5.0,
-            out: out.clone(),
-        });
-        assert_eq!(
-            outcome.is_ok(),
-            out.exists(),
-            "a file appears only where the request was met"
-        );
-        outcome
-            .map(|()| fs::read_to_string(out).unwrap())
-            .map_err(|error| error.to_string())
+        let outcome = run(&Args { input, capacity, timeout: 5.0, out: out.clone() });
+        assert_eq!(outcome.is_ok(), out.exists(), "a file appears only where the request was met");
+        outcome.map(|()| fs::read_to_string(out).unwrap()).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -89,19 +75,13 @@ mod tests {
         let packed = pack_text(text, 12).unwrap();
         assert_eq!(packed.lines().next(), Some("id,lower,upper,size,offset"));
         assert_eq!(packed.lines().count(), 6);
-        assert_eq!(
-            pack_text(text, 11).unwrap_err(),
-            "infeasible: 12 bytes are alive at once, the capacity is 11"
-        );
+        assert_eq!(pack_text(text, 11).unwrap_err(), "infeasible: 12 bytes are alive at once, the capacity is 11");
     }
 
     #[test]
     fn what_is_wrong_is_said_in_one_line() {
         let error = pack_text("id,lower,upper\n", 12).unwrap_err();
-        assert!(
-            error.contains("in.csv: no column `size`") && error.lines().count() == 1,
-            "{error}"
-        );
+        assert!(error.contains("in.csv: no column `size`") && error.lines().count() == 1, "{error}");
         let huge = format!("id,lower,upper,size\na,0,1,{}\n", u64::MAX);
         assert!(pack_text(&huge, u64::MAX).unwrap_err().contains("sum to more than"));
     }

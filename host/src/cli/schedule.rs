@@ -25,10 +25,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let graph = plain::json::parse_graph(&text).map_err(|error| format!("{input}: {error}"))?;
     let schedule = plain::schedule(&graph);
     if let Err(violations) = plain::check::check(&graph, &schedule) {
-        unreachable!(
-            "a schedule that is found keeps the laws of schedules: {}",
-            violations[0]
-        );
+        unreachable!("a schedule that is found keeps the laws of schedules: {}", violations[0]);
     }
     write_whole(&args.out, |file| file.write_all(plain::json::write_schedule(&graph, &schedule).as_bytes()))?;
     eprintln!(
@@ -52,18 +49,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (folder.path().join("in.json"), folder.path().join("out.json"));
         fs::write(&input, text).unwrap();
-        let outcome = run(&Args {
-            input,
-            out: out.clone(),
-        });
-        assert_eq!(
-            outcome.is_ok(),
-            out.exists(),
-            "a file appears only where the request was met"
-        );
-        outcome
-            .map(|()| fs::read_to_string(out).unwrap())
-            .map_err(|error| error.to_string())
+        let outcome = run(&Args { input, out: out.clone() });
+        assert_eq!(outcome.is_ok(), out.exists(), "a file appears only where the request was met");
+        outcome.map(|()| fs::read_to_string(out).unwrap()).map_err(|error| error.to_string())
     }
 
     #[test]
@@ -72,24 +60,15 @@ mod tests {
             {"name": "w", "kind": "data", "bytes": 128, "cycles": 10, "inputs": []},
             {"name": "y", "kind": "compute", "bytes": 64, "cycles": 5, "inputs": ["w"]}]}"#;
         let written = schedule_text(text).unwrap();
-        assert!(
-            written.contains(r#"{"name":"y","engine":"compute","start":10,"end":15,"offset":"#),
-            "{written}"
-        );
-        assert!(
-            written.contains(r#""makespan":15,"peak_bytes":192,"without_prefetch":{"makespan":15}"#),
-            "{written}"
-        );
+        assert!(written.contains(r#"{"name":"y","engine":"compute","start":10,"end":15,"offset":"#), "{written}");
+        assert!(written.contains(r#""makespan":15,"peak_bytes":192,"without_prefetch":{"makespan":15}"#), "{written}");
     }
 
     #[test]
     fn what_is_wrong_is_said_in_one_line() {
         let text = r#"{"capacity": 100, "ops": [{"name": "w", "kind": "data", "bytes": 128, "cycles": 10}]}"#;
         let error = schedule_text(text).unwrap_err();
-        assert!(
-            error.contains("op `w` needs 128 bytes") && error.lines().count() == 1,
-            "{error}"
-        );
+        assert!(error.contains("op `w` needs 128 bytes") && error.lines().count() == 1, "{error}");
         assert!(schedule_text("{").unwrap_err().contains("in.json: "));
     }
 }

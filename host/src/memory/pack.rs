@@ -20,7 +20,10 @@ use super::types::{Buffer, Placement, Problem, validate};
 
 /// Entries the heuristics of [`arena`] may look at: about a second of work, spent only where the quick ones miss the
 /// lower bound.
-const ARENA_STEPS: u64 = 600_000_000;
+const ARENA_STEPS: u64 = 1_000_000_000;
+
+/// Above this size sorting alone takes that long, and the heuristics get a tenth of the steps.
+const MANY_BUFFERS: usize = 250_000;
 
 /// Up to this size [`arena`] also lets the exact search go straight for the load, for a few nodes a buffer.
 const MAX_ARENA_SEARCH_BUFFERS: usize = 2048;
@@ -91,7 +94,8 @@ pub fn arena(buffers: &[Buffer]) -> Placement {
 fn quick(buffers: &[Buffer], timeline: &Timeline, loads: &[u64], good_enough_bytes: u64) -> Placement {
     let target = good_enough_bytes.max(loads.iter().copied().max().unwrap_or(0));
     let mut best = linear_scan::place_along(buffers, timeline);
-    let mut budget = Budget { steps: ARENA_STEPS };
+    let steps = if buffers.len() > MANY_BUFFERS { ARENA_STEPS / 10 } else { ARENA_STEPS };
+    let mut budget = Budget { steps };
     for order in Order::ALL {
         if best.peak_bytes <= target {
             break;

@@ -435,8 +435,7 @@ impl<'g> Run<'g> {
         while *head < first.loads.len() && self.state[first.loads[*head].op as usize] != State::Waiting {
             *head += 1;
         }
-        for idx in *head..first.loads.len().min(*head + LOOK_AHEAD) {
-            let op = first.loads[idx].op;
+        for (idx, &Load { op, .. }) in first.loads.iter().enumerate().skip(*head).take(LOOK_AHEAD) {
             if self.state[op as usize] != State::Waiting {
                 continue;
             }
