@@ -4,7 +4,7 @@ use super::family::{Factor, Families, Product, part_of};
 use super::order::{Before, Reach};
 use super::region::{Axes, Placed, Region, Sides, intersect, subtract};
 use super::relation::{Relation, Relations, regions_meet};
-use super::{Config, Defect, Stats, Task, TaskClass, TaskError, TaskGraph};
+use super::{Config, Defect, Lists, Stats, Task, TaskClass, TaskError, TaskGraph};
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::limits::MAX_TASKS;
 use std::rc::Rc;
@@ -190,9 +190,7 @@ impl<'a> Lowering<'a> {
             self.enliven(op, &touches);
         }
         self.families.write(&self.graph.ops, tasks);
-        let mut counts: Vec<u32> = tasks.waits.heads.windows(2).map(|w| w[1] - w[0]).collect();
-        let middle = counts.len() / 2;
-        let median = if counts.is_empty() { 0 } else { *counts.select_nth_unstable(middle).1 };
+        let (median_waits, max_waits) = middle_and_most(&tasks.waits);
         tasks.stats = Stats {
             ops: self.graph.ops.len() as u64,
             tasks: tasks.tasks.len() as u64,
@@ -204,8 +202,8 @@ impl<'a> Lowering<'a> {
             } else {
                 self.stats.waited_pairs as f64 / self.stats.pairs as f64
             },
-            median_waits: median,
-            max_waits: counts.iter().copied().max().unwrap_or(0),
+            median_waits,
+            max_waits,
             ..self.stats
         };
         Ok(())
@@ -444,6 +442,24 @@ impl<'a> Lowering<'a> {
             });
         }
     }
+}
+
+/// The median and the largest length of a list.
+fn middle_and_most(lists: &Lists) -> (u32, u32) {
+    let mut n_of_length: Vec<usize> = Vec::new();
+    for ends in lists.heads.windows(2) {
+        let length = (ends[1] - ends[0]) as usize;
+        if length >= n_of_length.len() {
+            n_of_length.resize(length + 1, 0);
+        }
+        n_of_length[length] += 1;
+    }
+    let mut below = 0;
+    let middle = n_of_length.iter().position(|n| {
+        below += n;
+        below > lists.len() / 2
+    });
+    (middle.unwrap_or(0) as u32, n_of_length.len().saturating_sub(1) as u32)
 }
 
 /// Takes `region` out of `pieces`; leaves them alone and says `false` when they would become too many.

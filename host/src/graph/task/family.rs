@@ -244,23 +244,41 @@ impl Scratch {
         lists: fn(&Relation) -> &Lists,
         into: &mut Lists,
     ) {
+        // PERF: most operators wait for all of another and are waited for as a whole: one list serves all blocks.
+        if ends.iter().all(|end| end.factors.is_empty()) {
+            self.list_of(op, ends, first_event, [0; GRID_AXES], lists);
+            (0..op.n_blocks()).for_each(|_| into.push(&self.list));
+            return;
+        }
         let [nx, ny, nz] = op.grid;
         for z in 0..nz {
             for y in 0..ny {
                 for x in 0..nx {
-                    self.list.clear();
-                    for end in ends {
-                        self.product(op, end, [x, y, z], lists);
-                        let first = first_event[end.family];
-                        self.list.extend(self.ids.iter().map(|id| first + id));
-                    }
-                    if self.list.len() > 1 {
-                        self.list.sort_unstable();
-                        self.list.dedup();
-                    }
+                    self.list_of(op, ends, first_event, [x, y, z], lists);
                     into.push(&self.list);
                 }
             }
+        }
+    }
+
+    /// The events of one block, ascending.
+    fn list_of(
+        &mut self,
+        op: &BlockOp,
+        ends: &[End],
+        first_event: &[u32],
+        block: [u32; GRID_AXES],
+        lists: fn(&Relation) -> &Lists,
+    ) {
+        self.list.clear();
+        for end in ends {
+            self.product(op, end, block, lists);
+            let first = first_event[end.family];
+            self.list.extend(self.ids.iter().map(|id| first + id));
+        }
+        if self.list.len() > 1 {
+            self.list.sort_unstable();
+            self.list.dedup();
         }
     }
 
