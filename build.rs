@@ -166,7 +166,8 @@ impl DeviceBuilder {
         for (name, _) in env::vars_os() {
             let name = name.to_string_lossy().into_owned();
             let keep = ["CARGO", "CARGO_HOME", "CARGO_NET_OFFLINE", "RUSTUP_HOME", "RUSTUP_TOOLCHAIN"];
-            let outer = ["CARGO", "RUST", "CLIPPY", "DEP_", "OUT_DIR", "TARGET", "HOST", "PROFILE", "OPT_LEVEL", "DEBUG"];
+            let outer =
+                ["CARGO", "RUST", "CLIPPY", "DEP_", "OUT_DIR", "TARGET", "HOST", "PROFILE", "OPT_LEVEL", "DEBUG"];
             let proxies = name.contains("REGISTR") || name.contains("HTTP") || name.contains("SOURCE");
             if outer.iter().any(|prefix| name.starts_with(prefix)) && !keep.contains(&name.as_str()) && !proxies {
                 cargo.env_remove(&name);
@@ -233,9 +234,8 @@ fn entry_directives(device: &Path) -> Result<String, String> {
 
 /// `ptx` with `directives` after the parameter list of the entry `entry`: rustc has no way to say them.
 fn patch(ptx: &str, entry: &str, directives: &str) -> Result<String, String> {
-    let start = ptx
-        .find(&format!(".entry {entry}("))
-        .ok_or_else(|| format!("the device crate's PTX has no entry {entry}"))?;
+    let start =
+        ptx.find(&format!(".entry {entry}(")).ok_or_else(|| format!("the device crate's PTX has no entry {entry}"))?;
     let body = start + ptx[start..].find("\n{").ok_or("an entry without a body")? + 1;
     Ok(format!("{}{directives}{}", &ptx[..body], &ptx[body..]))
 }
@@ -251,7 +251,5 @@ fn write_if_new(path: &Path, contents: &[u8]) -> Result<(), String> {
 
 /// FNV-1a, 64 bits.
 fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }

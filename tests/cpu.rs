@@ -1,8 +1,14 @@
 //! Everything that is tested without a GPU, a module per subject.
 
+#[path = "cpu/bad_input.rs"]
+mod bad_input;
 #[path = "cpu/dependency.rs"]
 mod dependency;
 #[path = "cpu/memory.rs"]
 mod memory;
+#[path = "cpu/models.rs"]
+mod models;
+#[path = "cpu/ptx.rs"]
+mod ptx;
 #[path = "cpu/schedule.rs"]
 mod schedule;

@@ -31,11 +31,7 @@ pub fn choose_program(programs: &[ProgramDesc], pending: u32) -> Option<u32> {
 pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, iteration: u32) -> Step {
     let pending = control.n_tokens.saturating_sub(first_pos);
     let Some(program) = choose_program(programs, pending).filter(|_| pending > 0) else {
-        return Step {
-            program: NO_PROGRAM,
-            iteration,
-            ..control.step
-        };
+        return Step { program: NO_PROGRAM, iteration, ..control.step };
     };
     let rows = pending.min(programs[program as usize].max_rows);
     Step {
@@ -77,11 +73,6 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     control.step = if end == End::Running {
         step_from(control, programs, next_pos, iteration)
     } else {
-        Step {
-            program: NO_PROGRAM,
-            first_pos: next_pos,
-            iteration,
-            ..step
-        }
+        Step { program: NO_PROGRAM, first_pos: next_pos, iteration, ..step }
     };
 }

@@ -17,10 +17,7 @@ pub(crate) const FREE_SHARED: u32 = 64;
 impl Block {
     /// The block of the calling thread.
     pub(crate) fn current() -> Block {
-        Block {
-            thread: thread::thread_idx(),
-            threads: thread::block_dim(),
-        }
+        Block { thread: thread::thread_idx(), threads: thread::block_dim() }
     }
 
     /// The calling thread's lane in its warp.
@@ -154,10 +151,8 @@ impl Block {
             self.sync();
             let mut best = Candidate::NONE;
             for at in 0..self.warps() {
-                best = best.better(Candidate {
-                    value: f32::from_bits(shared::load(2 * at)),
-                    index: shared::load(2 * at + 1),
-                });
+                best = best
+                    .better(Candidate { value: f32::from_bits(shared::load(2 * at)), index: shared::load(2 * at + 1) });
             }
             self.sync();
             best
@@ -174,18 +169,11 @@ pub(crate) struct Candidate {
 
 impl Candidate {
     /// What every candidate is better than.
-    pub(crate) const NONE: Candidate = Candidate {
-        value: f32::NEG_INFINITY,
-        index: u32::MAX,
-    };
+    pub(crate) const NONE: Candidate = Candidate { value: f32::NEG_INFINITY, index: u32::MAX };
 
     /// The larger of two, ties to the lower index; NaN never wins.
     #[inline(always)]
     pub(crate) fn better(self, other: Candidate) -> Candidate {
-        if other.value > self.value || (other.value == self.value && other.index < self.index) {
-            other
-        } else {
-            self
-        }
+        if other.value > self.value || (other.value == self.value && other.index < self.index) { other } else { self }
     }
 }

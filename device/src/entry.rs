@@ -126,10 +126,7 @@ pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
         fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
         timeout_ns: param!(image, timeout_ns),
     };
-    let mut body = BlockBody {
-        image,
-        block: Block::current(),
-    };
+    let mut body = BlockBody { image, block: Block::current() };
     let worker = WorkerId(thread::block_idx());
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.

@@ -17,12 +17,8 @@ pub struct Tensor {
 
 impl Tensor {
     /// An operand that is absent.
-    pub const ABSENT: Tensor = Tensor {
-        base: core::ptr::null_mut(),
-        dtype: None,
-        extent: [0; MAX_RANK],
-        stride: [0; MAX_RANK],
-    };
+    pub const ABSENT: Tensor =
+        Tensor { base: core::ptr::null_mut(), dtype: None, extent: [0; MAX_RANK], stride: [0; MAX_RANK] };
 
     /// The box `operand` of the memory at `base`.
     ///
@@ -70,11 +66,7 @@ impl Tensor {
     pub fn address<const N: usize>(&self, at: [usize; N]) -> *mut u8 {
         let mut offset = 0;
         for (dim, i) in at.into_iter().enumerate() {
-            assert!(
-                i < self.extent[dim],
-                "index {i} of dimension {dim} is not below {}",
-                self.extent[dim]
-            );
+            assert!(i < self.extent[dim], "index {i} of dimension {dim} is not below {}", self.extent[dim]);
             offset += i * self.stride[dim];
         }
         // SAFETY: each index is below its extent, so the element is inside the box, hence the allocation.

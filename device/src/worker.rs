@@ -164,14 +164,8 @@ fn run_task<I: Image, S: Sync, B: Body>(
 ) -> Result<(), Fault> {
     for &event in image.waits(task) {
         // The loop's own events count iterations of every program, a program's events its own runs.
-        let fired_before = if event == EVENT_ARRIVED.0 {
-            iteration
-        } else {
-            step.program_runs
-        };
-        let target = fired_before
-            .wrapping_add(1)
-            .wrapping_mul(image.num_triggers(event));
+        let fired_before = if event == EVENT_ARRIVED.0 { iteration } else { step.program_runs };
+        let target = fired_before.wrapping_add(1).wrapping_mul(image.num_triggers(event));
         sync.wait(EventId(event), target)?;
     }
     if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {

@@ -142,7 +142,8 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         let mut tasks = task::lower(&blocks, &task::Config::default())?;
         clock.lap("dependencies");
         let costs = costs(&blocks, &tasks);
-        let weight: Vec<u64> = costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
+        let weight: Vec<u64> =
+            costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
         let lists = assign::assign(&tasks, &weight, config.target.n_workers);
         clock.lap("workers");
         let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
@@ -168,7 +169,9 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         };
         for (name, tensor) in source.graph.outputs() {
             let whole = crate::graph::kernel::whole_operand(&program.blocks.table[*tensor]);
-            program.outputs.push((name.clone(), layout.place(&program, program.blocks.table[*tensor].buffer.idx(), whole)));
+            program
+                .outputs
+                .push((name.clone(), layout.place(&program, program.blocks.table[*tensor].buffer.idx(), whole)));
         }
         program.stages = clock.laps;
         layout.sources.push((source.graph.rows, source.in_token_loop));
@@ -269,7 +272,8 @@ impl Layout {
     }
 
     fn add(&mut self, source: &Source, blocks: &ThreadBlockGraph, arena: &arena::Arena) -> Result<(), CompileError> {
-        let (arena_id, arena_bytes) = self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
+        let (arena_id, arena_bytes) =
+            self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
         self.bindings[arena_id.idx()].bytes = arena_bytes.max(arena.peak_bytes);
         let mut of_buffer = Vec::with_capacity(blocks.table.buffers.len());
         for buffer in &blocks.table.buffers {

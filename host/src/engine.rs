@@ -124,7 +124,9 @@ pub enum EngineError {
     #[error("the prompt is empty: expected at least one token")]
     EmptyPrompt,
     /// More tokens than the context holds.
-    #[error("the prompt has {tokens} tokens, but the context holds {context} (the model allows {model}; see --max-context)")]
+    #[error(
+        "the prompt has {tokens} tokens, but the context holds {context} (the model allows {model}; see --max-context)"
+    )]
     PromptTooLong {
         /// Given.
         tokens: usize,
@@ -549,12 +551,8 @@ impl Engine {
         control.top_p = options.top_p.to_bits();
         control.top_k = options.top_k.min(u32::MAX as usize) as u32;
         control.seed = [options.seed as u32, (options.seed >> 32) as u32];
-        control.step = perpetua_device::advance::step_from(
-            &control,
-            self.resident.compiled.image.view().programs,
-            0,
-            0,
-        );
+        control.step =
+            perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
         self.resident.set_tokens(prompt);
         let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
         if has_work {

@@ -51,16 +51,9 @@ pub enum End {
 impl End {
     /// The reason numbered `number`.
     pub fn from_u32(number: u32) -> Option<End> {
-        [
-            End::Running,
-            End::MaxTokens,
-            End::StopToken,
-            End::ContextFull,
-            End::Stopped,
-            End::PromptDone,
-        ]
-        .into_iter()
-        .find(|end| *end as u32 == number)
+        [End::Running, End::MaxTokens, End::StopToken, End::ContextFull, End::Stopped, End::PromptDone]
+            .into_iter()
+            .find(|end| *end as u32 == number)
     }
 }
 

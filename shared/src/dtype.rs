@@ -24,15 +24,7 @@ pub enum DType {
 
 impl DType {
     /// Every element type, in the order of their numbers.
-    pub const ALL: [DType; 7] = [
-        DType::F32,
-        DType::Bf16,
-        DType::F16,
-        DType::I32,
-        DType::U32,
-        DType::U8,
-        DType::I64,
-    ];
+    pub const ALL: [DType; 7] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::U32, DType::U8, DType::I64];
 
     /// Bytes per element.
     pub const fn size_bytes(self) -> usize {

@@ -53,13 +53,6 @@ pub struct Fault {
 impl Fault {
     /// A fault of `code`, not yet placed at a task and a worker.
     pub const fn new(code: FaultCode, detail: u32, found: u32, expected: u32) -> Fault {
-        Fault {
-            code: code as u32,
-            task: u32::MAX,
-            worker: u32::MAX,
-            detail,
-            found,
-            expected,
-        }
+        Fault { code: code as u32, task: u32::MAX, worker: u32::MAX, detail, found, expected }
     }
 }

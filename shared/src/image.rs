@@ -38,9 +38,7 @@ impl BindingKind {
     /// The kind numbered `number`.
     pub fn from_u32(number: u32) -> Option<BindingKind> {
         use BindingKind::*;
-        [Arena, State, Control, Tokens, Weight, Constant, Input]
-            .into_iter()
-            .find(|kind| *kind as u32 == number)
+        [Arena, State, Control, Tokens, Weight, Constant, Input].into_iter().find(|kind| *kind as u32 == number)
     }
 }
 

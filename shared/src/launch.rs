@@ -9,8 +9,9 @@ use bytemuck::{Pod, Zeroable};
 /// Name of the kernel's entry in the PTX.
 pub const ENTRY: &str = "perpetua_worker";
 
-/// Threads of a worker's block: 16 warps, each with up to 128 registers a thread on sm_90.
-pub const BLOCK_THREADS: u32 = 512;
+/// Threads of a worker's block: 8 warps, so that a thread may have 255 registers. With 12 warps (168 registers) the widest
+/// bodies spill.
+pub const BLOCK_THREADS: u32 = 256;
 
 /// See the module head. Sections are those of [`image`](crate::image), in its order; empty ones may have address 0.
 #[repr(C)]

@@ -54,12 +54,7 @@ impl Operand {
         if self.extent.contains(&0) {
             return 0;
         }
-        let last: u64 = self
-            .extent
-            .iter()
-            .zip(&self.stride_elems)
-            .map(|(n, s)| u64::from(n - 1) * u64::from(*s))
-            .sum();
+        let last: u64 = self.extent.iter().zip(&self.stride_elems).map(|(n, s)| u64::from(n - 1) * u64::from(*s)).sum();
         (last + 1) * dtype.size_bytes() as u64
     }
 }

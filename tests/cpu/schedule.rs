@@ -189,7 +189,9 @@ fn exhaustive(graph: &Graph) -> Option<u64> {
                 let own = &self.graph.ops()[op];
                 let inputs: Option<Vec<u64>> =
                     own.inputs.iter().map(|&input| self.times[input as usize].map(|times| times.1)).collect();
-                let (None, Some(inputs)) = (self.times[op], inputs) else { continue };
+                let (None, Some(inputs)) = (self.times[op], inputs) else {
+                    continue;
+                };
                 let engine = usize::from(own.kind == Kind::Data);
                 let earliest = inputs.into_iter().fold(from.max(free[engine]), u64::max);
                 let mut starts: Vec<u64> =
@@ -197,7 +199,9 @@ fn exhaustive(graph: &Graph) -> Option<u64> {
                 starts.push(earliest);
                 starts.sort_unstable();
                 let room = self.graph.capacity_bytes() - own.bytes;
-                let Some(start) = starts.into_iter().find(|&start| self.held(start) <= room) else { continue };
+                let Some(start) = starts.into_iter().find(|&start| self.held(start) <= room) else {
+                    continue;
+                };
                 self.times[op] = Some((start, start + own.cycles));
                 let mut free = free;
                 free[engine] = start + own.cycles;
@@ -226,8 +230,7 @@ fn small_graphs_are_near_their_optimum() {
         for idx in 0..n_ops {
             let kind = if random(2) == 0 { Kind::Data } else { Kind::Compute };
             let n_inputs = if kind == Kind::Data { u64::from(random(4) == 0) } else { 1 + random(2) };
-            let mut inputs: Vec<u32> =
-                (0..n_inputs).filter(|_| idx > 0).map(|_| random(idx as u64) as u32).collect();
+            let mut inputs: Vec<u32> = (0..n_inputs).filter(|_| idx > 0).map(|_| random(idx as u64) as u32).collect();
             inputs.sort_unstable();
             inputs.dedup();
             let (bytes, cycles) = (1 + random(100), 1 + random(20));
@@ -242,7 +245,10 @@ fn small_graphs_are_near_their_optimum() {
         n_graphs += 1;
     }
     let mean_gap = total_gap / f64::from(n_graphs);
-    println!("{n_graphs} graphs, mean gap {:.2} %, {n_spilled} spilled where some order spills nothing", mean_gap * 100.0);
+    println!(
+        "{n_graphs} graphs, mean gap {:.2} %, {n_spilled} spilled where some order spills nothing",
+        mean_gap * 100.0
+    );
     assert!(n_graphs > 100 && mean_gap <= 0.05, "mean gap {mean_gap} over {n_graphs} graphs");
 }
 
@@ -259,8 +265,14 @@ fn decode(n_tiles: usize, ring: u64) -> Graph {
             spill_cycles: 450,
         };
         let inputs = if idx == 0 { vec![0] } else { vec![2 * idx - 1, 2 * idx] };
-        let compute =
-            Op { name: format!("c{idx}"), kind: Kind::Compute, bytes: 64, cycles: 150 + 600 * u64::from(idx % 8 == 0), inputs, spill_cycles: 1 };
+        let compute = Op {
+            name: format!("c{idx}"),
+            kind: Kind::Compute,
+            bytes: 64,
+            cycles: 150 + 600 * u64::from(idx % 8 == 0),
+            inputs,
+            spill_cycles: 1,
+        };
         ops.extend([load, compute]);
     }
     Graph::new(ring * 16384 + 128, 64, ops).unwrap()

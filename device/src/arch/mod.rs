@@ -237,6 +237,13 @@ pub(crate) mod memory {
         unsafe { backend::load16(from) }
     }
 
+    /// The same pointer, of which the compiler knows nothing more: what is computed from it stays where it is written
+    /// instead of being hoisted, for every branch not taken as well, into registers that a loop then lacks.
+    #[inline(always)]
+    pub(crate) fn opaque(pointer: *mut u8) -> *mut u8 {
+        backend::opaque(pointer)
+    }
+
     /// Sixteen bytes that are read once: weights, which would only push activations out of L1.
     ///
     /// # Safety

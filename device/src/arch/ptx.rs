@@ -155,6 +155,13 @@ pub(super) fn fence_system() {
 }
 
 #[inline(always)]
+pub(super) fn opaque(mut pointer: *mut u8) -> *mut u8 {
+    // SAFETY: does nothing.
+    unsafe { asm!("/* {} */", inout(reg64) pointer, options(nostack, preserves_flags)) };
+    pointer
+}
+
+#[inline(always)]
 pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
     let (a, b, c, d);
     // SAFETY: the caller promises 16 aligned bytes of global memory.

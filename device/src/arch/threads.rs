@@ -48,10 +48,7 @@ pub(crate) fn launch(blocks: u32, threads: u32, body: impl Fn() + Sync) {
                 barrier: Barrier::new(threads as usize),
                 vote: AtomicBool::new(false),
                 warps: (0..threads / 32)
-                    .map(|_| Warp {
-                        barrier: Barrier::new(32),
-                        lanes: [const { AtomicU32::new(0) }; 32],
-                    })
+                    .map(|_| Warp { barrier: Barrier::new(32), lanes: [const { AtomicU32::new(0) }; 32] })
                     .collect(),
                 // Unwritten shared memory holds anything; NaN shows.
                 shared: (0..super::shared::WORDS).map(|_| AtomicU32::new(0x7fc0_dead)).collect(),
@@ -63,10 +60,7 @@ pub(crate) fn launch(blocks: u32, threads: u32, body: impl Fn() + Sync) {
             for thread in 0..threads {
                 let body = &body;
                 scope.spawn(move || {
-                    let place = Place {
-                        block: block.clone(),
-                        thread,
-                    };
+                    let place = Place { block: block.clone(), thread };
                     PLACE.with(|slot| *slot.borrow_mut() = Some(place));
                     if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
                         eprintln!("thread {thread} of block {}: {panic:?}", block.index);
@@ -180,6 +174,10 @@ pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32
 
 pub(super) fn fence_system() {
     fence(Ordering::SeqCst);
+}
+
+pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {
+    pointer
 }
 
 pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {

@@ -14,9 +14,7 @@ fn read_wide(words: &[u64]) -> u64 {
             }
         }
     }
-    sums.into_iter()
-        .map(|sum| _mm512_reduce_add_epi64(sum) as u64)
-        .fold(0, u64::wrapping_add)
+    sums.into_iter().map(|sum| _mm512_reduce_add_epi64(sum) as u64).fold(0, u64::wrapping_add)
 }
 
 /// Reads `words` as fast as one core can, and returns their sum so that the reading is not optimised away.
@@ -28,9 +26,7 @@ pub fn read(words: &[u64]) -> u64 {
     }
     let mut sums = [0u64; 8];
     for chunk in words.chunks_exact(8) {
-        sums.iter_mut()
-            .zip(chunk)
-            .for_each(|(sum, word)| *sum = sum.wrapping_add(*word));
+        sums.iter_mut().zip(chunk).for_each(|(sum, word)| *sum = sum.wrapping_add(*word));
     }
     sums.into_iter().fold(0, u64::wrapping_add)
 }

@@ -15,8 +15,12 @@
 //! step c of k adds to it, in order, and one fixed tree adds its lanes at the end. That is the whole order of
 //! summation, so it depends neither on the tile's size nor on the blocks below.
 //!
-//! Blocks: as many activation rows as half of L2 holds are packed at once and all weights pass over them; k is cut so
-//! that four pieces of weight rows stay in L1 while the groups pass by (the vectors of partial sums wait in scratch).
+//! Blocks: a block of activation rows is packed at once. A group's piece of it (6 rows x 1024 of k) stays in L1 while the
+//! weight rows of the task pass by, from L2 after the first group; the vectors of partial sums wait in scratch until the
+//! next piece of k. With few activation rows there is one group and k is not cut.
+//!
+//! PERF: with the weights held in L1 and the activations passing by instead, L2 fed at most half of the multiply-adds:
+//! 75 GFLOP/s of 145 (Sapphire Rapids, 2026-11-21).
 
 use super::rows::{Row, has_unit_stride};
 use super::simd::{Dot, Leaf, Simd};
@@ -26,11 +30,15 @@ use core::marker::PhantomData;
 /// Rows of weights a tile takes.
 pub(crate) const TILE_ROWS: usize = 4;
 
-/// Bytes of packed activations that are passed over at once: under half of the 1 to 2 MiB of L2 that servers have.
-const BLOCK_BYTES: usize = 768 << 10;
+/// Bytes of packed activations that are passed over at once: they are read once per
+/// piece of k, so that most of L2 is left to the weights.
+const BLOCK_BYTES: usize = 1 << 20;
 
-/// Cache lines of each weight row that stay in L1 with three more rows: 24 KiB of 32 to 48.
-const BLOCK_LINES: usize = 96;
+/// Elements of a piece of k: six rows of it in f32 are 24 KiB of the 32 to 48 of L1.
+const BLOCK_K: usize = 1024;
+
+/// Bytes of the partial sums that wait in scratch.
+const PARTIAL_BYTES: usize = 1 << 20;
 
 /// How far ahead weights are asked for, in cache lines of each row: 2 KiB.
 /// PERF: without prefetch a matrix-vector product reached 72 % of the read bandwidth, with it 93 % (Emerald Rapids, 2
@@ -62,11 +70,7 @@ impl<E> Weights<E> {
 
     /// The first row of matrix `w`, whose dtype's storage `E` is.
     pub(crate) fn base_of(w: &Tensor) -> *const E {
-        assert_eq!(
-            w.dtype().size_bytes(),
-            size_of::<E>(),
-            "weights must have their dtype's storage"
-        );
+        assert_eq!(w.dtype().size_bytes(), size_of::<E>(), "weights must have their dtype's storage");
         assert!(has_unit_stride::<2>(w), "weight rows need unit stride");
         if w.extent(0) == 0 || w.extent(1) == 0 {
             return core::ptr::NonNull::dangling().as_ptr();
@@ -90,26 +94,26 @@ impl<E> Weights<E> {
     }
 
     /// Row `j` in the order tiles take them, and the column of the sums it belongs to (the second matrix's follow the
-    /// first's).
-    #[inline(always)]
+    /// first's). The four rows of a tile come from four quarters of the rows, so that memory is read as four distant
+    /// streams.
+    ///
+    /// PERF: with four neighbouring rows of 2 KiB a matrix-vector product reached 12.4 GB/s where rows of 8 KiB reached
+    /// 16.1 (Sapphire Rapids, 2026-11-21).
     fn row(&self, j: usize) -> (*const E, usize) {
-        let (matrix, i) = if self.paired {
-            let i = j / 4 * 2 + (j & 1);
-            // The last pair of an odd count is one row of each.
-            if j & 2 != 0 {
-                (1, i)
-            } else if i >= self.rows {
-                (1, i - 1)
-            } else {
-                (0, i)
-            }
-        } else {
-            (0, j)
+        let (p, r) = (j / 4, j % 4);
+        let (matrix, i) = match (self.paired, p < self.streams()) {
+            (false, true) => (0, r * self.streams() + p),
+            (false, false) => (0, j),
+            (true, true) => (r / 2, r % 2 * self.streams() + p),
+            // What an odd count leaves is one row of each.
+            (true, false) => (r % 2, self.rows - 1),
         };
-        (
-            self.base[matrix].wrapping_add(i * self.stride[matrix]),
-            matrix * self.rows + i,
-        )
+        (self.base[matrix].wrapping_add(i * self.stride[matrix]), matrix * self.rows + i)
+    }
+
+    /// Tiles of four rows.
+    fn streams(&self) -> usize {
+        self.all_rows() / 4
     }
 }
 
@@ -124,16 +128,19 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// For `rows` activation rows of `k` elements; the most that any level needs, so that it does not depend on one.
-    pub(crate) fn new(rows: usize, k: usize) -> Plan {
+    /// For `rows` activation rows of `k` elements and `n` weight rows; the most that any level needs, so that it does
+    /// not depend on one.
+    pub(crate) fn new(rows: usize, n: usize, k: usize) -> Plan {
         // f32, whole chunks of 32; packed bf16 takes half.
         let row_floats = k.next_multiple_of(32);
-        let block_rows = (BLOCK_BYTES / 2 / row_floats.max(1)).clamp(12, 384) / 12 * 12;
-        let block_rows = block_rows.min(rows);
+        let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
+        let pieces = if k > BLOCK_K { PARTIAL_BYTES / 64 / n.max(1) } else { usize::MAX };
+        let block_rows = (in_cache.min(pieces).clamp(12, 384) / 12 * 12).min(rows);
+        let is_cut = k > BLOCK_K && block_rows > 1;
         Plan {
             block_rows,
             packed_floats: block_rows * row_floats,
-            partial_floats: block_rows * TILE_ROWS * 16,
+            partial_floats: if is_cut { block_rows * n * 16 } else { 0 },
         }
     }
 }
@@ -141,10 +148,7 @@ impl Plan {
 /// How many of `left` columns the next group takes: a width that [`Tile`] is made for. The sizes do not matter to the
 /// sums.
 fn group<S: Simd>(left: usize) -> usize {
-    [6, 4, 3, 2]
-        .into_iter()
-        .find(|width| *width <= left.min(S::TILE_COLS))
-        .unwrap_or(1)
+    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(S::TILE_COLS)).unwrap_or(1)
 }
 
 /// Packs one activation row as number `m` of a group of `width`. `wide` has room for a row, `dst` for a group of whole
@@ -169,11 +173,7 @@ impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
             let mut c = 0;
             while c * D::CHUNK < k {
                 let at = c * D::CHUNK;
-                D::pack(
-                    self.dst.add((c * self.width + self.m) * D::PACKED),
-                    x.add(at),
-                    D::CHUNK.min(k - at),
-                );
+                D::pack(self.dst.add((c * self.width + self.m) * D::PACKED), x.add(at), D::CHUNK.min(k - at));
                 c += 1;
             }
         }
@@ -203,8 +203,6 @@ struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     x: *const D::Packed,
     k: usize,
     span: Span,
-    /// Whether to ask for weights ahead of their use.
-    ahead: bool,
     partial: *mut f32,
     sums: *mut f32,
     sums_stride: usize,
@@ -215,19 +213,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Tile {
-            w,
-            next,
-            columns,
-            x,
-            k,
-            span,
-            ahead,
-            partial,
-            sums,
-            sums_stride,
-            ..
-        } = self;
+        let Tile { w, next, columns, x, k, span, partial, sums, sums_stride, .. } = self;
         let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
         let line_elems = per_line * D::CHUNK;
         // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; partial
@@ -241,25 +227,21 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                     i += 1;
                 }
             }
-            // Ahead in the same row as long as there is one, then at the start of the rows that come next.
-            let turn = span
-                .all_lines
-                .saturating_sub(AHEAD_LINES)
-                .clamp(span.first_line, span.end_line);
-            let offset = AHEAD_LINES.min(span.all_lines);
+            // Ahead in the same row as long as the span goes, then at its start in the rows that come next.
+            let len = span.end_line - span.first_line;
+            let offset = AHEAD_LINES.min(len);
+            let turn = span.end_line - offset;
             let mut line = span.first_line;
             while line < span.end_line {
-                if ahead {
-                    let mut r = 0;
-                    while r < R {
-                        let at = if line < turn {
-                            w[r].wrapping_add((line + offset) * line_elems)
-                        } else {
-                            next[r].wrapping_add((line + offset - span.all_lines) * line_elems)
-                        };
-                        S::prefetch(at.cast());
-                        r += 1;
-                    }
+                let mut r = 0;
+                while r < R {
+                    let at = if line < turn {
+                        w[r].wrapping_add((line + offset) * line_elems)
+                    } else {
+                        next[r].wrapping_add((line + offset - len) * line_elems)
+                    };
+                    S::prefetch(at.cast());
+                    r += 1;
                 }
                 let mut u = 0;
                 while u < per_line {
@@ -308,18 +290,10 @@ unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
     // SAFETY: chunk `c` is inside the rows and the packed group (caller).
     unsafe {
         let at = c * D::CHUNK;
-        let mut wr = [if n >= D::CHUNK {
-            D::load(w[0].add(at))
-        } else {
-            D::load_part(w[0].add(at), n)
-        }; R];
+        let mut wr = [if n >= D::CHUNK { D::load(w[0].add(at)) } else { D::load_part(w[0].add(at), n) }; R];
         let mut r = 1;
         while r < R {
-            wr[r] = if n >= D::CHUNK {
-                D::load(w[r].add(at))
-            } else {
-                D::load_part(w[r].add(at), n)
-            };
+            wr[r] = if n >= D::CHUNK { D::load(w[r].add(at)) } else { D::load_part(w[r].add(at), n) };
             r += 1;
         }
         let mut m = 0;
@@ -348,40 +322,53 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     sums_stride: usize,
 ) {
     let n = weights.all_rows();
-    let mut j = 0;
-    // SAFETY: rows j.. are below n, and `next` is only asked for ahead of time.
-    unsafe {
-        while j + TILE_ROWS <= n {
-            let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
-            let next = core::array::from_fn::<_, 4, _>(|r| weights.row(j + TILE_ROWS + r).0);
-            let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
-            row_group::<S, D, 4>(&w, &next, &columns, weights.k, packed, cols, partial, sums, sums_stride);
-            j += TILE_ROWS;
+    let all_lines = weights.k / (64 / size_of::<D::Elem>());
+    let block_lines = if cols <= S::TILE_COLS { usize::MAX } else { BLOCK_K * size_of::<D::Elem>() / 64 };
+    let row_packed = weights.k.div_ceil(D::CHUNK) * D::PACKED;
+    let mut first_line = 0usize;
+    loop {
+        let end_line = all_lines.min(first_line.saturating_add(block_lines));
+        let span = Span { first_line, end_line, all_lines, last: end_line == all_lines };
+        let mut m = 0;
+        while m < cols {
+            let width = group::<S>(cols - m);
+            // SAFETY: the group's packed rows and sums start where those of the `m` rows before end, as do its partial
+            // sums, of which every weight row has `width`. Rows j.. are below n; `next` is only asked for.
+            unsafe {
+                let x = packed.add(m * row_packed);
+                let sums = sums.add(m * sums_stride);
+                let partial = |j: usize| partial.wrapping_add((m * n + j * width) * S::LANES);
+                let mut j = 0;
+                while j + TILE_ROWS <= n {
+                    let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
+                    let next = core::array::from_fn(|r| weights.row((j + TILE_ROWS + r).min(n - 1)).0);
+                    let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
+                    let k = weights.k;
+                    any_width::<S, D, 4>(width, w, next, columns, x, k, span, partial(j), sums, sums_stride);
+                    j += TILE_ROWS;
+                }
+                while j < n {
+                    let (w, column) = weights.row(j);
+                    let next = [weights.row((j + 1).min(n - 1)).0];
+                    let k = weights.k;
+                    any_width::<S, D, 1>(width, [w], next, [column], x, k, span, partial(j), sums, sums_stride);
+                    j += 1;
+                }
+            }
+            m += width;
         }
-        while j < n {
-            let (w, column) = weights.row(j);
-            let next = weights.row(j + 1).0;
-            row_group::<S, D, 1>(
-                &[w],
-                &[next],
-                &[column],
-                weights.k,
-                packed,
-                cols,
-                partial,
-                sums,
-                sums_stride,
-            );
-            j += 1;
+        if span.last {
+            return;
         }
+        first_line = end_line;
     }
 }
 
-/// [`multiply`] for attention: sums[m][j] = keys[j] . x[m]. The lines asked for meanwhile are not the next keys but the
-/// values of the same positions, which are wanted next.
+/// [`multiply`] for attention: sums[m][j] = keys[j] . x[m], keys in order. The lines asked for meanwhile are not the next
+/// keys but the values of the same positions, which are wanted next.
 ///
 /// # Safety
-/// As [`multiply`]; rows of at most [`BLOCK_LINES`] lines, so that there are no partial sums to keep.
+/// As [`multiply`].
 pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     keys: &Weights<D::Elem>,
     values: *const D::Elem,
@@ -391,86 +378,64 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
+    let all_lines = keys.k / (64 / size_of::<D::Elem>());
+    let span = Span { first_line: 0, end_line: all_lines, all_lines, last: true };
+    let row_packed = keys.k.div_ceil(D::CHUNK) * D::PACKED;
     let none = core::ptr::null_mut();
+    let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
+    let value = |j: usize| values.wrapping_add(j * values_stride);
     let mut j = 0;
-    // SAFETY: as `multiply`.
-    unsafe {
-        while j + TILE_ROWS <= keys.rows {
-            let w = core::array::from_fn::<_, 4, _>(|r| keys.row(j + r).0);
-            let next = core::array::from_fn::<_, 4, _>(|r| values.wrapping_add((j + r) * values_stride));
-            let columns = [j, j + 1, j + 2, j + 3];
-            row_group::<S, D, 4>(&w, &next, &columns, keys.k, packed, cols, none, sums, sums_stride);
-            j += TILE_ROWS;
+    while j < keys.rows {
+        let tile = j + TILE_ROWS <= keys.rows;
+        let mut m = 0;
+        while m < cols {
+            let width = group::<S>(cols - m);
+            // SAFETY: as `multiply`; there are no partial sums.
+            unsafe {
+                let (x, k, sums) = (packed.add(m * row_packed), keys.k, sums.add(m * sums_stride));
+                if tile {
+                    let w = core::array::from_fn(|r| key(j + r));
+                    let next = core::array::from_fn(|r| value(j + r));
+                    let columns = core::array::from_fn(|r| j + r);
+                    any_width::<S, D, 4>(width, w, next, columns, x, k, span, none, sums, sums_stride);
+                } else {
+                    any_width::<S, D, 1>(width, [key(j)], [value(j)], [j], x, k, span, none, sums, sums_stride);
+                }
+            }
+            m += width;
         }
-        while j < keys.rows {
-            let next = values.wrapping_add(j * values_stride);
-            let w = keys.row(j).0;
-            row_group::<S, D, 1>(&[w], &[next], &[j], keys.k, packed, cols, none, sums, sums_stride);
-            j += 1;
-        }
+        j += if tile { TILE_ROWS } else { 1 };
     }
 }
 
-/// `R` weight rows against all packed groups.
-#[allow(clippy::too_many_arguments, reason = "the loop's whole state, in one place")]
-unsafe fn row_group<S: Simd, D: Dot<S>, const R: usize>(
-    w: &[*const D::Elem; R],
-    next: &[*const D::Elem; R],
-    columns: &[usize; R],
+/// The [`Tile`] of `R` weight rows and a group of `width` activation rows.
+#[allow(clippy::too_many_arguments, reason = "the fields of a tile")]
+unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
+    width: usize,
+    w: [*const D::Elem; R],
+    next: [*const D::Elem; R],
+    columns: [usize; R],
+    x: *const D::Packed,
     k: usize,
-    packed: *const D::Packed,
-    cols: usize,
+    span: Span,
     partial: *mut f32,
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let all_lines = k / (64 / size_of::<D::Elem>());
-    let row_packed = k.div_ceil(D::CHUNK) * D::PACKED;
-    let block_lines = if cols <= S::TILE_COLS { usize::MAX } else { BLOCK_LINES };
-    let mut first_line = 0usize;
-    loop {
-        let end_line = all_lines.min(first_line.saturating_add(block_lines));
-        let span = Span {
-            first_line,
-            end_line,
-            all_lines,
-            last: end_line == all_lines,
-        };
-        let mut m = 0;
-        while m < cols {
-            let width = group::<S>(cols - m);
-            macro_rules! widths {
-                ($($m:literal)*) => {
-                    match width {
-                        // SAFETY: the group's packed rows, partial sums and sums start where the `m` rows before end.
-                        $($m if $m <= S::TILE_COLS => unsafe {
-                            D::call(Tile::<S, D, R, $m> {
-                                w: *w,
-                                next: *next,
-                                columns: *columns,
-                                x: packed.add(m * row_packed),
-                                k,
-                                span,
-                                // Only the first group meets the weights outside L1.
-                                ahead: m == 0,
-                                partial: partial.wrapping_add(m * R * S::LANES),
-                                sums: sums.add(m * sums_stride),
-                                sums_stride,
-                                set: PhantomData,
-                            })
-                        },)*
-                        _ => unreachable!("a group of {width} columns"),
-                    }
-                };
+    macro_rules! widths {
+        ($($m:literal)*) => {
+            match width {
+                // SAFETY: the caller's promises are the type's.
+                $($m if $m <= S::TILE_COLS => unsafe {
+                    D::call(Tile::<S, D, R, $m> {
+                        w, next, columns, x, k, span, partial, sums, sums_stride, set: PhantomData,
+                    })
+                },)*
+                _ => unreachable!("a group of {width} columns"),
             }
-            widths!(1 2 3 4 6);
-            m += width;
-        }
-        if span.last {
-            return;
-        }
-        first_line = end_line;
+        };
     }
+    widths!(1 2 3 4 6);
 }
 
 /// Packs rows into the groups [`multiply`] expects; rows that are not f32 pass through `wide`, `k` f32.
@@ -492,14 +457,7 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
             // SAFETY: the group starts where the rows before it end.
             unsafe {
                 let dst = packed.add(first * row_packed);
-                D::call(Pack::<S, D> {
-                    row: row(first + m),
-                    wide,
-                    dst,
-                    m,
-                    width,
-                    set: PhantomData,
-                });
+                D::call(Pack::<S, D> { row: row(first + m), wide, dst, m, width, set: PhantomData });
             }
         }
         first += width;

@@ -44,11 +44,7 @@ mod tests {
             (3.0, 0.999_977_9),
             (7.0, 1.0),
         ] {
-            assert!(
-                (erf(x) - expected).abs() < 2e-7,
-                "erf({x}) = {}, expected {expected}",
-                erf(x)
-            );
+            assert!((erf(x) - expected).abs() < 2e-7, "erf({x}) = {}, expected {expected}", erf(x));
             assert!((erf(-x) + expected).abs() < 2e-7);
         }
     }

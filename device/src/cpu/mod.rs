@@ -3,6 +3,7 @@
 //! - [`simd`]: the instruction sets, found once at run time, behind one trait.
 //! - [`rows`]: runs of elements of any float dtype, as the bodies read and write them.
 //! - [`gemm`]: dot products of weight rows with activation rows, from one row (decode) to hundreds (prefill).
+//! - [`rowwise`]: norms, element-wise functions, rotary embedding.
 //! - [`math`]: functions std does not have.
 //! - [`bandwidth`]: a plain read of memory, to measure the rest against.
 
@@ -12,6 +13,7 @@ pub mod simd;
 
 pub(crate) mod gemm;
 pub(crate) mod rows;
+pub(crate) mod rowwise;
 
 /// A worker's scratch memory: reused from task to task, so that bodies allocate nothing once warm.
 #[derive(Debug, Default)]
@@ -30,10 +32,7 @@ const LINE: usize = 16;
 impl Scratch {
     /// Scratch of a worker that uses `isa`.
     pub fn with_isa(isa: simd::Isa) -> Scratch {
-        Scratch {
-            isa,
-            ..Scratch::default()
-        }
+        Scratch { isa, ..Scratch::default() }
     }
 
     /// Disjoint areas of at least `lens` f32 each, every one starting on a cache line. What they hold is left over

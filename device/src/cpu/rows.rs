@@ -23,23 +23,20 @@ impl Row {
     pub(crate) fn of<const N: usize>(tensor: &Tensor, at: [usize; N], len: usize) -> Row {
         let dtype = tensor.dtype();
         if len == 0 {
-            return Row {
-                base: core::ptr::NonNull::<f32>::dangling().as_ptr().cast(),
-                dtype: DType::F32,
-                len,
-            };
+            return Row { base: core::ptr::NonNull::<f32>::dangling().as_ptr().cast(), dtype: DType::F32, len };
         }
-        assert!(
-            matches!(dtype, DType::F32 | DType::Bf16 | DType::F16),
-            "a row must be of floats, not {dtype}"
-        );
+        assert!(matches!(dtype, DType::F32 | DType::Bf16 | DType::F16), "a row must be of floats, not {dtype}");
         assert!(len == 1 || tensor.stride(N - 1) == 1, "a row needs unit stride");
         assert!(at[N - 1] + len <= tensor.extent(N - 1), "a row must end inside the box");
-        Row {
-            base: tensor.address(at),
-            dtype,
-            len,
-        }
+        Row { base: tensor.address(at), dtype, len }
+    }
+
+    /// `len` f32 at `base`.
+    ///
+    /// # Safety
+    /// They are readable and writable, and stay so while the row is used.
+    pub(crate) unsafe fn of_floats(base: *mut f32, len: usize) -> Row {
+        Row { base: base.cast(), dtype: DType::F32, len }
     }
 
     /// Its elements.
@@ -137,11 +134,15 @@ pub(crate) unsafe fn load<S: Simd>(p: *const f32, n: usize) -> S::F {
 #[inline(always)]
 pub(crate) unsafe fn store<S: Simd>(p: *mut f32, n: usize, v: S::F) {
     // SAFETY: the caller's promises are the same.
-    unsafe {
-        if n == S::LANES {
-            S::store(p, v)
-        } else {
-            S::store_part(p, v, n)
-        }
-    }
+    unsafe { if n == S::LANES { S::store(p, v) } else { S::store_part(p, v, n) } }
+}
+
+/// `x` in the first `n` lanes, zero beyond.
+///
+/// # Safety
+/// The level exists.
+#[inline(always)]
+pub(crate) unsafe fn lanes<S: Simd>(x: f32, n: usize) -> S::F {
+    // SAFETY: the buffer is at least a vector.
+    unsafe { if n == S::LANES { S::splat(x) } else { S::load_part([x; 16].as_ptr(), n) } }
 }

@@ -9,7 +9,10 @@ pub(crate) mod math;
 pub(crate) mod rows;
 pub mod sync;
 
-use crate::arch::{atomic, scalar};
+#[cfg(test)]
+mod conformance;
+
+use crate::arch::{atomic, memory, scalar};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::Operand;
@@ -104,6 +107,12 @@ impl Tensor {
         unsafe { store(self.dtype, self.address(at), value) }
     }
 
+    /// The contiguous elements from index 0 of the last dimension on, at the other indices `at`.
+    #[inline(always)]
+    pub(crate) fn row<const N: usize>(&self, at: [u32; N]) -> Row {
+        Row { base: memory::opaque(self.address(at)), dtype: self.dtype }
+    }
+
     /// The element at `at` of a tensor of 32-bit words.
     ///
     /// # Safety
@@ -122,6 +131,46 @@ impl Tensor {
     pub unsafe fn set_word(&self, at: u32, value: u32) {
         // SAFETY: the word is inside the box (caller).
         unsafe { self.address([at]).cast::<u32>().write_volatile(value) }
+    }
+}
+
+/// Contiguous floats: an address and a type, all that a loop over them needs to hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    base: *mut u8,
+    dtype: u16,
+}
+
+impl Row {
+    /// Element `i`, widened to f32.
+    ///
+    /// # Safety
+    /// The row has that many elements.
+    #[inline(always)]
+    pub(crate) unsafe fn get(&self, i: u32) -> f32 {
+        // SAFETY: the element is there (caller).
+        unsafe { load(self.dtype, self.address(i)) }
+    }
+
+    /// Sets element `i`, rounding to nearest even.
+    ///
+    /// # Safety
+    /// As [`Row::get`], and the calling thread is the only one to touch the element now.
+    #[inline(always)]
+    pub(crate) unsafe fn set(&self, i: u32, value: f32) {
+        // SAFETY: the element is there (caller).
+        unsafe { store(self.dtype, self.address(i), value) }
+    }
+
+    /// The row that starts `elems` elements later.
+    #[inline(always)]
+    pub(crate) fn after(&self, elems: u64) -> Row {
+        Row { base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }), dtype: self.dtype }
+    }
+
+    #[inline(always)]
+    fn address(&self, i: u32) -> *mut u8 {
+        self.base.wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
     }
 }
 

@@ -4,7 +4,7 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::{BF16, F16, F32, Tensor};
+use super::{BF16, Call, F16, F32};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, memory, warp};
 
@@ -92,24 +92,24 @@ impl Float for Half {
 /// The activations that [`dots`] multiplies: up to R rows from `first` on.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
-    /// The matrix, each row contiguous.
-    pub(crate) x: &'a Tensor,
+    /// Operand 0 of the call: the matrix, each row contiguous.
+    pub(crate) call: &'a Call<'a>,
     /// Rows that count.
     pub(crate) rows: u32,
     /// The first one.
     pub(crate) first: u32,
 }
 
-/// `x[first + j, :] . w[n, :]` for j below R, the same in every lane; j beyond the rows that count repeat the last one.
+/// `x[first + j, :] . w[n, :]` with operand `w` of the call, for j below R, the same in every lane; j beyond the rows that count repeat the last one.
 ///
 /// # Safety
-/// Every lane of the warp makes this same call; `x` and `w` are matrices of floats with the same number of columns, each
+/// Every lane of the warp makes this same call; operands 0 (x) and `w` are matrices of floats with the same number of columns, each
 /// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
 #[inline(always)]
-pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
-        match (w.dtype(), x.x.dtype()) {
+        match (x.call.tensor(w).dtype(), x.call.tensor(0).dtype()) {
             (BF16, F32) => typed::<Brain, Single, R>(x, w, n, lane),
             (BF16, BF16) => typed::<Brain, Brain, R>(x, w, n, lane),
             (F32, F32) => typed::<Single, Single, R>(x, w, n, lane),
@@ -135,7 +135,9 @@ fn row(x: &Rows<'_>, j: usize) -> u32 {
 
 /// A lane's share of [`dots`] for any types and any alignment.
 #[inline(always)]
-unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
+    // SAFETY: operand 0 is a matrix like operand `w` (caller).
+    let (matrix, w) = unsafe { (x.call.tensor(0), x.call.tensor(w)) };
     let mut sums = [0f32; R];
     let mut at = lane;
     while at < w.extent(1) {
@@ -143,7 +145,7 @@ unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32)
         unsafe {
             let weight = w.get([n, at]);
             for j in 0..R {
-                sums[j] = fma(weight, x.x.get([row(&x, j), at]), sums[j]);
+                sums[j] = fma(weight, matrix.get([row(&x, j), at]), sums[j]);
             }
         }
         at += WARP;
@@ -153,20 +155,22 @@ unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32)
 
 /// A lane's share of [`dots`] in steps of eight elements.
 #[inline(always)]
-unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w: &Tensor, n: u32, lane: u32) -> [f32; R] {
+unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n: u32, lane: u32) -> [f32; R] {
     const LANES: usize = WARP as usize;
+    // SAFETY: operand 0 is a matrix like operand `w_at` (caller).
+    let (matrix, w) = unsafe { (x.call.tensor(0), x.call.tensor(w_at)) };
     let k = w.extent(1) as usize;
-    let w_row: *const u8 = w.address([n, 0]);
+    let w_row: *const u8 = memory::opaque(w.address([n, 0]));
     let head = ((w_row.addr().wrapping_neg() % 16) / W::BYTES).min(k);
     let mut x_rows = [core::ptr::null::<u8>(); R];
     let mut misplaced = 0;
     for j in 0..R {
-        x_rows[j] = x.x.address([row(&x, j), 0]).cast_const().wrapping_add(head * X::BYTES);
+        x_rows[j] = memory::opaque(matrix.address([row(&x, j), 0])).cast_const().wrapping_add(head * X::BYTES);
         misplaced |= x_rows[j].addr() % 16;
     }
     if misplaced != 0 {
         // SAFETY: the caller's promises.
-        return unsafe { one_by_one(x, w, n, lane) };
+        return unsafe { one_by_one(x, w_at, n, lane) };
     }
     let body = w_row.wrapping_add(head * W::BYTES);
     let chunks = (k - head) / 8;

@@ -81,4 +81,17 @@ impl MacroKernel for ArgmaxPartial {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [x, values, indices] = core::array::from_fn(|i| call.tensor(i));
+        let row = crate::cpu::rows::Row::of(&x, [0, 0], x.extent(1));
+        let best = scratch.isa.run(crate::cpu::rowwise::Largest(row));
+        // The first element that equals it; -inf and no index when all are NaN.
+        let elements = x.slice::<f32, 2>([0, 0], x.extent(1));
+        let found = elements.iter().position(|value| *value == best);
+        values.set([0], found.map_or(f32::NEG_INFINITY, |i| elements[i]));
+        indices.set_i32([0], found.map_or(-1, |i| (p.first(call.task.block[0]) + i) as i32));
+        Ok(())
+    }
 }

@@ -115,4 +115,16 @@ impl MacroKernel for Elementwise {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [a, b, y] = core::array::from_fn(|i| call.tensor(i));
+        if ![a, b, y].iter().all(crate::cpu::rows::has_unit_stride::<2>) {
+            return Self::reference(p, call);
+        }
+        let function = Function::from_u32(p.function).unwrap_or(Function::Add);
+        let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        scratch.isa.run(crate::cpu::rowwise::Elementwise { rows: call.rows(0), function, activation, a, b, y });
+        Ok(())
+    }
 }

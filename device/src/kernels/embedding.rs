@@ -103,4 +103,29 @@ impl MacroKernel for Embedding {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        use crate::cpu::rows::{Row, has_unit_stride};
+        let [tokens, table, positions, kinds, y] = core::array::from_fn(|i| call.tensor(i));
+        if ![table, positions, kinds, y].iter().all(has_unit_stride::<2>) {
+            return Self::reference(p, call);
+        }
+        let hidden = y.extent(1);
+        for r in 0..call.rows(4) {
+            let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
+            let token = tokens.get_i32([pos]);
+            if token < 0 || token as u32 >= p.vocab {
+                return Err(Fault::new(FaultCode::TokenOutOfRange, pos as u32, token as u32, p.vocab));
+            }
+            scratch.isa.run(crate::cpu::rowwise::SumRows {
+                a: Row::of(&table, [token as usize, 0], hidden),
+                b: positions.is_present().then(|| Row::of(&positions, [pos, 0], hidden)),
+                c: kinds.is_present().then(|| Row::of(&kinds, [0, 0], hidden)),
+                scale: 1.0,
+                y: Row::of(&y, [r, 0], hidden),
+            });
+        }
+        Ok(())
+    }
 }

@@ -82,4 +82,12 @@ impl MacroKernel for LayerNorm {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [x, residual, w, b, y] = core::array::from_fn(|i| call.tensor(i));
+        let (rows, eps) = (call.rows(0), p.eps);
+        scratch.isa.run(crate::cpu::rowwise::LayerNorm { rows, eps, x, residual, w, b, y });
+        Ok(())
+    }
 }

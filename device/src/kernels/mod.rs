@@ -40,35 +40,19 @@ pub struct Slot {
 impl Slot {
     /// An operand that is read.
     pub const fn read(name: &'static str) -> Slot {
-        Slot {
-            name,
-            usage: Use::Read,
-            optional: false,
-        }
+        Slot { name, usage: Use::Read, optional: false }
     }
     /// An operand that is read when present.
     pub const fn optional(name: &'static str) -> Slot {
-        Slot {
-            name,
-            usage: Use::Read,
-            optional: true,
-        }
+        Slot { name, usage: Use::Read, optional: true }
     }
     /// An operand that is written.
     pub const fn write(name: &'static str) -> Slot {
-        Slot {
-            name,
-            usage: Use::Write,
-            optional: false,
-        }
+        Slot { name, usage: Use::Write, optional: false }
     }
     /// An operand that is updated in place.
     pub const fn update(name: &'static str) -> Slot {
-        Slot {
-            name,
-            usage: Use::Update,
-            optional: false,
-        }
+        Slot { name, usage: Use::Update, optional: false }
     }
 }
 
@@ -133,9 +117,7 @@ pub trait MacroKernel {
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     let mut cost = Cost::default();
     for (slot, operand) in slots.iter().zip(io) {
-        let bytes = operand
-            .dtype()
-            .map_or(0, |dtype| operand.len_elems() * dtype.size_bytes() as u64);
+        let bytes = operand.dtype().map_or(0, |dtype| operand.len_elems() * dtype.size_bytes() as u64);
         if slot.usage != Use::Write {
             cost.bytes_read += bytes;
         }
@@ -154,12 +136,7 @@ pub fn params<P: Pod>(words: &[u32; PARAM_WORDS]) -> P {
 
 /// Writes a kernel's parameters as a task's words; the rest is zero.
 pub fn param_words<P: Pod>(params: &P) -> [u32; PARAM_WORDS] {
-    const {
-        assert!(
-            size_of::<P>() <= 4 * PARAM_WORDS,
-            "a macro kernel's parameters must fit the task descriptor"
-        )
-    };
+    const { assert!(size_of::<P>() <= 4 * PARAM_WORDS, "a macro kernel's parameters must fit the task descriptor") };
     let mut words = [0; PARAM_WORDS];
     bytemuck::bytes_of_mut(&mut words)[..size_of::<P>()].copy_from_slice(bytemuck::bytes_of(params));
     words
@@ -203,19 +180,11 @@ impl Spec {
     /// The first rule broken, naming the kernel and the operand.
     pub fn check(&self, words: &[u32; PARAM_WORDS], io: &[Operand]) -> Result<(), Violation> {
         if io.len() != self.slots.len() {
-            return Err(format!(
-                "{}: {} operands given, expected {}",
-                self.name,
-                io.len(),
-                self.slots.len()
-            ));
+            return Err(format!("{}: {} operands given, expected {}", self.name, io.len(), self.slots.len()));
         }
         for (slot, operand) in self.slots.iter().zip(io) {
             if !slot.optional && !operand.is_present() {
-                return Err(format!(
-                    "{}: operand `{}` is absent, expected a tensor",
-                    self.name, slot.name
-                ));
+                return Err(format!("{}: operand `{}` is absent, expected a tensor", self.name, slot.name));
             }
         }
         (self.check)(words, io).map_err(|violation| format!("{}: {violation}", self.name))
@@ -305,10 +274,7 @@ pub(crate) mod rules {
         if !operand.is_present() || operand.extent[dim] == expected {
             return Ok(());
         }
-        Err(format!(
-            "`{name}` has {} elements along dimension {dim}, expected {expected}",
-            operand.extent[dim]
-        ))
+        Err(format!("`{name}` has {} elements along dimension {dim}, expected {expected}", operand.extent[dim]))
     }
 
     pub(crate) fn rank(name: &str, operand: &Operand, expected: u16) -> Result<(), Violation> {
@@ -324,9 +290,6 @@ pub(crate) mod rules {
         if !operand.is_present() || operand.extent[last] <= 1 || operand.stride_elems[last] == 1 {
             return Ok(());
         }
-        Err(format!(
-            "`{name}` has stride {} along its last dimension, expected 1",
-            operand.stride_elems[last]
-        ))
+        Err(format!("`{name}` has stride {} along its last dimension, expected 1", operand.stride_elems[last]))
     }
 }

@@ -84,4 +84,31 @@ impl MacroKernel for Pool {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        use crate::cpu::rows::{Row, has_unit_stride};
+        use crate::cpu::rowwise::{Squares, SumRows};
+        let [x, y] = core::array::from_fn(|i| call.tensor(i));
+        let rows = if p.mean != 0 { call.rows(0) } else { call.rows(0).min(1) };
+        if rows == 0 || !has_unit_stride::<2>(&x) || !has_unit_stride::<2>(&y) {
+            return Self::reference(p, call);
+        }
+        let hidden = x.extent(1);
+        let [sum] = scratch.areas([hidden]);
+        // SAFETY: the area has `hidden` elements and lives until the next call of `areas`.
+        let sum = unsafe { Row::of_floats(sum, hidden) };
+        let isa = scratch.isa;
+        isa.run(SumRows { a: Row::of(&x, [0, 0], hidden), b: None, c: None, scale: 1.0, y: sum });
+        for r in 1..rows {
+            isa.run(SumRows { a: sum, b: Some(Row::of(&x, [r, 0], hidden)), c: None, scale: 1.0, y: sum });
+        }
+        isa.run(SumRows { a: sum, b: None, c: None, scale: 1.0 / rows as f32, y: sum });
+        let mut scale = 1.0;
+        if p.normalise != 0 {
+            scale = 1.0 / isa.run(Squares(sum)).sqrt().max(1e-12);
+        }
+        isa.run(SumRows { a: sum, b: None, c: None, scale, y: Row::of(&y, [0, 0], hidden) });
+        Ok(())
+    }
 }

@@ -71,4 +71,11 @@ impl MacroKernel for RmsNorm {
         }
         Ok(())
     }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [x, w, y] = core::array::from_fn(|i| call.tensor(i));
+        scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(0), eps: p.eps, x, w, y });
+        Ok(())
+    }
 }

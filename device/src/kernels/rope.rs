@@ -136,49 +136,72 @@ impl MacroKernel for Rope {
         // the token loop's steps are. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before
         // one of them writes, and a pair is read and written by one lane.
         unsafe {
-            let (q, k, v) = (call.tensor(0), call.tensor(1), call.tensor(2));
-            let (q_norm, k_norm, frequencies) = (call.tensor(3), call.tensor(4), call.tensor(5));
-            let (k_cache, v_cache) = (call.tensor(6), call.tensor(7));
-            let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-            let half = d / 2;
             // Per row and key/value head: its query heads, and one item more for the key and the value.
             let mut item = block.warp();
-            while item < call.rows(&q) * heads * (group + 1) {
+            loop {
+                let q = call.tensor(0);
+                let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
+                if item >= call.rows(&q) * heads * (group + 1) {
+                    break;
+                }
+                let half = d / 2;
                 let (r, h, g) = (item / ((group + 1) * heads), item / (group + 1) % heads, item % (group + 1));
                 let pos = call.step.first_pos + call.task.row_first + r;
                 let is_key = g == group;
-                let norm = if is_key { k_norm } else { q_norm };
-                let read = |i: u32| if is_key { k.get([r, h, i]) } else { q.get([r, h, g, i]) };
+                let norm = call.tensor(if is_key { 4 } else { 3 });
+                let frequencies = call.tensor(5);
+                let from = if is_key { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
+                let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
                 let mut scale = 1.0;
                 if norm.is_present() {
                     let mut squares = 0.0;
                     let mut i = block.lane();
                     while i < d {
-                        squares = fma(read(i), read(i), squares);
+                        squares = fma(from.get(i), from.get(i), squares);
                         i += WARP;
                     }
                     scale = rsqrt(warp::sum(squares) / d as f32 + p.eps);
                 }
-                let scaled = |i: u32| read(i) * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
+                let scaled = |i: u32| from.get(i) * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
                 let mut i = block.lane();
                 while i < half {
                     let (sin, cos) = sin_cos(pos as f32 * frequencies.get([i]));
                     let (low, high) = (scaled(i), scaled(i + half));
                     let (low, high) = (low * cos - high * sin, high * cos + low * sin);
+                    to.set(i, low);
+                    to.set(i + half, high);
                     if is_key {
-                        k_cache.set([h, pos, i], low);
-                        k_cache.set([h, pos, i + half], high);
-                        v_cache.set([h, pos, i], v.get([r, h, i]));
-                        v_cache.set([h, pos, i + half], v.get([r, h, i + half]));
-                    } else {
-                        q.set([r, h, g, i], low);
-                        q.set([r, h, g, i + half], high);
+                        let (v, cached) = (call.tensor(2).row([r, h]), call.tensor(7).row([h, pos]));
+                        cached.set(i, v.get(i));
+                        cached.set(i + half, v.get(i + half));
                     }
                     i += WARP;
                 }
                 item += block.warps();
             }
         }
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
+        let (rows, eps, isa) = (call.rows(0), p.eps, scratch.isa);
+        let first = call.step.first_pos as usize + call.task.row_first as usize;
+        isa.run(crate::cpu::rowwise::Rope {
+            rows,
+            first,
+            eps,
+            q,
+            k,
+            v,
+            q_norm,
+            k_norm,
+            frequencies,
+            k_cache,
+            v_cache,
+            scratch,
+        });
         Ok(())
     }
 }

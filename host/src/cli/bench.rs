@@ -47,7 +47,13 @@ fn generator(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, 
     let vocab = model.config().vocab_size() as u64;
     let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
     if needed > model.max_tokens() {
-        return Err(format!("--context {} --tokens {}: {needed} positions, the model has {}", args.context, args.tokens, model.max_tokens()).into());
+        return Err(format!(
+            "--context {} --tokens {}: {needed} positions, the model has {}",
+            args.context,
+            args.tokens,
+            model.max_tokens()
+        )
+        .into());
     }
     let began = Instant::now();
     let mut engine = Engine::new(model, &args.model.config(model, needed))?;

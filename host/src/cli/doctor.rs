@@ -24,7 +24,10 @@ pub(crate) fn run(_: &Args) -> Outcome {
             });
             row("device image", format!("PTX {}, {cubin}; {}", bytes(image.ptx.len() as u64), image.built_with));
         }
-        None => row("device image", "none: this build had no device toolchain; mend: ./x setup, then build again".to_owned()),
+        None => row(
+            "device image",
+            "none: this build had no device toolchain; mend: ./x setup, then build again".to_owned(),
+        ),
     }
     match driver() {
         Some(version) => row("NVIDIA driver", version),

@@ -7,7 +7,7 @@ use safetensors::tensor::TensorView;
 use std::path::PathBuf;
 
 #[derive(Debug, clap::Args)]
-#[group(id = "input", required = true, multiple = false, args = ["ids", "prompt"])]
+#[command(group(clap::ArgGroup::new("input").required(true).args(["ids", "prompt"])))]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,

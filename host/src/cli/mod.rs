@@ -193,6 +193,12 @@ fn interrupt_flag() -> Result<Arc<AtomicBool>, Box<dyn std::error::Error>> {
 /// Writes `path` whole or not at all: into a file beside it, then renamed.
 fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Outcome {
     let fail = |error: std::io::Error| format!("{}: cannot write: {error}", path.display());
+    // A device or a pipe cannot be replaced by a file, and has no half-written state to hide.
+    if path.metadata().is_ok_and(|meta| !meta.is_file()) {
+        let mut file = std::fs::OpenOptions::new().write(true).open(path).map_err(fail)?;
+        write(&mut file).map_err(fail)?;
+        return Ok(file.flush().map_err(fail)?);
+    }
     let folder = match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),

@@ -1,9 +1,9 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
+use super::write_whole;
 use std::error::Error;
 use std::fs;
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use perpetua::memory::csv::Table;
@@ -49,23 +49,11 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     if let Err(violations) = check::check(problem.buffers(), args.capacity, &placement) {
         unreachable!("a placement that is found keeps the laws of packing: {}", violations[0]);
     }
-    write_whole(&args.out, &table.with_offsets(&placement))?;
+    write_whole(&args.out, |file| file.write_all(table.with_offsets(&placement).as_bytes()))?;
     let load_bytes = lower_bound(problem.buffers());
     let n_buffers = problem.buffers().len();
     eprintln!("{n_buffers} buffers: peak {} bytes, lower bound {load_bytes}", placement.peak_bytes);
     Ok(())
-}
-
-/// Writes beside the target, then renames, so that the file is there whole or not at all.
-fn write_whole(path: &Path, text: &str) -> Result<(), Box<dyn Error>> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let write = || -> std::io::Result<()> {
-        let mut file = tempfile::NamedTempFile::new_in(folder)?;
-        file.write_all(text.as_bytes())?;
-        file.persist(path)?;
-        Ok(())
-    };
-    write().map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
 #[cfg(test)]

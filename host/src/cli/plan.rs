@@ -5,6 +5,7 @@ use perpetua::Model;
 use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, sentence_sources};
 use perpetua::graph::lower::Target;
+use perpetua::graph::task::{dot, json, svg};
 use perpetua::model::decoder::Head;
 use perpetua::schedule::predict::{Prediction, Rates, predict};
 use perpetua_shared::DType;
@@ -12,6 +13,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["model", "graph"])))]
 pub(crate) struct Args {
     /// Model folder.
     #[arg(long, value_name = "DIR", required_unless_present = "graph", conflicts_with = "graph")]
@@ -74,6 +76,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let prediction = predict(&program.tasks, &program.lists, &program.costs, &rates)
         .ok_or("the worker lists do not run to their end")?;
     summary(&compiled, program, &prediction, args);
+    if let Some(path) = &args.tasks_json {
+        write_whole(path, |file| json::write_tasks(&program.blocks, &program.tasks, &program.lists, file))?;
+    }
+    if let Some(path) = &args.dot {
+        write_whole(path, |file| dot::write_dot(&program.blocks, &program.tasks, file))?;
+    }
+    if let Some(path) = &args.svg {
+        write_whole(path, |file| svg::write_svg(&program.blocks, &program.tasks, file))?;
+    }
     if let Some(path) = &args.trace {
         write_whole(path, |file| write_trace(file, program, &prediction))?;
     }

@@ -1,9 +1,9 @@
 //! `perpetua schedule`: the feasible memory scheduler on a plain graph.
 
+use super::write_whole;
 use std::error::Error;
 use std::fs;
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use perpetua::schedule::plain;
 
@@ -27,7 +27,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     if let Err(violations) = plain::check::check(&graph, &schedule) {
         unreachable!("a schedule that is found keeps the laws of schedules: {}", violations[0]);
     }
-    write_whole(&args.out, &plain::json::write_schedule(&graph, &schedule))?;
+    write_whole(&args.out, |file| file.write_all(plain::json::write_schedule(&graph, &schedule).as_bytes()))?;
     eprintln!(
         "{} ops: makespan {} cycles, lower bound {}, without prefetch {}; peak {} of {} bytes, {} spills",
         graph.ops().len(),
@@ -39,18 +39,6 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         schedule.spills.len(),
     );
     Ok(())
-}
-
-/// Writes beside the target, then renames, so that the file is there whole or not at all.
-fn write_whole(path: &Path, text: &str) -> Result<(), Box<dyn Error>> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let write = || -> std::io::Result<()> {
-        let mut file = tempfile::NamedTempFile::new_in(folder)?;
-        file.write_all(text.as_bytes())?;
-        file.persist(path)?;
-        Ok(())
-    };
-    write().map_err(|error| format!("{}: {error}", path.display()).into())
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 #[derive(Debug, clap::Args)]
-#[group(id = "source", required = true, multiple = false, args = ["preset", "config"])]
+#[command(group(clap::ArgGroup::new("source").required(true).args(["preset", "config"])))]
 pub(crate) struct Args {
     /// A real model's shapes.
     #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS))]

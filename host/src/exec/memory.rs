@@ -211,7 +211,10 @@ impl Memory {
 
     /// The token at `position`. Callers know it has been written: by them, or before a `produced` they have seen.
     pub(crate) fn token(&self, position: usize) -> u32 {
-        assert!((position as u64 + 1) * 4 <= self.bytes[self.tokens], "position {position} is outside the token buffer");
+        assert!(
+            (position as u64 + 1) * 4 <= self.bytes[self.tokens],
+            "position {position} is outside the token buffer"
+        );
         // SAFETY: in range; written before (caller), and no token is written twice in a run.
         unsafe { self.bases[self.tokens].cast::<u32>().add(position).read_volatile() }
     }

@@ -83,10 +83,10 @@ impl Reference {
                     .map(|operand| unsafe { Tensor::new(memory.bases()[operand.binding.idx()], operand) })
                     .collect();
                 let call = Call { tensors: &tensors, task, step: &step, programs: view.programs };
-                let outcome = Spec::of(task.task_type).map_or(
-                    Err(Fault::new(FaultCode::NoSuchKernel, u32::from(task.task_type), 0, 0)),
-                    |spec| (spec.reference)(&call),
-                );
+                let outcome = Spec::of(task.task_type)
+                    .map_or(Err(Fault::new(FaultCode::NoSuchKernel, u32::from(task.task_type), 0, 0)), |spec| {
+                        (spec.reference)(&call)
+                    });
                 outcome.map_err(|fault| RunError::of(&Fault { task: id, worker: 0, ..fault }, image))?;
             }
             self.stamps.push(Instant::now());

@@ -191,7 +191,8 @@ impl KernelGraph {
         shape: &[usize],
         strides: &[usize],
     ) -> Result<TensorId, GraphError> {
-        let name = format!("{}[{}]", self.table[base].name, shape.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
+        let name =
+            format!("{}[{}]", self.table[base].name, shape.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
         Ok(self.table.view(&name, base, offset_elems, shape, strides)?)
     }
 
@@ -327,8 +328,7 @@ impl KernelGraph {
         let n_kv = self.dims(k).get(1).copied().unwrap_or(1);
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0)]);
         let [q_norm, k_norm] = norms.map_or([None; 2], |n| n.map(Some));
-        let slots =
-            vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)];
+        let slots = vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)];
         self.add::<kernels::Rope>(name, &kernels::rope::Params { eps }, slots, vec![heads])?;
         Ok(())
     }

@@ -115,7 +115,8 @@ fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Targe
         return 1;
     }
     // A count near the wanted one that divides the granules makes every block's columns whole granules.
-    let fits = |blocks: &usize| granules.is_multiple_of(*blocks) && axis.len.is_multiple_of(target.column_granule as usize);
+    let fits =
+        |blocks: &usize| granules.is_multiple_of(*blocks) && axis.len.is_multiple_of(target.column_granule as usize);
     let near = (wanted..=wanted + wanted / 2).find(|b| fits(b) && b.is_multiple_of(workers));
     near.or_else(|| (wanted..=wanted + wanted / 2).find(fits)).unwrap_or(wanted) as u32
 }
@@ -131,7 +132,12 @@ fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, 
 }
 
 /// The operand of a block: `access`'s box of its tensor, without an address (binding 0, offset from the buffer's start).
-pub fn block_operand(graph: &ThreadBlockGraph, op: super::tensor::OpId, access: &Access, block: [u32; GRID_AXES]) -> Operand {
+pub fn block_operand(
+    graph: &ThreadBlockGraph,
+    op: super::tensor::OpId,
+    access: &Access,
+    block: [u32; GRID_AXES],
+) -> Operand {
     let tensor = &graph.table[access.tensor];
     let mut operand = super::kernel::whole_operand(tensor);
     let mut first = tensor.offset_elems;

@@ -97,14 +97,7 @@ impl DTensor {
         if self.shape.contains(&0) {
             return self.offset_elems;
         }
-        self.offset_elems
-            + self
-                .shape
-                .iter()
-                .zip(&self.strides)
-                .map(|(n, s)| (n - 1) * s)
-                .sum::<usize>()
-            + 1
+        self.offset_elems + self.shape.iter().zip(&self.strides).map(|(n, s)| (n - 1) * s).sum::<usize>() + 1
     }
 }
 
@@ -177,11 +170,7 @@ impl TensorTable {
         kind: BufferKind,
     ) -> Result<TensorId, TensorError> {
         let bytes = shape.iter().map(|n| *n as u64).product::<u64>() * dtype.size_bytes() as u64;
-        self.buffers.push(Buffer {
-            name: name.to_owned(),
-            bytes,
-            kind,
-        });
+        self.buffers.push(Buffer { name: name.to_owned(), bytes, kind });
         let buffer = BufferId(self.buffers.len() as u32 - 1);
         self.push(DTensor {
             name: name.to_owned(),
@@ -218,17 +207,10 @@ impl TensorTable {
     pub(crate) fn push(&mut self, tensor: DTensor) -> Result<TensorId, TensorError> {
         let name = || tensor.name.clone();
         if tensor.shape.len() > MAX_RANK {
-            return Err(TensorError::Rank {
-                name: name(),
-                rank: tensor.shape.len(),
-            });
+            return Err(TensorError::Rank { name: name(), rank: tensor.shape.len() });
         }
         if tensor.strides.len() != tensor.shape.len() {
-            return Err(TensorError::Strides {
-                name: name(),
-                strides: tensor.strides.len(),
-                rank: tensor.shape.len(),
-            });
+            return Err(TensorError::Strides { name: name(), strides: tensor.strides.len(), rank: tensor.shape.len() });
         }
         let buffer = &self.buffers[tensor.buffer.idx()];
         if !tensor.shape.contains(&0) {

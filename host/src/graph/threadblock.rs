@@ -127,25 +127,13 @@ impl ThreadBlockGraph {
     pub fn check(&self) -> Result<(), Vec<Violation>> {
         let mut broken = Vec::new();
         for op in &self.ops {
-            let mut report = |what: String| {
-                broken.push(Violation {
-                    op: op.name.clone(),
-                    what,
-                })
-            };
+            let mut report = |what: String| broken.push(Violation { op: op.name.clone(), what });
             if op.grid.contains(&0) {
-                report(format!(
-                    "grid {:?} has a zero axis, expected at least 1 block on each",
-                    op.grid
-                ));
+                report(format!("grid {:?} has a zero axis, expected at least 1 block on each", op.grid));
                 continue;
             }
             if op.n_blocks() > perpetua_shared::limits::MAX_TASKS as u64 {
-                report(format!(
-                    "grid {:?} has more than {} blocks",
-                    op.grid,
-                    perpetua_shared::limits::MAX_TASKS
-                ));
+                report(format!("grid {:?} has more than {} blocks", op.grid, perpetua_shared::limits::MAX_TASKS));
                 continue;
             }
             for access in op.accesses.iter().flatten() {
@@ -202,10 +190,7 @@ impl fmt::Display for ThreadBlockGraph {
                     AccessKind::ReadWrite => "updates",
                     AccessKind::ReduceAdd => "adds",
                 };
-                let map = access
-                    .map
-                    .map(|dim| dim.map_or("-".to_owned(), |d| d.to_string()))
-                    .join(",");
+                let map = access.map.map(|dim| dim.map_or("-".to_owned(), |d| d.to_string())).join(",");
                 write!(f, " {kind} {}[{map}]", self.table[access.tensor].name)?;
             }
             writeln!(f)?;

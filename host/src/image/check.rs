@@ -98,7 +98,10 @@ impl Judge<'_> {
                 Some(BindingKind::Control) => {
                     seen[0] += 1;
                     if binding.bytes != size_of::<Control>() as u64 {
-                        self.report(&at, format!("{} bytes, the control block has {}", binding.bytes, size_of::<Control>()));
+                        self.report(
+                            &at,
+                            format!("{} bytes, the control block has {}", binding.bytes, size_of::<Control>()),
+                        );
                     }
                 }
                 Some(BindingKind::Tokens) => seen[1] += 1,
@@ -112,7 +115,10 @@ impl Judge<'_> {
             }
         }
         if seen != [1, 1] {
-            self.report("bindings", format!("{} control blocks and {} token buffers, expected one of each", seen[0], seen[1]));
+            self.report(
+                "bindings",
+                format!("{} control blocks and {} token buffers, expected one of each", seen[0], seen[1]),
+            );
         }
     }
 
@@ -130,7 +136,10 @@ impl Judge<'_> {
         for (number, program) in view.programs.iter().enumerate() {
             let first = (u64::from(program.task_first), u64::from(program.event_first));
             if first != next || program.task_count == 0 {
-                self.report(format_args!("p{number}"), format!("starts at task and event {first:?}, expected {next:?}"));
+                self.report(
+                    format_args!("p{number}"),
+                    format!("starts at task and event {first:?}, expected {next:?}"),
+                );
             }
             if program.max_rows == 0 || program.in_token_loop > 1 {
                 self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0 or 1".to_owned());
@@ -153,7 +162,10 @@ impl Judge<'_> {
                 let what = self.task(task, is_last, &own);
                 if let Err(what) = what {
                     let id = program.task_first as usize + at;
-                    self.report(format_args!("p{number} t{id} ({}, block {:?})", self.image.op_name(task.op), task.block), what);
+                    self.report(
+                        format_args!("p{number} t{id} ({}, block {:?})", self.image.op_name(task.op), task.block),
+                        what,
+                    );
                 }
                 if self.broken.len() >= ENOUGH {
                     return;
@@ -212,7 +224,9 @@ impl Judge<'_> {
             return Err(format!("byte {} of {} is not aligned for {dtype}", operand.offset_bytes, operand.binding));
         }
         let beyond = operand.rank as usize..MAX_RANK;
-        if operand.extent[beyond.clone()].iter().any(|n| *n != 1) || operand.stride_elems[beyond].iter().any(|s| *s != 0) {
+        if operand.extent[beyond.clone()].iter().any(|n| *n != 1)
+            || operand.stride_elems[beyond].iter().any(|s| *s != 0)
+        {
             return Err(format!("has extents or strides beyond its rank {}", operand.rank));
         }
         // In u128: hostile extents and strides must not wrap.
@@ -250,7 +264,10 @@ impl Judge<'_> {
             let heads = &view.list_heads[number * per_program..][..per_program];
             let next_starts = view.list_heads.get((number + 1) * per_program).copied();
             if next_starts.is_some_and(|start| start != heads[per_program - 1]) {
-                self.report(format_args!("p{number}"), "its lists do not end where the next program's start".to_owned());
+                self.report(
+                    format_args!("p{number}"),
+                    "its lists do not end where the next program's start".to_owned(),
+                );
             }
             let mut seen = vec![false; program.task_count as usize];
             for &id in &view.lists[heads[0] as usize..heads[per_program - 1] as usize] {
@@ -316,7 +333,8 @@ impl Judge<'_> {
                 }
             }
             if done != program.task_count {
-                let stuck = lists.iter().zip(&next).enumerate().filter_map(|(w, (list, at))| Some((w, *list.get(*at)?)));
+                let stuck =
+                    lists.iter().zip(&next).enumerate().filter_map(|(w, (list, at))| Some((w, *list.get(*at)?)));
                 let stuck: Vec<String> = stuck.take(4).map(|(w, id)| format!("w{w} at t{id}")).collect();
                 let what = format!("stops after {done} of {} tasks: {}", program.task_count, stuck.join(", "));
                 return self.report(format_args!("p{number}"), what);

@@ -37,7 +37,9 @@ pub enum CsvError {
         header: String,
     },
     /// A column of a meaning unknown here, or one named twice.
-    #[error("column `{name}` is not understood or given twice, expected `id,lower,upper,size` and optionally `alignment`")]
+    #[error(
+        "column `{name}` is not understood or given twice, expected `id,lower,upper,size` and optionally `alignment`"
+    )]
     UnknownColumn {
         /// As given.
         name: String,
@@ -202,7 +204,9 @@ mod tests {
         assert!(message("id,id,upper,size,lower\n").contains("`id`"));
         assert!(message("id,lower,upper,size\na,0,1\n").contains("line 2: 3 fields, expected 4"));
         assert!(message("id,lower,upper,size\na,-1,1,4\n").contains("line 2: lower is `-1`"));
-        assert!(message("id,lower,upper,size\na,0,1,99999999999999999999\n").contains("size is `99999999999999999999`"));
+        assert!(
+            message("id,lower,upper,size\na,0,1,99999999999999999999\n").contains("size is `99999999999999999999`")
+        );
         assert!(message("id,lower,upper,size\na,0,1,1.5\n").contains("`1.5`"));
         assert!(message("id,lower,upper,size\na,3,3,4\n").contains("[3, 3)"));
         assert!(message("id,lower,upper,size\na,0,1,4\na,0,1,4\n").contains("already on line 2"));

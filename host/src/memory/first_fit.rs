@@ -132,8 +132,7 @@ pub enum Order {
 
 impl Order {
     /// All of them, the one that is best most often first.
-    pub const ALL: [Order; 6] =
-        [Order::Size, Order::Lifetime, Order::Area, Order::Load, Order::Birth, Order::Death];
+    pub const ALL: [Order; 6] = [Order::Size, Order::Lifetime, Order::Area, Order::Load, Order::Birth, Order::Death];
 
     /// The buffers in this order.
     pub(super) fn of(self, buffers: &[Buffer], timeline: &Timeline, loads: &[u64]) -> Vec<u32> {

@@ -22,6 +22,12 @@ use super::types::{Buffer, Placement, Problem, validate};
 /// lower bound.
 const ARENA_STEPS: u64 = 1_000_000_000;
 
+/// Above this size sorting alone takes that long, and the heuristics get a tenth of the steps.
+const MANY_BUFFERS: usize = 250_000;
+
+/// Up to this size [`arena`] also lets the exact search go straight for the load, for a few nodes a buffer.
+const MAX_ARENA_SEARCH_BUFFERS: usize = 2048;
+
 /// Parts up to this size are given to the exact search.
 const MAX_SEARCH_BUFFERS: usize = 4096;
 
@@ -72,14 +78,24 @@ pub fn arena(buffers: &[Buffer]) -> Placement {
     assert_valid(buffers);
     let timeline = Timeline::new(buffers);
     let loads = timeline.loads(buffers);
-    quick(buffers, &timeline, &loads, 0)
+    let best = quick(buffers, &timeline, &loads, 0);
+    let load_bytes = loads.iter().copied().max().unwrap_or(0);
+    let is_small = buffers.len() <= MAX_ARENA_SEARCH_BUFFERS && buffers.iter().all(|buffer| buffer.size_bytes > 0);
+    if best.peak_bytes > load_bytes
+        && is_small
+        && let Ok(offsets) = search::search(buffers, load_bytes, None, 3 * buffers.len() as u64)
+    {
+        return Placement::from_offsets(buffers, offsets);
+    }
+    best
 }
 
 /// The best of the heuristics; stops early at a peak of `good_enough_bytes` or the load, whichever is more.
 fn quick(buffers: &[Buffer], timeline: &Timeline, loads: &[u64], good_enough_bytes: u64) -> Placement {
     let target = good_enough_bytes.max(loads.iter().copied().max().unwrap_or(0));
     let mut best = linear_scan::place_along(buffers, timeline);
-    let mut budget = Budget { steps: ARENA_STEPS };
+    let steps = if buffers.len() > MANY_BUFFERS { ARENA_STEPS / 10 } else { ARENA_STEPS };
+    let mut budget = Budget { steps };
     for order in Order::ALL {
         if best.peak_bytes <= target {
             break;
@@ -181,8 +197,7 @@ pub fn minimise(buffers: &[Buffer], timeout: Duration) -> Minimum {
 
 /// The independent parts: buffers of different parts are never alive together. Buffers of no bytes are in none.
 fn parts(buffers: &[Buffer], timeline: &Timeline) -> Vec<Vec<u32>> {
-    let mut by_birth: Vec<u32> =
-        (0..buffers.len() as u32).filter(|&i| buffers[i as usize].size_bytes > 0).collect();
+    let mut by_birth: Vec<u32> = (0..buffers.len() as u32).filter(|&i| buffers[i as usize].size_bytes > 0).collect();
     by_birth.sort_unstable_by_key(|&i| (timeline.spans[i as usize], i));
     let mut parts: Vec<Vec<u32>> = Vec::new();
     let mut part_end = 0;

@@ -23,8 +23,13 @@
 //!   part as it is and lower the second, moving down lowers the first. So the rules do not work against each other.
 //! * *Splitting.* Slots that no unplaced buffer crosses cut the rest into parts with no influence on each other. A part
 //!   that has no solution leaves the node without one, and its siblings need not be undone one by one.
-//! * *Jumping.* If the part that failed shares no slot with the buffer just placed, placing another one instead cannot
-//!   help: it would meet the same part, with fewer offsets allowed. The node fails at once.
+//! * *Jumping.* Every failure comes with its reason, a range of slots such that it stands as long as nothing in them
+//!   changes: for a slot over capacity the lifetimes of its unplaced buffers; for a part tried in vain its slots; in both
+//!   cases widened by the reasons of the bounds that were raised. If the reason shares no slot with the buffer just
+//!   placed, placing another one instead cannot help, and the node fails for the same reason.
+//! * *Passing over.* Once all sequences that place a buffer now have been tried, it can only lie on one still to be
+//!   placed, at least as high as the lowest of those will end; slot bounds see it there. The reason of that bound takes in
+//!   the reasons of those failures and of the bounds it was computed from.
 //!
 //! # Order of search
 //! Children go by `(floor, rank)`. Run times are heavy-tailed in the ranking, so several rankings take turns with limits
@@ -87,7 +92,6 @@ pub(super) fn search(
             let mut search = Search::new(&world, ranks, capacity_bytes, limit.min(max_nodes - total_nodes), deadline);
             let outcome = search.run();
             total_nodes += search.n_nodes;
-            eprintln!("{ranking:?} {shake:?} {} limit {limit}", search.n_nodes);
             match outcome {
                 Outcome::Found => return Ok(search.offsets),
                 Outcome::Failed { .. } => return Err(Exhausted::Proof),
@@ -186,9 +190,7 @@ impl World {
                     u128::from(self.loads[first as usize..end as usize].iter().copied().max().unwrap_or(0))
                 }
                 Key::Width => u128::from(upper - lower).saturating_mul(u128::from(scales[i])),
-                Key::Area => {
-                    (u128::from(upper - lower) * u128::from(size_bytes)).saturating_mul(u128::from(scales[i]))
-                }
+                Key::Area => (u128::from(upper - lower) * u128::from(size_bytes)).saturating_mul(u128::from(scales[i])),
             }
         };
         let mut order: Vec<_> = (0..self.buffers.len())
@@ -203,6 +205,11 @@ impl World {
     }
 }
 
+/// The smallest range of slots that covers both.
+fn hull(a: (u32, u32), b: (u32, u32)) -> (u32, u32) {
+    (a.0.min(b.0), a.1.max(b.1))
+}
+
 /// SplitMix64 (Steele, Lea and Flood, 2014): enough to shake a ranking, and the same everywhere.
 fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -215,14 +222,17 @@ fn random(state: &mut u64) -> u64 {
 enum Outcome {
     Found,
     /// No placement; the slots of the part that has none.
-    Failed { first: u32, end: u32 },
+    Failed {
+        first: u32,
+        end: u32,
+    },
     Limit,
 }
 
 /// What to restore on the way back.
 enum Undo {
     Floor { buffer: u32, floor: u64 },
-    Bound { buffer: u32, bound: u64 },
+    Bound { buffer: u32, bound: u64, reason: (u32, u32) },
     Slot { slot: u32, lowest: u64, witness: u32 },
     Placed { buffer: u32, top_from: u32 },
 }
@@ -246,6 +256,8 @@ struct Search<'a> {
     floors: Vec<u64>,
     /// A lower bound of the offset each unplaced buffer can still get, at least its floor; `u64::MAX` once placed.
     bounds: Vec<u64>,
+    /// The slots that explain each bound: as long as nothing in them changes, the bound stands.
+    reasons: Vec<(u32, u32)>,
     offsets: Vec<u64>,
     /// Sum of the unplaced sizes in each slot.
     rest: Vec<u64>,
@@ -297,6 +309,7 @@ impl<'a> Search<'a> {
             twin_before,
             floors: vec![0; n],
             bounds: vec![0; n],
+            reasons: world.spans.clone(),
             offsets: vec![0; n],
             rest: world.loads.clone(),
             lowest: vec![0; world.n_slots],
@@ -363,14 +376,13 @@ impl<'a> Search<'a> {
 
     /// Places what is left of a part, nothing before `(offset, rank)`.
     fn solve(&mut self, part: Part, offset: u64, rank: u32) -> Outcome {
-        let failed = Outcome::Failed { first: part.first, end: part.end };
         let slots = part.first as usize..part.end as usize;
         let is_over = self.lowest[slots.clone()]
             .iter()
             .zip(&self.rest[slots])
             .any(|(&lowest, &rest)| lowest.max(offset) + rest > self.capacity && rest > 0);
         if is_over {
-            return failed;
+            return self.failed(part);
         }
         let items = &self.pool[part.first_item..part.end_item];
         let mut height = u64::MAX;
@@ -390,55 +402,67 @@ impl<'a> Search<'a> {
         children.sort_unstable();
         let node_trail_len = self.trail.len();
         for (floor, rank, i) in children {
-            if self.is_swapped(i, floor) {
-                if !self.pass_over(part, i) {
-                    break;
+            let span = self.world.spans[i as usize];
+            let reason = if self.is_swapped(i, floor) {
+                span
+            } else {
+                if self.n_nodes >= self.max_nodes {
+                    return Outcome::Limit;
                 }
-                continue;
-            }
-            if self.n_nodes >= self.max_nodes {
-                return Outcome::Limit;
-            }
-            self.n_nodes += 1;
-            if self.n_nodes % NODES_PER_CLOCK == 0 && self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                self.is_late = true;
-                self.max_nodes = self.n_nodes;
-                return Outcome::Limit;
-            }
-            let trail_len = self.trail.len();
-            if let Some(has_cut) = self.place(part, i) {
-                let outcome = if has_cut || part.end_item - part.first_item == 1 {
-                    self.solve_split(part, Some(i), floor, rank)
-                } else {
-                    let first_item = self.pool.len();
-                    for item in part.first_item..part.end_item {
-                        if self.pool[item] != i {
-                            self.pool.push(self.pool[item]);
-                        }
-                    }
-                    let rest = Part { first_item, end_item: self.pool.len(), ..part };
-                    let outcome = self.solve(rest, floor, rank);
-                    self.pool.truncate(first_item);
-                    outcome
+                self.n_nodes += 1;
+                let is_time = self.n_nodes.is_multiple_of(NODES_PER_CLOCK);
+                if is_time && self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                    self.is_late = true;
+                    self.max_nodes = self.n_nodes;
+                    return Outcome::Limit;
+                }
+                let trail_len = self.trail.len();
+                let reason = match self.place(part, i) {
+                    Err(reason) => reason,
+                    Ok(has_cut) => match self.descend(part, i, has_cut, floor, rank) {
+                        Outcome::Failed { first, end } => (first, end),
+                        outcome => return outcome,
+                    },
                 };
-                match outcome {
-                    Outcome::Found | Outcome::Limit => return outcome,
-                    Outcome::Failed { first, end } => {
-                        let span = self.world.spans[i as usize];
-                        if end <= span.0 || span.1 <= first {
-                            self.undo(node_trail_len);
-                            return outcome;
-                        }
-                    }
+                self.undo(trail_len);
+                if reason.1 <= span.0 || span.1 <= reason.0 {
+                    self.undo(node_trail_len);
+                    return Outcome::Failed { first: reason.0, end: reason.1 };
                 }
-            }
-            self.undo(trail_len);
-            if !self.pass_over(part, i) {
-                break;
+                hull(reason, span)
+            };
+            if let Err((first, end)) = self.pass_over(part, i, reason) {
+                self.undo(node_trail_len);
+                return Outcome::Failed { first, end };
             }
         }
+        let failed = self.failed(part);
         self.undo(node_trail_len);
         failed
+    }
+
+    /// Solves what is left of a part after `i` was placed in it.
+    fn descend(&mut self, part: Part, i: u32, has_cut: bool, offset: u64, rank: u32) -> Outcome {
+        if has_cut || part.end_item - part.first_item == 1 {
+            return self.solve_split(part, Some(i), offset, rank);
+        }
+        let first_item = self.pool.len();
+        for item in part.first_item..part.end_item {
+            if self.pool[item] != i {
+                self.pool.push(self.pool[item]);
+            }
+        }
+        let outcome = self.solve(Part { first_item, end_item: self.pool.len(), ..part }, offset, rank);
+        self.pool.truncate(first_item);
+        outcome
+    }
+
+    /// Failure for reasons that lie anywhere in the part, or in what its bounds rest on.
+    fn failed(&self, part: Part) -> Outcome {
+        let items = &self.pool[part.first_item..part.end_item];
+        let reasons = items.iter().map(|&i| self.reasons[i as usize]);
+        let (first, end) = reasons.fold((part.first, part.end), hull);
+        Outcome::Failed { first, end }
     }
 
     /// Whether buffer `i` would rest on exactly one buffer of its own lifetime and higher rank.
@@ -453,8 +477,8 @@ impl<'a> Search<'a> {
             && self.top[span.0 as usize..span.1 as usize].iter().all(|&top| top == below)
     }
 
-    /// Places `i` at its floor. `None` if some slot is over capacity then, else whether a border became free.
-    fn place(&mut self, part: Part, i: u32) -> Option<bool> {
+    /// Places `i` at its floor: whether a border became free, or the reason why some slot is over capacity then.
+    fn place(&mut self, part: Part, i: u32) -> Result<bool, (u32, u32)> {
         let world = self.world;
         let (first, end) = world.spans[i as usize];
         let size = world.buffers[i as usize].size_bytes;
@@ -462,7 +486,7 @@ impl<'a> Search<'a> {
         self.offsets[i as usize] = self.floors[i as usize];
         self.trail.push(Undo::Floor { buffer: i, floor: self.floors[i as usize] });
         self.floors[i as usize] = u64::MAX;
-        self.set_bound(i, u64::MAX);
+        self.set_bound(i, u64::MAX, (first, end));
         self.trail.push(Undo::Placed { buffer: i, top_from: self.top_log.len() as u32 });
         let mut has_cut = false;
         for slot in first as usize..end as usize {
@@ -482,57 +506,61 @@ impl<'a> Search<'a> {
                 let buffer = &world.buffers[j as usize];
                 let floor = if buffer.alignment == 1 { top } else { top.next_multiple_of(buffer.alignment) };
                 if floor + buffer.size_bytes > self.capacity {
-                    return None;
+                    return Err((j_first, j_end));
                 }
                 self.trail.push(Undo::Floor { buffer: j, floor: self.floors[j as usize] });
                 self.floors[j as usize] = floor;
                 if self.bounds[j as usize] >= floor {
                     continue;
                 }
-                self.set_bound(j, floor);
+                self.set_bound(j, floor, (j_first, j_end));
                 dirty = (dirty.0.min(j_first), dirty.1.max(j_end));
             }
         }
-        self.refresh(dirty.0, dirty.1).then_some(has_cut)
+        self.refresh(dirty.0, dirty.1)?;
+        Ok(has_cut)
     }
 
-    /// Every sequence that places `i` now has been tried, so from here on it rests on a buffer yet to be placed. `false`
-    /// if nothing is left that could carry it that low.
-    fn pass_over(&mut self, part: Part, i: u32) -> bool {
+    /// Every sequence that places `i` now has been tried and failed for `reason`, so from here on it rests on a buffer yet
+    /// to be placed. An error, with its reason, if nothing is left that could carry it that low.
+    fn pass_over(&mut self, part: Part, i: u32, reason: (u32, u32)) -> Result<(), (u32, u32)> {
         let world = self.world;
         let (first, end) = world.spans[i as usize];
         let mut bound = u64::MAX;
+        let mut reason = hull(reason, self.reasons[i as usize]);
         for &j in &self.pool[part.first_item..part.end_item] {
             let (j_first, j_end) = world.spans[j as usize];
             if j_first < end && first < j_end && j != i {
                 bound = bound.min(self.bounds[j as usize] + world.buffers[j as usize].size_bytes);
+                reason = hull(reason, self.reasons[j as usize]);
             }
         }
         if bound == u64::MAX || bound + world.buffers[i as usize].size_bytes > self.capacity {
-            return false;
+            return Err(reason);
         }
-        if bound > self.bounds[i as usize] {
-            self.set_bound(i, bound);
-            return self.refresh(first, end);
-        }
-        true
+        // Even a bound that stays is kept with its reason: from here on `i` is no child any more.
+        self.set_bound(i, bound.max(self.bounds[i as usize]), reason);
+        self.refresh(first, end)
     }
 
-    fn set_bound(&mut self, buffer: u32, bound: u64) {
-        self.trail.push(Undo::Bound { buffer, bound: self.bounds[buffer as usize] });
+    fn set_bound(&mut self, buffer: u32, bound: u64, reason: (u32, u32)) {
+        let undo = Undo::Bound { buffer, bound: self.bounds[buffer as usize], reason: self.reasons[buffer as usize] };
+        self.trail.push(undo);
         self.bounds[buffer as usize] = bound;
+        self.reasons[buffer as usize] = reason;
     }
 
-    /// Brings the slots' lowest bounds up to date. `false` if one of them is then over capacity.
-    fn refresh(&mut self, first: u32, end: u32) -> bool {
+    /// Brings the slots' lowest bounds up to date. An error, with its reason, if one of them is then over capacity.
+    fn refresh(&mut self, first: u32, end: u32) -> Result<(), (u32, u32)> {
         let world = self.world;
         for slot in first as usize..end as usize {
             let witness = self.witness[slot];
             if witness == NOBODY || self.bounds[witness as usize] == self.lowest[slot] || self.rest[slot] == 0 {
                 continue;
             }
+            let members = &world.members[world.starts[slot]..world.starts[slot + 1]];
             let mut lowest = (u64::MAX, NOBODY);
-            for &j in &world.members[world.starts[slot]..world.starts[slot + 1]] {
+            for &j in members {
                 let bound = self.bounds[j as usize];
                 if bound < lowest.0 {
                     lowest = (bound, j);
@@ -541,17 +569,22 @@ impl<'a> Search<'a> {
             self.trail.push(Undo::Slot { slot: slot as u32, lowest: self.lowest[slot], witness });
             (self.lowest[slot], self.witness[slot]) = lowest;
             if lowest.0 + self.rest[slot] > self.capacity {
-                return false;
+                let unplaced = members.iter().filter(|&&j| self.bounds[j as usize] != u64::MAX);
+                let reasons = unplaced.map(|&j| self.reasons[j as usize]);
+                return Err(reasons.fold((slot as u32, slot as u32 + 1), hull));
             }
         }
-        true
+        Ok(())
     }
 
     fn undo(&mut self, trail_len: usize) {
         while self.trail.len() > trail_len {
             match self.trail.pop().expect("longer than trail_len") {
                 Undo::Floor { buffer, floor } => self.floors[buffer as usize] = floor,
-                Undo::Bound { buffer, bound } => self.bounds[buffer as usize] = bound,
+                Undo::Bound { buffer, bound, reason } => {
+                    self.bounds[buffer as usize] = bound;
+                    self.reasons[buffer as usize] = reason;
+                }
                 Undo::Slot { slot, lowest, witness } => {
                     self.lowest[slot as usize] = lowest;
                     self.witness[slot as usize] = witness;

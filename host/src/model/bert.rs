@@ -54,7 +54,8 @@ impl Encoder<'_> {
         let BertConfig { vocab_size, hidden_size, max_position_embeddings, type_vocab_size, .. } = *self.config;
         let tokens = self.graph.tokens(max_position_embeddings)?;
         let table = self.weight("embeddings.word_embeddings.weight", &[vocab_size, hidden_size])?;
-        let positions = self.weight("embeddings.position_embeddings.weight", &[max_position_embeddings, hidden_size])?;
+        let positions =
+            self.weight("embeddings.position_embeddings.weight", &[max_position_embeddings, hidden_size])?;
         let kinds = self.weight("embeddings.token_type_embeddings.weight", &[type_vocab_size, hidden_size])?;
         let x = self.graph.embedding("embeddings", tokens, table, Some(positions), Some(kinds))?;
         self.norm("embeddings.LayerNorm", x, None)
@@ -84,7 +85,8 @@ impl Encoder<'_> {
         let v = self.linear(&name("value"), x, hidden_size, Activation::None)?;
         let q = self.graph.reshape(q, &[rows, n_heads, 1, head_dim])?;
         // Keys and values seen head by head: [heads, rows, head_dim].
-        let by_head = |graph: &mut KernelGraph, t| graph.view(t, 0, &[n_heads, rows, head_dim], &[head_dim, hidden_size, 1]);
+        let by_head =
+            |graph: &mut KernelGraph, t| graph.view(t, 0, &[n_heads, rows, head_dim], &[head_dim, hidden_size, 1]);
         let kv = [by_head(&mut self.graph, k)?, by_head(&mut self.graph, v)?];
         let scale = 1.0 / (head_dim as f32).sqrt();
         Ok(self.graph.attention(&name("attention"), q, kv, scale, false)?)

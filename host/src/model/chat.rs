@@ -26,10 +26,7 @@ pub struct ChatMessage {
 impl ChatMessage {
     /// A message of the given role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> ChatMessage {
-        ChatMessage {
-            role: role.into(),
-            content: content.into(),
-        }
+        ChatMessage { role: role.into(), content: content.into() }
     }
 }
 
@@ -50,15 +47,8 @@ impl ChatTemplate {
     /// Reads a model folder's chat template.
     pub fn open(dir: &Path) -> Result<ChatTemplate, ModelError> {
         let config_path = dir.join("tokenizer_config.json");
-        let config = if config_path.exists() {
-            Some(read_value(&config_path)?)
-        } else {
-            None
-        };
-        let config = config
-            .as_ref()
-            .map(|value| Fields::new(&config_path, value))
-            .transpose()?;
+        let config = if config_path.exists() { Some(read_value(&config_path)?) } else { None };
+        let config = config.as_ref().map(|value| Fields::new(&config_path, value)).transpose()?;
 
         let file = dir.join("chat_template.jinja");
         let (path, source) = if file.exists() {
@@ -67,10 +57,7 @@ impl ChatTemplate {
             (file, source)
         } else {
             let source = config.as_ref().map(template_of).transpose()?.flatten();
-            (
-                config_path.clone(),
-                source.ok_or_else(|| ModelError::NoChatTemplate { dir: dir.to_owned() })?,
-            )
+            (config_path.clone(), source.ok_or_else(|| ModelError::NoChatTemplate { dir: dir.to_owned() })?)
         };
         let special_tokens = config.as_ref().map(special_tokens).unwrap_or_default();
         ChatTemplate::from_source(&path, &source, special_tokens)
@@ -96,11 +83,7 @@ impl ChatTemplate {
         environment
             .add_template_owned(NAME, without_generation_tags(source))
             .map_err(|e| chat_error(path, format!("chat template: {}", one_line(&e))))?;
-        Ok(ChatTemplate {
-            path: path.to_owned(),
-            environment,
-            special_tokens,
-        })
+        Ok(ChatTemplate { path: path.to_owned(), environment, special_tokens })
     }
 
     /// The prompt for the assistant's next turn.
@@ -121,17 +104,10 @@ impl ChatTemplate {
             ("tools", Value::from(())),
             ("documents", Value::from(())),
         ];
-        context.extend(
-            self.special_tokens
-                .iter()
-                .map(|(k, v)| (k.as_str(), Value::from(v.as_str()))),
-        );
+        context.extend(self.special_tokens.iter().map(|(k, v)| (k.as_str(), Value::from(v.as_str()))));
         context.extend(variables.iter().map(|(k, v)| (*k, Value::from_serialize(v))));
         let context: Value = context.into_iter().collect();
-        let template = self
-            .environment
-            .get_template(NAME)
-            .map_err(|e| chat_error(&self.path, one_line(&e)))?;
+        let template = self.environment.get_template(NAME).map_err(|e| chat_error(&self.path, one_line(&e)))?;
         template.render(context).map_err(|e| {
             chat_error(
                 &self.path,
@@ -148,10 +124,7 @@ impl ChatTemplate {
 const REFUSED: &str = "refused: ";
 
 fn chat_error(path: &Path, message: impl Into<String>) -> ModelError {
-    ModelError::ChatTemplate {
-        path: path.to_owned(),
-        message: message.into(),
-    }
+    ModelError::ChatTemplate { path: path.to_owned(), message: message.into() }
 }
 
 /// The error with its line, without the excerpt that may follow.
@@ -175,21 +148,12 @@ fn template_of(config: &Fields<'_>) -> Result<Option<String>, ModelError> {
             .collect::<Option<Vec<_>>>()
     });
     let named = named.ok_or_else(|| config.wrong("chat_template", expected))?;
-    match named
-        .iter()
-        .find(|(name, _)| *name == "default")
-        .or(if named.len() == 1 { named.first() } else { None })
-    {
+    match named.iter().find(|(name, _)| *name == "default").or(if named.len() == 1 { named.first() } else { None }) {
         Some((_, source)) => Ok(Some((*source).to_owned())),
         None if named.is_empty() => Ok(None),
         None => {
             let names: Vec<_> = named.iter().map(|(name, _)| *name).collect();
-            Err(ModelError::key(
-                config.path(),
-                "chat_template",
-                names.join(", "),
-                "one named \"default\"",
-            ))
+            Err(ModelError::key(config.path(), "chat_template", names.join(", "), "one named \"default\""))
         }
     }
 }
@@ -233,10 +197,7 @@ fn tojson(value: Value, kwargs: Kwargs) -> Result<String, Error> {
     if let Some(ascii) = kwargs.get::<Option<bool>>("ensure_ascii")?
         && ascii
     {
-        return Err(Error::new(
-            ErrorKind::InvalidOperation,
-            "tojson(ensure_ascii=true) is not supported",
-        ));
+        return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
     }
     // Anything else changes how the text looks, so silence would be a wrong prompt.
     kwargs.assert_all_used()?;
@@ -306,15 +267,7 @@ fn strftime(format: &str, unix_seconds: u64) -> String {
         "November",
         "December",
     ];
-    const DAYS: [&str; 7] = [
-        "Thursday",
-        "Friday",
-        "Saturday",
-        "Sunday",
-        "Monday",
-        "Tuesday",
-        "Wednesday",
-    ];
+    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
     let (days, seconds) = (unix_seconds / 86_400, unix_seconds % 86_400);
     let (year, month, day, day_of_year) = civil(days);
     let (month_name, day_name) = (MONTHS[month - 1], DAYS[(days % 7) as usize]);
@@ -382,10 +335,7 @@ mod tests {
     use super::*;
 
     fn template(source: &str) -> ChatTemplate {
-        let tokens = vec![
-            ("bos_token".to_owned(), "<s>".to_owned()),
-            ("eos_token".to_owned(), "</s>".to_owned()),
-        ];
+        let tokens = vec![("bos_token".to_owned(), "<s>".to_owned()), ("eos_token".to_owned(), "</s>".to_owned())];
         ChatTemplate::from_source(Path::new("chat_template.jinja"), source, tokens).expect("a template")
     }
 
@@ -401,13 +351,8 @@ mod tests {
     fn a_fixture() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3");
         let template = ChatTemplate::open(&dir).expect("the fixture");
-        let text = template
-            .render(&[ChatMessage::new("user", "Hi <you> & me")])
-            .expect("renders");
-        assert_eq!(
-            text,
-            "<|im_start|>user\nHi <you> & me<|im_end|>\n<|im_start|>assistant\n"
-        );
+        let text = template.render(&[ChatMessage::new("user", "Hi <you> & me")]).expect("renders");
+        assert_eq!(text, "<|im_start|>user\nHi <you> & me<|im_end|>\n<|im_start|>assistant\n");
     }
 
     /// What published templates use, each with the text that the reference engine makes of it.
@@ -420,44 +365,23 @@ mod tests {
             ),
             // Blocks take their line with them.
             ("a\n    {% if true %}\n  b\n    {% endif %}\nc\n", "a\n  b\nc"),
-            (
-                "{%- for m in messages[::-1] %}{{ loop.index0 ~ m['role'][:2] }} {%- endfor %}",
-                "0as1us2sy",
-            ),
+            ("{%- for m in messages[::-1] %}{{ loop.index0 ~ m['role'][:2] }} {%- endfor %}", "0as1us2sy"),
             (
                 "{%- set ns = namespace(n=0) %}{%- for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
                 "2",
             ),
-            (
-                "{{ messages[1].content.strip() + '|' + messages[1]['content'] | trim | upper }}",
-                "Hi <b>|HI <B>",
-            ),
+            ("{{ messages[1].content.strip() + '|' + messages[1]['content'] | trim | upper }}", "Hi <b>|HI <B>"),
             ("{{ 'a</think>\\n\\nb'.split('</think>')[-1].lstrip('\\n') }}", "b"),
-            (
-                "{{ 'x-y'.startswith('x') }} {{ messages[0].content is string }} {{ tools is none }}",
-                "True True True",
-            ),
-            (
-                "{% if messages[0].role not in ['user'] and enable_thinking is not defined %}y{% endif %}",
-                "y",
-            ),
-            (
-                "{{ messages[0] | tojson }}",
-                r#"{"role": "system", "content": "Be brief."}"#,
-            ),
+            ("{{ 'x-y'.startswith('x') }} {{ messages[0].content is string }} {{ tools is none }}", "True True True"),
+            ("{% if messages[0].role not in ['user'] and enable_thinking is not defined %}y{% endif %}", "y"),
+            ("{{ messages[0] | tojson }}", r#"{"role": "system", "content": "Be brief."}"#),
             (
                 "{{ {'b': [1, 2.5, true, none], 'a': {}} | tojson(indent=2) }}",
                 "{\n  \"b\": [\n    1,\n    2.5,\n    true,\n    null\n  ],\n  \"a\": {}\n}",
             ),
             ("{{ messages[1].content | tojson }}", "\" Hi <b> \""),
-            (
-                "{%- macro f(x) -%}[{{ x }}]{%- endmacro -%}{{ f(messages | length) }}",
-                "[3]",
-            ),
-            (
-                "{%- generation -%}x{%- endgeneration -%}{% generation %}\ny{% endgeneration %}\n",
-                "xy",
-            ),
+            ("{%- macro f(x) -%}[{{ x }}]{%- endmacro -%}{{ f(messages | length) }}", "[3]"),
+            ("{%- generation -%}x{%- endgeneration -%}{% generation %}\ny{% endgeneration %}\n", "xy"),
             ("{{ undefined_thing }}{{ messages[0].tool_calls }}|", "|"),
             (
                 "{% set m = messages[0] %}{% if m.get('name') is none %}{% for k, v in m.items() %}{{ k }},{% endfor %}{% endif %}",
@@ -468,18 +392,12 @@ mod tests {
                 "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ loop.index }}{% endif %}{% endfor %}",
                 "123",
             ),
-            (
-                "{{ (messages | selectattr('role', 'equalto', 'user') | list)[0].content }}",
-                " Hi <b> ",
-            ),
+            ("{{ (messages | selectattr('role', 'equalto', 'user') | list)[0].content }}", " Hi <b> "),
             (
                 "{{ messages | rejectattr('role', 'equalto', 'user') | map(attribute='role') | join(',') }}",
                 "system,assistant",
             ),
-            (
-                "{% for k, v in messages[0] | items %}{{ k }}={{ v }};{% endfor %}",
-                "role=system;content=Be brief.;",
-            ),
+            ("{% for k, v in messages[0] | items %}{{ k }}={{ v }};{% endfor %}", "role=system;content=Be brief.;"),
             (
                 "{% for m in messages if m.role != 'system' %}{{ m.role }}{{ '' if loop.last else '+' }}{% endfor %}",
                 "user+assistant",
@@ -496,14 +414,8 @@ mod tests {
                 "{{ messages[0] is mapping }}{{ messages is iterable }}{{ 'rie' in messages[0].content }}{{ messages is sequence }}{{ messages[0].content is not none }}",
                 "TrueTrueTrueTrueTrue",
             ),
-            (
-                "{{ 'ab' * 2 }}{{ 7 // 2 }}{{ 7 % 2 }}{{ 2 ** 3 }}{{ 7 / 2 }}{{ [1] + [2, 3] }}",
-                "abab3183.5[1, 2, 3]",
-            ),
-            (
-                "{% set messages = messages[1:] %}{{ messages | length }}{{ messages[-1]['role'] }}",
-                "2assistant",
-            ),
+            ("{{ 'ab' * 2 }}{{ 7 // 2 }}{{ 7 % 2 }}{{ 2 ** 3 }}{{ 7 / 2 }}{{ [1] + [2, 3] }}", "abab3183.5[1, 2, 3]"),
+            ("{% set messages = messages[1:] %}{{ messages | length }}{{ messages[-1]['role'] }}", "2assistant"),
             (
                 "{{ messages[0].get('x', 'default') }}{{ messages[0]['x'] | default('d2') }}{{ {'role': 'x'} | tojson }}",
                 "defaultd2{\"role\": \"x\"}",
@@ -512,18 +424,12 @@ mod tests {
                 "{{ 'A-b'.lower() ~ 'c'.upper() ~ 'x,y'.split(',') | length ~ ' t '.rstrip() ~ 'q'.endswith('q') ~ 'a b'.title() }}",
                 "a-bC2 tTrueA B",
             ),
-            (
-                "{{ \"%s is %d\" | format('x', 3) }}{{ 'a\\nb' | indent(2) }}",
-                "x is 3a\n  b",
-            ),
+            ("{{ \"%s is %d\" | format('x', 3) }}{{ 'a\\nb' | indent(2) }}", "x is 3a\n  b"),
             (
                 "{% if tools %}t{% elif not documents and true %}d{% else %}e{% endif %}{% if messages and messages[0]['role'] == 'system' %}s{% endif %}",
                 "ds",
             ),
-            (
-                "{%- for i in range(3) -%}{%- if i == 2 %}{% break %}{% endif -%}{{ i }}{%- endfor %}",
-                "01",
-            ),
+            ("{%- for i in range(3) -%}{%- if i == 2 %}{% break %}{% endif -%}{{ i }}{%- endfor %}", "01"),
             (
                 "{% macro r(m, tag='x') %}<{{ tag }}>{{ m.role }}{% endmacro %}{{ r(messages[0]) }}{{ r(messages[1], tag='y') }}",
                 "<x>system<y>user",
@@ -532,22 +438,13 @@ mod tests {
                 "{{ 'a' if messages[0].role == 'nobody' }}|{{ messages[0]['content'] | string | length }}{{ '12' | int + 1 }}",
                 "|913",
             ),
-            (
-                "{%- set a, b = 1, 2 %}{{ a + b }}{% set x = {'k': [1, {'z': 2}]} %}{{ x.k[1].z }}{{ x['k'][0] }}",
-                "321",
-            ),
-            (
-                "{% for m in messages -%}\n  {{ m.role }}\n{%- endfor %}\n\nend\n\n",
-                "systemuserassistant\nend\n",
-            ),
+            ("{%- set a, b = 1, 2 %}{{ a + b }}{% set x = {'k': [1, {'z': 2}]} %}{{ x.k[1].z }}{{ x['k'][0] }}", "321"),
+            ("{% for m in messages -%}\n  {{ m.role }}\n{%- endfor %}\n\nend\n\n", "systemuserassistant\nend\n"),
             (
                 "{{ '\\u00e9<>&\\'\"' | tojson }}{{ 'x'.join(['1','2']) }}{{ messages[0].content.find('brief') }}",
                 "\"é<>&'\\\"\"1x23",
             ),
-            (
-                "{{ 'abc'[::-1] }}{{ 'abcdef'[1:-1] }}{{ messages[:-1] | length }}",
-                "cbabcde2",
-            ),
+            ("{{ 'abc'[::-1] }}{{ 'abcdef'[1:-1] }}{{ messages[:-1] | length }}", "cbabcde2"),
             (
                 "{{ {'a': 1} | tojson(indent=4) }}{{ [] | tojson(indent=4) }}{{ [1, 2] | tojson }}",
                 "{\n    \"a\": 1\n}[][1, 2]",
@@ -564,12 +461,7 @@ mod tests {
     #[test]
     fn a_templates_own_variables() {
         let template = template("{{ 'think' if enable_thinking else 'do not' }}");
-        assert_eq!(
-            template
-                .render_with(&[], &[("enable_thinking", json!(true))])
-                .expect("renders"),
-            "think"
-        );
+        assert_eq!(template.render_with(&[], &[("enable_thinking", json!(true))]).expect("renders"), "think");
         assert_eq!(template.render(&[]).expect("renders"), "do not");
     }
 
@@ -577,24 +469,15 @@ mod tests {
     fn a_template_may_refuse() {
         let template = template("{% if messages[0].role != 'user' %}{{ raise_exception('First a user!') }}{% endif %}");
         let message = template.render(&turns()).expect_err("refused").to_string();
-        assert_eq!(
-            message,
-            "chat_template.jinja: the chat template refuses these messages: First a user!"
-        );
+        assert_eq!(message, "chat_template.jinja: the chat template refuses these messages: First a user!");
     }
 
     #[test]
     fn wrong_templates_are_refused_with_their_line() {
         let compile = ChatTemplate::from_source(Path::new("t.jinja"), "a\n{% if %}", Vec::new());
         let message = compile.expect_err("syntax").to_string();
-        assert!(
-            message.starts_with("t.jinja: chat template: syntax error") && message.contains("line 2"),
-            "{message}"
-        );
-        let message = template("\n{{ messages.nothing() }}")
-            .render(&[])
-            .expect_err("no method")
-            .to_string();
+        assert!(message.starts_with("t.jinja: chat template: syntax error") && message.contains("line 2"), "{message}");
+        let message = template("\n{{ messages.nothing() }}").render(&[]).expect_err("no method").to_string();
         assert!(message.contains("line 2") && !message.contains('\n'), "{message}");
     }
 
@@ -612,18 +495,10 @@ mod tests {
         assert_eq!(open().expect("the default"), "d");
         write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]}));
         assert!(
-            open()
-                .expect_err("no default")
-                .to_string()
-                .contains("chat_template: rag, tool_use, expected one named")
+            open().expect_err("no default").to_string().contains("chat_template: rag, tool_use, expected one named")
         );
         write(json!({"chat_template": 5}));
-        assert!(
-            open()
-                .expect_err("a number")
-                .to_string()
-                .contains("chat_template: 5, expected")
-        );
+        assert!(open().expect_err("a number").to_string().contains("chat_template: 5, expected"));
         fs::write(dir.path().join("chat_template.jinja"), "file").expect("a file");
         assert_eq!(open().expect("the file wins"), "file");
     }
@@ -632,10 +507,7 @@ mod tests {
     fn dates() {
         // 1 March 2024, 13:05:09, a Friday of a leap year.
         let text = strftime("%d %b %Y|%A %a %B %y %m %j|%H:%M:%S %I %p|%F %T|%%|%Q|%", 1_709_298_309);
-        assert_eq!(
-            text,
-            "01 Mar 2024|Friday Fri March 24 03 061|13:05:09 01 PM|2024-03-01 13:05:09|%|%Q|%"
-        );
+        assert_eq!(text, "01 Mar 2024|Friday Fri March 24 03 061|13:05:09 01 PM|2024-03-01 13:05:09|%|%Q|%");
         assert_eq!(strftime("%F", 0), "1970-01-01");
         assert_eq!(strftime("%F", 951_782_400), "2000-02-29");
         assert_eq!(strftime("%F", 4_102_444_799), "2099-12-31");

@@ -34,13 +34,8 @@ pub enum Architecture {
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 5] = [
-        Architecture::Qwen3,
-        Architecture::Qwen2,
-        Architecture::Llama,
-        Architecture::Mistral,
-        Architecture::Bert,
-    ];
+    pub const ALL: [Architecture; 5] =
+        [Architecture::Qwen3, Architecture::Qwen2, Architecture::Llama, Architecture::Mistral, Architecture::Bert];
 
     /// The class name in `architectures`.
     pub const fn class_name(self) -> &'static str {
@@ -332,12 +327,7 @@ fn refuse_what_is_not_done(fields: &Fields<'_>) -> Result<(), ModelError> {
             "weights in bf16, f16 or f32",
         ));
     }
-    for key in [
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-        "moe_num_experts",
-    ] {
+    for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
         if fields.get(key).is_some_and(|v| v.as_f64() != Some(0.0)) {
             return Err(fields.unsupported(key, "dense models (no mixture of experts)"));
         }
@@ -366,14 +356,9 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         Architecture::Qwen2 | Architecture::Qwen3 => 32,
         _ => n_heads,
     };
-    let n_kv_heads = fields
-        .whole("num_key_value_heads", 1..=MAX_HEADS)?
-        .unwrap_or(default_kv_heads);
+    let n_kv_heads = fields.whole("num_key_value_heads", 1..=MAX_HEADS)?.unwrap_or(default_kv_heads);
     if !n_heads.is_multiple_of(n_kv_heads) {
-        return Err(fields.wrong(
-            "num_key_value_heads",
-            format!("a divisor of num_attention_heads, {n_heads}"),
-        ));
+        return Err(fields.wrong("num_key_value_heads", format!("a divisor of num_attention_heads, {n_heads}")));
     }
 
     let head_dim = match fields.whole("head_dim", 1..=MAX_HEAD_DIM)? {
@@ -381,10 +366,7 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         None if architecture == Architecture::Qwen3 && !fields.has("head_dim") => 128,
         None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
         None => {
-            return Err(fields.wrong(
-                "num_attention_heads",
-                format!("a divisor of hidden_size, {hidden_size}"),
-            ));
+            return Err(fields.wrong("num_attention_heads", format!("a divisor of hidden_size, {hidden_size}")));
         }
     };
     if !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
@@ -401,9 +383,8 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         Architecture::Mistral => 131_072,
         _ => 32_768,
     };
-    let max_position_embeddings = fields
-        .whole("max_position_embeddings", 1..=MAX_POSITIONS)?
-        .unwrap_or(default_positions);
+    let max_position_embeddings =
+        fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(default_positions);
 
     let flag = |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false));
     let attention_bias = match architecture {
@@ -443,12 +424,7 @@ fn sliding_window(
 ) -> Result<Option<usize>, ModelError> {
     const SLIDING: &str = "sliding_attention";
     if let Some(other) = layer_types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
-        return Err(ModelError::unsupported(
-            fields.path(),
-            "layer_types",
-            *other,
-            "full_attention, sliding_attention",
-        ));
+        return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
     }
     let window = fields.whole("sliding_window", 1..=MAX_POSITIONS)?;
     let active = match architecture {
@@ -492,25 +468,18 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
     let mut partial = fields.clone();
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
-        let kind_key = if given.get("rope_type").is_some() {
-            "rope_type"
-        } else {
-            "type"
-        };
+        let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
         scaling = match given.text(kind_key)?.unwrap_or("default") {
             "default" => RopeScaling::Default,
-            "linear" => RopeScaling::Linear {
-                factor: given.required_real("factor", 1.0..=1e6)?,
-            },
+            "linear" => RopeScaling::Linear { factor: given.required_real("factor", 1.0..=1e6)? },
             "llama3" => {
                 let original = "original_max_position_embeddings";
                 let low_freq_factor = given.required_real("low_freq_factor", 1e-6..=1e6)?;
                 let high_freq_factor = given.required_real("high_freq_factor", 1e-6..=1e6)?;
                 if high_freq_factor <= low_freq_factor {
-                    return Err(given.wrong(
-                        "high_freq_factor",
-                        format!("more than low_freq_factor, {low_freq_factor}"),
-                    ));
+                    return Err(
+                        given.wrong("high_freq_factor", format!("more than low_freq_factor, {low_freq_factor}"))
+                    );
                 }
                 RopeScaling::Llama3 {
                     factor: given.required_real("factor", 1.0..=1e6)?,
@@ -518,9 +487,7 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
                     high_freq_factor,
                     original_max_position_embeddings: match given.whole(original, 1..=MAX_POSITIONS)? {
                         Some(n) => n,
-                        None => fields
-                            .whole(original, 1..=MAX_POSITIONS)?
-                            .unwrap_or(max_position_embeddings),
+                        None => fields.whole(original, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings),
                     },
                 }
             }
@@ -530,10 +497,7 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
             partial = given;
         }
     }
-    if partial
-        .get("partial_rotary_factor")
-        .is_some_and(|v| v.as_f64() != Some(1.0))
-    {
+    if partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
         return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
     }
     let theta = match theta {
@@ -547,10 +511,7 @@ fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
     let hidden_size = fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?;
     let n_heads = fields.required_whole("num_attention_heads", 1..=MAX_HEADS)?;
     if !hidden_size.is_multiple_of(n_heads) {
-        return Err(fields.wrong(
-            "num_attention_heads",
-            format!("a divisor of hidden_size, {hidden_size}"),
-        ));
+        return Err(fields.wrong("num_attention_heads", format!("a divisor of hidden_size, {hidden_size}")));
     }
     if fields.text("position_embedding_type")?.is_some_and(|t| t != "absolute") {
         return Err(fields.unsupported("position_embedding_type", "\"absolute\""));
@@ -568,9 +529,7 @@ fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
         n_heads,
         head_dim: hidden_size / n_heads,
         layer_norm_eps: fields.real("layer_norm_eps", 0.0..=1.0)?.unwrap_or(1e-12),
-        max_position_embeddings: fields
-            .whole("max_position_embeddings", 1..=MAX_POSITIONS)?
-            .unwrap_or(512),
+        max_position_embeddings: fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(512),
         type_vocab_size: fields.whole("type_vocab_size", 1..=MAX_VOCAB)?.unwrap_or(2),
         hidden_act: activation(fields, Activation::Gelu)?,
     })
@@ -606,10 +565,7 @@ mod tests {
 
     /// `base` with keys set, or removed where null.
     fn with(base: Value, change: &Value) -> Value {
-        let (mut base, change) = (
-            base.as_object().expect("an object").clone(),
-            change.as_object().expect("an object"),
-        );
+        let (mut base, change) = (base.as_object().expect("an object").clone(), change.as_object().expect("an object"));
         for (key, value) in change {
             base.insert(key.clone(), value.clone());
         }
@@ -624,21 +580,9 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let qwen3 = open("tiny-qwen3");
-        assert_eq!(
-            (qwen3.architecture, qwen3.head_dim, qwen3.qk_norm),
-            (Architecture::Qwen3, 64, true)
-        );
-        assert_eq!(
-            (qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.sliding_window),
-            (false, true, None)
-        );
-        assert_eq!(
-            qwen3.rope,
-            Rope {
-                theta: 1e6,
-                scaling: RopeScaling::Default
-            }
-        );
+        assert_eq!((qwen3.architecture, qwen3.head_dim, qwen3.qk_norm), (Architecture::Qwen3, 64, true));
+        assert_eq!((qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.sliding_window), (false, true, None));
+        assert_eq!(qwen3.rope, Rope { theta: 1e6, scaling: RopeScaling::Default });
 
         let llama = open("tiny-llama");
         assert_eq!((llama.n_heads, llama.n_kv_heads, llama.rms_norm_eps), (8, 2, 1e-5));
@@ -653,10 +597,7 @@ mod tests {
         );
 
         let qwen2 = open("tiny-qwen2");
-        assert_eq!(
-            (qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm),
-            (32, true, false, false)
-        );
+        assert_eq!((qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm), (32, true, false, false));
     }
 
     #[test]
@@ -670,30 +611,13 @@ mod tests {
         old["type"] = "llama3".into();
         let new = decoder_of(&with(llama(), &json!({"rope_parameters": new, "dtype": "bfloat16"})));
         let nested = json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7e4}}});
-        let old = decoder_of(&with(
-            llama(),
-            &json!({"rope_scaling": old, "rope_theta": 500000, "torch_dtype": "bfloat16"}),
-        ));
+        let old =
+            decoder_of(&with(llama(), &json!({"rope_scaling": old, "rope_theta": 500000, "torch_dtype": "bfloat16"})));
         assert_eq!(old, new);
-        assert_eq!(
-            decoder_of(&with(llama(), &nested)).rope,
-            Rope {
-                theta: 7e4,
-                scaling: RopeScaling::Default
-            }
-        );
+        assert_eq!(decoder_of(&with(llama(), &nested)).rope, Rope { theta: 7e4, scaling: RopeScaling::Default });
         let linear = json!({"rope_scaling": {"type": "linear", "factor": 2}});
-        assert_eq!(
-            decoder_of(&with(llama(), &linear)).rope.scaling,
-            RopeScaling::Linear { factor: 2.0 }
-        );
-        assert_eq!(
-            decoder_of(&llama()).rope,
-            Rope {
-                theta: 10_000.0,
-                scaling: RopeScaling::Default
-            }
-        );
+        assert_eq!(decoder_of(&with(llama(), &linear)).rope.scaling, RopeScaling::Linear { factor: 2.0 });
+        assert_eq!(decoder_of(&llama()).rope, Rope { theta: 10_000.0, scaling: RopeScaling::Default });
     }
 
     #[test]
@@ -707,10 +631,7 @@ mod tests {
         };
         assert_eq!(bare("LlamaForCausalLM").n_kv_heads, 32);
         assert_eq!(bare("MistralForCausalLM").n_kv_heads, 8);
-        assert_eq!(
-            (bare("Qwen3ForCausalLM").head_dim, bare("Qwen2ForCausalLM").head_dim),
-            (128, 8)
-        );
+        assert_eq!((bare("Qwen3ForCausalLM").head_dim, bare("Qwen2ForCausalLM").head_dim), (128, 8));
         let by_type = json!({"architectures": null, "model_type": "mistral"});
         assert_eq!(decoder_of(&with(llama(), &by_type)).architecture, Architecture::Mistral);
     }
@@ -721,15 +642,9 @@ mod tests {
         let mistral = json!(["MistralForCausalLM"]);
         let qwen = json!(["Qwen2ForCausalLM"]);
         assert_eq!(window(json!({"architectures": mistral, "sliding_window": null})), None);
-        assert_eq!(
-            window(json!({"architectures": mistral, "sliding_window": 4096})),
-            Some(4096)
-        );
+        assert_eq!(window(json!({"architectures": mistral, "sliding_window": 4096})), Some(4096));
         assert_eq!(window(json!({"architectures": mistral, "sliding_window": 8192})), None);
-        assert_eq!(
-            window(json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": false})),
-            None
-        );
+        assert_eq!(window(json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": false})), None);
         let on =
             json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true, "max_window_layers": 1});
         assert_eq!(window(on), Some(64));
@@ -753,20 +668,11 @@ mod tests {
         for (change, word) in [
             (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
             (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5"),
-            (
-                json!({"rope_parameters": {"partial_rotary_factor": 0.25}}),
-                "rope_parameters.partial_rotary_factor",
-            ),
-            (
-                json!({"quantization_config": {"quant_method": "fp8"}}),
-                "quantization_config: \"fp8\"",
-            ),
+            (json!({"rope_parameters": {"partial_rotary_factor": 0.25}}), "rope_parameters.partial_rotary_factor"),
+            (json!({"quantization_config": {"quant_method": "fp8"}}), "quantization_config: \"fp8\""),
             (json!({"num_local_experts": 8}), "num_local_experts: 8"),
             (json!({"layer_types": ["linear_attention"]}), "linear_attention"),
-            (
-                json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-                "\"dynamic\"",
-            ),
+            (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "\"dynamic\""),
             (
                 json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}),
                 "rope_parameters",
@@ -808,16 +714,9 @@ mod tests {
             json!({"architectures": [], "model_type": null}),
         ] {
             let message = refused(change.clone());
-            assert!(
-                message.contains("expected") && !message.contains('\n'),
-                "{change}: {message}"
-            );
+            assert!(message.contains("expected") && !message.contains('\n'), "{change}: {message}");
         }
-        assert!(
-            parse(&json!([1]))
-                .expect_err("a list")
-                .contains("expected a JSON object")
-        );
+        assert!(parse(&json!([1])).expect_err("a list").contains("expected a JSON object"));
     }
 
     #[test]
@@ -831,35 +730,20 @@ mod tests {
             Ok(ModelConfig::Bert(c)) => assert_eq!((c.head_dim, c.layer_norm_eps, c.n_layers), (32, 1e-12, 6)),
             other => panic!("{other:?}"),
         }
-        for change in [
-            json!({"position_embedding_type": "relative_key"}),
-            json!({"hidden_act": "gelu_new"}),
-        ] {
-            assert!(
-                parse(&with(base.clone(), &change))
-                    .expect_err("refused")
-                    .contains("not supported")
-            );
+        for change in [json!({"position_embedding_type": "relative_key"}), json!({"hidden_act": "gelu_new"})] {
+            assert!(parse(&with(base.clone(), &change)).expect_err("refused").contains("not supported"));
         }
     }
 
     /// Values made with every operation rounded to f32 by a program of its own.
     #[test]
     fn inverse_frequencies_are_those_of_the_reference() {
-        let plain = Rope {
-            theta: 1e6,
-            scaling: RopeScaling::Default,
-        }
-        .inverse_frequencies(128);
+        let plain = Rope { theta: 1e6, scaling: RopeScaling::Default }.inverse_frequencies(128);
         assert_eq!(plain.len(), 64);
         for (i, expected) in [(0, 1.0), (1, 0.805_842_2), (31, 0.001_240_937_9), (63, 1.240_937_8e-6)] {
             assert_close(plain[i], expected);
         }
-        let linear = Rope {
-            theta: 1e6,
-            scaling: RopeScaling::Linear { factor: 4.0 },
-        }
-        .inverse_frequencies(128);
+        let linear = Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 4.0 } }.inverse_frequencies(128);
         assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
 
         let scaling = RopeScaling::Llama3 {
@@ -868,11 +752,7 @@ mod tests {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8192,
         };
-        let llama = Rope {
-            theta: 500_000.0,
-            scaling,
-        }
-        .inverse_frequencies(64);
+        let llama = Rope { theta: 500_000.0, scaling }.inverse_frequencies(64);
         for (i, expected) in [
             (0, 1.0),
             (1, 0.663_601_3),
@@ -888,10 +768,7 @@ mod tests {
     }
 
     fn assert_close(given: f32, expected: f32) {
-        assert!(
-            (given - expected).abs() <= 2e-7 * expected,
-            "{given:e}, expected {expected:e}"
-        );
+        assert!((given - expected).abs() <= 2e-7 * expected, "{given:e}, expected {expected:e}");
     }
 
     fn any_value() -> impl Strategy<Value = Value> {

@@ -130,8 +130,7 @@ impl<'a> Decoder<'a> {
             ]),
             false => None,
         };
-        let frequencies =
-            self.graph.constant("rope_frequencies", &self.config.rope.inverse_frequencies(head_dim))?;
+        let frequencies = self.graph.constant("rope_frequencies", &self.config.rope.inverse_frequencies(head_dim))?;
         let cache_shape = [n_kv_heads, self.context, head_dim];
         let cache = [
             self.graph.state(&format!("{prefix}.k_cache"), &cache_shape, self.cache_dtype)?,

@@ -163,33 +163,19 @@ pub enum ModelError {
 
 impl ModelError {
     pub(crate) fn read(path: &Path, source: std::io::Error) -> Self {
-        ModelError::Read {
-            path: path.to_owned(),
-            source,
-        }
+        ModelError::Read { path: path.to_owned(), source }
     }
 
     pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
-        ModelError::Write {
-            path: path.to_owned(),
-            source,
-        }
+        ModelError::Write { path: path.to_owned(), source }
     }
 
     pub(crate) fn checkpoint(path: &Path, message: impl Into<String>) -> Self {
-        ModelError::Checkpoint {
-            path: path.to_owned(),
-            message: message.into(),
-        }
+        ModelError::Checkpoint { path: path.to_owned(), message: message.into() }
     }
 
     pub(crate) fn key(path: &Path, key: &str, given: impl Into<String>, expected: impl Into<String>) -> Self {
-        ModelError::Key {
-            path: path.to_owned(),
-            key: key.to_owned(),
-            given: given.into(),
-            expected: expected.into(),
-        }
+        ModelError::Key { path: path.to_owned(), key: key.to_owned(), given: given.into(), expected: expected.into() }
     }
 
     pub(crate) fn unsupported(path: &Path, what: &str, given: impl Into<String>, supported: impl Into<String>) -> Self {

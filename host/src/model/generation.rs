@@ -47,8 +47,7 @@ fn eos(fields: &Fields<'_>) -> Result<Option<Vec<u32>>, ModelError> {
         Value::Array(list) => list.iter().map(id).collect::<Option<Vec<_>>>(),
         single => id(single).map(|id| vec![id]),
     };
-    ids.map(Some)
-        .ok_or_else(|| fields.wrong("eos_token_id", "a token id or a list of them"))
+    ids.map(Some).ok_or_else(|| fields.wrong("eos_token_id", "a token id or a list of them"))
 }
 
 #[cfg(test)]
@@ -70,29 +69,18 @@ mod tests {
     #[test]
     fn stop_ids_come_from_either_file() {
         let config = json!({"eos_token_id": 7});
-        assert_eq!(
-            stops(Some(json!({"eos_token_id": 2, "temperature": 0.6})), &config),
-            Ok(vec![2])
-        );
+        assert_eq!(stops(Some(json!({"eos_token_id": 2, "temperature": 0.6})), &config), Ok(vec![2]));
         assert_eq!(stops(Some(json!({"eos_token_id": [3, 4]})), &config), Ok(vec![3, 4]));
         assert_eq!(stops(Some(json!({"eos_token_id": null})), &config), Ok(vec![7]));
         assert_eq!(stops(None, &config), Ok(vec![7]));
         assert_eq!(stops(None, &json!({})), Ok(vec![]));
-        assert!(
-            GenerationConfig {
-                eos_token_ids: vec![3, 4]
-            }
-            .is_end(4)
-        );
+        assert!(GenerationConfig { eos_token_ids: vec![3, 4] }.is_end(4));
     }
 
     #[test]
     fn senseless_stop_ids_are_refused() {
         let message = stops(Some(json!({"eos_token_id": "</s>"})), &json!({})).expect_err("a string");
-        assert!(
-            message.ends_with("eos_token_id: \"</s>\", expected a token id or a list of them"),
-            "{message}"
-        );
+        assert!(message.ends_with("eos_token_id: \"</s>\", expected a token id or a list of them"), "{message}");
         assert!(stops(None, &json!({"eos_token_id": [1, -1]})).is_err());
         assert!(stops(Some(json!([])), &json!({})).is_err());
     }

@@ -24,10 +24,7 @@ pub(crate) fn read_bytes(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelEr
     if meta.len() > max_bytes {
         return Err(ModelError::checkpoint(
             path,
-            format!(
-                "{} bytes, expected at most {max_bytes}: not the file it is taken for",
-                meta.len()
-            ),
+            format!("{} bytes, expected at most {max_bytes}: not the file it is taken for", meta.len()),
         ));
     }
     std::fs::read(path).map_err(|e| ModelError::read(path, e))
@@ -37,9 +34,7 @@ pub(crate) fn read_bytes(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelEr
 pub(crate) fn absent(path: &Path) -> ModelError {
     ModelError::Absent {
         dir: path.parent().map(Path::to_owned).unwrap_or_default(),
-        what: path
-            .file_name()
-            .map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned()),
+        what: path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned()),
     }
 }
 
@@ -48,10 +43,7 @@ pub(crate) fn read_value(path: &Path) -> Result<Value, ModelError> {
     let bytes = read_bytes(path, MAX_JSON_BYTES)?;
     // A byte order mark is no JSON, but some editors write one.
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-    serde_json::from_slice(bytes).map_err(|e| ModelError::Json {
-        path: path.to_owned(),
-        message: e.to_string(),
-    })
+    serde_json::from_slice(bytes).map_err(|e| ModelError::Json { path: path.to_owned(), message: e.to_string() })
 }
 
 /// An object of a JSON file, and where it stands.
@@ -66,15 +58,8 @@ pub(crate) struct Fields<'v> {
 impl<'v> Fields<'v> {
     pub(crate) fn new(path: &Path, value: &'v Value) -> Result<Self, ModelError> {
         match value {
-            Value::Object(map) => Ok(Fields {
-                path: path.to_owned(),
-                prefix: String::new(),
-                map,
-            }),
-            other => Err(ModelError::checkpoint(
-                path,
-                format!("{}, expected a JSON object", kind(other)),
-            )),
+            Value::Object(map) => Ok(Fields { path: path.to_owned(), prefix: String::new(), map }),
+            other => Err(ModelError::checkpoint(path, format!("{}, expected a JSON object", kind(other)))),
         }
     }
 
@@ -104,11 +89,9 @@ impl<'v> Fields<'v> {
     pub(crate) fn object(&self, key: &str) -> Result<Option<Fields<'v>>, ModelError> {
         match self.get(key) {
             None => Ok(None),
-            Some(Value::Object(map)) => Ok(Some(Fields {
-                path: self.path.clone(),
-                prefix: format!("{}{key}.", self.prefix),
-                map,
-            })),
+            Some(Value::Object(map)) => {
+                Ok(Some(Fields { path: self.path.clone(), prefix: format!("{}{key}.", self.prefix), map }))
+            }
             Some(_) => Err(self.wrong(key, "an object")),
         }
     }
@@ -118,10 +101,7 @@ impl<'v> Fields<'v> {
         let Some(value) = self.get(key) else { return Ok(None) };
         let number = match value.as_u64() {
             Some(n) => usize::try_from(n).ok(),
-            None => value
-                .as_f64()
-                .filter(|f| f.fract() == 0.0 && *f >= 0.0 && *f < 9e15)
-                .map(|f| f as usize),
+            None => value.as_f64().filter(|f| f.fract() == 0.0 && *f >= 0.0 && *f < 9e15).map(|f| f as usize),
         };
         match number {
             Some(n) if range.contains(&n) => Ok(Some(n)),

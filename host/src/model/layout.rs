@@ -54,23 +54,11 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let mut list = Vec::new();
     let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
 
-    let embedding = if c.tie_word_embeddings {
-        Role::Head
-    } else {
-        Role::Embedding
-    };
-    add(
-        "model.embed_tokens.weight".into(),
-        vec![c.vocab_size, c.hidden_size],
-        embedding,
-    );
+    let embedding = if c.tie_word_embeddings { Role::Head } else { Role::Embedding };
+    add("model.embed_tokens.weight".into(), vec![c.vocab_size, c.hidden_size], embedding);
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
-        add(
-            format!("{layer}.input_layernorm.weight"),
-            vec![c.hidden_size],
-            Role::Norm,
-        );
+        add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], Role::Norm);
         for (part, out, inner, bias) in [
             ("self_attn.q_proj", q_dim, c.hidden_size, c.attention_bias),
             ("self_attn.k_proj", kv_dim, c.hidden_size, c.attention_bias),
@@ -89,11 +77,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             add(format!("{layer}.self_attn.q_norm.weight"), vec![c.head_dim], Role::Norm);
             add(format!("{layer}.self_attn.k_norm.weight"), vec![c.head_dim], Role::Norm);
         }
-        add(
-            format!("{layer}.post_attention_layernorm.weight"),
-            vec![c.hidden_size],
-            Role::Norm,
-        );
+        add(format!("{layer}.post_attention_layernorm.weight"), vec![c.hidden_size], Role::Norm);
     }
     add("model.norm.weight".into(), vec![c.hidden_size], Role::Norm);
     if !c.tie_word_embeddings {
@@ -110,11 +94,7 @@ fn bert(c: &BertConfig) -> Vec<TensorSpec> {
         ("position_embeddings", c.max_position_embeddings),
         ("token_type_embeddings", c.type_vocab_size),
     ] {
-        add(
-            format!("embeddings.{table}.weight"),
-            vec![rows, c.hidden_size],
-            Role::Embedding,
-        );
+        add(format!("embeddings.{table}.weight"), vec![rows, c.hidden_size], Role::Embedding);
     }
     add("embeddings.LayerNorm.weight".into(), vec![c.hidden_size], Role::Norm);
     add("embeddings.LayerNorm.bias".into(), vec![c.hidden_size], Role::Bias);

@@ -62,14 +62,8 @@ impl ModelFolder {
             return Err(ModelError::NotAFolder { path: dir.to_owned() });
         }
         // Without a modules.json it depends on the network whether it is a sentence model.
-        let mut sentence = if SentenceConfig::is_there(dir) {
-            Some(SentenceConfig::open(dir)?)
-        } else {
-            None
-        };
-        let transformer_dir = sentence
-            .as_ref()
-            .map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
+        let mut sentence = if SentenceConfig::is_there(dir) { Some(SentenceConfig::open(dir)?) } else { None };
+        let transformer_dir = sentence.as_ref().map_or_else(|| dir.to_owned(), |s| s.transformer_dir.clone());
 
         let path = transformer_dir.join("config.json");
         let value = json::read_value(&path)?;
@@ -237,21 +231,11 @@ mod tests {
             assert_eq!(folder.generation().eos_token_ids, [2]);
             assert_eq!(folder.max_tokens(), folder.config().max_position_embeddings());
             for spec in layout::tensors(folder.config()) {
-                folder
-                    .weights()
-                    .expect(name)
-                    .expect(&spec.name, &spec.shape)
-                    .expect(name);
+                folder.weights().expect(name).expect(&spec.name, &spec.shape).expect(name);
             }
-            assert_eq!(
-                layout::tensors(folder.config()).len(),
-                folder.weights().expect(name).len()
-            );
+            assert_eq!(layout::tensors(folder.config()).len(), folder.weights().expect(name).len());
             let ids = folder.encode_chat(&[ChatMessage::new("user", "Hi")]).expect(name);
-            assert_eq!(
-                (ids[0], folder.decoder().is_ok(), folder.encoder().is_err()),
-                (1, true, true)
-            );
+            assert_eq!((ids[0], folder.decoder().is_ok(), folder.encoder().is_err()), (1, true, true));
         }
     }
 
@@ -282,17 +266,10 @@ mod tests {
         let mut config = json::read_value(&fixture("tiny-qwen3").join("config.json")).expect("JSON");
         config["vocab_size"] = 50.into();
         fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
-        fs::copy(
-            fixture("tiny-qwen3").join("tokenizer.json"),
-            dir.path().join("tokenizer.json"),
-        )
-        .expect("a copy");
+        fs::copy(fixture("tiny-qwen3").join("tokenizer.json"), dir.path().join("tokenizer.json")).expect("a copy");
         let folder = ModelFolder::open(dir.path()).expect("a config");
         let message = folder.encode("zebra").expect_err("out of range").to_string();
-        assert!(
-            message.starts_with("token id ") && message.ends_with("expected 0 to 49"),
-            "{message}"
-        );
+        assert!(message.starts_with("token id ") && message.ends_with("expected 0 to 49"), "{message}");
     }
 
     #[test]
@@ -303,13 +280,7 @@ mod tests {
         synth(SynthSource::Preset("tiny-bert"), &out, &SynthOptions::default(), go_on).expect("a model");
         let folder = ModelFolder::open(&out).expect("the model");
         assert_eq!((folder.bert_prefix().expect("weights"), folder.max_tokens()), ("", 128));
-        assert!(
-            folder
-                .decoder()
-                .expect_err("an encoder")
-                .to_string()
-                .contains("BertModel for text generation")
-        );
+        assert!(folder.decoder().expect_err("an encoder").to_string().contains("BertModel for text generation"));
 
         let pooling = out.join("1_Pooling/config.json");
         let text = fs::read_to_string(&pooling).expect("a file").replace("96", "97");

@@ -69,9 +69,7 @@ impl SentenceConfig {
 
     fn read_modules(&mut self, dir: &Path, path: &Path) -> Result<(), ModelError> {
         let value = read_value(path)?;
-        let modules = value
-            .as_array()
-            .ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
+        let modules = value.as_array().ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
         self.normalize = false;
         let mut include_prompt = true;
         let mut seen: Vec<&str> = Vec::new();
@@ -132,11 +130,7 @@ impl SentenceConfig {
             ["mean"] => Pooling::Mean,
             ["cls"] => Pooling::Cls,
             _ => {
-                let given = if modes.is_empty() {
-                    "none".to_owned()
-                } else {
-                    modes.join(" and ")
-                };
+                let given = if modes.is_empty() { "none".to_owned() } else { modes.join(" and ") };
                 return Err(ModelError::unsupported(path, "pooling", given, "mean or cls"));
             }
         };
@@ -158,9 +152,7 @@ impl SentenceConfig {
         };
         let prompts = fields.object("prompts")?;
         let prompt = prompts.as_ref().map(|p| p.text(name)).transpose()?.flatten();
-        self.prompt = prompt
-            .ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?
-            .to_owned();
+        self.prompt = prompt.ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?.to_owned();
         Ok(())
     }
 
@@ -176,12 +168,8 @@ impl SentenceConfig {
         if self.max_seq_length.is_none() && path.exists() {
             let value = read_value(&path)?;
             // "No limit" is written as an absurdly large number here.
-            let length = Fields::new(&path, &value)?
-                .get("model_max_length")
-                .and_then(serde_json::Value::as_u64);
-            self.max_seq_length = length
-                .and_then(|n| usize::try_from(n).ok())
-                .filter(|n| (1..=MAX_LENGTH).contains(n));
+            let length = Fields::new(&path, &value)?.get("model_max_length").and_then(serde_json::Value::as_u64);
+            self.max_seq_length = length.and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=MAX_LENGTH).contains(n));
         }
         Ok(())
     }
@@ -190,21 +178,14 @@ impl SentenceConfig {
     pub fn prepare(&self, text: &str) -> String {
         let text = format!("{}{}", self.prompt, text);
         let text = text.trim();
-        if self.lower_case {
-            text.to_lowercase()
-        } else {
-            text.to_owned()
-        }
+        if self.lower_case { text.to_lowercase() } else { text.to_owned() }
     }
 }
 
 /// A module's folder, which must lie inside the model's.
 fn inside(dir: &Path, module: &Fields<'_>) -> Result<PathBuf, ModelError> {
     let relative = Path::new(module.text("path")?.unwrap_or(""));
-    if relative
-        .components()
-        .all(|c| matches!(c, Component::Normal(_) | Component::CurDir))
-    {
+    if relative.components().all(|c| matches!(c, Component::Normal(_) | Component::CurDir)) {
         Ok(dir.join(relative))
     } else {
         Err(module.wrong("path", "a folder inside the model's"))
@@ -217,11 +198,7 @@ fn describe(modules: &[serde_json::Value]) -> String {
         .filter_map(|m| m.get("type")?.as_str())
         .map(|full| full.rsplit('.').next().unwrap_or(full))
         .collect();
-    if names.is_empty() {
-        "none".to_owned()
-    } else {
-        names.join(", ")
-    }
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
 }
 
 #[cfg(test)]
@@ -249,11 +226,7 @@ mod tests {
         ("modules.json", list.collect())
     }
 
-    const USUAL: [(&str, &str); 3] = [
-        ("Transformer", ""),
-        ("Pooling", "1_Pooling"),
-        ("Normalize", "2_Normalize"),
-    ];
+    const USUAL: [(&str, &str); 3] = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")];
 
     fn mean() -> Value {
         json!({"word_embedding_dimension": 384, "pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true,
@@ -261,9 +234,7 @@ mod tests {
     }
 
     fn refusal(files: &[(&str, Value)]) -> String {
-        SentenceConfig::open(folder(files).path())
-            .expect_err("must be refused")
-            .to_string()
+        SentenceConfig::open(folder(files).path()).expect_err("must be refused").to_string()
     }
 
     #[test]
@@ -271,10 +242,7 @@ mod tests {
         let dir = folder(&[
             modules(&USUAL),
             ("1_Pooling/config.json", mean()),
-            (
-                "sentence_bert_config.json",
-                json!({"max_seq_length": 256, "do_lower_case": false}),
-            ),
+            ("sentence_bert_config.json", json!({"max_seq_length": 256, "do_lower_case": false})),
         ]);
         let config = SentenceConfig::open(dir.path()).expect("the usual layout");
         assert_eq!(
@@ -295,15 +263,9 @@ mod tests {
     fn cls_pooling_in_subfolders_without_normalising() {
         let dir = folder(&[
             modules(&[("Transformer", "0_Transformer"), ("Pooling", "1_Pooling")]),
-            (
-                "1_Pooling/config.json",
-                json!({"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false}),
-            ),
+            ("1_Pooling/config.json", json!({"pooling_mode_cls_token": true, "pooling_mode_mean_tokens": false})),
             ("0_Transformer/tokenizer_config.json", json!({"model_max_length": 128})),
-            (
-                "0_Transformer/sentence_bert_config.json",
-                json!({"max_seq_length": null, "do_lower_case": true}),
-            ),
+            ("0_Transformer/sentence_bert_config.json", json!({"max_seq_length": null, "do_lower_case": true})),
         ]);
         let config = SentenceConfig::open(dir.path()).expect("a layout with subfolders");
         assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
@@ -316,10 +278,7 @@ mod tests {
     fn a_plain_bert_is_pooled_by_the_mean_and_normalised() {
         let dir = folder(&[("tokenizer_config.json", json!({"model_max_length": 1e30}))]);
         let config = SentenceConfig::open(dir.path()).expect("a plain folder");
-        assert_eq!(
-            (config.pooling, config.normalize, config.max_seq_length),
-            (Pooling::Mean, true, None)
-        );
+        assert_eq!((config.pooling, config.normalize, config.max_seq_length), (Pooling::Mean, true, None));
         assert!(!SentenceConfig::is_there(dir.path()));
     }
 
@@ -328,10 +287,7 @@ mod tests {
         let prompts = json!({"prompts": {"query": "query: "}, "default_prompt_name": "query"});
         let file = ("config_sentence_transformers.json", prompts);
         let dir = folder(&[modules(&USUAL), ("1_Pooling/config.json", mean()), file.clone()]);
-        assert_eq!(
-            SentenceConfig::open(dir.path()).expect("a prompt").prepare("hi"),
-            "query: hi"
-        );
+        assert_eq!(SentenceConfig::open(dir.path()).expect("a prompt").prepare("hi"), "query: hi");
         let without = json!({"pooling_mode_mean_tokens": true, "include_prompt": false});
         assert!(refusal(&[modules(&USUAL), ("1_Pooling/config.json", without), file]).contains("include_prompt"));
     }
@@ -340,16 +296,10 @@ mod tests {
     fn what_is_not_done_is_refused_by_name() {
         let dense = [USUAL[0], USUAL[1], ("Dense", "2_Dense")];
         let message = refusal(&[modules(&dense), ("1_Pooling/config.json", mean())]);
-        assert!(
-            message.contains("modules: Transformer, Pooling, Dense is not supported"),
-            "{message}"
-        );
+        assert!(message.contains("modules: Transformer, Pooling, Dense is not supported"), "{message}");
         for (pooling, word) in [
             (json!({"pooling_mode_max_tokens": true}), "mean and max"),
-            (
-                json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}),
-                "lasttoken",
-            ),
+            (json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}), "lasttoken"),
             (json!({"pooling_mode_mean_tokens": false}), "none"),
             (json!({"pooling_mode": "weightedmean"}), "weightedmean"),
         ] {

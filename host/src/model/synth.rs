@@ -48,11 +48,7 @@ pub struct SynthOptions {
 impl Default for SynthOptions {
     fn default() -> Self {
         let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(8));
-        SynthOptions {
-            seed: 0,
-            max_shard_bytes: 5_000_000_000,
-            n_threads,
-        }
+        SynthOptions { seed: 0, max_shard_bytes: 5_000_000_000, n_threads }
     }
 }
 
@@ -136,10 +132,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         }));
     }
     let Some((_, architecture, sizes)) = rows.into_iter().find(|(row, ..)| *row == name) else {
-        return Err(ModelError::Preset {
-            given: name.to_owned(),
-            known: PRESETS.to_vec(),
-        });
+        return Err(ModelError::Preset { given: name.to_owned(), known: PRESETS.to_vec() });
     };
     Ok(decoder_json(architecture, &sizes))
 }
@@ -157,18 +150,7 @@ const fn sizes(
     theta: f64,
     llama3_factor: Option<f64>,
 ) -> Sizes {
-    Sizes {
-        vocab,
-        hidden,
-        intermediate,
-        layers,
-        heads,
-        head_dim,
-        tied,
-        context,
-        theta,
-        llama3_factor,
-    }
+    Sizes { vocab, hidden, intermediate, layers, heads, head_dim, tied, context, theta, llama3_factor }
 }
 
 fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
@@ -179,11 +161,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) {
-        1e-5
-    } else {
-        1e-6
-    };
+    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) { 1e-5 } else { 1e-6 };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -249,10 +227,7 @@ pub fn synth(
             &config_path,
             "vocab_size",
             config.vocab_size().to_string(),
-            format!(
-                "at least {N_OWN_TOKENS}: 256 bytes and {} special tokens",
-                SPECIAL_TOKENS.len()
-            ),
+            format!("at least {N_OWN_TOKENS}: 256 bytes and {} special tokens", SPECIAL_TOKENS.len()),
         ));
     }
     if let Value::Object(map) = &mut value {
@@ -291,10 +266,7 @@ struct UnfinishedFolder {
 impl UnfinishedFolder {
     fn create(out: &Path) -> Result<UnfinishedFolder, ModelError> {
         let Some(name) = out.file_name() else {
-            return Err(ModelError::write(
-                out,
-                std::io::Error::other("not the name of a new folder"),
-            ));
+            return Err(ModelError::write(out, std::io::Error::other("not the name of a new folder")));
         };
         let path = out.with_file_name(format!(".{}.unfinished-{}", name.to_string_lossy(), std::process::id()));
         std::fs::create_dir(&path).map_err(|e| ModelError::write(&path, e))?;
@@ -373,20 +345,12 @@ fn write_weights(
     if files.len() > 1 {
         let mut map = Map::new();
         for (shard, file) in shards.iter().zip(&files) {
-            map.extend(
-                specs[shard.clone()]
-                    .iter()
-                    .map(|s| (s.name.clone(), Value::from(file.as_str()))),
-            );
+            map.extend(specs[shard.clone()].iter().map(|s| (s.name.clone(), Value::from(file.as_str()))));
         }
         let index = json!({ "metadata": { "total_parameters": n_params, "total_size": total }, "weight_map": map });
         write_json(&dir.join("model.safetensors.index.json"), &index)?;
     }
-    Ok(SynthSummary {
-        n_params,
-        size_bytes: total,
-        weight_files: files,
-    })
+    Ok(SynthSummary { n_params, size_bytes: total, weight_files: files })
 }
 
 /// Runs of tensors of at most `max_bytes`, at least one tensor each.
@@ -411,10 +375,7 @@ fn header(specs: &[TensorSpec]) -> Vec<u8> {
     let mut begin = 0;
     for spec in specs {
         let end = begin + 2 * spec.len_elems();
-        map.insert(
-            spec.name.clone(),
-            json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [begin, end] }),
-        );
+        map.insert(spec.name.clone(), json!({ "dtype": "BF16", "shape": spec.shape, "data_offsets": [begin, end] }));
         begin = end;
     }
     let mut text = Value::Object(map).to_string().into_bytes();
@@ -741,10 +702,7 @@ mod tests {
             assert_eq!(params, expected, "{name}");
         }
         let message = preset_config("gpt-2").expect_err("unknown").to_string();
-        assert!(
-            message.starts_with("preset gpt-2: unknown; known: qwen3-110m, qwen3-0.6b"),
-            "{message}"
-        );
+        assert!(message.starts_with("preset gpt-2: unknown; known: qwen3-110m, qwen3-0.6b"), "{message}");
     }
 
     #[test]
@@ -763,10 +721,7 @@ mod tests {
             let text = "Na\u{ef}ve \u{6771}\u{4eac}!";
             let ids = folder.encode(text).expect(name);
             assert_eq!(folder.tokenizer().expect(name).decode(&ids).expect(name), text);
-            assert_eq!(
-                folder.tokenizer().expect(name).vocab_size(),
-                folder.config().vocab_size()
-            );
+            assert_eq!(folder.tokenizer().expect(name).vocab_size(), folder.config().vocab_size());
             if folder.sentence().is_some() {
                 assert_eq!((ids[0], ids[ids.len() - 1]), (3, 4));
                 assert_eq!(folder.encode_sentence(&"x".repeat(1000)).expect(name).len(), 128);
@@ -782,33 +737,12 @@ mod tests {
     fn shards_and_threads_do_not_change_the_weights() {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let (one, many) = (dir.path().join("one"), dir.path().join("many"));
-        make(
-            &one,
-            "tiny-odd",
-            &SynthOptions {
-                seed: 5,
-                n_threads: 1,
-                ..SynthOptions::default()
-            },
-        )
-        .expect("one file");
-        let options = SynthOptions {
-            seed: 5,
-            n_threads: 3,
-            max_shard_bytes: 150_000,
-        };
+        make(&one, "tiny-odd", &SynthOptions { seed: 5, n_threads: 1, ..SynthOptions::default() }).expect("one file");
+        let options = SynthOptions { seed: 5, n_threads: 3, max_shard_bytes: 150_000 };
         let summary = make(&many, "tiny-odd", &options).expect("shards");
         assert!(summary.weight_files.len() > 3 && !many.join("model.safetensors").exists());
         let other = dir.path().join("other");
-        make(
-            &other,
-            "tiny-odd",
-            &SynthOptions {
-                seed: 6,
-                ..SynthOptions::default()
-            },
-        )
-        .expect("another seed");
+        make(&other, "tiny-odd", &SynthOptions { seed: 6, ..SynthOptions::default() }).expect("another seed");
 
         let [one, many, other] = [one, many, other].map(|dir| Weights::open(&dir).expect("weights"));
         assert_eq!(one.len(), many.len());
@@ -829,10 +763,7 @@ mod tests {
         let weights = Weights::open(&out).expect("weights");
         let moments = |name: &str| {
             let bytes = weights.get(name).expect(name).bytes;
-            let values: Vec<f64> = bytes
-                .chunks_exact(2)
-                .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f64())
-                .collect();
+            let values: Vec<f64> = bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f64()).collect();
             let mean = values.iter().sum::<f64>() / values.len() as f64;
             let variance = values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / values.len() as f64;
             assert!(values.iter().all(|v| v.is_finite()));
@@ -845,14 +776,8 @@ mod tests {
             ("model.norm.weight", 1.0, 1.0 / 12f64.sqrt()),
         ] {
             let (given_mean, given_std) = moments(name);
-            assert!(
-                (given_mean - mean).abs() < 0.1 * std.max(0.3),
-                "{name}: mean {given_mean}"
-            );
-            assert!(
-                (given_std / std - 1.0).abs() < 0.1,
-                "{name}: std {given_std}, expected {std}"
-            );
+            assert!((given_mean - mean).abs() < 0.1 * std.max(0.3), "{name}: mean {given_mean}");
+            assert!((given_std / std - 1.0).abs() < 0.1, "{name}: std {given_std}, expected {std}");
         }
     }
 
@@ -868,19 +793,13 @@ mod tests {
         let from = |path: &Path| synth(SynthSource::Config(path), &out, &SynthOptions::default(), &mut quiet);
         from(&path).expect("a model");
         let written = read_value(&out.join("config.json")).expect("JSON");
-        assert_eq!(
-            (&written["dtype"], &written["architectures"][0]),
-            (&json!("bfloat16"), &json!("Qwen3ForCausalLM"))
-        );
+        assert_eq!((&written["dtype"], &written["architectures"][0]), (&json!("bfloat16"), &json!("Qwen3ForCausalLM")));
         assert!(written.get("torch_dtype").is_none());
 
         config["vocab_size"] = 100.into();
         fs::write(&path, config.to_string()).expect("a file");
         assert!(
-            from(&path)
-                .expect_err("too few tokens")
-                .to_string()
-                .contains("vocab_size: 100, expected at least 261")
+            from(&path).expect_err("too few tokens").to_string().contains("vocab_size: 100, expected at least 261")
         );
     }
 
@@ -890,15 +809,10 @@ mod tests {
         let out = dir.path().join("m");
         fs::create_dir(&out).expect("an empty folder");
         let options = SynthOptions::default();
-        let stopped = synth(
-            SynthSource::Preset("tiny-llama"),
-            &out,
-            &options,
-            &mut |done, _| match done {
-                0 => ControlFlow::Continue(()),
-                _ => ControlFlow::Break(()),
-            },
-        );
+        let stopped = synth(SynthSource::Preset("tiny-llama"), &out, &options, &mut |done, _| match done {
+            0 => ControlFlow::Continue(()),
+            _ => ControlFlow::Break(()),
+        });
         assert!(matches!(stopped, Err(ModelError::Stopped)));
         assert_eq!(entries(dir.path()), ["m"]);
         assert!(entries(&out).is_empty());

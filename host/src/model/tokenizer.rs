@@ -39,29 +39,18 @@ impl Tokenizer {
         let bytes = read_bytes(path, MAX_TOKENIZER_BYTES)?;
         // The library panics on some files: on syntax errors inside a decoder, and when encoding with a template that
         // names a token it does not define. So both are checked before it looks.
-        let outline: Outline = serde_json::from_slice(&bytes).map_err(|e| ModelError::Json {
-            path: path.to_owned(),
-            message: e.to_string(),
-        })?;
+        let outline: Outline = serde_json::from_slice(&bytes)
+            .map_err(|e| ModelError::Json { path: path.to_owned(), message: e.to_string() })?;
         if let Some(token) = undefined_token(&outline.post_processor) {
             let message =
                 format!("the post-processor's template names {token}, which its special_tokens do not define");
-            return Err(ModelError::Tokenizer {
-                path: path.to_owned(),
-                message,
-            });
+            return Err(ModelError::Tokenizer { path: path.to_owned(), message });
         }
-        let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer {
-            path: path.to_owned(),
-            message: one_line(e),
-        };
+        let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer { path: path.to_owned(), message: one_line(e) };
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(&e))?;
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| fail(&e))?;
-        Ok(Tokenizer {
-            path: path.to_owned(),
-            inner,
-        })
+        Ok(Tokenizer { path: path.to_owned(), inner })
     }
 
     /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text's end is cut.
@@ -77,9 +66,7 @@ impl Tokenizer {
             strategy: TruncationStrategy::LongestFirst,
             ..TruncationParams::default()
         };
-        self.inner
-            .with_truncation(Some(truncation))
-            .map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        self.inner.with_truncation(Some(truncation)).map_err(|e| ModelError::Text { message: one_line(&e) })?;
         Ok(())
     }
 
@@ -99,29 +86,20 @@ impl Tokenizer {
     }
 
     fn encode_fast(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding = self
-            .inner
-            .encode_fast(text, add_special_tokens)
-            .map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        let encoding =
+            self.inner.encode_fast(text, add_special_tokens).map_err(|e| ModelError::Text { message: one_line(&e) })?;
         Ok(encoding.get_ids().to_vec())
     }
 
     /// The text of ids, without special tokens. Ids that the tokenizer does not know (a model's table may have more
     /// rows than its tokenizer has tokens) give no text.
     pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
-        self.inner
-            .decode(ids, true)
-            .map_err(|e| ModelError::Text { message: one_line(&e) })
+        self.inner.decode(ids, true).map_err(|e| ModelError::Text { message: one_line(&e) })
     }
 
     /// Text of tokens that come one by one.
     pub fn decode_stream(&self) -> DecodeStream<'_> {
-        DecodeStream {
-            tokenizer: self,
-            window: Vec::new(),
-            shown: String::new(),
-            clean: Vec::new(),
-        }
+        DecodeStream { tokenizer: self, window: Vec::new(), shown: String::new(), clean: Vec::new() }
     }
 
     /// The id of a token by its text: `<|im_end|>`.
@@ -136,11 +114,7 @@ impl Tokenizer {
 
     /// One more than the largest id there is.
     pub fn vocab_size(&self) -> usize {
-        self.inner
-            .get_vocab(true)
-            .values()
-            .max()
-            .map_or(0, |&id| id as usize + 1)
+        self.inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1)
     }
 
     /// The file it was read from.
@@ -162,33 +136,20 @@ struct Outline {
 /// A token that a template, here or in a sequence of processors, names without defining it.
 fn undefined_token(processor: &Value) -> Option<&str> {
     if processor.get("type").and_then(Value::as_str) == Some("Sequence") {
-        return processor
-            .get("processors")?
-            .as_array()?
-            .iter()
-            .find_map(undefined_token);
+        return processor.get("processors")?.as_array()?.iter().find_map(undefined_token);
     }
     ["single", "pair"]
         .iter()
         .filter_map(|key| processor.get(key)?.as_array())
         .flatten()
         .filter_map(|piece| piece.get("SpecialToken")?.get("id")?.as_str())
-        .find(|token| {
-            processor
-                .get("special_tokens")
-                .and_then(|defined| defined.get(token))
-                .is_none()
-        })
+        .find(|token| processor.get("special_tokens").and_then(|defined| defined.get(token)).is_none())
 }
 
 /// Checks that every id is below `vocab_size`.
 pub fn check_token_ids(ids: &[u32], vocab_size: usize) -> Result<(), ModelError> {
     match ids.iter().position(|&id| id as usize >= vocab_size) {
-        Some(position) => Err(ModelError::TokenId {
-            id: ids[position],
-            position,
-            vocab_size,
-        }),
+        Some(position) => Err(ModelError::TokenId { id: ids[position], position, vocab_size }),
         None => Ok(()),
     }
 }
@@ -359,15 +320,8 @@ mod tests {
         let text = "The licence gives every user the freedom to";
         assert_eq!(tokenizer.encode(text).expect("encodes"), ids);
         assert_eq!(tokenizer.decode(&ids).expect("decodes"), text);
-        assert_eq!(
-            (tokenizer.token_id("<|im_end|>"), tokenizer.token(2).as_deref()),
-            (Some(2), Some("<|im_end|>"))
-        );
-        assert_eq!(
-            tokenizer.decode(&[0, 1, 2, 99_999]).expect("decodes"),
-            "",
-            "special and unknown ids have no text"
-        );
+        assert_eq!((tokenizer.token_id("<|im_end|>"), tokenizer.token(2).as_deref()), (Some(2), Some("<|im_end|>")));
+        assert_eq!(tokenizer.decode(&[0, 1, 2, 99_999]).expect("decodes"), "", "special and unknown ids have no text");
     }
 
     #[test]
@@ -386,17 +340,11 @@ mod tests {
             let ids = tokenizer.encode(text).expect("encodes");
             let pieces = pieces(&tokenizer, &ids);
             assert_eq!(pieces.concat(), text);
-            assert!(
-                pieces.iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)),
-                "{pieces:?}"
-            );
+            assert!(pieces.iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
             // The first three bytes of the rocket never get their fourth.
             let cut = ids.len() - 3;
             let pieces = super::tests::pieces(&tokenizer, &ids[..cut]);
-            assert!(
-                pieces[..cut].iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)),
-                "{pieces:?}"
-            );
+            assert!(pieces[..cut].iter().all(|p| !p.contains(char::REPLACEMENT_CHARACTER)), "{pieces:?}");
             assert!(pieces[cut].contains(char::REPLACEMENT_CHARACTER), "{pieces:?}");
         }
     }
@@ -414,13 +362,7 @@ mod tests {
     fn what_was_given_out_stays() {
         let tokenizer = byte_fallback();
         let id = |byte: u32| byte + 1;
-        let ids = [
-            id(0xe6),
-            id(0x9d),
-            id(0xb1),
-            id(0xff),
-            tokenizer.token_id("a").expect("a"),
-        ];
+        let ids = [id(0xe6), id(0x9d), id(0xb1), id(0xff), tokenizer.token_id("a").expect("a")];
         assert_eq!(pieces(&tokenizer, &ids).concat(), "\u{6771}\u{fffd}a");
     }
 
@@ -443,63 +385,32 @@ mod tests {
         let mut tokenizer = from_json(&value).expect("a tokenizer");
         let text = "one two three four five six seven eight nine ten";
         let whole = tokenizer.encode(text).expect("encodes");
-        assert!(
-            whole.len() > 10 && whole.len() < 100,
-            "neither cut nor padded: {}",
-            whole.len()
-        );
-        assert_eq!(
-            tokenizer.encode_rendered(text).expect("encodes"),
-            whole[1..whole.len() - 1]
-        );
+        assert!(whole.len() > 10 && whole.len() < 100, "neither cut nor padded: {}", whole.len());
+        assert_eq!(tokenizer.encode_rendered(text).expect("encodes"), whole[1..whole.len() - 1]);
         tokenizer.truncate_to(6).expect("room for text");
         let cut = tokenizer.encode(text).expect("encodes");
         assert_eq!((cut.len(), &cut[..5], cut[5]), (6, &whole[..5], 2));
-        assert!(
-            tokenizer
-                .truncate_to(2)
-                .expect_err("no room")
-                .to_string()
-                .contains("no room for text")
-        );
+        assert!(tokenizer.truncate_to(2).expect_err("no room").to_string().contains("no room for text"));
     }
 
     #[test]
     fn what_is_no_tokenizer_is_refused() {
         let message = from_json(&json!({"version": "1.0"})).expect_err("no model");
-        assert!(
-            message.contains("not a usable tokenizer") && !message.contains('\n'),
-            "{message}"
-        );
+        assert!(message.contains("not a usable tokenizer") && !message.contains('\n'), "{message}");
         assert!(from_json(&json!([])).is_err());
         // Both of these make the library panic when it sees them.
         let mut value: Value =
             serde_json::from_slice(&std::fs::read(fixture().path()).expect("the fixture")).expect("JSON");
         value["post_processor"]["single"] = json!([{"SpecialToken": {"id": "[CLS]", "type_id": 0}}]);
-        assert!(
-            from_json(&value)
-                .expect_err("not defined")
-                .contains("names [CLS], which")
-        );
+        assert!(from_json(&value).expect_err("not defined").contains("names [CLS], which"));
         value["post_processor"] = json!({"type": "Sequence", "processors": [value["post_processor"]]});
-        assert!(
-            from_json(&value)
-                .expect_err("not defined")
-                .contains("names [CLS], which")
-        );
+        assert!(from_json(&value).expect_err("not defined").contains("names [CLS], which"));
         let cut = tempfile::tempdir().expect("a temporary folder");
         let path = cut.path().join("tokenizer.json");
         std::fs::write(&path, r#"{"version": "1.0", "decoder": {"type": "ByteLevel", "trim"#).expect("a file in it");
-        assert!(
-            Tokenizer::open(&path)
-                .expect_err("cut")
-                .to_string()
-                .contains("not valid JSON: EOF")
-        );
+        assert!(Tokenizer::open(&path).expect_err("cut").to_string().contains("not valid JSON: EOF"));
         let dir = tempfile::tempdir().expect("a temporary folder");
-        let message = Tokenizer::open(&dir.path().join("tokenizer.json"))
-            .expect_err("nothing there")
-            .to_string();
+        let message = Tokenizer::open(&dir.path().join("tokenizer.json")).expect_err("nothing there").to_string();
         assert!(message.ends_with("no tokenizer.json"), "{message}");
     }
 

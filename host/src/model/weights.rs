@@ -85,11 +85,7 @@ impl Weights {
             if !exists(&single)? {
                 return Err(no_weights(dir));
             }
-            let mut weights = Weights {
-                source: single.clone(),
-                shards: Vec::new(),
-                tensors: BTreeMap::new(),
-            };
+            let mut weights = Weights { source: single.clone(), shards: Vec::new(), tensors: BTreeMap::new() };
             weights.add_shard(&single)?;
             return Ok(weights);
         }
@@ -98,11 +94,7 @@ impl Weights {
 
     /// Opens one safetensors file of any name.
     pub fn open_file(path: &Path) -> Result<Weights, ModelError> {
-        let mut weights = Weights {
-            source: path.to_owned(),
-            shards: Vec::new(),
-            tensors: BTreeMap::new(),
-        };
+        let mut weights = Weights { source: path.to_owned(), shards: Vec::new(), tensors: BTreeMap::new() };
         weights.add_shard(path)?;
         Ok(weights)
     }
@@ -110,9 +102,8 @@ impl Weights {
     fn open_index(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
         let value = read_value(index)?;
         let fields = Fields::new(index, &value)?;
-        let map = fields
-            .object("weight_map")?
-            .ok_or_else(|| fields.wrong("weight_map", "an object of tensor: file"))?;
+        let map =
+            fields.object("weight_map")?.ok_or_else(|| fields.wrong("weight_map", "an object of tensor: file"))?;
 
         let mut by_shard: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (tensor, file) in map.entries() {
@@ -127,20 +118,13 @@ impl Weights {
             return Err(fields.wrong("weight_map", "at least one tensor"));
         }
 
-        let mut weights = Weights {
-            source: index.to_owned(),
-            shards: Vec::new(),
-            tensors: BTreeMap::new(),
-        };
+        let mut weights = Weights { source: index.to_owned(), shards: Vec::new(), tensors: BTreeMap::new() };
         for (file, tensors) in by_shard {
             let path = dir.join(file);
             if !exists(&path)? {
                 return Err(ModelError::checkpoint(
                     index,
-                    format!(
-                        "names {file} (for {} and others), which is not in the folder",
-                        tensors[0]
-                    ),
+                    format!("names {file} (for {} and others), which is not in the folder", tensors[0]),
                 ));
             }
             let shard = weights.shards.len();
@@ -172,22 +156,13 @@ impl Weights {
                 begin: data_begin + info.data_offsets.0,
                 end: data_begin + info.data_offsets.1,
             };
-            assert!(
-                location.end <= bytes.len(),
-                "read_metadata checks that the last tensor ends with the file"
-            );
+            assert!(location.end <= bytes.len(), "read_metadata checks that the last tensor ends with the file");
             if let Some(other) = self.tensors.insert(name.clone(), location) {
                 let other = &self.shards[other.shard].path;
-                return Err(ModelError::checkpoint(
-                    path,
-                    format!("holds {name}, which {} holds too", other.display()),
-                ));
+                return Err(ModelError::checkpoint(path, format!("holds {name}, which {} holds too", other.display())));
             }
         }
-        self.shards.push(Shard {
-            path: path.to_owned(),
-            bytes,
-        });
+        self.shards.push(Shard { path: path.to_owned(), bytes });
         Ok(())
     }
 
@@ -229,10 +204,7 @@ impl Weights {
     /// The tensor of this name, which must be there, have this shape, and be bf16, f16 or f32.
     pub fn expect(&self, name: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
         let Some(location) = self.locate(name) else {
-            return Err(ModelError::TensorAbsent {
-                name: name.to_owned(),
-                path: self.source.clone(),
-            });
+            return Err(ModelError::TensorAbsent { name: name.to_owned(), path: self.source.clone() });
         };
         if location.shape != shape {
             return Err(ModelError::TensorShape {
@@ -287,22 +259,14 @@ fn exists(path: &Path) -> Result<bool, ModelError> {
 }
 
 fn no_weights(dir: &Path) -> ModelError {
-    let other = [
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-        "consolidated.safetensors",
-        "tf_model.h5",
-    ]
-    .into_iter()
-    .find(|name| dir.join(name).exists());
+    let other = ["pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "tf_model.h5"]
+        .into_iter()
+        .find(|name| dir.join(name).exists());
     let what = match other {
         Some(other) => format!("{SINGLE} or {INDEX} ({other} is another format, which is not read)"),
         None => format!("{SINGLE} or {INDEX}"),
     };
-    ModelError::Absent {
-        dir: dir.to_owned(),
-        what,
-    }
+    ModelError::Absent { dir: dir.to_owned(), what }
 }
 
 fn map_file(path: &Path) -> Result<Mmap, ModelError> {
@@ -316,10 +280,7 @@ fn map_file(path: &Path) -> Result<Mmap, ModelError> {
     }
     let file = File::open(path).map_err(|e| ModelError::read(path, e))?;
     if meta.len() < 8 {
-        return Err(ModelError::checkpoint(
-            path,
-            format!("{} bytes: too short for a safetensors file", meta.len()),
-        ));
+        return Err(ModelError::checkpoint(path, format!("{} bytes: too short for a safetensors file", meta.len())));
     }
     // SAFETY: the mapping is read-only and private to this process, and every access goes through a slice of the length
     // the file had when mapped. That the file is not changed meanwhile is the law in the module head, kept by whoever
@@ -368,11 +329,7 @@ fn wrong_length(bytes: &[u8], header_bytes: u64) -> String {
         .saturating_add(8)
         .saturating_add(header_bytes);
     let given = bytes.len() as u64;
-    let cause = if given < expected {
-        "truncated"
-    } else {
-        "longer than its header says"
-    };
+    let cause = if given < expected { "truncated" } else { "longer than its header says" };
     format!("{given} bytes, expected {expected}: {cause}")
 }
 
@@ -382,10 +339,7 @@ fn misfit(bytes: &[u8], header_bytes: u64) -> String {
         let Ok(info) = serde_json::from_value::<safetensors::tensor::TensorInfo>(info) else {
             continue;
         };
-        let bits = info
-            .shape
-            .iter()
-            .try_fold(info.dtype.bitsize(), |n, &dim| n.checked_mul(dim));
+        let bits = info.shape.iter().try_fold(info.dtype.bitsize(), |n, &dim| n.checked_mul(dim));
         let length = info.data_offsets.1.checked_sub(info.data_offsets.0);
         if bits.map(|b| b / 8) != length {
             return format!("{name} {}", shape_text(&info.shape));
@@ -396,9 +350,7 @@ fn misfit(bytes: &[u8], header_bytes: u64) -> String {
 
 /// The entries of a header that has parsed once, for messages only.
 fn parse_infos(bytes: &[u8], header_bytes: u64) -> Vec<(String, serde_json::Value)> {
-    let header = usize::try_from(header_bytes)
-        .ok()
-        .and_then(|n| bytes.get(8..n.checked_add(8)?));
+    let header = usize::try_from(header_bytes).ok().and_then(|n| bytes.get(8..n.checked_add(8)?));
     match header.map(serde_json::from_slice) {
         Some(Ok(serde_json::Value::Object(map))) => map.into_iter().filter(|(k, _)| k != "__metadata__").collect(),
         _ => Vec::new(),
@@ -425,10 +377,7 @@ fn first_duplicate(header: &[u8]) -> Option<String> {
             Ok(duplicate)
         }
     }
-    serde_json::Deserializer::from_slice(header)
-        .deserialize_map(Keys)
-        .ok()
-        .flatten()
+    serde_json::Deserializer::from_slice(header).deserialize_map(Keys).ok().flatten()
 }
 
 #[cfg(test)]
@@ -478,24 +427,15 @@ mod tests {
     fn a_fixture_is_read_in_place() {
         let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3");
         let weights = Weights::open(&dir).expect("the fixture");
-        let embedding = weights
-            .expect("model.embed_tokens.weight", &[1024, 256])
-            .expect("the embedding");
+        let embedding = weights.expect("model.embed_tokens.weight", &[1024, 256]).expect("the embedding");
         assert_eq!((embedding.dtype, embedding.bytes.len()), (DType::Bf16, 2 * 1024 * 256));
         assert_eq!((embedding.len_elems(), embedding.is_aligned()), (1024 * 256, true));
         assert_eq!(
-            weights
-                .expect("model.norm.weight", &[512])
-                .expect_err("wrong shape")
-                .to_string(),
+            weights.expect("model.norm.weight", &[512]).expect_err("wrong shape").to_string(),
             "model.norm.weight: shape [256], expected [512]"
         );
         assert!(
-            weights
-                .expect("lm_head.weight", &[1024, 256])
-                .expect_err("tied")
-                .to_string()
-                .contains("no such tensor")
+            weights.expect("lm_head.weight", &[1024, 256]).expect_err("tied").to_string().contains("no such tensor")
         );
         assert_eq!(weights.names().count(), weights.len());
         assert!(weights.size_bytes() < 6_430_624);
@@ -533,11 +473,7 @@ mod tests {
         let twice = index(json!({"a": "1.safetensors", "b": "2.safetensors"}));
         let both = small(&["a", "b"]);
         assert_eq!(
-            refusal(&[
-                (INDEX, twice.as_bytes()),
-                ("1.safetensors", &one),
-                ("2.safetensors", &both)
-            ]),
+            refusal(&[(INDEX, twice.as_bytes()), ("1.safetensors", &one), ("2.safetensors", &both)]),
             "DIR/2.safetensors: holds a, which DIR/1.safetensors holds too"
         );
         let outside = index(json!({"a": "../1.safetensors"}));
@@ -583,18 +519,8 @@ mod tests {
         assert!(refusal(&[("pytorch_model.bin", b"")]).contains("another format"));
         let dir = folder(&[]);
         fs::create_dir(dir.path().join(SINGLE)).expect("a folder");
-        assert!(
-            Weights::open(dir.path())
-                .expect_err("a folder")
-                .to_string()
-                .contains("not a file")
-        );
-        assert!(
-            Weights::open_file(&dir.path().join("x"))
-                .expect_err("nothing")
-                .to_string()
-                .contains("no x")
-        );
+        assert!(Weights::open(dir.path()).expect_err("a folder").to_string().contains("not a file"));
+        assert!(Weights::open_file(&dir.path().join("x")).expect_err("nothing").to_string().contains("no x"));
     }
 
     #[test]
@@ -606,13 +532,7 @@ mod tests {
         assert!(weights.get("b").is_none() && weights.contains("b"));
         let message = weights.expect("b", &[3]).expect_err("f64").to_string();
         assert_eq!(message, "b: dtype f64, expected bf16, f16 or f32");
-        assert!(
-            weights
-                .expect("a", &[3])
-                .expect_err("i64")
-                .to_string()
-                .contains("dtype i64")
-        );
+        assert!(weights.expect("a", &[3]).expect_err("i64").to_string().contains("dtype i64"));
     }
 
     #[test]

@@ -115,9 +115,7 @@ impl Simd for Avx2 {
     unsafe fn largest(v: __m256) -> f32 {
         // SAFETY: a transmute between types of eight f32.
         let lanes = unsafe { core::mem::transmute::<__m256, [f32; 8]>(v) };
-        lanes
-            .into_iter()
-            .fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
+        lanes.into_iter().fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {

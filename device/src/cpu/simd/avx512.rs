@@ -185,59 +185,68 @@ unsafe fn load_bh_part(p: *const u16, n: usize) -> __m512bh {
 #[inline(always)]
 unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
     // SAFETY: as `load_part`; the second pointer is only used for elements that exist.
-    unsafe {
-        (
-            Avx512::load_part(src, n.min(16)),
-            Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16)),
-        )
-    }
+    unsafe { (Avx512::load_part(src, n.min(16)), Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16))) }
 }
 
-/// bf16 weights with activations rounded to bf16: pairs of neighbours are multiplied and added in one instruction, in
-/// memory order, so rows need no repacking. Subnormals count as zero, as the instruction defines.
-pub(crate) struct DotBf16;
+/// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even and
+/// the odd ones, and activations are packed in that order: two cheap instructions where widening takes four.
+///
+/// PERF: `vdpbf16ps` is not used here. It rounds activations to bf16, and retires once in two cycles where two fused
+/// multiply-adds retire in one: 75 GFLOP/s a core against 145 (Sapphire Rapids, 2026-11-21).
+pub(crate) struct EvenOdd;
 
-impl Dot<Avx512> for DotBf16 {
+impl Dot<Avx512> for EvenOdd {
     type Elem = u16;
-    type Packed = u16;
-    type W = __m512bh;
-    type X = __m512bh;
+    type Packed = f32;
+    type W = (__m512, __m512);
+    type X = (__m512, __m512);
     const CHUNK: usize = 32;
     const PACKED: usize = 32;
 
     #[inline(always)]
     unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
         // SAFETY: the set exists (trait contract).
-        unsafe { super::with_avx512_bf16(leaf) }
+        unsafe { super::with_avx512(leaf) }
     }
     #[inline(always)]
-    unsafe fn load(p: *const u16) -> __m512bh {
-        // SAFETY: the caller's promises are the same.
-        unsafe { load_bh(p) }
+    unsafe fn load(p: *const u16) -> (__m512, __m512) {
+        // SAFETY: 64 bytes are readable (caller).
+        unsafe { even_odd(_mm512_loadu_si512(p.cast())) }
     }
     #[inline(always)]
-    unsafe fn load_part(p: *const u16, n: usize) -> __m512bh {
-        // SAFETY: the caller's promises are the same.
-        unsafe { load_bh_part(p, n) }
+    unsafe fn load_part(p: *const u16, n: usize) -> (__m512, __m512) {
+        // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
+        unsafe { even_odd(_mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast())) }
     }
     #[inline(always)]
-    unsafe fn load_x(p: *const u16) -> __m512bh {
-        // SAFETY: the caller's promises are the same.
-        unsafe { load_bh(p) }
+    unsafe fn load_x(p: *const f32) -> (__m512, __m512) {
+        // SAFETY: 32 elements are readable (caller).
+        unsafe { (_mm512_loadu_ps(p), _mm512_loadu_ps(p.add(16))) }
     }
     #[inline(always)]
-    unsafe fn mac(acc: __m512, w: __m512bh, x: __m512bh) -> __m512 {
-        // SAFETY: the set exists (the level's contract).
-        unsafe { _mm512_dpbf16_ps(acc, w, x) }
+    unsafe fn mac(acc: __m512, w: (__m512, __m512), x: (__m512, __m512)) -> __m512 {
+        // SAFETY: the set exists (trait contract).
+        unsafe { _mm512_fmadd_ps(w.1, x.1, _mm512_fmadd_ps(w.0, x.0, acc)) }
     }
     #[inline(always)]
-    unsafe fn pack(dst: *mut u16, src: *const f32, n: usize) {
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
         // SAFETY: `n` elements are readable and 32 writable (caller).
         unsafe {
             let (low, high) = load_pair(src, n);
-            let half = _mm512_cvtne2ps_pbh(high, low);
-            _mm512_storeu_si512(dst.cast(), core::mem::transmute::<__m512bh, __m512i>(half));
+            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+            _mm512_storeu_ps(dst, _mm512_permutex2var_ps(low, even, high));
+            _mm512_storeu_ps(dst.add(16), _mm512_permutex2var_ps(low, odd, high));
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn even_odd(pairs: __m512i) -> (__m512, __m512) {
+    // SAFETY: arithmetic only.
+    unsafe {
+        let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+        (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd))
     }
 }
 

@@ -147,7 +147,7 @@ pub(crate) trait Simd: Copy + 'static {
 
 /// The nearest whole number, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no fraction bits.
 #[inline(always)]
-pub(crate) unsafe fn round<S: Simd + ?Sized>(x: S::F) -> S::F {
+pub(crate) unsafe fn round<S: Simd>(x: S::F) -> S::F {
     // SAFETY: arithmetic only.
     unsafe {
         let shift = S::splat(12_582_912.0);
@@ -259,16 +259,7 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
         // SAFETY: `n` elements are readable and a vector is writable (caller).
-        unsafe {
-            S::store(
-                dst,
-                if n == S::LANES {
-                    S::load(src)
-                } else {
-                    S::load_part(src, n)
-                },
-            )
-        }
+        unsafe { S::store(dst, if n == S::LANES { S::load(src) } else { S::load_part(src, n) }) }
     }
 }
 
@@ -276,7 +267,7 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
 pub(crate) trait Level: 'static {
     /// Its vectors.
     type S: Simd;
-    /// bf16 weights with activations that may be rounded to bf16 first.
+    /// bf16 weights with activations in f32.
     type Bf16: Dot<Self::S, Elem = u16>;
     /// bf16 rows with activations of at least 16 significant bits.
     type Bf16Wide: Dot<Self::S, Elem = u16>;
@@ -300,21 +291,28 @@ widening_level! {
     #[cfg(target_arch = "x86_64")]
     #[doc = "AVX2 with FMA and F16C."]
     Avx2: avx2::Avx2;
-    #[cfg(target_arch = "x86_64")]
-    #[doc = "AVX-512F; bf16 widened."]
-    Avx512: avx512::Avx512;
     #[cfg(target_arch = "aarch64")]
     #[doc = "NEON; bf16 widened."]
     Neon: neon::Neon;
 }
 
-/// AVX-512F with the bf16 dot product.
+/// AVX-512.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx512;
+#[cfg(target_arch = "x86_64")]
+impl Level for Avx512 {
+    type S = avx512::Avx512;
+    type Bf16 = avx512::EvenOdd;
+    type Bf16Wide = avx512::EvenOdd;
+}
+
+/// AVX-512 with the bf16 dot product, for attention scores.
 #[cfg(target_arch = "x86_64")]
 pub(crate) struct Avx512Bf16;
 #[cfg(target_arch = "x86_64")]
 impl Level for Avx512Bf16 {
     type S = avx512::Avx512;
-    type Bf16 = avx512::DotBf16;
+    type Bf16 = avx512::EvenOdd;
     type Bf16Wide = avx512::DotBf16Split;
 }
 

@@ -59,10 +59,7 @@ impl Simd for Neon {
         // The vector conversion is not stable; `half` uses the scalar instruction.
         // SAFETY: a vector is readable (caller).
         unsafe {
-            let lanes = p
-                .cast::<[u16; 4]>()
-                .read_unaligned()
-                .map(|u| half::f16::from_bits(u).to_f32());
+            let lanes = p.cast::<[u16; 4]>().read_unaligned().map(|u| half::f16::from_bits(u).to_f32());
             vld1q_f32(lanes.as_ptr())
         }
     }
@@ -89,20 +86,14 @@ impl Simd for Neon {
         // SAFETY: a vector is writable (caller).
         unsafe {
             vst1q_f32(lanes.as_mut_ptr(), v);
-            p.cast::<[u16; 4]>()
-                .write_unaligned(lanes.map(|x| half::f16::from_f32(x).to_bits()));
+            p.cast::<[u16; 4]>().write_unaligned(lanes.map(|x| half::f16::from_f32(x).to_bits()));
         }
     }
     #[inline(always)]
     unsafe fn sum4(v: [float32x4_t; 4]) -> [f32; 4] {
         let mut sums = [0f32; 4];
         // SAFETY: arithmetic only; `sums` is a vector.
-        unsafe {
-            vst1q_f32(
-                sums.as_mut_ptr(),
-                vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])),
-            )
-        };
+        unsafe { vst1q_f32(sums.as_mut_ptr(), vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]))) };
         sums
     }
     #[inline(always)]

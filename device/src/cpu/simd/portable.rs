@@ -74,18 +74,12 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn store_bf16(p: *mut u16, v: [f32; N]) {
         // SAFETY: a vector is writable (caller).
-        unsafe {
-            p.cast::<[u16; N]>()
-                .write_unaligned(v.map(|x| bf16::from_f32(x).to_bits()))
-        }
+        unsafe { p.cast::<[u16; N]>().write_unaligned(v.map(|x| bf16::from_f32(x).to_bits())) }
     }
     #[inline(always)]
     unsafe fn store_f16(p: *mut u16, v: [f32; N]) {
         // SAFETY: a vector is writable (caller).
-        unsafe {
-            p.cast::<[u16; N]>()
-                .write_unaligned(v.map(|x| f16::from_f32(x).to_bits()))
-        }
+        unsafe { p.cast::<[u16; N]>().write_unaligned(v.map(|x| f16::from_f32(x).to_bits())) }
     }
     #[inline(always)]
     unsafe fn sum4(v: [[f32; N]; 4]) -> [f32; 4] {
@@ -93,8 +87,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn largest(v: [f32; N]) -> f32 {
-        v.into_iter()
-            .fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
+        v.into_iter().fold(f32::NEG_INFINITY, |best, x| if x > best { x } else { best })
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {

@@ -9,6 +9,7 @@ use super::*;
 use crate::arch::scalar::fma;
 use crate::arch::{WARP, warp};
 use crate::gpu::math::exp;
+use crate::gpu::{Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
 const PER_LANE: usize = 8;
@@ -21,13 +22,18 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see, which
     // the cache holds; whole warps shuffle, since every loop bound around a shuffle is the same for all lanes.
     unsafe {
-        let (q, k, v, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3));
-        let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         let lane = block.lane();
         let mut item = block.warp();
-        while item < call.rows(&q) * heads * group {
+        loop {
+            // Fetched anew for every head: held over the loops they would cost them registers.
+            let (q, k, v, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3));
+            let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
+            if item >= call.rows(&q) * heads * group {
+                break;
+            }
             let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
             let visible = p.visible(call.step, call.task.row_first + r) as u32;
+            let (q, y, k, v) = (q.row([r, h, g]), y.row([r, h, g]), Head::new(&k, h), Head::new(&v, h));
             let mut slice = 0;
             while slice < d {
                 let mut max = f32::NEG_INFINITY;
@@ -38,9 +44,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let t = t0 + lane;
                     let mut score = f32::NEG_INFINITY;
                     if t < visible {
+                        let k = k.row(t);
                         let mut dot = 0.0;
                         for i in 0..d {
-                            dot = fma(q.get([r, h, g, i]), k.get([h, t, i]), dot);
+                            dot = fma(q.get(i), k.get(i), dot);
                         }
                         score = dot * p.scale;
                     }
@@ -57,10 +64,11 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let count = if visible - t0 < WARP { visible - t0 } else { WARP };
                     for j in 0..count {
                         let weight = f32::from_bits(warp::shuffle(weight.to_bits(), j));
+                        let v = v.row(t0 + j);
                         for step in 0..PER_LANE {
                             let i = slice + step as u32 * WARP + lane;
                             if i < d {
-                                sums[step] = fma(weight, v.get([h, t0 + j, i]), sums[step]);
+                                sums[step] = fma(weight, v.get(i), sums[step]);
                             }
                         }
                     }
@@ -69,7 +77,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 for step in 0..PER_LANE {
                     let i = slice + step as u32 * WARP + lane;
                     if i < d {
-                        y.set([r, h, g, i], sums[step] / total);
+                        y.set(i, sums[step] / total);
                     }
                 }
                 slice += SLICE;
@@ -78,6 +86,26 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         }
     }
     Ok(())
+}
+
+/// One head of a cache: its first row, and how far it is from one row to the next.
+#[derive(Clone, Copy)]
+struct Head {
+    first: Row,
+    step: u32,
+}
+
+impl Head {
+    #[inline(always)]
+    fn new(cache: &Tensor, head: u32) -> Head {
+        Head { first: cache.row([head]), step: cache.stride(1) }
+    }
+
+    /// The row of position `t`.
+    #[inline(always)]
+    fn row(&self, t: u32) -> Row {
+        self.first.after(u64::from(t) * u64::from(self.step))
+    }
 }
 
 #[inline(always)]

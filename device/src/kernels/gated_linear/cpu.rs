@@ -53,7 +53,7 @@ impl Gated<'_> {
             return;
         }
         assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
-        let plan = Plan::new(self.rows, k);
+        let plan = Plan::new(self.rows, 2 * n, k);
         let [packed, partial, wide, sums] =
             self.scratch.areas([plan.packed_floats, plan.partial_floats, k, plan.block_rows * 2 * n]);
         let weights = Weights {

@@ -10,10 +10,10 @@ use crate::gpu::rows::{Rows, dots, pick};
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: as in `linear`.
     unsafe {
-        let (x, gate, up, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(5));
-        let (gate_bias, up_bias) = (call.tensor(3), call.tensor(4));
-        let rows = call.rows(&x);
+        let rows = call.rows(&call.tensor(0));
+        let columns = call.tensor(1).extent(0);
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
+            let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
             if gate_bias.is_present() {
                 g += gate_bias.get([n]);
             }
@@ -23,22 +23,21 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             y.set([r, n], activate(p.activation, g) * u);
         };
         let mut n = block.warp();
-        while n < gate.extent(0) {
+        while n < columns {
             let mut r = 0;
             while r < rows {
-                let x = Rows { x: &x, rows, first: r };
+                let x = Rows { call, rows, first: r };
                 let step = if rows == 1 { 1 } else { 4 };
                 // The same code serves both weights: once for the gate, once more for what it opens.
                 let (mut g, mut u) = (0.0, 0.0);
                 let mut which = 0;
                 while which < 2 {
-                    let w = if which == 0 { &gate } else { &up };
                     g = u;
                     u = if step == 1 {
-                        let [sum] = dots::<1>(x, w, n, block.lane());
+                        let [sum] = dots::<1>(x, 1 + which, n, block.lane());
                         sum
                     } else {
-                        pick(dots::<4>(x, w, n, block.lane()), block.lane())
+                        pick(dots::<4>(x, 1 + which, n, block.lane()), block.lane())
                     };
                     which += 1;
                 }

@@ -11,10 +11,11 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     // SAFETY: the operands are the slots'; `n` and `r` stay below the extents that `check` has matched; the conditions
     // around `dots` depend on the warp and the task alone, so whole warps call it.
     unsafe {
-        let (x, w, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
-        let (bias, residual) = (call.tensor(2), call.tensor(3));
-        let rows = call.rows(&x);
+        let rows = call.rows(&call.tensor(0));
+        let columns = call.tensor(1).extent(0);
+        // What is needed once an output is fetched then: held over the loops it would cost them registers.
         let finish = |r: u32, n: u32, mut sum: f32| {
+            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
             if bias.is_present() {
                 sum += bias.get([n]);
             }
@@ -25,16 +26,16 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             y.set([r, n], sum);
         };
         let mut n = block.warp();
-        while n < w.extent(0) {
+        while n < columns {
             if rows == 1 {
-                let [sum] = dots::<1>(Rows { x: &x, rows, first: 0 }, &w, n, block.lane());
+                let [sum] = dots::<1>(Rows { call, rows, first: 0 }, 1, n, block.lane());
                 if block.lane() == 0 {
                     finish(0, n, sum);
                 }
             } else {
                 let mut r = 0;
                 while r < rows {
-                    let sums = dots::<4>(Rows { x: &x, rows, first: r }, &w, n, block.lane());
+                    let sums = dots::<4>(Rows { call, rows, first: r }, 1, n, block.lane());
                     let row = r + block.lane();
                     if block.lane() < 4 && row < rows {
                         finish(row, n, pick(sums, block.lane()));

@@ -63,7 +63,10 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
         let is_dropped = own.kind == Kind::Data && spill.write_start == spill.write_end;
         if !is_dropped && spill.write_start.checked_add(own.spill_cycles) != Some(spill.write_end) {
             let Spill { write_start, write_end, .. } = spill;
-            say(format!("`{}` is saved in [{write_start}, {write_end}), expected {} cycles", own.name, own.spill_cycles));
+            say(format!(
+                "`{}` is saved in [{write_start}, {write_end}), expected {} cycles",
+                own.name, own.spill_cycles
+            ));
         }
         let never_read = graph.consumers(spill.op).is_empty()
             && spill.read_start == spill.read_end
@@ -73,7 +76,10 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
             say(format!("`{}` is read in [{read_start}, {read_end}), expected {} cycles", own.name, own.spill_cycles));
         }
         if spill.read_start < spill.write_end {
-            say(format!("`{}` is read back at {}, before it is out at {}", own.name, spill.read_start, spill.write_end));
+            say(format!(
+                "`{}` is read back at {}, before it is out at {}",
+                own.name, spill.read_start, spill.write_end
+            ));
         }
         if !is_dropped {
             busy[1].push((spill.write_start, spill.write_end, op));
@@ -108,13 +114,17 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
         spills[op].sort_by_key(|spill| (spill.write_start, spill.read_start));
         for spill in &spills[op] {
             if spill.write_start < hold.usable {
-                say(format!("`{}` is spilled at {}, before it is there at {}", name(op), spill.write_start, hold.usable));
+                say(format!(
+                    "`{}` is spilled at {}, before it is there at {}",
+                    name(op),
+                    spill.write_start,
+                    hold.usable
+                ));
             }
             if spill.write_end > death || spill.read_end > death {
                 say(format!("`{}` is spilled after its last use at {death}", name(op)));
             }
-            let next =
-                Hold { op, first: spill.read_start, usable: spill.read_end, end: death, offset: spill.offset };
+            let next = Hold { op, first: spill.read_start, usable: spill.read_end, end: death, offset: spill.offset };
             hold.end = spill.write_end;
             holds.push(std::mem::replace(&mut hold, next));
         }
@@ -129,7 +139,11 @@ pub fn check(graph: &Graph, schedule: &Schedule) -> Result<(), Vec<Violation>> {
             let is_there = holds[from..to].iter().any(|hold| hold.usable <= placed.start && placed.end <= hold.end);
             if !is_there {
                 let (start, end) = (placed.start, placed.end);
-                say(format!("`{}` runs [{start}, {end}) but its input `{}` is not there all the time", name(op), name(input as usize)));
+                say(format!(
+                    "`{}` runs [{start}, {end}) but its input `{}` is not there all the time",
+                    name(op),
+                    name(input as usize)
+                ));
             }
         }
     }

@@ -176,8 +176,7 @@ pub fn write_schedule(graph: &Graph, schedule: &Schedule) -> String {
         read_end: spill.read_end,
         offset: spill.offset,
     });
-    let edges =
-        schedule.prefetch_edges.iter().map(|edge| EdgeText { data: name(edge.data), after: name(edge.after) });
+    let edges = schedule.prefetch_edges.iter().map(|edge| EdgeText { data: name(edge.data), after: name(edge.after) });
     let text = ScheduleText {
         ops: ops.collect(),
         spills: spills.collect(),

@@ -135,11 +135,9 @@ pub fn schedule(graph: &Graph) -> Schedule {
     let bound = graph.lower_bound_cycles();
     if n <= MAX_PORTFOLIO_OPS {
         let tails = tail_ranks(graph);
-        for (ranks, preference) in [
-            (tails.clone(), Preference::Active),
-            (tails, Preference::Rank),
-            (order_ranks(graph), Preference::Rank),
-        ] {
+        for (ranks, preference) in
+            [(tails.clone(), Preference::Active), (tails, Preference::Rank), (order_ranks(graph), Preference::Rank)]
+        {
             if best.trace.makespan > bound {
                 best.keep(attempt(graph, &Policy { ranks, preference }));
             }
@@ -179,8 +177,7 @@ impl Attempt {
     fn into_schedule(self, graph: &Graph) -> Schedule {
         let Trace { ops, spills, prefetch_edges, makespan, .. } = self.trace;
         let without_prefetch_makespan = self.without_prefetch_makespan;
-        let mut schedule =
-            Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
+        let mut schedule = Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
         let mut changes = schedule.changes(graph);
         changes.sort_unstable();
         let mut held = 0i128;

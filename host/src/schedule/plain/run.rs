@@ -383,9 +383,10 @@ impl<'g> Run<'g> {
     }
 
     fn inputs_are_here(&self, op: u32) -> bool {
-        self.graph.ops[op as usize].inputs.iter().all(|&input| {
-            self.state[input as usize] == State::Resident && self.ready_at[input as usize] <= self.clock
-        })
+        self.graph.ops[op as usize]
+            .inputs
+            .iter()
+            .all(|&input| self.state[input as usize] == State::Resident && self.ready_at[input as usize] <= self.clock)
     }
 
     // ---- scheduling ----
@@ -402,7 +403,9 @@ impl<'g> Run<'g> {
 
     /// Data ops that free at least what they take go first.
     fn start_copy_out(&mut self) -> bool {
-        let Some(&op) = self.copy_outs.front() else { return false };
+        let Some(&op) = self.copy_outs.front() else {
+            return false;
+        };
         let can_start = self.inputs_are_here(op) && self.try_start(op, Direction::Up);
         if can_start {
             self.copy_outs.pop_front();
@@ -414,7 +417,9 @@ impl<'g> Run<'g> {
     fn start_read_back(&mut self, next: Option<u32>, is_starved: &mut bool) -> bool {
         let Some(next) = next else { return false };
         let absent = |&&input: &&u32| self.state[input as usize] == State::Absent;
-        let Some(&input) = self.graph.ops[next as usize].inputs.iter().find(absent) else { return false };
+        let Some(&input) = self.graph.ops[next as usize].inputs.iter().find(absent) else {
+            return false;
+        };
         let room = self.scan.alloc(self.graph.ops[input as usize].bytes, self.graph.alignment, Direction::Up);
         let Some(offset) = room else {
             *is_starved = true;
@@ -430,8 +435,7 @@ impl<'g> Run<'g> {
         while *head < first.loads.len() && self.state[first.loads[*head].op as usize] != State::Waiting {
             *head += 1;
         }
-        for idx in *head..first.loads.len().min(*head + LOOK_AHEAD) {
-            let op = first.loads[idx].op;
+        for (idx, &Load { op, .. }) in first.loads.iter().enumerate().skip(*head).take(LOOK_AHEAD) {
             if self.state[op as usize] != State::Waiting {
                 continue;
             }
@@ -447,7 +451,9 @@ impl<'g> Run<'g> {
 
     /// Ops off the compute chain fill what is left of the data engine, as long as the compute ops to come keep their room.
     fn start_off_chain(&mut self, base_bytes: u64) -> bool {
-        let Some(&op) = self.off_chain.front() else { return false };
+        let Some(&op) = self.off_chain.front() else {
+            return false;
+        };
         let own_bytes = self.graph.ops[op as usize].bytes;
         let resident_bytes = self.graph.capacity_bytes - self.scan.free_bytes();
         let can_start = own_bytes + resident_bytes.max(base_bytes) <= self.graph.capacity_bytes
@@ -497,7 +503,9 @@ impl<'g> Run<'g> {
 
     /// Takes the completions at the earliest time off the heap; how many compute ops were among them.
     fn retire_next(&mut self) -> u32 {
-        let Some(Reverse((time, _))) = self.heap.peek().copied() else { return 0 };
+        let Some(Reverse((time, _))) = self.heap.peek().copied() else {
+            return 0;
+        };
         self.clock = self.clock.max(time);
         let mut n_compute = 0;
         while let Some(&Reverse((end, op))) = self.heap.peek() {
@@ -559,7 +567,11 @@ impl<'g> Run<'g> {
             if own.kind == Kind::Compute {
                 let key = (self.ranks[op as usize], op);
                 let is_active = own.inputs.iter().any(|&input| self.state[input as usize] == State::Resident);
-                if is_active { self.active.insert(key) } else { self.ready.insert(key) };
+                if is_active {
+                    self.active.insert(key)
+                } else {
+                    self.ready.insert(key)
+                };
             } else if self.feeds_compute[op as usize] {
                 for &consumer in graph.consumers(op) {
                     self.missing[consumer as usize] -= 1;
@@ -643,7 +655,11 @@ impl<'g> Run<'g> {
         for piece in pieces {
             let offset = if bytes(piece) == 0 { 0 } else { next };
             self.scan.take(offset, bytes(piece));
-            if piece == op { own_offset = offset } else { self.read_back(piece, offset) }
+            if piece == op {
+                own_offset = offset
+            } else {
+                self.read_back(piece, offset)
+            }
             next = (next + bytes(piece)).next_multiple_of(alignment);
         }
         own_offset
@@ -722,7 +738,8 @@ impl<'g> Run<'g> {
     fn spill(&mut self, victim: u32) {
         debug_assert_eq!(self.state[victim as usize], State::Resident, "only complete outputs are spilled");
         let own = &self.graph.ops[victim as usize];
-        let idle = self.ready_at[victim as usize].max(self.last_use[victim as usize]).max(self.memory_at).max(self.clock);
+        let idle =
+            self.ready_at[victim as usize].max(self.last_use[victim as usize]).max(self.memory_at).max(self.clock);
         let (write_start, write_end) = match own.kind {
             Kind::Data => (idle, idle),
             Kind::Compute => {

@@ -1,0 +1,499 @@
+//! Every GPU body against its kernel's reference, on a block of host threads (see `arch::threads`): random shapes with
+//! odd tails, rows that start anywhere, views with gaps, all float types, and NaN in memory that nobody may read.
+
+use super::Call;
+use crate::arch::threads::launch;
+use crate::block::Block;
+use crate::io::{self, Tensor};
+use crate::kernels::*;
+use bytemuck::Zeroable;
+use perpetua_shared::control::Control;
+use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::task::Operand;
+use perpetua_shared::{BindingId, DType, Fault, FaultCode, Step, TaskDesc};
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ z >> 31
+    }
+
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
+    }
+
+    fn one_to(&mut self, n: u32) -> u32 {
+        1 + self.below(n)
+    }
+
+    /// Roughly normal.
+    fn float(&mut self) -> f32 {
+        (0..4).map(|_| self.next() as f32 / u64::MAX as f32 - 0.5).sum::<f32>() * 1.7
+    }
+
+    fn dtype(&mut self) -> DType {
+        [DType::F32, DType::Bf16, DType::F16][self.below(3) as usize]
+    }
+
+    fn flip(&mut self) -> bool {
+        self.next() & 1 == 0
+    }
+}
+
+/// One task and its memory: a binding per operand.
+struct Case {
+    task_type: u16,
+    params: [u32; 8],
+    operands: Vec<Operand>,
+    memory: Vec<Vec<u128>>,
+    step: Step,
+    row_first: u32,
+    block: u32,
+    tolerance: f32,
+}
+
+impl Case {
+    fn new<K: MacroKernel + Numbered>(params: K::Params) -> Case {
+        Case {
+            task_type: K::TASK_TYPE,
+            params: param_words(&params),
+            operands: Vec::new(),
+            memory: Vec::new(),
+            step: Step { rows: u32::MAX, ..Step::default() },
+            row_first: 0,
+            block: 0,
+            tolerance: 2e-5,
+        }
+    }
+
+    /// An operand of `extent`, somewhere in a binding full of NaN, its elements given by `value`.
+    fn push(&mut self, random: &mut Random, dtype: DType, extent: &[u32], mut value: impl FnMut(&mut Random) -> f32) {
+        let rank = extent.len();
+        let mut operand = Operand {
+            binding: BindingId(self.operands.len() as u32),
+            dtype: dtype as u16,
+            rank: rank as u16,
+            offset_bytes: u64::from(random.below(20)) * dtype.size_bytes() as u64,
+            ..Operand::ABSENT
+        };
+        let aligned = random.flip();
+        if aligned {
+            operand.offset_bytes = operand.offset_bytes / 16 * 16;
+        }
+        let mut stride = 1;
+        for dim in (0..rank).rev() {
+            operand.extent[dim] = extent[dim];
+            operand.stride_elems[dim] = stride;
+            stride *= extent[dim];
+            if dim + 1 == rank && aligned {
+                stride = stride.next_multiple_of(8);
+            } else if random.flip() {
+                stride += random.below(5);
+            }
+        }
+        let bytes = operand.offset_bytes + operand.span_bytes() + 64;
+        let mut memory = vec![u128::MAX; (bytes as usize).div_ceil(16)];
+        // SAFETY: the box was just given room.
+        let tensor = unsafe { Tensor::new(memory.as_mut_ptr().cast(), &operand) };
+        let e = operand.extent;
+        for at in 0..operand.len_elems() as u32 {
+            let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
+            tensor.set(index.map(|i| i as usize), value(random));
+        }
+        self.operands.push(operand);
+        self.memory.push(memory);
+    }
+
+    fn floats(&mut self, random: &mut Random, dtype: DType, extent: &[u32]) {
+        self.push(random, dtype, extent, Random::float);
+    }
+
+    fn maybe(&mut self, random: &mut Random, extent: &[u32]) {
+        if random.flip() {
+            let dtype = random.dtype();
+            self.floats(random, dtype, extent);
+        } else {
+            self.absent();
+        }
+    }
+
+    fn absent(&mut self) {
+        self.operands.push(Operand::ABSENT);
+        self.memory.push(vec![0; 1]);
+    }
+
+    /// Runs the reference and the GPU body on equal memories and compares all of it. Both must fault alike.
+    fn judge(mut self, what: &str) -> Vec<Vec<u128>> {
+        let spec = Spec::of(self.task_type).expect("a kernel of the list");
+        spec.check(&self.params, &self.operands).expect(what);
+        let task = TaskDesc {
+            task_type: self.task_type,
+            params: self.params,
+            row_first: self.row_first,
+            block: [self.block, 0, 0],
+            operand_count: self.operands.len() as u32,
+            ..TaskDesc::zeroed()
+        };
+        let programs = [ProgramDesc { max_rows: 1, in_token_loop: 1, ..ProgramDesc::zeroed() }];
+        let mut device = self.memory.clone();
+        let tensors = |memory: &mut [Vec<u128>], operands: &[Operand]| -> Vec<Tensor> {
+            let pairs = memory.iter_mut().zip(operands);
+            // SAFETY: each operand has its own memory.
+            pairs.map(|(m, operand)| unsafe { Tensor::new(m.as_mut_ptr().cast(), operand) }).collect()
+        };
+        let expected = tensors(&mut self.memory, &self.operands);
+        let outcome =
+            (spec.reference)(&io::Call { tensors: &expected, task: &task, step: &self.step, programs: &programs });
+
+        let bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
+        let faults = std::sync::Mutex::new(Vec::new());
+        let table = bindings.as_ptr().expose_provenance();
+        for threads in [64, 32] {
+            if threads == 32 && self.updates() {
+                continue;
+            }
+            faults.lock().expect("no panic").clear();
+            launch(1, threads, || {
+                let call = Call {
+                    task: &task,
+                    operands: &self.operands,
+                    step: &self.step,
+                    programs: &programs,
+                    bindings: core::ptr::with_exposed_provenance(table),
+                };
+                // SAFETY: every thread of the block makes this call; the operands have been checked.
+                if let Err(fault) = unsafe { run_gpu(&call, &Block::current()) } {
+                    faults.lock().expect("no panic").push(fault);
+                }
+            });
+            let faults: Vec<Fault> = faults.lock().expect("no panic").clone();
+            match outcome {
+                Ok(()) => assert_eq!(faults, [], "{what}"),
+                Err(fault) => assert_eq!(faults, vec![fault; threads as usize], "{what}: all threads leave"),
+            }
+            let got = tensors(&mut device, &self.operands);
+            for (slot, (operand, (got, expected))) in
+                spec.slots.iter().zip(self.operands.iter().zip(got.iter().zip(&expected)))
+            {
+                if !operand.is_present() {
+                    continue;
+                }
+                let e = operand.extent;
+                for at in 0..operand.len_elems() as u32 {
+                    let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
+                    let index = index.map(|i| i as usize);
+                    let (a, b) = (got.get(index), expected.get(index));
+                    let step = match operand.dtype() {
+                        Some(DType::Bf16) => 1.0 / 128.0,
+                        Some(DType::F16) => 1.0 / 1024.0,
+                        _ => 0.0,
+                    };
+                    let tolerance = self.tolerance + b.abs() * (self.tolerance + step);
+                    assert!(
+                        (a.is_nan() && b.is_nan()) || a == b || (a - b).abs() <= tolerance,
+                        "{what}: {}{index:?} is {a}, expected {b} ({operand:?})",
+                        slot.name
+                    );
+                }
+            }
+        }
+        // Around the boxes nothing may have changed.
+        for (i, operand) in self.operands.iter().enumerate().filter(|(_, o)| o.is_present() && o.rank > 0) {
+            let before = operand.offset_bytes as usize;
+            let after = before + operand.span_bytes() as usize;
+            let bytes: &[u8] = bytemuck::cast_slice(&device[i]);
+            assert!(bytes[..before].iter().all(|b| *b == 0xff) && bytes[after..].iter().all(|b| *b == 0xff), "{what}");
+        }
+        device
+    }
+
+    fn updates(&self) -> bool {
+        let spec = Spec::of(self.task_type).expect("a kernel of the list");
+        spec.slots.iter().any(|slot| slot.usage == Use::Update)
+    }
+}
+
+#[test]
+fn linear() {
+    let random = &mut Random(1);
+    for round in 0..60 {
+        let (rows, n) = (random.one_to(6), random.one_to(9));
+        let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5) });
+        for extent in [[rows, k], [n, k]] {
+            let dtype = random.dtype();
+            case.floats(random, dtype, &extent);
+        }
+        case.maybe(random, &[n]);
+        case.maybe(random, &[rows, n]);
+        let dtype = random.dtype();
+        case.push(random, dtype, &[rows, n], |_| 7.0);
+        case.step.rows = random.one_to(rows + 1);
+        case.tolerance = 2e-4;
+        case.judge("linear");
+    }
+}
+
+#[test]
+fn gated_linear() {
+    let random = &mut Random(2);
+    for _ in 0..30 {
+        let (rows, n, k) = (random.one_to(6), random.one_to(9), random.one_to(400));
+        let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5) });
+        for extent in [[rows, k], [n, k], [n, k]] {
+            let dtype = random.dtype();
+            case.floats(random, dtype, &extent);
+        }
+        case.maybe(random, &[n]);
+        case.maybe(random, &[n]);
+        case.push(random, DType::F32, &[rows, n], |_| 7.0);
+        case.step.rows = random.one_to(rows + 1);
+        case.tolerance = 5e-4;
+        case.judge("gated_linear");
+    }
+}
+
+#[test]
+fn norms() {
+    let random = &mut Random(3);
+    for _ in 0..30 {
+        let (rows, hidden) = (random.one_to(4), random.one_to(300));
+        let mut case = Case::new::<RmsNorm>(rms_norm::Params { eps: 1e-5 });
+        for extent in [&[rows, hidden][..], &[hidden], &[rows, hidden]] {
+            let dtype = random.dtype();
+            case.floats(random, dtype, extent);
+        }
+        case.step.rows = random.one_to(rows);
+        case.judge("rms_norm");
+
+        let mut case = Case::new::<LayerNorm>(layer_norm::Params { eps: 1e-5 });
+        let dtype = random.dtype();
+        case.floats(random, dtype, &[rows, hidden]);
+        case.maybe(random, &[rows, hidden]);
+        for extent in [&[hidden][..], &[hidden], &[rows, hidden]] {
+            case.floats(random, dtype, extent);
+        }
+        case.tolerance = 1e-4;
+        case.judge("layer_norm");
+    }
+}
+
+#[test]
+fn embedding() {
+    let random = &mut Random(4);
+    for round in 0..20 {
+        let (rows, hidden, vocab) = (random.one_to(4), random.one_to(80), random.one_to(50));
+        let mut case = Case::new::<Embedding>(embedding::Params { vocab });
+        // Every fourth time an id may lie outside.
+        let ids = if round % 4 == 0 { vocab + 2 } else { vocab };
+        case.push(random, DType::I32, &[12], |random| random.below(ids) as f32);
+        let dtype = random.dtype();
+        case.floats(random, dtype, &[vocab, hidden]);
+        case.maybe(random, &[12, hidden]);
+        case.maybe(random, &[2, hidden]);
+        case.push(random, DType::F32, &[rows, hidden], |_| 7.0);
+        case.row_first = random.below(3);
+        case.step.first_pos = random.below(4);
+        case.step.rows = case.row_first + rows;
+        case.judge("embedding");
+    }
+}
+
+#[test]
+fn elementwise_select_pool() {
+    let random = &mut Random(5);
+    for round in 0..40 {
+        let (rows, n) = (random.one_to(5), random.one_to(200));
+        let (function, activation) = (round % 4, random.below(5));
+        let mut case = Case::new::<Elementwise>(elementwise::Params { function, activation });
+        let dtype = random.dtype();
+        case.floats(random, dtype, &[rows, n]);
+        if function == elementwise::Function::Activate as u32 {
+            case.absent();
+        } else {
+            case.floats(random, dtype, &[rows, n]);
+        }
+        case.push(random, dtype, &[rows, n], |_| 7.0);
+        case.step.rows = random.one_to(rows);
+        case.judge("elementwise");
+
+        let mut case = Case::new::<SelectRow>(select_row::Params {});
+        case.floats(random, dtype, &[rows, n]);
+        case.push(random, DType::F32, &[1, n], |_| 7.0);
+        case.step.rows = random.one_to(rows);
+        case.judge("select_row");
+
+        let mut case = Case::new::<Pool>(pool::Params { mean: round % 2, normalise: random.below(2) });
+        case.floats(random, dtype, &[rows, n]);
+        case.push(random, DType::F32, &[1, n], |_| 7.0);
+        case.step.rows = random.one_to(rows);
+        case.judge("pool");
+    }
+}
+
+#[test]
+fn rope() {
+    let random = &mut Random(6);
+    for _ in 0..30 {
+        let (rows, heads, group, d) = (random.one_to(3), random.one_to(3), random.one_to(3), 2 * random.one_to(50));
+        let context = 16;
+        let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6 });
+        let dtype = random.dtype();
+        case.floats(random, dtype, &[rows, heads, group, d]);
+        case.floats(random, dtype, &[rows, heads, d]);
+        case.floats(random, dtype, &[rows, heads, d]);
+        case.maybe(random, &[d]);
+        case.maybe(random, &[d]);
+        case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
+        case.floats(random, dtype, &[heads, context, d]);
+        case.floats(random, dtype, &[heads, context, d]);
+        case.row_first = random.below(3);
+        case.step.first_pos = random.below(8);
+        case.step.rows = case.row_first + random.one_to(rows);
+        case.judge("rope");
+    }
+}
+
+#[test]
+fn attention() {
+    let random = &mut Random(7);
+    for round in 0..24 {
+        let (rows, heads, group) = (random.one_to(3), random.one_to(2), random.one_to(3));
+        let d = if round % 6 == 0 { 270 } else { random.one_to(140) };
+        let context = 120;
+        let causal = random.below(2);
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal });
+        let dtype = random.dtype();
+        case.floats(random, dtype, &[rows, heads, group, d]);
+        case.floats(random, dtype, &[heads, context, d]);
+        case.floats(random, dtype, &[heads, context, d]);
+        case.push(random, DType::F32, &[rows, heads, group, d], |_| 7.0);
+        case.row_first = random.below(3);
+        case.step.first_pos = random.below(context - 8);
+        case.step.rows = case.row_first + random.one_to(rows);
+        case.tolerance = 1e-4;
+        case.judge("attention");
+    }
+}
+
+/// Logits with many equals, some of them NaN or infinite.
+fn logit(random: &mut Random) -> f32 {
+    match random.below(12) {
+        0 => f32::NAN,
+        1 => f32::NEG_INFINITY,
+        2..5 => 1.0,
+        _ => random.float() * 3.0,
+    }
+}
+
+#[test]
+fn argmax() {
+    let random = &mut Random(8);
+    for round in 0..40 {
+        let n = random.one_to(150);
+        let mut case = Case::new::<ArgmaxPartial>(argmax::Params { blocks: 3, len_elems: 3 * n });
+        case.push(random, DType::F32, &[1, n], |random| if round % 8 == 0 { f32::NAN } else { logit(random) });
+        case.push(random, DType::F32, &[1], |_| 7.0);
+        case.push(random, DType::I32, &[1], |_| 7.0);
+        case.block = random.below(3);
+        case.judge("argmax_partial");
+    }
+}
+
+/// The control block as an operand's words.
+fn push_control(case: &mut Case, random: &mut Random, control: &Control) {
+    let words: Vec<u32> = bytemuck::cast_slice(std::slice::from_ref(control)).to_vec();
+    let at = case.operands.len();
+    case.push(random, DType::U32, &[words.len() as u32], |_| 0.0);
+    let operand = &case.operands[at];
+    let start = operand.offset_bytes as usize / 4;
+    bytemuck::cast_slice_mut::<u128, u32>(&mut case.memory[at])[start..][..words.len()].copy_from_slice(&words);
+}
+
+#[test]
+fn sample() {
+    let random = &mut Random(9);
+    for round in 0..30 {
+        let n = random.one_to(120);
+        let mut control = Control::zeroed();
+        control.temperature = if round % 5 == 0 { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
+        control.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
+        control.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
+        control.seed = [random.next() as u32, random.next() as u32];
+        let mut case = Case::new::<Sample>(sample::Params {});
+        let mut logits = Vec::new();
+        case.push(random, DType::F32, &[1, n], |random| {
+            logits.push(if round % 10 == 7 { f32::NAN } else { logit(random) });
+            *logits.last().expect("just pushed")
+        });
+        let mut best = (f32::NEG_INFINITY, -1);
+        for (i, l) in logits.iter().enumerate() {
+            if *l > best.0 || (best.1 < 0 && !l.is_nan()) {
+                best = (*l, i as i32);
+            }
+        }
+        // The winner among parts of which some hold nothing.
+        let at = random.below(4);
+        let mut i = 0;
+        case.push(random, DType::F32, &[4], |_| {
+            i += 1;
+            if i - 1 == at { best.0 } else { f32::NEG_INFINITY }
+        });
+        let mut i = 0;
+        case.push(random, DType::I32, &[4], |_| {
+            i += 1;
+            if i - 1 == at { best.1 as f32 } else { -1.0 }
+        });
+        push_control(&mut case, random, &control);
+        case.push(random, DType::I32, &[20], |_| 99.0);
+        case.step.first_pos = random.below(8);
+        case.step.rows = random.one_to(8);
+        case.judge("sample");
+    }
+}
+
+#[test]
+fn advance() {
+    let random = &mut Random(10);
+    for _ in 0..60 {
+        let mut control = Control::zeroed();
+        control.n_tokens = random.one_to(9);
+        control.max_new_tokens = random.below(4);
+        control.max_context = 8 + random.below(4);
+        control.produced = random.below(3);
+        control.stop = u32::from(random.below(5) == 0);
+        control.n_stop_tokens = random.below(3);
+        control.stop_tokens[0] = 99;
+        control.program_runs[0] = random.below(9);
+        control.step = Step {
+            first_pos: random.below(control.n_tokens),
+            rows: 1,
+            sampling: random.below(2),
+            iteration: random.below(9),
+            ..Step::default()
+        };
+        let mut case = Case::new::<Advance>(advance::Params {});
+        case.push(random, DType::I32, &[20], |random| 97.0 + random.below(4) as f32);
+        // The body works on the block in place, as a control block: whole words from its binding's start.
+        push_control(&mut case, random, &control);
+        case.judge("advance");
+    }
+}
+
+#[test]
+fn a_number_nobody_has_is_a_fault() {
+    let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
+    launch(1, 32, || {
+        let call =
+            Call { task: &task, operands: &[], step: &Step::default(), programs: &[], bindings: core::ptr::null() };
+        // SAFETY: no body runs.
+        let outcome = unsafe { run_gpu(&call, &Block::current()) };
+        assert_eq!(outcome.map_err(|fault| fault.code), Err(FaultCode::NoSuchKernel as u32));
+    });
+}

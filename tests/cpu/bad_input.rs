@@ -1,0 +1,146 @@
+//! What users get wrong: one clear error, nothing written, nothing broken.
+
+use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+fn perpetua(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().expect("the program was built")
+}
+
+/// A copy of a fixture to damage.
+fn copy(name: &str, to: &Path) -> PathBuf {
+    let out = to.join(name);
+    std::fs::create_dir_all(&out).unwrap();
+    for entry in std::fs::read_dir(fixture(name)).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), out.join(entry.file_name())).unwrap();
+    }
+    out
+}
+
+/// Runs `logits` on `dir`; it must fail with one line that holds every one of `words`, and write nothing.
+fn refused(dir: &Path, extra: &[&str], words: &[&str]) {
+    let out = dir.join("must-not-appear.safetensors");
+    let (dir_text, out_text) = (dir.to_string_lossy().into_owned(), out.to_string_lossy().into_owned());
+    let mut args = vec!["logits", "--model", &dir_text, "--out", &out_text];
+    args.extend_from_slice(if extra.is_empty() { &["--ids", "1,2,3"] } else { extra });
+    let output = perpetua(&args);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1), "{message}");
+    assert_eq!(message.lines().count(), 1, "one line: {message}");
+    for word in words {
+        assert!(message.contains(word), "{message:?} should say {word:?}");
+    }
+    assert!(!out.exists(), "nothing is written");
+    let strays = std::fs::read_dir(dir)
+        .unwrap()
+        .filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with(".tmp"));
+    assert_eq!(strays.count(), 0, "no temporary file is left");
+}
+
+#[test]
+fn damaged_model_folders_are_refused_by_name() {
+    let temp = tempfile::tempdir().unwrap();
+    let damage = |name: &str, change: &dyn Fn(&Path)| {
+        let to = temp.path().join(name);
+        let dir = copy("tiny-qwen2", &to);
+        change(&dir);
+        dir
+    };
+    let rewrite = |file: &Path, from: &str, to: &str| {
+        let text = std::fs::read_to_string(file).unwrap();
+        assert!(text.contains(from));
+        std::fs::write(file, text.replace(from, to)).unwrap();
+    };
+
+    let dir = damage("no-config", &|d| std::fs::remove_file(d.join("config.json")).unwrap());
+    refused(&dir, &[], &["config.json"]);
+    let dir = damage("no-weights", &|d| std::fs::remove_file(d.join("model.safetensors")).unwrap());
+    refused(&dir, &[], &["safetensors"]);
+    let dir = damage("truncated", &|d| {
+        let file = std::fs::OpenOptions::new().write(true).open(d.join("model.safetensors")).unwrap();
+        file.set_len(1_000_000).unwrap();
+    });
+    refused(&dir, &[], &["model.safetensors"]);
+    let dir = damage("header-lies", &|d| {
+        let path = d.join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        bytes[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+        std::fs::write(path, bytes).unwrap();
+    });
+    refused(&dir, &[], &["model.safetensors"]);
+    let dir = damage("wrong-shape", &|d| {
+        rewrite(&d.join("config.json"), "\"intermediate_size\": 512", "\"intermediate_size\": 500")
+    });
+    refused(&dir, &[], &["shape", "512", "500"]);
+    let dir =
+        damage("unknown-architecture", &|d| rewrite(&d.join("config.json"), "Qwen2ForCausalLM", "WhateverForCausalLM"));
+    refused(&dir, &[], &["WhateverForCausalLM"]);
+    let dir = damage("missing-shard", &|d| {
+        std::fs::remove_file(d.join("model.safetensors")).unwrap();
+        let index = r#"{"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}"#;
+        std::fs::write(d.join("model.safetensors.index.json"), index).unwrap();
+    });
+    refused(&dir, &[], &["model-00001-of-00002.safetensors"]);
+    let dir = damage("not-json", &|d| std::fs::write(d.join("config.json"), "{").unwrap());
+    refused(&dir, &[], &["config.json", "JSON"]);
+}
+
+#[test]
+fn impossible_requests_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen2", temp.path());
+    refused(&dir, &["--ids", "1,5000"], &["5000", "1023"]);
+    refused(&dir, &["--prompt", ""], &["empty"]);
+    refused(&dir, &["--ids", "1,2,3", "--max-context", "2"], &["3 tokens", "2"]);
+    refused(&dir, &["--ids", "1,2,3", "--max-context", "100000"], &["100000", "4096"]);
+    refused(&dir, &["--ids", "1,2,3", "--device", "cuda"], &["cuda"]);
+    refused(&dir, &["--ids", "1,2,3", "--threads", "0"], &["threads", "0"]);
+    let output = perpetua(&["logits", "--model", "x"]);
+    assert_eq!(output.status.code(), Some(2), "bad usage");
+    let output = perpetua(&["embed", "--model", &dir.to_string_lossy(), "text"]);
+    assert_eq!(output.status.code(), Some(1));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_leaves_no_file() {
+    let dir = fixture("tiny-qwen2");
+    let output = perpetua(&["logits", "--model", &dir.to_string_lossy(), "--ids", "1", "--out", "/dev/full"]);
+    assert_eq!(output.status.code(), Some(1));
+    let output = perpetua(&["logits", "--model", &dir.to_string_lossy(), "--ids", "1", "--out", "/nonexistent/x"]);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(message.contains("/nonexistent/x"), "{message}");
+}
+
+#[test]
+fn the_library_refuses_what_the_program_refuses() {
+    let model = Model::load(fixture("tiny-llama")).unwrap();
+    let config =
+        EngineConfig { device: Device::Cpu, max_context: Some(16), threads: Some(2), ..EngineConfig::default() };
+    let mut engine = Engine::new(&model, &config).unwrap();
+    let options = GenerateOptions::default();
+    assert!(matches!(engine.generate(&[], &options), Err(EngineError::EmptyPrompt)));
+    assert!(matches!(
+        engine.generate(&[1; 17], &options),
+        Err(EngineError::PromptTooLong { tokens: 17, context: 16, .. })
+    ));
+    assert!(matches!(engine.generate(&[1024], &options), Err(EngineError::Model(_))));
+    let hot = GenerateOptions { temperature: f32::NAN, ..options.clone() };
+    assert!(matches!(engine.generate(&[1], &hot), Err(EngineError::Option { name: "temperature", .. })));
+    let none = GenerateOptions { max_new_tokens: 0, ..options };
+    assert_eq!(engine.generate(&[1], &none).unwrap().count(), 0);
+    assert_eq!(
+        engine
+            .generate(&[1; 16], &GenerateOptions { stop_tokens: Some(vec![]), ..Default::default() })
+            .unwrap()
+            .count(),
+        1
+    );
+}

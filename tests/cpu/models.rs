@@ -1,0 +1,227 @@
+//! Checkpoints in, the reference outputs of `transformers` out: logits, greedy tokens, decode against prefill.
+
+use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use safetensors::SafeTensors;
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+}
+
+/// One prompt and what `transformers` made of it.
+struct Case {
+    ids: Vec<u32>,
+    logits: Vec<f32>,
+    greedy: Vec<u32>,
+    margin: Vec<f32>,
+}
+
+fn cases(name: &str) -> Vec<Case> {
+    let bytes = std::fs::read(fixture(&format!("{name}.expected.safetensors"))).expect("the fixture is committed");
+    let file = SafeTensors::deserialize(&bytes).expect("the fixture is sound");
+    let i64s = |key: &str| -> Option<Vec<u32>> {
+        let chunks =
+            file.tensor(key).ok()?.data().chunks_exact(8).map(|c| i64::from_le_bytes(c.try_into().unwrap()) as u32);
+        Some(chunks.collect())
+    };
+    let f32s = |key: &str| -> Vec<f32> {
+        let data = file.tensor(key).expect("a case is complete").data().to_vec();
+        data.chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect()
+    };
+    (0..)
+        .map_while(|i| {
+            Some(Case {
+                ids: i64s(&format!("case{i}.input_ids"))?,
+                logits: f32s(&format!("case{i}.logits")),
+                greedy: i64s(&format!("case{i}.greedy_ids"))?,
+                margin: f32s(&format!("case{i}.margin")),
+            })
+        })
+        .collect()
+}
+
+fn engine(model: &Model, device: Device, all_logits: bool, chunks: &[usize]) -> Engine {
+    let config = EngineConfig {
+        device,
+        all_logits,
+        chunks: chunks.to_vec(),
+        max_context: Some(512.min(model.max_tokens())),
+        threads: Some(2),
+    };
+    Engine::new(model, &config).expect("the fixture compiles")
+}
+
+fn std_dev(values: &[f32]) -> f64 {
+    let mean = values.iter().map(|x| f64::from(*x)).sum::<f64>() / values.len() as f64;
+    (values.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / values.len() as f64).sqrt()
+}
+
+/// Kullback-Leibler divergence of softmax(found) from softmax(expected).
+fn divergence(expected: &[f32], found: &[f32]) -> f64 {
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let max = row.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
+        let total = row.iter().map(|x| (f64::from(*x) - max).exp()).sum::<f64>().ln() + max;
+        row.iter().map(|x| f64::from(*x) - total).collect()
+    };
+    let (p, q) = (log_softmax(expected), log_softmax(found));
+    p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
+}
+
+const MODELS: [&str; 3] = ["tiny-qwen3", "tiny-llama", "tiny-qwen2"];
+
+#[test]
+fn reference_logits_match_transformers() {
+    for name in MODELS {
+        let model = Model::load(fixture(name)).unwrap();
+        let mut engine = engine(&model, Device::Reference, true, &[64]);
+        for (number, case) in cases(name).iter().enumerate() {
+            let found = engine.logits(&case.ids, |_| ()).unwrap();
+            assert_eq!(found.len(), case.logits.len());
+            let bound = 2e-3 * std_dev(&case.logits);
+            let worst = found.iter().zip(&case.logits).map(|(f, e)| f64::from((f - e).abs())).fold(0.0, f64::max);
+            println!("{name} case {number}: worst {worst:.2e}, bound {bound:.2e}");
+            assert!(worst <= bound, "{name} case {number}: off by {worst}, allowed {bound}");
+        }
+    }
+}
+
+#[test]
+fn threads_logits_are_close_to_transformers() {
+    for name in MODELS {
+        let model = Model::load(fixture(name)).unwrap();
+        let vocab = model.config().vocab_size();
+        // In one chunk, in several, and token by token as decode does.
+        for chunks in [&[256][..], &[7, 64], &[1]] {
+            let mut engine = engine(&model, Device::Cpu, true, chunks);
+            for (number, case) in cases(name).iter().enumerate() {
+                let found = engine.logits(&case.ids, |_| ()).unwrap();
+                let rows: Vec<f64> = found
+                    .chunks_exact(vocab)
+                    .zip(case.logits.chunks_exact(vocab))
+                    .map(|(found, expected)| divergence(expected, found))
+                    .collect();
+                let mean = rows.iter().sum::<f64>() / rows.len() as f64;
+                let worst = rows.iter().copied().fold(0.0, f64::max);
+                println!("{name} case {number} chunks {chunks:?}: mean KL {mean:.2e}, worst {worst:.2e}");
+                assert!(mean <= 1e-3 && worst <= 1e-2, "{name} case {number} chunks {chunks:?}: {mean} {worst}");
+            }
+        }
+    }
+}
+
+/// Greedy ids must agree up to the first step whose margin any rounding may flip.
+fn agrees(case: &Case, found: &[u32], stops: &[u32]) {
+    for (at, (expected, margin)) in case.greedy.iter().zip(&case.margin).enumerate() {
+        if *margin <= 0.1 {
+            return;
+        }
+        assert_eq!(found.get(at), Some(expected), "step {at} of {:?}", case.greedy);
+        if stops.contains(expected) {
+            assert_eq!(found.len(), at + 1, "a stop token ends the text");
+            return;
+        }
+    }
+}
+
+#[test]
+fn greedy_tokens_match_transformers() {
+    for name in MODELS {
+        let model = Model::load(fixture(name)).unwrap();
+        for device in [Device::Cpu, Device::Reference] {
+            let mut engine = engine(&model, device, false, &[8, 32]);
+            for case in cases(name) {
+                // The reference is slow; it gets the short prompts.
+                if device == Device::Reference && case.ids.len() > 20 {
+                    continue;
+                }
+                let options = GenerateOptions {
+                    max_new_tokens: case.greedy.len(),
+                    stop_tokens: Some(Vec::new()),
+                    ..GenerateOptions::default()
+                };
+                let found: Vec<u32> = engine.generate(&case.ids, &options).unwrap().map(|t| t.unwrap().id).collect();
+                assert_eq!(found.len(), case.greedy.len());
+                agrees(&case, &found, &[]);
+                let defaults = GenerateOptions { stop_tokens: None, ..options };
+                let found: Vec<u32> = engine.generate(&case.ids, &defaults).unwrap().map(|t| t.unwrap().id).collect();
+                agrees(&case, &found, &model.generation().eos_token_ids);
+            }
+        }
+    }
+}
+
+#[test]
+fn any_worker_count_gives_the_same_tokens() {
+    let model = Model::load(fixture("tiny-llama")).unwrap();
+    let case = &cases("tiny-llama")[0];
+    let options = GenerateOptions { max_new_tokens: 12, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
+    let mut all = Vec::new();
+    for threads in [1, 2, 3, 5, 16] {
+        let config = EngineConfig { threads: Some(threads), max_context: Some(64), ..EngineConfig::default() };
+        let mut engine = Engine::new(&model, &config).unwrap();
+        let ids: Vec<u32> = engine.generate(&case.ids, &options).unwrap().map(|t| t.unwrap().id).collect();
+        let logits: Vec<u32> = engine.last_logits().unwrap().iter().map(|x| x.to_bits()).collect();
+        all.push((ids, logits));
+    }
+    assert!(all.windows(2).all(|pair| pair[0] == pair[1]), "every worker count gives the same bits");
+}
+
+#[test]
+fn a_seeded_draw_repeats_and_respects_top_k() {
+    let model = Model::load(fixture("tiny-qwen2")).unwrap();
+    let mut engine = engine(&model, Device::Cpu, false, &[32]);
+    let prompt = &cases("tiny-qwen2")[0].ids;
+    let mut draw = |temperature, top_k, top_p, seed| -> Vec<u32> {
+        let options =
+            GenerateOptions { max_new_tokens: 16, temperature, top_k, top_p, seed, stop_tokens: Some(Vec::new()) };
+        engine.generate(prompt, &options).unwrap().map(|t| t.unwrap().id).collect()
+    };
+    let greedy = draw(0.0, 0, 1.0, 0);
+    assert_eq!(draw(3.0, 1, 1.0, 7), greedy, "of one candidate, that one is drawn");
+    assert_eq!(draw(3.0, 0, 1e-6, 7), greedy, "the smallest set of any mass is the likeliest token");
+    let a = draw(5.0, 0, 1.0, 7);
+    assert_eq!(a, draw(5.0, 0, 1.0, 7), "the same seed draws the same tokens");
+    assert_ne!(a, draw(5.0, 0, 1.0, 8), "another seed draws others");
+    assert_ne!(a, greedy);
+}
+
+#[test]
+fn a_dropped_generation_stops_and_the_engine_goes_on() {
+    let model = Model::load(fixture("tiny-qwen3")).unwrap();
+    let mut engine = engine(&model, Device::Cpu, false, &[32]);
+    let case = &cases("tiny-qwen3")[0];
+    let options = GenerateOptions { max_new_tokens: 400, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
+    for _ in 0..3 {
+        let mut generation = engine.generate(&case.ids, &options).unwrap();
+        let first = generation.next().unwrap().unwrap();
+        assert_eq!(first.id, case.greedy[0]);
+    }
+    let filled = engine.generate(&case.ids, &GenerateOptions { max_new_tokens: 100_000, ..options.clone() }).unwrap();
+    let made = filled.map(|t| t.unwrap().id).count();
+    // The last token made needs no place in the cache.
+    assert_eq!(made, engine.context() - case.ids.len() + 1, "generation ends when the context is full");
+}
+
+/// Odd sizes, every family: what users run against the definition.
+#[test]
+fn synthetic_models_of_every_family_agree_with_the_reference() {
+    let dir = tempfile::tempdir().unwrap();
+    for preset in ["tiny-odd", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-llama"] {
+        let out = dir.path().join(preset);
+        synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+            .unwrap();
+        let model = Model::load(&out).unwrap();
+        let vocab = model.config().vocab_size();
+        let ids: Vec<u32> = (0..23).map(|i| (i * 131 + 7) % vocab as u32).collect();
+        let expected = engine(&model, Device::Reference, true, &[32]).logits(&ids, |_| ()).unwrap();
+        for chunks in [&[32][..], &[5], &[1]] {
+            let found = engine(&model, Device::Cpu, true, chunks).logits(&ids, |_| ()).unwrap();
+            for (row, (found, expected)) in found.chunks_exact(vocab).zip(expected.chunks_exact(vocab)).enumerate() {
+                let kl = divergence(expected, found);
+                assert!(kl <= 1e-3, "{preset} chunks {chunks:?} row {row}: KL {kl}");
+            }
+        }
+    }
+}

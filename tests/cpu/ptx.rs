@@ -1,0 +1,181 @@
+//! The emitted PTX, judged as text and by ptxas: the miscompiles that were seen would show here.
+//!
+//! Without a device toolchain there is nothing to judge, which these tests say aloud; `./x test` installs one.
+
+use perpetua::device_image::device_image;
+use std::path::Path;
+use std::process::Command;
+
+const WORKER: &str = perpetua_shared::launch::ENTRY;
+const PROBE: &str = "perpetua_probe_barrier";
+
+/// What may only get better silently. More registers than this cannot be had by a block of this size; convergent
+/// instructions are counted in the source after inlining, so a number that changes with no change in the kernels is a
+/// compiler that copies barriers. Change a number together with the source that explains it.
+const REGISTERS: u32 = 208;
+///
+/// Barriers, two to a reduction: triggers 2; rms_norm 2; layer_norm 4; pool 2; argmax 2; sample 50 (the best 2, nine sums
+/// of count and mass 4 each, walks 4 and 8). Votes: the two waits. Shuffles, five to a sum, twice that for two words:
+/// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 11, linear and gated_linear 25 each, sample 175.
+const BARRIERS: usize = 62;
+const BARRIER_VOTES: usize = 2;
+const SHUFFLES: usize = 271;
+
+fn ptx() -> Option<&'static str> {
+    let image = device_image();
+    if image.is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    }
+    image.map(|image| image.ptx)
+}
+
+/// The text of entry `name`: its head (parameters and directives) and its body.
+fn entry<'a>(ptx: &'a str, name: &str) -> (&'a str, &'a str) {
+    let start = ptx.find(&format!(".entry {name}(")).unwrap_or_else(|| panic!("no entry {name}"));
+    let body = start + ptx[start..].find("\n{").expect("an entry has a body");
+    let end = body + ptx[body..].find("\n}").expect("a body ends");
+    (&ptx[start..body], &ptx[body..end])
+}
+
+/// Instructions of `body` whose opcode starts with one of `opcodes`; a predicate before it does not hide it.
+fn count(body: &str, opcodes: &[&str]) -> usize {
+    let instructions = body.lines().map(|line| {
+        let line = line.trim_start();
+        if line.starts_with('@') {
+            line.split_once(char::is_whitespace).map_or("", |(_, rest)| rest.trim_start())
+        } else {
+            line
+        }
+    });
+    instructions.filter(|line| opcodes.iter().any(|opcode| line.starts_with(opcode))).count()
+}
+
+fn barriers(body: &str) -> usize {
+    count(body, &["bar.sync", "barrier.sync", "barrier.cta.sync", "bar.cta.sync"])
+}
+
+/// The law the probe entry exists for.
+fn check_probe(ptx: &str) -> Result<(), String> {
+    match barriers(entry(ptx, PROBE).1) {
+        1 => Ok(()),
+        n => Err(format!("{n} barriers in {PROBE}, whose source has 1")),
+    }
+}
+
+#[test]
+fn barriers_are_neither_copied_nor_lost() {
+    let Some(ptx) = ptx() else { return };
+    check_probe(ptx).expect("barrier duplication");
+
+    let (_, body) = entry(ptx, WORKER);
+    let got = [
+        barriers(body),
+        count(body, &["bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red"]),
+        count(body, &["shfl.sync"]),
+    ];
+    println!("{WORKER}: {} barriers, {} barrier votes, {} shuffles", got[0], got[1], got[2]);
+    assert_eq!(
+        got,
+        [BARRIERS, BARRIER_VOTES, SHUFFLES],
+        "barriers, votes and shuffles of {WORKER}: does the source explain the change?"
+    );
+    assert_eq!(count(body, &["bar.warp.sync"]), 0, "no body uses it");
+}
+
+#[test]
+fn the_barrier_check_can_fail() {
+    let Some(ptx) = ptx() else { return };
+    let (_, body) = entry(ptx, PROBE);
+    let line = body.lines().find(|line| barriers(line) == 1).expect("the probe's barrier");
+    let copied = ptx.replace(body, &body.replace(line, &format!("{line}\n@%p1 {}", line.trim())));
+    assert_eq!(check_probe(&copied), Err(format!("2 barriers in {PROBE}, whose source has 1")));
+    let lost = ptx.replace(body, &body.replace(line, ""));
+    assert!(check_probe(&lost).is_err());
+}
+
+#[test]
+fn nothing_is_read_past_the_coherent_cache() {
+    let Some(ptx) = ptx() else { return };
+    // What one worker writes another reads in the same launch, so a non-coherent load is wrong for all but weights; the
+    // weight loads are coherent too (`ld.global.L1::no_allocate`).
+    let nc: Vec<&str> =
+        ptx.lines().filter(|line| line.contains("ld.global.nc") || line.contains("ldu.global")).collect();
+    assert!(nc.is_empty(), "non-coherent loads: {nc:?}");
+    assert!(count(ptx, &["ld.global.L1::no_allocate.v4"]) > 0, "weights are streamed 16 bytes at a time");
+}
+
+#[test]
+fn counters_are_released_and_acquired() {
+    let Some(ptx) = ptx() else { return };
+    let (_, body) = entry(ptx, WORKER);
+    assert!(count(body, &["red.release.gpu.global.add.u32"]) > 0);
+    assert!(count(body, &["ld.acquire.gpu.global.u32"]) > 0);
+    // What `core`'s atomics would compile to, which orders nothing.
+    assert_eq!(count(body, &["atom.global", "atom.add", "red.global"]), 0);
+}
+
+#[test]
+fn the_entry_promises_its_launch() {
+    let Some(ptx) = ptx() else { return };
+    let (head, _) = entry(ptx, WORKER);
+    let threads = perpetua_shared::launch::BLOCK_THREADS;
+    assert!(head.contains(&format!(".maxntid {threads}, 1, 1")), "{head}");
+    assert!(head.contains(".minnctapersm 1"), "{head}");
+    assert!(ptx.contains(".target sm_90a"));
+}
+
+#[test]
+fn a_panic_is_a_trap() {
+    let Some(ptx) = ptx() else { return };
+    // Calls would need a stack; a panic on the device has no reader.
+    assert_eq!(count(ptx, &["call"]), 0, "everything is inlined");
+    println!("{} trap instructions", count(ptx, &["trap"]));
+}
+
+fn ptxas() -> Option<String> {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/ptxas/bin/ptxas");
+    let candidates =
+        [std::env::var("PERPETUA_PTXAS").ok(), Some(built.display().to_string()), Some("ptxas".to_string())];
+    let found = candidates
+        .into_iter()
+        .flatten()
+        .find(|name| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success()));
+    if found.is_none() {
+        println!("skipped: no ptxas (./x setup fetches one)");
+    }
+    found
+}
+
+#[test]
+fn ptxas_accepts_it_without_spills() {
+    let (Some(ptx), Some(ptxas)) = (ptx(), ptxas()) else {
+        return;
+    };
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let path = dir.path().join("perpetua.ptx");
+    std::fs::write(&path, ptx).expect("written");
+    let output = Command::new(&ptxas)
+        .args(["-v", "-arch=sm_90a", "-o"])
+        .arg(dir.path().join("perpetua.cubin"))
+        .arg(&path)
+        .output()
+        .expect("ptxas runs");
+    let report = String::from_utf8_lossy(&output.stderr);
+    println!("{report}");
+    assert!(output.status.success(), "{report}");
+    // C7508 to C7519: setmaxnreg ignored, wgmma serialised.
+    assert!(!report.contains("warning"), "{report}");
+    let mut functions = 0;
+    for line in report.lines().filter(|line| line.contains("bytes stack frame")) {
+        functions += 1;
+        assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
+    }
+    assert_eq!(functions, 2, "the two entries and nothing else: {report}");
+    let registers = report
+        .split_once(&format!("'{WORKER}'"))
+        .and_then(|(_, rest)| rest.split_once("Used "))
+        .and_then(|(_, rest)| rest.split_once(" registers"))
+        .and_then(|(number, _)| number.parse::<u32>().ok())
+        .expect("ptxas reports registers");
+    assert!(registers <= REGISTERS, "{registers} registers, {REGISTERS} before");
+}
