@@ -4,7 +4,7 @@ use super::family::{Factor, Families, Product, part_of};
 use super::order::{Before, Reach};
 use super::region::{Axes, Placed, Region, Sides, intersect, subtract};
 use super::relation::{Relation, Relations, regions_meet};
-use super::{Config, Defect, Lists, Stats, Task, TaskClass, TaskError, TaskGraph};
+use super::{BlocksConflict, Config, Defect, Lists, Stats, Task, TaskClass, TaskError, TaskGraph};
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::limits::MAX_TASKS;
 use std::rc::Rc;
@@ -260,13 +260,13 @@ impl<'a> Lowering<'a> {
                 };
                 if let Some(blocks) = off_diagonal(&product, block_op) {
                     let name = |t: &Touch| self.graph.table.tensors[t.tensor].name.clone();
-                    return Err(TaskError::BlocksConflict {
+                    return Err(TaskError::BlocksConflict(Box::new(BlocksConflict {
                         op: block_op.name.clone(),
                         blocks,
                         buffer: self.graph.table.buffers[a.buffer].name.clone(),
                         first: name(a),
                         second: name(b),
-                    });
+                    })));
                 }
             }
         }

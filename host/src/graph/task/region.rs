@@ -350,7 +350,7 @@ fn check_tensor(graph: &ThreadBlockGraph, op: &BlockOp, id: TensorId) -> Result<
         return Err(TaskError::OutOfBounds {
             op: op.name.clone(),
             tensor: tensor.name.clone(),
-            end,
+            end: u64::try_from(end).unwrap_or(u64::MAX),
             buffer: buffer.name.clone(),
             bytes: buffer.bytes,
         });
