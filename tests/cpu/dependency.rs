@@ -348,7 +348,8 @@ proptest! {
         prop_assert_eq!(check(&graph, &tasks, None), Ok(()));
         let (waited, needed) = waited_and_needed(&graph, &tasks);
         prop_assert!(tasks.stats.oversync >= 1.0);
-        prop_assert_eq!(tasks.stats.oversync > 1.0, waited > needed);
+        // The figure counts tensor by tensor: a pair one tensor does not need, another may.
+        prop_assert!(waited == needed || tasks.stats.oversync > 1.0);
     }
 }
 
