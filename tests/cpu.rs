@@ -8,7 +8,11 @@ mod dependency;
 mod memory;
 #[path = "cpu/models.rs"]
 mod models;
+#[path = "cpu/protocol.rs"]
+mod protocol;
 #[path = "cpu/ptx.rs"]
 mod ptx;
 #[path = "cpu/schedule.rs"]
 mod schedule;
+#[path = "cpu/simt.rs"]
+mod simt;

@@ -63,6 +63,12 @@ impl Simt {
         &self.memory
     }
 
+    /// Writes `tokens` at the token buffer's start.
+    pub fn set_tokens(&mut self, tokens: &[u32]) {
+        // SAFETY: launches end before `start` returns.
+        unsafe { self.memory.set_tokens(0, tokens) }
+    }
+
     /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
     /// iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, mut control: Control) {

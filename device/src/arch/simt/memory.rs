@@ -226,6 +226,7 @@ impl Order {
     }
 
     /// Whether what `read` stands for is ordered before a write by `thread`.
+    #[inline]
     fn is_read_seen(&self, thread: u32, read: Epoch) -> bool {
         let who = read.who & !MARK;
         match read.who & MARK {
@@ -252,6 +253,13 @@ impl Order {
             && read.time < self.blocks[(thread / self.threads) as usize].warps[(thread % self.threads / 32) as usize]
     }
 
+    /// The first of the readers at `at` whose read is not ordered before a write by `thread`.
+    #[inline(never)]
+    fn unseen_reader(&self, thread: u32, at: u32) -> Option<u32> {
+        let mut readers = self.readers[at as usize].iter();
+        readers.find(|read| read.time != 0 && !self.is_read_seen(thread, **read)).map(|read| read.who & !MARK)
+    }
+
     /// What stands for `read` and a read by `thread` now, both of one block.
     fn merged(&self, thread: u32, read: Epoch) -> Epoch {
         let time = self.blocks[(thread / self.threads) as usize].now;
@@ -275,11 +283,7 @@ impl Order {
             if read.time != 0 {
                 if !self.is_read_seen(thread, read) {
                     let culprit = match read.who & MARK {
-                        BLOCKS => {
-                            let readers = &self.readers[(read.who & !MARK) as usize];
-                            let unseen = readers.iter().find(|r| r.time != 0 && !self.is_read_seen(thread, **r));
-                            unseen.map_or(0, |r| r.who & !MARK)
-                        }
+                        BLOCKS => self.unseen_reader(thread, read.who & !MARK).unwrap_or_default(),
                         _ => read.who & !MARK,
                     };
                     return Err(("read", culprit));
@@ -289,13 +293,13 @@ impl Order {
                 }
             }
             *cell = Cell { write: Epoch { who: thread, time: now }, read: Epoch::default() };
+        } else if read.who == thread {
+            cell.read.time = now;
         } else if read.who & MARK == BLOCKS {
             let at = (read.who & !MARK) as usize;
             self.readers[at][block as usize] = self.merged(thread, self.readers[at][block as usize]);
         } else if read.time == 0 || (read.who & !MARK) / self.threads == block || self.is_read_seen(thread, read) {
-            if read.who != thread || read.time != now {
-                cell.read = self.merged(thread, read);
-            }
+            cell.read = self.merged(thread, read);
         } else {
             let at = self.free_readers.pop().unwrap_or_else(|| {
                 self.readers.push(Vec::new());
