@@ -18,7 +18,7 @@ use std::ops::ControlFlow;
 
 /// A network small enough for a debug build, of sizes that fit nothing.
 const CONFIG: &str = r#"{
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 83, "hidden_size": 40,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 40,
     "intermediate_size": 54, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
     "max_position_embeddings": 64, "torch_dtype": "bfloat16"
@@ -175,9 +175,9 @@ fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
     let compiled = compiled(&model, 4, IDS.len());
     let memory = Memory::new(&compiled, &model).expect("a small model");
     let mut simt = Simt::new(compiled.image.clone(), memory, Options::default());
-    simt.set_tokens(&[3, 80, 83, 5, 5, 0, 66]);
+    simt.set_tokens(&[3, 80, 269, 5, 5, 0, 66]);
     simt.start(one_pass(IDS.len() as u32));
-    assert_eq!(simt.finish().unwrap_err(), RunError::TokenOutOfRange { id: 83, position: 2, vocab: 83 });
+    assert_eq!(simt.finish().unwrap_err(), RunError::TokenOutOfRange { id: 269, position: 2, vocab: 269 });
     // And the executor can be used again.
     simt.set_tokens(&IDS);
     simt.start(one_pass(IDS.len() as u32));

@@ -436,10 +436,7 @@ fn a_wait_with_a_bound_ends_by_it() {
 
 #[test]
 fn a_panic_is_told() {
-    let hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(|_| {}));
     let mut outcomes = run(1, 32, |_| assert_ne!(thread::thread_idx(), 9, "a planted panic"));
-    std::panic::set_hook(hook);
     let error = outcomes.remove(0).expect_err("it panics");
     assert_eq!((error.wrong, error.thread), (Wrong::Panic, 9));
     assert!(error.what.contains("a planted panic"), "{error}");
