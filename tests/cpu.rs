@@ -12,7 +12,11 @@ mod memory;
 mod models;
 #[path = "cpu/program.rs"]
 mod program;
+#[path = "cpu/protocol.rs"]
+mod protocol;
 #[path = "cpu/ptx.rs"]
 mod ptx;
 #[path = "cpu/schedule.rs"]
 mod schedule;
+#[path = "cpu/simt.rs"]
+mod simt;

@@ -49,6 +49,7 @@ impl Block {
     /// # Safety
     /// Every thread of the block makes this same call.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sync(&self) {
         // SAFETY: the caller's promise.
         unsafe { thread::sync() }
@@ -59,6 +60,7 @@ impl Block {
     /// # Safety
     /// As [`Block::sync`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sum(&self, value: f32) -> f32 {
         // SAFETY: every thread is here (caller). Each warp's word is written by its lane 0 alone, read after the first
         // barrier, and not written again before the second.
@@ -82,6 +84,7 @@ impl Block {
     /// # Safety
     /// As [`Block::sync`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sum64(&self, mut value: f64) -> f64 {
         // SAFETY: as in `sum`, with two words a warp.
         unsafe {
@@ -111,6 +114,7 @@ impl Block {
     /// # Safety
     /// As [`Block::sync`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sum_u32(&self, mut value: u32) -> u32 {
         // SAFETY: as in `sum`.
         unsafe {
@@ -135,6 +139,7 @@ impl Block {
     /// # Safety
     /// As [`Block::sync`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn best(&self, mut mine: Candidate) -> Candidate {
         // SAFETY: as in `sum64`.
         unsafe {

@@ -1,10 +1,10 @@
 //! The persistent kernel: one entry, one block per worker, and what happens on a panic.
 //!
-//! The entry turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
+//! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
 //! whatever another worker or the host writes is reached by raw pointers.
 
-use crate::arch::{thread, trap};
+use crate::arch::{memory, thread};
 use crate::block::Block;
 use crate::gpu::{Call, sync::Gpu};
 use crate::kernels::run_gpu;
@@ -13,11 +13,6 @@ use core::mem::offset_of;
 use perpetua_shared::control::Control;
 use perpetua_shared::launch::LaunchParams;
 use perpetua_shared::{EventDesc, Fault, FaultCode, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
-
-#[panic_handler]
-fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
-    trap()
-}
 
 /// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
 /// would keep them all in registers); they stay in L1.
@@ -31,10 +26,12 @@ struct DeviceImage {
 
 /// A field of the launch block.
 macro_rules! param {
-    ($image:expr, $field:ident) => {
+    ($image:expr, $field:ident) => {{
+        #[allow(unused_unsafe)] // Some of its users are unsafe blocks already.
         // SAFETY: see `DeviceImage`.
-        unsafe { (&raw const (*$image.params).$field).read_volatile() }
-    };
+        let value = unsafe { memory::load_volatile(&raw const (*$image.params).$field) };
+        value
+    }};
 }
 
 /// `count` entries from entry `first` of the section at `address`.
@@ -46,7 +43,7 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
     let start: *const T = core::ptr::with_exposed_provenance(address as usize);
     // SAFETY: the caller's promise; an empty slice, too, starts at an address that is not null: no section is empty
     // that a task of a checked image refers to.
-    unsafe { core::slice::from_raw_parts(start.add(first as usize), count as usize) }
+    unsafe { memory::constant(start.add(first as usize), count as usize) }
 }
 
 impl Image for DeviceImage {
@@ -93,10 +90,11 @@ struct BlockBody {
 
 impl Body for BlockBody {
     #[inline(always)]
-    fn run(&mut self, _: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
         if task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 && step.sampling == 0 {
             return Ok(());
         }
+        thread::at_task(id.0);
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
         // been met.
         unsafe {
@@ -117,8 +115,8 @@ impl Body for BlockBody {
 /// # Safety
 /// `params` and all it points to are as [`LaunchParams`] says, for an image that the host has checked; the grid has
 /// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
+#[inline(always)]
+pub unsafe fn worker(params: *const LaunchParams) {
     let image = DeviceImage { params };
     let sync = Gpu {
         counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
@@ -136,24 +134,44 @@ pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
     }
 }
 
-/// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes
-/// two. The tests count one here.
-///
-/// # Safety
-/// `words` points to one word per thread.
-#[unsafe(no_mangle)]
-pub unsafe extern "ptx-kernel" fn perpetua_probe_barrier(words: *mut u32, bound: u32) {
-    let at = thread::thread_idx();
-    // SAFETY: a thread's own word; every thread reaches the barrier.
-    unsafe {
-        let word = words.add(at as usize);
-        let below = at < bound;
-        if below {
-            *word += 1;
-        }
-        thread::sync();
-        if below {
-            *word *= 3;
+#[cfg(target_arch = "nvptx64")]
+#[allow(unreachable_pub)] // Its functions are exported by name, not by path.
+mod ptx {
+    use crate::arch::{thread, trap};
+    use perpetua_shared::launch::LaunchParams;
+
+    #[panic_handler]
+    fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+        trap()
+    }
+
+    /// # Safety
+    /// As [`worker`](super::worker).
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
+        // SAFETY: the caller's promise.
+        unsafe { super::worker(params) }
+    }
+
+    /// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes
+    /// two. The tests count one here.
+    ///
+    /// # Safety
+    /// `words` points to one word per thread.
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_barrier(words: *mut u32, bound: u32) {
+        let at = thread::thread_idx();
+        // SAFETY: a thread's own word; every thread reaches the barrier.
+        unsafe {
+            let word = words.add(at as usize);
+            let below = at < bound;
+            if below {
+                *word += 1;
+            }
+            thread::sync();
+            if below {
+                *word *= 3;
+            }
         }
     }
 }

@@ -7,8 +7,8 @@
 //! - [`worker`]: the loop every resident worker runs, generic over [`sync::Sync`].
 //! - [`advance`]: the token loop's turn, from one [`Step`](perpetua_shared::Step) to the next.
 //! - [`kernels`]: one file per macro kernel, and the one list.
-//! - `entry`, `gpu`, `block`, `arch`: the kernel's entry, what GPU bodies are written in, and the instructions under it.
-//!   The GPU bodies compile into this crate's host tests too, each GPU thread a thread of the host.
+//! - [`entry`], [`gpu`], [`block`], `arch`: the kernel's entry, what GPU bodies are written in, and the instructions under
+//!   it. On the host they run on `simt`, a simulated GPU that checks every access.
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
@@ -26,13 +26,10 @@ pub mod cpu;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod io;
 
-#[cfg(any(target_arch = "nvptx64", test))]
 mod arch;
-#[cfg(any(target_arch = "nvptx64", test))]
 pub mod block;
-#[cfg(any(target_arch = "nvptx64", test))]
+pub mod entry;
 pub mod gpu;
 
-#[cfg(target_arch = "nvptx64")]
-#[allow(unreachable_pub)] // Its functions are exported by name, not by path.
-mod entry;
+#[cfg(not(target_arch = "nvptx64"))]
+pub use arch::simt;

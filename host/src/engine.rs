@@ -14,7 +14,7 @@
 
 use crate::compile::{CompileError, Compiled, Config, Source, compile};
 use crate::exec::memory::{Keep, Memory, MemoryError, WeightSource};
-use crate::exec::{RunError, reference, threads};
+use crate::exec::{RunError, reference, simt, threads};
 use crate::graph::lower::Target;
 use crate::model::config::Architecture;
 use crate::model::decoder::{BuildError, Decoder, Head};
@@ -71,7 +71,7 @@ pub enum Device {
     Reference,
     /// An NVIDIA GPU. Not in this version.
     Cuda,
-    /// The GPU code under a simulator. Not in this version.
+    /// The GPU's code on a simulated GPU that judges every access: for those who write it, and slow.
     Simt,
 }
 
@@ -80,7 +80,7 @@ pub enum Device {
 pub struct EngineConfig {
     /// Where it runs.
     pub device: Device,
-    /// CPU workers; `None`: one per core this process may use.
+    /// CPU workers, `None`: one per core this process may use; or simulated SMs, `None`: 4.
     pub threads: Option<usize>,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_MAX_CONTEXT`].
     pub max_context: Option<usize>,
@@ -213,6 +213,7 @@ pub struct Token {
 enum Executor {
     Threads(threads::Threads),
     Reference(Box<reference::Reference>),
+    Simt(Box<simt::Simt>),
 }
 
 /// A compiled image and its executor: what engines and embedders share.
@@ -257,6 +258,10 @@ impl Resident {
             Device::Reference => {
                 Executor::Reference(Box::new(reference::Reference::new(compiled.image.clone(), memory)))
             }
+            Device::Simt => {
+                let options = simt::Options::default();
+                Executor::Simt(Box::new(simt::Simt::new(compiled.image.clone(), memory, options)))
+            }
             _ => {
                 let cores = threads::allowed_cores();
                 // More workers than cores: the scheduler places them better than a list could.
@@ -286,6 +291,7 @@ impl Resident {
         match &mut self.executor {
             Executor::Threads(threads) => threads.memory(),
             Executor::Reference(reference) => reference.memory(),
+            Executor::Simt(simt) => simt.memory(),
         }
     }
 
@@ -314,6 +320,7 @@ impl Resident {
         match &mut self.executor {
             Executor::Threads(threads) => threads.start(control),
             Executor::Reference(reference) => reference.start(control),
+            Executor::Simt(simt) => simt.start(control),
         }
     }
 
@@ -328,6 +335,7 @@ impl Resident {
         match &self.executor {
             Executor::Threads(threads) => threads.produced(),
             Executor::Reference(reference) => reference.produced(),
+            Executor::Simt(simt) => simt.produced(),
         }
     }
 
@@ -335,13 +343,14 @@ impl Resident {
         match &self.executor {
             Executor::Threads(threads) => threads.token(position),
             Executor::Reference(reference) => reference.memory().token(position),
+            Executor::Simt(simt) => simt.memory().token(position),
         }
     }
 
     fn is_running(&mut self) -> bool {
         match &mut self.executor {
             Executor::Threads(threads) => threads.is_running(),
-            Executor::Reference(_) => false,
+            Executor::Reference(_) | Executor::Simt(_) => false,
         }
     }
 
@@ -354,7 +363,7 @@ impl Resident {
     fn position(&self) -> u32 {
         match &self.executor {
             Executor::Threads(threads) => threads.position(),
-            Executor::Reference(_) => 0,
+            Executor::Reference(_) | Executor::Simt(_) => 0,
         }
     }
 
@@ -366,6 +375,7 @@ impl Resident {
         match &mut self.executor {
             Executor::Threads(threads) => threads.finish(),
             Executor::Reference(reference) => reference.finish(),
+            Executor::Simt(simt) => simt.finish(),
         }
     }
 
@@ -374,6 +384,7 @@ impl Resident {
         match &self.executor {
             Executor::Threads(threads) => threads.stamps(),
             Executor::Reference(reference) => reference.stamps().to_vec(),
+            Executor::Simt(simt) => simt.stamps().to_vec(),
         }
     }
 
@@ -381,7 +392,7 @@ impl Resident {
     pub fn waited(&self) -> Duration {
         match &self.executor {
             Executor::Threads(threads) => threads.waited(),
-            Executor::Reference(_) => Duration::ZERO,
+            Executor::Reference(_) | Executor::Simt(_) => Duration::ZERO,
         }
     }
 
@@ -390,6 +401,7 @@ impl Resident {
         match &self.executor {
             Executor::Threads(threads) => threads.owned_bytes(),
             Executor::Reference(reference) => reference.memory().owned_bytes(),
+            Executor::Simt(simt) => simt.memory().owned_bytes(),
         }
     }
 
@@ -409,19 +421,22 @@ fn one_pass(program: ProgramId, first_pos: u32, rows: u32, n_tokens: u32) -> Con
     Control { n_tokens, max_context: u32::MAX, step, ..bytemuck::Zeroable::zeroed() }
 }
 
+/// Simulated SMs unless told otherwise.
+const SIMT_WORKERS: usize = 4;
+
 fn target(device: Device, n_threads: Option<usize>) -> Result<Target, EngineError> {
     match device {
         Device::Reference => Ok(Target::reference()),
-        Device::Auto | Device::Cpu => {
-            let n = n_threads.unwrap_or_else(|| threads::allowed_cores().len());
+        Device::Auto | Device::Cpu | Device::Simt => {
+            let is_cpu = device != Device::Simt;
+            let n = n_threads.unwrap_or_else(|| if is_cpu { threads::allowed_cores().len() } else { SIMT_WORKERS });
             if n == 0 || n > perpetua_shared::limits::MAX_WORKERS {
                 let expected = "1 to 512";
                 return Err(EngineError::Option { name: "threads", given: n.to_string(), expected });
             }
-            Ok(Target::cpu(n as u32))
+            Ok(if is_cpu { Target::cpu(n as u32) } else { Target::workers(n as u32) })
         }
         Device::Cuda => Err(EngineError::Device("cuda")),
-        Device::Simt => Err(EngineError::Device("simt")),
     }
 }
 

@@ -2,8 +2,8 @@
 //!
 //! The modules carry the names and shapes of `cuda_std`'s (`thread`, `warp`, `shared`, `atomic`), so that code and people
 //! move over easily. Two back ends stand behind them: `ptx`, which is LLVM intrinsics where an instruction is convergent
-//! and inline assembly elsewhere, and, in this crate's tests, `threads`, where every GPU thread is a thread of the host,
-//! so that the bodies' arithmetic, indexing and barriers are judged without a GPU.
+//! and inline assembly elsewhere, and, on the host, `simt`, a GPU that checks: every thread a coroutine, every access
+//! judged. Whatever touches memory goes through here, so that it can.
 //!
 //! Convergent calls ([`thread::sync`], [`thread::sync_or`], the shuffles) must be reached by every thread
 //! of the block, respectively of the warp, the same number of times.
@@ -14,9 +14,9 @@ mod ptx;
 use ptx as backend;
 
 #[cfg(not(target_arch = "nvptx64"))]
-pub(crate) mod threads;
+pub mod simt;
 #[cfg(not(target_arch = "nvptx64"))]
-use threads as backend;
+use simt as backend;
 
 /// Lanes of a warp.
 pub(crate) const WARP: u32 = 32;
@@ -62,6 +62,7 @@ pub(crate) mod thread {
     /// # Safety
     /// Every thread of the block makes this same call.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sync() {
         // SAFETY: the caller's promise.
         unsafe { backend::barrier() }
@@ -72,6 +73,7 @@ pub(crate) mod thread {
     /// # Safety
     /// As [`sync`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sync_or(predicate: bool) -> bool {
         // SAFETY: the caller's promise.
         unsafe { backend::barrier_or(predicate) }
@@ -88,6 +90,12 @@ pub(crate) mod thread {
     pub(crate) fn sleep_ns(ns: u32) {
         backend::sleep_ns(ns);
     }
+
+    /// Says which task the block turns to, for reports; costs nothing on a GPU.
+    #[inline(always)]
+    pub(crate) fn at_task(task: u32) {
+        backend::at_task(task);
+    }
 }
 
 /// What the 32 lanes of a warp do together.
@@ -99,6 +107,7 @@ pub(crate) mod warp {
     /// # Safety
     /// Every lane of the warp makes this same call.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::shuffle_xor(value, mask) }
@@ -109,6 +118,7 @@ pub(crate) mod warp {
     /// # Safety
     /// As [`shuffle_xor`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::shuffle(value, lane) }
@@ -119,6 +129,7 @@ pub(crate) mod warp {
     /// # Safety
     /// As [`shuffle_xor`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn sum(mut value: f32) -> f32 {
         // SAFETY: the caller's promise; addition commutes, so both partners get the same bits.
         super::butterfly!(mask => value += f32::from_bits(unsafe { shuffle_xor(value.to_bits(), mask) }));
@@ -130,6 +141,7 @@ pub(crate) mod warp {
     /// # Safety
     /// As [`shuffle_xor`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn max(mut value: f32) -> f32 {
         super::butterfly!(mask => {
             // SAFETY: the caller's promise.
@@ -154,6 +166,7 @@ pub(crate) mod shared {
     /// # Safety
     /// `at < WORDS`; no other thread writes it between the barriers around this call.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn load(at: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::shared_load(at) }
@@ -164,6 +177,7 @@ pub(crate) mod shared {
     /// # Safety
     /// `at < WORDS`; no other thread touches it between the barriers around this call.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn store(at: u32, value: u32) {
         // SAFETY: the caller's promise.
         unsafe { backend::shared_store(at, value) }
@@ -180,6 +194,7 @@ pub(crate) mod atomic {
     /// # Safety
     /// `word` points to an aligned word of global memory.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn load_relaxed(word: *const u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::load_relaxed(word) }
@@ -190,6 +205,7 @@ pub(crate) mod atomic {
     /// # Safety
     /// As [`load_relaxed`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn load_acquire(word: *const u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::load_acquire(word) }
@@ -200,6 +216,7 @@ pub(crate) mod atomic {
     /// # Safety
     /// As [`load_relaxed`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn add_release(word: *mut u32, value: u32) {
         // SAFETY: the caller's promise.
         unsafe { backend::add_release(word, value) }
@@ -210,6 +227,7 @@ pub(crate) mod atomic {
     /// # Safety
     /// As [`load_relaxed`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { backend::compare_exchange(word, old, new) }
@@ -222,16 +240,83 @@ pub(crate) mod atomic {
     }
 }
 
-/// Sixteen bytes at once from global memory. Both loads are coherent ones (never `ld.global.nc`), so they may read what
-/// another worker wrote before an event.
+/// Global memory. All loads are coherent ones (never `ld.global.nc`), so they may read what another worker wrote before an
+/// event.
 pub(crate) mod memory {
     use super::backend;
+
+    /// Reads a value.
+    ///
+    /// # Safety
+    /// `from` points to a `T`, aligned, that nobody writes meanwhile.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load<T: Copy>(from: *const T) -> T {
+        // SAFETY: the caller's promise.
+        unsafe { backend::load(from) }
+    }
+
+    /// Writes a value.
+    ///
+    /// # Safety
+    /// `to` points to room for a `T`, aligned, that nobody else touches meanwhile.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store<T: Copy>(to: *mut T, value: T) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::store(to, value) }
+    }
+
+    /// [`load`], never left out or kept: the host may own the value, or a register be too dear for it.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
+        // SAFETY: the caller's promise.
+        unsafe { backend::load_volatile(from) }
+    }
+
+    /// [`store`], never left out.
+    ///
+    /// # Safety
+    /// As [`store`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store_volatile<T: Copy>(to: *mut T, value: T) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::store_volatile(to, value) }
+    }
+
+    /// `len` values that nobody writes during the launch.
+    ///
+    /// # Safety
+    /// They are there, aligned.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn constant<'a, T>(start: *const T, len: usize) -> &'a [T] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::constant(start, len) }
+    }
+
+    /// A value to work on in place.
+    ///
+    /// # Safety
+    /// `at` points to a `T`, aligned, that no other thread touches while the reference is used.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn exclusive<'a, T>(at: *mut T) -> &'a mut T {
+        // SAFETY: the caller's promise.
+        unsafe { backend::exclusive(at) }
+    }
 
     /// Sixteen bytes that will be read again soon: activations.
     ///
     /// # Safety
     /// `from` points to 16 readable bytes of global memory, 16-byte aligned, that nobody writes meanwhile.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn load16(from: *const u8) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { backend::load16(from) }
@@ -249,6 +334,7 @@ pub(crate) mod memory {
     /// # Safety
     /// As [`load16`].
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { backend::load16_stream(from) }

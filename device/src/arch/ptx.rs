@@ -54,6 +54,9 @@ pub(super) fn block_dim() -> u32 {
 }
 
 #[inline(always)]
+pub(super) fn at_task(_: u32) {}
+
+#[inline(always)]
 pub(super) unsafe fn barrier() {
     // SAFETY: the caller promises that the whole block is here.
     unsafe { nvvm_barrier(0) }
@@ -159,6 +162,42 @@ pub(super) fn opaque(mut pointer: *mut u8) -> *mut u8 {
     // SAFETY: does nothing.
     unsafe { asm!("/* {} */", inout(reg64) pointer, options(nostack, preserves_flags)) };
     pointer
+}
+
+#[inline(always)]
+pub(super) unsafe fn load<T: Copy>(from: *const T) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { from.read() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { from.read_volatile() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn store<T: Copy>(to: *mut T, value: T) {
+    // SAFETY: the caller's promise.
+    unsafe { to.write(value) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn store_volatile<T: Copy>(to: *mut T, value: T) {
+    // SAFETY: the caller's promise.
+    unsafe { to.write_volatile(value) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn constant<'a, T>(start: *const T, len: usize) -> &'a [T] {
+    // SAFETY: the caller's promise.
+    unsafe { core::slice::from_raw_parts(start, len) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn exclusive<'a, T>(at: *mut T) -> &'a mut T {
+    // SAFETY: the caller's promise.
+    unsafe { &mut *at }
 }
 
 #[inline(always)]

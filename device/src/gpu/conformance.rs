@@ -1,8 +1,9 @@
-//! Every GPU body against its kernel's reference, on a block of host threads (see `arch::threads`): random shapes with
-//! odd tails, rows that start anywhere, views with gaps, all float types, and NaN in memory that nobody may read.
+//! Every GPU body against its kernel's reference, on the simulated GPU: random shapes with odd tails, rows that start
+//! anywhere, views with gaps, all float types, random schedules. Nothing outside an operand's box may be touched, nothing
+//! read-only written, no output read before it is written; gaps inside a box hold NaN.
 
 use super::Call;
-use crate::arch::threads::launch;
+use crate::arch::simt::{Access, Allocation, Options, launch};
 use crate::block::Block;
 use crate::io::{self, Tensor};
 use crate::kernels::*;
@@ -56,6 +57,8 @@ struct Case {
     row_first: u32,
     block: u32,
     tolerance: f32,
+    /// Of the schedule.
+    seed: u64,
 }
 
 impl Case {
@@ -69,6 +72,7 @@ impl Case {
             row_first: 0,
             block: 0,
             tolerance: 2e-5,
+            seed: 0,
         }
     }
 
@@ -108,6 +112,7 @@ impl Case {
         }
         self.operands.push(operand);
         self.memory.push(memory);
+        self.seed = random.next();
     }
 
     fn floats(&mut self, random: &mut Random, dtype: DType, extent: &[u32]) {
@@ -151,28 +156,44 @@ impl Case {
         let outcome =
             (spec.reference)(&io::Call { tensors: &expected, task: &task, step: &self.step, programs: &programs });
 
-        let bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
-        let faults = std::sync::Mutex::new(Vec::new());
-        let table = bindings.as_ptr().expose_provenance();
-        for threads in [64, 32] {
-            if threads == 32 && self.updates() {
+        let mut bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
+        let table = bindings.as_mut_ptr();
+        for threads in [64, 32, 96] {
+            if threads != 64 && self.updates() {
                 continue;
             }
-            faults.lock().expect("no panic").clear();
-            launch(1, threads, || {
+            let faults = std::cell::RefCell::new(Vec::new());
+            // SAFETY: the table and the operands' memory outlive the launch, and only it touches them.
+            let mut allocations =
+                vec![unsafe { Allocation::new("bindings", table.cast(), 8 * self.operands.len(), Access::Constant) }];
+            for (slot, (operand, base)) in spec.slots.iter().zip(self.operands.iter().zip(&bindings)) {
+                let access = match slot.usage {
+                    Use::Read => Access::Constant,
+                    Use::Write => Access::Unwritten,
+                    Use::Update => Access::Written,
+                };
+                let start = core::ptr::with_exposed_provenance_mut((*base + operand.offset_bytes) as usize);
+                // SAFETY: as above; the box lies inside its memory.
+                allocations.push(unsafe { Allocation::new(slot.name, start, operand.span_bytes() as usize, access) });
+            }
+            let options = Options { blocks: 1, threads, seed: self.seed };
+            let launched = launch(&options, allocations, || {
                 let call = Call {
                     task: &task,
                     operands: &self.operands,
                     step: &self.step,
                     programs: &programs,
-                    bindings: core::ptr::with_exposed_provenance(table),
+                    bindings: table,
                 };
                 // SAFETY: every thread of the block makes this call; the operands have been checked.
                 if let Err(fault) = unsafe { run_gpu(&call, &Block::current()) } {
-                    faults.lock().expect("no panic").push(fault);
+                    faults.borrow_mut().push(fault);
                 }
             });
-            let faults: Vec<Fault> = faults.lock().expect("no panic").clone();
+            if let Err(error) = launched {
+                panic!("{what}: {error}\n{:?}", self.operands);
+            }
+            let faults: Vec<Fault> = faults.into_inner();
             match outcome {
                 Ok(()) => assert_eq!(faults, [], "{what}"),
                 Err(fault) => assert_eq!(faults, vec![fault; threads as usize], "{what}: all threads leave"),
@@ -489,11 +510,13 @@ fn advance() {
 #[test]
 fn a_number_nobody_has_is_a_fault() {
     let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
-    launch(1, 32, || {
+    let options = Options { blocks: 1, threads: 32, seed: 1 };
+    let launched = launch(&options, Vec::new(), || {
         let call =
             Call { task: &task, operands: &[], step: &Step::default(), programs: &[], bindings: core::ptr::null() };
         // SAFETY: no body runs.
         let outcome = unsafe { run_gpu(&call, &Block::current()) };
         assert_eq!(outcome.map_err(|fault| fault.code), Err(FaultCode::NoSuchKernel as u32));
     });
+    assert!(launched.is_ok(), "{launched:?}");
 }

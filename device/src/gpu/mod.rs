@@ -34,9 +34,10 @@ impl Tensor {
     /// # Safety
     /// `bindings` points to the launch's table, in which `operand.binding` is an index; the box lies inside that binding.
     /// While the tensor is in use nobody else writes what it reads or touches what it writes.
+    #[track_caller]
     pub unsafe fn new(bindings: *const u64, operand: &Operand) -> Tensor {
         // SAFETY: the index is in the table (caller).
-        let binding = unsafe { *bindings.add(operand.binding.idx()) };
+        let binding = unsafe { memory::load(bindings.add(operand.binding.idx())) };
         Tensor {
             base: core::ptr::with_exposed_provenance_mut((binding + operand.offset_bytes) as usize),
             dtype: operand.dtype,
@@ -92,6 +93,7 @@ impl Tensor {
     /// # Safety
     /// Every index is below its extent.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn get<const N: usize>(&self, at: [u32; N]) -> f32 {
         // SAFETY: the element is inside the box (caller).
         unsafe { load(self.dtype, self.address(at)) }
@@ -102,6 +104,7 @@ impl Tensor {
     /// # Safety
     /// As [`Tensor::get`], and the calling thread is the only one to touch the element now.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn set<const N: usize>(&self, at: [u32; N], value: f32) {
         // SAFETY: the element is inside the box (caller).
         unsafe { store(self.dtype, self.address(at), value) }
@@ -118,9 +121,10 @@ impl Tensor {
     /// # Safety
     /// As [`Tensor::get`].
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn get_word(&self, at: u32) -> u32 {
         // SAFETY: the word is inside the box (caller); volatile, since the host may own it.
-        unsafe { self.address([at]).cast::<u32>().read_volatile() }
+        unsafe { memory::load_volatile(self.address([at]).cast::<u32>()) }
     }
 
     /// Sets the element at `at` of a tensor of 32-bit words.
@@ -128,9 +132,10 @@ impl Tensor {
     /// # Safety
     /// As [`Tensor::set`].
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn set_word(&self, at: u32, value: u32) {
         // SAFETY: the word is inside the box (caller).
-        unsafe { self.address([at]).cast::<u32>().write_volatile(value) }
+        unsafe { memory::store_volatile(self.address([at]).cast::<u32>(), value) }
     }
 }
 
@@ -147,6 +152,7 @@ impl Row {
     /// # Safety
     /// The row has that many elements.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn get(&self, i: u32) -> f32 {
         // SAFETY: the element is there (caller).
         unsafe { load(self.dtype, self.address(i)) }
@@ -157,6 +163,7 @@ impl Row {
     /// # Safety
     /// As [`Row::get`], and the calling thread is the only one to touch the element now.
     #[inline(always)]
+    #[track_caller]
     pub(crate) unsafe fn set(&self, i: u32, value: f32) {
         // SAFETY: the element is there (caller).
         unsafe { store(self.dtype, self.address(i), value) }
@@ -180,26 +187,28 @@ const F16: u16 = DType::F16 as u16;
 
 /// The float of type `dtype` at `from`, as f32.
 #[inline(always)]
+#[track_caller]
 unsafe fn load(dtype: u16, from: *const u8) -> f32 {
     // SAFETY: the caller promises an aligned element of that type.
     unsafe {
         match dtype {
-            F32 => from.cast::<f32>().read(),
-            BF16 => f32::from_bits(u32::from(from.cast::<u16>().read()) << 16),
-            _ => scalar::f16_to_f32(from.cast::<u16>().read()),
+            F32 => memory::load(from.cast::<f32>()),
+            BF16 => f32::from_bits(u32::from(memory::load(from.cast::<u16>())) << 16),
+            _ => scalar::f16_to_f32(memory::load(from.cast::<u16>())),
         }
     }
 }
 
 /// Writes `value` at `to` as a float of type `dtype`.
 #[inline(always)]
+#[track_caller]
 unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
     // SAFETY: the caller promises an aligned element of that type.
     unsafe {
         match dtype {
-            F32 => to.cast::<f32>().write(value),
-            BF16 => to.cast::<u16>().write(scalar::f32_to_bf16(value)),
-            _ => to.cast::<u16>().write(scalar::f32_to_f16(value)),
+            F32 => memory::store(to.cast::<f32>(), value),
+            BF16 => memory::store(to.cast::<u16>(), scalar::f32_to_bf16(value)),
+            _ => memory::store(to.cast::<u16>(), scalar::f32_to_f16(value)),
         }
     }
 }
@@ -225,6 +234,7 @@ impl Call<'_> {
     /// # Safety
     /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says.
     #[inline(always)]
+    #[track_caller]
     pub unsafe fn tensor(&self, i: usize) -> Tensor {
         // SAFETY: the operand is there (caller); its box and its neighbours are the image's promise.
         unsafe { Tensor::new(self.bindings, self.operands.get_unchecked(i)) }

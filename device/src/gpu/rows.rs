@@ -41,7 +41,7 @@ impl Float for Single {
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
         // SAFETY: the caller's promise.
-        unsafe { from.cast::<f32>().read() }
+        unsafe { memory::load(from.cast::<f32>()) }
     }
 
     #[inline(always)]
@@ -59,7 +59,7 @@ impl Float for Brain {
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
         // SAFETY: the caller's promise.
-        f32::from_bits(u32::from(unsafe { from.cast::<u16>().read() }) << 16)
+        f32::from_bits(u32::from(unsafe { memory::load(from.cast::<u16>()) }) << 16)
     }
 
     #[inline(always)]
@@ -77,7 +77,7 @@ impl Float for Half {
     #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
         // SAFETY: the caller's promise.
-        f16_to_f32(unsafe { from.cast::<u16>().read() })
+        f16_to_f32(unsafe { memory::load(from.cast::<u16>()) })
     }
 
     #[inline(always)]

@@ -5,7 +5,7 @@
 //! meets at the barrier. Release and acquire order the two threads, the barriers carry that order to their blocks, so
 //! plain loads after the wait see plain stores from before the trigger.
 
-use crate::arch::{atomic, thread};
+use crate::arch::{atomic, memory, thread};
 use crate::sync::Sync;
 use perpetua_shared::event::reached;
 use perpetua_shared::{EventId, Fault, FaultCode, Step};
@@ -66,11 +66,11 @@ impl Gpu {
         // only the host reads that, after the launch.
         unsafe {
             if atomic::compare_exchange(self.fault.cast(), 0, fault.code) == 0 {
-                (&raw mut (*self.fault).task).write_volatile(fault.task);
-                (&raw mut (*self.fault).worker).write_volatile(fault.worker);
-                (&raw mut (*self.fault).detail).write_volatile(fault.detail);
-                (&raw mut (*self.fault).found).write_volatile(fault.found);
-                (&raw mut (*self.fault).expected).write_volatile(fault.expected);
+                memory::store_volatile(&raw mut (*self.fault).task, fault.task);
+                memory::store_volatile(&raw mut (*self.fault).worker, fault.worker);
+                memory::store_volatile(&raw mut (*self.fault).detail, fault.detail);
+                memory::store_volatile(&raw mut (*self.fault).found, fault.found);
+                memory::store_volatile(&raw mut (*self.fault).expected, fault.expected);
             }
         }
     }
@@ -105,12 +105,12 @@ impl Sync for Gpu {
         // SAFETY: nobody writes the step now (the trait's contract), and the wait before this call has made it visible.
         unsafe {
             Step {
-                program: (&raw const (*self.step).program).read_volatile(),
-                program_runs: (&raw const (*self.step).program_runs).read_volatile(),
-                first_pos: (&raw const (*self.step).first_pos).read_volatile(),
-                rows: (&raw const (*self.step).rows).read_volatile(),
-                sampling: (&raw const (*self.step).sampling).read_volatile(),
-                iteration: (&raw const (*self.step).iteration).read_volatile(),
+                program: memory::load_volatile(&raw const (*self.step).program),
+                program_runs: memory::load_volatile(&raw const (*self.step).program_runs),
+                first_pos: memory::load_volatile(&raw const (*self.step).first_pos),
+                rows: memory::load_volatile(&raw const (*self.step).rows),
+                sampling: memory::load_volatile(&raw const (*self.step).sampling),
+                iteration: memory::load_volatile(&raw const (*self.step).iteration),
             }
         }
     }

@@ -2,6 +2,7 @@
 //! [`crate::advance`]). control: the control block as u32 words; tokens: [capacity] i32. The last task of every program.
 
 use super::*;
+use crate::arch::memory;
 #[cfg(not(target_arch = "nvptx64"))]
 use core::sync::atomic::{AtomicU32, Ordering};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -52,7 +53,6 @@ impl MacroKernel for Advance {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         if block.thread == 0 {
@@ -61,7 +61,7 @@ impl MacroKernel for Advance {
             // `sample` wrote before its event.
             unsafe {
                 let (tokens, words) = (call.tensor(0), call.tensor(1));
-                let control = &mut *words.address([0]).cast::<Control>();
+                let control = memory::exclusive(words.address([0]).cast::<Control>());
                 let token = match control.step.sampling {
                     0 => 0,
                     _ => tokens.get_word(control.step.first_pos + control.step.rows),

@@ -2,7 +2,6 @@
 //! everything. x: [1, n]; values: [1] f32; indices: [1] i32, counted from the start of the whole row.
 
 use super::*;
-#[cfg(any(target_arch = "nvptx64", test))]
 use crate::block::Candidate;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
@@ -63,7 +62,6 @@ impl MacroKernel for ArgmaxPartial {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent.

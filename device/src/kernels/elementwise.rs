@@ -3,7 +3,6 @@
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Activation;
 use super::*;
-#[cfg(any(target_arch = "nvptx64", test))]
 use crate::gpu::math::activate;
 
 /// See the module head.
@@ -90,7 +89,6 @@ impl MacroKernel for Elementwise {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         const ADD: u32 = Function::Add as u32;

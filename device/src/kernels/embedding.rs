@@ -75,7 +75,6 @@ impl MacroKernel for Embedding {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every thread

@@ -7,12 +7,10 @@ use bytemuck::Pod;
 use perpetua_shared::limits::PARAM_WORDS;
 use perpetua_shared::task::Operand;
 
-#[cfg(any(target_arch = "nvptx64", test))]
 use crate::{block::Block, gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io::Call};
 use perpetua_shared::Fault;
-#[cfg(any(target_arch = "nvptx64", test))]
 use perpetua_shared::FaultCode;
 
 /// How a task uses an operand.
@@ -105,7 +103,6 @@ pub trait MacroKernel {
     ///
     /// # Safety
     /// Every thread of the block makes this same call; `call` is a task of a checked image, whose waits have been met.
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         let _ = (params, block);
@@ -217,7 +214,6 @@ macro_rules! kernels {
         ///
         /// # Safety
         /// As [`MacroKernel::gpu`].
-        #[cfg(any(target_arch = "nvptx64", test))]
         #[inline(always)]
         pub unsafe fn run_gpu(call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
             // SAFETY: the caller's promise.

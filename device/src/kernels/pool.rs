@@ -2,7 +2,6 @@
 //! sentence-transformers does). x: [rows, hidden]; y: [1, hidden].
 
 use super::*;
-#[cfg(any(target_arch = "nvptx64", test))]
 use crate::arch::scalar::{fma, sqrt};
 
 /// See the module head.
@@ -49,7 +48,6 @@ impl MacroKernel for Pool {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; no thread writes before the sum is

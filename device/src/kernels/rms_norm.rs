@@ -2,7 +2,6 @@
 //! Moves 2*rows*hidden + hidden elements.
 
 use super::*;
-#[cfg(any(target_arch = "nvptx64", test))]
 use crate::{arch::scalar::fma, gpu::math::rsqrt};
 
 /// See the module head.
@@ -49,7 +48,6 @@ impl MacroKernel for RmsNorm {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own

@@ -6,7 +6,6 @@
 //! the pair (x[i], x[i + d/2]) by the angle p * frequencies[i], in f32.
 
 use super::*;
-#[cfg(any(target_arch = "nvptx64", test))]
 use crate::{
     arch::{WARP, scalar::fma, warp},
     gpu::math::{rsqrt, sin_cos},
@@ -129,7 +128,6 @@ impl MacroKernel for Rope {
         Ok(())
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context, as

@@ -4,10 +4,12 @@
 //! them.
 //!
 //! - [`reference`]: one thread, tasks in program order, plain-loop bodies: the definition of correct.
+//! - [`simt`]: the GPU's code on a simulated GPU that judges every access.
 //! - [`threads`]: resident CPU workers running the device crate's worker loop: the embedded default.
 
 pub mod memory;
 pub mod reference;
+pub mod simt;
 pub mod threads;
 
 use perpetua_shared::{Fault, FaultCode};

@@ -7,7 +7,6 @@ use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
-#[cfg(any(target_arch = "nvptx64", test))]
 mod gpu;
 
 /// See the module head.
@@ -88,7 +87,6 @@ impl MacroKernel for Attention {
         cpu::run(p, call, scratch)
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the caller's promise.

@@ -5,7 +5,6 @@
 //! The draw is a function of seed and position alone, so a run can be repeated on any executor.
 
 use super::*;
-#[cfg(any(target_arch = "nvptx64", test))]
 mod gpu;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::control::Control;
@@ -67,7 +66,6 @@ impl MacroKernel for Sample {
         sample(call, &mut scratch.candidates)
     }
 
-    #[cfg(any(target_arch = "nvptx64", test))]
     #[inline(always)]
     unsafe fn gpu(_: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the caller's promise.

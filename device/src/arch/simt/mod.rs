@@ -1,0 +1,246 @@
+//! The host's back end of [`arch`](super): a GPU that checks.
+//!
+//! Every GPU thread is a coroutine ([`world`]); every access to global and shared memory is judged ([`memory`]): inside
+//! what the launch was given, aligned, not of poison, and ordered with all others by barriers, shuffles, releases and
+//! acquires. So the device code that becomes PTX runs in `cargo test`, and what a GPU would let pass one time in a
+//! thousand fails here every time, with the line, block, warp and lane.
+//!
+//! What it does not model: caches and the order in which plain stores become visible (programs that keep the rules above
+//! cannot tell), the exact bits of `ex2.approx`, time. A fence orders nothing here: workers synchronise by releases and
+//! acquires alone, and fences are for the host.
+
+mod error;
+mod memory;
+mod world;
+
+#[cfg(test)]
+mod tests;
+
+pub use error::{SimtError, Wrong};
+pub use memory::{Access, Allocation};
+pub use world::{Options, Report, launch};
+
+use memory::Touch;
+use std::panic::Location;
+use std::sync::atomic::{AtomicU32, Ordering};
+use world::{Purpose, World, demand, suspend, with};
+
+pub(super) fn thread_idx() -> u32 {
+    with(|world| world.thread_idx())
+}
+
+pub(super) fn block_idx() -> u32 {
+    with(|world| world.block_idx())
+}
+
+pub(super) fn block_dim() -> u32 {
+    with(|world| world.block_dim())
+}
+
+pub(super) fn at_task(task: u32) {
+    with(|world| world.at_task(task));
+}
+
+#[track_caller]
+fn meet(purpose: Purpose, vote: bool) {
+    let at = Location::caller();
+    if !demand(with(|world| world.barrier(purpose, vote, at))) {
+        suspend();
+    }
+}
+
+#[track_caller]
+pub(super) unsafe fn barrier() {
+    meet(Purpose::Barrier, false);
+}
+
+#[track_caller]
+pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
+    meet(Purpose::Vote, predicate);
+    // The next vote cannot end before this thread has come to it.
+    with(|world| world.outcome())
+}
+
+#[track_caller]
+fn exchange(purpose: Purpose, value: u32, source: u32) -> u32 {
+    let at = Location::caller();
+    if !demand(with(|world| world.exchange(purpose, value, source, at))) {
+        suspend();
+    }
+    with(|world| world.value())
+}
+
+#[track_caller]
+pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
+    exchange(Purpose::ShuffleXor, value, thread_idx() ^ mask)
+}
+
+#[track_caller]
+pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
+    exchange(Purpose::Shuffle, value, lane)
+}
+
+pub(super) fn timer_ns() -> u64 {
+    with(|world| world.now_ns())
+}
+
+pub(super) fn sleep_ns(ns: u32) {
+    with(|world| world.sleep(ns));
+    suspend();
+    with(World::awake);
+}
+
+#[track_caller]
+pub(super) unsafe fn shared_load(at: u32) -> u32 {
+    let caller = Location::caller();
+    demand(with(|world| world.shared(at, None, caller)))
+}
+
+#[track_caller]
+pub(super) unsafe fn shared_store(at: u32, value: u32) {
+    let caller = Location::caller();
+    demand(with(|world| world.shared(at, Some(value), caller)));
+}
+
+/// Judges an access of `bytes` bytes.
+#[track_caller]
+fn touch(address: usize, bytes: usize, align: usize, kind: Touch) {
+    let caller = Location::caller();
+    demand(with(|world| world.touch(address, bytes, align, kind, caller)));
+}
+
+/// The word as an atomic, once it has been judged.
+#[track_caller]
+fn atomic<'a>(word: *const u32) -> &'a AtomicU32 {
+    touch(word.addr(), 4, 4, Touch::Atomic);
+    // SAFETY: an aligned word of a live allocation, as has been judged; others touch it atomically, or in this thread.
+    unsafe { AtomicU32::from_ptr(word.cast_mut()) }
+}
+
+#[track_caller]
+pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
+    let value = atomic(word).load(Ordering::Relaxed);
+    with(|world| world.polled(word.addr()));
+    value
+}
+
+#[track_caller]
+pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
+    let value = atomic(word).load(Ordering::Acquire);
+    with(|world| world.acquire(word.addr()));
+    value
+}
+
+#[track_caller]
+pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
+    atomic(word).fetch_add(value, Ordering::Release);
+    with(|world| {
+        world.release(word.addr());
+        world.changed(word.addr());
+    });
+}
+
+#[track_caller]
+pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
+    let outcome = atomic(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
+    with(|world| {
+        world.acquire(word.addr());
+        if outcome.is_ok() {
+            world.release(word.addr());
+            world.changed(word.addr());
+        }
+    });
+    outcome.unwrap_or_else(|was| was)
+}
+
+pub(super) fn fence_system() {}
+
+pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {
+    pointer
+}
+
+#[track_caller]
+pub(super) unsafe fn load<T: Copy>(from: *const T) -> T {
+    touch(from.addr(), size_of::<T>(), align_of::<T>(), Touch::Read);
+    // SAFETY: aligned and inside a live allocation, as has been judged; the caller promises the type.
+    unsafe { from.read() }
+}
+
+#[track_caller]
+pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { load(from) }
+}
+
+#[track_caller]
+pub(super) unsafe fn store<T: Copy>(to: *mut T, value: T) {
+    touch(to.addr(), size_of::<T>(), align_of::<T>(), Touch::Write);
+    // SAFETY: aligned and inside a live allocation that is written, as has been judged.
+    unsafe { to.write(value) }
+}
+
+#[track_caller]
+pub(super) unsafe fn store_volatile<T: Copy>(to: *mut T, value: T) {
+    // SAFETY: the caller's promise.
+    unsafe { store(to, value) }
+}
+
+#[track_caller]
+pub(super) unsafe fn constant<'a, T>(start: *const T, len: usize) -> &'a [T] {
+    if len == 0 {
+        return &[];
+    }
+    touch(start.addr(), len * size_of::<T>(), align_of::<T>(), Touch::View);
+    // SAFETY: aligned and inside a live allocation that nobody writes, as has been judged; the caller promises the type.
+    unsafe { core::slice::from_raw_parts(start, len) }
+}
+
+#[track_caller]
+pub(super) unsafe fn exclusive<'a, T>(at: *mut T) -> &'a mut T {
+    touch(at.addr(), size_of::<T>(), align_of::<T>(), Touch::Read);
+    touch(at.addr(), size_of::<T>(), align_of::<T>(), Touch::Write);
+    // SAFETY: aligned and inside a live allocation that is written, as has been judged; the caller promises the rest.
+    unsafe { &mut *at }
+}
+
+#[track_caller]
+pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
+    touch(from.addr(), 16, 16, Touch::Read);
+    // SAFETY: aligned and inside a live allocation, as has been judged.
+    unsafe { from.cast::<[u32; 4]>().read() }
+}
+
+#[track_caller]
+pub(super) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe { load16(from) }
+}
+
+pub(super) fn fma(a: f32, b: f32, c: f32) -> f32 {
+    a.mul_add(b, c)
+}
+
+pub(super) fn fma64(a: f64, b: f64, c: f64) -> f64 {
+    a.mul_add(b, c)
+}
+
+pub(super) fn exp2(x: f32) -> f32 {
+    let y = x.exp2();
+    if y < f32::MIN_POSITIVE { 0.0 } else { y }
+}
+
+pub(super) fn sqrt(x: f32) -> f32 {
+    x.sqrt()
+}
+
+pub(super) fn f16_to_f32(bits: u16) -> f32 {
+    half::f16::from_bits(bits).to_f32()
+}
+
+pub(super) fn f32_to_f16(x: f32) -> u16 {
+    half::f16::from_f32(x).to_bits()
+}
+
+pub(super) fn f32_to_bf16(x: f32) -> u16 {
+    half::bf16::from_f32(x).to_bits()
+}

@@ -1,0 +1,457 @@
+//! Planted bugs, each of which must be found and named, beside the same program without the bug.
+
+use super::{Access, Allocation, Options, Report, SimtError, Wrong, launch};
+use crate::arch::{atomic, memory, shared, thread, warp};
+
+const WORDS: usize = 256;
+
+/// Memory of a launch: words to write, words to read, and counters.
+struct Ground {
+    data: Vec<u32>,
+    constant: Vec<u32>,
+    counters: Vec<u32>,
+}
+
+#[derive(Clone, Copy)]
+struct Place {
+    data: *mut u32,
+    constant: *mut u32,
+    counters: *mut u32,
+}
+
+impl Place {
+    fn data(&self, at: u32) -> *mut u32 {
+        self.data.wrapping_add(at as usize)
+    }
+
+    /// Adds one to counter `at`, with release.
+    fn signal(&self, at: usize) {
+        // SAFETY: a word of the launch's counters.
+        unsafe { atomic::add_release(self.counters.wrapping_add(at), 1) };
+    }
+
+    /// Waits until counter `at` is at least `target`; the last look has acquire order, if asked.
+    fn wait(&self, at: usize, target: u32, acquire: bool) {
+        // SAFETY: a word of the launch's counters.
+        unsafe {
+            while atomic::load_relaxed(self.counters.wrapping_add(at)) < target {
+                thread::sleep_ns(20);
+            }
+            if acquire {
+                atomic::load_acquire(self.counters.wrapping_add(at));
+            }
+        }
+    }
+}
+
+/// Runs `body` on a grid under several schedules.
+fn run(blocks: u32, threads: u32, body: impl Fn(Place)) -> Vec<Result<Report, Box<SimtError>>> {
+    let schedule = |seed| {
+        let mut ground = Ground { data: vec![0; WORDS], constant: vec![7; WORDS], counters: vec![0; 4] };
+        let place = Place {
+            data: ground.data.as_mut_ptr(),
+            constant: ground.constant.as_mut_ptr(),
+            counters: ground.counters.as_mut_ptr(),
+        };
+        // SAFETY: the memory outlives the launch, and only it touches it.
+        let allocations = unsafe {
+            vec![
+                Allocation::new("data", place.data.cast(), 4 * WORDS, Access::Unwritten),
+                Allocation::new("constant", place.constant.cast(), 4 * WORDS, Access::Constant),
+                Allocation::new("counter", place.counters.cast(), 16, Access::Atomic),
+            ]
+        };
+        launch(&Options { blocks, threads, seed }, allocations, || body(place))
+    };
+    (0..8).map(schedule).collect()
+}
+
+/// Every schedule must find it.
+#[track_caller]
+fn finds(wrong: Wrong, words: &str, blocks: u32, threads: u32, body: impl Fn(Place)) -> Box<SimtError> {
+    let errors: Vec<_> =
+        run(blocks, threads, body).into_iter().map(|outcome| outcome.expect_err("a planted bug")).collect();
+    for error in &errors {
+        // Who reads too early may find nothing at all.
+        let early = wrong == Wrong::Race && error.wrong == Wrong::Poison;
+        assert!(early || (error.wrong == wrong && error.to_string().contains(words)), "{error}");
+    }
+    assert!(errors.iter().any(|error| error.wrong == wrong), "{errors:?}");
+    errors.into_iter().next().expect("eight runs")
+}
+
+#[track_caller]
+fn passes(blocks: u32, threads: u32, body: impl Fn(Place)) -> Report {
+    let reports =
+        run(blocks, threads, body).into_iter().map(|outcome| outcome.unwrap_or_else(|error| panic!("{error}")));
+    reports.last().expect("eight runs")
+}
+
+// What follows is device code: every unsafe call is one that the simulator judges, and where it is wrong, that is the
+// point. SAFETY: nothing is touched that has not been judged.
+
+#[test]
+fn a_barrier_not_all_come_to() {
+    let error = finds(Wrong::Divergence, "tests.rs", 1, 64, |_| {
+        if thread::thread_idx() != 37 {
+            // SAFETY: see above.
+            unsafe { thread::sync() };
+        }
+    });
+    assert_eq!(error.block, 0);
+    assert!(error.at.is_some_and(|at| at.file().ends_with("tests.rs")));
+}
+
+#[test]
+fn lanes_at_two_barriers() {
+    finds(Wrong::Divergence, "one barrier", 1, 64, |_| {
+        // SAFETY: see above.
+        unsafe {
+            if thread::thread_idx() % 2 == 0 {
+                thread::sync();
+            } else {
+                thread::sync();
+            }
+        }
+    });
+    // A vote is another barrier, whichever warp comes to it.
+    finds(Wrong::Divergence, "one barrier", 1, 64, |_| {
+        // SAFETY: see above.
+        unsafe {
+            if thread::thread_idx() < 32 {
+                thread::sync();
+            } else {
+                thread::sync_or(true);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_shuffle_without_all_lanes() {
+    finds(Wrong::Divergence, "ShuffleXor", 1, 32, |_| {
+        if thread::thread_idx() < 31 {
+            // SAFETY: see above.
+            unsafe { warp::shuffle_xor(1, 1) };
+        }
+    });
+    finds(Wrong::Divergence, "barrier", 1, 32, |_| {
+        // SAFETY: see above.
+        unsafe {
+            if thread::thread_idx() < 31 {
+                warp::shuffle(1, 0);
+            } else {
+                thread::sync();
+            }
+        }
+    });
+    passes(1, 64, |_| {
+        let lane = thread::thread_idx() % 32;
+        // SAFETY: see above.
+        unsafe {
+            assert_eq!(warp::shuffle_xor(lane, 5), lane ^ 5);
+            assert_eq!(warp::shuffle(lane, 3), 3);
+            assert_eq!(warp::sum(lane as f32), 496.0);
+            assert!(thread::sync_or(thread::thread_idx() == 50));
+            assert!(!thread::sync_or(false));
+        }
+    });
+}
+
+#[test]
+fn addresses_out_of_place() {
+    finds(Wrong::OutOfBounds, "data + 1024 (of 1024 bytes)", 1, 32, |place| {
+        // SAFETY: see above.
+        unsafe { memory::store(place.data(WORDS as u32), 1) };
+    });
+    finds(Wrong::OutOfBounds, "word 2048 of shared memory", 1, 32, |_| {
+        // SAFETY: see above.
+        unsafe { shared::store(shared::WORDS, 1) };
+    });
+    finds(Wrong::Misaligned, "aligned to 4", 1, 32, |place| {
+        // SAFETY: see above.
+        unsafe { memory::load(place.constant.wrapping_byte_add(2)) };
+    });
+    finds(Wrong::Misaligned, "aligned to 16", 1, 32, |place| {
+        // SAFETY: see above.
+        unsafe { memory::load16(place.constant.wrapping_byte_add(place.constant.align_offset(16) * 4 + 8).cast()) };
+    });
+    finds(Wrong::Forbidden, "only read", 1, 32, |place| {
+        // SAFETY: see above.
+        unsafe { memory::store(place.constant, 1) };
+    });
+    finds(Wrong::Forbidden, "counter[2]", 1, 32, |place| {
+        // SAFETY: see above.
+        unsafe { memory::load(place.counters.wrapping_add(2)) };
+    });
+}
+
+#[test]
+fn what_nobody_has_written() {
+    finds(Wrong::Poison, "data + 20", 1, 32, |place| {
+        // SAFETY: see above.
+        unsafe { memory::load(place.data(5)) };
+    });
+    finds(Wrong::Poison, "shared word 9", 1, 32, |_| {
+        // SAFETY: see above.
+        unsafe { shared::load(9) };
+    });
+    // One task's shared memory is no other's.
+    finds(Wrong::Poison, "t2", 1, 32, |_| {
+        // SAFETY: see above.
+        unsafe {
+            thread::at_task(1);
+            shared::store(thread::thread_idx(), 1);
+            thread::sync();
+            thread::at_task(2);
+            shared::load(thread::thread_idx());
+        }
+    });
+}
+
+#[test]
+fn races_in_a_block() {
+    let exchange = |fenced: bool| {
+        move |_: Place| {
+            let me = thread::thread_idx();
+            // SAFETY: see above.
+            unsafe {
+                shared::store(me, me);
+                if fenced {
+                    thread::sync();
+                }
+                let other = if fenced { shared::load(me ^ 33) } else { me };
+                if !fenced && me == 1 {
+                    shared::store(40, 3);
+                }
+                assert_eq!(other, if fenced { me ^ 33 } else { me });
+            }
+        }
+    };
+    finds(Wrong::Race, "shared word 40", 1, 64, exchange(false));
+    passes(1, 64, exchange(true));
+    // Reading, then writing for the next round, with one barrier too few.
+    finds(Wrong::Race, "of shared word", 1, 64, |_| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            shared::store(me, me);
+            thread::sync();
+            shared::load(me ^ 32);
+            shared::store(me, me);
+        }
+    });
+    // Global memory alike, down to halves of a word.
+    finds(Wrong::Race, "data", 1, 64, |place| {
+        // SAFETY: see above.
+        unsafe { memory::store(place.data(thread::thread_idx() / 2), 1) };
+    });
+    passes(1, 64, |place| {
+        // SAFETY: see above.
+        unsafe { memory::store(place.data(0).cast::<u16>().wrapping_add(thread::thread_idx() as usize), 1) };
+    });
+}
+
+#[test]
+fn a_shuffle_orders_reads_and_nothing_else() {
+    // What has gone into a shuffle has been read: another lane may write it.
+    passes(1, 32, |place| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            memory::store(place.data(me), me);
+            thread::sync();
+            let sum = warp::sum(memory::load(place.data(me)) as f32);
+            memory::store(place.data(me ^ 1), sum as u32);
+        }
+    });
+    // But it makes no write visible.
+    finds(Wrong::Race, "written by", 1, 32, |place| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            memory::store(place.data(me), me);
+            warp::shuffle(me, 0);
+            memory::load(place.data(me ^ 1));
+        }
+    });
+    // And another warp is another warp.
+    finds(Wrong::Race, "", 1, 64, |place| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            memory::store(place.data(me), me);
+            thread::sync();
+            warp::shuffle(memory::load(place.data(me)), 0);
+            memory::store(place.data(me ^ 32), 1);
+        }
+    });
+}
+
+/// Block 0 writes and signals, block 1 waits and reads: what may be left out?
+#[derive(Clone, Copy)]
+struct HandOver {
+    barrier_before: bool,
+    barrier_after: bool,
+    acquire: bool,
+}
+
+fn hand_over(how: HandOver) -> impl Fn(Place) {
+    move |place| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            if thread::block_idx() == 0 {
+                memory::store(place.data(me), me);
+                if how.barrier_before {
+                    thread::sync();
+                }
+                if me == 0 {
+                    place.signal(1);
+                }
+            } else {
+                if me == 0 || !how.barrier_after {
+                    place.wait(1, 1, how.acquire);
+                }
+                if how.barrier_after {
+                    thread::sync();
+                }
+                memory::load(place.data(me ^ 33));
+            }
+        }
+    }
+}
+
+#[test]
+fn races_between_blocks() {
+    let sound = HandOver { barrier_before: true, barrier_after: true, acquire: true };
+    passes(2, 64, hand_over(sound));
+    passes(2, 64, hand_over(HandOver { barrier_after: false, ..sound }));
+    finds(Wrong::Race, "of block 0", 2, 64, hand_over(HandOver { barrier_before: false, ..sound }));
+    finds(Wrong::Race, "of block 0", 2, 64, hand_over(HandOver { acquire: false, ..sound }));
+    // The barrier that carries the order on to the block is missing.
+    let lone = |place: Place| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            if thread::block_idx() == 0 {
+                memory::store(place.data(me), me);
+                thread::sync();
+                if me == 0 {
+                    place.signal(1);
+                }
+            } else {
+                if me == 0 {
+                    place.wait(1, 1, true);
+                } else {
+                    place.wait(1, 1, false);
+                }
+                memory::load(place.data(me));
+            }
+        }
+    };
+    finds(Wrong::Race, "of block 0", 2, 64, lone);
+    // A thread that releases what it alone wrote needs no barrier, and the order passes through a third block.
+    passes(3, 32, |place| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            match (thread::block_idx(), me) {
+                (0, 0) => {
+                    memory::store(place.data(0), 5);
+                    place.signal(0);
+                }
+                (1, 0) => {
+                    place.wait(0, 1, true);
+                    place.signal(1);
+                }
+                (2, 0) => {
+                    place.wait(1, 1, true);
+                    assert_eq!(memory::load(place.data(0)), 5);
+                }
+                _ => {}
+            }
+        }
+    });
+    // Many read, one writes what they read: it must wait for all.
+    let readers = |target: u32| {
+        move |place: Place| {
+            let (me, block) = (thread::thread_idx(), thread::block_idx());
+            // SAFETY: see above.
+            unsafe {
+                if block == 0 {
+                    if me == 0 {
+                        memory::store(place.data(0), 1);
+                        place.signal(0);
+                        place.wait(1, target, true);
+                        memory::store(place.data(0), 2);
+                    }
+                } else {
+                    place.wait(0, 1, true);
+                    memory::load(place.data(0));
+                    thread::sync();
+                    if me == 0 {
+                        place.signal(1);
+                    }
+                }
+            }
+        }
+    };
+    passes(4, 32, readers(3));
+    finds(Wrong::Race, "data + 0", 4, 32, readers(0));
+}
+
+#[test]
+fn nobody_can_go_on() {
+    let error = finds(Wrong::Deadlock, "polls counter[3], which stands at 0", 2, 32, |place| {
+        if thread::thread_idx() == 0 {
+            place.wait(3, 1, true);
+        }
+        // SAFETY: see above.
+        unsafe { thread::sync() };
+    });
+    assert!(error.what.contains("31 at the barrier of"), "{error}");
+    // Two that wait for each other.
+    finds(Wrong::Deadlock, "block 1", 2, 32, |place| {
+        let block = thread::block_idx() as usize;
+        if thread::thread_idx() == 0 {
+            place.wait(block, 1, true);
+            place.signal(1 - block);
+        }
+    });
+}
+
+#[test]
+fn a_wait_with_a_bound_ends_by_it() {
+    let report = passes(1, 32, |place| {
+        let started = thread::timer_ns();
+        let word = place.counters.cast_const();
+        // SAFETY: see above.
+        while unsafe { atomic::load_relaxed(word) } == 0 && thread::timer_ns() - started < 1_000_000_000 {
+            thread::sleep_ns(20);
+        }
+    });
+    assert!(report.stall.is_some_and(|stall| stall.contains("counter[0]")));
+}
+
+#[test]
+fn a_panic_is_told() {
+    let mut outcomes = run(1, 32, |_| assert_ne!(thread::thread_idx(), 9, "a planted panic"));
+    let error = outcomes.remove(0).expect_err("it panics");
+    assert_eq!((error.wrong, error.thread), (Wrong::Panic, 9));
+    assert!(error.what.contains("a planted panic"), "{error}");
+}
+
+#[test]
+fn a_schedule_is_its_seed() {
+    let order = |seed| {
+        let log = std::cell::RefCell::new(Vec::new());
+        let launched = launch(&Options { blocks: 3, threads: 64, seed }, Vec::new(), || {
+            log.borrow_mut().push((thread::block_idx(), thread::thread_idx()));
+        });
+        assert!(launched.is_ok());
+        log.into_inner()
+    };
+    assert_eq!(order(5), order(5));
+    assert_ne!(order(5), order(6));
+}

@@ -1,0 +1,206 @@
+//! The GPU's code without a GPU: the persistent kernel, launched as on one, every thread a coroutine.
+//!
+//! The launch block, the table of bindings, the counters and the fault record are those of a real launch; blocks are
+//! smaller ([`Options::block_threads`]), which the bodies cannot tell. The simulated GPU
+//! ([`perpetua_device::simt`]) judges every access and every meeting of threads: an image whose events do not order what
+//! they must, or a body that races, reads what nobody wrote or parts its lanes, ends the run with the task, block, lane
+//! and line.
+
+use super::RunError;
+use super::memory::Memory;
+use crate::image::Image;
+use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
+use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::image::BindingKind;
+use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::{Fault, FaultCode};
+use std::time::Instant;
+
+/// How the GPU is simulated.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Seed of the schedule; each run takes the next one.
+    pub seed: u64,
+    /// Threads of a worker's block, a multiple of 32.
+    pub block_threads: u32,
+}
+
+impl Default for Options {
+    /// Two warps: the fewest that can race with each other.
+    fn default() -> Options {
+        Options { seed: 0, block_threads: 64 }
+    }
+}
+
+/// The executor. A run is over when [`Simt::start`] returns.
+#[derive(Debug)]
+pub struct Simt {
+    image: Image,
+    memory: Memory,
+    options: Options,
+    counters: Vec<u32>,
+    /// Iterations since the counters were zeroed.
+    iteration: u32,
+    outcome: Option<Result<Control, RunError>>,
+    report: Report,
+    stamps: Vec<Instant>,
+}
+
+/// The longest a worker waits, in simulated time: longer than any run, shorter than the leaps of time when nobody can
+/// go on.
+const TIMEOUT_NS: u64 = 1 << 41;
+
+impl Simt {
+    /// Runs `image` on `memory`, a simulated SM for each of its workers.
+    pub fn new(image: Image, memory: Memory, options: Options) -> Simt {
+        let counters = vec![0; image.view().events.len()];
+        let (outcome, report) = (None, Report::default());
+        Simt { image, memory, options, counters, iteration: 0, outcome, report, stamps: Vec::new() }
+    }
+
+    /// The memory.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// Writes `tokens` at the token buffer's start.
+    pub fn set_tokens(&mut self, tokens: &[u32]) {
+        // SAFETY: launches end before `start` returns.
+        unsafe { self.memory.set_tokens(0, tokens) }
+    }
+
+    /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
+    /// iteration) is kept: those fields of `control` are overwritten.
+    pub fn start(&mut self, mut control: Control) {
+        let base = self.memory.control_base();
+        // SAFETY: the control block is aligned and nobody else touches it between launches.
+        let before = unsafe { base.read() };
+        control.program_runs = before.program_runs;
+        control.step.iteration = self.iteration;
+        if control.step.program != NO_PROGRAM {
+            control.step.program_runs = control.program_runs[control.step.program as usize];
+        }
+        // SAFETY: as above.
+        unsafe { base.write(control) };
+        self.stamps = vec![Instant::now()];
+        let ran = self.launch();
+        self.stamps.push(Instant::now());
+        // SAFETY: as above; the launch is over.
+        let after = unsafe { base.read() };
+        self.iteration = after.step.iteration;
+        self.options.seed = self.options.seed.wrapping_add(1);
+        if ran.is_err() {
+            self.counters.fill(0);
+            self.iteration = 0;
+            // SAFETY: as above.
+            unsafe { (*base).program_runs = Default::default() };
+        }
+        self.outcome = Some(ran.map(|()| after));
+    }
+
+    /// Tokens the last run made.
+    pub fn produced(&self) -> u32 {
+        match &self.outcome {
+            Some(Ok(control)) => control.produced,
+            _ => 0,
+        }
+    }
+
+    /// How the last run ended.
+    ///
+    /// # Errors
+    /// Its fault, or what the simulated GPU objects to.
+    pub fn finish(&mut self) -> Result<Control, RunError> {
+        self.outcome.clone().unwrap_or_else(|| Ok(bytemuck::Zeroable::zeroed()))
+    }
+
+    /// When the last run started and ended.
+    pub fn stamps(&self) -> &[Instant] {
+        &self.stamps
+    }
+
+    /// What the last run did, counted.
+    pub fn report(&self) -> &Report {
+        &self.report
+    }
+
+    fn launch(&mut self) -> Result<(), RunError> {
+        let mut fault = Fault::default();
+        let bindings: Vec<u64> = self.memory.bases().iter().map(|base| base.expose_provenance() as u64).collect();
+        let view = self.image.view();
+        let mut allocations = Vec::new();
+        // SAFETY: every slice outlives the launch, in which nobody writes it.
+        let mut constant = |name: &str, bytes: &[u8]| unsafe {
+            let base = bytes.as_ptr().cast_mut();
+            allocations.push(Allocation::new(name, base, bytes.len(), Access::Constant));
+            base.addr() as u64
+        };
+        let params = LaunchParams {
+            programs: constant("programs", bytemuck::cast_slice(view.programs)),
+            tasks: constant("tasks", bytemuck::cast_slice(view.tasks)),
+            operands: constant("operands", bytemuck::cast_slice(view.operands)),
+            events: constant("events", bytemuck::cast_slice(view.events)),
+            waits: constant("waits", bytemuck::cast_slice(view.waits)),
+            triggers: constant("triggers", bytemuck::cast_slice(view.triggers)),
+            list_heads: constant("list heads", bytemuck::cast_slice(view.list_heads)),
+            lists: constant("lists", bytemuck::cast_slice(view.lists)),
+            bindings: constant("the table of bindings", bytemuck::cast_slice(&bindings)),
+            counters: self.counters.as_mut_ptr().expose_provenance() as u64,
+            control: self.memory.control_base().expose_provenance() as u64,
+            fault: (&raw mut fault).expose_provenance() as u64,
+            timeout_ns: TIMEOUT_NS,
+            n_programs: view.programs.len() as u32,
+            n_tasks: view.tasks.len() as u32,
+            n_operands: view.operands.len() as u32,
+            n_events: view.events.len() as u32,
+            n_waits: view.waits.len() as u32,
+            n_triggers: view.triggers.len() as u32,
+            n_list_entries: view.lists.len() as u32,
+            n_workers: view.n_workers,
+            iteration: self.iteration,
+            reserved: 0,
+        };
+        constant("the launch block", bytemuck::bytes_of(&params));
+        for (number, (binding, base)) in self.image.bindings().iter().zip(self.memory.bases()).enumerate() {
+            let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");
+            let access = match kind {
+                BindingKind::Weight | BindingKind::Constant => Access::Constant,
+                // What an iteration reads of the arena, one of this run has written.
+                BindingKind::Arena => Access::Unwritten,
+                BindingKind::State | BindingKind::Control | BindingKind::Tokens | BindingKind::Input => Access::Written,
+            };
+            // SAFETY: the executor's memory has `bytes` bytes at every base and outlives the launch; only weights and
+            // constants may be memory that cannot be written.
+            allocations
+                .push(unsafe { Allocation::new(format!("{kind:?} b{number}"), *base, binding.bytes as usize, access) });
+        }
+        let counters: *mut u32 = self.counters.as_mut_ptr();
+        // SAFETY: both outlive the launch and are touched by it alone.
+        unsafe {
+            allocations.push(Allocation::new("e", counters.cast(), 4 * view.events.len(), Access::Atomic));
+            let fault = (&raw mut fault).cast();
+            allocations.push(Allocation::new("the fault record", fault, size_of::<Fault>(), Access::Written));
+        }
+        let options =
+            simt::Options { blocks: view.n_workers, threads: self.options.block_threads, seed: self.options.seed };
+        let launched = simt::launch(&options, allocations, || {
+            // SAFETY: the launch block is as `LaunchParams` says, the image is checked, and the grid has its workers.
+            unsafe { perpetua_device::entry::worker(&raw const params) }
+        });
+        // SAFETY: the launch is over; it wrote the record through its address.
+        let fault = unsafe { (&raw const fault).read_volatile() };
+        match launched {
+            Err(error) => Err(self.defect(&error)),
+            Ok(_) if fault.code != FaultCode::None as u32 => Err(RunError::of(&fault, &self.image)),
+            Ok(report) => {
+                self.report = report;
+                Ok(())
+            }
+        }
+    }
+
+    fn defect(&self, error: &SimtError) -> RunError {
+        let task = error.task.map_or("no task".to_owned(), |task| self.image.task_name(task));
+        RunError::Defect { task, worker: format!("w{}", error.block), what: error.to_string() }
+    }
+}

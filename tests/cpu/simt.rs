@@ -1,0 +1,260 @@
+//! The persistent kernel's own code on the simulated GPU: the whole pass through the real worker loop, and images whose
+//! events do not order what they must.
+
+use perpetua::compile::{Compiled, Config, compile};
+use perpetua::engine::decoder_sources;
+use perpetua::exec::RunError;
+use perpetua::exec::memory::Memory;
+use perpetua::exec::simt::{Options, Simt};
+use perpetua::graph::lower::Target;
+use perpetua::image::Image;
+use perpetua::image::encode::{Parts, encode};
+use perpetua::model::decoder::Head;
+use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_device::kernels::{Spec, Use};
+use perpetua_shared::control::{Control, End, Step};
+use perpetua_shared::image::BindingKind;
+use perpetua_shared::{DType, WorkerId};
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+
+/// A network small enough for a debug build, of sizes that fit nothing.
+const CONFIG: &str = r#"{
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 40,
+    "intermediate_size": 54, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
+    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
+}"#;
+
+fn small() -> (tempfile::TempDir, Model) {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let config = dir.path().join("small.json");
+    std::fs::write(&config, CONFIG).expect("written");
+    let out = dir.path().join("small");
+    synth(SynthSource::Config(&config), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+        .expect("the config is sound");
+    let model = Model::load(&out).expect("just written");
+    (dir, model)
+}
+
+/// The model cut finely, so that tasks of several blocks meet.
+fn compiled(model: &Model, workers: u32, rows: usize) -> Compiled {
+    let sources = decoder_sources(model, 32, &[rows], DType::Bf16, Head::AllLogits).expect("a sound model");
+    let target = Target { task_bytes: 1 << 10, ..Target::workers(workers) };
+    compile(sources, &Config::new(target)).expect("it compiles")
+}
+
+fn one_pass(rows: u32) -> Control {
+    let step = Step { rows, ..Step::default() };
+    Control { n_tokens: rows, max_context: 32, step, ..bytemuck::Zeroable::zeroed() }
+}
+
+const IDS: [u32; 7] = [3, 80, 41, 5, 5, 0, 66];
+
+fn run_simt(model: &Model, compiled: &Compiled, image: Image, options: Options) -> Result<(Vec<f32>, Simt), RunError> {
+    let memory = Memory::new(compiled, model).expect("a small model");
+    let mut simt = Simt::new(image, memory, options);
+    simt.set_tokens(&IDS);
+    simt.start(one_pass(IDS.len() as u32));
+    let control = simt.finish()?;
+    assert_eq!(control.end, End::PromptDone as u32);
+    let (_, output) = compiled.programs[0].outputs.iter().find(|(name, _)| name == "logits").expect("an output");
+    let logits = simt.memory().read_f32(output, IDS.len());
+    Ok((logits, simt))
+}
+
+/// Both keep the cache in bf16, so a last bit may turn there.
+fn close(expected: &[f32], found: &[f32], what: &str) {
+    assert_eq!(expected.len(), found.len());
+    for (at, (a, b)) in expected.iter().zip(found).enumerate() {
+        assert!((a - b).abs() <= 4e-3 + 4e-3 * a.abs(), "{what}: logit {at} is {b}, expected {a}");
+    }
+}
+
+#[test]
+fn every_number_of_workers_computes_what_the_cpu_does() {
+    let (_dir, model) = small();
+    let config = EngineConfig {
+        device: Device::Cpu,
+        threads: Some(2),
+        all_logits: true,
+        max_context: Some(32),
+        chunks: vec![IDS.len()],
+        ..EngineConfig::default()
+    };
+    let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
+    for workers in [1, 4, 7] {
+        let compiled = compiled(&model, workers, IDS.len());
+        let mut first: Option<Vec<f32>> = None;
+        for (seed, block_threads) in [(1, 64), (2, 64), (3, 64), (4, 32)] {
+            let options = Options { seed, block_threads };
+            let (logits, simt) = run_simt(&model, &compiled, compiled.image.clone(), options)
+                .unwrap_or_else(|error| panic!("{workers} workers, seed {seed}: {error}"));
+            close(&expected, &logits, &format!("{workers} workers"));
+            assert!(simt.report().stall.is_none());
+            // Sums depend on how many threads take part, on the schedule nothing does.
+            if let (Some(first), 64) = (&first, block_threads) {
+                assert!(*first == logits, "{workers} workers: seed {seed} gives other bits");
+            }
+            first = Some(logits);
+        }
+    }
+}
+
+#[test]
+fn the_token_loop_runs_inside_the_kernel() {
+    let (_dir, model) = small();
+    let make = |device, threads, options: &GenerateOptions| -> Vec<u32> {
+        let config = EngineConfig {
+            device,
+            threads: Some(threads),
+            max_context: Some(24),
+            chunks: vec![4],
+            ..EngineConfig::default()
+        };
+        let mut engine = Engine::new(&model, &config).expect("it compiles");
+        // Twice: counters go on counting from run to run.
+        let runs: Vec<Vec<u32>> = (0..2)
+            .map(|_| engine.generate(&IDS, options).expect("sound").map(|token| token.expect("it runs").id).collect())
+            .collect();
+        assert_eq!(runs[0], runs[1]);
+        runs[0].clone()
+    };
+    let greedy = GenerateOptions { max_new_tokens: 4, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
+    assert_eq!(make(Device::Simt, 3, &greedy), make(Device::Cpu, 2, &greedy));
+    let drawn = GenerateOptions { temperature: 0.8, top_p: 0.9, top_k: 20, seed: 9, ..greedy };
+    assert_eq!(make(Device::Simt, 2, &drawn), make(Device::Cpu, 2, &drawn));
+}
+
+/// The sections of an image, to make another of.
+fn parts(image: &Image) -> Parts {
+    let view = image.view();
+    let ops = view.tasks.iter().map(|task| task.op + 1).max().unwrap_or(0);
+    Parts {
+        n_workers: view.n_workers,
+        bindings: image.bindings().to_vec(),
+        programs: view.programs.to_vec(),
+        tasks: view.tasks.to_vec(),
+        operands: view.operands.to_vec(),
+        events: view.events.to_vec(),
+        waits: view.waits.to_vec(),
+        triggers: view.triggers.to_vec(),
+        list_heads: view.list_heads.to_vec(),
+        lists: view.lists.to_vec(),
+        op_names: (0..ops).map(|op| image.op_name(op).to_owned()).collect(),
+    }
+}
+
+/// Lets one task at a time go without its waits (the program's last task waits for those events in its stead, so the
+/// image breaks no rule): what the task reads is then read too early, or what it writes is still read, and the simulator
+/// must say so, unless the worker's own order is enough.
+#[test]
+fn a_wait_left_out_is_a_race() {
+    let (_dir, model) = small();
+    let compiled = compiled(&model, 4, IDS.len());
+    assert!(!is_unordered(&compiled.image, true), "the image as compiled is ordered");
+    let (mut caught, mut harmless) = (0, 0);
+    let last = compiled.image.view().tasks.len() - 1;
+    for task in 0..last {
+        let mut parts = parts(&compiled.image);
+        let waits = compiled.image.view().waits(&parts.tasks[task]);
+        if waits.is_empty() {
+            continue;
+        }
+        let all = [compiled.image.view().waits(&parts.tasks[last]), waits].concat();
+        parts.tasks[last].wait_first = parts.waits.len() as u32;
+        parts.tasks[last].wait_count = all.len() as u16;
+        parts.waits.extend(all);
+        parts.tasks[task].wait_count = 0;
+        let image = encode(&parts).unwrap_or_else(|error| panic!("t{task}: {error}"));
+        // What a task touches of the cache is less than its operands say.
+        let (is_race, may_race) = (is_unordered(&image, false), is_unordered(&image, true));
+        match run_simt(&model, &compiled, image, Options { seed: task as u64, ..Options::default() }) {
+            Err(RunError::Defect { what, .. }) => {
+                assert!(what.starts_with("Race") || what.starts_with("Poison"), "{what}");
+                assert!(may_race, "t{task}: nothing is wrong, but: {what}");
+                caught += 1;
+            }
+            Err(other) => panic!("{other}"),
+            Ok(_) => {
+                assert!(!is_race, "t{task}: a race was not seen");
+                harmless += 1;
+            }
+        }
+    }
+    println!("{caught} caught, {harmless} harmless");
+    assert!(caught >= 5, "{caught} caught, {harmless} harmless");
+}
+
+/// Whether two tasks of `image` touch the same bytes of the arena (or the cache, if `with_state`), one of them writing,
+/// and neither the workers' lists nor the events order them: reachability, by brute force.
+fn is_unordered(image: &Image, with_state: bool) -> bool {
+    let view = image.view();
+    let n = view.tasks.len();
+    let mut after: Vec<Vec<usize>> = vec![Vec::new(); n];
+    for worker in 0..view.n_workers {
+        for pair in view.list(0, WorkerId(worker)).windows(2) {
+            after[pair[0] as usize].push(pair[1] as usize);
+        }
+    }
+    for (from, to) in (0..n).flat_map(|from| (0..n).map(move |to| (from, to))) {
+        let triggers = view.triggers(&view.tasks[from]);
+        if view.waits(&view.tasks[to]).iter().any(|event| triggers.contains(event)) {
+            after[from].push(to);
+        }
+    }
+    let reach: Vec<Vec<bool>> = (0..n)
+        .map(|from| {
+            let (mut seen, mut left) = (vec![false; n], vec![from]);
+            while let Some(task) = left.pop() {
+                for next in &after[task] {
+                    if !std::mem::replace(&mut seen[*next], true) {
+                        left.push(*next);
+                    }
+                }
+            }
+            seen
+        })
+        .collect();
+    let mut touched: HashMap<(u32, u64), Vec<(usize, bool)>> = HashMap::new();
+    for (number, task) in view.tasks.iter().enumerate() {
+        let spec = Spec::of(task.task_type).expect("a known kernel");
+        for (slot, operand) in spec.slots.iter().zip(view.operands(task)) {
+            let kind = BindingKind::from_u32(image.bindings()[operand.binding.idx()].kind);
+            let counts = kind == Some(BindingKind::Arena) || (with_state && kind == Some(BindingKind::State));
+            let Some(dtype) = operand.dtype().filter(|_| counts) else { continue };
+            let (e, s) = (operand.extent, operand.stride_elems);
+            for at in 0..operand.len_elems() as u32 {
+                let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
+                let elems: u64 = index.iter().zip(&s).map(|(i, s)| u64::from(*i) * u64::from(*s)).sum();
+                let first = operand.offset_bytes + elems * dtype.size_bytes() as u64;
+                for half in first / 2..(first + dtype.size_bytes() as u64) / 2 {
+                    touched.entry((operand.binding.0, half)).or_default().push((number, slot.usage != Use::Read));
+                }
+            }
+        }
+    }
+    touched.values().any(|by| {
+        by.iter().enumerate().any(|(i, (a, a_writes))| {
+            by[i + 1..]
+                .iter()
+                .any(|(b, b_writes)| a != b && (*a_writes || *b_writes) && !reach[*a][*b] && !reach[*b][*a])
+        })
+    })
+}
+
+#[test]
+fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
+    let (_dir, model) = small();
+    let compiled = compiled(&model, 4, IDS.len());
+    let memory = Memory::new(&compiled, &model).expect("a small model");
+    let mut simt = Simt::new(compiled.image.clone(), memory, Options::default());
+    simt.set_tokens(&[3, 80, 269, 5, 5, 0, 66]);
+    simt.start(one_pass(IDS.len() as u32));
+    assert_eq!(simt.finish().unwrap_err(), RunError::TokenOutOfRange { id: 269, position: 2, vocab: 269 });
+    // And the executor can be used again.
+    simt.set_tokens(&IDS);
+    simt.start(one_pass(IDS.len() as u32));
+    simt.finish().expect("it runs");
+}
