@@ -3,7 +3,7 @@
 //! `cargo run --release --example bench_dependency`
 
 use AccessKind::{Read, ReadWrite, Write};
-use perpetua::graph::task::{Config, check, lower, waited_and_needed};
+use perpetua::graph::task::{Config, TaskGraph, check, lower, waited_and_needed};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::DType;
@@ -224,15 +224,23 @@ fn chain(n_ops: usize, workers: u32) -> ThreadBlockGraph {
     b.graph
 }
 
+/// What the gcd rule says between two operators.
+struct GcdEdge {
+    producer: usize,
+    consumer: usize,
+    events: u64,
+    pairs: u64,
+}
+
 /// What the gcd rule gives for the same cuts: per direct pair of operators and tensor, `gcd` of the part counts per
 /// dimension, one event per cell, every producer of a cell before every consumer of it. As there, an edge goes when its
 /// ends are joined by a longer path (which is not sound in general), and only the first tensor of a pair counts.
-fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
+fn gcd_rule(graph: &ThreadBlockGraph) -> Vec<GcdEdge> {
     fn gcd(a: u64, b: u64) -> u64 {
         if b == 0 { a } else { gcd(b, a % b) }
     }
     let mut writer: std::collections::HashMap<TensorId, (usize, &Access)> = std::collections::HashMap::new();
-    let (mut events, mut pairs) = (0, 0);
+    let mut out = Vec::new();
     let mut ancestors: Vec<HashSet<usize>> = Vec::new();
     for (i, op) in graph.ops.iter().enumerate() {
         let mut edges: Vec<(usize, &Access, &Access)> = Vec::new();
@@ -256,8 +264,12 @@ fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
                 axis.map_or(1, |x| u64::from(op.grid[x]))
             };
             let n: u64 = (0..4).map(|d| gcd(parts(producer, written, d), parts(op, access, d))).product();
-            events += n;
-            pairs += producer.n_blocks() / n * (op.n_blocks() / n) * n;
+            out.push(GcdEdge {
+                producer: p,
+                consumer: i,
+                events: n,
+                pairs: producer.n_blocks() / n * (op.n_blocks() / n) * n,
+            });
         }
         ancestors.push(mine);
         for access in op.accesses.iter().flatten().filter(|a| a.kind.writes()) {
@@ -266,7 +278,42 @@ fn gcd_rule(graph: &ThreadBlockGraph) -> (u64, u64) {
             writer.insert(access.tensor, (i, access));
         }
     }
-    (events, pairs)
+    out
+}
+
+/// One layer's hand-offs and the tail's, ours beside the gcd rule's.
+fn hand_offs(graph: &ThreadBlockGraph, tasks: &TaskGraph, rule: &[GcdEdge]) {
+    let triggerers = tasks.triggers.inverted(tasks.events.len());
+    println!("\n| hand-off | tasks | ours: events, waits, pairs | gcd rule: events, pairs | its factor |");
+    println!("| --- | --- | --- | --- | --- |");
+    for consumer in (10..19).chain(graph.ops.len() - 3..graph.ops.len()) {
+        let (mut pairs, mut events, mut waits) = (HashSet::new(), HashSet::new(), 0);
+        let mut producers: HashSet<usize> = HashSet::new();
+        for task in tasks.tasks_of(consumer) {
+            for event in tasks.waits.of(task as usize) {
+                events.insert(*event);
+                waits += 1;
+                for first in triggerers.of(*event as usize) {
+                    producers.insert(tasks.tasks[*first as usize].op as usize);
+                    pairs.insert((*first, task));
+                }
+            }
+        }
+        let theirs: Vec<&GcdEdge> =
+            rule.iter().filter(|e| e.consumer == consumer && producers.contains(&e.producer)).collect();
+        let (gcd_events, gcd_pairs) = theirs.iter().fold((0, 0), |(e, p), edge| (e + edge.events, p + edge.pairs));
+        let names: Vec<&str> = producers.iter().map(|p| graph.ops[*p].name.as_str()).collect();
+        let blocks: u64 = producers.iter().map(|p| graph.ops[*p].n_blocks()).sum();
+        println!(
+            "| {} -> {} | {blocks} -> {} | {}, {waits}, {} | {gcd_events}, {gcd_pairs} | {:.2} |",
+            names.join(" + "),
+            graph.ops[consumer].name,
+            graph.ops[consumer].n_blocks(),
+            events.len(),
+            pairs.len(),
+            gcd_pairs as f64 / pairs.len() as f64
+        );
+    }
 }
 
 fn seconds(graph: &ThreadBlockGraph, rounds: usize) -> f64 {
@@ -317,10 +364,14 @@ fn main() {
     let graph = model(PRESETS[2], 1, 132, false);
     let tasks = lower(&graph, &Config::default()).expect("a right graph");
     let (waited, needed) = waited_and_needed(&graph, &tasks);
-    let (events, pairs) = gcd_rule(&graph);
+    let rule = gcd_rule(&graph);
+    let (events, pairs) = rule.iter().fold((0, 0), |(e, p), edge| (e + edge.events, p + edge.pairs));
     println!(
-        "\nQwen3-8B, 1 token: waited {waited}, needed {needed} (counted from bytes); gcd rule: {events} events, {pairs} pairs"
+        "\nQwen3-8B, 1 token: waited {waited}, needed {needed} (counted from bytes); gcd rule: {} edges, {events} events, \
+         {pairs} pairs",
+        rule.len()
     );
+    hand_offs(&graph, &tasks, &rule);
     println!("\n| tasks | lower ms | ns per task |\n| --- | --- | --- |");
     for n_ops in [110, 1_100, 11_000].into_iter().take(if full { 3 } else { 1 }) {
         let graph = chain(n_ops, 132);

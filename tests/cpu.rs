@@ -4,10 +4,14 @@
 mod bad_input;
 #[path = "cpu/dependency.rs"]
 mod dependency;
+#[path = "cpu/executors.rs"]
+mod executors;
 #[path = "cpu/memory.rs"]
 mod memory;
 #[path = "cpu/models.rs"]
 mod models;
+#[path = "cpu/program.rs"]
+mod program;
 #[path = "cpu/ptx.rs"]
 mod ptx;
 #[path = "cpu/schedule.rs"]

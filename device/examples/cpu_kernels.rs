@@ -122,7 +122,7 @@ fn gemv() {
             round: Box::new(move || {
                 let part = words.len() / threads;
                 let seconds = timed(threads, |t| {
-                    std::hint::black_box(read(&words[t * part..][..part]));
+                    std::hint::black_box(read(bytemuck::cast_slice(&words[t * part..][..part])));
                 });
                 bytes as f64 / seconds / 1e9
             }),
@@ -209,7 +209,7 @@ fn attend() {
         unit: "GB/s",
         round: Box::new(move || {
             let seconds = timed(1, |_| {
-                std::hint::black_box(read(words));
+                std::hint::black_box(read(bytemuck::cast_slice(words)));
             });
             bytes as f64 / seconds / 1e9
         }),

@@ -76,3 +76,76 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
         Step { program: NO_PROGRAM, first_pos: next_pos, iteration, ..step }
     };
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn programs(rows: &[u32]) -> Vec<ProgramDesc> {
+        let program = |rows: &u32| ProgramDesc { max_rows: *rows, in_token_loop: 1, ..bytemuck::Zeroable::zeroed() };
+        rows.iter().map(program).collect()
+    }
+
+    /// Runs the loop without computing anything: every sampled token is `token`. Returns each pass's position and rows.
+    fn passes(control: &mut Control, programs: &[ProgramDesc], token: u32) -> Vec<(u32, u32, u32)> {
+        control.step = step_from(control, programs, 0, 0);
+        let mut passes = Vec::new();
+        while control.step.program != NO_PROGRAM {
+            let step = control.step;
+            assert_eq!(step.iteration, passes.len() as u32);
+            assert!(step.rows <= programs[step.program as usize].max_rows);
+            assert_eq!(step.program_runs, control.program_runs[step.program as usize]);
+            passes.push((step.first_pos, step.rows, step.sampling));
+            advance(control, programs, token);
+        }
+        passes
+    }
+
+    fn control(n_tokens: u32, max_new_tokens: u32, max_context: u32) -> Control {
+        Control { n_tokens, max_new_tokens, max_context, ..bytemuck::Zeroable::zeroed() }
+    }
+
+    #[test]
+    fn a_prompt_is_read_in_chunks_and_tokens_follow_one_by_one() {
+        let programs = programs(&[1, 8, 32]);
+        let mut control = control(75, 3, 100);
+        let found = passes(&mut control, &programs, 9);
+        // 75 = 32 + 32 + 11: the rest takes the smallest program that holds it.
+        assert_eq!(found, [(0, 32, 0), (32, 32, 0), (64, 11, 1), (75, 1, 1), (76, 1, 1)]);
+        assert_eq!((control.produced, control.n_tokens), (3, 78));
+        assert_eq!(control.end, End::MaxTokens as u32);
+        assert_eq!(control.program_runs[..3], [2, 0, 3]);
+    }
+
+    #[test]
+    fn stop_tokens_the_context_and_the_host_end_it() {
+        let programs = programs(&[1, 8]);
+        let mut stopped = control(5, 100, 100);
+        stopped.n_stop_tokens = 2;
+        stopped.stop_tokens[1] = 9;
+        assert_eq!(passes(&mut stopped, &programs, 9).len(), 1);
+        assert_eq!(stopped.end, End::StopToken as u32);
+
+        let mut full = control(5, 100, 8);
+        let found = passes(&mut full, &programs, 9);
+        // Positions 0..8 are computed; the token after the last is made but never read.
+        assert_eq!(found.iter().map(|(_, rows, _)| rows).sum::<u32>(), 8);
+        assert_eq!((full.end, full.n_tokens), (End::ContextFull as u32, 9));
+
+        let mut told = Control { stop: 1, ..control(20, 100, 100) };
+        assert_eq!(passes(&mut told, &programs, 9), [(0, 8, 0)]);
+        assert_eq!(told.end, End::Stopped as u32);
+
+        let mut reading = control(20, 0, 100);
+        assert_eq!(passes(&mut reading, &programs, 9), [(0, 8, 0), (8, 8, 0), (16, 4, 0)]);
+        assert_eq!(reading.end, End::PromptDone as u32);
+    }
+
+    #[test]
+    fn nothing_to_do_or_nothing_to_do_it_with_ends_at_once() {
+        assert_eq!(step_from(&control(0, 5, 10), &programs(&[4]), 0, 0).program, NO_PROGRAM);
+        assert_eq!(step_from(&control(3, 5, 10), &[], 0, 0).program, NO_PROGRAM);
+        let outside = ProgramDesc { in_token_loop: 0, ..programs(&[4])[0] };
+        assert_eq!(choose_program(&[outside], 2), None);
+    }
+}

@@ -218,23 +218,25 @@ impl Clock {
 
 /// What each task moves and computes.
 pub fn costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<Cost> {
+    let mut buffer = Vec::new();
     let cost = |task: &task::Task| {
         let op = &blocks.ops[task.op as usize];
         let Some((kernel, spec)) = op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
             return Cost::default();
         };
-        (spec.cost)(&kernel.params, &task_operands(blocks, task))
+        (spec.cost)(&kernel.params, task_operands(blocks, task, &mut buffer))
     };
     tasks.tasks.iter().map(cost).collect()
 }
 
-/// What `task` touches, operand by operand, without addresses: offsets count from the buffers' starts.
-pub fn task_operands(blocks: &ThreadBlockGraph, task: &task::Task) -> Vec<Operand> {
-    let accesses = blocks.ops[task.op as usize].accesses.iter();
+/// What `task` touches, operand by operand, without addresses (offsets count from the buffers' starts), in `buffer`.
+pub fn task_operands<'a>(blocks: &ThreadBlockGraph, task: &task::Task, buffer: &'a mut Vec<Operand>) -> &'a [Operand] {
     let operand = |access: &Option<threadblock::Access>| {
         access.as_ref().map_or(Operand::ABSENT, |access| block_operand(blocks, OpId(task.op), access, task.block))
     };
-    accesses.map(operand).collect()
+    buffer.clear();
+    buffer.extend(blocks.ops[task.op as usize].accesses.iter().map(operand));
+    buffer
 }
 
 /// Makes the last task, `advance`, wait for every task that nobody else waits for.
@@ -290,16 +292,20 @@ impl Layout {
         let (arena_id, arena_bytes) =
             self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
         self.bindings[arena_id.idx()].bytes = arena_bytes.max(arena.peak_bytes);
+        // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
+        let mut weight_align = vec![1; blocks.table.buffers.len()];
+        for tensor in &blocks.table.tensors {
+            weight_align[tensor.buffer.idx()] = tensor.dtype.size_bytes() as u32;
+        }
         let mut of_buffer = Vec::with_capacity(blocks.table.buffers.len());
-        for buffer in &blocks.table.buffers {
+        for (buffer, weight_align) in blocks.table.buffers.iter().zip(weight_align) {
             let (kind, align) = match &buffer.kind {
                 BufferKind::Intermediate => {
                     of_buffer.push(arena_id);
                     continue;
                 }
                 BufferKind::Input => (BindingKind::Input, 64),
-                // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
-                BufferKind::Weight => (BindingKind::Weight, weight_align(blocks, buffer)),
+                BufferKind::Weight => (BindingKind::Weight, weight_align),
                 BufferKind::Constant(_) => (BindingKind::Constant, 64),
                 BufferKind::State => (BindingKind::State, 256),
                 BufferKind::Control => (BindingKind::Control, 64),
@@ -366,15 +372,16 @@ impl Layout {
         let graph = &program.tasks;
         parts.op_names.extend(program.blocks.ops.iter().map(|op| op.name.clone()));
         parts.events.extend(graph.events.iter().map(|n| EventDesc { num_triggers: *n }));
+        let mut buffer = Vec::new();
         for (number, task) in graph.tasks.iter().enumerate() {
             let op = &program.blocks.ops[task.op as usize];
             let is_last = number + 1 == graph.tasks.len();
             let (operand_first, wait_first, trigger_first) =
                 (parts.operands.len(), parts.waits.len(), parts.triggers.len());
-            for (access, operand) in op.accesses.iter().zip(task_operands(&program.blocks, task)) {
+            for (access, operand) in op.accesses.iter().zip(task_operands(&program.blocks, task, &mut buffer)) {
                 let placed = match access {
-                    Some(access) => self.place(program, program.blocks.table[access.tensor].buffer.idx(), operand),
-                    None => operand,
+                    Some(access) => self.place(program, program.blocks.table[access.tensor].buffer.idx(), *operand),
+                    None => *operand,
                 };
                 parts.operands.push(placed);
             }
@@ -419,9 +426,4 @@ impl Layout {
             in_token_loop: u32::from(in_token_loop),
         });
     }
-}
-
-fn weight_align(blocks: &ThreadBlockGraph, buffer: &crate::graph::tensor::Buffer) -> u32 {
-    let of = |t: &&crate::graph::tensor::DTensor| blocks.table.buffers[t.buffer.idx()].name == buffer.name;
-    blocks.table.tensors.iter().find(of).map_or(8, |t| t.dtype.size_bytes() as u32)
 }

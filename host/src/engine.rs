@@ -234,6 +234,20 @@ impl Resident {
         device: Device,
         n_threads: Option<usize>,
     ) -> Result<Resident, EngineError> {
+        Resident::with_options(sources, weights, device, n_threads, threads::Options::default())
+    }
+
+    /// As [`Resident::new`], with other than the usual habits of CPU workers.
+    ///
+    /// # Errors
+    /// As [`Resident::new`].
+    pub fn with_options(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        device: Device,
+        n_threads: Option<usize>,
+        mut options: threads::Options,
+    ) -> Result<Resident, EngineError> {
         let target = target(device, n_threads)?;
         let began = Instant::now();
         let compiled = compile(sources, &Config::new(target))?;
@@ -244,10 +258,9 @@ impl Resident {
                 Executor::Reference(Box::new(reference::Reference::new(compiled.image.clone(), memory)))
             }
             _ => {
-                let mut options = threads::Options::default();
                 let cores = threads::allowed_cores();
                 // More workers than cores: the scheduler places them better than a list could.
-                if compiled.image.header().n_workers as usize <= cores.len() {
+                if options.cores.is_empty() && compiled.image.header().n_workers as usize <= cores.len() {
                     options.cores = cores;
                 }
                 Executor::Threads(

@@ -13,4 +13,13 @@ pub mod memory;
 pub mod model;
 pub mod schedule;
 
+/// README.md and ARCHITECTURE.md: their examples are compiled as tests.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../README.md")]
+    mod readme {}
+    #[doc = include_str!("../../ARCHITECTURE.md")]
+    mod architecture {}
+}
+
 pub use engine::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Token};

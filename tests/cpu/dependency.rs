@@ -332,6 +332,27 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(cases(1000))]
+
+    /// Whatever an event costs, exact relations stay exact; where exactness is given up, law 1 stays and the factor says so.
+    #[test]
+    fn costs_change_the_events_and_not_the_order(bytes in choices(), wait in 0usize..4, limit in 0u32..3) {
+        let graph = random_graph(&bytes);
+        prop_assume!(graph.check().is_ok());
+        let mut config = Config::default();
+        config.costs.wait = [0.01, 0.5, 1.0, 50.0][wait];
+        prop_assert_eq!(keeps_laws(&graph, &config), Ok(()));
+        config.max_entries_per_part = limit;
+        let Ok(tasks) = lower(&graph, &config) else { return Ok(()) };
+        prop_assert_eq!(check(&graph, &tasks, None), Ok(()));
+        let (waited, needed) = waited_and_needed(&graph, &tasks);
+        prop_assert!(tasks.stats.oversync >= 1.0);
+        // The figure counts tensor by tensor: a pair one tensor does not need, another may.
+        prop_assert!(waited == needed || tasks.stats.oversync > 1.0);
+    }
+}
+
 /// Takes away the `n`-th wait.
 fn forget_wait(tasks: &mut TaskGraph, n: usize) {
     let n = n % tasks.waits.entries.len();
@@ -635,4 +656,72 @@ fn the_judge_names_broken_counters_and_cycles() {
     let mut tasks = right;
     tasks.op_first[1] = 3;
     assert!(matches!(check(&graph, &tasks, None).unwrap_err()[0], Violation::Shape(_)));
+}
+
+/// Pictures show every task and every event, or every operator.
+#[test]
+fn pictures_show_what_there_is() {
+    use perpetua::graph::task::{dot::write_dot, svg::write_svg};
+    for (producers, consumers) in [(32, 8), (600, 128)] {
+        let graph = pair(153_600, producers, consumers);
+        let tasks = lower(&graph, &Config::default()).unwrap();
+        let (mut dot, mut svg) = (Vec::new(), Vec::new());
+        write_dot(&graph, &tasks, &mut dot).unwrap();
+        write_svg(&graph, &tasks, &mut svg).unwrap();
+        let (dot, svg) = (String::from_utf8(dot).unwrap(), String::from_utf8(svg).unwrap());
+        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
+        if producers == 32 {
+            assert_eq!(dot.matches(" -> ").count(), tasks.triggers.entries.len() + tasks.waits.entries.len());
+            assert_eq!(svg.matches("<circle").count(), tasks.events.len());
+            assert_eq!(svg.matches("<title>task ").count(), tasks.tasks.len());
+        } else {
+            assert_eq!(dot.matches(" -> ").count(), 1);
+            assert!(svg.contains("128 events, 720 triggers, 128 waits"));
+        }
+    }
+}
+
+/// The program: figures on stdout, files whole or not at all, and status 1 with operator, tensor and reason.
+#[test]
+fn plan_graph_writes_tasks_and_refuses_bad_graphs() {
+    use std::process::Command;
+    let program = env!("CARGO_BIN_EXE_perpetua");
+    let folder = tempfile::tempdir().unwrap();
+    let plan = |text: &str, more: &[&str]| {
+        let path = folder.path().join("graph.json");
+        std::fs::write(&path, text).unwrap();
+        let out = folder.path().join("tasks.json");
+        let _ = std::fs::remove_file(&out);
+        let mut command = Command::new(program);
+        command.args(["plan", "--target", "workers:4", "--graph"]).arg(&path).arg("--tasks-json").arg(&out);
+        let done = command.args(more).output().unwrap();
+        let written = std::fs::read_to_string(&out).ok();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (done.status.code(), text(done.stdout), text(done.stderr), written)
+    };
+    let good = r#"{"tensors": [{"name": "q", "shape": [1, 6144], "dtype": "bf16"}],
+        "ops": [{"name": "linear", "grid": [32, 1, 1], "reads": [], "writes": [{"tensor": "q", "map": [1, -1, -1]}]},
+                {"name": "attention", "grid": [1, 8, 1], "reads": [{"tensor": "q", "map": [-1, 1, -1]}], "writes": []}]}"#;
+    let (status, stdout, stderr, written) = plan(good, &["--check"]);
+    assert_eq!((status, stderr.as_str()), (Some(0), ""));
+    assert!(stdout.contains("events           8\n") && stdout.contains("oversync         1.000\n"), "{stdout}");
+    let json: serde_json::Value = serde_json::from_str(&written.unwrap()).unwrap();
+    assert_eq!(json["events"].as_array().unwrap().len(), 8);
+    assert_eq!(json["tasks"][32]["waits"], serde_json::json!([0]));
+    assert_eq!(json["workers"].as_array().unwrap().len(), 4);
+    for (from, to, says) in [
+        ("[1, 8, 1]", "[1, 0, 1]", "operator attention"),
+        ("[-1, 1, -1]", "[-1, 2, -1]", "dimension 2 of tensor q"),
+        ("[-1, 1, -1]", "[1, 1, -1]", "two grid axes cut dimension 1 of tensor q"),
+        (
+            "\"writes\": [{\"tensor\": \"q\", \"map\": [1,",
+            "\"writes\": [{\"tensor\": \"q\", \"map\": [-1,",
+            "same element",
+        ),
+    ] {
+        let bad = good.replace(from, to);
+        assert_ne!(bad, good);
+        let (status, _, stderr, written) = plan(&bad, &[]);
+        assert!(status == Some(1) && stderr.contains(says) && written.is_none(), "{stderr:?} does not say {says:?}");
+    }
 }

@@ -34,7 +34,7 @@ impl MacroKernel for ArgmaxPartial {
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
-    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [x, values, indices] = io else { unreachable!("slots were counted") };
         rules::dtype("x", x, &[DType::F32])?;
         rules::rank("x", x, 2)?;
@@ -44,7 +44,8 @@ impl MacroKernel for ArgmaxPartial {
         rules::dtype("indices", indices, &[DType::I32])?;
         [("values", values), ("indices", indices)].into_iter().try_for_each(|(name, operand)| {
             rules::rank(name, operand, 1)?;
-            rules::extent(name, operand, 0, 1)
+            // One block's place, or the whole row of places before it is cut.
+            rules::extent(name, operand, 0, if operand.extent[0] == p.blocks { p.blocks } else { 1 })
         })
     }
 

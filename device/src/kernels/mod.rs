@@ -171,7 +171,9 @@ pub struct Spec {
 impl Spec {
     /// The spec numbered `task_type`.
     pub fn of(task_type: u16) -> Option<&'static Spec> {
-        SPECS.iter().find(|spec| spec.task_type == task_type)
+        // The list is in the order of its numbers, which start at 1.
+        let spec = SPECS.get(usize::from(task_type).checked_sub(1)?)?;
+        (spec.task_type == task_type).then_some(spec)
     }
 
     /// Judges a task's parameters and operands.

@@ -2,7 +2,7 @@
 
 use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
 use perpetua::exec::threads::allowed_cores;
-use perpetua::{Embedder, Engine, GenerateOptions};
+use perpetua::{Embedder, Engine, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
 use serde_json::json;
@@ -43,7 +43,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(())
 }
 
-fn generator(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let vocab = model.config().vocab_size() as u64;
     let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
     if needed > model.max_tokens() {
@@ -63,7 +63,7 @@ fn generator(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, 
     let prompt: Vec<u32> = (0..args.context as u64).map(|i| (i * 7919 % vocab) as u32).collect();
     let options = GenerateOptions { max_new_tokens: args.tokens, stop_tokens: Some(Vec::new()), ..Default::default() };
     let n_threads = engine.resident().compiled().image.header().n_workers as usize;
-    let before = read_bandwidth(n_threads);
+    let before = read_bandwidth(model, n_threads)?;
     // One short run first, so that pages and clocks are warm.
     let warm_up = GenerateOptions { max_new_tokens: 2.min(args.tokens), ..options.clone() };
     engine.generate(&prompt[..prompt.len().min(8)], &warm_up)?.try_for_each(|token| token.map(|_| ()))?;
@@ -74,7 +74,7 @@ fn generator(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, 
         bar.inc(1);
     }
     bar.finish_and_clear();
-    let after = read_bandwidth(n_threads);
+    let after = read_bandwidth(model, n_threads)?;
     let waited = engine.resident().waited() - waited;
     let stamps = engine.stamps();
     let first = stamps.len() - args.tokens;
@@ -113,13 +113,13 @@ fn generator(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, 
 }
 
 /// Bytes a decode step reads with `position` tokens in a cache planned for `context`.
-fn step_bytes(program: &perpetua::compile::Program, model: &perpetua::Model, position: usize, context: usize) -> u64 {
+fn step_bytes(program: &perpetua::compile::Program, model: &Model, position: usize, context: usize) -> u64 {
     let all: u64 = program.costs.iter().map(|cost| cost.bytes_read).sum();
     let cache = model.decoder().map_or(0, |c| 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2) as u64;
     all.saturating_sub(cache * (context - position.min(context)) as u64)
 }
 
-fn embedder(args: &Args, model: &perpetua::Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let began = Instant::now();
     let mut embedder = Embedder::new(model, &args.model.config(model, usize::MAX))?;
     warm(model)?;
@@ -157,27 +157,36 @@ fn quantile(sorted: &[Duration], q: f64) -> f64 {
     }
 }
 
-/// Bytes per second that `n_threads` threads read memory with, each a part of its own: the median of seven passes over
-/// far more than any cache.
-fn read_bandwidth(n_threads: usize) -> f64 {
-    const WORDS: usize = 64 << 20;
-    // Written once, so that the pages exist and are distinct.
-    let data: Vec<u64> = (0..WORDS as u64).collect();
-    let cores = allowed_cores().len();
-    let parts: Vec<&[u64]> = data.chunks(WORDS.div_ceil(n_threads.clamp(1, cores.max(1)))).collect();
-    let mut passes: Vec<Duration> = (0..7)
-        .map(|_| {
-            let began = Instant::now();
-            std::thread::scope(|scope| {
-                for part in &parts {
-                    scope.spawn(|| std::hint::black_box(bandwidth::read(part)));
-                }
-            });
-            began.elapsed()
+/// Bytes per second that `n_threads` threads read the model's weights with, each a part of its own: the median of five
+/// passes. The very bytes a step reads, so that it is compared with what this memory can give.
+fn read_bandwidth(model: &Model, n_threads: usize) -> Result<f64, Box<dyn std::error::Error>> {
+    let weights = model.weights()?;
+    let tensors: Vec<&[u8]> = weights.names().filter_map(|name| Some(weights.get(name)?.bytes)).collect();
+    let total: usize = tensors.iter().map(|tensor| tensor.len()).sum();
+    // Every tensor is cut into a piece per thread, so that the pieces of a thread are as many bytes as another's.
+    let n_threads = n_threads.clamp(1, allowed_cores().len().max(1));
+    let pieces = |thread: usize| {
+        tensors.iter().map(move |tensor| {
+            let piece = tensor.len().div_ceil(n_threads);
+            &tensor[(thread * piece).min(tensor.len())..((thread + 1) * piece).min(tensor.len())]
         })
-        .collect();
+    };
+    let pass = || {
+        let began = Instant::now();
+        std::thread::scope(|scope| {
+            for thread in 0..n_threads {
+                scope.spawn(move || {
+                    for piece in pieces(thread) {
+                        std::hint::black_box(bandwidth::read(piece));
+                    }
+                });
+            }
+        });
+        began.elapsed()
+    };
+    let mut passes: Vec<Duration> = (0..5).map(|_| pass()).collect();
     passes.sort_unstable();
-    (WORDS * 8) as f64 / passes[passes.len() / 2].as_secs_f64()
+    Ok(total as f64 / passes[passes.len() / 2].as_secs_f64())
 }
 
 /// The most memory this process has had, mapped weights included.

@@ -34,11 +34,14 @@ pub struct Options {
     pub timeout: Duration,
     /// Cores to pin workers to, in order; empty: the scheduler's choice.
     pub cores: Vec<usize>,
+    /// For tests: before each task a worker dawdles for a while that depends on this seed, the task and the iteration,
+    /// so that tasks meet in orders that an idle machine would hardly show.
+    pub dawdle: Option<u64>,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(60), cores: Vec::new() }
+        Options { timeout: Duration::from_secs(60), cores: Vec::new(), dawdle: None }
     }
 }
 
@@ -411,6 +414,18 @@ impl WorkerSync for Waiting<'_> {
     }
 }
 
+/// Passes some time: mostly none, often a yield or two, now and then a fraction of a millisecond.
+fn dawdle(seed: u64, task: TaskId, iteration: u32) {
+    let mut z = seed ^ u64::from(task.0).wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ u64::from(iteration) << 40;
+    z = (z ^ z >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z ^= z >> 32;
+    match z % 16 {
+        0..8 => {}
+        8..15 => (0..z % 5).for_each(|_| std::thread::yield_now()),
+        _ => std::thread::sleep(Duration::from_micros(z >> 8 & 255)),
+    }
+}
+
 /// Runs CPU bodies.
 struct CpuBody<'a> {
     shared: &'a Shared,
@@ -419,7 +434,10 @@ struct CpuBody<'a> {
 }
 
 impl Body for CpuBody<'_> {
-    fn run(&mut self, _: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+        if let Some(seed) = self.shared.options.dawdle {
+            dawdle(seed, id, step.iteration);
+        }
         let operands = self.view.operands(task);
         let mut tensors = [Tensor::ABSENT; MAX_OPERANDS];
         for (tensor, operand) in tensors.iter_mut().zip(operands) {

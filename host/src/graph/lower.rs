@@ -14,7 +14,7 @@
 
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
-use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph, Violation};
+use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{Spec, Use};
 use perpetua_shared::Operand;
 
@@ -271,8 +271,11 @@ pub fn block_operand(
 ) -> Operand {
     let tensor = &graph.table[access.tensor];
     let mut operand = super::kernel::whole_operand(tensor);
+    let grid = graph.ops[op.idx()].grid;
     let mut first = tensor.offset_elems;
-    for (dim, range) in graph.tensor_box(op, access, block).into_iter().enumerate() {
+    for (axis, dim) in access.map.iter().enumerate() {
+        let Some(dim) = dim.map(usize::from) else { continue };
+        let range = part(tensor.shape[dim], block[axis], grid[axis]);
         first += range.start * tensor.strides[dim];
         operand.extent[dim] = range.len() as u32;
     }

@@ -4,21 +4,21 @@ use super::family::{Factor, Families, Product, part_of};
 use super::order::{Before, Reach};
 use super::region::{Axes, Placed, Region, Sides, intersect, subtract};
 use super::relation::{Relation, Relations, regions_meet};
-use super::{Config, Defect, Stats, Task, TaskClass, TaskError, TaskGraph};
+use super::{BlocksConflict, Config, Defect, Lists, Stats, Task, TaskClass, TaskError, TaskGraph};
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::limits::MAX_TASKS;
 use std::rc::Rc;
 
-/// How two uses of a byte conflict.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// How a byte is used, in the order in which the uses of one task are looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Use {
     Read,
-    Write,
     Add,
+    Write,
 }
 
 impl Use {
-    const ALL: [Use; 3] = [Use::Read, Use::Write, Use::Add];
+    const ALL: [Use; 3] = [Use::Read, Use::Add, Use::Write];
 
     fn of(kind: AccessKind) -> Use {
         match kind {
@@ -59,6 +59,21 @@ struct Live {
 }
 
 impl Live {
+    /// What a newer access covers is no longer direct in an older one it conflicts with: for every use that conflicts
+    /// with the newer access, the way to the older one leads through it. Says whether anything is left.
+    fn supersede(&mut self, newer: &Touch, whole: bool) -> bool {
+        if self.usage.conflicts(newer.usage) {
+            for usage in Use::ALL {
+                if usage.conflicts(newer.usage) {
+                    cut(&mut self.direct[usage as usize], &newer.region, whole);
+                }
+            }
+        } else {
+            self.pass(newer);
+        }
+        self.direct.iter().any(|pieces| !pieces.is_empty())
+    }
+
     /// Two reads (or two additions) do not conflict, but where an access of the other kind came between, it orders them,
     /// and the newer one supersedes the older there too.
     fn pass(&mut self, newer: &Touch) {
@@ -172,12 +187,10 @@ impl<'a> Lowering<'a> {
             self.refuse_conflicts_inside(op, &touches)?;
             let edges = self.direct_edges(&touches);
             self.keep_edges(op, edges);
-            self.supersede(op, &touches);
+            self.enliven(op, &touches);
         }
         self.families.write(&self.graph.ops, tasks);
-        let mut counts: Vec<u32> = tasks.waits.heads.windows(2).map(|w| w[1] - w[0]).collect();
-        let middle = counts.len() / 2;
-        let median = if counts.is_empty() { 0 } else { *counts.select_nth_unstable(middle).1 };
+        let (median_waits, max_waits) = middle_and_most(&tasks.waits);
         tasks.stats = Stats {
             ops: self.graph.ops.len() as u64,
             tasks: tasks.tasks.len() as u64,
@@ -189,8 +202,8 @@ impl<'a> Lowering<'a> {
             } else {
                 self.stats.waited_pairs as f64 / self.stats.pairs as f64
             },
-            median_waits: median,
-            max_waits: counts.iter().copied().max().unwrap_or(0),
+            median_waits,
+            max_waits,
             ..self.stats
         };
         Ok(())
@@ -216,6 +229,7 @@ impl<'a> Lowering<'a> {
                 region,
             });
         }
+        touches.sort_by_key(|touch| touch.usage);
         Ok(touches)
     }
 
@@ -246,13 +260,13 @@ impl<'a> Lowering<'a> {
                 };
                 if let Some(blocks) = off_diagonal(&product, block_op) {
                     let name = |t: &Touch| self.graph.table.tensors[t.tensor].name.clone();
-                    return Err(TaskError::BlocksConflict {
+                    return Err(TaskError::BlocksConflict(Box::new(BlocksConflict {
                         op: block_op.name.clone(),
                         blocks,
                         buffer: self.graph.table.buffers[a.buffer].name.clone(),
                         first: name(a),
                         second: name(b),
-                    });
+                    })));
                 }
             }
         }
@@ -260,18 +274,14 @@ impl<'a> Lowering<'a> {
     }
 
     /// Every older operator that these accesses depend on directly, nearest first.
+    ///
+    /// Accesses are taken one after the other, reads before additions before writes, each superseding what it covers:
+    /// where one operator touches a byte in two conflicting ways it is one task that does both, so what the first of
+    /// them is ordered after, the second is too.
     fn direct_edges(&mut self, touches: &[Touch]) -> Vec<Edge> {
         let mut found: Vec<(u32, Product)> = Vec::new();
-        // Reads first: what an operator reads before it adds is ordered after the additions before it.
-        let (reads, rest): (Vec<&Touch>, Vec<&Touch>) = touches.iter().partition(|t| t.usage == Use::Read);
-        for touch in reads.iter().chain(&rest) {
-            if touch.usage == Use::Add {
-                for read in reads.iter().filter(|read| read.buffer == touch.buffer) {
-                    let live = self.live[read.buffer].iter_mut().filter(|old| old.usage == Use::Read);
-                    live.for_each(|old| old.pass(read));
-                }
-            }
-            let live = std::mem::take(&mut self.live[touch.buffer]);
+        for touch in touches {
+            let mut live = std::mem::take(&mut self.live[touch.buffer]);
             for old in &live {
                 let skipped = match self.config.defect {
                     Some(Defect::DropWar) => old.usage == Use::Read,
@@ -289,6 +299,8 @@ impl<'a> Lowering<'a> {
                     }
                 }
             }
+            let whole = self.config.defect == Some(Defect::SupersedeWhole);
+            live.retain_mut(|old| old.supersede(touch, whole));
             self.live[touch.buffer] = live;
         }
         found.sort_by_key(|(op, _)| std::cmp::Reverse(*op));
@@ -401,27 +413,8 @@ impl<'a> Lowering<'a> {
         })
     }
 
-    /// What the accesses cover is no longer direct in the older accesses they conflict with: for every use that
-    /// conflicts with the new access, the way to the older one leads through the new one.
-    fn supersede(&mut self, op: usize, touches: &[Touch]) {
-        for touch in touches {
-            let whole = self.config.defect == Some(Defect::SupersedeWhole);
-            self.live[touch.buffer].retain_mut(|old| {
-                if old.op as usize == op {
-                    return true;
-                }
-                if old.usage.conflicts(touch.usage) {
-                    for usage in Use::ALL {
-                        if usage.conflicts(touch.usage) {
-                            cut(&mut old.direct[usage as usize], &touch.region, whole);
-                        }
-                    }
-                } else {
-                    old.pass(touch);
-                }
-                old.direct.iter().any(|pieces| !pieces.is_empty())
-            });
-        }
+    /// The accesses are live from now on.
+    fn enliven(&mut self, op: usize, touches: &[Touch]) {
         for (i, touch) in touches.iter().enumerate() {
             let mut direct = Use::ALL
                 .map(|usage| if usage.conflicts(touch.usage) { vec![touch.region.clone()] } else { Vec::new() });
@@ -449,6 +442,24 @@ impl<'a> Lowering<'a> {
             });
         }
     }
+}
+
+/// The median and the largest length of a list.
+fn middle_and_most(lists: &Lists) -> (u32, u32) {
+    let mut n_of_length: Vec<usize> = Vec::new();
+    for ends in lists.heads.windows(2) {
+        let length = (ends[1] - ends[0]) as usize;
+        if length >= n_of_length.len() {
+            n_of_length.resize(length + 1, 0);
+        }
+        n_of_length[length] += 1;
+    }
+    let mut below = 0;
+    let middle = n_of_length.iter().position(|n| {
+        below += n;
+        below > lists.len() / 2
+    });
+    (middle.unwrap_or(0) as u32, n_of_length.len().saturating_sub(1) as u32)
 }
 
 /// Takes `region` out of `pieces`; leaves them alone and says `false` when they would become too many.

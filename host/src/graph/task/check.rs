@@ -140,18 +140,27 @@ pub fn check(graph: &ThreadBlockGraph, tasks: &TaskGraph, workers: Option<&Worke
 /// access between them there: law 2 asks that the two be equal. Counted pair by pair, from bytes.
 pub fn waited_and_needed(graph: &ThreadBlockGraph, tasks: &TaskGraph) -> (u64, u64) {
     let triggerers = tasks.triggers.inverted(tasks.events.len());
-    let mut waited: HashSet<(u32, u32)> = HashSet::new();
+    let mut waited: Vec<(u32, u32)> = Vec::new();
     for second in 0..tasks.tasks.len() as u32 {
         for event in tasks.waits.of(second as usize) {
             waited.extend(triggerers.of(*event as usize).iter().map(|first| (*first, second)));
         }
     }
-    let mut needed: HashSet<(u32, u32)> = HashSet::new();
+    waited.sort_unstable();
+    waited.dedup();
+    let mut needed = vec![false; waited.len()];
     for_each_buffer(graph, tasks, |_, pairs| {
-        needed.extend(pairs.into_iter().filter(|pair| waited.contains(pair)));
+        // Both lists are sorted.
+        let mut at = 0;
+        for pair in pairs {
+            at += waited[at..].partition_point(|w| *w < pair);
+            if waited.get(at) == Some(&pair) {
+                needed[at] = true;
+            }
+        }
         true
     });
-    (waited.len() as u64, needed.len() as u64)
+    (waited.len() as u64, needed.iter().filter(|n| **n).count() as u64)
 }
 
 fn name_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, task: u32) -> String {

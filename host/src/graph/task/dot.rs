@@ -3,6 +3,7 @@
 use super::TaskGraph;
 use crate::graph::threadblock::ThreadBlockGraph;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io::{self, Write};
 
 /// Graphs of more tasks than this are drawn operator by operator.
@@ -17,6 +18,14 @@ pub struct OpEdge {
     pub triggers: u32,
     /// Waits on those events by the other.
     pub waits: u32,
+}
+
+impl fmt::Display for OpEdge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let s = |n: u32| if n == 1 { "" } else { "s" };
+        let OpEdge { events, triggers, waits } = *self;
+        write!(f, "{events} event{}, {triggers} trigger{}, {waits} wait{}", s(events), s(triggers), s(waits))
+    }
 }
 
 /// The edges between operators, `(earlier, later)`.
@@ -60,8 +69,7 @@ pub fn write_dot(graph: &ThreadBlockGraph, tasks: &TaskGraph, out: &mut dyn Writ
             writeln!(out, "  op{i} [label={}];", quoted(&format!("{}\n{x}x{y}x{z}", op.name)).replace('\n', "\\n"))?;
         }
         for ((producer, consumer), edge) in op_edges(tasks) {
-            let label = format!("{} events, {} triggers, {} waits", edge.events, edge.triggers, edge.waits);
-            writeln!(out, "  op{producer} -> op{consumer} [label={}];", quoted(&label))?;
+            writeln!(out, "  op{producer} -> op{consumer} [label=\"{edge}\"];")?;
         }
         return writeln!(out, "}}");
     }

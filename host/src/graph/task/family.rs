@@ -126,13 +126,16 @@ struct End {
     factors: Vec<(u8, Rc<Relation>)>,
 }
 
+/// A consumer with its axes and interned waits, per factor.
+type User = (u32, Vec<(u8, u32)>);
+
 #[derive(Debug)]
 struct Family {
     n_events: u32,
     /// Producer side: axes and the interned triggers, per factor.
     key: Vec<(u8, u32)>,
     /// Consumers, each with its axes and interned waits, per factor.
-    users: Vec<(u32, Vec<(u8, u32)>)>,
+    users: Vec<User>,
 }
 
 /// The families of a graph.
@@ -185,7 +188,7 @@ impl Families {
     pub(super) fn write(self, ops: &[BlockOp], graph: &mut TaskGraph) {
         let mut first_event = Vec::with_capacity(self.families.len());
         let mut n_events = 0;
-        let mut by_users: HashMap<&[(u32, Vec<(u8, u32)>)], u32> = HashMap::new();
+        let mut by_users: HashMap<&[User], u32> = HashMap::new();
         for family in &self.families {
             let first = *by_users.entry(&family.users).or_insert(n_events);
             if first == n_events {
@@ -194,6 +197,13 @@ impl Families {
             first_event.push(first);
         }
         let mut events = vec![0u32; n_events as usize];
+        for (lists, ends, of) in [
+            (&mut graph.waits, &self.into, (|r| &r.waits) as fn(&Relation) -> &Lists),
+            (&mut graph.triggers, &self.out, |r| &r.triggers),
+        ] {
+            lists.heads.reserve_exact(graph.tasks.len());
+            lists.entries.reserve_exact(ops.iter().zip(ends).map(|(op, ends)| n_entries(op, ends, of)).sum());
+        }
         let mut scratch = Scratch::default();
         for (i, op) in ops.iter().enumerate() {
             scratch.write(op, &self.into[i], &first_event, |r| &r.waits, &mut graph.waits);
@@ -205,6 +215,16 @@ impl Families {
         }
         graph.events = events;
     }
+}
+
+/// Entries the lists of `op`'s blocks will have, before equal ones fall together.
+fn n_entries(op: &BlockOp, ends: &[End], lists: fn(&Relation) -> &Lists) -> usize {
+    let of_end = |end: &End| -> usize {
+        let bound = end.factors.iter().fold(0, |axes, (a, _)| axes | a);
+        let free = (0..GRID_AXES).filter(|a| bound & 1 << a == 0).map(|a| op.grid[a] as usize).product::<usize>();
+        end.factors.iter().fold(free, |n, (_, relation)| n.saturating_mul(lists(relation).entries.len()))
+    };
+    ends.iter().map(of_end).sum()
 }
 
 #[derive(Default)]
@@ -224,23 +244,41 @@ impl Scratch {
         lists: fn(&Relation) -> &Lists,
         into: &mut Lists,
     ) {
+        // PERF: most operators wait for all of another and are waited for as a whole: one list serves all blocks.
+        if ends.iter().all(|end| end.factors.is_empty()) {
+            self.list_of(op, ends, first_event, [0; GRID_AXES], lists);
+            (0..op.n_blocks()).for_each(|_| into.push(&self.list));
+            return;
+        }
         let [nx, ny, nz] = op.grid;
         for z in 0..nz {
             for y in 0..ny {
                 for x in 0..nx {
-                    self.list.clear();
-                    for end in ends {
-                        self.product(op, end, [x, y, z], lists);
-                        let first = first_event[end.family];
-                        self.list.extend(self.ids.iter().map(|id| first + id));
-                    }
-                    if self.list.len() > 1 {
-                        self.list.sort_unstable();
-                        self.list.dedup();
-                    }
+                    self.list_of(op, ends, first_event, [x, y, z], lists);
                     into.push(&self.list);
                 }
             }
+        }
+    }
+
+    /// The events of one block, ascending.
+    fn list_of(
+        &mut self,
+        op: &BlockOp,
+        ends: &[End],
+        first_event: &[u32],
+        block: [u32; GRID_AXES],
+        lists: fn(&Relation) -> &Lists,
+    ) {
+        self.list.clear();
+        for end in ends {
+            self.product(op, end, block, lists);
+            let first = first_event[end.family];
+            self.list.extend(self.ids.iter().map(|id| first + id));
+        }
+        if self.list.len() > 1 {
+            self.list.sort_unstable();
+            self.list.dedup();
         }
     }
 

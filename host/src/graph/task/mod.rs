@@ -267,6 +267,24 @@ pub enum Defect {
     SupersedeWhole,
 }
 
+/// Two blocks of one operator touch the same bytes and one of them writes.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "operator {op}: blocks {blocks:?} touch the same bytes of buffer {buffer}, through tensor {first} and tensor {second}, and one of them writes; the blocks of one operator are not ordered"
+)]
+pub struct BlocksConflict {
+    /// The operator.
+    pub op: String,
+    /// Two of its blocks.
+    pub blocks: [[u32; GRID_AXES]; 2],
+    /// The buffer.
+    pub buffer: String,
+    /// The tensor of the first block.
+    pub first: String,
+    /// The tensor of the second block.
+    pub second: String,
+}
+
 /// Why a graph has no task graph.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TaskError {
@@ -274,21 +292,8 @@ pub enum TaskError {
     #[error("{}", .0.iter().map(|v| v.to_string()).collect::<Vec<_>>().join("; "))]
     Graph(Vec<threadblock::Violation>),
     /// Two blocks of one operator touch the same bytes and one of them writes.
-    #[error(
-        "operator {op}: blocks {blocks:?} touch the same bytes of buffer {buffer}, through tensor {first} and tensor {second}, and one of them writes; the blocks of one operator are not ordered"
-    )]
-    BlocksConflict {
-        /// The operator.
-        op: String,
-        /// Two of its blocks.
-        blocks: [[u32; GRID_AXES]; 2],
-        /// The buffer.
-        buffer: String,
-        /// The tensor of the first block.
-        first: String,
-        /// The tensor of the second block.
-        second: String,
-    },
+    #[error(transparent)]
+    BlocksConflict(Box<BlocksConflict>),
     /// More tasks than an image holds.
     #[error("operator {op}: the graph has more than {} tasks here", perpetua_shared::limits::MAX_TASKS)]
     TooManyTasks {
@@ -302,8 +307,8 @@ pub enum TaskError {
         op: String,
         /// The tensor.
         tensor: String,
-        /// Its end.
-        end: u128,
+        /// Its end, or the largest number below it.
+        end: u64,
         /// The buffer.
         buffer: String,
         /// The buffer's size.

@@ -276,7 +276,7 @@ impl Axes {
         let mut above: Option<u64> = None;
         for level in 0..=boundaries.len() {
             let unit = boundaries.get(level).copied().unwrap_or(1);
-            let on_axis = |stride: u64| stride % unit == 0 && above.is_none_or(|s| stride % s != 0);
+            let on_axis = |stride: u64| stride.is_multiple_of(unit) && above.is_none_or(|s| !stride.is_multiple_of(s));
             let within = above.map_or(offset, |s| offset % s);
             let mut side =
                 Side { base: within / unit, width: if level == boundaries.len() { elem } else { 1 }, dims: Vec::new() };
@@ -350,7 +350,7 @@ fn check_tensor(graph: &ThreadBlockGraph, op: &BlockOp, id: TensorId) -> Result<
         return Err(TaskError::OutOfBounds {
             op: op.name.clone(),
             tensor: tensor.name.clone(),
-            end,
+            end: u64::try_from(end).unwrap_or(u64::MAX),
             buffer: buffer.name.clone(),
             bytes: buffer.bytes,
         });

@@ -1,7 +1,7 @@
 //! Task graphs as a picture: operators as rows of tasks from top to bottom, events between them; for large graphs rows
 //! only, with what the events say between operators beside them.
 
-use super::dot::{OpEdge, op_edges};
+use super::dot::op_edges;
 use super::{TaskClass, TaskGraph};
 use crate::graph::threadblock::ThreadBlockGraph;
 use std::io::{self, Write};
@@ -179,8 +179,7 @@ fn write_ops(graph: &ThreadBlockGraph, tasks: &TaskGraph, longest: usize, out: &
     }
     for ((from, to), edge) in &edges {
         let (a, b) = (y_of(*from), y_of(*to));
-        let OpEdge { events, triggers, waits } = edge;
-        let what = format!("{events} events, {triggers} triggers, {waits} waits");
+        let what = edge.to_string();
         if to - from == 1 {
             let x = left + 14.0;
             writeln!(

@@ -132,17 +132,18 @@ fn written(graph: &ThreadBlockGraph) -> Vec<bool> {
 /// than that looks rows up in a table and streams nothing.
 pub fn streams(graph: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> Vec<Vec<Stream>> {
     let written = written(graph);
+    let mut buffer = Vec::new();
     let of_task = |(task, cost): (&crate::graph::task::Task, &Cost)| {
         let accesses = &graph.ops[task.op as usize].accesses;
         let mut streams = Vec::new();
-        for (access, operand) in accesses.iter().zip(task_operands(graph, task)) {
+        for (access, operand) in accesses.iter().zip(task_operands(graph, task, &mut buffer)) {
             let Some(access) = access.as_ref().filter(|access| access.kind == AccessKind::Read) else { continue };
             let buffer = graph.table[access.tensor].buffer.idx();
             if !matches!(graph.table.buffers[buffer].kind, BufferKind::Weight | BufferKind::State) {
                 continue;
             }
             let flags = if written[buffer] { DataFlags::UP_TO_POSITION } else { 0 };
-            streams.push(Stream { source: buffer as u32, flags, operand });
+            streams.push(Stream { source: buffer as u32, flags, operand: *operand });
         }
         if streams.iter().map(Stream::bytes).sum::<u64>() > cost.bytes_read {
             streams.clear();

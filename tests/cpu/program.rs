@@ -1,0 +1,155 @@
+//! The `perpetua` program, as scripts use it.
+
+use perpetua::model::{SynthOptions, SynthSource, synth};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn fixture(name: &str) -> String {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    path.to_string_lossy().into_owned()
+}
+
+fn perpetua(args: &[&str]) -> Output {
+    let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().expect("the program was built");
+    assert_eq!(output.status.code(), Some(0), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+#[test]
+fn generate_writes_text_and_ids() {
+    let temp = tempfile::tempdir().unwrap();
+    let ids_out = temp.path().join("ids.json");
+    let model = fixture("tiny-qwen3");
+    let prompt = "The licence gives every user the freedom to";
+    let args = ["generate", "--model", &model, "--prompt", prompt, "--max-new-tokens", "24", "--ids-out"];
+    let output = perpetua(&[&args[..], &[&ids_out.to_string_lossy()]].concat());
+    assert!(std::str::from_utf8(&output.stdout).unwrap().trim().len() > 20);
+    let ids: Vec<u32> = serde_json::from_str(&std::fs::read_to_string(&ids_out).unwrap()).unwrap();
+    assert_eq!(ids[..4], [954, 196, 13, 387], "as transformers has them");
+    assert_eq!(ids.len(), 24);
+    let chat = perpetua(&["generate", "--model", &model, "--prompt", "Hi", "--chat", "--max-new-tokens", "4"]);
+    assert!(String::from_utf8_lossy(&chat.stderr).contains("prompt"));
+}
+
+#[test]
+fn embed_writes_lines_and_safetensors() {
+    let temp = tempfile::tempdir().unwrap();
+    let model = temp.path().join("bert");
+    let source = SynthSource::Preset("tiny-bert");
+    synth(source, &model, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let model = model.to_string_lossy().into_owned();
+    let output = perpetua(&["embed", "--model", &model, "one sentence", "another", "one sentence"]);
+    let lines: Vec<serde_json::Value> =
+        String::from_utf8(output.stdout).unwrap().lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    let embedding = |i: usize| -> Vec<f64> {
+        lines[i]["embedding"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+    };
+    assert_eq!(lines.len(), 3);
+    assert_eq!(lines[1]["text"], "another");
+    assert_eq!(embedding(0), embedding(2), "the same text, the same bits");
+    assert_ne!(embedding(0), embedding(1));
+    let norm: f64 = embedding(0).iter().map(|x| x * x).sum();
+    assert!((norm - 1.0).abs() < 1e-5, "normalised: {norm}");
+    // What users run against the definition.
+    let reference = perpetua(&["embed", "--device", "reference", "--model", &model, "one sentence"]);
+    let line: serde_json::Value = serde_json::from_slice(&reference.stdout).unwrap();
+    let cosine: f64 =
+        line["embedding"].as_array().unwrap().iter().zip(embedding(0)).map(|(a, b)| a.as_f64().unwrap() * b).sum();
+    assert!(cosine > 0.99999, "cosine {cosine}");
+    let out = temp.path().join("e.safetensors");
+    perpetua(&["embed", "--model", &model, "--out", &out.to_string_lossy(), "one sentence", "another"]);
+    let bytes = std::fs::read(out).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    assert_eq!(file.tensor("embeddings").unwrap().shape(), [2, embedding(0).len()]);
+}
+
+#[test]
+fn plan_prints_and_writes_what_it_is_asked_for() {
+    let temp = tempfile::tempdir().unwrap();
+    let file = |name: &str| temp.path().join(name).to_string_lossy().into_owned();
+    let model = fixture("tiny-llama");
+    let [tasks, dot, svg, trace] = ["t.json", "g.dot", "p.svg", "trace.json"].map(file);
+    let output = perpetua(&[
+        "plan",
+        "--model",
+        &model,
+        "--target",
+        "workers:7",
+        "--check",
+        "--tasks-json",
+        &tasks,
+        "--dot",
+        &dot,
+        "--svg",
+        &svg,
+        "--trace",
+        &trace,
+    ]);
+    let text = String::from_utf8(output.stdout).unwrap();
+    for word in ["tasks", "events", "oversync", "arena", "predicted step", "compile", "check"] {
+        assert!(text.contains(word), "{text}");
+    }
+    let json =
+        |path: &str| -> serde_json::Value { serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap() };
+    let tasks = json(&tasks);
+    assert_eq!(tasks["workers"].as_array().unwrap().len(), 7);
+    let listed: usize = tasks["workers"].as_array().unwrap().iter().map(|w| w.as_array().unwrap().len()).sum();
+    assert_eq!(listed, tasks["tasks"].as_array().unwrap().len());
+    assert!(!json(&trace)["traceEvents"].as_array().unwrap().is_empty());
+    assert!(std::fs::read_to_string(&svg).unwrap().starts_with("<svg"));
+    assert!(std::fs::read_to_string(&dot).unwrap().contains("digraph"));
+}
+
+#[test]
+fn bench_measures_a_small_model() {
+    let temp = tempfile::tempdir().unwrap();
+    let json = temp.path().join("bench.json");
+    let model = fixture("tiny-qwen2");
+    perpetua(&["bench", "--model", &model, "--context", "16", "--tokens", "8", "--json", &json.to_string_lossy()]);
+    let figures: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
+    for key in ["step_ms_median", "share_of_bandwidth_percent", "prefill_tokens_per_s", "compile_ms"] {
+        assert!(figures[key].as_f64().unwrap() > 0.0, "{key}: {figures}");
+    }
+    perpetua(&["doctor"]);
+}
+
+#[test]
+fn synth_refuses_a_folder_with_something_in_it() {
+    let temp = tempfile::tempdir().unwrap();
+    std::fs::write(temp.path().join("precious"), "x").unwrap();
+    let out = temp.path().to_string_lossy().into_owned();
+    let args = ["synth", "--preset", "tiny-qwen3", "--out", &out];
+    let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 1, "nothing was written");
+}
+
+#[cfg(unix)]
+#[test]
+fn ctrl_c_stops_cleanly() {
+    use std::io::Read;
+    use std::process::Stdio;
+    let temp = tempfile::tempdir().unwrap();
+    let dir = temp.path().join("model");
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-qwen3/config.json");
+    synth(SynthSource::Config(&config), &dir, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    // No token ends this text, so only the signal does.
+    std::fs::write(dir.join("generation_config.json"), "{}").unwrap();
+    let mut child = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+        .args(["generate", "--prompt", "x", "--max-new-tokens", "4000", "--model", &dir.to_string_lossy()])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let mut stdout = child.stdout.take().unwrap();
+    let mut text = vec![0u8; 1];
+    stdout.read_exact(&mut text).unwrap();
+    let kill = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(kill.success());
+    stdout.read_to_end(&mut text).unwrap();
+    let status = child.wait().unwrap();
+    // Fast enough a machine may be done before the signal comes.
+    assert!(matches!(status.code(), Some(130 | 0)), "{status:?}");
+    assert!(std::str::from_utf8(&text).is_ok(), "what was printed is valid UTF-8");
+}
