@@ -114,7 +114,9 @@ impl Planned {
         let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &streams, &machine)?;
         let took = start.elapsed();
         if check && let Err(broken) = prefetch::check(&plan, &program.lists, &streams) {
-            return Err(format!("{} law(s) of the shared-memory plan broken; first: {}", broken.len(), broken[0]).into());
+            return Err(
+                format!("{} law(s) of the shared-memory plan broken; first: {}", broken.len(), broken[0]).into()
+            );
         }
         let run = |prefetch| {
             predict(&program.tasks, &program.lists, &plan, &program.costs, &machine, prefetch)
@@ -196,10 +198,7 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
         ),
     );
     let us = |s: f64| format!("{:.1} us", s * 1e6);
-    row(
-        "predicted step",
-        format!("{} for {} (floor {})", us(across.step_s), bytes(across.bytes), us(across.floor_s)),
-    );
+    row("predicted step", format!("{} for {} (floor {})", us(across.step_s), bytes(across.bytes), us(across.floor_s)));
     let share = |s: f64, of: &Prediction| 100.0 * s / of.step_s.max(f64::MIN_POSITIVE);
     let bus = |of: &Prediction| {
         format!(
@@ -236,7 +235,10 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
     let total: Duration = program.stages.iter().map(|(_, time)| *time).sum();
     row("compile", format!("{:.2} ms: {}", total.as_secs_f64() * 1e3, stages.join(", ")));
     if args.check {
-        row("check", "every overlap ordered, in the arena too; the image keeps its rules; no tile in another's way".to_owned());
+        row(
+            "check",
+            "every overlap ordered, in the arena too; the image keeps its rules; no tile in another's way".to_owned(),
+        );
     }
 }
 

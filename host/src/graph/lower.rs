@@ -45,7 +45,13 @@ pub struct Target {
 impl Target {
     /// CPU threads: 192 KiB of weights are 6 to 12 us of one core's bandwidth, a hundred times the cost of an event.
     pub fn cpu(n_workers: u32) -> Target {
-        Target { name: format!("cpu:{n_workers}"), n_workers, task_bytes: 192 << 10, column_granule: 8, cut: Cut::TaskBytes }
+        Target {
+            name: format!("cpu:{n_workers}"),
+            n_workers,
+            task_bytes: 192 << 10,
+            column_granule: 8,
+            cut: Cut::TaskBytes,
+        }
     }
 
     /// An H200: 132 SMs, whose loaders prefetch across tasks. Where rows are several, 64 KiB are 2 us of an SM's share of
@@ -56,12 +62,24 @@ impl Target {
 
     /// A generic target of `n_workers` workers.
     pub fn workers(n_workers: u32) -> Target {
-        Target { name: format!("workers:{n_workers}"), n_workers, task_bytes: 64 << 10, column_granule: 8, cut: Cut::TaskBytes }
+        Target {
+            name: format!("workers:{n_workers}"),
+            n_workers,
+            task_bytes: 64 << 10,
+            column_granule: 8,
+            cut: Cut::TaskBytes,
+        }
     }
 
     /// One worker, nothing cut: what the reference executor runs.
     pub fn reference() -> Target {
-        Target { name: "reference".to_owned(), n_workers: 1, task_bytes: u64::MAX, column_granule: 1, cut: Cut::TaskBytes }
+        Target {
+            name: "reference".to_owned(),
+            n_workers: 1,
+            task_bytes: u64::MAX,
+            column_granule: 1,
+            cut: Cut::TaskBytes,
+        }
     }
 }
 
@@ -136,7 +154,8 @@ fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
 fn is_matrix(op: &Operator, table: &TensorTable) -> bool {
     let [axis] = &op.axes[..] else { return false };
     let mut cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
-    let is_weight = |t: TensorId| table[t].shape.len() > 1 && table.buffers[table[t].buffer.idx()].kind == BufferKind::Weight;
+    let is_weight =
+        |t: TensorId| table[t].shape.len() > 1 && table.buffers[table[t].buffer.idx()].kind == BufferKind::Weight;
     op.cut.is_none() && axis.role == AxisRole::Columns && cut.any(is_weight)
 }
 

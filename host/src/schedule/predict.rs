@@ -212,7 +212,8 @@ pub fn predict(
             worker.consumer.data_s += start_s - may_start_s;
             let cost = &costs[task];
             let part = if streamed[task] > 0 { bytes as f64 / streamed[task] as f64 } else { 1.0 };
-            let mut busy_s = (bytes as f64 / machine.tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
+            let mut busy_s =
+                (bytes as f64 / machine.tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
             if is_first {
                 let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed[task]);
                 busy_s += machine.task_s + near as f64 / machine.near_bytes_per_s;

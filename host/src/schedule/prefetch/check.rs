@@ -44,7 +44,9 @@ pub enum Violation {
         what: String,
     },
     /// A tile leaves shared memory, or its barrier does not exist.
-    #[error("w{worker}: data op {data} ends at {end} with barrier {barrier}; there are {capacity_bytes} bytes and {n_barriers} barriers")]
+    #[error(
+        "w{worker}: data op {data} ends at {end} with barrier {barrier}; there are {capacity_bytes} bytes and {n_barriers} barriers"
+    )]
     Bounds {
         /// The worker.
         worker: usize,
