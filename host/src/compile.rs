@@ -1,13 +1,13 @@
 //! From kernel graphs to an image: the list of stages, readable top to bottom.
 
 use crate::graph::kernel::{GraphError, KernelGraph};
-use crate::graph::lower::{self, Target, block_operand};
+use crate::graph::lower::{self, Cut, Target, block_operand};
 use crate::graph::task::{self, TaskError, TaskGraph, WorkerLists};
 use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
-use crate::schedule::{arena, assign};
+use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingDesc, BindingKind, ProgramDesc};
@@ -142,19 +142,33 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         let mut tasks = task::lower(&blocks, &task::Config::default())?;
         clock.lap("dependencies");
         let costs = costs(&blocks, &tasks);
-        let weight: Vec<u64> =
-            costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
-        let lists = assign::assign(&tasks, &weight, config.target.n_workers);
+        let lists = match config.target.cut {
+            Cut::TaskBytes => {
+                let weight: Vec<u64> =
+                    costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
+                assign::assign(&tasks, &weight, config.target.n_workers)
+            }
+            Cut::PerWorker => {
+                let streams = prefetch::streams(&blocks, &tasks, &costs);
+                let streamed = |task: usize| streams[task].iter().map(prefetch::Stream::bytes).sum::<u64>();
+                let weight: Vec<u64> = (0..costs.len()).map(|task| streamed(task) + costs[task].flops / 64).collect();
+                assign::balance(&blocks, &tasks, &weight, config.target.n_workers)
+            }
+        };
         clock.lap("workers");
         let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
         let arena = arena::plan(&blocks, &tasks, &outputs);
         clock.lap("arena");
+        end_with_last_task(&mut tasks);
+        if config.target.cut == Cut::PerWorker {
+            task::elide(&mut tasks, &lists);
+        }
+        clock.lap("last");
         if config.check {
             task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
             task::check(&arena::in_arena(&blocks, &arena), &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
             clock.lap("check");
         }
-        end_with_last_task(&mut tasks);
         layout.add(&source, &blocks, &arena)?;
         let mut program = Program {
             name: source.name.clone(),
@@ -210,13 +224,13 @@ pub fn costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<Cost> {
         let Some((kernel, spec)) = op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
             return Cost::default();
         };
-        (spec.cost)(&kernel.params, operands(blocks, task, &mut buffer))
+        (spec.cost)(&kernel.params, task_operands(blocks, task, &mut buffer))
     };
     tasks.tasks.iter().map(cost).collect()
 }
 
-/// The operands of a task, without addresses, in `buffer`.
-fn operands<'a>(blocks: &ThreadBlockGraph, task: &task::Task, buffer: &'a mut Vec<Operand>) -> &'a [Operand] {
+/// What `task` touches, operand by operand, without addresses (offsets count from the buffers' starts), in `buffer`.
+pub fn task_operands<'a>(blocks: &ThreadBlockGraph, task: &task::Task, buffer: &'a mut Vec<Operand>) -> &'a [Operand] {
     let operand = |access: &Option<threadblock::Access>| {
         access.as_ref().map_or(Operand::ABSENT, |access| block_operand(blocks, OpId(task.op), access, task.block))
     };
@@ -364,7 +378,7 @@ impl Layout {
             let is_last = number + 1 == graph.tasks.len();
             let (operand_first, wait_first, trigger_first) =
                 (parts.operands.len(), parts.waits.len(), parts.triggers.len());
-            for (access, operand) in op.accesses.iter().zip(operands(&program.blocks, task, &mut buffer)) {
+            for (access, operand) in op.accesses.iter().zip(task_operands(&program.blocks, task, &mut buffer)) {
                 let placed = match access {
                     Some(access) => self.place(program, program.blocks.table[access.tensor].buffer.idx(), *operand),
                     None => *operand,

@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod control;
+pub mod data;
 pub mod dtype;
 pub mod event;
 pub mod fault;
@@ -17,6 +18,7 @@ pub mod limits;
 pub mod task;
 
 pub use control::Step;
+pub use data::{DataFlags, DataOp};
 pub use dtype::DType;
 pub use event::EventDesc;
 pub use fault::{Fault, FaultCode};

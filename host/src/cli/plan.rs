@@ -6,18 +6,28 @@ use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
-use perpetua::model::decoder::Head;
-use perpetua::schedule::predict::{Prediction, Rates, predict};
+use perpetua::model::ModelConfig;
+use perpetua::model::decoder::{Declared, Head, build};
+use perpetua::model::synth::{PRESETS, preset_config};
+use perpetua::schedule::machine::Machine;
+use perpetua::schedule::predict::{Prediction, Prefetch, predict};
+use perpetua::schedule::prefetch::{self, Plan};
 use perpetua_shared::DType;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 #[derive(Debug, clap::Args)]
-#[command(group(clap::ArgGroup::new("what").required(true).args(["model", "graph"])))]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["model", "graph", "preset", "config"])))]
 pub(crate) struct Args {
     /// Model folder.
-    #[arg(long, value_name = "DIR", required_unless_present = "graph", conflicts_with = "graph")]
+    #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
+    /// A real model's shapes, bf16 weights assumed: no checkpoint is needed.
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS))]
+    preset: Option<String>,
+    /// A config.json to take the shapes from, bf16 weights assumed.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// A kernel graph as JSON.
     #[arg(long, value_name = "FILE")]
     graph: Option<PathBuf>,
@@ -61,21 +71,17 @@ fn parse_target(text: &str) -> Result<Target, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let Some(dir) = &args.model else {
-        let Some(graph) = &args.graph else { unreachable!("clap asks for one of the two") };
+    if let Some(graph) = &args.graph {
         if args.trace.is_some() {
-            return Err("--trace needs --model: a plain graph does not say what its tasks cost".into());
+            return Err("--trace needs a model: a plain graph does not say what its tasks cost".into());
         }
         let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
         return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
-    };
-    let model = Model::load(dir)?;
-    let compiled = compile(sources(args, &model)?, &Config { target: args.target.clone(), check: args.check })?;
+    }
+    let compiled = compile(sources(args)?, &Config { target: args.target.clone(), check: args.check })?;
     let program = &compiled.programs[0];
-    let rates = if args.target.name.starts_with("cpu") { Rates::CPU } else { Rates::H200 };
-    let prediction = predict(&program.tasks, &program.lists, &program.costs, &rates)
-        .ok_or("the worker lists do not run to their end")?;
-    summary(&compiled, program, &prediction, args);
+    let planned = Planned::new(program, &args.target, args.check)?;
+    summary(&compiled, program, &planned, args);
     if let Some(path) = &args.tasks_json {
         write_whole(path, |file| json::write_tasks(&program.blocks, &program.tasks, &program.lists, file))?;
     }
@@ -86,31 +92,79 @@ pub(crate) fn run(args: &Args) -> Outcome {
         write_whole(path, |file| svg::write_svg(&program.blocks, &program.tasks, file))?;
     }
     if let Some(path) = &args.trace {
-        write_whole(path, |file| write_trace(file, program, &prediction))?;
+        write_whole(path, |file| write_trace(file, program, &planned))?;
     }
     Ok(())
 }
 
-fn sources(args: &Args, model: &Model) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
-    let max = model.max_tokens();
+/// The shared memory of a program's workers, and what it makes of the step.
+struct Planned {
+    machine: Machine,
+    plan: Plan,
+    took: Duration,
+    across: Prediction,
+    within: Prediction,
+}
+
+impl Planned {
+    fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
+        let machine = Machine::of(target);
+        let start = Instant::now();
+        let streams = prefetch::streams(&program.blocks, &program.tasks, &program.costs);
+        let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &streams, &machine)?;
+        let took = start.elapsed();
+        if check && let Err(broken) = prefetch::check(&plan, &program.lists, &streams) {
+            return Err(
+                format!("{} law(s) of the shared-memory plan broken; first: {}", broken.len(), broken[0]).into()
+            );
+        }
+        let run = |prefetch| {
+            predict(&program.tasks, &program.lists, &plan, &program.costs, &machine, prefetch)
+                .ok_or("the worker lists do not run to their end")
+        };
+        let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
+        Ok(Planned { machine, plan, took, across, within })
+    }
+}
+
+fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     let within = |name: &str, n: usize, max: usize| match n {
         0 => Err(format!("--{name} 0, expected 1 to {max}")),
         n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, the context of this model")),
         n => Ok(n),
     };
-    if !super::is_generator(model) {
-        return Ok(sentence_sources(model, &[within("rows", args.rows, max)?])?);
+    let positions = |max: usize| -> Result<[usize; 2], String> {
+        let context = within("context", args.context, max)?;
+        Ok([within("rows", args.rows, context)?, context])
+    };
+    let Some(dir) = &args.model else {
+        let config = match (&args.preset, &args.config) {
+            (Some(name), _) => ModelConfig::from_value(Path::new(name), &preset_config(name)?)?,
+            (None, Some(file)) => ModelConfig::open(file)?,
+            (None, None) => unreachable!("clap asks for one of the four"),
+        };
+        let ModelConfig::Decoder(config) = &config else {
+            return Err("a sentence model is planned from its folder: use --model".into());
+        };
+        let [rows, context] = positions(config.max_position_embeddings)?;
+        let graph = build(config, Declared::Assumed(DType::Bf16), [rows, context], DType::Bf16, Head::Sample)?;
+        let name = if rows == 1 { "decode".to_owned() } else { format!("prefill {rows}") };
+        return Ok(vec![Source { name, graph, in_token_loop: true }]);
+    };
+    let model = Model::load(dir)?;
+    let max = model.max_tokens();
+    if !super::is_generator(&model) {
+        return Ok(sentence_sources(&model, &[within("rows", args.rows, max)?])?);
     }
-    let context = within("context", args.context, max)?;
-    let rows = within("rows", args.rows, context)?;
-    let head = Head::Sample;
-    let mut sources = decoder_sources(model, context, &[rows], DType::Bf16, head)?;
+    let [rows, context] = positions(max)?;
+    let mut sources = decoder_sources(&model, context, &[rows], DType::Bf16, Head::Sample)?;
     // Decode is always among them; only what was asked for is planned.
     sources.retain(|source| source.graph.rows == Some(rows as u32));
     Ok(sources)
 }
 
-fn summary(compiled: &Compiled, program: &Program, prediction: &Prediction, args: &Args) {
+fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) {
+    let Planned { plan, across, within, machine, took } = planned;
     let stats = &program.tasks.stats;
     let row = |what: &str, text: String| println!("{what:16} {text}");
     row("program", format!("{} for {}", program.name, args.target.name));
@@ -132,48 +186,105 @@ fn summary(compiled: &Compiled, program: &Program, prediction: &Prediction, args
         ),
     );
     row("image", bytes(compiled.image.bytes().len() as u64));
-    let us = |s: f64| format!("{:.1} us", s * 1e6);
     row(
-        "predicted step",
-        format!("{} for {} (floor {})", us(prediction.step_s), bytes(prediction.bytes), us(prediction.floor_s)),
-    );
-    let share = |s: f64| 100.0 * s / prediction.step_s.max(f64::MIN_POSITIVE);
-    row(
-        "of it",
+        "shared memory",
         format!(
-            "running {:.1} %, waiting for events {:.1} %, idle at the end {:.1} %",
-            share(prediction.busy_s),
-            share(prediction.waiting_s),
-            share(prediction.tail_s)
+            "{} copies of {}, at most {} of {} a worker, planned in {:.2} ms",
+            plan.n_data(),
+            bytes(plan.bytes()),
+            bytes(plan.peak_bytes()),
+            bytes(plan.capacity_bytes),
+            took.as_secs_f64() * 1e3
         ),
     );
-    row("rates", "literature values, not measured on this target; no prefetch across tasks credited".to_owned());
+    let us = |s: f64| format!("{:.1} us", s * 1e6);
+    row("predicted step", format!("{} for {} (floor {})", us(across.step_s), bytes(across.bytes), us(across.floor_s)));
+    let share = |s: f64, of: &Prediction| 100.0 * s / of.step_s.max(f64::MIN_POSITIVE);
+    let bus = |of: &Prediction| {
+        format!(
+            "busy {:.1} %; idle: memory full while an event is awaited {:.1} %, memory full while computing {:.1} %, at the end {:.1} %",
+            share(of.loader.busy_s, of),
+            share(of.loader.event_s, of),
+            share(of.loader.full_s, of),
+            share(of.loader.tail_s, of)
+        )
+    };
+    row("memory bus", bus(across));
+    row(
+        "consumers",
+        format!(
+            "computing {:.1} %, waiting for events {:.1} %, for data {:.1} %, idle at the end {:.1} %",
+            share(across.consumer.busy_s, across),
+            share(across.consumer.event_s, across),
+            share(across.consumer.data_s, across),
+            share(across.consumer.tail_s, across)
+        ),
+    );
+    row("no prefetch", format!("across operators: {}; {}", us(within.step_s), bus(within)));
+    row(
+        "assumed",
+        format!(
+            "{:.1} GB/s a worker, load latency {}, hop {}: not measured on this target",
+            machine.bytes_per_s / 1e9,
+            us(machine.load_latency_s),
+            us(machine.hop_s)
+        ),
+    );
     let stages: Vec<String> =
         program.stages.iter().map(|(stage, time)| format!("{stage} {:.2} ms", time.as_secs_f64() * 1e3)).collect();
     let total: Duration = program.stages.iter().map(|(_, time)| *time).sum();
     row("compile", format!("{:.2} ms: {}", total.as_secs_f64() * 1e3, stages.join(", ")));
     if args.check {
-        row("check", "every overlap ordered, in the arena too; the image keeps its rules".to_owned());
+        row(
+            "check",
+            "every overlap ordered, in the arena too; the image keeps its rules; no tile in another's way".to_owned(),
+        );
     }
 }
 
-/// The trace event format that Chrome's tracing and Perfetto read: a complete event per task, a track per worker.
-fn write_trace(file: &mut dyn std::io::Write, program: &Program, prediction: &Prediction) -> std::io::Result<()> {
+/// The trace event format that Chrome's tracing and Perfetto read: complete events, two tracks per worker. Copies of one
+/// task that follow each other without a gap are one event.
+fn write_trace(
+    file: &mut dyn std::io::Write,
+    program: &Program,
+    Planned { plan, across: prediction, machine, .. }: &Planned,
+) -> std::io::Result<()> {
+    let bytes_per_s = machine.bytes_per_s;
     writeln!(file, "{{\"displayTimeUnit\": \"ns\", \"traceEvents\": [")?;
-    for worker in 0..program.lists.lists.len() {
-        let name = serde_json::json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": {"name": format!("w{worker}")}});
-        writeln!(file, "{name},")?;
+    let name = |task: u32| &program.blocks.ops[program.tasks.tasks[task as usize].op as usize].name;
+    for (worker, own) in plan.workers.iter().enumerate() {
+        for (track, side) in ["loader", "compute"].iter().enumerate() {
+            let event = serde_json::json!({"name": "thread_name", "ph": "M", "pid": 0, "tid": 2 * worker + track, "args": {"name": format!("w{worker} {side}")}});
+            writeln!(file, "{event},")?;
+        }
+        let mut at = 0;
+        while at < own.data.len() {
+            let task_of = |data: usize| own.computes[own.data[data].used_by as usize].task;
+            let loads = &prediction.loads[worker];
+            let (task, first) = (task_of(at), at);
+            let mut copied = 0;
+            let on_bus = |data: usize| loads[data].0 + f64::from(own.data[data].bytes) / bytes_per_s;
+            while at < own.data.len() && task_of(at) == task && (at == first || loads[at].0 <= on_bus(at - 1) + 1e-9) {
+                copied += u64::from(own.data[at].bytes);
+                at += 1;
+            }
+            let (start_s, end_s) = (loads[first].0, on_bus(at - 1));
+            let event = serde_json::json!({
+                "name": name(task), "ph": "X", "pid": 0, "tid": 2 * worker, "ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6,
+                "args": {"task": task, "bytes": copied, "copies": at - first},
+            });
+            writeln!(file, "{event},")?;
+        }
     }
+    let n_tasks = program.tasks.tasks.len();
     for (number, (task, span)) in program.tasks.tasks.iter().zip(&prediction.spans).enumerate() {
         let cost = &program.costs[number];
         let event = serde_json::json!({
-            "name": program.blocks.ops[task.op as usize].name,
-            "ph": "X", "pid": 0, "tid": span.worker,
+            "name": name(number as u32), "ph": "X", "pid": 0, "tid": 2 * span.worker + 1,
             "ts": span.start_s * 1e6, "dur": (span.end_s - span.start_s) * 1e6,
             "args": {"task": number, "block": task.block, "bytes": cost.bytes_read + cost.bytes_written, "flops": cost.flops},
         });
-        let comma = if number + 1 < program.tasks.tasks.len() { "," } else { "" };
-        writeln!(file, "{event}{comma}")?;
+        writeln!(file, "{event}{}", if number + 1 < n_tasks { "," } else { "" })?;
     }
     writeln!(file, "]}}")
 }

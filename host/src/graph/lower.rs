@@ -1,15 +1,31 @@
 //! Kernel graph to thread-block graph: every operator gets its grid, for a target.
 //!
-//! The cuts are chosen by size alone. Columns of a weight matrix are cut so that a task reads about
-//! [`Target::task_bytes`] of weights (small enough to balance, large enough that an event costs nothing beside it), but
-//! into at least one block per worker where there are columns enough. Heads are cut one by one, and rows too when there
-//! are fewer heads than workers; row-wise operators are cut into a block per worker once they have enough work.
+//! Under [`Cut::TaskBytes`] columns of a weight matrix are cut so that a task reads about [`Target::task_bytes`] of weights
+//! (small enough to balance, large enough that an event costs nothing beside it), but into at least one block per worker
+//! where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than workers;
+//! row-wise operators are cut into a block per worker once they have enough work.
+//!
+//! [`Cut::PerWorker`] is for passes of one row whose workers prefetch across tasks, where bytes must be even and every wait
+//! costs a hop between workers:
+//! - A weight matrix is cut into one block per worker, as even as its columns allow. Workers that attend get no block of
+//!   the projections before it when their keys and values are as many bytes as such a block: they load those meanwhile.
+//! - A row-wise operator whose result only such matrices read is *replicated*: as many blocks as the readers have, each
+//!   making its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
-use super::tensor::TensorTable;
+use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{Spec, Use};
 use perpetua_shared::Operand;
+
+/// How operators over one row are cut. See the module head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Into tasks of about [`Target::task_bytes`].
+    TaskBytes,
+    /// Into one block per worker; passes of several rows as [`Cut::TaskBytes`].
+    PerWorker,
+}
 
 /// What a graph is compiled for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,29 +38,53 @@ pub struct Target {
     pub task_bytes: u64,
     /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
     pub column_granule: u32,
+    /// How operators over one row are cut.
+    pub cut: Cut,
 }
 
 impl Target {
     /// CPU threads: 192 KiB of weights are 6 to 12 us of one core's bandwidth, a hundred times the cost of an event.
     pub fn cpu(n_workers: u32) -> Target {
-        Target { name: format!("cpu:{n_workers}"), n_workers, task_bytes: 192 << 10, column_granule: 8 }
+        Target {
+            name: format!("cpu:{n_workers}"),
+            n_workers,
+            task_bytes: 192 << 10,
+            column_granule: 8,
+            cut: Cut::TaskBytes,
+        }
     }
 
-    /// An H200: 132 SMs. A tile of 64 KiB is 2 us of an SM's share of the memory bandwidth.
+    /// An H200: 132 SMs, whose loaders prefetch across tasks. Where rows are several, 64 KiB are 2 us of an SM's share of
+    /// the memory bandwidth.
     pub fn h200() -> Target {
-        Target { name: "h200".to_owned(), n_workers: 132, task_bytes: 64 << 10, column_granule: 8 }
+        Target { name: "h200".to_owned(), n_workers: 132, task_bytes: 64 << 10, column_granule: 8, cut: Cut::PerWorker }
     }
 
     /// A generic target of `n_workers` workers.
     pub fn workers(n_workers: u32) -> Target {
-        Target { name: format!("workers:{n_workers}"), n_workers, task_bytes: 64 << 10, column_granule: 8 }
+        Target {
+            name: format!("workers:{n_workers}"),
+            n_workers,
+            task_bytes: 64 << 10,
+            column_granule: 8,
+            cut: Cut::TaskBytes,
+        }
     }
 
     /// One worker, nothing cut: what the reference executor runs.
     pub fn reference() -> Target {
-        Target { name: "reference".to_owned(), n_workers: 1, task_bytes: u64::MAX, column_granule: 1 }
+        Target {
+            name: "reference".to_owned(),
+            n_workers: 1,
+            task_bytes: u64::MAX,
+            column_granule: 1,
+            cut: Cut::TaskBytes,
+        }
     }
 }
+
+/// A matrix below this is not worth cutting.
+const SMALL_MATRIX_BYTES: u64 = 16 << 10;
 
 /// Elements a row-wise task should have before its operator is cut further.
 const ROW_TASK_ELEMS: usize = 2048;
@@ -55,7 +95,11 @@ const ROW_TASK_ELEMS: usize = 2048;
 /// The laws of the thread-block graph that a cut given by hand breaks, and every block its macro kernel refuses.
 pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     let ops = graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
-    let lowered = ThreadBlockGraph { table: graph.table.clone(), ops };
+    let mut lowered = ThreadBlockGraph { table: graph.table.clone(), ops };
+    if target.cut == Cut::PerWorker && graph.rows == Some(1) {
+        one_block_per_worker(graph, &mut lowered, target);
+        replicate(graph, &mut lowered);
+    }
     lowered.check()?;
     Ok(lowered)
 }
@@ -106,12 +150,118 @@ fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
         .unwrap_or(0)
 }
 
+/// Whether `op`'s only axis cuts the columns of a weight, as a linear's does.
+fn is_matrix(op: &Operator, table: &TensorTable) -> bool {
+    let [axis] = &op.axes[..] else { return false };
+    let mut cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
+    let is_weight =
+        |t: TensorId| table[t].shape.len() > 1 && table.buffers[table[t].buffer.idx()].kind == BufferKind::Weight;
+    op.cut.is_none() && axis.role == AxisRole::Columns && cut.any(is_weight)
+}
+
+fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    let table = &graph.table;
+    let state_bytes = |op: &Operator| -> u64 {
+        let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
+        let slots = spec.slots.iter().zip(&op.slots).filter(|(slot, _)| slot.usage == Use::Read);
+        let buffers = slots.filter_map(|(_, t)| t.map(|t| &table.buffers[table[t].buffer.idx()]));
+        buffers.filter(|buffer| buffer.kind == BufferKind::State).map(|buffer| buffer.bytes).sum()
+    };
+    let ops: Vec<&Operator> = graph.ops().collect();
+    // From the end: the projections between a row-wise operator and an attention run beside it.
+    let mut attending = (0u32, 0u64);
+    let mut end = ops.len();
+    while end > 0 {
+        let op = ops[end - 1];
+        if !is_matrix(op, table) {
+            if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
+                let (bytes, blocks) = (state_bytes(op), lowered.ops[end - 1].n_blocks() as u32);
+                if bytes > 0 {
+                    attending = (blocks, bytes / u64::from(blocks));
+                }
+            } else {
+                attending = (0, 0);
+            }
+            end -= 1;
+            continue;
+        }
+        let first = (0..end).rev().find(|at| !is_matrix(ops[*at], table)).map_or(0, |at| at + 1);
+        let bytes: u64 = ops[first..end].iter().map(|op| read_bytes(op, &op.axes[0], table)).sum();
+        let (blocks, block_bytes) = attending;
+        let beside = blocks < target.n_workers / 2 && 2 * block_bytes * u64::from(target.n_workers) >= bytes;
+        let workers = target.n_workers - if beside { blocks } else { 0 };
+        for at in first..end {
+            if read_bytes(ops[at], &ops[at].axes[0], table) >= SMALL_MATRIX_BYTES {
+                lowered.ops[at].grid[0] = workers.min(ops[at].axes[0].len as u32);
+            }
+        }
+        attending = (0, 0);
+        end = first;
+    }
+}
+
+/// Gives every matrix operator its own copy of a row-wise operator's result. See the module head.
+fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
+    let ops: Vec<&Operator> = graph.ops().collect();
+    for (number, op) in ops.iter().enumerate() {
+        let [axis] = &op.axes[..] else { continue };
+        if axis.role != AxisRole::Rows || op.cut.is_some() {
+            continue;
+        }
+        let writes = lowered.ops[number].accesses.iter().flatten().filter(|access| access.kind.writes());
+        let [made] = writes.map(|access| access.tensor).collect::<Vec<_>>()[..] else { continue };
+        let buffer = lowered.table[made].buffer;
+        let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == buffer);
+        if is_output || lowered.table.buffers[buffer.idx()].kind != BufferKind::Intermediate {
+            continue;
+        }
+        // Every other use: a matrix operator that reads the tensor whole, all cut alike.
+        let mut readers = Vec::new();
+        let mut copies = None;
+        let mut only_matrices = true;
+        for (at, other) in lowered.ops.iter().enumerate().filter(|(at, _)| *at != number) {
+            for access in other.accesses.iter().flatten() {
+                if lowered.table[access.tensor].buffer != buffer {
+                    continue;
+                }
+                let fits = access.tensor == made
+                    && access.kind == AccessKind::Read
+                    && access.map == [None; GRID_AXES]
+                    && at > number
+                    && is_matrix(ops[at], &graph.table)
+                    && *copies.get_or_insert(other.grid[0]) == other.grid[0];
+                only_matrices &= fits;
+                readers.push(at);
+            }
+        }
+        let Some(copies) = copies.filter(|copies| only_matrices && *copies > 1) else { continue };
+        let tensor = &lowered.table[made];
+        let shape = [copies as usize, tensor.len_elems()];
+        let (name, dtype) = (format!("{} copies", tensor.name), tensor.dtype);
+        let Ok(replicas) = lowered.table.add(&name, &shape, dtype, BufferKind::Intermediate) else { continue };
+        let copy = [Some(0), None, None];
+        for at in readers {
+            for access in lowered.ops[at].accesses.iter_mut().flatten().filter(|access| access.tensor == made) {
+                (access.tensor, access.map) = (replicas, copy);
+            }
+        }
+        let block = &mut lowered.ops[number];
+        (block.grid, block.row_axis, block.rows) = ([copies, 1, 1], None, 0);
+        for access in block.accesses.iter_mut().flatten() {
+            access.map = [None; GRID_AXES];
+            if access.tensor == made {
+                (access.tensor, access.map) = (replicas, copy);
+            }
+        }
+    }
+}
+
 fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target) -> u32 {
     let workers = target.n_workers as usize;
     let bytes = read_bytes(op, axis, table);
     let granules = (axis.len / target.column_granule as usize).max(1);
     let wanted = (bytes.div_ceil(target.task_bytes) as usize).next_multiple_of(workers).clamp(1, granules);
-    if bytes < 16 << 10 {
+    if bytes < SMALL_MATRIX_BYTES {
         return 1;
     }
     // A count near the wanted one that divides the granules makes every block's columns whole granules.

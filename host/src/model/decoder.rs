@@ -3,7 +3,7 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, DecoderConfig};
+use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig};
 use super::error::ModelError;
 use super::weights::Weights;
 use crate::graph::kernel::{GraphError, KernelGraph, RopeArgs};
@@ -31,6 +31,51 @@ pub enum Head {
     AllLogits,
 }
 
+/// Where element types of weights come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Declared<'a> {
+    /// A checkpoint, which must have the tensors asked for.
+    Checkpoint(&'a Weights),
+    /// Nowhere: every weight has this type. What a network takes can be planned without having it.
+    Assumed(DType),
+}
+
+impl<'a> From<&'a Weights> for Declared<'a> {
+    fn from(weights: &'a Weights) -> Declared<'a> {
+        Declared::Checkpoint(weights)
+    }
+}
+
+impl Declared<'_> {
+    fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
+        match self {
+            Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
+            Declared::Assumed(dtype) => Ok(*dtype),
+        }
+    }
+}
+
+/// Builds the decoder `config` describes, for passes of at most `rows` tokens over a cache of `context` positions.
+///
+/// # Errors
+/// What the checkpoint lacks, or an operator that cannot be.
+pub fn build<'a>(
+    config: &'a DecoderConfig,
+    weights: impl Into<Declared<'a>>,
+    [rows, context]: [usize; 2],
+    cache_dtype: DType,
+    head: Head,
+) -> Result<KernelGraph, BuildError> {
+    let net = Decoder::new(config, weights, rows, context, cache_dtype, head);
+    match config.architecture {
+        Architecture::Qwen3 => super::qwen3::build(net),
+        Architecture::Qwen2 => super::qwen2::build(net),
+        Architecture::Llama => super::llama::build(net),
+        Architecture::Mistral => super::mistral::build(net),
+        Architecture::Bert => unreachable!("a sentence model's configuration is no decoder's"),
+    }
+}
+
 /// A decoder under construction.
 #[derive(Debug)]
 pub struct Decoder<'a> {
@@ -38,7 +83,7 @@ pub struct Decoder<'a> {
     pub config: &'a DecoderConfig,
     /// The graph it is built in.
     pub graph: KernelGraph,
-    weights: &'a Weights,
+    weights: Declared<'a>,
     context: usize,
     cache_dtype: DType,
     head: Head,
@@ -56,18 +101,25 @@ impl<'a> Decoder<'a> {
     /// An empty decoder for passes of at most `rows` tokens over a cache of `context` positions.
     pub fn new(
         config: &'a DecoderConfig,
-        weights: &'a Weights,
+        weights: impl Into<Declared<'a>>,
         rows: usize,
         context: usize,
         cache_dtype: DType,
         head: Head,
     ) -> Decoder<'a> {
-        Decoder { config, graph: KernelGraph::with_rows(rows as u32), weights, context, cache_dtype, head }
+        Decoder {
+            config,
+            graph: KernelGraph::with_rows(rows as u32),
+            weights: weights.into(),
+            context,
+            cache_dtype,
+            head,
+        }
     }
 
     /// The checkpoint's tensor `name`, which must have this shape.
     pub fn weight(&mut self, name: &str, shape: &[usize]) -> Result<TensorId, BuildError> {
-        let dtype = self.weights.expect(name, shape)?.dtype;
+        let dtype = self.weights.dtype(name, shape)?;
         Ok(self.graph.weight(name, shape, dtype)?)
     }
 

@@ -5,8 +5,8 @@
 //! events that are there anyway: reuse then adds no wait, and the critical path stays as it is.
 //!
 //! What happens before what is taken operator by operator. Operator `y` *covers* operator `z` when every task of `y` comes
-//! after all tasks of `z`: it waits on an event that all of them trigger, or every task of `y` comes after some task of an
-//! operator that covers `z`. A buffer's lifetime ends, in program order, where every later operator covers all operators
+//! after all tasks of `z`: it waits on an event that all of them trigger; or every task of `y` comes after some task of an
+//! operator that covers `z`; or after every task of an operator some task of which comes after each task of `z`. A buffer's lifetime ends, in program order, where every later operator covers all operators
 //! that touch it; these half-open intervals of operators are a packing problem for [`crate::memory`]. That the reuse is
 //! ordered is judged afterwards on bytes, by [`crate::graph::task::check`] over the arena as one buffer.
 
@@ -48,60 +48,88 @@ impl OpSet {
     fn includes(&self, other: &OpSet) -> bool {
         self.0.iter().zip(&other.0).all(|(a, b)| b & !a == 0)
     }
-    fn contains(&self, op: usize) -> bool {
-        self.0[op / 64] >> (op % 64) & 1 != 0
-    }
 }
 
-/// Per operator, the operators it covers.
-fn covers(tasks: &TaskGraph) -> Vec<OpSet> {
+/// What comes before an operator's tasks.
+struct Before {
+    /// Operators all of whose tasks run before every task of this one: those it covers.
+    all: OpSet,
+    /// Operators each task of which runs before some task of this one.
+    each: OpSet,
+}
+
+/// Per operator, what comes before it.
+fn before(tasks: &TaskGraph) -> Vec<Before> {
     let n_ops = tasks.op_first.len() - 1;
+    let triggerers = tasks.triggers.inverted(tasks.events.len());
     // Per event, how many of each operator's tasks trigger it; task ids ascend, so operators do.
     let mut producers: Vec<Vec<(u32, u32)>> = vec![Vec::new(); tasks.events.len()];
-    for (id, task) in tasks.tasks.iter().enumerate() {
-        for event in tasks.triggers.of(id) {
-            match producers[*event as usize].last_mut() {
-                Some((op, count)) if *op == task.op => *count += 1,
-                _ => producers[*event as usize].push((task.op, 1)),
+    for (event, producers) in producers.iter_mut().enumerate() {
+        for task in triggerers.of(event) {
+            let of = tasks.tasks[*task as usize].op;
+            match producers.last_mut() {
+                Some((op, count)) if *op == of => *count += 1,
+                _ => producers.push((of, 1)),
             }
         }
     }
-    let mut covers: Vec<OpSet> = Vec::with_capacity(n_ops);
+    let n_tasks = |op: usize| tasks.op_first[op + 1] - tasks.op_first[op];
+    let mut before: Vec<Before> = Vec::with_capacity(n_ops);
+    // The last operator that asked about an event, and about a task.
+    let mut event_seen = vec![u32::MAX; tasks.events.len()];
+    let mut task_seen = vec![u32::MAX; tasks.tasks.len()];
     for op in 0..n_ops {
-        let range = tasks.op_first[op] as usize..tasks.op_first[op + 1] as usize;
-        // Tasks of `op` that wait on some, and on all, tasks of each producer.
-        let mut some = vec![0u32; op];
-        let mut all = vec![0u32; op];
-        for id in range.clone() {
-            let mut once_some = OpSet::empty(op.max(1));
-            let mut once_all = OpSet::empty(op.max(1));
-            for (producer, count) in tasks.waits.of(id).iter().flat_map(|event| &producers[*event as usize]) {
-                let producer = *producer as usize;
-                if producer >= op {
+        // Tasks of `op` that wait on some, and on all, tasks of each producer; tasks of each producer waited on.
+        let (mut some, mut all, mut waited) = (vec![0u32; op], vec![0u32; op], vec![0u32; op]);
+        let (mut last_some, mut last_all) = (vec![u32::MAX; op], vec![u32::MAX; op]);
+        for id in tasks.tasks_of(op) {
+            for &event in tasks.waits.of(id as usize) {
+                for (producer, count) in &producers[event as usize] {
+                    let producer = *producer as usize;
+                    if producer >= op {
+                        continue;
+                    }
+                    if std::mem::replace(&mut last_some[producer], id) != id {
+                        some[producer] += 1;
+                    }
+                    if *count == n_tasks(producer) && std::mem::replace(&mut last_all[producer], id) != id {
+                        all[producer] += 1;
+                    }
+                }
+                if std::mem::replace(&mut event_seen[event as usize], op as u32) == op as u32 {
                     continue;
                 }
-                if !once_some.contains(producer) {
-                    once_some.insert(producer);
-                    some[producer] += 1;
-                }
-                if *count == tasks.op_first[producer + 1] - tasks.op_first[producer] && !once_all.contains(producer) {
-                    once_all.insert(producer);
-                    all[producer] += 1;
+                for &task in triggerers.of(event as usize) {
+                    let producer = tasks.tasks[task as usize].op as usize;
+                    if producer < op && std::mem::replace(&mut task_seen[task as usize], op as u32) != op as u32 {
+                        waited[producer] += 1;
+                    }
                 }
             }
         }
-        let mut set = OpSet::empty(n_ops);
-        for producer in 0..op {
-            if some[producer] as usize == range.len() && !range.is_empty() {
-                set.union(&covers[producer]);
+        let own = n_tasks(op);
+        let mut known = Before { all: OpSet::empty(n_ops), each: OpSet::empty(n_ops) };
+        for producer in (0..op).filter(|producer| own > 0 && some[*producer] > 0) {
+            let of = &before[producer];
+            if all[producer] == own {
+                // Each task there before some task of the producer, and that before every task here.
+                known.all.union(&of.each);
+                known.all.insert(producer);
             }
-            if all[producer] as usize == range.len() && !range.is_empty() {
-                set.insert(producer);
+            if some[producer] == own {
+                known.all.union(&of.all);
             }
+            if waited[producer] == n_tasks(producer) {
+                known.each.union(&of.each);
+                known.each.insert(producer);
+            }
+            known.each.union(&of.all);
         }
-        covers.push(set);
+        let all = known.all.clone();
+        known.each.union(&all);
+        before.push(known);
     }
-    covers
+    before
 }
 
 /// Plans the arena. Buffers of `outputs` live to the end of the pass.
@@ -118,7 +146,7 @@ pub fn plan(graph: &ThreadBlockGraph, tasks: &TaskGraph, outputs: &[TensorId]) -
             first_last[buffer as usize] = Some((first, number));
         }
     }
-    let covers = covers(tasks);
+    let before = before(tasks);
     let is_output = |buffer: usize| outputs.iter().any(|t| graph.table[*t].buffer.idx() == buffer);
     let mut ids = Vec::new();
     let mut buffers = Vec::new();
@@ -131,7 +159,7 @@ pub fn plan(graph: &ThreadBlockGraph, tasks: &TaskGraph, outputs: &[TensorId]) -
         let end = if is_output(number) {
             n_ops
         } else {
-            (last + 1..n_ops).rev().find(|op| !covers[*op].includes(&users[number])).map_or(last + 1, |op| op + 1)
+            (last + 1..n_ops).rev().find(|op| !before[*op].all.includes(&users[number])).map_or(last + 1, |op| op + 1)
         };
         ids.push(number);
         buffers.push(

@@ -5,6 +5,9 @@
 //! neighbours, so that a worker streams neighbouring weights, balanced by what they cost rather than by their number.
 
 use crate::graph::task::{TaskGraph, WorkerLists};
+use crate::graph::threadblock::{Access, ThreadBlockGraph};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 /// Gives the tasks of `graph` to `n_workers` workers; `cost[t]` is what task `t` costs, in any unit.
 pub fn assign(graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
@@ -24,6 +27,66 @@ pub fn assign(graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
             };
             lists[worker].push(task);
             before += own;
+        }
+    }
+    WorkerLists { lists }
+}
+
+/// Per operator, the earlier operator whose blocks its own go with: block `b` reads what block `b` there wrote, so that on
+/// one worker the two need no hop between them. Itself, where there is none.
+fn leaders(blocks: &ThreadBlockGraph) -> Vec<usize> {
+    let mut writers: Vec<Option<(usize, &Access)>> = vec![None; blocks.table.buffers.len()];
+    let mut leaders: Vec<usize> = (0..blocks.ops.len()).collect();
+    for (number, op) in blocks.ops.iter().enumerate() {
+        for access in op.accesses.iter().flatten().filter(|access| access.kind.reads()) {
+            let Some((writer, written)) = writers[blocks.table[access.tensor].buffer.idx()] else { continue };
+            let cut_apart = access.map.iter().zip(op.grid).all(|(dim, n)| n == 1 || dim.is_some());
+            let alike = written.tensor == access.tensor && written.map == access.map;
+            if alike && cut_apart && blocks.ops[writer].grid == op.grid && op.n_blocks() > 1 {
+                leaders[number] = leaders[writer];
+                break;
+            }
+        }
+        for access in op.accesses.iter().flatten().filter(|access| access.kind.writes()) {
+            writers[blocks.table[access.tensor].buffer.idx()] = Some((number, access));
+        }
+    }
+    leaders
+}
+
+/// Gives the tasks of `graph` to `n_workers` workers so that all have cost as even as can be after every operator, not
+/// only at the end: the costliest block goes to the worker with the least so far. Blocks that read what a block of the
+/// same number wrote follow it, and are part of its cost. Lists are in program order, as those of [`assign`].
+pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
+    let leaders = leaders(blocks);
+    let mut group_cost: Vec<Vec<u64>> = vec![Vec::new(); leaders.len()];
+    for (op, leader) in leaders.iter().enumerate() {
+        let of_leader = &mut group_cost[*leader];
+        of_leader.resize(graph.tasks_of(op).len(), 0);
+        graph.tasks_of(op).zip(of_leader).for_each(|(task, sum)| *sum += cost[task as usize]);
+    }
+    let mut lists = vec![Vec::new(); n_workers as usize];
+    let mut load: BinaryHeap<Reverse<(u64, u32)>> = (0..n_workers).map(|worker| Reverse((0, worker))).collect();
+    let mut places: Vec<Vec<u32>> = vec![Vec::new(); leaders.len()];
+    let mut order = Vec::new();
+    for (op, &leader) in leaders.iter().enumerate() {
+        let n = graph.tasks_of(op).len();
+        if leader == op {
+            order.clear();
+            order.extend(0..n);
+            order.sort_by_key(|block| Reverse(group_cost[op][*block]));
+            places[op].resize(n, 0);
+            // No worker gets a second block before each has one.
+            for round in order.chunks(n_workers as usize) {
+                let taken: Vec<_> = round.iter().filter_map(|block| load.pop().map(|least| (*block, least))).collect();
+                for (block, Reverse((sum, worker))) in taken {
+                    places[op][block] = worker;
+                    load.push(Reverse((sum + group_cost[op][block], worker)));
+                }
+            }
+        }
+        for (block, task) in graph.tasks_of(op).enumerate() {
+            lists[places[leader][block] as usize].push(task);
         }
     }
     WorkerLists { lists }

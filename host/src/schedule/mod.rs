@@ -2,5 +2,7 @@
 
 pub mod arena;
 pub mod assign;
+pub mod machine;
 pub mod plain;
 pub mod predict;
+pub mod prefetch;

@@ -1,0 +1,269 @@
+//! The judge of shared-memory plans. It knows the laws, not the planner: it replays each worker's count of retired compute
+//! ops and keeps what is in memory in a map from address to tile.
+
+use super::{Plan, Stream, WorkerPlan};
+use crate::graph::task::WorkerLists;
+use perpetua_shared::Operand;
+use std::collections::{BTreeMap, HashMap};
+
+/// A law a plan breaks.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The compute ops of a worker are not its tasks, each in one stretch, in order.
+    #[error("w{worker}: compute op {compute} belongs to t{found}, expected {expected}")]
+    Order {
+        /// The worker.
+        worker: usize,
+        /// Its compute op.
+        compute: usize,
+        /// The task there.
+        found: u32,
+        /// What its list asks for.
+        expected: String,
+    },
+    /// Compute ops and data ops do not name each other.
+    #[error("w{worker}: data op {data} is read by compute op {used_by}, but listed with {listed}")]
+    Reader {
+        /// The worker.
+        worker: usize,
+        /// Its data op.
+        data: usize,
+        /// The reader it names.
+        used_by: u32,
+        /// The compute op that lists it.
+        listed: usize,
+    },
+    /// A task's tiles are not its streams, byte for byte.
+    #[error("w{worker}, t{task}: {what}")]
+    Coverage {
+        /// The worker.
+        worker: usize,
+        /// The task.
+        task: u32,
+        /// What is missing or too much.
+        what: String,
+    },
+    /// A tile leaves shared memory, or its barrier does not exist.
+    #[error(
+        "w{worker}: data op {data} ends at {end} with barrier {barrier}; there are {capacity_bytes} bytes and {n_barriers} barriers"
+    )]
+    Bounds {
+        /// The worker.
+        worker: usize,
+        /// Its data op.
+        data: usize,
+        /// Its end.
+        end: u64,
+        /// Its barrier.
+        barrier: u16,
+        /// What there is.
+        capacity_bytes: u64,
+        /// What there is.
+        n_barriers: u32,
+    },
+    /// A copy waits for its own reader or a later one: nothing would ever move again.
+    #[error("w{worker}: data op {data}, read by compute op {used_by}, waits for {after} compute ops")]
+    Deadlock {
+        /// The worker.
+        worker: usize,
+        /// Its data op.
+        data: usize,
+        /// Its reader.
+        used_by: u32,
+        /// What it, or a copy before it, waits for.
+        after: u32,
+    },
+    /// Two tiles that may be live together share bytes or a barrier.
+    #[error("w{worker}: data op {data} takes {what} of data op {other}, which is not consumed yet")]
+    Overlap {
+        /// The worker.
+        worker: usize,
+        /// The later data op.
+        data: usize,
+        /// The earlier one.
+        other: usize,
+        /// `bytes` or `the barrier`.
+        what: &'static str,
+    },
+}
+
+/// Judges `plan` for `lists`, whose tasks stream `streams`: every law broken, at most one a data op and kind.
+///
+/// # Errors
+/// What is wrong, by worker.
+pub fn check(plan: &Plan, lists: &WorkerLists, streams: &[Vec<Stream>]) -> Result<(), Vec<Violation>> {
+    let mut broken = Vec::new();
+    let empty = WorkerPlan::default();
+    for worker in 0..lists.lists.len().max(plan.workers.len()) {
+        let own = plan.workers.get(worker).unwrap_or(&empty);
+        let list = lists.lists.get(worker).map_or(&[][..], Vec::as_slice);
+        let linked = tasks_in_order(worker, own, list, &mut broken) & readers(worker, own, &mut broken);
+        if linked {
+            coverage(worker, own, streams, &mut broken);
+        }
+        memory(worker, plan, own, &mut broken);
+    }
+    if broken.is_empty() { Ok(()) } else { Err(broken) }
+}
+
+fn tasks_in_order(worker: usize, plan: &WorkerPlan, list: &[u32], broken: &mut Vec<Violation>) -> bool {
+    let before = broken.len();
+    let mut at = 0;
+    for (compute, op) in plan.computes.iter().enumerate() {
+        let goes_on = compute > 0 && plan.computes[compute - 1].task == op.task;
+        if goes_on {
+            continue;
+        }
+        if list.get(at) != Some(&op.task) {
+            let expected = list.get(at).map_or("none".to_owned(), |task| format!("t{task}"));
+            broken.push(Violation::Order { worker, compute, found: op.task, expected });
+            return false;
+        }
+        at += 1;
+    }
+    if at < list.len() {
+        let expected = format!("t{} after it", list[at]);
+        let last = plan.computes.len();
+        broken.push(Violation::Order { worker, compute: last, found: u32::MAX, expected });
+    }
+    broken.len() == before
+}
+
+fn readers(worker: usize, plan: &WorkerPlan, broken: &mut Vec<Violation>) -> bool {
+    let before = broken.len();
+    let mut next = 0;
+    for (listed, op) in plan.computes.iter().enumerate() {
+        if op.data_first as usize != next || op.data_end < op.data_first || op.data_end as usize > plan.data.len() {
+            broken.push(Violation::Reader { worker, data: next, used_by: u32::MAX, listed });
+            return false;
+        }
+        for data in op.data_first as usize..op.data_end as usize {
+            let used_by = plan.data[data].used_by;
+            if used_by as usize != listed {
+                broken.push(Violation::Reader { worker, data, used_by, listed });
+            }
+        }
+        next = op.data_end as usize;
+    }
+    if next != plan.data.len() {
+        let listed = plan.computes.len();
+        broken.push(Violation::Reader { worker, data: next, used_by: plan.data[next].used_by, listed });
+    }
+    broken.len() == before
+}
+
+/// Every byte of every stream is copied once, for its task, with its flags; nothing else is.
+fn coverage(worker: usize, plan: &WorkerPlan, streams: &[Vec<Stream>], broken: &mut Vec<Violation>) {
+    let mut first = 0;
+    while first < plan.computes.len() {
+        let task = plan.computes[first].task;
+        let mut end = first;
+        while end < plan.computes.len() && plan.computes[end].task == task {
+            end += 1;
+        }
+        let range = plan.computes[first].data_first as usize..plan.computes[end - 1].data_end as usize;
+        let mut copied: HashMap<(u32, u16), Vec<(u64, u64)>> = HashMap::new();
+        for op in &plan.data[range] {
+            let end = op.source_offset_bytes + u64::from(op.bytes);
+            copied.entry((op.source, op.flags)).or_default().push((op.source_offset_bytes, end));
+        }
+        let mut needed: HashMap<(u32, u16), Vec<(u64, u64)>> = HashMap::new();
+        for stream in streams.get(task as usize).into_iter().flatten() {
+            rows(&stream.operand, needed.entry((stream.source, stream.flags)).or_default());
+        }
+        let mut report = |what: String| broken.push(Violation::Coverage { worker, task, what });
+        for (key, ranges) in &mut copied {
+            let found = merged(ranges);
+            let expected = needed.remove(key).map(|mut ranges| merged(&mut ranges)).unwrap_or_default();
+            if found != expected {
+                let total = |ranges: &[(u64, u64)]| ranges.iter().map(|(a, b)| b - a).sum::<u64>();
+                let (found, expected) = (total(&found), total(&expected));
+                report(format!("copies {found} bytes of buf{}, other than the {expected} it streams", key.0));
+            }
+        }
+        for (key, ranges) in needed {
+            if ranges.iter().any(|(a, b)| a < b) {
+                report(format!("copies nothing of buf{}, which it streams", key.0));
+            }
+        }
+        first = end;
+    }
+}
+
+/// The byte ranges of each innermost row of `operand`.
+fn rows(operand: &Operand, out: &mut Vec<(u64, u64)>) {
+    let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
+    if operand.extent.contains(&0) {
+        return;
+    }
+    let mut dims: Vec<(u64, u64)> =
+        operand.extent.iter().zip(operand.stride_elems).map(|(n, s)| (u64::from(*n), u64::from(s) * elem)).collect();
+    dims.retain(|(n, _)| *n > 1);
+    let row = match dims.last() {
+        Some((n, stride)) if *stride == elem => {
+            let row = n * elem;
+            dims.pop();
+            row
+        }
+        _ => elem,
+    };
+    let mut starts = vec![operand.offset_bytes];
+    for (n, stride) in dims {
+        starts = starts.iter().flat_map(|start| (0..n).map(move |i| start + i * stride)).collect();
+    }
+    out.extend(starts.into_iter().map(|start| (start, start + row)));
+}
+
+/// Sorted, neighbours joined; ranges that overlap stay apart, so that a byte copied twice shows.
+fn merged(ranges: &mut [(u64, u64)]) -> Vec<(u64, u64)> {
+    ranges.sort_unstable();
+    let mut out: Vec<(u64, u64)> = Vec::new();
+    for &(start, end) in ranges.iter().filter(|(start, end)| start < end) {
+        match out.last_mut() {
+            Some(last) if last.1 == start => last.1 = end,
+            _ => out.push((start, end)),
+        }
+    }
+    out
+}
+
+/// Replays the worker's memory: a tile is there from the earliest moment its copy may start to its reader's completion.
+fn memory(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
+    let mut resident: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
+    let mut barriers: HashMap<u16, usize> = HashMap::new();
+    // Reader and start of tiles, to be taken out when the reader has retired.
+    let mut by_reader: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
+    let mut retired = 0;
+    for (data, op) in own.data.iter().enumerate() {
+        let (start, end) = (u64::from(op.dest_offset_bytes), u64::from(op.dest_offset_bytes) + u64::from(op.bytes));
+        if end > plan.capacity_bytes || u32::from(op.barrier) >= plan.n_barriers {
+            let (capacity_bytes, n_barriers) = (plan.capacity_bytes, plan.n_barriers);
+            broken.push(Violation::Bounds { worker, data, end, barrier: op.barrier, capacity_bytes, n_barriers });
+            continue;
+        }
+        // Copies are issued in order: one that waits makes all after it wait.
+        retired = retired.max(op.after);
+        if retired > op.used_by {
+            broken.push(Violation::Deadlock { worker, data, used_by: op.used_by, after: retired });
+            continue;
+        }
+        let still = by_reader.split_off(&retired);
+        for done in std::mem::replace(&mut by_reader, still).into_values().flatten() {
+            let op = &own.data[done];
+            resident.remove(&u64::from(op.dest_offset_bytes));
+            barriers.remove(&op.barrier);
+        }
+        let below = resident.range(..end).next_back().filter(|(_, (other_end, _))| *other_end > start);
+        if let Some((_, (_, other))) = below {
+            broken.push(Violation::Overlap { worker, data, other: *other, what: "bytes" });
+            continue;
+        }
+        if let Some(other) = barriers.get(&op.barrier) {
+            broken.push(Violation::Overlap { worker, data, other: *other, what: "the barrier" });
+            continue;
+        }
+        resident.insert(start, (end, data));
+        barriers.insert(op.barrier, data);
+        by_reader.entry(op.used_by).or_default().push(data);
+    }
+}
