@@ -25,7 +25,9 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let graph = plain::json::parse_graph(&text).map_err(|error| format!("{input}: {error}"))?;
     let schedule = plain::schedule(&graph);
     if let Err(violations) = plain::check::check(&graph, &schedule) {
-        unreachable!("a schedule that is found keeps the laws of schedules: {}", violations[0]);
+        return Err(
+            format!("{input}: the schedule found breaks a law ({}); a defect of this program", violations[0]).into()
+        );
     }
     write_whole(&args.out, |file| file.write_all(plain::json::write_schedule(&graph, &schedule).as_bytes()))?;
     eprintln!(
