@@ -1,4 +1,10 @@
 //! Planted bugs, each of which must be found and named, beside the same program without the bug.
+#![allow(
+    clippy::if_same_then_else,
+    clippy::manual_is_multiple_of,
+    clippy::double_ended_iterator_last,
+    reason = "planted bugs are written as GPU code would write them"
+)]
 
 use super::{Access, Allocation, Options, Report, SimtError, Wrong, launch};
 use crate::arch::{atomic, memory, shared, thread, warp};
