@@ -9,10 +9,6 @@
 //! - [`kernels`]: one file per macro kernel, and the one list.
 //! - [`entry`], [`gpu`], [`block`], `arch`: the kernel's entry, what GPU bodies are written in, and the instructions under
 //!   it. On the host they run on `simt`, a simulated GPU that checks every access.
-#![allow(
-    clippy::needless_range_loop,
-    reason = "GPU bodies index register arrays by constants after unrolling; iterators over them may end in local memory"
-)]
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",

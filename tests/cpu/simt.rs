@@ -81,7 +81,6 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
         all_logits: true,
         max_context: Some(32),
         chunks: vec![IDS.len()],
-        ..EngineConfig::default()
     };
     let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
     for workers in [1, 4, 7] {

@@ -217,7 +217,7 @@ fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Resul
 }
 
 /// A temporary file is private; what is left for the user has the mode their umask gives.
-#[cfg(unix)]
+#[cfg(target_os = "linux")]
 fn set_default_mode(file: &std::fs::File) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     // SAFETY: umask only swaps a number of this process; it is put back at once.
@@ -226,10 +226,10 @@ fn set_default_mode(file: &std::fs::File) -> std::io::Result<()> {
         libc::umask(mask);
         mask
     };
-    file.set_permissions(std::fs::Permissions::from_mode(0o666 & !u32::from(mask)))
+    file.set_permissions(std::fs::Permissions::from_mode(0o666 & !mask))
 }
 
-#[cfg(not(unix))]
+#[cfg(not(target_os = "linux"))]
 fn set_default_mode(_: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }

@@ -193,7 +193,7 @@ impl Judge<'_> {
             self.operand(operand, slot.usage).map_err(|what| format!("operand `{}`: {what}", slot.name))?;
         }
         spec.check(&task.params, view.operands(task))?;
-        let foreign = |event: &&u32, loops_own: u32| !own.contains(event) && !(is_last && **event == loops_own);
+        let foreign = |event: &&u32, loops_own: u32| !(own.contains(event) || is_last && **event == loops_own);
         if let Some(event) = view.waits(task).iter().find(|e| foreign(e, EVENT_ARRIVED.0)) {
             return Err(format!("waits on e{event}, which is not its program's"));
         }
