@@ -131,7 +131,7 @@ impl Plan {
     /// For `rows` activation rows of `k` elements and `n` weight rows; the most that any level needs, so that it does
     /// not depend on one.
     pub(crate) fn new(rows: usize, n: usize, k: usize) -> Plan {
-        // f32, whole chunks of 32; packed bf16 takes half.
+        // Whole chunks of 32 f32, the longest.
         let row_floats = k.next_multiple_of(32);
         let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
         let pieces = if k > BLOCK_K { PARTIAL_BYTES / 64 / n.max(1) } else { usize::MAX };
@@ -156,7 +156,7 @@ fn group<S: Simd>(left: usize) -> usize {
 struct Pack<S: Simd, D: Dot<S>> {
     row: Row,
     wide: *mut f32,
-    dst: *mut D::Packed,
+    dst: *mut f32,
     m: usize,
     width: usize,
     set: PhantomData<(S, D)>,
@@ -173,7 +173,7 @@ impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
             let mut c = 0;
             while c * D::CHUNK < k {
                 let at = c * D::CHUNK;
-                D::pack(self.dst.add((c * self.width + self.m) * D::PACKED), x.add(at), D::CHUNK.min(k - at));
+                D::pack(self.dst.add((c * self.width + self.m) * D::CHUNK), x.add(at), D::CHUNK.min(k - at));
                 c += 1;
             }
         }
@@ -200,7 +200,7 @@ struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     /// Rows whose start is asked for when these end.
     next: [*const D::Elem; R],
     columns: [usize; R],
-    x: *const D::Packed,
+    x: *const f32,
     k: usize,
     span: Span,
     partial: *mut f32,
@@ -282,7 +282,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
 #[inline(always)]
 unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
     w: &[*const D::Elem; R],
-    x: *const D::Packed,
+    x: *const f32,
     c: usize,
     n: usize,
     acc: &mut [[S::F; M]; R],
@@ -298,7 +298,7 @@ unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
         }
         let mut m = 0;
         while m < M {
-            let xm = D::load_x(x.add((c * M + m) * D::PACKED));
+            let xm = D::load_x(x.add((c * M + m) * D::CHUNK));
             let mut r = 0;
             while r < R {
                 acc[r][m] = D::mac(acc[r][m], wr[r], xm);
@@ -315,7 +315,7 @@ unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
 /// Weights are readable; `packed`, `partial` and `sums` are as large as the [`Plan`] says; the level exists.
 pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     weights: &Weights<D::Elem>,
-    packed: *const D::Packed,
+    packed: *const f32,
     cols: usize,
     partial: *mut f32,
     sums: *mut f32,
@@ -324,7 +324,7 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     let n = weights.all_rows();
     let all_lines = weights.k / (64 / size_of::<D::Elem>());
     let block_lines = if cols <= S::TILE_COLS { usize::MAX } else { BLOCK_K * size_of::<D::Elem>() / 64 };
-    let row_packed = weights.k.div_ceil(D::CHUNK) * D::PACKED;
+    let row_packed = weights.k.div_ceil(D::CHUNK) * D::CHUNK;
     let mut first_line = 0usize;
     loop {
         let end_line = all_lines.min(first_line.saturating_add(block_lines));
@@ -373,14 +373,14 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     keys: &Weights<D::Elem>,
     values: *const D::Elem,
     values_stride: usize,
-    packed: *const D::Packed,
+    packed: *const f32,
     cols: usize,
     sums: *mut f32,
     sums_stride: usize,
 ) {
     let all_lines = keys.k / (64 / size_of::<D::Elem>());
     let span = Span { first_line: 0, end_line: all_lines, all_lines, last: true };
-    let row_packed = keys.k.div_ceil(D::CHUNK) * D::PACKED;
+    let row_packed = keys.k.div_ceil(D::CHUNK) * D::CHUNK;
     let none = core::ptr::null_mut();
     let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
     let value = |j: usize| values.wrapping_add(j * values_stride);
@@ -415,7 +415,7 @@ unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
     w: [*const D::Elem; R],
     next: [*const D::Elem; R],
     columns: [usize; R],
-    x: *const D::Packed,
+    x: *const f32,
     k: usize,
     span: Span,
     partial: *mut f32,
@@ -447,9 +447,9 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     cols: usize,
     k: usize,
     wide: *mut f32,
-    packed: *mut D::Packed,
+    packed: *mut f32,
 ) {
-    let row_packed = k.div_ceil(D::CHUNK) * D::PACKED;
+    let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
     let mut first = 0;
     while first < cols {
         let width = group::<S>(cols - first);

@@ -1,4 +1,4 @@
-//! AVX-512: sixteen lanes, thirty-two registers, masks for tails; and the bf16 dot product where it exists.
+//! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
 use super::{Dot, Leaf, Simd};
 use core::arch::x86_64::*;
@@ -168,19 +168,6 @@ impl Simd for Avx512 {
     }
 }
 
-/// Thirty-two bf16 in a register. `__m512bh` has no casts on stable, but is 64 bytes of bf16 by definition.
-#[inline(always)]
-unsafe fn load_bh(p: *const u16) -> __m512bh {
-    // SAFETY: 64 bytes are readable (caller); every bit pattern is valid in both types.
-    unsafe { core::mem::transmute::<__m512i, __m512bh>(_mm512_loadu_si512(p.cast())) }
-}
-
-#[inline(always)]
-unsafe fn load_bh_part(p: *const u16, n: usize) -> __m512bh {
-    // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
-    unsafe { core::mem::transmute::<__m512i, __m512bh>(_mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast())) }
-}
-
 /// `n <= 32` f32 as two vectors, zero beyond.
 #[inline(always)]
 unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
@@ -191,17 +178,16 @@ unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
 /// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even and
 /// the odd ones, and activations are packed in that order: two cheap instructions where widening takes four.
 ///
-/// PERF: `vdpbf16ps` is not used here. It rounds activations to bf16, and retires once in two cycles where two fused
-/// multiply-adds retire in one: 75 GFLOP/s a core against 145 (Sapphire Rapids, 2026-11-21).
+/// PERF: `vdpbf16ps` is not used. It rounds activations to bf16, and retires once in two cycles where two fused
+/// multiply-adds retire in one: 75 GFLOP/s a core against 145 (Sapphire Rapids, 2026-11-21). With activations split in
+/// two bf16 it is slower still, and an infinite weight becomes NaN.
 pub(crate) struct EvenOdd;
 
 impl Dot<Avx512> for EvenOdd {
     type Elem = u16;
-    type Packed = f32;
     type W = (__m512, __m512);
     type X = (__m512, __m512);
     const CHUNK: usize = 32;
-    const PACKED: usize = 32;
 
     #[inline(always)]
     unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
@@ -247,69 +233,5 @@ unsafe fn even_odd(pairs: __m512i) -> (__m512, __m512) {
     unsafe {
         let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
         (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd))
-    }
-}
-
-/// bf16 rows with activations kept as the sum of two bf16, which leaves an error of 2^-17: for attention scores, whose
-/// absolute error becomes a relative one of the probabilities.
-pub(crate) struct DotBf16Split;
-
-impl Dot<Avx512> for DotBf16Split {
-    type Elem = u16;
-    type Packed = u16;
-    type W = __m512bh;
-    type X = (__m512bh, __m512bh);
-    const CHUNK: usize = 32;
-    const PACKED: usize = 64;
-
-    #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
-        // SAFETY: the set exists (trait contract).
-        unsafe { super::with_avx512_bf16(leaf) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const u16) -> __m512bh {
-        // SAFETY: the caller's promises are the same.
-        unsafe { load_bh(p) }
-    }
-    #[inline(always)]
-    unsafe fn load_part(p: *const u16, n: usize) -> __m512bh {
-        // SAFETY: the caller's promises are the same.
-        unsafe { load_bh_part(p, n) }
-    }
-    #[inline(always)]
-    unsafe fn load_x(p: *const u16) -> (__m512bh, __m512bh) {
-        // SAFETY: 64 elements are readable (caller).
-        unsafe { (load_bh(p), load_bh(p.add(32))) }
-    }
-    #[inline(always)]
-    unsafe fn mac(acc: __m512, w: __m512bh, x: (__m512bh, __m512bh)) -> __m512 {
-        // SAFETY: the set exists (the level's contract).
-        unsafe { _mm512_dpbf16_ps(_mm512_dpbf16_ps(acc, w, x.0), w, x.1) }
-    }
-    #[inline(always)]
-    unsafe fn pack(dst: *mut u16, src: *const f32, n: usize) {
-        // SAFETY: `n` elements are readable and 64 writable (caller). The second part is what rounding left, and zero
-        // where that is not a number (infinities and NaN are whole in the first).
-        unsafe {
-            let (low, high) = load_pair(src, n);
-            let half = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
-            let rest_low = left(low, _mm512_castsi512_si256(half));
-            let rest_high = left(high, _mm512_extracti64x4_epi64::<1>(half));
-            let rest = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(rest_high, rest_low));
-            _mm512_storeu_si512(dst.cast(), half);
-            _mm512_storeu_si512(dst.add(32).cast(), rest);
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn left(v: __m512, half: __m256i) -> __m512 {
-    // SAFETY: arithmetic only.
-    unsafe {
-        let rest = _mm512_sub_ps(v, widen_bf16(half));
-        let is_number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(rest, rest);
-        let finite = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(_mm512_abs_ps(rest), _mm512_set1_ps(f32::INFINITY));
-        _mm512_maskz_mov_ps(is_number & finite, rest)
     }
 }

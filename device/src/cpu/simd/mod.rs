@@ -159,16 +159,12 @@ pub(crate) unsafe fn round<S: Simd>(x: S::F) -> S::F {
 pub(crate) trait Dot<S: Simd> {
     /// Storage of a weight.
     type Elem: Copy;
-    /// Storage of a packed activation.
-    type Packed: Copy;
     /// Weights in a register.
     type W: Copy;
     /// Activations in a register (or two).
     type X: Copy;
-    /// Weights of a step.
+    /// Weights of a step, and packed activations.
     const CHUNK: usize;
-    /// Packed elements of a step, for one activation row.
-    const PACKED: usize;
 
     /// Calls `leaf`, which uses this product, with the set enabled.
     unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
@@ -176,11 +172,11 @@ pub(crate) trait Dot<S: Simd> {
     unsafe fn load(p: *const Self::Elem) -> Self::W;
     /// The first `n < CHUNK`, zero beyond.
     unsafe fn load_part(p: *const Self::Elem, n: usize) -> Self::W;
-    unsafe fn load_x(p: *const Self::Packed) -> Self::X;
+    unsafe fn load_x(p: *const f32) -> Self::X;
     /// acc + the products, summed within a lane in a fixed order.
     unsafe fn mac(acc: S::F, w: Self::W, x: Self::X) -> S::F;
     /// Packs a step of `n <= CHUNK` activations, zero beyond.
-    unsafe fn pack(dst: *mut Self::Packed, src: *const f32, n: usize);
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize);
 }
 
 /// Weights widened to f32 on load; activations in f32.
@@ -225,11 +221,9 @@ storage! {
 
 impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     type Elem = E::Elem;
-    type Packed = f32;
     type W = S::F;
     type X = S::F;
     const CHUNK: usize = S::LANES;
-    const PACKED: usize = S::LANES;
 
     #[inline(always)]
     unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
@@ -269,8 +263,6 @@ pub(crate) trait Level: 'static {
     type S: Simd;
     /// bf16 weights with activations in f32.
     type Bf16: Dot<Self::S, Elem = u16>;
-    /// bf16 rows with activations of at least 16 significant bits.
-    type Bf16Wide: Dot<Self::S, Elem = u16>;
 }
 
 macro_rules! widening_level {
@@ -281,7 +273,6 @@ macro_rules! widening_level {
         impl Level for $level {
             type S = $simd;
             type Bf16 = Widen<Bf16>;
-            type Bf16Wide = Widen<Bf16>;
         }
     )* };
 }
@@ -303,17 +294,6 @@ pub(crate) struct Avx512;
 impl Level for Avx512 {
     type S = avx512::Avx512;
     type Bf16 = avx512::EvenOdd;
-    type Bf16Wide = avx512::EvenOdd;
-}
-
-/// AVX-512 with the bf16 dot product, for attention scores.
-#[cfg(target_arch = "x86_64")]
-pub(crate) struct Avx512Bf16;
-#[cfg(target_arch = "x86_64")]
-impl Level for Avx512Bf16 {
-    type S = avx512::Avx512;
-    type Bf16 = avx512::EvenOdd;
-    type Bf16Wide = avx512::DotBf16Split;
 }
 
 /// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or
@@ -348,8 +328,6 @@ enum Known {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx512Bf16,
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
@@ -381,9 +359,6 @@ impl Isa {
                     sets.push(Isa(Known::Avx2));
                     if has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq") {
                         sets.push(Isa(Known::Avx512));
-                        if has!("avx512bf16") {
-                            sets.push(Isa(Known::Avx512Bf16));
-                        }
                     }
                 }
             }
@@ -408,8 +383,6 @@ impl Isa {
             Known::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Known::Avx512 => "avx512",
-            #[cfg(target_arch = "x86_64")]
-            Known::Avx512Bf16 => "avx512-bf16",
             #[cfg(target_arch = "aarch64")]
             Known::Neon => "neon",
         }
@@ -426,8 +399,6 @@ impl Isa {
                 Known::Avx2 => body.run::<Avx2>(),
                 #[cfg(target_arch = "x86_64")]
                 Known::Avx512 => body.run::<Avx512>(),
-                #[cfg(target_arch = "x86_64")]
-                Known::Avx512Bf16 => body.run::<Avx512Bf16>(),
                 #[cfg(target_arch = "aarch64")]
                 Known::Neon => body.run::<Neon>(),
             }
@@ -449,7 +420,6 @@ macro_rules! with_features {
 with_features! {
     "x86_64" with_avx2 "avx2,fma,f16c";
     "x86_64" with_avx512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c";
-    "x86_64" with_avx512_bf16 "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c";
     "aarch64" with_neon "neon";
 }
 

@@ -12,8 +12,8 @@
 //! row's sums runs over positions in order, and positions a row may not see are not added, not even as zeros (what
 //! stands there may be NaN). So decode gives the bits of prefill.
 //!
-//! Tolerance against the reference: scores are exact to 2^-16 of sum |q| |k| (bf16 rows are multiplied with q kept to
-//! 16 bits), exp to 2 ulp, sums in another order: 2^-12 of max |v| for scores within +-16.
+//! Tolerance against the reference: scores and sums are formed in another order, exp is exact to 2 ulp: 2^-12 of
+//! max |v| for scores within +-16.
 
 use super::*;
 use crate::cpu::gemm::{self, Weights};
@@ -67,7 +67,7 @@ impl Body for Attend<'_> {
         // SAFETY: the level exists (caller).
         unsafe {
             match self.k.dtype() {
-                DType::Bf16 => self.with::<L::S, L::Bf16Wide, Bf16>(),
+                DType::Bf16 => self.with::<L::S, L::Bf16, Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>, F16>(),
                 _ => self.with::<L::S, Widen<F32>, F32>(),
             }
@@ -100,7 +100,7 @@ impl Attend<'_> {
         let tile_rows = (QUERIES / group.max(1)).max(1).min(self.rows);
         let queries = tile_rows * group;
         let width = d.next_multiple_of(16);
-        // Split bf16 takes as much room as f32, in chunks of 32.
+        // Whole chunks of 32 f32, the longest.
         let [packed, wide, sums, scores, max, total] = self.scratch.areas([
             queries * d.next_multiple_of(32),
             d,
@@ -118,8 +118,8 @@ impl Attend<'_> {
                 // SAFETY: the areas are as large as asked for above, the level exists (caller), and positions below the
                 // last row's visible ones are inside K and V (checked by `run`).
                 unsafe {
-                    gemm::pack_rows::<S, D>(query, tile.queries, d, wide, packed.cast());
-                    self.tile::<S, D, E>(h, row, group, d, packed.cast(), tile);
+                    gemm::pack_rows::<S, D>(query, tile.queries, d, wide, packed);
+                    self.tile::<S, D, E>(h, row, group, d, packed, tile);
                     for m in 0..tile.queries {
                         let y = Row::of(&self.y, [row + m / group, h, m % group, 0], d);
                         let (sums, total) = (tile.sums.add(m * width), *tile.total.add(m));
@@ -137,7 +137,7 @@ impl Attend<'_> {
         row: usize,
         group: usize,
         d: usize,
-        packed: *const D::Packed,
+        packed: *const f32,
         tile: Tile,
     ) {
         let all = self.visible(row, group, tile.queries - 1);

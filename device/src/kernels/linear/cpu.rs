@@ -62,8 +62,8 @@ impl Linear<'_> {
             // that length, or `Row::of` panics); the level exists (caller).
             unsafe {
                 weights.prefetch::<S>();
-                gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed.cast());
-                gemm::multiply::<S, D>(&weights, packed.cast(), cols, partial, sums, n);
+                gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
+                gemm::multiply::<S, D>(&weights, packed, cols, partial, sums, n);
                 let mut m = 0;
                 while m < cols {
                     let y = Row::of(&self.y, [first + m, 0], n);
