@@ -1,7 +1,7 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
-use super::{Dot, Leaf, Simd};
-use core::arch::x86_64::*;
+use super::{Dot, F32, Leaf, Simd, Widen};
+use core::arch::{asm, x86_64::*};
 
 /// AVX-512 F, BW, VL and DQ.
 #[derive(Clone, Copy)]
@@ -175,6 +175,54 @@ unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
     unsafe { (Avx512::load_part(src, n.min(16)), Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16))) }
 }
 
+/// A tile of four weight rows and six activation rows in assembly: 24 sums in zmm8 to zmm31, four weight vectors in zmm0
+/// to zmm3, activations in turn in zmm4 and zmm5. The compiler's own allotment of the registers spills sums or moves them
+/// about. Each part of a chunk loads its weights, then multiplies them with the vectors of the activation rows at the
+/// offsets given; a chunk is 64 bytes of every weight row, and `$step` bytes of the group.
+macro_rules! tile {
+    ($w:ident, $x:ident, $chunks:ident, $sums:ident, $step:literal, [$($start:literal),*],
+     $({ $($load:literal)* : $x0:literal $x1:literal $x2:literal $x3:literal $x4:literal $x5:literal })*) => {
+        asm!(
+            $($start,)*
+            "2:",
+            $(
+                $($load,)*
+                tile!(@column "4" $x0 "8" "14" "20" "26"),
+                tile!(@column "5" $x1 "9" "15" "21" "27"),
+                tile!(@column "4" $x2 "10" "16" "22" "28"),
+                tile!(@column "5" $x3 "11" "17" "23" "29"),
+                tile!(@column "4" $x4 "12" "18" "24" "30"),
+                tile!(@column "5" $x5 "13" "19" "25" "31"),
+            )*
+            "prefetcht0 [{w0} + 512]", "prefetcht0 [{w1} + 512]", "prefetcht0 [{w2} + 512]", "prefetcht0 [{w3} + 512]",
+            "add {w0}, 64", "add {w1}, 64", "add {w2}, 64", "add {w3}, 64",
+            concat!("add {x}, ", $step),
+            "dec {n}",
+            "jnz 2b",
+            w0 = inout(reg) $w[0] => _, w1 = inout(reg) $w[1] => _, w2 = inout(reg) $w[2] => _, w3 = inout(reg) $w[3] => _,
+            x = inout(reg) $x => _, n = inout(reg) $chunks => _,
+            out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+            inout("zmm8") $sums[0], inout("zmm9") $sums[1], inout("zmm10") $sums[2], inout("zmm11") $sums[3],
+            inout("zmm12") $sums[4], inout("zmm13") $sums[5], inout("zmm14") $sums[6], inout("zmm15") $sums[7],
+            inout("zmm16") $sums[8], inout("zmm17") $sums[9], inout("zmm18") $sums[10], inout("zmm19") $sums[11],
+            inout("zmm20") $sums[12], inout("zmm21") $sums[13], inout("zmm22") $sums[14], inout("zmm23") $sums[15],
+            inout("zmm24") $sums[16], inout("zmm25") $sums[17], inout("zmm26") $sums[18], inout("zmm27") $sums[19],
+            inout("zmm28") $sums[20], inout("zmm29") $sums[21], inout("zmm30") $sums[22], inout("zmm31") $sums[23],
+            options(nostack, readonly),
+        )
+    };
+    // An activation vector times four weight vectors.
+    (@column $x:literal $at:literal $s0:literal $s1:literal $s2:literal $s3:literal) => {
+        concat!(
+            "vmovups zmm", $x, ", [{x} + ", $at, "]\n",
+            "vfmadd231ps zmm", $s0, ", zmm0, zmm", $x, "\n",
+            "vfmadd231ps zmm", $s1, ", zmm1, zmm", $x, "\n",
+            "vfmadd231ps zmm", $s2, ", zmm2, zmm", $x, "\n",
+            "vfmadd231ps zmm", $s3, ", zmm3, zmm", $x,
+        )
+    };
+}
+
 /// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even and
 /// the odd ones, and activations are packed in that order: two cheap instructions where widening takes four.
 ///
@@ -185,34 +233,23 @@ pub(crate) struct EvenOdd;
 
 impl Dot<Avx512> for EvenOdd {
     type Elem = u16;
-    type W = (__m512, __m512);
-    type X = (__m512, __m512);
-    const CHUNK: usize = 32;
+    const PARTS: usize = 2;
 
     #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
-        // SAFETY: the set exists (trait contract).
-        unsafe { super::with_avx512(leaf) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const u16) -> (__m512, __m512) {
+    unsafe fn load(p: *const u16, part: usize) -> __m512 {
         // SAFETY: 64 bytes are readable (caller).
-        unsafe { even_odd(_mm512_loadu_si512(p.cast())) }
+        unsafe {
+            let pairs = _mm512_loadu_si512(p.cast());
+            if part == 0 { even(pairs) } else { odd(pairs) }
+        }
     }
     #[inline(always)]
-    unsafe fn load_part(p: *const u16, n: usize) -> (__m512, __m512) {
+    unsafe fn load_part(p: *const u16, n: usize, part: usize) -> __m512 {
         // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
-        unsafe { even_odd(_mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_x(p: *const f32) -> (__m512, __m512) {
-        // SAFETY: 32 elements are readable (caller).
-        unsafe { (_mm512_loadu_ps(p), _mm512_loadu_ps(p.add(16))) }
-    }
-    #[inline(always)]
-    unsafe fn mac(acc: __m512, w: (__m512, __m512), x: (__m512, __m512)) -> __m512 {
-        // SAFETY: the set exists (trait contract).
-        unsafe { _mm512_fmadd_ps(w.1, x.1, _mm512_fmadd_ps(w.0, x.0, acc)) }
+        unsafe {
+            let pairs = _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast());
+            if part == 0 { even(pairs) } else { odd(pairs) }
+        }
     }
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
@@ -225,13 +262,79 @@ impl Dot<Avx512> for EvenOdd {
             _mm512_storeu_ps(dst.add(16), _mm512_permutex2var_ps(low, odd, high));
         }
     }
+    const HAS_TILE: bool = true;
+    #[inline(always)]
+    unsafe fn tile(w: [*const u16; 4], x: *const f32, chunks: usize, sums: *mut __m512) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same.
+        unsafe { tile_bf16(w, x, chunks, &mut *sums.cast()) }
+    }
+}
+
+/// f32 weights.
+pub(crate) struct Whole;
+
+impl Dot<Avx512> for Whole {
+    type Elem = f32;
+    const PARTS: usize = 1;
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32, part: usize) -> __m512 {
+        // SAFETY: the caller's promises are the same.
+        unsafe { <Widen<F32> as Dot<Avx512>>::load(p, part) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize, part: usize) -> __m512 {
+        // SAFETY: the caller's promises are the same.
+        unsafe { <Widen<F32> as Dot<Avx512>>::load_part(p, n, part) }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { <Widen<F32> as Dot<Avx512>>::pack(dst, src, n) }
+    }
+    const HAS_TILE: bool = true;
+    #[inline(always)]
+    unsafe fn tile(w: [*const f32; 4], x: *const f32, chunks: usize, sums: *mut __m512) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same.
+        unsafe { tile_f32(w, x, chunks, &mut *sums.cast()) }
+    }
+}
+
+/// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[target_feature(enable = "avx512f")]
+unsafe fn tile_bf16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
+    // SAFETY: the chunks are readable (caller); prefetches may be of any address. The mask of odd elements is all ones shifted up.
+    unsafe {
+        tile!(w, x, chunks, sums, "768",
+            ["vpternlogd zmm6, zmm6, zmm6, 255", "vpslld zmm6, zmm6, 16"],
+            { "vpslld zmm0, [{w0}], 16" "vpslld zmm1, [{w1}], 16" "vpslld zmm2, [{w2}], 16" "vpslld zmm3, [{w3}], 16"
+                : "0" "128" "256" "384" "512" "640" }
+            { "vpandd zmm0, zmm6, [{w0}]" "vpandd zmm1, zmm6, [{w1}]" "vpandd zmm2, zmm6, [{w2}]" "vpandd zmm3, zmm6, [{w3}]"
+                : "64" "192" "320" "448" "576" "704" }
+        );
+    }
+}
+
+/// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[target_feature(enable = "avx512f")]
+unsafe fn tile_f32(w: [*const f32; 4], x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
+    // SAFETY: the chunks are readable (caller); prefetches may be of any address.
+    unsafe {
+        tile!(w, x, chunks, sums, "384", [],
+            { "vmovups zmm0, [{w0}]" "vmovups zmm1, [{w1}]" "vmovups zmm2, [{w2}]" "vmovups zmm3, [{w3}]"
+                : "0" "64" "128" "192" "256" "320" }
+        );
+    }
 }
 
 #[inline(always)]
-unsafe fn even_odd(pairs: __m512i) -> (__m512, __m512) {
+unsafe fn even(pairs: __m512i) -> __m512 {
     // SAFETY: arithmetic only.
-    unsafe {
-        let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-        (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd))
-    }
+    unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)) }
+}
+
+#[inline(always)]
+unsafe fn odd(pairs: __m512i) -> __m512 {
+    // SAFETY: arithmetic only.
+    unsafe { _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32))) }
 }

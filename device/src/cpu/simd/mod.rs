@@ -155,28 +155,33 @@ pub(crate) unsafe fn round<S: Simd>(x: S::F) -> S::F {
     }
 }
 
-/// How rows of one dtype are multiplied with packed activations.
+/// How rows of one dtype are multiplied with packed activations: a step's weights become [`Dot::PARTS`] vectors of f32,
+/// and activations are packed in that order.
 pub(crate) trait Dot<S: Simd> {
     /// Storage of a weight.
     type Elem: Copy;
-    /// Weights in a register.
-    type W: Copy;
-    /// Activations in a register (or two).
-    type X: Copy;
+    /// Vectors of a step.
+    const PARTS: usize;
     /// Weights of a step, and packed activations.
-    const CHUNK: usize;
+    const CHUNK: usize = Self::PARTS * S::LANES;
 
-    /// Calls `leaf`, which uses this product, with the set enabled.
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
-
-    unsafe fn load(p: *const Self::Elem) -> Self::W;
-    /// The first `n < CHUNK`, zero beyond.
-    unsafe fn load_part(p: *const Self::Elem, n: usize) -> Self::W;
-    unsafe fn load_x(p: *const f32) -> Self::X;
-    /// acc + the products, summed within a lane in a fixed order.
-    unsafe fn mac(acc: S::F, w: Self::W, x: Self::X) -> S::F;
+    /// Vector `part` of a step.
+    unsafe fn load(p: *const Self::Elem, part: usize) -> S::F;
+    /// Vector `part` of the first `n < CHUNK` weights, zero beyond.
+    unsafe fn load_part(p: *const Self::Elem, n: usize, part: usize) -> S::F;
     /// Packs a step of `n <= CHUNK` activations, zero beyond.
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize);
+
+    /// Whether [`Dot::tile`] is there.
+    const HAS_TILE: bool = false;
+    /// sums[r][m] += the products of the first `chunks > 0` steps of four weight rows and a packed group of
+    /// [`Simd::TILE_COLS`] activation rows, summed in the order of the loop over [`Dot::load`].
+    ///
+    /// # Safety
+    /// The steps are readable, in the rows and in the group at `x`; `sums` has 4 * TILE_COLS vectors.
+    unsafe fn tile(_w: [*const Self::Elem; 4], _x: *const f32, _chunks: usize, _sums: *mut S::F) {
+        unreachable!("asked for only where HAS_TILE says so")
+    }
 }
 
 /// Weights widened to f32 on load; activations in f32.
@@ -221,34 +226,17 @@ storage! {
 
 impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     type Elem = E::Elem;
-    type W = S::F;
-    type X = S::F;
-    const CHUNK: usize = S::LANES;
+    const PARTS: usize = 1;
 
     #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
-        // SAFETY: the caller's promises are the same.
-        unsafe { S::call(leaf) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const E::Elem) -> S::F {
+    unsafe fn load(p: *const E::Elem, _part: usize) -> S::F {
         // SAFETY: the caller's promises are the same.
         unsafe { E::load::<S>(p) }
     }
     #[inline(always)]
-    unsafe fn load_part(p: *const E::Elem, n: usize) -> S::F {
+    unsafe fn load_part(p: *const E::Elem, n: usize, _part: usize) -> S::F {
         // SAFETY: the caller's promises are the same.
         unsafe { E::load_part::<S>(p, n) }
-    }
-    #[inline(always)]
-    unsafe fn load_x(p: *const f32) -> S::F {
-        // SAFETY: the caller's promises are the same.
-        unsafe { S::load(p) }
-    }
-    #[inline(always)]
-    unsafe fn mac(acc: S::F, w: S::F, x: S::F) -> S::F {
-        // SAFETY: arithmetic only.
-        unsafe { S::fma(w, x, acc) }
     }
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
@@ -263,6 +251,8 @@ pub(crate) trait Level: 'static {
     type S: Simd;
     /// bf16 weights with activations in f32.
     type Bf16: Dot<Self::S, Elem = u16>;
+    /// f32 weights.
+    type F32: Dot<Self::S, Elem = f32>;
 }
 
 macro_rules! widening_level {
@@ -273,6 +263,7 @@ macro_rules! widening_level {
         impl Level for $level {
             type S = $simd;
             type Bf16 = Widen<Bf16>;
+            type F32 = Widen<F32>;
         }
     )* };
 }
@@ -294,10 +285,10 @@ pub(crate) struct Avx512;
 impl Level for Avx512 {
     type S = avx512::Avx512;
     type Bf16 = avx512::EvenOdd;
+    type F32 = avx512::Whole;
 }
 
-/// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or
-/// [`Dot::call`].
+/// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`].
 pub(crate) trait Body {
     /// What it yields.
     type Output;
