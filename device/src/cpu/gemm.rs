@@ -121,8 +121,8 @@ pub(crate) struct Plan {
 impl Plan {
     /// For `rows` activation rows of `k` elements; the most that any level needs, so that it does not depend on one.
     pub(crate) fn new(rows: usize, k: usize) -> Plan {
-        // Whole chunks of 32 f32, the longest.
-        let row_floats = k.next_multiple_of(32);
+        // Whole chunks of 64 f32, the longest.
+        let row_floats = k.next_multiple_of(64);
         let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
         let block_rows = (in_cache.clamp(12, 384) / 12 * 12).min(rows);
         Plan { block_rows, packed_floats: block_rows * row_floats }
@@ -131,8 +131,8 @@ impl Plan {
 
 /// How many of `left` columns the next group takes: a width that [`Tile`] is made for. The sizes do not matter to the
 /// sums.
-fn group<S: Simd>(left: usize) -> usize {
-    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(S::TILE_COLS)).unwrap_or(1)
+fn group<S: Simd, D: Dot<S>>(left: usize) -> usize {
+    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(D::TILE_COLS)).unwrap_or(1)
 }
 
 /// Packs one activation row as number `m` of a group of `width`. `wide` has room for a row, `dst` for a group of whole
@@ -187,7 +187,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
         unsafe {
             let mut acc = [[S::splat(0.0); M]; R];
             let mut c;
-            if D::HAS_TILE && R == TILE_ROWS && M == S::TILE_COLS {
+            if D::HAS_TILE && R == TILE_ROWS && M == D::TILE_COLS {
                 c = k / D::CHUNK;
                 if c > 0 {
                     D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], x, c, acc.as_mut_ptr().cast());
@@ -199,6 +199,11 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 let lines = k / line_elems;
                 let offset = AHEAD_LINES.min(lines);
                 let turn = lines - offset;
+                let mut r = 0;
+                while r < R {
+                    D::prefetch_tail(next[r], k);
+                    r += 1;
+                }
                 let mut line = 0;
                 while line < lines {
                     let mut r = 0;
@@ -213,7 +218,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                     }
                     let mut u = 0;
                     while u < per_line {
-                        chunk::<S, D, R, M>(&w, x, line * per_line + u, D::CHUNK, &mut acc);
+                        D::chunk::<R, M>(&w, x, k, line * per_line + u, &mut acc);
                         u += 1;
                     }
                     line += 1;
@@ -221,7 +226,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 c = lines * per_line;
             }
             while c * D::CHUNK < k {
-                chunk::<S, D, R, M>(&w, x, c, k - c * D::CHUNK, &mut acc);
+                D::chunk::<R, M>(&w, x, k, c, &mut acc);
                 c += 1;
             }
             let mut m = 0;
@@ -235,42 +240,6 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 }
                 m += 1;
             }
-        }
-    }
-}
-
-/// Chunk `c` of a [`Tile`], of which `n` elements exist.
-#[inline(always)]
-unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
-    w: &[*const D::Elem; R],
-    x: *const f32,
-    c: usize,
-    n: usize,
-    acc: &mut [[S::F; M]; R],
-) {
-    // SAFETY: chunk `c` is inside the rows and the packed group (caller).
-    unsafe {
-        let at = c * D::CHUNK;
-        let mut part = 0;
-        while part < D::PARTS {
-            let load = |p: *const D::Elem| if n >= D::CHUNK { D::load(p, part) } else { D::load_part(p, n, part) };
-            let mut wr = [load(w[0].add(at)); R];
-            let mut r = 1;
-            while r < R {
-                wr[r] = load(w[r].add(at));
-                r += 1;
-            }
-            let mut m = 0;
-            while m < M {
-                let xm = S::load(x.add((c * M + m) * D::CHUNK + part * S::LANES));
-                let mut r = 0;
-                while r < R {
-                    acc[r][m] = S::fma(wr[r], xm, acc[r][m]);
-                    r += 1;
-                }
-                m += 1;
-            }
-            part += 1;
         }
     }
 }
@@ -290,7 +259,7 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
     let mut m = 0;
     while m < cols {
-        let width = group::<S>(cols - m);
+        let width = group::<S, D>(cols - m);
         // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n;
         // `next` is only asked for.
         unsafe {
@@ -337,7 +306,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
         let tile = j + TILE_ROWS <= keys.rows;
         let mut m = 0;
         while m < cols {
-            let width = group::<S>(cols - m);
+            let width = group::<S, D>(cols - m);
             // SAFETY: as `multiply`.
             unsafe {
                 let (x, k, sums) = (packed.add(m * row_packed), keys.k, sums.add(m * sums_stride));
@@ -372,8 +341,8 @@ unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
         ($($m:literal)*) => {
             match width {
                 // SAFETY: the caller's promises are the type's.
-                $($m if $m <= S::TILE_COLS => unsafe {
-                    S::call(Tile::<S, D, R, $m> {
+                $($m if $m <= D::TILE_COLS => unsafe {
+                    D::call(Tile::<S, D, R, $m> {
                         w, next, columns, x, k, sums, sums_stride, set: PhantomData,
                     })
                 },)*
@@ -398,12 +367,12 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
     let mut first = 0;
     while first < cols {
-        let width = group::<S>(cols - first);
+        let width = group::<S, D>(cols - first);
         for m in 0..width {
             // SAFETY: the group starts where the rows before it end.
             unsafe {
                 let dst = packed.add(first * row_packed);
-                S::call(Pack::<S, D> { row: row(first + m), wide, dst, m, width, set: PhantomData });
+                D::call(Pack::<S, D> { row: row(first + m), wide, dst, m, width, set: PhantomData });
             }
         }
         first += width;

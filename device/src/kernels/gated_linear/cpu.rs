@@ -40,6 +40,7 @@ impl Body for Gated<'_> {
             match self.gate.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>>(),
+                DType::Q8 => self.with::<L::S, L::Q8>(),
                 _ => self.with::<L::S, L::F32>(),
             }
         }

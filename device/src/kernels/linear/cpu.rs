@@ -37,6 +37,7 @@ impl Body for Linear<'_> {
             match self.w.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>>(),
+                DType::Q8 => self.with::<L::S, L::Q8>(),
                 _ => self.with::<L::S, L::F32>(),
             }
         }
