@@ -88,9 +88,10 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
         let mut first: Option<Vec<f32>> = None;
         for (seed, block_threads) in [(1, 64), (2, 64), (3, 64), (4, 32)] {
             let options = Options { seed, block_threads };
-            let (logits, _) = run_simt(&model, &compiled, compiled.image.clone(), options)
+            let (logits, simt) = run_simt(&model, &compiled, compiled.image.clone(), options)
                 .unwrap_or_else(|error| panic!("{workers} workers, seed {seed}: {error}"));
             close(&expected, &logits, &format!("{workers} workers"));
+            assert_eq!(simt.report().stall, None, "{workers} workers, seed {seed}: somebody slept through a change");
             // Sums depend on how many threads take part, on the schedule nothing does.
             if let (Some(first), 64) = (&first, block_threads) {
                 assert!(*first == logits, "{workers} workers: seed {seed} gives other bits");

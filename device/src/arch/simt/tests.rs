@@ -461,3 +461,35 @@ fn a_schedule_is_its_seed() {
     assert_eq!(order(5), order(5));
     assert_ne!(order(5), order(6));
 }
+
+#[test]
+fn a_poller_wakes_for_whatever_it_polls() {
+    // Counters that had come already leave nothing behind: the thread sleeps on the one it still waits for.
+    let report = passes(2, 32, |place| {
+        if thread::block_idx() == 0 {
+            place.signal(0);
+            place.signal(1);
+            if thread::thread_idx() == 0 {
+                place.wait(3, 32, true);
+            }
+            place.signal(2);
+        } else {
+            for counter in 0..3 {
+                if counter == 2 {
+                    place.signal(3);
+                }
+                // SAFETY: a word of the launch's counters; a second word is polled beside it, as a fault flag is.
+                unsafe {
+                    let word = |at: usize| place.counters.wrapping_add(at).cast_const();
+                    while atomic::load_relaxed(word(counter)) < 32 || atomic::load_relaxed(word(3)) > 99 {
+                        thread::sleep_ns(20);
+                    }
+                    if counter != 1 {
+                        atomic::load_acquire(word(counter));
+                    }
+                }
+            }
+        }
+    });
+    assert_eq!(report.stall, None);
+}

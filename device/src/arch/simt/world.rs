@@ -65,7 +65,7 @@ struct Thread {
     /// The lane it wants the value of.
     source: u32,
     /// Words it has read with relaxed order since it last slept.
-    polled: [usize; 2],
+    polled: Vec<usize>,
     yielder: *const Yielder<(), ()>,
 }
 
@@ -201,7 +201,7 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         task: None,
     };
     let n = blocks * threads;
-    let thread = || Thread { wait: Wait::Ready, value: 0, source: 0, polled: [0; 2], yielder: core::ptr::null() };
+    let thread = || Thread { wait: Wait::Ready, value: 0, source: 0, polled: Vec::new(), yielder: core::ptr::null() };
     let warp = || Warp { ready: u32::MAX, queued: true, ..Warp::default() };
     let mut world = World {
         options: *options,
@@ -605,15 +605,16 @@ impl World {
     /// The current thread has read `word` with relaxed order.
     pub(super) fn polled(&mut self, word: usize) {
         let polled = &mut self.threads[self.current as usize].polled;
-        if polled[0] == 0 || polled[0] == word {
-            polled[0] = word;
-        } else {
-            polled[1] = word;
+        if !polled.contains(&word) {
+            polled.push(word);
         }
     }
 
     pub(super) fn acquire(&mut self, word: usize) {
         self.order.acquire(self.current, word);
+        // The wait is over. Words of past waits would only wake the thread for nothing, and hide in a report which one
+        // it waits for now.
+        self.threads[self.current as usize].polled.clear();
     }
 
     pub(super) fn release(&mut self, word: usize) {
@@ -634,12 +635,12 @@ impl World {
     pub(super) fn sleep(&mut self, ns: u32) {
         self.now_ns += u64::from(ns);
         let thread = self.current;
-        let polled = self.threads[thread as usize].polled;
-        if polled[0] == 0 {
+        let polled = self.threads[thread as usize].polled.clone();
+        if polled.is_empty() {
             return;
         }
         self.wait(Wait::Word);
-        for word in polled.into_iter().filter(|word| *word != 0) {
+        for word in polled {
             let waiting = self.pollers.entry(word).or_default();
             if !waiting.contains(&thread) {
                 waiting.push(thread);
@@ -650,7 +651,7 @@ impl World {
     /// The current thread has slept.
     pub(super) fn awake(&mut self) {
         let thread = &mut self.threads[self.current as usize];
-        thread.polled = [0; 2];
+        thread.polled.clear();
         thread.wait = Wait::Ready;
     }
 }
