@@ -137,7 +137,7 @@ pub unsafe fn worker(params: *const LaunchParams) {
 #[cfg(target_arch = "nvptx64")]
 #[allow(unreachable_pub)] // Its functions are exported by name, not by path.
 mod ptx {
-    use crate::arch::{thread, trap};
+    use crate::arch::{bulk, mbarrier, memory, shared, thread, trap, warp};
     use perpetua_shared::launch::LaunchParams;
 
     #[panic_handler]
@@ -172,6 +172,39 @@ mod ptx {
             if below {
                 *word *= 3;
             }
+        }
+    }
+
+    /// Nor is this one: each instruction that copies, counts and multiplies, so that the tests see them assembled whether or
+    /// not a kernel uses them.
+    ///
+    /// # Safety
+    /// `words` points to 4 KiB.
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_copy(words: *mut u32) {
+        let at = thread::thread_idx();
+        // SAFETY: inside the 4 KiB and the words; every thread makes every call that wants them all.
+        unsafe {
+            if at == 0 {
+                mbarrier::init(0, 1);
+                mbarrier::init(1, 32);
+                mbarrier::fence();
+                bulk::prefetch(words.cast(), 2048);
+                bulk::fence_proxy();
+                mbarrier::arrive_expect(0, 2048);
+                bulk::copy(128, words.cast(), 2048, 0);
+            }
+            thread::sync_some(1, 64);
+            while !mbarrier::try_wait(0, 0) {}
+            let a = bulk::load16(128 + 16 * at);
+            shared::store16(4 * at, a);
+            let (b, c) = (bulk::load4(4 * at), bulk::load2(2 * at));
+            warp::sync();
+            mbarrier::arrive(1);
+            let d = warp::ldmatrix(4 * at);
+            let e = shared::load16(4 * (at ^ 1));
+            let sum = warp::mma(d, [e[0], b], [f32::from(c), 0.0, 0.0, f32::from_bits(e[1])]);
+            memory::store(words.add(at as usize), sum[0].to_bits() ^ sum[1].to_bits() ^ sum[3].to_bits());
         }
     }
 }

@@ -13,6 +13,9 @@ pub const ENTRY: &str = "perpetua_worker";
 /// bodies spill.
 pub const BLOCK_THREADS: u32 = 256;
 
+/// Those of them that run tasks and meet at the block's barrier.
+pub const TASK_THREADS: u32 = 256;
+
 /// See the module head. Sections are those of [`image`](crate::image), in its order; empty ones may have address 0.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]

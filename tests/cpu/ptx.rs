@@ -8,6 +8,7 @@ use std::process::Command;
 
 const WORKER: &str = perpetua_shared::launch::ENTRY;
 const PROBE: &str = "perpetua_probe_barrier";
+const COPIES: &str = "perpetua_probe_copy";
 
 /// What may only get better silently. More registers than this cannot be had by a block of this size; convergent
 /// instructions are counted in the source after inlining, so a number that changes with no change in the kernels is a
@@ -132,6 +133,32 @@ fn a_panic_is_a_trap() {
     println!("{} trap instructions", count(ptx, &["trap"]));
 }
 
+#[test]
+fn copies_barriers_and_products_are_the_instructions_meant() {
+    let Some(ptx) = ptx() else { return };
+    let (_, body) = entry(ptx, COPIES);
+    for (opcode, n) in [
+        ("mbarrier.init.shared::cta.b64", 2),
+        ("fence.mbarrier_init.release.cluster", 1),
+        ("cp.async.bulk.prefetch.L2.global", 1),
+        ("fence.proxy.async.global", 1),
+        ("mbarrier.arrive.expect_tx.shared::cta.b64", 1),
+        ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", 1),
+        ("mbarrier.try_wait.parity.shared::cta.b64", 1),
+        ("mbarrier.arrive.shared::cta.b64", 1),
+        ("bar.warp.sync", 1),
+        ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", 1),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", 1),
+        ("ld.shared.v4.u32", 2),
+        ("st.shared.v4.u32", 1),
+        ("ld.shared.u16", 1),
+    ] {
+        assert_eq!(count(body, &[opcode]), n, "{opcode}");
+    }
+    assert_eq!(barriers(body), 1);
+    assert!(body.contains("bar.sync") || body.contains("barrier"), "{body}");
+}
+
 fn ptxas() -> Option<String> {
     let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("target/ptxas/bin/ptxas");
     let candidates =
@@ -170,7 +197,7 @@ fn ptxas_accepts_it_without_spills() {
         functions += 1;
         assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
     }
-    assert_eq!(functions, 2, "the two entries and nothing else: {report}");
+    assert_eq!(functions, 3, "the three entries and nothing else: {report}");
     let registers = report
         .split_once(&format!("'{WORKER}'"))
         .and_then(|(_, rest)| rest.split_once("Used "))

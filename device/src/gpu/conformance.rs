@@ -176,7 +176,7 @@ impl Case {
                 // SAFETY: as above; the box lies inside its memory.
                 allocations.push(unsafe { Allocation::new(slot.name, start, operand.span_bytes() as usize, access) });
             }
-            let options = Options { blocks: 1, threads, seed: self.seed };
+            let options = Options::new(1, threads, self.seed);
             let launched = launch(&options, allocations, || {
                 let call = Call {
                     task: &task,
@@ -510,7 +510,7 @@ fn advance() {
 #[test]
 fn a_number_nobody_has_is_a_fault() {
     let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
-    let options = Options { blocks: 1, threads: 32, seed: 1 };
+    let options = Options::new(1, 32, 1);
     let launched = launch(&options, Vec::new(), || {
         let call =
             Call { task: &task, operands: &[], step: &Step::default(), programs: &[], bindings: core::ptr::null() };

@@ -181,8 +181,7 @@ impl Simt {
             let fault = (&raw mut fault).cast();
             allocations.push(Allocation::new("the fault record", fault, size_of::<Fault>(), Access::Written));
         }
-        let options =
-            simt::Options { blocks: view.n_workers, threads: self.options.block_threads, seed: self.options.seed };
+        let options = simt::Options::new(view.n_workers, self.options.block_threads, self.options.seed);
         let launched = simt::launch(&options, allocations, || {
             // SAFETY: the launch block is as `LaunchParams` says, the image is checked, and the grid has its workers.
             unsafe { perpetua_device::entry::worker(&raw const params) }
