@@ -9,6 +9,8 @@
 //! that meets at the block's barrier, respectively of the warp, the same number of times. The block's barrier is that of the
 //! warps that run tasks; service warps beside them have mbarriers.
 
+#![cfg_attr(not(target_arch = "nvptx64"), allow(dead_code, reason = "some is used by the PTX's probe entries alone"))]
+
 #[cfg(target_arch = "nvptx64")]
 mod ptx;
 #[cfg(target_arch = "nvptx64")]
@@ -56,6 +58,12 @@ pub(crate) mod thread {
     #[inline(always)]
     pub(crate) fn block_dim() -> u32 {
         backend::block_dim()
+    }
+
+    /// Those of them that run tasks and meet at the block's barrier; the others are service warps, and come after them.
+    #[inline(always)]
+    pub(crate) fn task_threads() -> u32 {
+        backend::task_threads()
     }
 
     /// The block's barrier: what any of its threads wrote before is visible to all of them after.
@@ -211,6 +219,9 @@ pub(crate) mod shared {
     /// How many words there are.
     pub(crate) const WORDS: u32 = 4096;
 
+    /// Words from here on outlive a task; those below are a task's own.
+    pub(crate) const KEPT: u32 = WORDS - 72;
+
     /// Word `at`.
     ///
     /// # Safety
@@ -265,7 +276,7 @@ pub(crate) mod mbarrier {
     use super::backend;
 
     /// How many a block has; they go by number.
-    pub(crate) const COUNT: u32 = 64;
+    pub(crate) const COUNT: u32 = 72;
 
     /// Makes barrier `number` one of `count` arrivals a phase. Threads other than the caller may use it after a
     /// [`thread::sync`](super::thread::sync), copies after a [`fence`].
@@ -593,5 +604,7 @@ pub(crate) mod scalar {
     }
 }
 
-#[cfg(target_arch = "nvptx64")]
-pub(crate) use ptx::trap;
+/// Ends the grid with an error that the host sees at its next call.
+pub(crate) fn trap() -> ! {
+    backend::trap()
+}

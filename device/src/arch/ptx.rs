@@ -12,9 +12,9 @@ use core::arch::{asm, global_asm};
 
 // The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
 global_asm!(".shared .align 16 .b8 perpetua_shared[16384];");
-global_asm!(".shared .align 8 .b8 perpetua_mbarriers[512];");
+global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
 global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
-const _: () = assert!(super::shared::WORDS * 4 == 16384 && super::mbarrier::COUNT * 8 == 512);
+const _: () = assert!(super::shared::WORDS * 4 == 16384 && super::mbarrier::COUNT * 8 == 576);
 
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
@@ -65,6 +65,11 @@ pub(super) fn block_idx() -> u32 {
 pub(super) fn block_dim() -> u32 {
     // SAFETY: reads a special register.
     unsafe { core::arch::nvptx::_block_dim_x() as u32 }
+}
+
+#[inline(always)]
+pub(super) fn task_threads() -> u32 {
+    TASK_THREADS as u32
 }
 
 #[inline(always)]
@@ -465,9 +470,8 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
     bits
 }
 
-/// Ends the grid with an error that the host sees at its next call.
 #[inline(always)]
-pub(crate) fn trap() -> ! {
+pub(super) fn trap() -> ! {
     // SAFETY: does not return.
     unsafe { core::arch::nvptx::trap() }
 }

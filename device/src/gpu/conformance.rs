@@ -184,6 +184,7 @@ impl Case {
                     step: &self.step,
                     programs: &programs,
                     bindings: table,
+                    tiles: None,
                 };
                 // SAFETY: every thread of the block makes this call; the operands have been checked.
                 if let Err(fault) = unsafe { run_gpu(&call, &Block::current()) } {
@@ -512,8 +513,14 @@ fn a_number_nobody_has_is_a_fault() {
     let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
     let options = Options::new(1, 32, 1);
     let launched = launch(&options, Vec::new(), || {
-        let call =
-            Call { task: &task, operands: &[], step: &Step::default(), programs: &[], bindings: core::ptr::null() };
+        let call = Call {
+            task: &task,
+            operands: &[],
+            step: &Step::default(),
+            programs: &[],
+            bindings: core::ptr::null(),
+            tiles: None,
+        };
         // SAFETY: no body runs.
         let outcome = unsafe { run_gpu(&call, &Block::current()) };
         assert_eq!(outcome.map_err(|fault| fault.code), Err(FaultCode::NoSuchKernel as u32));

@@ -8,6 +8,7 @@
 pub(crate) mod math;
 pub(crate) mod rows;
 pub mod sync;
+pub(crate) mod tiles;
 
 #[cfg(test)]
 mod conformance;
@@ -226,6 +227,8 @@ pub struct Call<'a> {
     pub programs: &'a [ProgramDesc],
     /// Where every binding lies.
     pub(crate) bindings: *const u64,
+    /// The worker's tiles, where a loader brings some.
+    pub(crate) tiles: Option<&'a tiles::Tiles<'a>>,
 }
 
 impl Call<'_> {

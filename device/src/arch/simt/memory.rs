@@ -174,7 +174,7 @@ pub(super) struct Order {
 impl Order {
     /// For `blocks` blocks of `meeting` threads that meet and `service` that do not.
     pub(super) fn new(blocks: u32, meeting: u32, service: u32) -> Order {
-        let (threads, teams) = (meeting.max(service + MBARRIERS), 2 * blocks);
+        let (threads, teams) = (meeting.max((service + MBARRIERS).next_multiple_of(32)), 2 * blocks);
         let warps = threads as usize / 32;
         let team =
             || BlockTime { now: 1, barrier: 0, warps: vec![0; warps], synced: vec![0; warps], seen: Clock::new(teams) };
@@ -393,6 +393,46 @@ impl Order {
         }
         let acquired = self.acquired[thread as usize].as_ref();
         thread / 32 == warp || acquired.is_some_and(|clock| time < clock.blocks[other as usize].max(clock.warp(warp)))
+    }
+
+    /// Whether what `read` stands for, one or more lanes of a warp, is ordered before a write by `thread`.
+    fn are_lanes_seen(&self, thread: u32, read: Epoch) -> bool {
+        let who = read.who & !MARK;
+        if read.who & MARK == 0 && self.is_seen(thread, who, read.time) {
+            return true;
+        }
+        if who / 32 == thread / 32 {
+            let team = &self.blocks[(thread / self.threads) as usize];
+            let exchanged = team.warps[(thread % self.threads / 32) as usize];
+            return read.time < team.barrier.max(exchanged);
+        }
+        self.is_warp_seen(thread, who / 32, read.time)
+    }
+
+    /// Judges and records a read of `cell`, whose reads are kept by warp: `read` is that of `thread`'s.
+    fn touch_read(&mut self, cell: &Cell, read: &mut Epoch, thread: u32) -> Result<(), (&'static str, u32)> {
+        if !self.is_seen(thread, cell.write.who, cell.write.time) {
+            return Err(("written", cell.write.who));
+        }
+        let lone = read.time == 0 || read.who == thread || self.are_lanes_seen(thread, *read);
+        *read = Epoch { who: thread | if lone { 0 } else { LANES }, time: self.now(thread) };
+        Ok(())
+    }
+
+    /// Judges and records a write to `cell`, given its reads by warp.
+    fn touch_write(&mut self, cell: &mut Cell, reads: &mut [Epoch], thread: u32) -> Result<(), (&'static str, u32)> {
+        if let Some(read) = reads.iter().find(|read| read.time != 0 && !self.are_lanes_seen(thread, **read)) {
+            return Err(("read", read.who & !MARK));
+        }
+        self.touch(cell, thread, true)?;
+        reads.fill(Epoch::default());
+        Ok(())
+    }
+
+    /// The warp, in its block, of `thread`.
+    fn warp_in_block(&self, thread: u32) -> usize {
+        let (team, at) = (thread / self.threads, thread % self.threads);
+        ((at + team % 2 * self.meeting) / 32) as usize
     }
 
     /// [`Order::copy_to`] for a read.
@@ -656,6 +696,8 @@ pub(super) const COPY_UNIT: usize = 16;
 pub(super) struct Shared {
     words: Vec<u32>,
     cells: Vec<Cell>,
+    /// Per word and warp, who read it last.
+    reads: Vec<Epoch>,
     /// Sixteen bytes each.
     tiles: Vec<u128>,
     tile_cells: Vec<Cell>,
@@ -670,6 +712,7 @@ impl Shared {
         Shared {
             words: vec![0x7fc0_dead; words as usize],
             cells: vec![Cell::default(); words as usize],
+            reads: vec![Epoch::default(); (words * warps) as usize],
             tiles: vec![0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead; n],
             tile_cells: vec![Cell::default(); n],
             tile_reads: vec![0; n * warps as usize],
@@ -744,19 +787,19 @@ impl Shared {
             let who = order.describe(cell.write.who);
             return Err((Wrong::Race, format!("a read of tile byte {at}, written by {who}, and nothing between")));
         }
-        let (team, lane) = (thread / order.threads, thread % order.threads);
-        let warp = (lane + team % 2 * order.meeting) / 32;
-        self.tile_reads[at as usize / COPY_UNIT * self.warps + warp as usize] = order.now(thread);
+        self.tile_reads[at as usize / COPY_UNIT * self.warps + order.warp_in_block(thread)] = order.now(thread);
         Ok(self.tiles[at as usize / COPY_UNIT])
     }
 
     /// Forgets what is in it: another task's words are nobody's.
     pub(super) fn poison(&mut self) {
-        self.words.fill(0x7fc0_dead);
-        for cell in &mut self.cells {
+        let kept = crate::arch::shared::KEPT as usize;
+        self.words[..kept].fill(0x7fc0_dead);
+        for cell in &mut self.cells[..kept] {
             // Time 0 marks what was never written; that it was is still needed to order the next write.
-            cell.read = if cell.read.time == 0 { cell.write } else { cell.read };
-            cell.write = Epoch::default();
+            if cell.write.time != 0 {
+                *cell = Cell { write: Epoch::default(), read: cell.write };
+            }
         }
     }
 
@@ -773,7 +816,12 @@ impl Shared {
         if store.is_none() && cell.write.time == 0 {
             return Err((Wrong::Poison, format!("a read of shared word {at}, which this task has not written")));
         }
-        order.touch(cell, thread, store.is_some()).map_err(|(did, who)| {
+        let reads = &mut self.reads[at as usize * self.warps..][..self.warps];
+        let judged = match store {
+            Some(_) => order.touch_write(cell, reads, thread),
+            None => order.touch_read(cell, &mut reads[order.warp_in_block(thread)], thread),
+        };
+        judged.map_err(|(did, who)| {
             let does = if store.is_some() { "write" } else { "read" };
             let who = order.describe(who);
             (Wrong::Race, format!("a {does} of shared word {at}, {did} by {who}, and nothing between"))

@@ -37,6 +37,10 @@ pub(super) fn block_dim() -> u32 {
     with(|world| world.block_dim())
 }
 
+pub(super) fn task_threads() -> u32 {
+    with(|world| world.meeting_threads())
+}
+
 pub(super) fn at_task(task: u32) {
     with(|world| world.at_task(task));
 }
@@ -224,6 +228,10 @@ pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
 #[track_caller]
 pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
     exchange(Purpose::Shuffle, value, lane)
+}
+
+pub(super) fn trap() -> ! {
+    panic!("a trap")
 }
 
 pub(super) fn timer_ns() -> u64 {
