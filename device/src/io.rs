@@ -1,6 +1,7 @@
 //! Tensors as the CPU bodies and references see them: a base address, a dtype and a strided box.
 
 use half::{bf16, f16};
+use perpetua_shared::dtype::Q8_BLOCK;
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
@@ -76,7 +77,8 @@ impl Tensor {
     /// The element at `at`, widened to f32. Integers convert.
     pub fn get<const N: usize>(&self, at: [usize; N]) -> f32 {
         let p = self.address(at);
-        // SAFETY: `address` checked the index; alignment is the constructor's promise.
+        // SAFETY: `address` checked the index; alignment is the constructor's promise. A row of Q8 is whole (the rule of
+        // the kernels that take it), so its scales follow it.
         unsafe {
             match self.dtype() {
                 DType::F32 => p.cast::<f32>().read(),
@@ -86,6 +88,11 @@ impl Tensor {
                 DType::U32 => p.cast::<u32>().read() as f32,
                 DType::U8 => p.read() as f32,
                 DType::I64 => p.cast::<i64>().read() as f32,
+                DType::Q8 => {
+                    let column = at[N - 1];
+                    let scales = p.sub(column).add(self.extent[N - 1].next_multiple_of(Q8_BLOCK)).cast::<f32>();
+                    f32::from(p.cast::<i8>().read()) * scales.add(column / Q8_BLOCK).read()
+                }
             }
         }
     }
@@ -103,6 +110,7 @@ impl Tensor {
                 DType::U32 => p.cast::<u32>().write(value as u32),
                 DType::U8 => p.write(value as u8),
                 DType::I64 => p.cast::<i64>().write(value as i64),
+                DType::Q8 => panic!("weights in 8 bits are never written by a task"),
             }
         }
     }

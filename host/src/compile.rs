@@ -295,7 +295,7 @@ impl Layout {
         // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
         let mut weight_align = vec![1; blocks.table.buffers.len()];
         for tensor in &blocks.table.tensors {
-            weight_align[tensor.buffer.idx()] = tensor.dtype.size_bytes() as u32;
+            weight_align[tensor.buffer.idx()] = tensor.dtype.align_bytes() as u32;
         }
         let mut of_buffer = Vec::with_capacity(blocks.table.buffers.len());
         for (buffer, weight_align) in blocks.table.buffers.iter().zip(weight_align) {

@@ -13,12 +13,12 @@
 //! ```
 
 use crate::compile::{CompileError, Compiled, Config, Source, compile};
-use crate::exec::memory::{Keep, Memory, MemoryError, WeightSource};
+use crate::exec::memory::{Keep, Memory, MemoryError, WeightSource, available_bytes};
 use crate::exec::{RunError, reference, simt, threads};
 use crate::graph::lower::Target;
 use crate::model::config::Architecture;
-use crate::model::decoder::{BuildError, Decoder, Head};
-use crate::model::{self, DecodeStream, ModelError, ModelFolder};
+use crate::model::decoder::{BuildError, Declared, Decoder, Head};
+use crate::model::{self, DecodeStream, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Step};
 use perpetua_shared::limits::MAX_STOP_TOKENS;
 use perpetua_shared::task::Operand;
@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Debug)]
 pub struct Model {
     folder: Arc<ModelFolder>,
+    quantized: Option<Arc<Quantized>>,
 }
 
 impl Model {
@@ -39,7 +40,38 @@ impl Model {
     /// # Errors
     /// What is missing in the folder, or what its configuration asks for that this library does not do.
     pub fn load(dir: impl AsRef<Path>) -> Result<Model, ModelError> {
-        Ok(Model { folder: Arc::new(ModelFolder::open(dir)?) })
+        Ok(Model { folder: Arc::new(ModelFolder::open(dir)?), quantized: None })
+    }
+
+    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; CPU only. `progress` is
+    /// called with the bytes of every matrix read.
+    ///
+    /// ```no_run
+    /// # use perpetua::{Model, model::Quantize};
+    /// let model = Model::load("path/to/Qwen3-0.6B")?.quantize(Quantize::Q8, |_| {})?;
+    /// # Ok::<(), perpetua::EngineError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// A sentence model; weights that are missing, misshapen or not finite; too little memory.
+    pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
+        let Quantize::Q8 = how;
+        self.decoder()?;
+        let tensors = model::layout::tensors(self.config());
+        let needed = Quantized::needed(&tensors);
+        if let Some(available) = available_bytes()
+            && needed > available
+        {
+            let what = "weights in 8 bits".to_owned();
+            return Err(MemoryError::TooLarge { what, bytes: needed, available }.into());
+        }
+        let quantized = Quantized::new(self.weights()?, &tensors, &mut progress)?;
+        Ok(Model { folder: self.folder.clone(), quantized: Some(Arc::new(quantized)) })
+    }
+
+    /// How its weights were quantised, if they were.
+    pub fn quantized(&self) -> Option<&Quantized> {
+        self.quantized.as_deref()
     }
 }
 
@@ -52,10 +84,13 @@ impl std::ops::Deref for Model {
 
 impl WeightSource for Model {
     fn bytes(&self, name: &str) -> Option<&[u8]> {
-        Some(self.folder.weights().ok()?.get(name)?.bytes)
+        match self.quantized.as_ref().and_then(|quantized| quantized.get(name)) {
+            Some(bytes) => Some(bytes),
+            None => Some(self.folder.weights().ok()?.get(name)?.bytes),
+        }
     }
     fn keep(&self) -> Keep {
-        self.folder.clone()
+        Arc::new(self.clone())
     }
 }
 
@@ -452,7 +487,10 @@ pub fn decoder_sources(
     head: Head,
 ) -> Result<Vec<Source>, EngineError> {
     let config = model.decoder()?;
-    let weights = model.weights()?;
+    let weights = match model.quantized() {
+        Some(_) => Declared::Quantized(model.weights()?),
+        None => Declared::Checkpoint(model.weights()?),
+    };
     let mut rows: Vec<usize> = chunks.iter().map(|rows| (*rows).clamp(1, context)).collect();
     if head == Head::Sample {
         rows.push(1);
@@ -507,6 +545,14 @@ impl Engine {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         target(config.device, config.threads)?;
         model.decoder()?;
+        if model.quantized().is_some() && matches!(config.device, Device::Simt | Device::Cuda) {
+            let given = "of a model in 8 bits".to_owned();
+            return Err(EngineError::Option {
+                name: "device",
+                given,
+                expected: "cpu or reference: no GPU kernel reads them",
+            });
+        }
         let allowed = model.max_tokens();
         let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
         if context == 0 || context > allowed {

@@ -20,19 +20,50 @@ pub enum DType {
     U8 = 6,
     /// Signed 64-bit integer.
     I64 = 7,
+    /// Signed bytes with a scale per [`Q8_BLOCK`]: weight matrices only, whose rows are laid out as [`q8_row_bytes`] says.
+    Q8 = 8,
+}
+
+/// Elements of a row that share a scale: a cache line of them.
+pub const Q8_BLOCK: usize = 64;
+
+/// Bytes of a row of `k` elements in [`DType::Q8`]: whole blocks of bytes, zero beyond element `k`, then the blocks' scales
+/// in f32, rounded up to a multiple of 16. Element i is `byte[i] * scale[i / 64]`, which is exact in f32 where the scale
+/// has at most 17 significant bits.
+pub const fn q8_row_bytes(k: usize) -> usize {
+    let blocks = k.div_ceil(Q8_BLOCK);
+    (blocks * (Q8_BLOCK + 4)).next_multiple_of(16)
 }
 
 impl DType {
     /// Every element type, in the order of their numbers.
-    pub const ALL: [DType; 7] = [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::U32, DType::U8, DType::I64];
+    pub const ALL: [DType; 8] =
+        [DType::F32, DType::Bf16, DType::F16, DType::I32, DType::U32, DType::U8, DType::I64, DType::Q8];
 
-    /// Bytes per element.
+    /// Bytes per element; for [`DType::Q8`] without the scales.
     pub const fn size_bytes(self) -> usize {
         match self {
             DType::F32 | DType::I32 | DType::U32 => 4,
             DType::Bf16 | DType::F16 => 2,
-            DType::U8 => 1,
+            DType::U8 | DType::Q8 => 1,
             DType::I64 => 8,
+        }
+    }
+
+    /// Alignment that memory of it must have.
+    pub const fn align_bytes(self) -> usize {
+        match self {
+            // What its rows are rounded up to.
+            DType::Q8 => 16,
+            _ => self.size_bytes(),
+        }
+    }
+
+    /// Bytes of a row-major tensor of this shape; of Q8, a matrix.
+    pub fn tensor_bytes(self, shape: &[usize]) -> u64 {
+        match (self, shape) {
+            (DType::Q8, [outer @ .., k]) => outer.iter().map(|n| *n as u64).product::<u64>() * q8_row_bytes(*k) as u64,
+            _ => shape.iter().map(|n| *n as u64).product::<u64>() * self.size_bytes() as u64,
         }
     }
 
@@ -46,6 +77,7 @@ impl DType {
             DType::U32 => "u32",
             DType::U8 => "u8",
             DType::I64 => "i64",
+            DType::Q8 => "q8",
         }
     }
 

@@ -1,6 +1,6 @@
 //! Checkpoints in, the reference outputs of `transformers` out: logits, greedy tokens, decode against prefill.
 
-use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use safetensors::SafeTensors;
 use std::ops::ControlFlow;
@@ -224,5 +224,33 @@ fn synthetic_models_of_every_family_agree_with_the_reference() {
             let worst = rows.iter().copied().fold(0.0, f64::max);
             assert!(mean <= 1e-3 && worst <= 1e-2, "{preset} chunks {chunks:?}: {mean} {worst}");
         }
+    }
+}
+
+/// Weights in 8 bits cost what rounding them costs and no more: the threads' kernels against plain loops over the same
+/// weights, and both against the checkpoint's.
+#[test]
+fn eight_bit_weights_stay_near_the_checkpoint() {
+    for name in MODELS {
+        let exact = Model::load(fixture(name)).unwrap();
+        let mut bytes = 0;
+        let quantized = exact.quantize(Quantize::Q8, |n| bytes += n).unwrap();
+        assert!(
+            bytes > 0 && quantized.quantized().unwrap().size_bytes() < exact.weights().unwrap().size_bytes() as u64
+        );
+        let ids = &cases(name)[0].ids;
+        let logits = |model: &Model, device| engine(model, device, true, &[64]).logits(ids, |_| ()).unwrap();
+        let plain = logits(&quantized, Device::Reference);
+        let threads = logits(&quantized, Device::Cpu);
+        let expected = logits(&exact, Device::Reference);
+        let vocab = expected.len() / ids.len();
+        let mean = |p: &[f32], q: &[f32]| {
+            let each = p.chunks_exact(vocab).zip(q.chunks_exact(vocab)).map(|(p, q)| divergence(p, q));
+            each.sum::<f64>() / ids.len() as f64
+        };
+        assert!(mean(&plain, &threads) <= 1e-3, "{name}: kernels {}", mean(&plain, &threads));
+        assert!(mean(&expected, &threads) <= 1e-2, "{name}: 8 bits {}", mean(&expected, &threads));
+        // Rounding must show: the same logits would mean that nothing was quantised.
+        assert!(mean(&expected, &plain) > 1e-9, "{name}: nothing was rounded");
     }
 }

@@ -13,14 +13,14 @@
 //! ```
 //! Weights are read where they lie, along k, four rows at once. A tile keeps one vector of partial sums per output;
 //! step c of k adds to it, in order, and one fixed tree adds its lanes at the end. That is the whole order of
-//! summation, so it depends neither on the tile's size nor on the blocks below.
+//! summation, so it does not depend on the tile's size.
 //!
-//! Blocks: a block of activation rows is packed at once. A group's piece of it (6 rows x 1024 of k) stays in L1 while the
-//! weight rows of the task pass by, from L2 after the first group; the vectors of partial sums wait in scratch until the
-//! next piece of k. With few activation rows there is one group and k is not cut.
+//! A block of activation rows is packed at once. A group's rows stay in the nearest cache they fit while the weight rows
+//! of the task pass by, from L2 after the first group. k is not cut: L2 feeds a tile as fast as L1 does, while partial
+//! sums are sixteen times as large as the sums.
 //!
-//! PERF: with the weights held in L1 and the activations passing by instead, L2 fed at most half of the multiply-adds:
-//! 75 GFLOP/s of 145 (Sapphire Rapids, 2026-11-21).
+//! PERF: bf16 512x256x1024 on one AVX-512 core of 159 GFLOP/s: 91 with tiles as the compiler allots their registers,
+//! 99 with [`Dot::tile`] in assembly (Sapphire Rapids, 2026-11-21).
 
 use super::rows::{Row, has_unit_stride};
 use super::simd::{Dot, Leaf, Simd};
@@ -30,15 +30,8 @@ use core::marker::PhantomData;
 /// Rows of weights a tile takes.
 pub(crate) const TILE_ROWS: usize = 4;
 
-/// Bytes of packed activations that are passed over at once: they are read once per
-/// piece of k, so that most of L2 is left to the weights.
+/// Bytes of packed activations that are passed over at once: half of L2, so that the weights of a task fit beside them.
 const BLOCK_BYTES: usize = 1 << 20;
-
-/// Elements of a piece of k: six rows of it in f32 are 24 KiB of the 32 to 48 of L1.
-const BLOCK_K: usize = 1024;
-
-/// Bytes of the partial sums that wait in scratch.
-const PARTIAL_BYTES: usize = 1 << 20;
 
 /// How far ahead weights are asked for, in cache lines of each row: 2 KiB.
 /// PERF: without prefetch a matrix-vector product reached 72 % of the read bandwidth, with it 93 % (Emerald Rapids, 2
@@ -117,38 +110,29 @@ impl<E> Weights<E> {
     }
 }
 
-/// Scratch of [`multiply`], in f32: packed activations and partial sums.
+/// Scratch of [`multiply`]: packed activations.
 pub(crate) struct Plan {
     /// Activation rows packed at once.
     pub(crate) block_rows: usize,
     /// f32 of the packed block.
     pub(crate) packed_floats: usize,
-    /// f32 of the partial sums.
-    pub(crate) partial_floats: usize,
 }
 
 impl Plan {
-    /// For `rows` activation rows of `k` elements and `n` weight rows; the most that any level needs, so that it does
-    /// not depend on one.
-    pub(crate) fn new(rows: usize, n: usize, k: usize) -> Plan {
-        // Whole chunks of 32 f32, the longest.
-        let row_floats = k.next_multiple_of(32);
+    /// For `rows` activation rows of `k` elements; the most that any level needs, so that it does not depend on one.
+    pub(crate) fn new(rows: usize, k: usize) -> Plan {
+        // Whole chunks of 64 f32, the longest.
+        let row_floats = k.next_multiple_of(64);
         let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
-        let pieces = if k > BLOCK_K { PARTIAL_BYTES / 64 / n.max(1) } else { usize::MAX };
-        let block_rows = (in_cache.min(pieces).clamp(12, 384) / 12 * 12).min(rows);
-        let is_cut = k > BLOCK_K && block_rows > 1;
-        Plan {
-            block_rows,
-            packed_floats: block_rows * row_floats,
-            partial_floats: if is_cut { block_rows * n * 16 } else { 0 },
-        }
+        let block_rows = (in_cache.clamp(12, 384) / 12 * 12).min(rows);
+        Plan { block_rows, packed_floats: block_rows * row_floats }
     }
 }
 
 /// How many of `left` columns the next group takes: a width that [`Tile`] is made for. The sizes do not matter to the
 /// sums.
-fn group<S: Simd>(left: usize) -> usize {
-    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(S::TILE_COLS)).unwrap_or(1)
+fn group<S: Simd, D: Dot<S>>(left: usize) -> usize {
+    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(D::TILE_COLS)).unwrap_or(1)
 }
 
 /// Packs one activation row as number `m` of a group of `width`. `wide` has room for a row, `dst` for a group of whole
@@ -180,21 +164,7 @@ impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
     }
 }
 
-/// Part of the k dimension, in cache lines of weights and what is left over at its end.
-#[derive(Clone, Copy)]
-struct Span {
-    /// Whole cache lines, absolute.
-    first_line: usize,
-    end_line: usize,
-    /// Cache lines of the whole row.
-    all_lines: usize,
-    /// Whether the row ends with this span: then the chunks and elements after the last whole line belong to it.
-    last: bool,
-}
-
-/// Adds the products of `R` weight rows and a packed group of `M` activation rows over `span`. Partial sums come from
-/// `partial` (room for R * M vectors) unless the span is the first, and go there unless it is the last; then the lanes
-/// are added into `sums[m * sums_stride + columns[r]]`.
+/// sums[m * sums_stride + columns[r]] = the products of `R` weight rows and a packed group of `M` activation rows.
 struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     w: [*const D::Elem; R],
     /// Rows whose start is asked for when these end.
@@ -202,8 +172,6 @@ struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     columns: [usize; R],
     x: *const f32,
     k: usize,
-    span: Span,
-    partial: *mut f32,
     sums: *mut f32,
     sums_stride: usize,
     set: PhantomData<S>,
@@ -213,54 +181,52 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Tile { w, next, columns, x, k, span, partial, sums, sums_stride, .. } = self;
-        let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
-        let line_elems = per_line * D::CHUNK;
-        // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; partial
-        // sums and sums are as the type says.
+        let Tile { w, next, columns, x, k, sums, sums_stride, .. } = self;
+        // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; sums are
+        // as the type says.
         unsafe {
             let mut acc = [[S::splat(0.0); M]; R];
-            if span.first_line > 0 {
-                let mut i = 0;
-                while i < R * M {
-                    acc[i / M][i % M] = S::load(partial.add(i * S::LANES));
-                    i += 1;
+            let mut c;
+            if D::HAS_TILE && R == TILE_ROWS && M == D::TILE_COLS {
+                c = k / D::CHUNK;
+                if c > 0 {
+                    D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], x, c, acc.as_mut_ptr().cast());
                 }
-            }
-            // Ahead in the same row as long as the span goes, then at its start in the rows that come next.
-            let len = span.end_line - span.first_line;
-            let offset = AHEAD_LINES.min(len);
-            let turn = span.end_line - offset;
-            let mut line = span.first_line;
-            while line < span.end_line {
+            } else {
+                let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
+                let line_elems = per_line * D::CHUNK;
+                // Ahead in the same row as long as it goes, then at the start of the rows that come next.
+                let lines = k / line_elems;
+                let offset = AHEAD_LINES.min(lines);
+                let turn = lines - offset;
                 let mut r = 0;
                 while r < R {
-                    let at = if line < turn {
-                        w[r].wrapping_add((line + offset) * line_elems)
-                    } else {
-                        next[r].wrapping_add((line + offset - len) * line_elems)
-                    };
-                    S::prefetch(at.cast());
+                    D::prefetch_tail(next[r], k);
                     r += 1;
                 }
-                let mut u = 0;
-                while u < per_line {
-                    chunk::<S, D, R, M>(&w, x, line * per_line + u, D::CHUNK, &mut acc);
-                    u += 1;
+                let mut line = 0;
+                while line < lines {
+                    let mut r = 0;
+                    while r < R {
+                        let at = if line < turn {
+                            w[r].wrapping_add((line + offset) * line_elems)
+                        } else {
+                            next[r].wrapping_add((line - turn) * line_elems)
+                        };
+                        S::prefetch(at.cast());
+                        r += 1;
+                    }
+                    let mut u = 0;
+                    while u < per_line {
+                        D::chunk::<R, M>(&w, x, k, line * per_line + u, &mut acc);
+                        u += 1;
+                    }
+                    line += 1;
                 }
-                line += 1;
+                c = lines * per_line;
             }
-            if !span.last {
-                let mut i = 0;
-                while i < R * M {
-                    S::store(partial.add(i * S::LANES), acc[i / M][i % M]);
-                    i += 1;
-                }
-                return;
-            }
-            let mut c = span.all_lines * per_line;
             while c * D::CHUNK < k {
-                chunk::<S, D, R, M>(&w, x, c, k - c * D::CHUNK, &mut acc);
+                D::chunk::<R, M>(&w, x, k, c, &mut acc);
                 c += 1;
             }
             let mut m = 0;
@@ -278,89 +244,43 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     }
 }
 
-/// Chunk `c` of a [`Tile`], of which `n` elements exist.
-#[inline(always)]
-unsafe fn chunk<S: Simd, D: Dot<S>, const R: usize, const M: usize>(
-    w: &[*const D::Elem; R],
-    x: *const f32,
-    c: usize,
-    n: usize,
-    acc: &mut [[S::F; M]; R],
-) {
-    // SAFETY: chunk `c` is inside the rows and the packed group (caller).
-    unsafe {
-        let at = c * D::CHUNK;
-        let mut wr = [if n >= D::CHUNK { D::load(w[0].add(at)) } else { D::load_part(w[0].add(at), n) }; R];
-        let mut r = 1;
-        while r < R {
-            wr[r] = if n >= D::CHUNK { D::load(w[r].add(at)) } else { D::load_part(w[r].add(at), n) };
-            r += 1;
-        }
-        let mut m = 0;
-        while m < M {
-            let xm = D::load_x(x.add((c * M + m) * D::CHUNK));
-            let mut r = 0;
-            while r < R {
-                acc[r][m] = D::mac(acc[r][m], wr[r], xm);
-                r += 1;
-            }
-            m += 1;
-        }
-    }
-}
-
 /// sums[m][column of row j] = weights[j] . x[m], for `packed` rows (groups as [`group`] cuts them) and all weight rows.
 ///
 /// # Safety
-/// Weights are readable; `packed`, `partial` and `sums` are as large as the [`Plan`] says; the level exists.
+/// Weights are readable; `packed` and `sums` are as large as the [`Plan`] says; the level exists.
 pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     weights: &Weights<D::Elem>,
     packed: *const f32,
     cols: usize,
-    partial: *mut f32,
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let n = weights.all_rows();
-    let all_lines = weights.k / (64 / size_of::<D::Elem>());
-    let block_lines = if cols <= S::TILE_COLS { usize::MAX } else { BLOCK_K * size_of::<D::Elem>() / 64 };
-    let row_packed = weights.k.div_ceil(D::CHUNK) * D::CHUNK;
-    let mut first_line = 0usize;
-    loop {
-        let end_line = all_lines.min(first_line.saturating_add(block_lines));
-        let span = Span { first_line, end_line, all_lines, last: end_line == all_lines };
-        let mut m = 0;
-        while m < cols {
-            let width = group::<S>(cols - m);
-            // SAFETY: the group's packed rows and sums start where those of the `m` rows before end, as do its partial
-            // sums, of which every weight row has `width`. Rows j.. are below n; `next` is only asked for.
-            unsafe {
-                let x = packed.add(m * row_packed);
-                let sums = sums.add(m * sums_stride);
-                let partial = |j: usize| partial.wrapping_add((m * n + j * width) * S::LANES);
-                let mut j = 0;
-                while j + TILE_ROWS <= n {
-                    let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
-                    let next = core::array::from_fn(|r| weights.row((j + TILE_ROWS + r).min(n - 1)).0);
-                    let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
-                    let k = weights.k;
-                    any_width::<S, D, 4>(width, w, next, columns, x, k, span, partial(j), sums, sums_stride);
-                    j += TILE_ROWS;
-                }
-                while j < n {
-                    let (w, column) = weights.row(j);
-                    let next = [weights.row((j + 1).min(n - 1)).0];
-                    let k = weights.k;
-                    any_width::<S, D, 1>(width, [w], next, [column], x, k, span, partial(j), sums, sums_stride);
-                    j += 1;
-                }
+    let (n, k) = (weights.all_rows(), weights.k);
+    let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
+    let mut m = 0;
+    while m < cols {
+        let width = group::<S, D>(cols - m);
+        // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n;
+        // `next` is only asked for.
+        unsafe {
+            let x = packed.add(m * row_packed);
+            let sums = sums.add(m * sums_stride);
+            let mut j = 0;
+            while j + TILE_ROWS <= n {
+                let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
+                let next = core::array::from_fn(|r| weights.row((j + TILE_ROWS + r).min(n - 1)).0);
+                let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
+                any_width::<S, D, 4>(width, w, next, columns, x, k, sums, sums_stride);
+                j += TILE_ROWS;
             }
-            m += width;
+            while j < n {
+                let (w, column) = weights.row(j);
+                let next = [weights.row((j + 1).min(n - 1)).0];
+                any_width::<S, D, 1>(width, [w], next, [column], x, k, sums, sums_stride);
+                j += 1;
+            }
         }
-        if span.last {
-            return;
-        }
-        first_line = end_line;
+        m += width;
     }
 }
 
@@ -378,10 +298,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let all_lines = keys.k / (64 / size_of::<D::Elem>());
-    let span = Span { first_line: 0, end_line: all_lines, all_lines, last: true };
     let row_packed = keys.k.div_ceil(D::CHUNK) * D::CHUNK;
-    let none = core::ptr::null_mut();
     let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
     let value = |j: usize| values.wrapping_add(j * values_stride);
     let mut j = 0;
@@ -389,17 +306,17 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
         let tile = j + TILE_ROWS <= keys.rows;
         let mut m = 0;
         while m < cols {
-            let width = group::<S>(cols - m);
-            // SAFETY: as `multiply`; there are no partial sums.
+            let width = group::<S, D>(cols - m);
+            // SAFETY: as `multiply`.
             unsafe {
                 let (x, k, sums) = (packed.add(m * row_packed), keys.k, sums.add(m * sums_stride));
                 if tile {
                     let w = core::array::from_fn(|r| key(j + r));
                     let next = core::array::from_fn(|r| value(j + r));
                     let columns = core::array::from_fn(|r| j + r);
-                    any_width::<S, D, 4>(width, w, next, columns, x, k, span, none, sums, sums_stride);
+                    any_width::<S, D, 4>(width, w, next, columns, x, k, sums, sums_stride);
                 } else {
-                    any_width::<S, D, 1>(width, [key(j)], [value(j)], [j], x, k, span, none, sums, sums_stride);
+                    any_width::<S, D, 1>(width, [key(j)], [value(j)], [j], x, k, sums, sums_stride);
                 }
             }
             m += width;
@@ -417,8 +334,6 @@ unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
     columns: [usize; R],
     x: *const f32,
     k: usize,
-    span: Span,
-    partial: *mut f32,
     sums: *mut f32,
     sums_stride: usize,
 ) {
@@ -426,9 +341,9 @@ unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
         ($($m:literal)*) => {
             match width {
                 // SAFETY: the caller's promises are the type's.
-                $($m if $m <= S::TILE_COLS => unsafe {
+                $($m if $m <= D::TILE_COLS => unsafe {
                     D::call(Tile::<S, D, R, $m> {
-                        w, next, columns, x, k, span, partial, sums, sums_stride, set: PhantomData,
+                        w, next, columns, x, k, sums, sums_stride, set: PhantomData,
                     })
                 },)*
                 _ => unreachable!("a group of {width} columns"),
@@ -452,7 +367,7 @@ pub(crate) unsafe fn pack_rows<S: Simd, D: Dot<S>>(
     let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
     let mut first = 0;
     while first < cols {
-        let width = group::<S>(cols - first);
+        let width = group::<S, D>(cols - first);
         for m in 0..width {
             // SAFETY: the group starts where the rows before it end.
             unsafe {

@@ -5,6 +5,7 @@ use super::simd::Isa;
 use crate::io::{Call, Tensor};
 use crate::kernels::{MacroKernel, Numbered, Spec, param_words};
 use bytemuck::Zeroable;
+use perpetua_shared::dtype::{Q8_BLOCK, q8_row_bytes};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use proptest::prelude::*;
@@ -51,6 +52,29 @@ impl Memory {
         memory
     }
 
+    /// A matrix of 8-bit weights: bytes and scales by their own functions of (row, column) and (row, block).
+    fn q8(n: usize, k: usize, byte: impl Fn(usize, usize) -> i8, scale: impl Fn(usize, usize) -> f32) -> Memory {
+        let row = q8_row_bytes(k);
+        let mut words = vec![PATTERN; n * row / 8];
+        let blocks = k.div_ceil(Q8_BLOCK);
+        for (r, bytes) in bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(row).enumerate() {
+            for i in 0..blocks * Q8_BLOCK {
+                bytes[i] = if i < k { byte(r, i) as u8 } else { 0 };
+            }
+            for b in 0..blocks {
+                bytes[blocks * Q8_BLOCK + 4 * b..][..4].copy_from_slice(&scale(r, b).to_le_bytes());
+            }
+        }
+        let operand = Operand {
+            dtype: DType::Q8 as u16,
+            rank: 2,
+            extent: [n as u32, k as u32, 1, 1],
+            stride_elems: [row as u32, 1, 0, 0],
+            ..Operand::ABSENT
+        };
+        Memory { words, operand }
+    }
+
     fn absent() -> Memory {
         Memory { words: Vec::new(), operand: Operand::ABSENT }
     }
@@ -80,7 +104,8 @@ impl Memory {
     /// The words with the box's elements blanked: what no body may change.
     fn surroundings(&self) -> Vec<u64> {
         let copy = self.clone();
-        if !self.operand.is_present() {
+        // 8-bit weights are written nowhere.
+        if !self.operand.is_present() || self.operand.dtype() == Some(DType::Q8) {
             return copy.words;
         }
         let tensor = copy.tensor();
@@ -233,6 +258,56 @@ mod linear {
             }
         }
 
+        /// Bodies may keep activations in 15 bits of their block's largest.
+        #[test]
+        fn eight_bit_weights_agree_with_their_reference(
+            isa in isas(), rows in 0usize..20, n in 1usize..23, k in 1usize..700, gap in 0usize..9,
+            tiny in any::<bool>(), gated in any::<bool>(), seed in any::<u64>(),
+        ) {
+            // Blocks of very different sizes, some of zeros, some too small for an inverse.
+            let size = |i: usize| [1.0, 100.0, 0.0, if tiny { 1e-36 } else { 1e-3 }][i / Q8_BLOCK % 4];
+            let x = Memory::new(DType::F32, &[rows, k], gap, 1, |i| size(i % k) * noise(seed, i));
+            let weights = |s: u64| {
+                let byte = move |r: usize, i: usize| (127.0 * noise(seed ^ s, r * 10_000 + i)) as i8;
+                Memory::q8(n, k, byte, move |r, b| 0.01 * (noise(seed ^ s ^ 1, r * 100 + b).abs() + 0.1))
+            };
+            let off = |w: &Memory, r: usize, c: usize| {
+                let (xt, wt) = (x.tensor(), w.tensor());
+                let block = |b: usize| {
+                    let range = b * Q8_BLOCK..((b + 1) * Q8_BLOCK).min(k);
+                    let largest = range.clone().map(|i| xt.get([r, i]).abs()).fold(0f32, f32::max);
+                    largest * range.map(|i| wt.get([c, i]).abs()).sum::<f32>()
+                };
+                (0..k.div_ceil(Q8_BLOCK)).map(block).sum::<f32>() / 16384.0 + bound(&x, w, r, c)
+            };
+            let y = Memory::new(DType::F32, &[rows, n], gap, 0, |_| 77.0);
+            let (w, up) = (weights(2), weights(4));
+            let (expected, got) = if gated {
+                let io = [x.clone(), w.clone(), up.clone(), Memory::absent(), Memory::absent(), y];
+                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32 };
+                let [e, g] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
+                (e[5].values(), g[5].values())
+            } else {
+                let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y];
+                let [e, g] = both::<Linear>(isa, &Params { activation: 0 }, &io, step(0, rows as u32), 0);
+                (e[4].values(), g[4].values())
+            };
+            let product = |w: &Memory, r: usize, c: usize| -> f32 {
+                (0..k).map(|i| x.tensor().get([r, i]) * w.tensor().get([c, i])).sum::<f32>().abs()
+            };
+            for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
+                let (r, c) = (i / n, i % n);
+                let tolerance = match gated {
+                    false => off(&w, r, c),
+                    true => {
+                        let (dw, du) = (off(&w, r, c), off(&up, r, c));
+                        dw * (product(&up, r, c) + du) + du * product(&w, r, c)
+                    }
+                };
+                prop_assert!(near(*e, *g, 1.1 * tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
+            }
+        }
+
         #[test]
         fn gated_agrees_with_its_reference(
             isa in isas(), wd in dtypes(), xd in dtypes(), rows in 0usize..14, n in 1usize..23, k in 1usize..500,
@@ -261,15 +336,39 @@ mod linear {
         }
     }
 
+    #[test]
+    fn activations_that_are_not_finite_show_through_eight_bits() {
+        for isa in Isa::available() {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
+                let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
+                let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
+                let io = [x, w, Memory::absent(), Memory::absent(), y];
+                let [_, got] = both::<Linear>(*isa, &Params { activation: 0 }, &io, step(0, 1), 0);
+                assert!(got[4].values().iter().all(|y| !y.is_finite()), "{} {bad}", isa.name());
+            }
+        }
+    }
+
     /// Rows and columns are cut into tasks in any way, and prompts read at once or token by token: same bits.
     #[test]
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
-            for dtype in [DType::Bf16, DType::F16, DType::F32] {
+            for dtype in [DType::Bf16, DType::F16, DType::F32, DType::Q8] {
                 for k in [64, 301, 8000] {
                     let (rows, n) = (29, 13);
                     let x = Memory::new(DType::F32, &[rows, k], 0, 0, |i| noise(1, i));
-                    let w = Memory::new(dtype, &[n, k], 3, 1, |i| noise(2, i));
+                    let weights = |first: usize, n: usize| match dtype {
+                        DType::Q8 => Memory::q8(
+                            n,
+                            k,
+                            |r, i| (127.0 * noise(2, (first + r) * k + i)) as i8,
+                            |r, _| (first + r) as f32,
+                        ),
+                        _ if n == 1 => Memory::new(dtype, &[1, k], 0, 0, |i| noise(2, first * k + i)),
+                        _ => Memory::new(dtype, &[n, k], 3, 1, |i| noise(2, i)),
+                    };
+                    let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
                     let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y];
                     let p = Params { activation: 0 };
@@ -277,7 +376,7 @@ mod linear {
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {
                             let x = Memory::new(DType::F32, &[1, k], 0, 1, |i| noise(1, r * k + i));
-                            let w = Memory::new(dtype, &[1, k], 0, 0, |i| noise(2, c * k + i));
+                            let w = weights(c, 1);
                             let y = Memory::new(DType::F32, &[1, 1], 0, 0, |_| 0.0);
                             let io = [x, w, Memory::absent(), Memory::absent(), y];
                             let one = both::<Linear>(*isa, &p, &io, step(0, 1), 0)[1][4].values();

@@ -33,7 +33,9 @@ impl MacroKernel for Embedding {
         let [tokens, table, positions, kinds, y] = io else { unreachable!("slots were counted") };
         rules::dtype("tokens", tokens, &[DType::I32])?;
         rules::rank("tokens", tokens, 1)?;
-        for (name, operand) in [("table", table), ("positions", positions), ("kinds", kinds), ("y", y)] {
+        rules::weights("table", table)?;
+        rules::extent("table", table, 1, y.extent[1])?;
+        for (name, operand) in [("positions", positions), ("kinds", kinds), ("y", y)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, 2)?;
             rules::extent(name, operand, 1, y.extent[1])?;
@@ -107,7 +109,8 @@ impl MacroKernel for Embedding {
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         use crate::cpu::rows::{Row, has_unit_stride};
         let [tokens, table, positions, kinds, y] = core::array::from_fn(|i| call.tensor(i));
-        if ![table, positions, kinds, y].iter().all(has_unit_stride::<2>) {
+        let strided = ![table, positions, kinds, y].iter().all(has_unit_stride::<2>);
+        if strided || table.dtype() == DType::Q8 {
             return Self::reference(p, call);
         }
         let hidden = y.extent(1);

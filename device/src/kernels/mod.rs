@@ -120,7 +120,12 @@ pub const TILED_ROWS: u32 = 32;
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     let mut cost = Cost::default();
     for (slot, operand) in slots.iter().zip(io) {
-        let bytes = operand.dtype().map_or(0, |dtype| operand.len_elems() * dtype.size_bytes() as u64);
+        let bytes = match operand.dtype() {
+            None => 0,
+            // A row's scales are read with it.
+            Some(perpetua_shared::DType::Q8) => u64::from(operand.extent[0]) * u64::from(operand.stride_elems[0]),
+            Some(dtype) => operand.len_elems() * dtype.size_bytes() as u64,
+        };
         if slot.usage != Use::Write {
             cost.bytes_read += bytes;
         }
@@ -265,9 +270,27 @@ pub(crate) mod rules {
     //! The phrases every `check` is made of.
     use super::Violation;
     use perpetua_shared::DType;
+    use perpetua_shared::dtype::q8_row_bytes;
     use perpetua_shared::task::Operand;
 
     pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+    /// A matrix `[n, k]` of weights, in floats or in 8 bits with whole rows.
+    pub(crate) fn weights(name: &str, operand: &Operand) -> Result<(), Violation> {
+        rank(name, operand, 2)?;
+        unit_stride(name, operand)?;
+        if operand.dtype() != Some(DType::Q8) {
+            return dtype(name, operand, &FLOATS);
+        }
+        let row = q8_row_bytes(operand.extent[1] as usize);
+        if operand.stride_elems[0] as usize != row || !operand.offset_bytes.is_multiple_of(16) {
+            let (stride, offset) = (operand.stride_elems[0], operand.offset_bytes);
+            return Err(format!(
+                "`{name}` has rows of {stride} bytes from byte {offset}, expected {row} from a multiple of 16"
+            ));
+        }
+        Ok(())
+    }
 
     pub(crate) fn dtype(name: &str, operand: &Operand, allowed: &[DType]) -> Result<(), Violation> {
         match operand.dtype() {

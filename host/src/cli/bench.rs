@@ -1,8 +1,9 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
+use perpetua::exec::memory::WeightSource;
 use perpetua::exec::threads::allowed_cores;
-use perpetua::{Embedder, Engine, GenerateOptions, Model};
+use perpetua::{Embedder, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
 use serde_json::json;
@@ -85,14 +86,17 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
     // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
     let read = step_bytes(decode, model, args.context + args.tokens / 2, needed);
     let bandwidth = before.max(after);
+    let (tasks, events) = (decode.tasks.tasks.len(), decode.tasks.events.len());
+    let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
     let median = quantile(&steps, 0.5);
     let rate = read as f64 / median.max(1e-12);
-    Ok(json!({
+    drop(engine);
+    let mut figures = json!({
         "model": args.model.model.display().to_string(),
         "isa": Isa::best().name(),
         "workers": n_threads,
         "load_s": load.as_secs_f64(),
-        "compile_ms": engine.resident().compile_time().as_secs_f64() * 1e3,
+        "compile_ms": compile.as_secs_f64() * 1e3,
         "context": args.context,
         "prefill_tokens_per_s": args.context as f64 / prefill.as_secs_f64(),
         "step_ms_median": median * 1e3,
@@ -103,13 +107,69 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
         "read_gb_per_s": rate / 1e9,
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "share_of_bandwidth_percent": 100.0 * rate / bandwidth,
-        "tasks_per_step": decode.tasks.tasks.len(),
-        "events_per_step": decode.tasks.events.len(),
+        "tasks_per_step": tasks,
+        "events_per_step": events,
         "waiting_percent": 100.0 * waited.as_secs_f64()
             / (n_threads as f64 * (stamps[stamps.len() - 1] - stamps[0]).as_secs_f64()),
-        "memory_beside_weights": bytes(engine.resident().owned_bytes()),
+        "memory_beside_weights": bytes(owned),
         "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
-    }))
+    });
+    if let (Some(quantized), Some(figures)) = (model.quantized(), figures.as_object_mut()) {
+        figures.insert("quantized_weights".into(), bytes(quantized.size_bytes()).into());
+        figures.insert("accuracy".into(), accuracy(args, model, &prompt)?.into());
+    }
+    Ok(figures)
+}
+
+/// The most that quantised weights may cost: mean Kullback-Leibler divergence, as a part of the entropy of what is
+/// predicted. One percent more bits for the same text.
+const MAX_LOSS: f64 = 0.01;
+
+/// The logits of quantised weights beside those of the checkpoint's, over the prompt's first positions.
+fn accuracy(args: &Args, quantized: &Model, prompt: &[u32]) -> Result<String, Box<dyn std::error::Error>> {
+    let ids = &prompt[..prompt.len().min(64)];
+    let logits = |model: &Model| {
+        let config = EngineConfig { all_logits: true, chunks: vec![ids.len()], ..args.model.config(model, ids.len()) };
+        Engine::new(model, &config)?.logits(ids, |_| ())
+    };
+    let (ours, exact) = (logits(quantized)?, logits(&Model::load(&args.model.model)?)?);
+    let vocab = exact.len() / ids.len();
+    let (mut sum, mut worst, mut agree, mut entropy) = (0.0, 0f64, 0, 0.0);
+    for (ours, exact) in ours.chunks(vocab).zip(exact.chunks(vocab)) {
+        let divergence = divergence(exact, ours);
+        sum += divergence;
+        entropy += (vocab as f64).ln() - self::divergence(exact, &vec![0.0; vocab]);
+        worst = worst.max(divergence);
+        agree += usize::from(argmax(ours) == argmax(exact));
+    }
+    let verdict = if sum <= MAX_LOSS * entropy { "passed" } else { "FAILED" };
+    Ok(format!(
+        "{verdict}: mean KL {:.1e} nats, {:.2} % of the entropy ({} % allowed), worst {worst:.1e}; {agree} of {} first choices the same",
+        sum / ids.len() as f64,
+        100.0 * sum / entropy,
+        100.0 * MAX_LOSS,
+        ids.len()
+    ))
+}
+
+/// KL(softmax(p) || softmax(q)), in nats.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let log_sum = |x: &[f32]| {
+        let max = f64::from(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        max + x.iter().map(|v| (f64::from(*v) - max).exp()).sum::<f64>().ln()
+    };
+    let (zp, zq) = (log_sum(p), log_sum(q));
+    p.iter()
+        .zip(q)
+        .map(|(p, q)| {
+            let (lp, lq) = (f64::from(*p) - zp, f64::from(*q) - zq);
+            lp.exp() * (lp - lq)
+        })
+        .sum()
+}
+
+fn argmax(x: &[f32]) -> Option<usize> {
+    (0..x.len()).max_by(|a, b| x[*a].total_cmp(&x[*b]))
 }
 
 /// Bytes a decode step reads with `position` tokens in a cache planned for `context`.
@@ -161,7 +221,7 @@ fn quantile(sorted: &[Duration], q: f64) -> f64 {
 /// passes. The very bytes a step reads, so that it is compared with what this memory can give.
 fn read_bandwidth(model: &Model, n_threads: usize) -> Result<f64, Box<dyn std::error::Error>> {
     let weights = model.weights()?;
-    let tensors: Vec<&[u8]> = weights.names().filter_map(|name| Some(weights.get(name)?.bytes)).collect();
+    let tensors: Vec<&[u8]> = weights.names().filter_map(|name| model.bytes(name)).collect();
     let total: usize = tensors.iter().map(|tensor| tensor.len()).sum();
     // Every tensor is cut into a piece per thread, so that the pieces of a thread are as many bytes as another's.
     let n_threads = n_threads.clamp(1, allowed_cores().len().max(1));

@@ -17,7 +17,7 @@ mod synth;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
-use perpetua::model::ModelConfig;
+use perpetua::model::{ModelConfig, Quantize};
 use perpetua::{Device, EngineConfig, Model};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -116,14 +116,29 @@ struct ModelArgs {
     /// CPU workers [default: one per core this process may use].
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
+    /// Keep the matrices of a text model in 8 bits, in memory of their own (CPU only).
+    #[arg(long, value_enum, value_name = "HOW")]
+    quantize: Option<QuantizeName>,
     /// Positions of the KV cache [default: what the request needs].
     #[arg(long, value_name = "N")]
     max_context: Option<usize>,
 }
 
+/// How weights are kept.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum QuantizeName {
+    /// 8 bits, a scale per 64 weights.
+    Q8,
+}
+
 impl ModelArgs {
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
-        Ok(Model::load(&self.model)?)
+        let model = Model::load(&self.model)?;
+        let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
+        let bar = progress(model.weights()?.size_bytes() as u64, "quantizing", BYTES_BAR);
+        let model = model.quantize(Quantize::Q8, |bytes| bar.inc(bytes))?;
+        bar.finish_and_clear();
+        Ok(model)
     }
 
     /// An engine's configuration for a request of `positions` tokens in all.
@@ -166,6 +181,10 @@ fn warm(model: &Model) -> Outcome {
     let bar = progress(weights.size_bytes() as u64, "reading weights", BYTES_BAR);
     let mut sum = 0u8;
     for name in weights.names().map(str::to_owned).collect::<Vec<_>>() {
+        // What was quantised has been read.
+        if model.quantized().is_some_and(|quantized| quantized.get(&name).is_some()) {
+            continue;
+        }
         let Some(tensor) = weights.get(&name) else { continue };
         for page in tensor.bytes.chunks(1 << 20) {
             // One byte of each 4 KiB page is enough to have it read.

@@ -91,7 +91,7 @@ pub enum MemoryError {
         expected: u64,
     },
     /// More than the machine can give.
-    #[error("{what} need {bytes} bytes, but this machine has {available} available; lower --max-context")]
+    #[error("{what} need {bytes} bytes, but this machine has {available} available")]
     TooLarge {
         /// What for.
         what: String,
@@ -138,7 +138,7 @@ impl Memory {
         if let Some(available) = available_bytes()
             && needed > available
         {
-            let what = "KV cache and intermediates".to_owned();
+            let what = "KV cache (see --max-context) and intermediates".to_owned();
             return Err(MemoryError::TooLarge { what, bytes: needed, available });
         }
         let mut memory = Memory {

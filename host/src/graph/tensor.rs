@@ -4,6 +4,7 @@
 //! share a buffer: views, slices, reshapes. What a task touches is decided on the buffer's bytes, so sharing is seen.
 
 use perpetua_shared::DType;
+use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::limits::MAX_RANK;
 use std::fmt;
 
@@ -160,6 +161,14 @@ pub enum TensorError {
     },
 }
 
+/// Strides of a tensor that fills its buffer: row-major; rows in 8 bits end with their scales.
+fn strides_of(shape: &[usize], dtype: DType) -> Vec<usize> {
+    match (dtype, shape) {
+        (DType::Q8, [_, k]) => vec![q8_row_bytes(*k), 1],
+        _ => row_major(shape),
+    }
+}
+
 impl TensorTable {
     /// Adds a buffer with one row-major tensor that fills it.
     pub fn add(
@@ -169,13 +178,13 @@ impl TensorTable {
         dtype: DType,
         kind: BufferKind,
     ) -> Result<TensorId, TensorError> {
-        let bytes = shape.iter().map(|n| *n as u64).product::<u64>() * dtype.size_bytes() as u64;
+        let bytes = dtype.tensor_bytes(shape);
         self.buffers.push(Buffer { name: name.to_owned(), bytes, kind });
         let buffer = BufferId(self.buffers.len() as u32 - 1);
         self.push(DTensor {
             name: name.to_owned(),
             shape: shape.to_vec(),
-            strides: row_major(shape),
+            strides: strides_of(shape, dtype),
             dtype,
             buffer,
             offset_elems: 0,

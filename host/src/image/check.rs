@@ -15,6 +15,7 @@
 use super::Image;
 use perpetua_device::kernels::{Advance, Numbered, Spec, Use};
 use perpetua_shared::control::Control;
+use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::limits::{MAX_OPERANDS, MAX_PROGRAMS, MAX_RANK, MAX_TASKS};
@@ -220,7 +221,8 @@ impl Judge<'_> {
             .get(operand.binding.idx())
             .ok_or_else(|| format!("binding {} does not exist", operand.binding))?;
         let size = dtype.size_bytes() as u64;
-        if !operand.offset_bytes.is_multiple_of(size) || u64::from(binding.align_bytes) < size {
+        let align = dtype.align_bytes() as u64;
+        if !operand.offset_bytes.is_multiple_of(align) || u64::from(binding.align_bytes) < align {
             return Err(format!("byte {} of {} is not aligned for {dtype}", operand.offset_bytes, operand.binding));
         }
         let beyond = operand.rank as usize..MAX_RANK;
@@ -235,6 +237,13 @@ impl Judge<'_> {
         for (n, stride) in operand.extent.iter().zip(&operand.stride_elems) {
             empty |= *n == 0;
             last += u128::from(n.saturating_sub(1)) * u128::from(*stride);
+        }
+        if dtype == DType::Q8 && operand.rank == 2 {
+            // Rows end with their scales.
+            last = u128::from(operand.extent[0].saturating_sub(1)) * u128::from(operand.stride_elems[0])
+                + q8_row_bytes(operand.extent[1] as usize) as u128
+                - 1;
+            empty |= operand.extent[1] == 0;
         }
         let end = u128::from(operand.offset_bytes) + if empty { 0 } else { (last + 1) * u128::from(size) };
         if end > u128::from(binding.bytes) {

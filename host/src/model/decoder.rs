@@ -36,6 +36,8 @@ pub enum Head {
 pub enum Declared<'a> {
     /// A checkpoint, which must have the tensors asked for.
     Checkpoint(&'a Weights),
+    /// The same, but matrices are in [`DType::Q8`].
+    Quantized(&'a Weights),
     /// Nowhere: every weight has this type. What a network takes can be planned without having it.
     Assumed(DType),
 }
@@ -50,6 +52,10 @@ impl Declared<'_> {
     fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
         match self {
             Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
+            Declared::Quantized(weights) => {
+                let dtype = weights.expect(name, shape)?.dtype;
+                Ok(if shape.len() == 2 { DType::Q8 } else { dtype })
+            }
             Declared::Assumed(dtype) => Ok(*dtype),
         }
     }

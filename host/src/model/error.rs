@@ -104,6 +104,14 @@ pub enum ModelError {
         /// Its element type in the file.
         given: String,
     },
+    /// A weight that no number of bits can hold.
+    #[error("{name}: element [{}, {}] is not finite, so it cannot be quantised", at[0], at[1])]
+    NotFinite {
+        /// The tensor.
+        name: String,
+        /// Row and column.
+        at: [usize; 2],
+    },
     /// tokenizer.json cannot be used.
     #[error("{}: not a usable tokenizer: {message}", path.display())]
     Tokenizer {

@@ -20,6 +20,7 @@ pub mod generation;
 pub mod layout;
 pub mod llama;
 pub mod mistral;
+pub mod quantize;
 pub mod qwen2;
 pub mod qwen3;
 pub mod sentence;
@@ -35,6 +36,7 @@ pub use config::{Activation, Architecture, BertConfig, DecoderConfig, ModelConfi
 pub use error::ModelError;
 pub use generation::GenerationConfig;
 pub use layout::{Role, TensorSpec};
+pub use quantize::{Quantize, Quantized};
 pub use sentence::{Pooling, SentenceConfig};
 pub use synth::{SynthOptions, SynthSource, SynthSummary, synth};
 pub use tokenizer::{DecodeStream, Tokenizer, check_token_ids};

@@ -222,6 +222,26 @@ impl Weights {
         }
     }
 
+    /// Gives back the memory that the pages of tensor `name` take; they are read from the file again when they are wanted.
+    pub fn release(&self, name: &str) {
+        let Some(location) = self.locate(name) else { return };
+        #[cfg(unix)]
+        {
+            let bytes = &self.shards[location.shard].bytes;
+            // SAFETY: the mapping is of a file and never written, so what is dropped can be read again, the same. Advice
+            // that the system does not take changes nothing.
+            let _ = unsafe {
+                bytes.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    location.begin,
+                    location.end - location.begin,
+                )
+            };
+        }
+        #[cfg(not(unix))]
+        let _ = location;
+    }
+
     /// The files mapped, in the order they were opened.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|s| s.path.as_path())

@@ -1,7 +1,8 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
-use super::{Dot, Leaf, Simd};
-use core::arch::x86_64::*;
+use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_scales, q8_scale};
+use core::arch::{asm, x86_64::*};
+use perpetua_shared::dtype::Q8_BLOCK;
 
 /// AVX-512 F, BW, VL and DQ.
 #[derive(Clone, Copy)]
@@ -87,6 +88,11 @@ impl Simd for Avx512 {
     unsafe fn load_f16(p: *const u16) -> __m512 {
         // SAFETY: a vector is readable (caller).
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> __m512 {
+        // SAFETY: a vector is readable (caller).
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(p.cast()))) }
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: __m512) {
@@ -175,6 +181,54 @@ unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
     unsafe { (Avx512::load_part(src, n.min(16)), Avx512::load_part(src.wrapping_add(16), n.saturating_sub(16))) }
 }
 
+/// A tile of four weight rows and six activation rows in assembly: 24 sums in zmm8 to zmm31, four weight vectors in zmm0
+/// to zmm3, activations in turn in zmm4 and zmm5. The compiler's own allotment of the registers spills sums or moves them
+/// about. Each part of a chunk loads its weights, then multiplies them with the vectors of the activation rows at the
+/// offsets given; a chunk is 64 bytes of every weight row, and `$step` bytes of the group.
+macro_rules! tile {
+    ($w:ident, $x:ident, $chunks:ident, $sums:ident, $step:literal, [$($start:literal),*],
+     $({ $($load:literal)* : $x0:literal $x1:literal $x2:literal $x3:literal $x4:literal $x5:literal })*) => {
+        asm!(
+            $($start,)*
+            "2:",
+            $(
+                $($load,)*
+                tile!(@column "4" $x0 "8" "14" "20" "26"),
+                tile!(@column "5" $x1 "9" "15" "21" "27"),
+                tile!(@column "4" $x2 "10" "16" "22" "28"),
+                tile!(@column "5" $x3 "11" "17" "23" "29"),
+                tile!(@column "4" $x4 "12" "18" "24" "30"),
+                tile!(@column "5" $x5 "13" "19" "25" "31"),
+            )*
+            "prefetcht0 [{w0} + 512]", "prefetcht0 [{w1} + 512]", "prefetcht0 [{w2} + 512]", "prefetcht0 [{w3} + 512]",
+            "add {w0}, 64", "add {w1}, 64", "add {w2}, 64", "add {w3}, 64",
+            concat!("add {x}, ", $step),
+            "dec {n}",
+            "jnz 2b",
+            w0 = inout(reg) $w[0] => _, w1 = inout(reg) $w[1] => _, w2 = inout(reg) $w[2] => _, w3 = inout(reg) $w[3] => _,
+            x = inout(reg) $x => _, n = inout(reg) $chunks => _,
+            out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
+            inout("zmm8") $sums[0], inout("zmm9") $sums[1], inout("zmm10") $sums[2], inout("zmm11") $sums[3],
+            inout("zmm12") $sums[4], inout("zmm13") $sums[5], inout("zmm14") $sums[6], inout("zmm15") $sums[7],
+            inout("zmm16") $sums[8], inout("zmm17") $sums[9], inout("zmm18") $sums[10], inout("zmm19") $sums[11],
+            inout("zmm20") $sums[12], inout("zmm21") $sums[13], inout("zmm22") $sums[14], inout("zmm23") $sums[15],
+            inout("zmm24") $sums[16], inout("zmm25") $sums[17], inout("zmm26") $sums[18], inout("zmm27") $sums[19],
+            inout("zmm28") $sums[20], inout("zmm29") $sums[21], inout("zmm30") $sums[22], inout("zmm31") $sums[23],
+            options(nostack, readonly),
+        )
+    };
+    // An activation vector times four weight vectors.
+    (@column $x:literal $at:literal $s0:literal $s1:literal $s2:literal $s3:literal) => {
+        concat!(
+            "vmovups zmm", $x, ", [{x} + ", $at, "]\n",
+            "vfmadd231ps zmm", $s0, ", zmm0, zmm", $x, "\n",
+            "vfmadd231ps zmm", $s1, ", zmm1, zmm", $x, "\n",
+            "vfmadd231ps zmm", $s2, ", zmm2, zmm", $x, "\n",
+            "vfmadd231ps zmm", $s3, ", zmm3, zmm", $x,
+        )
+    };
+}
+
 /// bf16 weights with activations in f32. A register of 32 weights becomes two of f32 by a shift and a mask, the even and
 /// the odd ones, and activations are packed in that order: two cheap instructions where widening takes four.
 ///
@@ -185,34 +239,27 @@ pub(crate) struct EvenOdd;
 
 impl Dot<Avx512> for EvenOdd {
     type Elem = u16;
-    type W = (__m512, __m512);
-    type X = (__m512, __m512);
     const CHUNK: usize = 32;
 
     #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
-        // SAFETY: the set exists (trait contract).
-        unsafe { super::with_avx512(leaf) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const u16) -> (__m512, __m512) {
-        // SAFETY: 64 bytes are readable (caller).
-        unsafe { even_odd(_mm512_loadu_si512(p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_part(p: *const u16, n: usize) -> (__m512, __m512) {
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const u16; R],
+        x: *const f32,
+        k: usize,
+        c: usize,
+        sums: &mut [[__m512; M]; R],
+    ) {
         // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
-        unsafe { even_odd(_mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast())) }
-    }
-    #[inline(always)]
-    unsafe fn load_x(p: *const f32) -> (__m512, __m512) {
-        // SAFETY: 32 elements are readable (caller).
-        unsafe { (_mm512_loadu_ps(p), _mm512_loadu_ps(p.add(16))) }
-    }
-    #[inline(always)]
-    unsafe fn mac(acc: __m512, w: (__m512, __m512), x: (__m512, __m512)) -> __m512 {
-        // SAFETY: the set exists (trait contract).
-        unsafe { _mm512_fmadd_ps(w.1, x.1, _mm512_fmadd_ps(w.0, x.0, acc)) }
+        unsafe {
+            let (at, whole) = (c * 32, k - c * 32 >= 32);
+            let pairs = each::<_, R>(|r| {
+                let p = w[r].add(at);
+                let n = k - at;
+                if whole { _mm512_loadu_si512(p.cast()) } else { _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast()) }
+            });
+            add_products::<Avx512, R, M>(each(|r| even(pairs[r])), x.add(at * M), 32, sums);
+            add_products::<Avx512, R, M>(each(|r| odd(pairs[r])), x.add(at * M + 16), 32, sums);
+        }
     }
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
@@ -225,13 +272,172 @@ impl Dot<Avx512> for EvenOdd {
             _mm512_storeu_ps(dst.add(16), _mm512_permutex2var_ps(low, odd, high));
         }
     }
+    const HAS_TILE: bool = true;
+    #[inline(always)]
+    unsafe fn tile(w: [*const u16; 4], x: *const f32, chunks: usize, sums: *mut __m512) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same.
+        unsafe { tile_bf16(w, x, chunks, &mut *sums.cast()) }
+    }
+}
+
+/// f32 weights.
+pub(crate) struct Whole;
+
+impl Dot<Avx512> for Whole {
+    type Elem = f32;
+    const CHUNK: usize = 16;
+
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const f32; R],
+        x: *const f32,
+        k: usize,
+        c: usize,
+        sums: &mut [[__m512; M]; R],
+    ) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { <Widen<F32> as Dot<Avx512>>::chunk(w, x, k, c, sums) }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { <Widen<F32> as Dot<Avx512>>::pack(dst, src, n) }
+    }
+    const HAS_TILE: bool = true;
+    #[inline(always)]
+    unsafe fn tile(w: [*const f32; 4], x: *const f32, chunks: usize, sums: *mut __m512) {
+        // SAFETY: the set exists (trait contract); the caller's promises are the same.
+        unsafe { tile_f32(w, x, chunks, &mut *sums.cast()) }
+    }
+}
+
+/// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[target_feature(enable = "avx512f")]
+unsafe fn tile_bf16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
+    // SAFETY: the chunks are readable (caller); prefetches may be of any address. The mask of odd elements is all ones shifted up.
+    unsafe {
+        tile!(w, x, chunks, sums, "768",
+            ["vpternlogd zmm6, zmm6, zmm6, 255", "vpslld zmm6, zmm6, 16"],
+            { "vpslld zmm0, [{w0}], 16" "vpslld zmm1, [{w1}], 16" "vpslld zmm2, [{w2}], 16" "vpslld zmm3, [{w3}], 16"
+                : "0" "128" "256" "384" "512" "640" }
+            { "vpandd zmm0, zmm6, [{w0}]" "vpandd zmm1, zmm6, [{w1}]" "vpandd zmm2, zmm6, [{w2}]" "vpandd zmm3, zmm6, [{w3}]"
+                : "64" "192" "320" "448" "576" "704" }
+        );
+    }
+}
+
+/// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[target_feature(enable = "avx512f")]
+unsafe fn tile_f32(w: [*const f32; 4], x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
+    // SAFETY: the chunks are readable (caller); prefetches may be of any address.
+    unsafe {
+        tile!(w, x, chunks, sums, "384", [],
+            { "vmovups zmm0, [{w0}]" "vmovups zmm1, [{w1}]" "vmovups zmm2, [{w2}]" "vmovups zmm3, [{w3}]"
+                : "0" "64" "128" "192" "256" "320" }
+        );
+    }
+}
+
+/// 8-bit weights with activations in 15 bits: the byte dot product of AVX-512 VNNI, which multiplies unsigned with signed
+/// bytes and adds four products to a lane, exactly. Weights are moved up by 128 on load; the activations of a block are
+/// split into two bytes, `x = scale * (128 * high + low)`, with the scale `max |x| / 16256`.
+///
+/// A packed block, 256 bytes: `high` [64] and `low` [64] signed bytes; per lane, what moving the weights up added,
+/// negative [16 i32]; the scale, f32.
+///
+/// PERF: eight instructions for 64 weights where widening takes thirteen on the same two ports; with those a
+/// matrix-vector product is as slow as memory, and waits for both: 77 % of the read bandwidth against PERFNUM %
+/// (Sapphire Rapids, 2 cores, 2026-11-21).
+pub(crate) struct Bytes;
+
+/// The largest magnitude of 128 * high + low with both signed bytes.
+const BYTES_MAX: f32 = 127.0 * 128.0;
+
+impl Dot<Avx512> for Bytes {
+    type Elem = i8;
+    const CHUNK: usize = Q8_BLOCK;
+    const TILE_COLS: usize = 4;
+
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (the level's contract).
+        unsafe { super::with_avx512_vnni(leaf) }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        // SAFETY: `n` elements are readable and 256 bytes writable (caller).
+        unsafe {
+            let x = each::<_, 4>(|i| load_up_to::<Avx512>(src.wrapping_add(16 * i), n.saturating_sub(16 * i)));
+            let largest = |a, b| _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
+            let max = _mm512_reduce_max_ps(largest(largest(x[0], x[1]), largest(x[2], x[3])));
+            let unordered = |i: usize| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x[i], x[i]);
+            let is_nan = (unordered(0) | unordered(1) | unordered(2) | unordered(3)) != 0;
+            // What is too small for an inverse is zero; NaN and infinity come back with the scale.
+            let inverse = if max > 1e-33 { BYTES_MAX / max } else { 0.0 };
+            let whole = each::<_, 4>(|i| _mm512_cvtps_epi32(_mm512_mul_ps(x[i], _mm512_set1_ps(inverse))));
+            let high = each::<_, 4>(|i| _mm512_srai_epi32::<7>(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64))));
+            let low = each::<_, 4>(|i| _mm512_sub_epi32(whole[i], _mm512_slli_epi32::<7>(high[i])));
+            let bytes = dst.cast::<u8>();
+            let mut i = 0;
+            while i < 4 {
+                _mm_storeu_si128(bytes.add(16 * i).cast(), _mm512_cvtepi32_epi8(high[i]));
+                _mm_storeu_si128(bytes.add(64 + 16 * i).cast(), _mm512_cvtepi32_epi8(low[i]));
+                i += 1;
+            }
+            let (zero, up) = (_mm512_setzero_si512(), _mm512_set1_epi8(i8::MIN));
+            let high = _mm512_dpbusd_epi32(zero, up, _mm512_loadu_si512(bytes.cast()));
+            let low = _mm512_dpbusd_epi32(zero, up, _mm512_loadu_si512(bytes.add(64).cast()));
+            let added = _mm512_add_epi32(_mm512_slli_epi32::<7>(high), low);
+            _mm512_storeu_si512(bytes.add(128).cast(), _mm512_sub_epi32(zero, added));
+            *dst.add(48) = if is_nan { f32::NAN } else { max / BYTES_MAX };
+        }
+    }
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const i8; R],
+        x: *const f32,
+        k: usize,
+        c: usize,
+        sums: &mut [[__m512; M]; R],
+    ) {
+        // SAFETY: rows are padded to whole blocks, and their scales follow; packed blocks are as `pack` wrote them.
+        unsafe {
+            let up = _mm512_set1_epi8(i8::MIN);
+            let weights = each::<_, R>(|r| _mm512_xor_si512(up, _mm512_loadu_si512(w[r].add(c * Q8_BLOCK).cast())));
+            let mut m = 0;
+            while m < M {
+                let packed = x.add((c * M + m) * Q8_BLOCK);
+                let line = |i: usize| _mm512_loadu_si512(packed.add(16 * i).cast());
+                let (high, low, added) = (line(0), line(1), line(2));
+                let scale = _mm512_set1_ps(*packed.add(48));
+                let mut r = 0;
+                while r < R {
+                    let high = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[r], high);
+                    let low = _mm512_dpbusd_epi32(added, weights[r], low);
+                    let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32::<7>(high), low));
+                    let factor = _mm512_mul_ps(scale, _mm512_set1_ps(q8_scale(w[r], k, c)));
+                    sums[r][m] = _mm512_fmadd_ps(sum, factor, sums[r][m]);
+                    r += 1;
+                }
+                m += 1;
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_tail(row: *const i8, k: usize) {
+        // SAFETY: any address may be asked for.
+        unsafe { prefetch_scales::<Avx512>(row, k) }
+    }
 }
 
 #[inline(always)]
-unsafe fn even_odd(pairs: __m512i) -> (__m512, __m512) {
+unsafe fn even(pairs: __m512i) -> __m512 {
     // SAFETY: arithmetic only.
-    unsafe {
-        let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
-        (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd))
-    }
+    unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)) }
+}
+
+#[inline(always)]
+unsafe fn odd(pairs: __m512i) -> __m512 {
+    // SAFETY: arithmetic only.
+    unsafe { _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32))) }
 }

@@ -22,6 +22,7 @@ mod vecmath;
 
 pub(crate) use vecmath::{activate, exp};
 
+use perpetua_shared::dtype::Q8_BLOCK;
 use std::sync::OnceLock;
 
 /// Vectors of f32 and what the bodies do with them.
@@ -43,6 +44,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn load(p: *const f32) -> Self::F;
     unsafe fn load_bf16(p: *const u16) -> Self::F;
     unsafe fn load_f16(p: *const u16) -> Self::F;
+    unsafe fn load_i8(p: *const i8) -> Self::F;
     unsafe fn store(p: *mut f32, v: Self::F);
     /// Rounds to nearest even, as `half` does.
     unsafe fn store_bf16(p: *mut u16, v: Self::F);
@@ -155,28 +157,68 @@ pub(crate) unsafe fn round<S: Simd>(x: S::F) -> S::F {
     }
 }
 
-/// How rows of one dtype are multiplied with packed activations.
+/// How rows of one dtype are multiplied with packed activations, a step of [`Dot::CHUNK`] at a time.
 pub(crate) trait Dot<S: Simd> {
     /// Storage of a weight.
     type Elem: Copy;
-    /// Weights in a register.
-    type W: Copy;
-    /// Activations in a register (or two).
-    type X: Copy;
-    /// Weights of a step, and packed activations.
+    /// Weights of a step; a step of packed activations takes the room of as many f32.
     const CHUNK: usize;
+    /// Columns of the widest tile whose sums the registers hold.
+    const TILE_COLS: usize = S::TILE_COLS;
 
     /// Calls `leaf`, which uses this product, with the set enabled.
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output;
-
-    unsafe fn load(p: *const Self::Elem) -> Self::W;
-    /// The first `n < CHUNK`, zero beyond.
-    unsafe fn load_part(p: *const Self::Elem, n: usize) -> Self::W;
-    unsafe fn load_x(p: *const f32) -> Self::X;
-    /// acc + the products, summed within a lane in a fixed order.
-    unsafe fn mac(acc: S::F, w: Self::W, x: Self::X) -> S::F;
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the caller's promises are the same.
+        unsafe { S::call(leaf) }
+    }
     /// Packs a step of `n <= CHUNK` activations, zero beyond.
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize);
+    /// sums[r][m] += the products of step `c` of the rows `w` of `k` weights and of the packed group of `M` activation
+    /// rows at `x`, summed within a lane in a fixed order. Nothing beyond element `k` is read.
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const Self::Elem; R],
+        x: *const f32,
+        k: usize,
+        c: usize,
+        sums: &mut [[S::F; M]; R],
+    );
+    /// Asks for what follows the `k` weights of the row at `row`, which may be any address.
+    #[inline(always)]
+    unsafe fn prefetch_tail(_row: *const Self::Elem, _k: usize) {}
+
+    /// Whether [`Dot::tile`] is there.
+    const HAS_TILE: bool = false;
+    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of [`Dot::TILE_COLS`]: the same bits.
+    ///
+    /// # Safety
+    /// The steps are readable, in the rows and in the group at `x`; `sums` has 4 * TILE_COLS vectors.
+    unsafe fn tile(_w: [*const Self::Elem; 4], _x: *const f32, _chunks: usize, _sums: *mut S::F) {
+        unreachable!("asked for only where HAS_TILE says so")
+    }
+}
+
+/// sums[r][m] += w[r] * the vector at `x + m * stride`.
+#[inline(always)]
+unsafe fn add_products<S: Simd, const R: usize, const M: usize>(
+    w: [S::F; R],
+    x: *const f32,
+    stride: usize,
+    sums: &mut [[S::F; M]; R],
+) {
+    let mut m = 0;
+    while m < M {
+        // SAFETY: the vectors are readable (caller).
+        unsafe {
+            let xm = S::load(x.add(m * stride));
+            let mut r = 0;
+            while r < R {
+                sums[r][m] = S::fma(w[r], xm, sums[r][m]);
+                r += 1;
+            }
+        }
+        m += 1;
+    }
 }
 
 /// Weights widened to f32 on load; activations in f32.
@@ -221,40 +263,123 @@ storage! {
 
 impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     type Elem = E::Elem;
-    type W = S::F;
-    type X = S::F;
     const CHUNK: usize = S::LANES;
 
-    #[inline(always)]
-    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
-        // SAFETY: the caller's promises are the same.
-        unsafe { S::call(leaf) }
-    }
-    #[inline(always)]
-    unsafe fn load(p: *const E::Elem) -> S::F {
-        // SAFETY: the caller's promises are the same.
-        unsafe { E::load::<S>(p) }
-    }
-    #[inline(always)]
-    unsafe fn load_part(p: *const E::Elem, n: usize) -> S::F {
-        // SAFETY: the caller's promises are the same.
-        unsafe { E::load_part::<S>(p, n) }
-    }
-    #[inline(always)]
-    unsafe fn load_x(p: *const f32) -> S::F {
-        // SAFETY: the caller's promises are the same.
-        unsafe { S::load(p) }
-    }
-    #[inline(always)]
-    unsafe fn mac(acc: S::F, w: S::F, x: S::F) -> S::F {
-        // SAFETY: arithmetic only.
-        unsafe { S::fma(w, x, acc) }
-    }
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
         // SAFETY: `n` elements are readable and a vector is writable (caller).
         unsafe { S::store(dst, if n == S::LANES { S::load(src) } else { S::load_part(src, n) }) }
     }
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const E::Elem; R],
+        x: *const f32,
+        k: usize,
+        c: usize,
+        sums: &mut [[S::F; M]; R],
+    ) {
+        // SAFETY: the caller's promises are the same.
+        unsafe {
+            let (at, whole) = (c * S::LANES, k - c * S::LANES >= S::LANES);
+            let load = |r: usize| {
+                let p = w[r].add(at);
+                if whole { E::load::<S>(p) } else { E::load_part::<S>(p, k - at) }
+            };
+            add_products::<S, R, M>(each(load), x.add(at * M), S::LANES, sums);
+        }
+    }
+}
+
+/// `[f(0), f(1), ..]`: unlike `array::from_fn` surely inlined, as vectors must be.
+#[inline(always)]
+fn each<T: Copy, const R: usize>(f: impl Fn(usize) -> T) -> [T; R] {
+    let mut all = [f(0); R];
+    let mut r = 1;
+    while r < R {
+        all[r] = f(r);
+        r += 1;
+    }
+    all
+}
+
+/// 8-bit weights ([`DType::Q8`](perpetua_shared::DType::Q8)); activations in f32. A step is a block: its products are
+/// summed unscaled, which spares a multiplication a weight at the price of a second set of sums.
+pub(crate) struct Q8;
+
+impl<S: Simd> Dot<S> for Q8 {
+    type Elem = i8;
+    const CHUNK: usize = Q8_BLOCK;
+    // Two sets of sums.
+    const TILE_COLS: usize = if S::TILE_COLS > 1 { S::TILE_COLS / 2 } else { 1 };
+
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        let mut at = 0;
+        while at < Q8_BLOCK {
+            // SAFETY: `n` elements are readable and a block is writable (caller).
+            unsafe { S::store(dst.add(at), load_up_to::<S>(src.wrapping_add(at), n.saturating_sub(at))) };
+            at += S::LANES;
+        }
+    }
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const i8; R],
+        x: *const f32,
+        k: usize,
+        c: usize,
+        sums: &mut [[S::F; M]; R],
+    ) {
+        // SAFETY: rows are padded with zeros to whole blocks, and their scales follow.
+        unsafe {
+            let mut own = [[S::splat(0.0); M]; R];
+            let mut at = 0;
+            while at < Q8_BLOCK {
+                let load = |r: usize| S::load_i8(w[r].add(c * Q8_BLOCK + at));
+                add_products::<S, R, M>(each(load), x.add(c * M * Q8_BLOCK + at), Q8_BLOCK, &mut own);
+                at += S::LANES;
+            }
+            let mut r = 0;
+            while r < R {
+                let scale = S::splat(q8_scale(w[r], k, c));
+                let mut m = 0;
+                while m < M {
+                    sums[r][m] = S::fma(scale, own[r][m], sums[r][m]);
+                    m += 1;
+                }
+                r += 1;
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch_tail(row: *const i8, k: usize) {
+        // SAFETY: any address may be asked for.
+        unsafe { prefetch_scales::<S>(row, k) }
+    }
+}
+
+/// The scale of block `c` of a row of `k` weights.
+#[inline(always)]
+unsafe fn q8_scale(row: *const i8, k: usize, c: usize) -> f32 {
+    // SAFETY: scales follow the row's whole blocks (caller); rows start at multiples of 16 bytes.
+    unsafe { *row.add(k.next_multiple_of(Q8_BLOCK)).cast::<f32>().add(c) }
+}
+
+#[inline(always)]
+unsafe fn prefetch_scales<S: Simd>(row: *const i8, k: usize) {
+    let scales = row.wrapping_add(k.next_multiple_of(Q8_BLOCK));
+    let mut line = 0;
+    while line < k.div_ceil(Q8_BLOCK * 16) {
+        // SAFETY: any address may be asked for.
+        unsafe { S::prefetch(scales.wrapping_add(64 * line).cast()) };
+        line += 1;
+    }
+}
+
+/// The first `n` elements, zero beyond, where `n` may be more than a vector.
+#[inline(always)]
+unsafe fn load_up_to<S: Simd>(p: *const f32, n: usize) -> S::F {
+    // SAFETY: `n` elements are readable (caller).
+    unsafe { if n >= S::LANES { S::load(p) } else { S::load_part(p, n) } }
 }
 
 /// An instruction set as bodies see it: vectors, and how bf16 rows are multiplied.
@@ -263,6 +388,10 @@ pub(crate) trait Level: 'static {
     type S: Simd;
     /// bf16 weights with activations in f32.
     type Bf16: Dot<Self::S, Elem = u16>;
+    /// f32 weights.
+    type F32: Dot<Self::S, Elem = f32>;
+    /// 8-bit weights.
+    type Q8: Dot<Self::S, Elem = i8>;
 }
 
 macro_rules! widening_level {
@@ -273,6 +402,8 @@ macro_rules! widening_level {
         impl Level for $level {
             type S = $simd;
             type Bf16 = Widen<Bf16>;
+            type F32 = Widen<F32>;
+            type Q8 = Q8;
         }
     )* };
 }
@@ -294,6 +425,19 @@ pub(crate) struct Avx512;
 impl Level for Avx512 {
     type S = avx512::Avx512;
     type Bf16 = avx512::EvenOdd;
+    type F32 = avx512::Whole;
+    type Q8 = Q8;
+}
+
+/// AVX-512 with its dot product of bytes.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx512Vnni;
+#[cfg(target_arch = "x86_64")]
+impl Level for Avx512Vnni {
+    type S = avx512::Avx512;
+    type Bf16 = avx512::EvenOdd;
+    type F32 = avx512::Whole;
+    type Q8 = avx512::Bytes;
 }
 
 /// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or
@@ -328,6 +472,8 @@ enum Known {
     Avx2,
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni,
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
@@ -359,6 +505,9 @@ impl Isa {
                     sets.push(Isa(Known::Avx2));
                     if has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq") {
                         sets.push(Isa(Known::Avx512));
+                        if has!("avx512vnni") {
+                            sets.push(Isa(Known::Avx512Vnni));
+                        }
                     }
                 }
             }
@@ -383,6 +532,8 @@ impl Isa {
             Known::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Known::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Known::Avx512Vnni => "avx512-vnni",
             #[cfg(target_arch = "aarch64")]
             Known::Neon => "neon",
         }
@@ -399,6 +550,8 @@ impl Isa {
                 Known::Avx2 => body.run::<Avx2>(),
                 #[cfg(target_arch = "x86_64")]
                 Known::Avx512 => body.run::<Avx512>(),
+                #[cfg(target_arch = "x86_64")]
+                Known::Avx512Vnni => body.run::<Avx512Vnni>(),
                 #[cfg(target_arch = "aarch64")]
                 Known::Neon => body.run::<Neon>(),
             }
@@ -420,6 +573,7 @@ macro_rules! with_features {
 with_features! {
     "x86_64" with_avx2 "avx2,fma,f16c";
     "x86_64" with_avx512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c";
+    "x86_64" with_avx512_vnni "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c";
     "aarch64" with_neon "neon";
 }
 

@@ -64,6 +64,14 @@ impl Simd for Neon {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> float32x4_t {
+        // SAFETY: a vector is readable (caller).
+        unsafe {
+            let lanes = p.cast::<[i8; 4]>().read().map(f32::from);
+            vld1q_f32(lanes.as_ptr())
+        }
+    }
+    #[inline(always)]
     unsafe fn store(p: *mut f32, v: float32x4_t) {
         // SAFETY: a vector is writable (caller).
         unsafe { vst1q_f32(p, v) }

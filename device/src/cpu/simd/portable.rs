@@ -67,6 +67,11 @@ impl Simd for Portable {
         unsafe { p.cast::<[u16; N]>().read_unaligned() }.map(|u| f16::from_bits(u).to_f32())
     }
     #[inline(always)]
+    unsafe fn load_i8(p: *const i8) -> [f32; N] {
+        // SAFETY: a vector is readable (caller).
+        unsafe { p.cast::<[i8; N]>().read() }.map(f32::from)
+    }
+    #[inline(always)]
     unsafe fn store(p: *mut f32, v: [f32; N]) {
         // SAFETY: a vector is writable (caller).
         unsafe { p.cast::<[f32; N]>().write_unaligned(v) }

@@ -69,7 +69,7 @@ impl Body for Attend<'_> {
             match self.k.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16, Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>, F16>(),
-                _ => self.with::<L::S, Widen<F32>, F32>(),
+                _ => self.with::<L::S, L::F32, F32>(),
             }
         }
     }

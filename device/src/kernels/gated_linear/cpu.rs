@@ -4,7 +4,7 @@
 use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -40,7 +40,8 @@ impl Body for Gated<'_> {
             match self.gate.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>>(),
-                _ => self.with::<L::S, Widen<F32>>(),
+                DType::Q8 => self.with::<L::S, L::Q8>(),
+                _ => self.with::<L::S, L::F32>(),
             }
         }
     }
@@ -53,9 +54,9 @@ impl Gated<'_> {
             return;
         }
         assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
-        let plan = Plan::new(self.rows, 2 * n, k);
-        let [packed, partial, wide, sums] =
-            self.scratch.areas([plan.packed_floats, plan.partial_floats, k, plan.block_rows * 2 * n]);
+        let plan = Plan::new(self.rows, k);
+        let [packed, wide, sums] =
+            self.scratch.areas([plan.packed_floats, k, plan.block_rows * 2 * n]);
         let weights = Weights {
             base: [Weights::<D::Elem>::base_of(&self.gate), Weights::<D::Elem>::base_of(&self.up)],
             stride: [self.gate.stride(0), self.up.stride(0)],
@@ -73,7 +74,7 @@ impl Gated<'_> {
             unsafe {
                 weights.prefetch::<S>();
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
-                gemm::multiply::<S, D>(&weights, packed, cols, partial, sums, 2 * n);
+                gemm::multiply::<S, D>(&weights, packed, cols, sums, 2 * n);
                 let mut m = 0;
                 while m < cols {
                     let y = Row::of(&self.y, [first + m, 0], n);

@@ -40,10 +40,10 @@ impl MacroKernel for GatedLinear {
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
+        rules::weights("gate", gate)?;
+        rules::weights("up", up)?;
         for (name, operand, rank) in [
             ("x", x, 2),
-            ("gate", gate, 2),
-            ("up", up, 2),
             ("gate_bias", gate_bias, 1),
             ("up_bias", up_bias, 1),
             ("y", y, 2),

@@ -6,7 +6,7 @@
 use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -37,7 +37,8 @@ impl Body for Linear<'_> {
             match self.w.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>>(),
-                _ => self.with::<L::S, Widen<F32>>(),
+                DType::Q8 => self.with::<L::S, L::Q8>(),
+                _ => self.with::<L::S, L::F32>(),
             }
         }
     }
@@ -49,9 +50,9 @@ impl Linear<'_> {
         if self.rows == 0 || n == 0 {
             return;
         }
-        let plan = Plan::new(self.rows, n, k);
-        let [packed, partial, wide, sums] =
-            self.scratch.areas([plan.packed_floats, plan.partial_floats, k, plan.block_rows * n]);
+        let plan = Plan::new(self.rows, k);
+        let [packed, wide, sums] =
+            self.scratch.areas([plan.packed_floats, k, plan.block_rows * n]);
         let base = Weights::<D::Elem>::base_of(&self.w);
         let weights = Weights { base: [base; 2], stride: [self.w.stride(0); 2], rows: n, paired: false, k };
         let bias = self.bias.is_present().then(|| Row::of(&self.bias, [0], n));
@@ -63,7 +64,7 @@ impl Linear<'_> {
             unsafe {
                 weights.prefetch::<S>();
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
-                gemm::multiply::<S, D>(&weights, packed, cols, partial, sums, n);
+                gemm::multiply::<S, D>(&weights, packed, cols, sums, n);
                 let mut m = 0;
                 while m < cols {
                     let y = Row::of(&self.y, [first + m, 0], n);

@@ -76,8 +76,8 @@ impl MacroKernel for Linear {
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
-        for (name, operand, rank) in [("x", x, 2), ("w", w, 2), ("bias", bias, 1), ("residual", residual, 2), ("y", y, 2)]
-        {
+        rules::weights("w", w)?;
+        for (name, operand, rank) in [("x", x, 2), ("bias", bias, 1), ("residual", residual, 2), ("y", y, 2)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;
