@@ -15,7 +15,8 @@ pub struct Block {
 pub(crate) const FREE_SHARED: u32 = 64;
 
 impl Block {
-    /// The block of the calling thread.
+    /// The block of the calling thread, all of whose threads run tasks.
+    #[cfg(test)]
     pub(crate) fn current() -> Block {
         Block { thread: thread::thread_idx(), threads: thread::block_dim() }
     }

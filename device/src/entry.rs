@@ -1,18 +1,26 @@
 //! The persistent kernel: one entry, one block per worker, and what happens on a panic.
 //!
+//! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
+//! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
+//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks and the next is the loader ([`tiles`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
+//! parameter is the address of a [`LaunchParams`] in device memory. `data_heads`, `data` and `task_tiles` say which
+//! weights the loader brings; with `n_data = 0` and all of `data_heads` and `task_tiles` zero it brings none, and bodies read weights from
+//! global memory.
+//!
 //! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
 //! whatever another worker or the host writes is reached by raw pointers.
 
 use crate::arch::{memory, thread};
 use crate::block::Block;
+use crate::gpu::tiles::{self, Lists, Tiles};
 use crate::gpu::{Call, sync::Gpu};
 use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, run};
 use core::mem::offset_of;
-use perpetua_shared::control::Control;
+use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::LaunchParams;
-use perpetua_shared::{EventDesc, Fault, FaultCode, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
+use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
 
 /// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
 /// would keep them all in registers); they stay in L1.
@@ -82,19 +90,63 @@ impl Image for DeviceImage {
     }
 }
 
-/// Runs task bodies on the calling thread's block.
-struct BlockBody {
-    image: DeviceImage,
-    block: Block,
+impl Lists for (DeviceImage, WorkerId) {
+    #[inline(always)]
+    fn data(&self, program: u32) -> (*const DataOp, u32) {
+        let (image, worker) = *self;
+        // SAFETY: see `DeviceImage`; the heads are two words at least.
+        unsafe {
+            let row = program * (param!(image, n_workers) + 1) + worker.0;
+            let [first, end] = memory::load(core::ptr::with_exposed_provenance::<[u32; 2]>(
+                param!(image, data_heads) as usize + 4 * row as usize,
+            ));
+            let data: *const DataOp = core::ptr::with_exposed_provenance(param!(image, data) as usize);
+            (data.wrapping_add(first as usize), end - first)
+        }
+    }
+
+    #[inline(always)]
+    fn binding(&self, binding: u32) -> *const u8 {
+        // SAFETY: see `DeviceImage`.
+        let base = unsafe { entries::<u64>(param!(self.0, bindings), binding, 1).as_ptr().read() };
+        core::ptr::with_exposed_provenance(base as usize)
+    }
 }
 
-impl Body for BlockBody {
+/// Runs task bodies on the calling thread's block.
+struct BlockBody<'a> {
+    image: DeviceImage,
+    worker: WorkerId,
+    block: Block,
+    tiles: Tiles<'a>,
+}
+
+impl BlockBody<'_> {
+    #[inline(always)]
+    fn task_tiles(&self, id: TaskId) -> u32 {
+        // SAFETY: see `DeviceImage`.
+        unsafe { *entries(param!(self.image, task_tiles), id.0, 1).get_unchecked(0) }
+    }
+}
+
+impl Body for BlockBody<'_> {
+    #[inline(always)]
+    fn begin(&mut self, step: &Step) {
+        let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
+        self.tiles.begin(step.program, n, self.block.thread == 0);
+    }
+
+    #[inline(always)]
+    fn skip(&mut self, id: TaskId) {
+        self.tiles.begin_task(self.task_tiles(id));
+        // SAFETY: the loop brings every thread of the block here.
+        unsafe { self.tiles.drain() };
+    }
+
     #[inline(always)]
     fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
-        if task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 && step.sampling == 0 {
-            return Ok(());
-        }
         thread::at_task(id.0);
+        self.tiles.begin_task(self.task_tiles(id));
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
         // been met.
         unsafe {
@@ -104,8 +156,11 @@ impl Body for BlockBody {
                 step,
                 programs: entries(param!(self.image, programs), 0, param!(self.image, n_programs)),
                 bindings: core::ptr::with_exposed_provenance(param!(self.image, bindings) as usize),
+                tiles: Some(&self.tiles),
             };
-            run_gpu(&call, &self.block)
+            let outcome = run_gpu(&call, &self.block);
+            self.tiles.drain();
+            outcome
         }
     }
 }
@@ -124,20 +179,38 @@ pub unsafe fn worker(params: *const LaunchParams) {
         fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
         timeout_ns: param!(image, timeout_ns),
     };
-    let mut body = BlockBody { image, block: Block::current() };
     let worker = WorkerId(thread::block_idx());
+    let (thread, threads) = (thread::thread_idx(), thread::block_dim());
+    let block = Block { thread, threads: thread::task_threads() };
+    // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. The warps beyond the
+    // task threads' are no task's, and the first of their lanes is the loader.
+    unsafe {
+        if thread == 0 {
+            tiles::init(block.threads);
+        }
+        thread::sync_some(1, threads);
+        if thread >= block.threads {
+            if thread == block.threads {
+                tiles::load(&(image, worker), &sync);
+            }
+            return;
+        }
+    }
+    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
             sync.report(&fault);
         }
+        // SAFETY: faults are the whole block's.
+        unsafe { body.tiles.leave(thread == 0) };
     }
 }
 
 #[cfg(target_arch = "nvptx64")]
 #[allow(unreachable_pub)] // Its functions are exported by name, not by path.
 mod ptx {
-    use crate::arch::{thread, trap};
+    use crate::arch::{bulk, mbarrier, memory, shared, thread, trap, warp};
     use perpetua_shared::launch::LaunchParams;
 
     #[panic_handler]
@@ -172,6 +245,39 @@ mod ptx {
             if below {
                 *word *= 3;
             }
+        }
+    }
+
+    /// Nor is this one: each instruction that copies, counts and multiplies, so that the tests see them assembled whether or
+    /// not a kernel uses them.
+    ///
+    /// # Safety
+    /// `words` points to 4 KiB.
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_copy(words: *mut u32) {
+        let at = thread::thread_idx();
+        // SAFETY: inside the 4 KiB and the words; every thread makes every call that wants them all.
+        unsafe {
+            if at == 0 {
+                mbarrier::init(0, 1);
+                mbarrier::init(1, 32);
+                mbarrier::fence();
+                bulk::prefetch(words.cast(), 2048);
+                bulk::fence_proxy();
+                mbarrier::arrive_expect(0, 2048);
+                bulk::copy(128, words.cast(), 2048, 0);
+            }
+            thread::sync_some(1, 64);
+            while !mbarrier::try_wait(0, 0) {}
+            let a = bulk::load16(128 + 16 * at);
+            shared::store16(4 * at, a);
+            let (b, c) = (bulk::load4(4 * at), bulk::load2(2 * at));
+            warp::sync();
+            mbarrier::arrive(1);
+            let d = warp::ldmatrix(4 * at);
+            let e = shared::load16(4 * (at ^ 1));
+            let sum = warp::mma(d, [e[0], b], [f32::from(c), 0.0, 0.0, f32::from_bits(e[1])]);
+            memory::store(words.add(at as usize), sum[0].to_bits() ^ sum[1].to_bits() ^ sum[3].to_bits());
         }
     }
 }

@@ -109,6 +109,16 @@ impl Image for ImageView<'_> {
 
 /// Runs task bodies: a thread block's macro kernels on a GPU, the CPU bodies on a thread.
 pub trait Body {
+    /// A pass begins; or, with [`NO_PROGRAM`], the loop ends.
+    fn begin(&mut self, step: &Step) {
+        let _ = step;
+    }
+
+    /// The task numbered `id` is left out of this pass.
+    fn skip(&mut self, id: TaskId) {
+        let _ = id;
+    }
+
     /// Runs `task` in the pass `step`.
     ///
     /// # Errors
@@ -132,6 +142,7 @@ pub fn run<I: Image, S: Sync, B: Body>(
 ) -> Result<u32, Fault> {
     loop {
         let step = sync.step();
+        body.begin(&step);
         if step.program == NO_PROGRAM {
             return Ok(iteration);
         }
@@ -170,6 +181,8 @@ fn run_task<I: Image, S: Sync, B: Body>(
     }
     if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
         body.run(id, task, step)?;
+    } else {
+        body.skip(id);
     }
     for &event in image.triggers(task) {
         sync.trigger(EventId(event));

@@ -28,9 +28,13 @@ const CONFIG: &str = r#"{
 }"#;
 
 fn small() -> (tempfile::TempDir, Model) {
+    model(CONFIG)
+}
+
+fn model(config_json: &str) -> (tempfile::TempDir, Model) {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let config = dir.path().join("small.json");
-    std::fs::write(&config, CONFIG).expect("written");
+    std::fs::write(&config, config_json).expect("written");
     let out = dir.path().join("small");
     synth(SynthSource::Config(&config), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
         .expect("the config is sound");
@@ -87,10 +91,11 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
         let compiled = compiled(&model, workers, IDS.len());
         let mut first: Option<Vec<f32>> = None;
         for (seed, block_threads) in [(1, 64), (2, 64), (3, 64), (4, 32)] {
-            let options = Options { seed, block_threads };
-            let (logits, _) = run_simt(&model, &compiled, compiled.image.clone(), options)
+            let options = Options { seed, block_threads, ..Options::default() };
+            let (logits, simt) = run_simt(&model, &compiled, compiled.image.clone(), options)
                 .unwrap_or_else(|error| panic!("{workers} workers, seed {seed}: {error}"));
             close(&expected, &logits, &format!("{workers} workers"));
+            assert_eq!(simt.report().stall, None, "{workers} workers, seed {seed}: somebody slept through a change");
             // Sums depend on how many threads take part, on the schedule nothing does.
             if let (Some(first), 64) = (&first, block_threads) {
                 assert!(*first == logits, "{workers} workers: seed {seed} gives other bits");
@@ -255,4 +260,41 @@ fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
     simt.set_tokens(&IDS);
     simt.start(one_pass(IDS.len() as u32));
     simt.finish().expect("it runs");
+}
+
+/// A network of which a worker's share fills its shared memory more than once.
+const WIDE: &str = r#"{
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 128,
+    "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
+    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
+}"#;
+
+#[test]
+fn loaders_keep_64_kib_under_way() {
+    let (_dir, model) = model(WIDE);
+    // One worker, so that its share is the whole network's weights, several times what it has of shared memory.
+    let compiled = compiled(&model, 1, IDS.len());
+    let run = |tiles: bool, seed: u64| {
+        let options = Options { tiles, seed, block_threads: 64 };
+        run_simt(&model, &compiled, compiled.image.clone(), options).unwrap_or_else(|error| panic!("{error}"))
+    };
+    let (without, _) = run(false, 1);
+    for seed in 1..4 {
+        let (logits, simt) = run(true, seed);
+        close(&without, &logits, "from tiles");
+        let report = simt.report();
+        println!(
+            "{} copies, {} KiB, {} KiB under way at most",
+            report.copies,
+            report.bytes_copied >> 10,
+            report.peak_in_flight >> 10
+        );
+        // All matrices come by copies, each byte once.
+        let hidden = 128;
+        let per_layer = hidden * (128 + 64 + 64) + 128 * hidden + 3 * 640 * hidden;
+        assert_eq!(report.bytes_copied, 2 * (2 * per_layer + 512 * hidden));
+        assert!(report.peak_in_flight >= 64 << 10, "{report:?}");
+        assert_eq!(report.stall, None);
+    }
 }

@@ -5,8 +5,11 @@
 //! and inline assembly elsewhere, and, on the host, `simt`, a GPU that checks: every thread a coroutine, every access
 //! judged. Whatever touches memory goes through here, so that it can.
 //!
-//! Convergent calls ([`thread::sync`], [`thread::sync_or`], the shuffles) must be reached by every thread
-//! of the block, respectively of the warp, the same number of times.
+//! Convergent calls ([`thread::sync`], [`thread::sync_or`], what [`warp`] does) must be reached by every thread
+//! that meets at the block's barrier, respectively of the warp, the same number of times. The block's barrier is that of the
+//! warps that run tasks; service warps beside them have mbarriers.
+
+#![cfg_attr(not(target_arch = "nvptx64"), allow(dead_code, reason = "some is used by the PTX's probe entries alone"))]
 
 #[cfg(target_arch = "nvptx64")]
 mod ptx;
@@ -51,16 +54,22 @@ pub(crate) mod thread {
         backend::block_idx()
     }
 
-    /// Threads of the block, a multiple of 32.
+    /// Threads of the block, service warps included, a multiple of 32.
     #[inline(always)]
     pub(crate) fn block_dim() -> u32 {
         backend::block_dim()
     }
 
+    /// Those of them that run tasks and meet at the block's barrier; the others are service warps, and come after them.
+    #[inline(always)]
+    pub(crate) fn task_threads() -> u32 {
+        backend::task_threads()
+    }
+
     /// The block's barrier: what any of its threads wrote before is visible to all of them after.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call.
+    /// Every thread of the block but those of service warps makes this same call.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sync() {
@@ -77,6 +86,17 @@ pub(crate) mod thread {
     pub(crate) unsafe fn sync_or(predicate: bool) -> bool {
         // SAFETY: the caller's promise.
         unsafe { backend::barrier_or(predicate) }
+    }
+
+    /// A barrier of its own, `1..16`, for `threads` threads: whole warps, any of the block's.
+    ///
+    /// # Safety
+    /// That many threads make this call with the same `id`, whole warps each.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn sync_some(id: u32, threads: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::barrier_named(id, threads) }
     }
 
     /// Nanoseconds of a clock all SMs share. Its step may be as coarse as a microsecond.
@@ -124,6 +144,44 @@ pub(crate) mod warp {
         unsafe { backend::shuffle(value, lane) }
     }
 
+    /// What any lane wrote before is visible to all of them after.
+    ///
+    /// # Safety
+    /// As [`shuffle_xor`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn sync() {
+        // SAFETY: the caller's promise.
+        unsafe { backend::warp_sync() }
+    }
+
+    /// `a . b + c` on the tensor cores: a 16 x 16 and b 16 x 8 in bf16, c 16 x 8 in f32. With `g = lane / 4` and
+    /// `t = lane % 4` a lane holds, low half of a register first,
+    /// a: (row g, k 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..); b: (k 2t.., column g), (2t + 8.., g);
+    /// c: (row g, column 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+    ///
+    /// # Safety
+    /// As [`shuffle_xor`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mma(a, b, c) }
+    }
+
+    /// Four 8 x 8 matrices of 16-bit elements from shared memory. Lanes `8i..8i + 8` give the words at which the rows of
+    /// matrix `i` start; a lane gets of each matrix row `lane / 4`, elements `2 (lane % 4)` and the next.
+    ///
+    /// # Safety
+    /// As [`shuffle_xor`]; each row is four words of [`shared`](super::shared), from a multiple of four on. On a GPU LLVM may copy this
+    /// call, so no branch around it may part a warp.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::ldmatrix(at) }
+    }
+
     /// The sum of the lanes' values, the same bits in every lane.
     ///
     /// # Safety
@@ -159,7 +217,10 @@ pub(crate) mod shared {
     use super::backend;
 
     /// How many words there are.
-    pub(crate) const WORDS: u32 = 2048;
+    pub(crate) const WORDS: u32 = 4096;
+
+    /// Words from here on outlive a task; those below are a task's own.
+    pub(crate) const KEPT: u32 = WORDS - 72;
 
     /// Word `at`.
     ///
@@ -181,6 +242,161 @@ pub(crate) mod shared {
     pub(crate) unsafe fn store(at: u32, value: u32) {
         // SAFETY: the caller's promise.
         unsafe { backend::shared_store(at, value) }
+    }
+
+    /// Four words from word `at` on, a multiple of four.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load16(at: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::shared_load16(at) }
+    }
+
+    /// Sets four words from word `at` on, a multiple of four.
+    ///
+    /// # Safety
+    /// As [`store`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store16(at: u32, value: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::shared_store16(at, value) }
+    }
+}
+
+/// Barriers in shared memory that count arrivals and, for bulk copies, bytes. A phase ends when it lacks neither; phases
+/// alternate in parity, from 0 on.
+///
+/// Whoever waits knows only the phase's parity. So a thread that waits on a barrier waits on every phase of it, in order:
+/// then `parity = phase & 1` cannot mean another one.
+pub(crate) mod mbarrier {
+    use super::backend;
+
+    /// How many a block has; they go by number.
+    pub(crate) const COUNT: u32 = 72;
+
+    /// Makes barrier `number` one of `count` arrivals a phase. Threads other than the caller may use it after a
+    /// [`thread::sync`](super::thread::sync), copies after a [`fence`].
+    ///
+    /// # Safety
+    /// `number < COUNT`; once in a launch.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn init(number: u32, count: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mbarrier_init(number, count) }
+    }
+
+    /// Lets bulk copies see what this thread has initialised.
+    #[inline(always)]
+    pub(crate) fn fence() {
+        backend::mbarrier_fence();
+    }
+
+    /// Arrives; what this thread has read and written is ordered before whatever follows a wait for this phase.
+    ///
+    /// # Safety
+    /// The barrier is initialised and the phase lacks an arrival.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn arrive(number: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mbarrier_arrive(number) }
+    }
+
+    /// [`arrive`], and makes the phase expect `bytes` from bulk copies: all that are begun for it, 2^20 - 1 at most.
+    ///
+    /// # Safety
+    /// As [`arrive`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn arrive_expect(number: u32, bytes: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mbarrier_arrive_expect(number, bytes) }
+    }
+
+    /// Whether the phase of parity `parity` has ended, after having waited for a while. Before any has, the one of parity 1
+    /// counts as ended.
+    ///
+    /// # Safety
+    /// The barrier is initialised.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn try_wait(number: u32, parity: u32) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mbarrier_try_wait(number, parity) }
+    }
+}
+
+/// Copies that engines make beside the threads, and the shared memory they fill: the *tiles*, by byte, apart from
+/// [`shared`]'s words. Nothing else writes tiles.
+pub(crate) mod bulk {
+    use super::backend;
+
+    /// Begins to copy `bytes` bytes from global memory to tile byte `to`, to be counted by `mbarrier`.
+    ///
+    /// # Safety
+    /// All three are multiples of 16; source and destination are there; the barrier expects the bytes in this phase. Who
+    /// has read the destination has arrived at a barrier that this thread has waited on. Nobody writes the source until
+    /// the copy has landed; what was written to it in this launch, this thread has acquired and [`fence_proxy`]'d.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::bulk_copy(to, from, bytes, mbarrier) }
+    }
+
+    /// Asks for `bytes` bytes to be brought into L2.
+    ///
+    /// # Safety
+    /// Both are multiples of 16; the bytes are there.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn prefetch(from: *const u8, bytes: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::bulk_prefetch(from, bytes) }
+    }
+
+    /// What this thread knows of writes to global memory, the copies it begins from here on know too.
+    #[inline(always)]
+    pub(crate) fn fence_proxy() {
+        backend::fence_proxy_async();
+    }
+
+    /// Sixteen bytes of the tiles, from byte `at` on, a multiple of 16.
+    ///
+    /// # Safety
+    /// A copy has filled them, and this thread has waited for the barrier that counted it.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load16(at: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::tile_load16(at) }
+    }
+
+    /// Four bytes, from a multiple of four on.
+    ///
+    /// # Safety
+    /// As [`load16`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load4(at: u32) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { backend::tile_load4(at) }
+    }
+
+    /// Two bytes, from a multiple of two on.
+    ///
+    /// # Safety
+    /// As [`load16`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load2(at: u32) -> u16 {
+        // SAFETY: the caller's promise.
+        unsafe { backend::tile_load2(at) }
     }
 }
 
@@ -388,5 +604,7 @@ pub(crate) mod scalar {
     }
 }
 
-#[cfg(target_arch = "nvptx64")]
-pub(crate) use ptx::trap;
+/// Ends the grid with an error that the host sees at its next call.
+pub(crate) fn trap() -> ! {
+    backend::trap()
+}

@@ -10,15 +10,21 @@
 
 use core::arch::{asm, global_asm};
 
-// The block's scratch words (`shared::WORDS`); static, so that a launch needs no attribute for it.
-global_asm!(".shared .align 16 .b8 perpetua_shared[8192];");
-const _: () = assert!(super::shared::WORDS * 4 == 8192);
+// The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
+global_asm!(".shared .align 16 .b8 perpetua_shared[16384];");
+global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
+global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
+const _: () = assert!(super::shared::WORDS * 4 == 16384 && super::mbarrier::COUNT * 8 == 576);
 
 unsafe extern "unadjusted" {
-    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.all"]
-    fn nvvm_barrier(id: i32);
-    #[link_name = "llvm.nvvm.barrier.cta.red.or.aligned.all"]
-    fn nvvm_barrier_or(id: i32, predicate: bool) -> bool;
+    #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
+    fn nvvm_barrier(id: i32, threads: i32);
+    #[link_name = "llvm.nvvm.barrier.cta.red.or.aligned.count"]
+    fn nvvm_barrier_or(id: i32, threads: i32, predicate: bool) -> bool;
+    #[link_name = "llvm.nvvm.bar.warp.sync"]
+    fn nvvm_warp_sync(members: i32);
+    #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
+    fn nvvm_mma(a0: i32, a1: i32, a2: i32, a3: i32, b0: i32, b1: i32, c0: f32, c1: f32, c2: f32, c3: f32) -> Fragment;
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
     fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
@@ -34,6 +40,14 @@ unsafe extern "unadjusted" {
 }
 
 const ALL_LANES: i32 = -1;
+
+/// What the intrinsic returns.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Fragment(f32, f32, f32, f32);
+
+/// Threads that meet at the block's barrier.
+const TASK_THREADS: i32 = perpetua_shared::launch::TASK_THREADS as i32;
 
 #[inline(always)]
 pub(super) fn thread_idx() -> u32 {
@@ -54,18 +68,200 @@ pub(super) fn block_dim() -> u32 {
 }
 
 #[inline(always)]
+pub(super) fn task_threads() -> u32 {
+    TASK_THREADS as u32
+}
+
+#[inline(always)]
 pub(super) fn at_task(_: u32) {}
 
 #[inline(always)]
 pub(super) unsafe fn barrier() {
     // SAFETY: the caller promises that the whole block is here.
-    unsafe { nvvm_barrier(0) }
+    unsafe { nvvm_barrier(0, TASK_THREADS) }
 }
 
 #[inline(always)]
 pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
     // SAFETY: the caller promises that the whole block is here.
-    unsafe { nvvm_barrier_or(0, predicate) }
+    unsafe { nvvm_barrier_or(0, TASK_THREADS, predicate) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn barrier_named(id: u32, threads: u32) {
+    // SAFETY: the caller promises that so many threads come.
+    unsafe { nvvm_barrier(id as i32, threads as i32) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn warp_sync() {
+    // SAFETY: the caller promises that the whole warp is here.
+    unsafe { nvvm_warp_sync(ALL_LANES) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+    // SAFETY: the caller promises that the whole warp is here.
+    let d = unsafe {
+        nvvm_mma(a[0] as i32, a[1] as i32, a[2] as i32, a[3] as i32, b[0] as i32, b[1] as i32, c[0], c[1], c[2], c[3])
+    };
+    [d.0, d.1, d.2, d.3]
+}
+
+#[inline(always)]
+pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller promises the rows and the whole warp. Its intrinsic wants a pointer into shared memory, which Rust
+    // does not have; a copy of this is harmless where no branch parts the warp (caller).
+    unsafe {
+        asm!(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) shared_address(at), options(nostack)
+        );
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+fn mbarrier_address(number: u32) -> u32 {
+    let base: u32;
+    // SAFETY: takes an address.
+    unsafe { asm!("mov.u32 {}, perpetua_mbarriers;", out(reg32) base, options(pure, nomem, nostack)) };
+    base + 8 * number
+}
+
+#[inline(always)]
+pub(super) unsafe fn mbarrier_init(number: u32, count: u32) {
+    let at = mbarrier_address(number);
+    // SAFETY: the caller promises the number.
+    unsafe { asm!("mbarrier.init.shared::cta.b64 [{}], {};", in(reg32) at, in(reg32) count, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn mbarrier_fence() {
+    // SAFETY: orders memory accesses and does nothing else.
+    unsafe { asm!("fence.mbarrier_init.release.cluster;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn mbarrier_arrive(number: u32) {
+    let at = mbarrier_address(number);
+    // SAFETY: the caller promises the barrier.
+    unsafe { asm!("mbarrier.arrive.shared::cta.b64 _, [{}];", in(reg32) at, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn mbarrier_arrive_expect(number: u32, bytes: u32) {
+    let at = mbarrier_address(number);
+    // SAFETY: the caller promises the barrier.
+    unsafe {
+        asm!("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{}], {};", in(reg32) at, in(reg32) bytes, options(nostack));
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
+    let at = mbarrier_address(number);
+    let over: u32;
+    // SAFETY: the caller promises the barrier.
+    unsafe {
+        asm!(
+            "\t{{",
+            ".reg .pred over;",
+            "mbarrier.try_wait.parity.shared::cta.b64 over, [{}], {};",
+            "selp.u32 {}, 1, 0, over;",
+            "\t}}",
+            in(reg32) at, in(reg32) parity, out(reg32) over, options(nostack)
+        );
+    }
+    over != 0
+}
+
+#[inline(always)]
+fn tile_address(at: u32) -> u32 {
+    let base: u32;
+    // SAFETY: takes an address.
+    unsafe { asm!("mov.u32 {}, perpetua_tiles;", out(reg32) base, options(pure, nomem, nostack)) };
+    base + at
+}
+
+#[inline(always)]
+pub(super) unsafe fn bulk_copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
+    // SAFETY: the caller's promises. Without clusters the block's own address is one of the cluster's.
+    unsafe {
+        asm!(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}], {}, [{}];",
+            in(reg32) tile_address(to), in(reg64) from, in(reg32) bytes, in(reg32) mbarrier_address(mbarrier),
+            options(nostack)
+        );
+    }
+}
+
+#[inline(always)]
+pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        asm!("cp.async.bulk.prefetch.L2.global [{}], {};", in(reg64) from, in(reg32) bytes, options(nostack));
+    }
+}
+
+#[inline(always)]
+pub(super) fn fence_proxy_async() {
+    // SAFETY: orders memory accesses and does nothing else.
+    unsafe { asm!("fence.proxy.async.global;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn tile_load16(at: u32) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe { load16_at(tile_address(at)) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn tile_load4(at: u32) -> u32 {
+    let value;
+    // SAFETY: the caller's promise.
+    unsafe { asm!("ld.shared.u32 {}, [{}];", out(reg32) value, in(reg32) tile_address(at), options(nostack)) };
+    value
+}
+
+#[inline(always)]
+pub(super) unsafe fn tile_load2(at: u32) -> u16 {
+    let value;
+    // SAFETY: the caller's promise.
+    unsafe { asm!("ld.shared.u16 {}, [{}];", out(reg16) value, in(reg32) tile_address(at), options(nostack)) };
+    value
+}
+
+#[inline(always)]
+pub(super) unsafe fn shared_load16(at: u32) -> [u32; 4] {
+    // SAFETY: the caller's promise.
+    unsafe { load16_at(shared_address(at)) }
+}
+
+#[inline(always)]
+unsafe fn load16_at(at: u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller promises sixteen aligned bytes of shared memory.
+    unsafe {
+        asm!(
+            "ld.shared.v4.u32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg32) at, options(nostack)
+        );
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
+    let [a, b, c, d] = value;
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "st.shared.v4.u32 [{}], {{{}, {}, {}, {}}};",
+            in(reg32) shared_address(at), in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+        );
+    }
 }
 
 #[inline(always)]
@@ -274,9 +470,8 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
     bits
 }
 
-/// Ends the grid with an error that the host sees at its next call.
 #[inline(always)]
-pub(crate) fn trap() -> ! {
+pub(super) fn trap() -> ! {
     // SAFETY: does not return.
     unsafe { core::arch::nvptx::trap() }
 }

@@ -8,6 +8,7 @@
 pub(crate) mod math;
 pub(crate) mod rows;
 pub mod sync;
+pub(crate) mod tiles;
 
 #[cfg(test)]
 mod conformance;
@@ -155,7 +156,7 @@ impl Row {
     #[track_caller]
     pub(crate) unsafe fn get(&self, i: u32) -> f32 {
         // SAFETY: the element is there (caller).
-        unsafe { load(self.dtype, self.address(i)) }
+        unsafe { load(self.dtype, self.at(i)) }
     }
 
     /// Sets element `i`, rounding to nearest even.
@@ -166,7 +167,7 @@ impl Row {
     #[track_caller]
     pub(crate) unsafe fn set(&self, i: u32, value: f32) {
         // SAFETY: the element is there (caller).
-        unsafe { store(self.dtype, self.address(i), value) }
+        unsafe { store(self.dtype, self.at(i), value) }
     }
 
     /// The row that starts `elems` elements later.
@@ -175,14 +176,38 @@ impl Row {
         Row { base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }), dtype: self.dtype }
     }
 
+    /// Whether its elements are of type `dtype`.
     #[inline(always)]
-    fn address(&self, i: u32) -> *mut u8 {
+    pub(crate) fn is(&self, dtype: u16) -> bool {
+        self.dtype == dtype
+    }
+
+    /// Whether it starts on a multiple of `bytes`.
+    #[inline(always)]
+    pub(crate) fn is_aligned(&self, bytes: usize) -> bool {
+        self.base.addr().is_multiple_of(bytes)
+    }
+
+    /// Sixteen bytes from element `i` on.
+    ///
+    /// # Safety
+    /// They are the row's, and start on a multiple of 16.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load16(&self, i: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { memory::load16(self.at(i)) }
+    }
+
+    /// Where element `i` lies.
+    #[inline(always)]
+    pub(crate) fn at(&self, i: u32) -> *mut u8 {
         self.base.wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
     }
 }
 
-const F32: u16 = DType::F32 as u16;
-const BF16: u16 = DType::Bf16 as u16;
+pub(crate) const F32: u16 = DType::F32 as u16;
+pub(crate) const BF16: u16 = DType::Bf16 as u16;
 const F16: u16 = DType::F16 as u16;
 
 /// The float of type `dtype` at `from`, as f32.
@@ -226,6 +251,8 @@ pub struct Call<'a> {
     pub programs: &'a [ProgramDesc],
     /// Where every binding lies.
     pub(crate) bindings: *const u64,
+    /// The worker's tiles, where a loader brings some.
+    pub(crate) tiles: Option<&'a tiles::Tiles<'a>>,
 }
 
 impl Call<'_> {

@@ -4,9 +4,11 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
+use super::tiles::Tiles;
 use super::{BF16, Call, F16, F32};
 use crate::arch::scalar::{f16_to_f32, fma};
-use crate::arch::{WARP, memory, warp};
+use crate::arch::{WARP, bulk, memory, warp};
+use crate::block::Block;
 
 /// How an element type is loaded.
 trait Float {
@@ -23,6 +25,36 @@ trait Float {
     /// # Safety
     /// `from` points to eight in global memory, aligned.
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8];
+
+    /// [`one`](Float::one), at byte `at` of the tiles.
+    ///
+    /// # Safety
+    /// As `bulk::load16`.
+    unsafe fn tile_one(at: u32) -> f32;
+
+    /// [`eight`](Float::eight), likewise.
+    ///
+    /// # Safety
+    /// As `bulk::load16`.
+    unsafe fn tile_eight(at: u32) -> [f32; 8];
+}
+
+#[inline(always)]
+fn widen_brain(v: [u32; 4]) -> [f32; 8] {
+    let (low, high) = (|u: u32| f32::from_bits(u << 16), |u: u32| f32::from_bits(u & 0xffff_0000));
+    [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
+}
+
+#[inline(always)]
+fn widen_half(v: [u32; 4]) -> [f32; 8] {
+    let (low, high) = (|u: u32| f16_to_f32(u as u16), |u: u32| f16_to_f32((u >> 16) as u16));
+    [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
+}
+
+#[inline(always)]
+fn singles(a: [u32; 4], b: [u32; 4]) -> [f32; 8] {
+    let f = f32::from_bits;
+    [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
 }
 
 #[inline(always)]
@@ -47,9 +79,19 @@ impl Float for Single {
     #[inline(always)]
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 32 bytes.
-        let (a, b) = unsafe { (load16(from, stream), load16(from.add(16), stream)) };
-        let f = f32::from_bits;
-        [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
+        unsafe { singles(load16(from, stream), load16(from.add(16), stream)) }
+    }
+
+    #[inline(always)]
+    unsafe fn tile_one(at: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        f32::from_bits(unsafe { bulk::load4(at) })
+    }
+
+    #[inline(always)]
+    unsafe fn tile_eight(at: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { singles(bulk::load16(at), bulk::load16(at + 16)) }
     }
 }
 
@@ -65,9 +107,19 @@ impl Float for Brain {
     #[inline(always)]
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 16 bytes.
-        let v = unsafe { load16(from, stream) };
-        let (low, high) = (|u: u32| f32::from_bits(u << 16), |u: u32| f32::from_bits(u & 0xffff_0000));
-        [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
+        widen_brain(unsafe { load16(from, stream) })
+    }
+
+    #[inline(always)]
+    unsafe fn tile_one(at: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        f32::from_bits(u32::from(unsafe { bulk::load2(at) }) << 16)
+    }
+
+    #[inline(always)]
+    unsafe fn tile_eight(at: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        widen_brain(unsafe { bulk::load16(at) })
     }
 }
 
@@ -83,9 +135,19 @@ impl Float for Half {
     #[inline(always)]
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 16 bytes.
-        let v = unsafe { load16(from, stream) };
-        let (low, high) = (|u: u32| f16_to_f32(u as u16), |u: u32| f16_to_f32((u >> 16) as u16));
-        [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
+        widen_half(unsafe { load16(from, stream) })
+    }
+
+    #[inline(always)]
+    unsafe fn tile_one(at: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        f16_to_f32(unsafe { bulk::load2(at) })
+    }
+
+    #[inline(always)]
+    unsafe fn tile_eight(at: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        widen_half(unsafe { bulk::load16(at) })
     }
 }
 
@@ -210,6 +272,179 @@ unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n:
         }
     }
     sums
+}
+
+/// Takes the task's tiles, which hold the rows of its N weight matrices (operands 1 and up, all alike), a tile of each in
+/// turn: whole rows, or, of rows longer than a tile, pieces. A warp's row is the one whose number it is, and so on by the
+/// number of warps; `finish(r, n, sums)` is called on one lane for each row r of x and n of the matrices.
+///
+/// # Safety
+/// Every thread of the block makes this same call, with `rows` at most 32; operand 0 is a matrix of floats of `rows` rows and
+/// the tiles are those of a plan for this task.
+#[inline(always)]
+pub(crate) unsafe fn tiled<const N: usize>(
+    call: &Call<'_>,
+    tiles: &Tiles<'_>,
+    block: &Block,
+    rows: u32,
+    finish: impl Fn(u32, u32, [f32; N]),
+) {
+    // SAFETY: the caller's promises; the conditions around `tile_dots` depend on the warp and the task alone.
+    unsafe {
+        let w = call.tensor(1);
+        let (k, elem) = (w.extent(1), if w.dtype() == F32 { 4 } else { 2 });
+        let lane = block.lane();
+        // Where in the matrices the next tile starts, and whose row that is.
+        let (mut n, mut first, mut warp) = (0, 0, 0);
+        let mut sums = [0f32; N];
+        while tiles.left() >= N as u32 {
+            let mut taken = [tiles.take(); N];
+            for i in 1..N {
+                taken[i] = tiles.take();
+            }
+            let len = taken[0].bytes / elem;
+            let mut at = 0;
+            while at < len {
+                let part = if k - first < len - at { k - first } else { len - at };
+                if warp == block.warp() {
+                    // The same code serves all matrices; after N turns each is in its place again.
+                    let mut which = 0;
+                    while which < N {
+                        let stretch = Stretch { at: taken[0].at + at * elem, first, len: part };
+                        let mut sum = sums[0];
+                        if rows == 1 {
+                            let [dot] = tile_dots::<1>(Rows { call, rows, first: 0 }, 1 + which, stretch, lane);
+                            sum += dot;
+                        } else {
+                            let mut r = 0;
+                            while r < rows {
+                                let dots = tile_dots::<4>(Rows { call, rows, first: r }, 1 + which, stretch, lane);
+                                if lane >= r && lane < r + 4 {
+                                    sum += pick(dots, lane - r);
+                                }
+                                r += 4;
+                            }
+                        }
+                        turn(&mut taken);
+                        turn(&mut sums);
+                        sums[N - 1] = sum;
+                        which += 1;
+                    }
+                    if first + part == k {
+                        if lane < rows {
+                            finish(lane, n, sums);
+                        }
+                        sums = [0.0; N];
+                    }
+                }
+                at += part;
+                first += part;
+                if first == k {
+                    first = 0;
+                    n += 1;
+                    warp = if warp + 1 == block.warps() { 0 } else { warp + 1 };
+                }
+            }
+            for i in 0..N {
+                tiles.release(taken[i]);
+            }
+        }
+    }
+}
+
+/// Moves the first to the end.
+#[inline(always)]
+fn turn<T: Copy, const N: usize>(values: &mut [T; N]) {
+    let first = values[0];
+    for i in 1..N {
+        values[i - 1] = values[i];
+    }
+    values[N - 1] = first;
+}
+
+/// Part of a weight row in a tile.
+#[derive(Clone, Copy)]
+struct Stretch {
+    /// The tile's byte it starts at, a multiple of 16.
+    at: u32,
+    /// The element of the row it starts with.
+    first: u32,
+    /// Its elements.
+    len: u32,
+}
+
+/// What `part` of a row of operand `w` adds to [`dots`].
+#[inline(always)]
+unsafe fn tile_dots<const R: usize>(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> [f32; R] {
+    // SAFETY: the caller's promises; the types are the tensors'.
+    let mut sums = unsafe {
+        match (x.call.tensor(w).dtype(), x.call.tensor(0).dtype()) {
+            (BF16, F32) => tile_typed::<Brain, Single, R>(x, part, lane),
+            (F32, F32) => tile_typed::<Single, Single, R>(x, part, lane),
+            (F16, F32) => tile_typed::<Half, Single, R>(x, part, lane),
+            (BF16, _) => tile_one_by_one::<Brain, R>(x, part, lane),
+            (F16, _) => tile_one_by_one::<Half, R>(x, part, lane),
+            _ => tile_one_by_one::<Single, R>(x, part, lane),
+        }
+    };
+    for sum in &mut sums {
+        // SAFETY: whole warps are here (caller).
+        *sum = unsafe { warp::sum(*sum) };
+    }
+    sums
+}
+
+/// A lane's share of [`tile_dots`] for any x.
+#[inline(always)]
+unsafe fn tile_one_by_one<W: Float, const R: usize>(x: Rows<'_>, part: Stretch, lane: u32) -> [f32; R] {
+    // SAFETY: operand 0 is a matrix; `at` is below its columns.
+    unsafe {
+        let matrix = x.call.tensor(0);
+        let mut sums = [0f32; R];
+        let mut at = lane;
+        while at < part.len {
+            let weight = W::tile_one(part.at + at * W::BYTES as u32);
+            for j in 0..R {
+                sums[j] = fma(weight, matrix.get([row(&x, j), part.first + at]), sums[j]);
+            }
+            at += WARP;
+        }
+        sums
+    }
+}
+
+/// A lane's share of [`tile_dots`] in steps of eight elements.
+#[inline(always)]
+unsafe fn tile_typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, part: Stretch, lane: u32) -> [f32; R] {
+    // SAFETY: operand 0 is a matrix with the elements the part goes by (caller).
+    unsafe {
+        let matrix = x.call.tensor(0);
+        let mut x_rows = [core::ptr::null::<u8>(); R];
+        let mut misplaced = 0;
+        for j in 0..R {
+            x_rows[j] = memory::opaque(matrix.address([row(&x, j), part.first])).cast_const();
+            misplaced |= x_rows[j].addr() % 16;
+        }
+        if misplaced != 0 {
+            return tile_one_by_one::<W, R>(x, part, lane);
+        }
+        let chunks = part.len / 8;
+        let mut sums = [0f32; R];
+        let mut chunk = lane;
+        while chunk < chunks {
+            let weights = W::tile_eight(part.at + 8 * chunk * W::BYTES as u32);
+            multiply::<X, R>(&mut sums, &weights, &x_rows, chunk as usize);
+            chunk += WARP;
+        }
+        let at = 8 * chunks + lane;
+        if at < part.len {
+            let weight = W::tile_one(part.at + at * W::BYTES as u32);
+            for j in 0..R {
+                sums[j] = fma(weight, X::one(x_rows[j].add(at as usize * X::BYTES)), sums[j]);
+            }
+        }
+        sums
+    }
 }
 
 /// Adds eight weights times the elements of chunk `chunk` of each row.

@@ -60,7 +60,15 @@ impl Gpu {
         }
     }
 
+    /// Records, unless another fault is recorded already, that a wait inside the block outlasted its bound.
+    #[inline(always)]
+    pub(crate) fn give_up(&self) {
+        // SAFETY: the record's first word is its code.
+        unsafe { atomic::compare_exchange(self.fault.cast(), 0, FaultCode::Timeout as u32) };
+    }
+
     /// Records `fault`, unless another is recorded already, and tells every worker to leave.
+    #[inline(always)]
     pub(crate) fn report(&self, fault: &Fault) {
         // SAFETY: the record lies in global memory; only the thread whose exchange finds 0 writes the rest of it, and
         // only the host reads that, after the launch.

@@ -77,6 +77,9 @@ pub trait MacroKernel {
     const SLOTS: &'static [Slot];
     /// Its parameters: at most [`PARAM_WORDS`] words.
     type Params: Pod;
+    /// Operands, matrices, whose rows the GPU body takes from tiles when the worker's loader brings them, as it may where a
+    /// pass has up to [`TILED_ROWS`] rows: a tile of each in turn.
+    const TILED: &'static [usize] = &[];
 
     /// Judges shapes, dtypes and strides; presence and slot count have been judged before.
     #[cfg(not(target_arch = "nvptx64"))]
@@ -109,6 +112,9 @@ pub trait MacroKernel {
         Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task.task_type), 0, 0))
     }
 }
+
+/// Rows of a pass up to which bodies take weights from tiles.
+pub const TILED_ROWS: u32 = 32;
 
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
@@ -160,6 +166,8 @@ pub struct Spec {
     pub name: &'static str,
     /// See [`MacroKernel::SLOTS`].
     pub slots: &'static [Slot],
+    /// See [`MacroKernel::TILED`].
+    pub tiled: &'static [usize],
     check: fn(&[u32; PARAM_WORDS], &[Operand]) -> Result<(), Violation>,
     /// See [`MacroKernel::cost`].
     pub cost: fn(&[u32; PARAM_WORDS], &[Operand]) -> Cost,
@@ -209,6 +217,7 @@ macro_rules! kernels {
             task_type: $number,
             name: $kernel::NAME,
             slots: $kernel::SLOTS,
+            tiled: $kernel::TILED,
             check: |words, io| $kernel::check(&params(words), io),
             cost: |words, io| $kernel::cost(&params(words), io),
             reference: |call| $kernel::reference(&params(&call.task.params), call),

@@ -11,6 +11,7 @@ pub mod memory;
 pub mod reference;
 pub mod simt;
 pub mod threads;
+pub mod tiles;
 
 use perpetua_shared::{Fault, FaultCode};
 

@@ -8,11 +8,12 @@
 
 use super::RunError;
 use super::memory::Memory;
+use super::tiles::Tiles;
 use crate::image::Image;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::launch::{LaunchParams, TILE_BYTES};
 use perpetua_shared::{Fault, FaultCode};
 use std::time::Instant;
 
@@ -21,14 +22,16 @@ use std::time::Instant;
 pub struct Options {
     /// Seed of the schedule; each run takes the next one.
     pub seed: u64,
-    /// Threads of a worker's block, a multiple of 32.
+    /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top.
     pub block_threads: u32,
+    /// Whether loaders bring weights into shared memory.
+    pub tiles: bool,
 }
 
 impl Default for Options {
     /// Two warps: the fewest that can race with each other.
     fn default() -> Options {
-        Options { seed: 0, block_threads: 64 }
+        Options { seed: 0, block_threads: 64, tiles: true }
     }
 }
 
@@ -37,6 +40,10 @@ impl Default for Options {
 pub struct Simt {
     image: Image,
     memory: Memory,
+    /// Where each binding lies: its memory, or a copy of a weight that is not aligned as device memory is.
+    bases: Vec<*mut u8>,
+    _copies: Vec<Vec<u128>>,
+    tiles: Tiles,
     options: Options,
     counters: Vec<u32>,
     /// Iterations since the counters were zeroed.
@@ -55,7 +62,32 @@ impl Simt {
     pub fn new(image: Image, memory: Memory, options: Options) -> Simt {
         let counters = vec![0; image.view().events.len()];
         let (outcome, report) = (None, Report::default());
-        Simt { image, memory, options, counters, iteration: 0, outcome, report, stamps: Vec::new() }
+        let tiles = if options.tiles { Tiles::plan(&image) } else { Ok(Tiles::none(&image)) };
+        let tiles = tiles.expect("a task takes one tile of each matrix at once, which there is room for");
+        let mut bases = memory.bases().to_vec();
+        let mut copies = Vec::new();
+        for (binding, base) in image.bindings().iter().zip(&mut bases) {
+            if BindingKind::from_u32(binding.kind) == Some(BindingKind::Weight) && base.addr() % 16 != 0 {
+                let mut copy = vec![0u128; (binding.bytes as usize).div_ceil(16)];
+                // SAFETY: the executor's memory has `bytes` bytes at every base, and the copy as many.
+                unsafe { base.copy_to_nonoverlapping(copy.as_mut_ptr().cast(), binding.bytes as usize) };
+                *base = copy.as_mut_ptr().cast();
+                copies.push(copy);
+            }
+        }
+        Simt {
+            image,
+            memory,
+            bases,
+            _copies: copies,
+            tiles,
+            options,
+            counters,
+            iteration: 0,
+            outcome,
+            report,
+            stamps: Vec::new(),
+        }
     }
 
     /// The memory.
@@ -126,7 +158,7 @@ impl Simt {
 
     fn launch(&mut self) -> Result<(), RunError> {
         let mut fault = Fault::default();
-        let bindings: Vec<u64> = self.memory.bases().iter().map(|base| base.expose_provenance() as u64).collect();
+        let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
         let mut allocations = Vec::new();
         // SAFETY: every slice outlives the launch, in which nobody writes it.
@@ -145,6 +177,9 @@ impl Simt {
             list_heads: constant("list heads", bytemuck::cast_slice(view.list_heads)),
             lists: constant("lists", bytemuck::cast_slice(view.lists)),
             bindings: constant("the table of bindings", bytemuck::cast_slice(&bindings)),
+            data_heads: constant("data heads", bytemuck::cast_slice(&self.tiles.heads)),
+            data: constant("data ops", bytemuck::cast_slice(&self.tiles.data)),
+            task_tiles: constant("tiles of tasks", bytemuck::cast_slice(&self.tiles.of_task)),
             counters: self.counters.as_mut_ptr().expose_provenance() as u64,
             control: self.memory.control_base().expose_provenance() as u64,
             fault: (&raw mut fault).expose_provenance() as u64,
@@ -158,10 +193,10 @@ impl Simt {
             n_list_entries: view.lists.len() as u32,
             n_workers: view.n_workers,
             iteration: self.iteration,
-            reserved: 0,
+            n_data: self.tiles.data.len() as u32,
         };
         constant("the launch block", bytemuck::bytes_of(&params));
-        for (number, (binding, base)) in self.image.bindings().iter().zip(self.memory.bases()).enumerate() {
+        for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
             let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");
             let access = match kind {
                 BindingKind::Weight | BindingKind::Constant => Access::Constant,
@@ -181,8 +216,11 @@ impl Simt {
             let fault = (&raw mut fault).cast();
             allocations.push(Allocation::new("the fault record", fault, size_of::<Fault>(), Access::Written));
         }
-        let options =
-            simt::Options { blocks: view.n_workers, threads: self.options.block_threads, seed: self.options.seed };
+        let options = simt::Options {
+            service_warps: 1,
+            tile_bytes: TILE_BYTES,
+            ..simt::Options::new(view.n_workers, self.options.block_threads, self.options.seed)
+        };
         let launched = simt::launch(&options, allocations, || {
             // SAFETY: the launch block is as `LaunchParams` says, the image is checked, and the grid has its workers.
             unsafe { perpetua_device::entry::worker(&raw const params) }

@@ -18,6 +18,12 @@ pub enum Wrong {
     Poison,
     /// Two accesses, one of them a write, that nothing orders.
     Race,
+    /// A bulk copy reads through another proxy than the one that wrote, and no fence stands between.
+    Proxy,
+    /// An mbarrier is used before it is ready, or a wait by parity means a phase that is long over.
+    Mbarrier,
+    /// Bytes that an mbarrier's phase expects and that copies bring differ.
+    Transactions,
     /// Nobody can go on.
     Deadlock,
     /// A panic: on the GPU, a trap.

@@ -2,19 +2,26 @@
 //! accesses are ordered.
 //!
 //! Happens-before is tracked as FastTrack does (Flanagan and Freund 2009), with the GPU's hierarchy in place of one clock
-//! a thread. A block has a counter, its *time*, that steps at every barrier, release and warp collective; an access is
-//! the pair (thread, time of its block). It is ordered before a thread's next access when that thread
+//! a thread. A block is two *teams*: the threads that meet at its barrier, and the rest (service warps, and a pseudo-thread
+//! for each mbarrier, which makes the bulk copies that complete on it). A team has a counter, its *time*, that steps at
+//! every barrier, release and warp collective; an access is the pair (thread, time of its team). It is ordered before a
+//! thread's next access when that thread
 //! - is the same one, or
-//! - is of the same block, which has been at a barrier since, or
-//! - is of a block that has *seen* that time: a release by the one and an acquire by the other carried it over, and a
+//! - is of the same team, which has been at a barrier since, or
+//! - is of a team that has *seen* that time: a release by the one and an acquire by the other carried it over, and a
 //!   barrier on each side carried it to and from the other threads, or
+//! - is a lane of the same warp, which has been at a `warp::sync` since; a release by one lane then carries all of them, or
 //! - (reads before a write only) is a lane of the same warp, which has exchanged values since. A shuffle orders no
 //!   memory; but a value that went into one has been read.
 //!
-//! The unit is two bytes, the smallest element bodies write.
+//! An mbarrier's phase carries what its arrivals release and the copies that it counted. The unit is two bytes, the
+//! smallest element bodies write; in shared memory a word, in the tiles sixteen bytes, the unit of bulk copies.
 
 use super::error::Wrong;
 use std::collections::HashMap;
+
+/// Mbarriers of a block.
+pub(super) const MBARRIERS: u32 = crate::arch::mbarrier::COUNT;
 
 /// How a launch may use an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,11 +91,13 @@ pub(super) struct Clock {
     blocks: Vec<u32>,
     /// Sorted by thread.
     threads: Vec<(u32, u32)>,
+    /// All lanes of a warp, sorted by warp.
+    warps: Vec<(u32, u32)>,
 }
 
 impl Clock {
     pub(super) fn new(blocks: u32) -> Clock {
-        Clock { blocks: vec![0; blocks as usize], threads: Vec::new() }
+        Clock { blocks: vec![0; blocks as usize], threads: Vec::new(), warps: Vec::new() }
     }
 
     pub(super) fn join(&mut self, other: &Clock, threads: u32) {
@@ -98,23 +107,40 @@ impl Clock {
         for &(thread, time) in &other.threads {
             self.add(thread, time);
         }
+        for &(warp, time) in &other.warps {
+            raise(&mut self.warps, warp, time);
+        }
         let blocks = &self.blocks;
         self.threads.retain(|(thread, time)| *time > blocks[(thread / threads) as usize]);
+        self.warps.retain(|(warp, time)| *time > blocks[(warp * 32 / threads) as usize]);
     }
 
     fn add(&mut self, thread: u32, time: u32) {
-        match self.threads.binary_search_by_key(&thread, |(known, _)| *known) {
-            Ok(at) => self.threads[at].1 = self.threads[at].1.max(time),
-            Err(at) => self.threads.insert(at, (thread, time)),
-        }
+        raise(&mut self.threads, thread, time);
     }
 
+    /// The time up to which `thread`, as one thread or as a lane, is known.
     fn thread(&self, thread: u32) -> u32 {
-        self.threads.binary_search_by_key(&thread, |(known, _)| *known).map_or(0, |at| self.threads[at].1)
+        find(&self.threads, thread).max(self.warp(thread / 32))
+    }
+
+    fn warp(&self, warp: u32) -> u32 {
+        find(&self.warps, warp)
     }
 }
 
-/// What one block knows of the order of things.
+fn raise(times: &mut Vec<(u32, u32)>, who: u32, time: u32) {
+    match times.binary_search_by_key(&who, |(known, _)| *known) {
+        Ok(at) => times[at].1 = times[at].1.max(time),
+        Err(at) => times.insert(at, (who, time)),
+    }
+}
+
+fn find(times: &[(u32, u32)], who: u32) -> u32 {
+    times.binary_search_by_key(&who, |(known, _)| *known).map_or(0, |at| times[at].1)
+}
+
+/// What one team knows of the order of things.
 #[derive(Debug)]
 pub(super) struct BlockTime {
     now: u32,
@@ -122,15 +148,19 @@ pub(super) struct BlockTime {
     barrier: u32,
     /// The same for the last exchange of each warp.
     warps: Vec<u32>,
+    /// The same for the last `warp::sync` of each warp.
+    synced: Vec<u32>,
     /// What it has seen of the others.
     seen: Clock,
 }
 
-/// The order of all accesses.
+/// The order of all accesses. "Block" in its names means a team: see the module head.
 #[derive(Debug)]
 pub(super) struct Order {
-    /// Threads of a block.
+    /// Numbers of threads from one team to the next.
     threads: u32,
+    /// Threads of the first team of a block.
+    meeting: u32,
     blocks: Vec<BlockTime>,
     /// What each thread has acquired since its block's last barrier.
     acquired: Vec<Option<Box<Clock>>>,
@@ -142,17 +172,41 @@ pub(super) struct Order {
 }
 
 impl Order {
-    pub(super) fn new(blocks: u32, threads: u32) -> Order {
-        let block =
-            || BlockTime { now: 1, barrier: 0, warps: vec![0; threads as usize / 32], seen: Clock::new(blocks) };
+    /// For `blocks` blocks of `meeting` threads that meet and `service` that do not.
+    pub(super) fn new(blocks: u32, meeting: u32, service: u32) -> Order {
+        let (threads, teams) = (meeting.max((service + MBARRIERS).next_multiple_of(32)), 2 * blocks);
+        let warps = threads as usize / 32;
+        let team =
+            || BlockTime { now: 1, barrier: 0, warps: vec![0; warps], synced: vec![0; warps], seen: Clock::new(teams) };
         Order {
             threads,
-            blocks: (0..blocks).map(|_| block()).collect(),
-            acquired: (0..blocks * threads).map(|_| None).collect(),
+            meeting,
+            blocks: (0..teams).map(|_| team()).collect(),
+            acquired: (0..teams * threads).map(|_| None).collect(),
             released: HashMap::new(),
             readers: Vec::new(),
             free_readers: Vec::new(),
         }
+    }
+
+    /// The number of thread `thread` of `block`.
+    pub(super) fn number(&self, block: u32, thread: u32) -> u32 {
+        let service = thread >= self.meeting;
+        (2 * block + u32::from(service)) * self.threads + if service { thread - self.meeting } else { thread }
+    }
+
+    /// The number of what makes the copies that complete on mbarrier `barrier` of `block`.
+    fn copier(&self, block: u32, barrier: u32) -> u32 {
+        (2 * block + 2) * self.threads - MBARRIERS + barrier
+    }
+
+    /// The time of `thread`'s team.
+    pub(super) fn now(&self, thread: u32) -> u32 {
+        self.blocks[(thread / self.threads) as usize].now
+    }
+
+    pub(super) fn no_clock(&self) -> Clock {
+        Clock::new(self.blocks.len() as u32)
     }
 
     fn step(&mut self, block: u32) -> u32 {
@@ -161,8 +215,9 @@ impl Order {
         *now
     }
 
-    /// All threads of `block` have met.
+    /// All threads of `block` that meet have met.
     pub(super) fn barrier(&mut self, block: u32) {
+        let block = 2 * block;
         let now = self.step(block);
         let time = &mut self.blocks[block as usize];
         time.barrier = now;
@@ -174,40 +229,86 @@ impl Order {
         }
     }
 
-    /// All lanes of warp `warp` of `block` have exchanged values.
-    pub(super) fn exchange(&mut self, block: u32, warp: u32) {
+    /// All lanes of `thread`'s warp have exchanged values.
+    pub(super) fn exchange(&mut self, thread: u32) {
+        let block = thread / self.threads;
         let now = self.step(block);
-        self.blocks[block as usize].warps[warp as usize] = now;
+        self.blocks[block as usize].warps[(thread % self.threads / 32) as usize] = now;
     }
 
-    /// `thread` releases to the word at `address`.
-    pub(super) fn release(&mut self, thread: u32, address: usize) {
+    /// All lanes of `thread`'s warp have met at a `warp::sync`, which orders memory.
+    pub(super) fn warp_sync(&mut self, thread: u32) {
+        let (block, warp) = (thread / self.threads, (thread % self.threads / 32) as usize);
+        let first = (thread / 32 * 32) as usize;
+        let mut known: Option<Box<Clock>> = None;
+        for slot in &mut self.acquired[first..first + 32] {
+            match (&mut known, slot.take()) {
+                (known @ None, clock) => *known = clock,
+                (Some(known), Some(clock)) => known.join(&clock, self.threads),
+                _ => {}
+            }
+        }
+        if known.is_some() {
+            self.acquired[first..first + 32].fill(known);
+        }
+        let now = self.step(block);
+        let time = &mut self.blocks[block as usize];
+        (time.warps[warp], time.synced[warp]) = (now, now);
+    }
+
+    /// `thread` releases to what carries `clock`.
+    pub(super) fn release_to(&mut self, thread: u32, clock: &mut Clock) {
         let block = thread / self.threads;
-        let n_blocks = self.blocks.len() as u32;
         let time = &self.blocks[block as usize];
-        let clock = self.released.entry(address).or_insert_with(|| Clock::new(n_blocks));
         clock.join(&time.seen, self.threads);
         if let Some(acquired) = &self.acquired[thread as usize] {
             clock.join(acquired, self.threads);
         }
-        // What the block's other threads did before its last barrier, and all this one did.
+        // What the block's other threads did before its last barrier, its warp before its last sync, and all this one did.
         let own = &mut clock.blocks[block as usize];
         *own = (*own).max(time.barrier);
+        let synced = time.synced[(thread % self.threads / 32) as usize];
+        if synced > *own {
+            raise(&mut clock.warps, thread / 32, synced);
+        }
         clock.add(thread, time.now + 1);
         self.step(block);
     }
 
-    /// `thread` acquires from the word at `address`.
-    pub(super) fn acquire(&mut self, thread: u32, address: usize) {
-        let Some(clock) = self.released.get(&address) else { return };
+    /// `thread` acquires what `clock` carries.
+    pub(super) fn acquire_from(&mut self, thread: u32, clock: &Clock) {
         let n_blocks = self.blocks.len() as u32;
         let slot = &mut self.acquired[thread as usize];
         slot.get_or_insert_with(|| Box::new(Clock::new(n_blocks))).join(clock, self.threads);
     }
 
+    /// `thread` releases to the word at `address`.
+    pub(super) fn release(&mut self, thread: u32, address: usize) {
+        let mut clock = self.released.remove(&address).unwrap_or_else(|| self.no_clock());
+        self.release_to(thread, &mut clock);
+        self.released.insert(address, clock);
+    }
+
+    /// `thread` acquires from the word at `address`.
+    pub(super) fn acquire(&mut self, thread: u32, address: usize) {
+        let Some(clock) = self.released.remove(&address) else { return };
+        self.acquire_from(thread, &clock);
+        self.released.insert(address, clock);
+    }
+
+    /// A bulk copy that completes on `barrier` of `block` begins; returns when.
+    pub(super) fn begin_copy(&mut self, block: u32) -> u32 {
+        self.step(2 * block + 1)
+    }
+
+    /// The copy that began at `time` has landed: `clock` carries it.
+    pub(super) fn end_copy(&self, block: u32, barrier: u32, time: u32, clock: &mut Clock) {
+        clock.add(self.copier(block, barrier), time + 1);
+    }
+
     /// Whether `thread` has seen what thread `who` did at `time`.
     #[inline]
-    fn is_seen(&self, thread: u32, who: u32, time: u32) -> bool {
+    pub(super) fn is_seen(&self, thread: u32, who: u32, time: u32) -> bool {
         if who == thread {
             return true;
         }
@@ -217,6 +318,9 @@ impl Order {
             return true;
         }
         if time < mine.seen.thread(who) {
+            return true;
+        }
+        if who / 32 == thread / 32 && time < mine.synced[(thread % self.threads / 32) as usize] {
             return true;
         }
         match &self.acquired[thread as usize] {
@@ -270,6 +374,79 @@ impl Order {
         Epoch { who: thread | if same_warp { LANES } else { THREADS }, time }
     }
 
+    /// Judges and records a write to `cell` by a copy that `thread` has begun at `time` and `barrier` counts; on an error
+    /// says by whom the other access was.
+    fn copy_to(&mut self, cell: &mut Cell, thread: u32, barrier: u32, time: u32) -> Result<(), (&'static str, u32)> {
+        self.touch(cell, thread, true)?;
+        let who = self.copier(thread / self.threads / 2, barrier);
+        cell.write = Epoch { who, time };
+        Ok(())
+    }
+
+    /// Whether `thread` has seen what lanes of warp `warp` did at `time`.
+    fn is_warp_seen(&self, thread: u32, warp: u32, time: u32) -> bool {
+        let (block, other) = (thread / self.threads, warp * 32 / self.threads);
+        let mine = &self.blocks[block as usize];
+        if time < mine.seen.warp(warp).max(if block == other { mine.barrier } else { mine.seen.blocks[other as usize] })
+        {
+            return true;
+        }
+        let acquired = self.acquired[thread as usize].as_ref();
+        thread / 32 == warp || acquired.is_some_and(|clock| time < clock.blocks[other as usize].max(clock.warp(warp)))
+    }
+
+    /// Whether what `read` stands for, one or more lanes of a warp, is ordered before a write by `thread`.
+    fn are_lanes_seen(&self, thread: u32, read: Epoch) -> bool {
+        let who = read.who & !MARK;
+        if read.who & MARK == 0 && self.is_seen(thread, who, read.time) {
+            return true;
+        }
+        if who / 32 == thread / 32 {
+            let team = &self.blocks[(thread / self.threads) as usize];
+            let exchanged = team.warps[(thread % self.threads / 32) as usize];
+            return read.time < team.barrier.max(exchanged);
+        }
+        self.is_warp_seen(thread, who / 32, read.time)
+    }
+
+    /// Judges and records a read of `cell`, whose reads are kept by warp: `read` is that of `thread`'s.
+    fn touch_read(&mut self, cell: &Cell, read: &mut Epoch, thread: u32) -> Result<(), (&'static str, u32)> {
+        if !self.is_seen(thread, cell.write.who, cell.write.time) {
+            return Err(("written", cell.write.who));
+        }
+        let lone = read.time == 0 || read.who == thread || self.are_lanes_seen(thread, *read);
+        *read = Epoch { who: thread | if lone { 0 } else { LANES }, time: self.now(thread) };
+        Ok(())
+    }
+
+    /// Judges and records a write to `cell`, given its reads by warp.
+    fn touch_write(&mut self, cell: &mut Cell, reads: &mut [Epoch], thread: u32) -> Result<(), (&'static str, u32)> {
+        if let Some(read) = reads.iter().find(|read| read.time != 0 && !self.are_lanes_seen(thread, **read)) {
+            return Err(("read", read.who & !MARK));
+        }
+        self.touch(cell, thread, true)?;
+        reads.fill(Epoch::default());
+        Ok(())
+    }
+
+    /// The warp, in its block, of `thread`.
+    fn warp_in_block(&self, thread: u32) -> usize {
+        let (team, at) = (thread / self.threads, thread % self.threads);
+        ((at + team % 2 * self.meeting) / 32) as usize
+    }
+
+    /// [`Order::copy_to`] for a read.
+    fn copy_from(&mut self, cell: &mut Cell, thread: u32, barrier: u32, time: u32) -> Result<(), (&'static str, u32)> {
+        let before = cell.read;
+        self.touch(cell, thread, false)?;
+        // With readers that the copy's thread has not seen, theirs and its own marks stay: the later write must wait for
+        // that thread at least.
+        if before.time == 0 || self.is_read_seen(thread, before) {
+            cell.read = Epoch { who: self.copier(thread / self.threads / 2, barrier), time };
+        }
+        Ok(())
+    }
+
     /// Judges and records one access to `cell`; on an error says by whom the other access was.
     #[inline]
     fn touch(&mut self, cell: &mut Cell, thread: u32, is_write: bool) -> Result<(), (&'static str, u32)> {
@@ -315,7 +492,11 @@ impl Order {
     }
 
     fn describe(&self, thread: u32) -> String {
-        format!("thread {} of block {}", thread % self.threads, thread / self.threads)
+        let (team, at) = (thread / self.threads, thread % self.threads);
+        match (team % 2, (at + MBARRIERS).checked_sub(self.threads)) {
+            (1, Some(barrier)) => format!("a bulk copy to mbarrier {barrier} of block {}", team / 2),
+            (service, _) => format!("thread {} of block {}", at + service * self.meeting, team / 2),
+        }
     }
 }
 
@@ -439,25 +620,186 @@ impl Global {
     }
 }
 
-/// A block's shared memory.
+impl Global {
+    /// Judges the source of a bulk copy that `thread`, which has fenced the proxies or not, begins.
+    #[allow(clippy::too_many_arguments, reason = "what a copy is")]
+    pub(super) fn copy_from(
+        &mut self,
+        order: &mut Order,
+        thread: u32,
+        is_fenced: bool,
+        address: usize,
+        bytes: usize,
+        barrier: u32,
+        time: u32,
+    ) -> Result<(), (Wrong, String)> {
+        if !address.is_multiple_of(COPY_UNIT) {
+            return Err((Wrong::Misaligned, format!("a bulk copy from {}, aligned to 16", self.name(address))));
+        }
+        let Some(at) = self.find(address).filter(|at| {
+            let a = &self.allocations[*at];
+            a.bytes - (address - a.base) >= bytes
+        }) else {
+            return Err((Wrong::OutOfBounds, format!("a bulk copy of {bytes} bytes from {}", self.name(address))));
+        };
+        let (access, base) = (self.allocations[at].access, self.allocations[at].base);
+        match access {
+            Access::Constant => return Ok(()),
+            Access::Atomic => {
+                let place = self.name(address);
+                return Err((Wrong::Forbidden, format!("a bulk copy from {place}, a word of atomics")));
+            }
+            Access::Written | Access::Unwritten => {}
+        }
+        let (allocation, offset) = (at, address - base);
+        for at in offset / UNIT..(offset + bytes) / UNIT {
+            let page = &mut self.allocations[allocation].pages[at / PAGE];
+            let cell = &mut page.get_or_insert_with(|| vec![Cell::default(); PAGE].into())[at % PAGE];
+            let (written, unwritten) = (cell.write.time != 0, access == Access::Unwritten);
+            let judged = order.copy_from(cell, thread, barrier, time);
+            let place = || self.name(base + at * UNIT);
+            if !written && unwritten {
+                return Err((Wrong::Poison, format!("a bulk copy of {}, which nobody has written", place())));
+            }
+            if let Err((did, who)) = judged {
+                let who = order.describe(who);
+                return Err((Wrong::Race, format!("a bulk copy of {}, {did} by {who}, and nothing between", place())));
+            }
+            if written && !is_fenced {
+                let what = format!("a bulk copy of {}, written in this launch, without a proxy fence", place());
+                return Err((Wrong::Proxy, what));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Global {
+    /// Judges a prefetch: it reads nothing, but its bytes must be there.
+    pub(super) fn prefetch(&mut self, address: usize, bytes: usize) -> Result<(), (Wrong, String)> {
+        if !address.is_multiple_of(COPY_UNIT) || !bytes.is_multiple_of(COPY_UNIT) {
+            let what = format!("a prefetch of {bytes} bytes at {}: not sixteens", self.name(address));
+            return Err((Wrong::Misaligned, what));
+        }
+        match self.find(address) {
+            Some(at) if self.allocations[at].bytes - (address - self.allocations[at].base) >= bytes => Ok(()),
+            _ => Err((Wrong::OutOfBounds, format!("a prefetch of {bytes} bytes at {}", self.name(address)))),
+        }
+    }
+}
+
+/// The unit of bulk copies.
+pub(super) const COPY_UNIT: usize = 16;
+
+/// A block's shared memory: its words, and the tiles that bulk copies fill.
 #[derive(Debug)]
 pub(super) struct Shared {
     words: Vec<u32>,
     cells: Vec<Cell>,
+    /// Per word and warp, who read it last.
+    reads: Vec<Epoch>,
+    /// Sixteen bytes each.
+    tiles: Vec<u128>,
+    tile_cells: Vec<Cell>,
+    /// Per cell and warp, when it was last read; a copy into it needs to know all of them.
+    tile_reads: Vec<u32>,
+    warps: usize,
 }
 
 impl Shared {
-    pub(super) fn new(words: u32) -> Shared {
-        Shared { words: vec![0x7fc0_dead; words as usize], cells: vec![Cell::default(); words as usize] }
+    pub(super) fn new(words: u32, tile_bytes: u32, warps: u32) -> Shared {
+        let n = tile_bytes as usize / COPY_UNIT;
+        Shared {
+            words: vec![0x7fc0_dead; words as usize],
+            cells: vec![Cell::default(); words as usize],
+            reads: vec![Epoch::default(); (words * warps) as usize],
+            tiles: vec![0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead; n],
+            tile_cells: vec![Cell::default(); n],
+            tile_reads: vec![0; n * warps as usize],
+            warps: warps as usize,
+        }
+    }
+
+    /// Judges the destination of a bulk copy. What was there is poison from now on.
+    pub(super) fn copy_to(
+        &mut self,
+        order: &mut Order,
+        thread: u32,
+        to: u32,
+        bytes: u32,
+        barrier: u32,
+        time: u32,
+    ) -> Result<(), (Wrong, String)> {
+        let (first, n) = (to as usize / COPY_UNIT, bytes as usize / COPY_UNIT);
+        if !to.is_multiple_of(COPY_UNIT as u32) || !bytes.is_multiple_of(COPY_UNIT as u32) || bytes == 0 {
+            return Err((Wrong::Misaligned, format!("a bulk copy of {bytes} bytes to tile byte {to}: not sixteens")));
+        }
+        if first + n > self.tiles.len() {
+            let what = format!("a bulk copy of {bytes} bytes to tile byte {to} of {}", self.tiles.len() * COPY_UNIT);
+            return Err((Wrong::OutOfBounds, what));
+        }
+        for at in first..first + n {
+            let reads = &mut self.tile_reads[at * self.warps..][..self.warps];
+            let first = order.number(thread / order.threads / 2, 0);
+            let warp = |warp: usize| order.number(first / order.threads / 2, warp as u32 * 32) / 32;
+            let unseen = (0..reads.len()).find(|w| reads[*w] != 0 && !order.is_warp_seen(thread, warp(*w), reads[*w]));
+            let judged = match unseen {
+                Some(reader) => Err(("read", warp(reader) * 32)),
+                None => order.copy_to(&mut self.tile_cells[at], thread, barrier, time),
+            };
+            judged.map_err(|(did, who)| {
+                let who = order.describe(who);
+                (
+                    Wrong::Race,
+                    format!("a bulk copy to tile byte {}, {did} by {who}, and nothing between", at * COPY_UNIT),
+                )
+            })?;
+            reads.fill(0);
+            self.tiles[at] = 0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead;
+        }
+        Ok(())
+    }
+
+    /// The bytes of a copy arrive.
+    pub(super) fn land(&mut self, to: u32, bytes: &[u128]) {
+        self.tiles[to as usize / COPY_UNIT..][..bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// Judges a read of `bytes` bytes of the tiles, aligned to their number; returns the sixteen they lie in.
+    pub(super) fn tile(
+        &mut self,
+        order: &mut Order,
+        thread: u32,
+        at: u32,
+        bytes: u32,
+    ) -> Result<u128, (Wrong, String)> {
+        if !at.is_multiple_of(bytes) {
+            return Err((Wrong::Misaligned, format!("{bytes} bytes at tile byte {at}")));
+        }
+        let Some(cell) = self.tile_cells.get_mut(at as usize / COPY_UNIT) else {
+            let all = self.tiles.len() * COPY_UNIT;
+            return Err((Wrong::OutOfBounds, format!("{bytes} bytes at tile byte {at} of {all}")));
+        };
+        if cell.write.time == 0 {
+            return Err((Wrong::Poison, format!("a read of tile byte {at}, which no copy has filled")));
+        }
+        if !order.is_seen(thread, cell.write.who, cell.write.time) {
+            let who = order.describe(cell.write.who);
+            return Err((Wrong::Race, format!("a read of tile byte {at}, written by {who}, and nothing between")));
+        }
+        self.tile_reads[at as usize / COPY_UNIT * self.warps + order.warp_in_block(thread)] = order.now(thread);
+        Ok(self.tiles[at as usize / COPY_UNIT])
     }
 
     /// Forgets what is in it: another task's words are nobody's.
     pub(super) fn poison(&mut self) {
-        self.words.fill(0x7fc0_dead);
-        for cell in &mut self.cells {
+        let kept = crate::arch::shared::KEPT as usize;
+        self.words[..kept].fill(0x7fc0_dead);
+        for cell in &mut self.cells[..kept] {
             // Time 0 marks what was never written; that it was is still needed to order the next write.
-            cell.read = if cell.read.time == 0 { cell.write } else { cell.read };
-            cell.write = Epoch::default();
+            if cell.write.time != 0 {
+                *cell = Cell { write: Epoch::default(), read: cell.write };
+            }
         }
     }
 
@@ -474,7 +816,12 @@ impl Shared {
         if store.is_none() && cell.write.time == 0 {
             return Err((Wrong::Poison, format!("a read of shared word {at}, which this task has not written")));
         }
-        order.touch(cell, thread, store.is_some()).map_err(|(did, who)| {
+        let reads = &mut self.reads[at as usize * self.warps..][..self.warps];
+        let judged = match store {
+            Some(_) => order.touch_write(cell, reads, thread),
+            None => order.touch_read(cell, &mut reads[order.warp_in_block(thread)], thread),
+        };
+        judged.map_err(|(did, who)| {
             let does = if store.is_some() { "write" } else { "read" };
             let who = order.describe(who);
             (Wrong::Race, format!("a {does} of shared word {at}, {did} by {who}, and nothing between"))

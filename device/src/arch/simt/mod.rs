@@ -37,6 +37,10 @@ pub(super) fn block_dim() -> u32 {
     with(|world| world.block_dim())
 }
 
+pub(super) fn task_threads() -> u32 {
+    with(|world| world.meeting_threads())
+}
+
 pub(super) fn at_task(task: u32) {
     with(|world| world.at_task(task));
 }
@@ -44,7 +48,7 @@ pub(super) fn at_task(task: u32) {
 #[track_caller]
 fn meet(purpose: Purpose, vote: bool) {
     let at = Location::caller();
-    if !demand(with(|world| world.barrier(purpose, vote, at))) {
+    if !demand(with(|world| world.barrier(0, world.meeting_threads(), purpose, vote, at))) {
         suspend();
     }
 }
@@ -59,6 +63,152 @@ pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
     meet(Purpose::Vote, predicate);
     // The next vote cannot end before this thread has come to it.
     with(|world| world.outcome())
+}
+
+#[track_caller]
+pub(super) unsafe fn barrier_named(id: u32, threads: u32) {
+    let at = Location::caller();
+    if !demand(with(|world| world.barrier(id, threads, Purpose::Barrier, false, at))) {
+        suspend();
+    }
+}
+
+#[track_caller]
+pub(super) unsafe fn warp_sync() {
+    exchange(Purpose::WarpSync, 0, 0);
+}
+
+/// bf16 bits, the `high` half of a register, as f32.
+fn half_of(register: u32, high: bool) -> f32 {
+    f32::from_bits(if high { register & 0xffff_0000 } else { register << 16 })
+}
+
+/// d = a . b + c over the lanes' fragments, in the layout of `mma.m16n8k16`; k in ascending order, which the chip does
+/// not promise.
+fn multiply(lanes: &[[u32; 10]; 32]) -> [[u32; 4]; 32] {
+    let a = |row: usize, k: usize| {
+        let lane = (row % 8) * 4 + k % 8 / 2;
+        half_of(lanes[lane][row / 8 + k / 8 * 2], k % 2 == 1)
+    };
+    let b = |k: usize, n: usize| half_of(lanes[n * 4 + k % 8 / 2][4 + k / 8], k % 2 == 1);
+    core::array::from_fn(|lane| {
+        core::array::from_fn(|i| {
+            let (row, n) = (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2);
+            (0..16).fold(f32::from_bits(lanes[lane][6 + i]), |sum, k| a(row, k).mul_add(b(k, n), sum)).to_bits()
+        })
+    })
+}
+
+#[track_caller]
+pub(super) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
+    let at = Location::caller();
+    let c = c.map(f32::to_bits);
+    let words = [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]];
+    if !demand(with(|world| world.collective(Purpose::Mma, words, multiply, at))) {
+        suspend();
+    }
+    with(|world| world.made()).map(f32::from_bits)
+}
+
+#[track_caller]
+pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
+    let caller = Location::caller();
+    // SAFETY: judged.
+    let row = unsafe { shared_load16(at) };
+    let words = [row[0], row[1], row[2], row[3], 0, 0, 0, 0, 0, 0];
+    let spread = |lanes: &[[u32; 10]; 32]| {
+        core::array::from_fn(|lane| core::array::from_fn(|i| lanes[8 * i + lane / 4][lane % 4]))
+    };
+    if !demand(with(|world| world.collective(Purpose::LdMatrix, words, spread, caller))) {
+        suspend();
+    }
+    with(|world| world.made())
+}
+
+#[track_caller]
+pub(super) unsafe fn mbarrier_init(number: u32, count: u32) {
+    let at = Location::caller();
+    demand(with(|world| world.mbarrier_init(number, count, at)));
+}
+
+pub(super) fn mbarrier_fence() {
+    with(World::mbarrier_fence);
+}
+
+#[track_caller]
+pub(super) unsafe fn mbarrier_arrive(number: u32) {
+    let at = Location::caller();
+    demand(with(|world| world.mbarrier_arrive(number, 0, at)));
+}
+
+#[track_caller]
+pub(super) unsafe fn mbarrier_arrive_expect(number: u32, bytes: u32) {
+    let at = Location::caller();
+    demand(with(|world| world.mbarrier_arrive(number, bytes, at)));
+}
+
+#[track_caller]
+pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
+    let at = Location::caller();
+    let over = demand(with(|world| world.mbarrier_try_wait(number, parity, at)));
+    if !over {
+        suspend();
+        with(World::awake);
+    }
+    over
+}
+
+#[track_caller]
+pub(super) unsafe fn bulk_copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
+    let at = Location::caller();
+    demand(with(|world| world.copy(to, from.addr(), bytes, mbarrier, at)));
+}
+
+#[track_caller]
+pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
+    let at = Location::caller();
+    demand(with(|world| world.prefetch(from.addr(), bytes, at)));
+}
+
+pub(super) fn fence_proxy_async() {
+    with(World::fence_proxy);
+}
+
+#[track_caller]
+pub(super) unsafe fn tile_load16(at: u32) -> [u32; 4] {
+    let caller = Location::caller();
+    let value = demand(with(|world| world.tile(at, 16, caller)));
+    core::array::from_fn(|i| (value >> (32 * i)) as u32)
+}
+
+#[track_caller]
+pub(super) unsafe fn tile_load4(at: u32) -> u32 {
+    let caller = Location::caller();
+    let value = demand(with(|world| world.tile(at, 4, caller)));
+    (value >> (8 * (at % 16))) as u32
+}
+
+#[track_caller]
+pub(super) unsafe fn tile_load2(at: u32) -> u16 {
+    let caller = Location::caller();
+    let value = demand(with(|world| world.tile(at, 2, caller)));
+    (value >> (8 * (at % 16))) as u16
+}
+
+#[track_caller]
+pub(super) unsafe fn shared_load16(at: u32) -> [u32; 4] {
+    assert!(at.is_multiple_of(4), "sixteen bytes at word {at}");
+    // SAFETY: judged.
+    unsafe { [shared_load(at), shared_load(at + 1), shared_load(at + 2), shared_load(at + 3)] }
+}
+
+#[track_caller]
+pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
+    assert!(at.is_multiple_of(4), "sixteen bytes at word {at}");
+    for (i, word) in value.into_iter().enumerate() {
+        // SAFETY: judged.
+        unsafe { shared_store(at + i as u32, word) }
+    }
 }
 
 #[track_caller]
@@ -78,6 +228,10 @@ pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
 #[track_caller]
 pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
     exchange(Purpose::Shuffle, value, lane)
+}
+
+pub(super) fn trap() -> ! {
+    panic!("a trap")
 }
 
 pub(super) fn timer_ns() -> u64 {

@@ -7,7 +7,7 @@
 )]
 
 use super::{Access, Allocation, Options, Report, SimtError, Wrong, launch};
-use crate::arch::{atomic, memory, shared, thread, warp};
+use crate::arch::{atomic, bulk, mbarrier, memory, shared, thread, warp};
 
 const WORDS: usize = 256;
 
@@ -52,6 +52,11 @@ impl Place {
 
 /// Runs `body` on a grid under several schedules.
 fn run(blocks: u32, threads: u32, body: impl Fn(Place)) -> Vec<Result<Report, Box<SimtError>>> {
+    run_with(Options::new(blocks, threads, 0), body)
+}
+
+/// [`run`] with service warps and tiles, if `options` say so.
+fn run_with(options: Options, body: impl Fn(Place)) -> Vec<Result<Report, Box<SimtError>>> {
     let schedule = |seed| {
         let mut ground = Ground { data: vec![0; WORDS], constant: vec![7; WORDS], counters: vec![0; 4] };
         let place = Place {
@@ -67,7 +72,7 @@ fn run(blocks: u32, threads: u32, body: impl Fn(Place)) -> Vec<Result<Report, Bo
                 Allocation::new("counter", place.counters.cast(), 16, Access::Atomic),
             ]
         };
-        launch(&Options { blocks, threads, seed }, allocations, || body(place))
+        launch(&Options { seed, ..options }, allocations, || body(place))
     };
     (0..8).map(schedule).collect()
 }
@@ -75,8 +80,13 @@ fn run(blocks: u32, threads: u32, body: impl Fn(Place)) -> Vec<Result<Report, Bo
 /// Every schedule must find it.
 #[track_caller]
 fn finds(wrong: Wrong, words: &str, blocks: u32, threads: u32, body: impl Fn(Place)) -> Box<SimtError> {
+    finds_with(wrong, words, Options::new(blocks, threads, 0), body)
+}
+
+#[track_caller]
+fn finds_with(wrong: Wrong, words: &str, options: Options, body: impl Fn(Place)) -> Box<SimtError> {
     let errors: Vec<_> =
-        run(blocks, threads, body).into_iter().map(|outcome| outcome.expect_err("a planted bug")).collect();
+        run_with(options, body).into_iter().map(|outcome| outcome.expect_err("a planted bug")).collect();
     for error in &errors {
         // Who reads too early may find nothing at all.
         let early = wrong == Wrong::Race && error.wrong == Wrong::Poison;
@@ -88,8 +98,12 @@ fn finds(wrong: Wrong, words: &str, blocks: u32, threads: u32, body: impl Fn(Pla
 
 #[track_caller]
 fn passes(blocks: u32, threads: u32, body: impl Fn(Place)) -> Report {
-    let reports =
-        run(blocks, threads, body).into_iter().map(|outcome| outcome.unwrap_or_else(|error| panic!("{error}")));
+    passes_with(Options::new(blocks, threads, 0), body)
+}
+
+#[track_caller]
+fn passes_with(options: Options, body: impl Fn(Place)) -> Report {
+    let reports = run_with(options, body).into_iter().map(|outcome| outcome.unwrap_or_else(|error| panic!("{error}")));
     reports.last().expect("eight runs")
 }
 
@@ -170,7 +184,7 @@ fn addresses_out_of_place() {
         // SAFETY: see above.
         unsafe { memory::store(place.data(WORDS as u32), 1) };
     });
-    finds(Wrong::OutOfBounds, "word 2048 of shared memory", 1, 32, |_| {
+    finds(Wrong::OutOfBounds, "word 4096 of shared memory", 1, 32, |_| {
         // SAFETY: see above.
         unsafe { shared::store(shared::WORDS, 1) };
     });
@@ -452,7 +466,7 @@ fn a_panic_is_told() {
 fn a_schedule_is_its_seed() {
     let order = |seed| {
         let log = std::cell::RefCell::new(Vec::new());
-        let launched = launch(&Options { blocks: 3, threads: 64, seed }, Vec::new(), || {
+        let launched = launch(&Options::new(3, 64, seed), Vec::new(), || {
             log.borrow_mut().push((thread::block_idx(), thread::thread_idx()));
         });
         assert!(launched.is_ok());
@@ -460,4 +474,411 @@ fn a_schedule_is_its_seed() {
     };
     assert_eq!(order(5), order(5));
     assert_ne!(order(5), order(6));
+}
+
+#[test]
+fn a_poller_wakes_for_whatever_it_polls() {
+    // Counters that had come already leave nothing behind: the thread sleeps on the one it still waits for.
+    let report = passes(2, 32, |place| {
+        if thread::block_idx() == 0 {
+            place.signal(0);
+            place.signal(1);
+            if thread::thread_idx() == 0 {
+                place.wait(3, 32, true);
+            }
+            place.signal(2);
+        } else {
+            for counter in 0..3 {
+                if counter == 2 {
+                    place.signal(3);
+                }
+                // SAFETY: a word of the launch's counters; a second word is polled beside it, as a fault flag is.
+                unsafe {
+                    let word = |at: usize| place.counters.wrapping_add(at).cast_const();
+                    while atomic::load_relaxed(word(counter)) < 32 || atomic::load_relaxed(word(3)) > 99 {
+                        thread::sleep_ns(20);
+                    }
+                    if counter != 1 {
+                        atomic::load_acquire(word(counter));
+                    }
+                }
+            }
+        }
+    });
+    assert_eq!(report.stall, None);
+}
+
+/// Two warps that meet, one that serves, 4 KiB of tiles.
+const COPIES: Options = Options { blocks: 1, threads: 64, service_warps: 1, tile_bytes: 4096, seed: 0 };
+
+const FULL: u32 = 0;
+const EMPTY: u32 = 1;
+
+fn is_loader() -> bool {
+    thread::thread_idx() == 64
+}
+
+/// Waits for phase `phase` of `barrier`.
+fn await_phase(barrier: u32, phase: u32) {
+    // SAFETY: see above.
+    while !unsafe { mbarrier::try_wait(barrier, phase & 1) } {}
+}
+
+/// A ring of one slot: the service warp's first lane copies 512 bytes of `constant` `rounds` times, the others read them.
+/// What may be left out?
+#[derive(Clone, Copy)]
+struct Ring {
+    rounds: u32,
+    expected: u32,
+    copied: u32,
+    wait_full: bool,
+    wait_empty: bool,
+    warp_sync: bool,
+    arrivals: u32,
+    fence_init: bool,
+    flip: bool,
+}
+
+const RING: Ring = Ring {
+    rounds: 3,
+    expected: 512,
+    copied: 512,
+    wait_full: true,
+    wait_empty: true,
+    warp_sync: true,
+    arrivals: 2,
+    fence_init: true,
+    flip: true,
+};
+
+fn ring(how: Ring) -> impl Fn(Place) {
+    move |place| {
+        let me = thread::thread_idx();
+        // The mbarriers are made by a thread that meets, and said to be so by a named barrier of all.
+        // SAFETY: see above.
+        unsafe {
+            if me == 0 {
+                mbarrier::init(FULL, 1);
+                mbarrier::init(EMPTY, how.arrivals);
+            }
+            if me == 64 {
+                mbarrier::init(2, 1);
+            }
+            if how.fence_init {
+                mbarrier::fence();
+            }
+            thread::sync_some(1, 96);
+            for round in 0..how.rounds {
+                let phase = if how.flip { round } else { 0 };
+                if is_loader() {
+                    if how.wait_empty && round > 0 {
+                        await_phase(EMPTY, round - 1);
+                    }
+                    mbarrier::arrive_expect(FULL, how.expected);
+                    bulk::copy(1024, place.constant.wrapping_add(128).cast(), how.copied, FULL);
+                } else if me < 64 {
+                    if how.wait_full {
+                        await_phase(FULL, phase);
+                    }
+                    assert_eq!(bulk::load16(1024 + 16 * (me % 32)), [7; 4]);
+                    assert_eq!(bulk::load4(1024 + 4 * me), 7);
+                    if how.warp_sync {
+                        warp::sync();
+                    }
+                    if me % 32 == 0 {
+                        mbarrier::arrive(EMPTY);
+                    }
+                }
+            }
+            if is_loader() {
+                await_phase(EMPTY, how.rounds - 1);
+            }
+        }
+    }
+}
+
+fn aligned(body: impl Fn(Place)) -> impl Fn(Place) {
+    // The constants start where bulk copies may.
+    move |place| {
+        let skip = place.constant.align_offset(16);
+        body(Place { constant: place.constant.wrapping_add(skip), ..place })
+    }
+}
+
+#[test]
+fn bulk_copies_through_a_ring() {
+    let report = passes_with(COPIES, aligned(ring(RING)));
+    assert_eq!((report.copies, report.bytes_copied, report.peak_in_flight), (3, 1536, 512));
+    assert_eq!(report.stall, None);
+}
+
+#[test]
+fn wrong_transaction_counts() {
+    finds_with(
+        Wrong::Transactions,
+        "lacks 0 arrivals and 16 bytes",
+        COPIES,
+        aligned(ring(Ring { expected: 528, ..RING })),
+    );
+    finds_with(Wrong::Transactions, "bytes more than", COPIES, aligned(ring(Ring { expected: 496, ..RING })));
+    // None at all: the phase ends without the bytes, and whoever waits reads too early.
+    let none = aligned(ring(Ring { expected: 0, ..RING }));
+    for outcome in run_with(COPIES, none) {
+        let error = outcome.expect_err("a planted bug");
+        assert!(matches!(error.wrong, Wrong::Transactions | Wrong::Race), "{error}");
+    }
+    finds_with(Wrong::Transactions, "at most", COPIES, aligned(ring(Ring { expected: 1 << 20, ..RING })));
+    // A copy that nobody waits for is still under way when its block ends.
+    finds_with(
+        Wrong::Transactions,
+        "under way",
+        COPIES,
+        aligned(|place| {
+            // SAFETY: see above.
+            unsafe {
+                if thread::thread_idx() == 64 {
+                    mbarrier::init(FULL, 1);
+                    mbarrier::fence();
+                    bulk::copy(0, place.constant.cast(), 512, FULL);
+                }
+            }
+        }),
+    );
+}
+
+#[test]
+fn a_parity_that_means_another_phase() {
+    // The parity is never flipped: the first wait's phase is taken for the second's.
+    for outcome in run_with(COPIES, aligned(ring(Ring { flip: false, ..RING }))) {
+        let error = outcome.expect_err("a planted bug");
+        assert!(matches!(error.wrong, Wrong::Mbarrier | Wrong::Race), "{error}");
+    }
+    // A thread that does not wait on every phase may wait for one that has long been over.
+    finds_with(Wrong::Mbarrier, "has seen 0 of its phases end, but 2 have", COPIES, |_| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            if me == 0 {
+                mbarrier::init(FULL, 1);
+            }
+            thread::sync_some(1, 96);
+            if is_loader() {
+                mbarrier::arrive(FULL);
+                await_phase(FULL, 0);
+                mbarrier::arrive(FULL);
+                await_phase(FULL, 1);
+            }
+            thread::sync_some(1, 96);
+            if me == 0 {
+                await_phase(FULL, 0);
+            }
+        }
+    });
+}
+
+#[test]
+fn mbarriers_that_are_not_ready() {
+    finds_with(Wrong::Mbarrier, "before it is initialised", COPIES, |_| {
+        // SAFETY: see above.
+        unsafe { mbarrier::arrive(5) };
+    });
+    finds_with(Wrong::Mbarrier, "second time", COPIES, |_| {
+        if is_loader() {
+            // SAFETY: see above.
+            unsafe {
+                mbarrier::init(FULL, 1);
+                mbarrier::init(FULL, 1);
+            }
+        }
+    });
+    for outcome in run_with(COPIES, |_| {
+        // SAFETY: see above.
+        unsafe {
+            if thread::thread_idx() == 0 {
+                mbarrier::init(FULL, 1);
+            } else if is_loader() {
+                mbarrier::arrive(FULL);
+            }
+        }
+    }) {
+        let error = outcome.expect_err("a planted bug");
+        assert!(matches!(error.wrong, Wrong::Mbarrier | Wrong::Race), "{error}");
+    }
+    finds_with(Wrong::Proxy, "no fence", COPIES, aligned(ring(Ring { fence_init: false, ..RING })));
+}
+
+#[test]
+fn races_with_bulk_copies() {
+    // Reading without waiting.
+    finds_with(Wrong::Race, "a bulk copy to mbarrier 0", COPIES, aligned(ring(Ring { wait_full: false, ..RING })));
+    // Filling what is still read, or not yet full.
+    for outcome in run_with(COPIES, aligned(ring(Ring { wait_empty: false, ..RING }))) {
+        let error = outcome.expect_err("a planted bug");
+        assert!(matches!(error.wrong, Wrong::Race | Wrong::Mbarrier), "{error}");
+    }
+    // One lane arrives for all, but they have not met.
+    finds_with(Wrong::Race, "a bulk copy to tile byte", COPIES, aligned(ring(Ring { warp_sync: false, ..RING })));
+    // One warp's arrival is not two warps'.
+    for outcome in run_with(COPIES, aligned(ring(Ring { arrivals: 1, ..RING }))) {
+        let error = outcome.expect_err("a planted bug");
+        assert!(matches!(error.wrong, Wrong::Race | Wrong::Mbarrier | Wrong::Transactions), "{error}");
+    }
+    // Nobody waits for as many.
+    finds_with(
+        Wrong::Deadlock,
+        "mbarrier 1 in phase 0 lacks 1 arrivals",
+        COPIES,
+        aligned(ring(Ring { arrivals: 3, ..RING })),
+    );
+}
+
+#[test]
+fn a_copy_of_what_this_launch_has_written() {
+    let copies = |acquire: bool, fence: bool| {
+        aligned(move |place: Place| {
+            let skip = place.data.align_offset(16) as u32;
+            let me = thread::thread_idx();
+            // SAFETY: see above.
+            unsafe {
+                if me < 64 {
+                    memory::store(place.data(skip + me), me);
+                    thread::sync();
+                    if me == 0 {
+                        place.signal(0);
+                    }
+                } else if is_loader() {
+                    mbarrier::init(FULL, 1);
+                    mbarrier::fence();
+                    place.wait(0, 1, acquire);
+                    if fence {
+                        bulk::fence_proxy();
+                    }
+                    mbarrier::arrive_expect(FULL, 256);
+                    bulk::copy(0, place.data(skip).cast(), 256, FULL);
+                    await_phase(FULL, 0);
+                    assert_eq!(bulk::load2(4 * 9), 9);
+                }
+            }
+        })
+    };
+    passes_with(COPIES, copies(true, true));
+    finds_with(Wrong::Race, "written by thread", COPIES, copies(false, true));
+    finds_with(Wrong::Proxy, "without a proxy fence", COPIES, copies(true, false));
+}
+
+#[test]
+fn bulk_copies_out_of_place() {
+    let copy = |to: u32, skip: usize, bytes: u32| {
+        aligned(move |place: Place| {
+            if is_loader() {
+                // SAFETY: see above.
+                unsafe {
+                    mbarrier::init(FULL, 1);
+                    mbarrier::fence();
+                    mbarrier::arrive_expect(FULL, bytes);
+                    bulk::copy(to, place.constant.wrapping_byte_add(skip).cast(), bytes, FULL);
+                    await_phase(FULL, 0);
+                }
+            }
+        })
+    };
+    passes_with(COPIES, copy(4096 - 64, 16, 64));
+    finds_with(Wrong::OutOfBounds, "of 4096", COPIES, copy(4096 - 48, 16, 64));
+    finds_with(Wrong::OutOfBounds, "from constant", COPIES, copy(0, 1024 - 32, 64));
+    finds_with(Wrong::Misaligned, "to tile byte 8", COPIES, copy(8, 0, 64));
+    finds_with(Wrong::Misaligned, "of 40 bytes", COPIES, copy(0, 0, 40));
+    finds_with(Wrong::Misaligned, "from constant", COPIES, copy(0, 8, 64));
+    finds_with(Wrong::Poison, "which no copy has filled", COPIES, |_| {
+        // SAFETY: see above.
+        unsafe { bulk::load16(64) };
+    });
+    finds_with(Wrong::OutOfBounds, "prefetch", COPIES, |place| {
+        // SAFETY: see above.
+        unsafe { bulk::prefetch(place.constant.wrapping_add(place.constant.align_offset(16)).cast(), 4096) };
+    });
+}
+
+#[test]
+fn named_barriers() {
+    // Two pairs of warps, each at its own barrier.
+    let pairs = |first: u32| {
+        move |_: Place| {
+            let me = thread::thread_idx();
+            // SAFETY: see above.
+            unsafe {
+                shared::store(me, me);
+                thread::sync_some(first + me / 64, 64);
+                assert_eq!(shared::load(me ^ 33), me ^ 33);
+            }
+        }
+    };
+    passes(1, 128, pairs(1));
+    // At one barrier any two warps meet, not the right ones.
+    let error = run(1, 128, |_| {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            shared::store(me, me);
+            thread::sync_some(1, 64);
+            shared::load(me ^ 33);
+        }
+    });
+    let early = |error: &SimtError| matches!(error.wrong, Wrong::Race | Wrong::Poison);
+    assert!(error.iter().any(|outcome| outcome.as_ref().is_err_and(|error| early(error))));
+    finds(Wrong::Divergence, "no such barrier", 1, 64, |_| {
+        // SAFETY: see above.
+        unsafe { thread::sync_some(16, 64) };
+    });
+    finds(Wrong::Divergence, "they have ended", 1, 64, |_| {
+        if thread::thread_idx() < 32 {
+            // SAFETY: see above.
+            unsafe { thread::sync_some(1, 96) };
+        }
+    });
+}
+
+#[test]
+fn a_warps_matrix_product() {
+    passes(1, 32, |_| {
+        let lane = thread::thread_idx();
+        let bf16 = |x: f32| u32::from(half::bf16::from_f32(x).to_bits());
+        // a[i, k] = i + k / 16, b[k, n] = k - n: small numbers that bf16 has.
+        let a = |row: u32, k: u32| row as f32 + (k % 2) as f32;
+        let b = |k: u32, n: u32| k as f32 - n as f32;
+        // SAFETY: see above.
+        unsafe {
+            // Row r of a at words 8r, in memory as matrices have them.
+            for at in (lane..128).step_by(32) {
+                let (row, pair) = (at / 8, at % 8);
+                shared::store(at, bf16(a(row, 2 * pair)) | bf16(a(row, 2 * pair + 1)) << 16);
+            }
+            warp::sync();
+            let fragment = warp::ldmatrix(8 * (lane % 16) + 4 * (lane / 16));
+            let (g, t) = (lane / 4, lane % 4);
+            let pair = |k: u32| bf16(b(k, g)) | bf16(b(k + 1, g)) << 16;
+            let d = warp::mma(fragment, [pair(2 * t), pair(2 * t + 8)], [0.5; 4]);
+            for (i, d) in d.into_iter().enumerate() {
+                let (row, n) = (g + i as u32 / 2 * 8, 2 * t + i as u32 % 2);
+                let expected: f32 = (0..16).map(|k| a(row, k) * b(k, n)).sum();
+                assert_eq!(d, expected + 0.5, "row {row}, column {n}");
+            }
+        }
+    });
+    finds(Wrong::Divergence, "Mma", 1, 32, |_| {
+        if thread::thread_idx() != 3 {
+            // SAFETY: see above.
+            unsafe { warp::mma([0; 4], [0; 2], [0.0; 4]) };
+        }
+    });
+    // A warp that has not met reads what another lane may still be writing.
+    finds(Wrong::Race, "of shared word", 1, 32, |_| {
+        let lane = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            shared::store16(4 * lane, [lane; 4]);
+            thread::sync();
+            shared::store16(4 * lane, [lane; 4]);
+            warp::ldmatrix(4 * (lane ^ 1));
+        }
+    });
 }

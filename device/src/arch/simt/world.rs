@@ -6,7 +6,7 @@
 //! GPU; when that moves nobody either, it is a deadlock.
 
 use super::error::{SimtError, Wrong};
-use super::memory::{Allocation, Global, Order, Shared, Touch};
+use super::memory::{Allocation, COPY_UNIT, Clock, Global, MBARRIERS, Order, Shared, Touch};
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::cell::Cell;
@@ -19,10 +19,25 @@ use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 pub struct Options {
     /// Blocks of the grid, all resident at once.
     pub blocks: u32,
-    /// Threads of a block: whole warps.
+    /// Threads of a block that meet at its barrier: whole warps.
     pub threads: u32,
+    /// Warps beside them that do not.
+    pub service_warps: u32,
+    /// Shared memory for bulk copies, in bytes.
+    pub tile_bytes: u32,
     /// Seed of the schedule.
     pub seed: u64,
+}
+
+impl Options {
+    /// `blocks` blocks of `threads` threads and nothing else.
+    pub fn new(blocks: u32, threads: u32, seed: u64) -> Options {
+        Options { blocks, threads, service_warps: 0, tile_bytes: 0, seed }
+    }
+
+    fn block_threads(&self) -> u32 {
+        self.threads + 32 * self.service_warps
+    }
 }
 
 /// What a launch did.
@@ -38,6 +53,12 @@ pub struct Report {
     pub bytes_read: u64,
     /// Bytes written to global memory.
     pub bytes_written: u64,
+    /// Bulk copies into shared memory.
+    pub copies: u64,
+    /// Their bytes.
+    pub bytes_copied: u64,
+    /// The most bytes that a block's copies had under way at once.
+    pub peak_in_flight: u64,
     /// Who waited for what when nobody could go on; the launch then ended by its threads' own bounds on waiting.
     pub stall: Option<String>,
 }
@@ -47,8 +68,10 @@ pub struct Report {
 enum Wait {
     /// It can.
     Ready,
-    /// At its block's barrier.
-    Barrier,
+    /// At a barrier of its block.
+    Barrier(u32),
+    /// For a phase of its block's mbarrier.
+    Phase(u32),
     /// At an exchange with its warp.
     Exchange,
     /// It polls words (see [`Thread::polled`]) and sleeps.
@@ -64,8 +87,12 @@ struct Thread {
     value: u32,
     /// The lane it wants the value of.
     source: u32,
+    /// What it brings to, or has from, a collective on more than a word.
+    words: [u32; 10],
     /// Words it has read with relaxed order since it last slept.
-    polled: [usize; 2],
+    polled: Vec<usize>,
+    /// Whether it has fenced the proxies since it last learnt of others' writes.
+    is_fenced: bool,
     yielder: *const Yielder<(), ()>,
 }
 
@@ -85,6 +112,9 @@ pub(super) enum Purpose {
     Vote,
     ShuffleXor,
     Shuffle,
+    WarpSync,
+    Mma,
+    LdMatrix,
 }
 
 #[derive(Debug, Default)]
@@ -101,15 +131,63 @@ struct Warp {
     gone: u32,
 }
 
+/// Named barriers of a block.
+const BARRIERS: usize = 16;
+
 #[derive(Debug)]
 struct Block {
-    barrier: Meeting,
+    /// The first is the one that all `Options::threads` meet at.
+    barriers: [Meeting; BARRIERS],
     vote: bool,
     /// What the last vote said.
     outcome: bool,
+    /// Threads that have ended: of those that meet, and of all.
     gone: u32,
+    all_gone: u32,
     shared: Shared,
+    mbarriers: Vec<Mbarrier>,
+    /// Bytes of copies under way.
+    in_flight: u64,
     task: Option<u32>,
+}
+
+/// A barrier in shared memory, with a count of arrivals and one of bytes.
+#[derive(Debug)]
+struct Mbarrier {
+    /// Arrivals of a phase; 0 before it is initialised.
+    count: u32,
+    /// Arrivals that this phase still lacks.
+    lacking: u32,
+    /// Bytes that it expects and that have not come.
+    bytes: i64,
+    /// Phases that have ended.
+    phase: u32,
+    /// Who initialised it when, and whether that has been fenced for the copies.
+    init: Option<(u32, u32)>,
+    is_fenced: bool,
+    /// What this phase will carry, and what the last one does.
+    pending: Clock,
+    done: Clock,
+    /// Per thread that has waited: how many phases it has seen the end of.
+    seen: HashMap<u32, u32>,
+    waiters: Vec<u32>,
+}
+
+/// Largest number of bytes a phase may expect.
+const MAX_PHASE_BYTES: i64 = (1 << 20) - 1;
+
+/// A bulk copy, or a piece of one, that has not landed.
+#[derive(Debug)]
+struct Copy {
+    block: u32,
+    from: usize,
+    to: u32,
+    bytes: u32,
+    barrier: u32,
+    /// The barrier's phase when it began.
+    phase: u32,
+    time: u32,
+    at: &'static Location<'static>,
 }
 
 /// One launch.
@@ -124,6 +202,7 @@ pub(super) struct World {
     blocks: Vec<Block>,
     /// Warps with lanes that can run.
     queue: Vec<u32>,
+    copies: Vec<Copy>,
     /// Threads that sleep until a word changes.
     pollers: HashMap<usize, Vec<u32>>,
     /// Threads that have not ended.
@@ -189,19 +268,47 @@ type Lane = Coroutine<(), (), (), DefaultStack>;
 /// # Panics
 /// When the options make no grid, allocations overlap, or the system gives no memory for stacks.
 pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) -> Result<Report, Box<SimtError>> {
-    let Options { blocks, threads, seed } = *options;
-    assert!(blocks > 0 && threads > 0 && threads.is_multiple_of(32) && threads <= 1024, "blocks are whole warps");
+    let Options { blocks, seed, .. } = *options;
+    let threads = options.block_threads();
+    assert!(
+        blocks > 0 && options.threads > 0 && threads.is_multiple_of(32) && threads <= 1024,
+        "blocks are whole warps"
+    );
+    let order = Order::new(blocks, options.threads, 32 * options.service_warps);
+    let mbarrier = || Mbarrier {
+        count: 0,
+        lacking: 0,
+        bytes: 0,
+        phase: 0,
+        init: None,
+        is_fenced: false,
+        pending: order.no_clock(),
+        done: order.no_clock(),
+        seen: HashMap::new(),
+        waiters: Vec::new(),
+    };
     assert!(WORLD.get().is_null(), "a launch inside a launch");
     let block = || Block {
-        barrier: Meeting::default(),
+        barriers: [Meeting::default(); BARRIERS],
         vote: false,
         outcome: false,
         gone: 0,
-        shared: Shared::new(crate::arch::shared::WORDS),
+        all_gone: 0,
+        shared: Shared::new(crate::arch::shared::WORDS, options.tile_bytes, threads / 32),
+        mbarriers: (0..MBARRIERS).map(|_| mbarrier()).collect(),
+        in_flight: 0,
         task: None,
     };
     let n = blocks * threads;
-    let thread = || Thread { wait: Wait::Ready, value: 0, source: 0, polled: [0; 2], yielder: core::ptr::null() };
+    let thread = || Thread {
+        wait: Wait::Ready,
+        value: 0,
+        source: 0,
+        words: [0; 10],
+        polled: Vec::new(),
+        is_fenced: false,
+        yielder: core::ptr::null(),
+    };
     let warp = || Warp { ready: u32::MAX, queued: true, ..Warp::default() };
     let mut world = World {
         options: *options,
@@ -212,10 +319,11 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         warps: (0..n / 32).map(|_| warp()).collect(),
         blocks: (0..blocks).map(|_| block()).collect(),
         queue: (0..n / 32).collect(),
+        copies: Vec::new(),
         pollers: HashMap::new(),
         left: n,
         global: Global::new(allocations),
-        order: Order::new(blocks, threads),
+        order,
         report: Report::default(),
     };
     let mut lanes: Vec<Lane> = Vec::with_capacity(n as usize);
@@ -242,9 +350,14 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
 fn drive(lanes: &mut [Lane]) -> Result<(), Box<SimtError>> {
     let mut jumps = 0;
     loop {
+        // Copies land when they like, but the sooner the longer others have nothing to do.
+        with(|world| if world.queue.is_empty() || world.below(16) == 0 { world.land() } else { Ok(()) })?;
         let Some((warp, mut rounds)) = with(World::pick) else {
             if with(|world| world.left) == 0 {
-                return Ok(());
+                return with(|world| world.end());
+            }
+            if with(|world| !world.copies.is_empty()) {
+                continue;
             }
             jumps += 1;
             with(|world| world.jump(jumps))?;
@@ -312,7 +425,7 @@ impl World {
         self.current = thread;
         self.now_ns += 5;
         self.report.switches += 1;
-        !matches!(self.threads[thread as usize].wait, Wait::Word)
+        !matches!(self.threads[thread as usize].wait, Wait::Word | Wait::Phase(_))
     }
 
     fn wake(&mut self, thread: u32) {
@@ -324,18 +437,20 @@ impl World {
         }
     }
 
-    fn block_threads(&self) -> u32 {
-        self.options.threads
+    fn block_of(&self, thread: u32) -> u32 {
+        thread / self.options.block_threads()
     }
 
-    fn block_of(&self, thread: u32) -> u32 {
-        thread / self.options.threads
+    /// The current thread, as the order of accesses numbers it.
+    #[inline]
+    fn ordinal(&self) -> u32 {
+        self.order.number(self.block_idx(), self.thread_idx())
     }
 
     fn error(&self, wrong: Wrong, what: String, at: Option<&'static Location<'static>>) -> Box<SimtError> {
         let block = self.block_of(self.current);
         let task = self.blocks[block as usize].task;
-        Box::new(SimtError { wrong, what, block, thread: self.current % self.options.threads, task, at })
+        Box::new(SimtError { wrong, what, block, thread: self.thread_idx(), task, at })
     }
 
     /// What a coroutine's unwinding says.
@@ -359,7 +474,8 @@ impl World {
     /// The current thread ends.
     fn leave(&mut self) -> Result<(), Box<SimtError>> {
         let (thread, block) = (self.current, self.block_of(self.current));
-        if let Some((_, at)) = self.blocks[block as usize].barrier.first {
+        let meets = self.thread_idx() < self.options.threads;
+        if let Some((_, at)) = self.blocks[block as usize].barriers[0].first.filter(|_| meets) {
             let what = "a thread ends while others of its block wait at a barrier".to_owned();
             return Err(self.error(Wrong::Divergence, what, Some(at)));
         }
@@ -369,18 +485,266 @@ impl World {
         }
         self.wait(Wait::Gone);
         self.warps[thread as usize / 32].gone += 1;
-        self.blocks[block as usize].gone += 1;
+        self.blocks[block as usize].gone += u32::from(meets);
+        self.blocks[block as usize].all_gone += 1;
         self.left -= 1;
         Ok(())
+    }
+
+    /// All threads have ended: no copy may be under way any more, nor expected.
+    fn end(&mut self) -> Result<(), Box<SimtError>> {
+        if let Some(copy) = self.copies.first() {
+            self.current = copy.block * self.options.block_threads();
+            let what = format!("the block ends while a copy to mbarrier {} is under way", copy.barrier);
+            let at = copy.at;
+            return Err(self.error(Wrong::Transactions, what, Some(at)));
+        }
+        for block in 0..self.blocks.len() as u32 {
+            let open = self.blocks[block as usize].mbarriers.iter().position(|barrier| barrier.bytes != 0);
+            if let Some(barrier) = open {
+                self.current = block * self.options.block_threads();
+                let bytes = self.blocks[block as usize].mbarriers[barrier].bytes;
+                let what = format!("the block ends while mbarrier {barrier} expects {bytes} bytes more");
+                return Err(self.error(Wrong::Transactions, what, None));
+            }
+        }
+        Ok(())
+    }
+
+    /// One copy that is under way lands: any.
+    fn land(&mut self) -> Result<(), Box<SimtError>> {
+        if self.copies.is_empty() {
+            return Ok(());
+        }
+        let at = self.below(self.copies.len() as u32);
+        let copy = self.copies.swap_remove(at as usize);
+        // Errors are told of the block's first thread.
+        let current = std::mem::replace(&mut self.current, copy.block * self.options.block_threads());
+        let block = &mut self.blocks[copy.block as usize];
+        block.in_flight -= u64::from(copy.bytes);
+        let from: *const u128 = core::ptr::with_exposed_provenance(copy.from);
+        // SAFETY: aligned and inside a live allocation, as has been judged when the copy began.
+        block.shared.land(copy.to, unsafe { core::slice::from_raw_parts(from, copy.bytes as usize / COPY_UNIT) });
+        let barrier = &mut block.mbarriers[copy.barrier as usize];
+        barrier.bytes -= i64::from(copy.bytes);
+        self.order.end_copy(copy.block, copy.barrier, copy.time, &mut barrier.pending);
+        if barrier.phase != copy.phase {
+            let what =
+                format!("{} bytes land on mbarrier {}, whose phase ended without them", copy.bytes, copy.barrier);
+            return Err(self.error(Wrong::Transactions, what, Some(copy.at)));
+        }
+        self.complete(copy.block, copy.barrier, copy.at)?;
+        self.current = current;
+        Ok(())
+    }
+
+    /// Ends the phase of `barrier` if nothing is lacking.
+    fn complete(&mut self, block: u32, number: u32, at: &'static Location<'static>) -> Result<(), Box<SimtError>> {
+        let barrier = &mut self.blocks[block as usize].mbarriers[number as usize];
+        if barrier.lacking > 0 || barrier.bytes > 0 {
+            return Ok(());
+        }
+        if barrier.bytes < 0 {
+            let what = format!("copies bring {} bytes more than mbarrier {number} expects", -barrier.bytes);
+            return Err(self.error(Wrong::Transactions, what, Some(at)));
+        }
+        barrier.phase += 1;
+        barrier.lacking = barrier.count;
+        barrier.done = barrier.pending.clone();
+        for thread in std::mem::take(&mut barrier.waiters) {
+            if matches!(self.threads[thread as usize].wait, Wait::Phase(_)) {
+                self.threads[thread as usize].wait = Wait::Ready;
+                self.wake(thread);
+            }
+        }
+        Ok(())
+    }
+
+    /// Mbarrier `number` of the current thread's block, once it may be used.
+    fn mbarrier(&mut self, number: u32, at: &'static Location<'static>) -> Result<&mut Mbarrier, Box<SimtError>> {
+        let (block, thread) = (self.block_idx() as usize, self.ordinal());
+        if number >= MBARRIERS {
+            let what = format!("mbarrier {number} of {MBARRIERS}");
+            return Err(self.error(Wrong::OutOfBounds, what, Some(at)));
+        }
+        let Some((who, time)) = self.blocks[block].mbarriers[number as usize].init else {
+            let what = format!("mbarrier {number} is used before it is initialised");
+            return Err(self.error(Wrong::Mbarrier, what, Some(at)));
+        };
+        if !self.order.is_seen(thread, who, time) {
+            let what = format!("mbarrier {number} is used, initialised by another thread, and nothing between");
+            return Err(self.error(Wrong::Race, what, Some(at)));
+        }
+        Ok(&mut self.blocks[block].mbarriers[number as usize])
+    }
+
+    pub(super) fn mbarrier_init(
+        &mut self,
+        number: u32,
+        count: u32,
+        at: &'static Location<'static>,
+    ) -> Result<(), Box<SimtError>> {
+        let (block, epoch) = (self.block_idx() as usize, (self.ordinal(), self.order.now(self.ordinal())));
+        if number >= MBARRIERS || count == 0 || self.blocks[block].mbarriers[number as usize].count != 0 {
+            let what = format!("mbarrier {number} of {MBARRIERS} is initialised with {count}, or for the second time");
+            return Err(self.error(Wrong::Mbarrier, what, Some(at)));
+        }
+        let barrier = &mut self.blocks[block].mbarriers[number as usize];
+        (barrier.count, barrier.lacking, barrier.init) = (count, count, Some(epoch));
+        Ok(())
+    }
+
+    /// What the current thread has initialised may be used by copies.
+    pub(super) fn mbarrier_fence(&mut self) {
+        let (block, thread) = (self.block_idx() as usize, self.ordinal());
+        for barrier in &mut self.blocks[block].mbarriers {
+            barrier.is_fenced |= barrier.init.is_some_and(|(who, _)| who == thread);
+        }
+    }
+
+    /// The current thread arrives, and makes the phase expect `bytes` more.
+    pub(super) fn mbarrier_arrive(
+        &mut self,
+        number: u32,
+        bytes: u32,
+        at: &'static Location<'static>,
+    ) -> Result<(), Box<SimtError>> {
+        let (block, thread) = (self.block_idx(), self.ordinal());
+        let barrier = self.mbarrier(number, at)?;
+        barrier.bytes += i64::from(bytes);
+        let expected = barrier.bytes;
+        if expected > MAX_PHASE_BYTES {
+            let what = format!("mbarrier {number} expects {expected} bytes in a phase, {MAX_PHASE_BYTES} at most");
+            return Err(self.error(Wrong::Transactions, what, Some(at)));
+        }
+        if barrier.lacking == 0 {
+            let what = format!("an arrival at mbarrier {number}, whose phase has had all its arrivals");
+            return Err(self.error(Wrong::Mbarrier, what, Some(at)));
+        }
+        barrier.lacking -= 1;
+        let mut pending = std::mem::take(&mut barrier.pending);
+        self.order.release_to(thread, &mut pending);
+        self.blocks[block as usize].mbarriers[number as usize].pending = pending;
+        self.complete(block, number, at)
+    }
+
+    /// Whether the phase of parity `parity` has ended; if not, the current thread is to be suspended once.
+    pub(super) fn mbarrier_try_wait(
+        &mut self,
+        number: u32,
+        parity: u32,
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
+        let (thread, current) = (self.ordinal(), self.current);
+        let barrier = self.mbarrier(number, at)?;
+        // `seen` phases have ended as this thread knows, `phase` have. What ended last has parity (phase - 1) & 1, also
+        // before any has.
+        let (phase, seen) = (barrier.phase, *barrier.seen.entry(current).or_insert(0));
+        let over = phase & 1 != parity & 1;
+        let gone_by = if over { phase > seen + 1 } else { phase > seen };
+        if gone_by {
+            let what = format!(
+                "a wait for parity {parity} of mbarrier {number} by a thread that has seen {seen} of its phases end, but \
+                 {phase} have"
+            );
+            return Err(self.error(Wrong::Mbarrier, what, Some(at)));
+        }
+        if !over {
+            barrier.waiters.push(current);
+            self.wait(Wait::Phase(number));
+            return Ok(false);
+        }
+        barrier.seen.insert(current, phase);
+        let done = std::mem::take(&mut barrier.done);
+        self.order.acquire_from(thread, &done);
+        let block = self.block_idx() as usize;
+        self.blocks[block].mbarriers[number as usize].done = done;
+        self.threads[current as usize].is_fenced = false;
+        Ok(true)
+    }
+
+    /// The current thread begins a bulk copy.
+    pub(super) fn copy(
+        &mut self,
+        to: u32,
+        from: usize,
+        bytes: u32,
+        number: u32,
+        at: &'static Location<'static>,
+    ) -> Result<(), Box<SimtError>> {
+        let (block, thread) = (self.block_idx(), self.ordinal());
+        let barrier = self.mbarrier(number, at)?;
+        let phase = barrier.phase;
+        if !barrier.is_fenced {
+            let what = format!("a bulk copy counted by mbarrier {number}, whose initialisation no fence has published");
+            return Err(self.error(Wrong::Proxy, what, Some(at)));
+        }
+        let time = self.order.begin_copy(block);
+        let shared = &mut self.blocks[block as usize].shared;
+        let is_fenced = self.threads[self.current as usize].is_fenced;
+        let judged = shared.copy_to(&mut self.order, thread, to, bytes, number, time).and_then(|()| {
+            let global = &mut self.global;
+            global.copy_from(&mut self.order, thread, is_fenced, from, bytes as usize, number, time)
+        });
+        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))?;
+        self.report.copies += 1;
+        self.report.bytes_copied += u64::from(bytes);
+        let in_flight = &mut self.blocks[block as usize].in_flight;
+        *in_flight += u64::from(bytes);
+        self.report.peak_in_flight = self.report.peak_in_flight.max(*in_flight);
+        // In two pieces, which may land apart.
+        let first = self.below(bytes / COPY_UNIT as u32) * COPY_UNIT as u32;
+        for (start, end) in [(0, first), (first, bytes)] {
+            if start < end {
+                let (from, to, bytes) = (from + start as usize, to + start, end - start);
+                self.copies.push(Copy { block, from, to, bytes, barrier: number, phase, time, at });
+            }
+        }
+        Ok(())
+    }
+
+    /// The current thread asks for bytes to be brought into L2.
+    pub(super) fn prefetch(
+        &mut self,
+        from: usize,
+        bytes: u32,
+        at: &'static Location<'static>,
+    ) -> Result<(), Box<SimtError>> {
+        let judged = self.global.prefetch(from, bytes as usize);
+        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
+    }
+
+    /// The current thread fences the proxies.
+    pub(super) fn fence_proxy(&mut self) {
+        self.threads[self.current as usize].is_fenced = true;
+    }
+
+    /// The current thread reads `bytes` bytes of the tiles; returns the sixteen they lie in.
+    pub(super) fn tile(
+        &mut self,
+        at: u32,
+        bytes: u32,
+        caller: &'static Location<'static>,
+    ) -> Result<u128, Box<SimtError>> {
+        let (block, thread) = (self.block_idx() as usize, self.ordinal());
+        let judged = self.blocks[block].shared.tile(&mut self.order, thread, at, bytes);
+        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(caller)))
     }
 
     /// Nobody can run: time passes.
     fn jump(&mut self, jumps: u32) -> Result<(), Box<SimtError>> {
         let stuck = self.describe();
-        let sleepers: Vec<u32> =
-            (0..self.threads.len() as u32).filter(|t| matches!(self.threads[*t as usize].wait, Wait::Word)).collect();
+        let sleepers: Vec<u32> = (0..self.threads.len() as u32)
+            .filter(|t| matches!(self.threads[*t as usize].wait, Wait::Word | Wait::Phase(_)))
+            .collect();
         if sleepers.is_empty() || jumps > JUMPS {
-            return Err(self.error(Wrong::Deadlock, stuck, None));
+            // Nothing is under way: bytes that somebody waits for will never come.
+            let missing = self
+                .blocks
+                .iter()
+                .any(|block| block.mbarriers.iter().any(|barrier| barrier.bytes > 0 && !barrier.waiters.is_empty()));
+            let wrong = if missing { Wrong::Transactions } else { Wrong::Deadlock };
+            return Err(self.error(wrong, stuck, None));
         }
         self.report.stall.get_or_insert(stuck);
         self.now_ns += 1 << 40;
@@ -395,7 +759,8 @@ impl World {
     fn describe(&self) -> String {
         let mut text = String::from("nobody can go on:");
         for (number, block) in self.blocks.iter().enumerate() {
-            if block.gone == self.options.threads {
+            let threads = self.options.block_threads();
+            if block.all_gone == threads {
                 continue;
             }
             let _ = write!(text, " block {number}");
@@ -403,11 +768,17 @@ impl World {
                 let _ = write!(text, " (t{task})");
             }
             text.push(':');
-            if let Some((_, at)) = block.barrier.first {
-                let _ = write!(text, " {} at the barrier of {}:{};", block.barrier.come, at.file(), at.line());
+            for barrier in &block.barriers {
+                if let Some((_, at)) = barrier.first {
+                    let _ = write!(text, " {} at the barrier of {}:{};", barrier.come, at.file(), at.line());
+                }
             }
-            let first = number as u32 * self.options.threads;
-            for thread in first..first + self.options.threads {
+            for (number, barrier) in block.mbarriers.iter().enumerate().filter(|(_, b)| !b.waiters.is_empty()) {
+                let Mbarrier { phase, lacking, bytes, .. } = barrier;
+                let _ = write!(text, " mbarrier {number} in phase {phase} lacks {lacking} arrivals and {bytes} bytes;");
+            }
+            let first = number as u32 * threads;
+            for thread in first..first + threads {
                 match self.threads[thread as usize].wait {
                     Wait::Word => {
                         let word = self.threads[thread as usize].polled[0];
@@ -418,6 +789,9 @@ impl World {
                             let _ = write!(text, ", which stands at {value}");
                         }
                         text.push(';');
+                    }
+                    Wait::Phase(barrier) => {
+                        let _ = write!(text, " thread {} waits for mbarrier {barrier};", thread - first);
                     }
                     Wait::Exchange => {
                         let _ = write!(text, " thread {} waits for its warp;", thread - first);
@@ -430,7 +804,7 @@ impl World {
     }
 
     pub(super) fn thread_idx(&self) -> u32 {
-        self.current % self.options.threads
+        self.current % self.options.block_threads()
     }
 
     pub(super) fn block_idx(&self) -> u32 {
@@ -438,7 +812,12 @@ impl World {
     }
 
     pub(super) fn block_dim(&self) -> u32 {
-        self.block_threads()
+        self.options.block_threads()
+    }
+
+    /// Threads of a block that meet at its barrier.
+    pub(super) fn meeting_threads(&self) -> u32 {
+        self.options.threads
     }
 
     pub(super) fn now_ns(&self) -> u64 {
@@ -454,14 +833,16 @@ impl World {
         }
     }
 
-    /// The current thread comes to its block's barrier; says whether it was the last.
+    /// The current thread comes to barrier `id` of its block, where `expected` meet; says whether it was the last.
     pub(super) fn barrier(
         &mut self,
+        id: u32,
+        expected: u32,
         purpose: Purpose,
         vote: bool,
         at: &'static Location<'static>,
     ) -> Result<bool, Box<SimtError>> {
-        let (thread, block) = (self.current, self.block_idx());
+        let (thread, block, meets) = (self.current, self.block_idx(), self.thread_idx() < self.options.threads);
         let warp = &mut self.warps[thread as usize / 32];
         let state = &mut self.blocks[block as usize];
         if let Some((other, there)) = warp.exchange.first {
@@ -472,12 +853,18 @@ impl World {
             );
             return Err(self.error(Wrong::Divergence, what, Some(at)));
         }
-        if state.gone > 0 {
-            let what =
-                format!("a thread at a barrier that {} of its block will not come to: they have ended", state.gone);
+        let left =
+            if id == 0 { self.options.threads - state.gone } else { self.options.block_threads() - state.all_gone };
+        if left < expected {
+            let what = format!("a thread at a barrier of {expected}, of whom only {left} are left: they have ended");
             return Err(self.error(Wrong::Divergence, what, Some(at)));
         }
-        let (first, there) = *state.barrier.first.get_or_insert((purpose, at));
+        if id as usize >= BARRIERS || !expected.is_multiple_of(32) || (id == 0 && !meets) {
+            let what = format!("barrier {id} of {expected} threads: no such barrier for this thread");
+            return Err(self.error(Wrong::Divergence, what, Some(at)));
+        }
+        let meeting = &mut state.barriers[id as usize];
+        let (first, there) = *meeting.first.get_or_insert((purpose, at));
         let (_, of_warp) = *warp.barrier.first.get_or_insert((purpose, at));
         // Warps may come from different lines, the lanes of one may not: theirs is one instruction.
         if first != purpose || !is_same(of_warp, at) {
@@ -486,22 +873,34 @@ impl World {
             return Err(self.error(Wrong::Divergence, what, Some(at)));
         }
         state.vote |= vote;
-        state.barrier.come += 1;
-        if state.barrier.come < self.options.threads {
-            self.wait(Wait::Barrier);
+        meeting.come += 1;
+        let come = meeting.come;
+        self.wait(Wait::Barrier(id));
+        if come < expected {
             return Ok(false);
         }
-        state.outcome = state.vote;
-        state.vote = false;
-        state.barrier = Meeting::default();
-        let first = block * self.options.threads;
-        for warp in &mut self.warps[first as usize / 32..][..self.options.threads as usize / 32] {
-            warp.barrier = Meeting::default();
+        let state = &mut self.blocks[block as usize];
+        state.barriers[id as usize] = Meeting::default();
+        if purpose == Purpose::Vote {
+            state.outcome = std::mem::take(&mut state.vote);
         }
-        self.order.barrier(block);
+        let first = block * self.options.block_threads();
+        let met: Vec<u32> = (first..first + self.options.block_threads())
+            .filter(|other| matches!(self.threads[*other as usize].wait, Wait::Barrier(at) if at == id))
+            .collect();
+        if id == 0 {
+            self.order.barrier(block);
+        } else {
+            let numbers: Vec<u32> = met.iter().map(|other| self.order.number(block, other - first)).collect();
+            let mut clock = self.order.no_clock();
+            numbers.iter().for_each(|number| self.order.release_to(*number, &mut clock));
+            numbers.iter().for_each(|number| self.order.acquire_from(*number, &clock));
+        }
         self.report.barriers += 1;
-        for other in first..first + self.options.threads {
+        for other in met {
+            self.warps[other as usize / 32].barrier = Meeting::default();
             self.threads[other as usize].wait = Wait::Ready;
+            self.threads[other as usize].is_fenced = false;
             self.wake(other);
         }
         Ok(true)
@@ -512,15 +911,9 @@ impl World {
         self.blocks[self.block_idx() as usize].outcome
     }
 
-    /// The current lane comes to an exchange; says whether it was the last.
-    pub(super) fn exchange(
-        &mut self,
-        purpose: Purpose,
-        value: u32,
-        source: u32,
-        at: &'static Location<'static>,
-    ) -> Result<bool, Box<SimtError>> {
-        let (thread, block) = (self.current, self.block_idx());
+    /// The current lane comes to a collective of its warp; says whether it was the last.
+    fn come(&mut self, purpose: Purpose, at: &'static Location<'static>) -> Result<bool, Box<SimtError>> {
+        let thread = self.current;
         let number = thread as usize / 32;
         let warp = &mut self.warps[number];
         if let Some((_, there)) = warp.barrier.first {
@@ -546,24 +939,79 @@ impl World {
             return Err(self.error(Wrong::Divergence, what, Some(at)));
         }
         warp.exchange.come += 1;
-        self.threads[thread as usize].value = value;
-        self.threads[thread as usize].source = source % 32;
-        if self.warps[number].exchange.come < 32 {
+        if warp.exchange.come < 32 {
             self.wait(Wait::Exchange);
             return Ok(false);
         }
+        Ok(true)
+    }
+
+    /// The current lane's warp, all of which has come, goes on.
+    fn part(&mut self) {
+        let number = self.current as usize / 32;
         self.warps[number].exchange = Meeting::default();
-        let lanes = &mut self.threads[number * 32..][..32];
-        let values: [u32; 32] = core::array::from_fn(|lane| lanes[lane].value);
-        for lane in lanes {
-            lane.value = values[lane.source as usize];
+        for lane in &mut self.threads[number * 32..][..32] {
             lane.wait = Wait::Ready;
         }
         self.warps[number].ready = u32::MAX;
         // The current lane runs, so its warp is queued.
-        self.order.exchange(block, number as u32 % (self.options.threads / 32));
+        self.order.exchange(self.ordinal());
         self.report.exchanges += 1;
+    }
+
+    /// The current lane comes to an exchange; says whether it was the last.
+    pub(super) fn exchange(
+        &mut self,
+        purpose: Purpose,
+        value: u32,
+        source: u32,
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
+        let thread = self.current as usize;
+        self.threads[thread].value = value;
+        self.threads[thread].source = source % 32;
+        if !self.come(purpose, at)? {
+            return Ok(false);
+        }
+        let lanes = &mut self.threads[thread / 32 * 32..][..32];
+        let values: [u32; 32] = core::array::from_fn(|lane| lanes[lane].value);
+        for lane in lanes {
+            lane.value = values[lane.source as usize];
+        }
+        self.part();
+        if purpose == Purpose::WarpSync {
+            self.order.warp_sync(self.ordinal());
+        }
         Ok(true)
+    }
+
+    /// The current lane comes, with `words`, to a collective in which `compute` makes of all lanes' words what each gets;
+    /// says whether it was the last.
+    pub(super) fn collective(
+        &mut self,
+        purpose: Purpose,
+        words: [u32; 10],
+        compute: impl FnOnce(&[[u32; 10]; 32]) -> [[u32; 4]; 32],
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
+        let thread = self.current as usize;
+        self.threads[thread].words = words;
+        if !self.come(purpose, at)? {
+            return Ok(false);
+        }
+        let lanes = &mut self.threads[thread / 32 * 32..][..32];
+        let made = compute(&core::array::from_fn(|lane| lanes[lane].words));
+        for (lane, made) in lanes.iter_mut().zip(made) {
+            lane.words[..4].copy_from_slice(&made);
+        }
+        self.part();
+        Ok(true)
+    }
+
+    /// What the collective that has just ended gave the current lane.
+    pub(super) fn made(&self) -> [u32; 4] {
+        let words = &self.threads[self.current as usize].words;
+        [words[0], words[1], words[2], words[3]]
     }
 
     /// What the exchange that has just ended gave the current lane.
@@ -586,7 +1034,8 @@ impl World {
             Touch::Write => self.report.bytes_written += bytes as u64,
             Touch::Atomic | Touch::View => {}
         }
-        let judged = self.global.touch(&mut self.order, self.current, address, bytes, align, touch);
+        let thread = self.ordinal();
+        let judged = self.global.touch(&mut self.order, thread, address, bytes, align, touch);
         judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
     }
 
@@ -598,26 +1047,29 @@ impl World {
         at: &'static Location<'static>,
     ) -> Result<u32, Box<SimtError>> {
         let block = self.block_idx() as usize;
-        let judged = self.blocks[block].shared.touch(&mut self.order, self.current, word, store);
+        let thread = self.ordinal();
+        let judged = self.blocks[block].shared.touch(&mut self.order, thread, word, store);
         judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
     }
 
     /// The current thread has read `word` with relaxed order.
     pub(super) fn polled(&mut self, word: usize) {
         let polled = &mut self.threads[self.current as usize].polled;
-        if polled[0] == 0 || polled[0] == word {
-            polled[0] = word;
-        } else {
-            polled[1] = word;
+        if !polled.contains(&word) {
+            polled.push(word);
         }
     }
 
     pub(super) fn acquire(&mut self, word: usize) {
-        self.order.acquire(self.current, word);
+        self.order.acquire(self.ordinal(), word);
+        self.threads[self.current as usize].is_fenced = false;
+        // The wait is over. Words of past waits would only wake the thread for nothing, and hide in a report which one
+        // it waits for now.
+        self.threads[self.current as usize].polled.clear();
     }
 
     pub(super) fn release(&mut self, word: usize) {
-        self.order.release(self.current, word);
+        self.order.release(self.ordinal(), word);
     }
 
     /// `word` has changed: who polls it goes on.
@@ -634,12 +1086,12 @@ impl World {
     pub(super) fn sleep(&mut self, ns: u32) {
         self.now_ns += u64::from(ns);
         let thread = self.current;
-        let polled = self.threads[thread as usize].polled;
-        if polled[0] == 0 {
+        let polled = self.threads[thread as usize].polled.clone();
+        if polled.is_empty() {
             return;
         }
         self.wait(Wait::Word);
-        for word in polled.into_iter().filter(|word| *word != 0) {
+        for word in polled {
             let waiting = self.pollers.entry(word).or_default();
             if !waiting.contains(&thread) {
                 waiting.push(thread);
@@ -649,8 +1101,13 @@ impl World {
 
     /// The current thread has slept.
     pub(super) fn awake(&mut self) {
-        let thread = &mut self.threads[self.current as usize];
-        thread.polled = [0; 2];
+        let (thread, block) = (self.current, self.block_idx() as usize);
+        if let Wait::Phase(barrier) = self.threads[thread as usize].wait {
+            // Only time woke it.
+            self.blocks[block].mbarriers[barrier as usize].waiters.retain(|waiter| *waiter != thread);
+        }
+        let thread = &mut self.threads[thread as usize];
+        thread.polled.clear();
         thread.wait = Wait::Ready;
     }
 }

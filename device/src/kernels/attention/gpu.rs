@@ -1,91 +1,229 @@
-//! The GPU body of `attention`: a warp per (row, head), softmax on the fly.
+//! The GPU body of `attention`: a warp per (row, head), softmax on the fly; where there are fewer of those than warps, as in
+//! decoding, several warps share the positions and merge what they found (flash-decoding).
 //!
-//! The warp takes 32 positions at a time. First each lane computes one position's score; then the running maximum and
-//! total are updated (Milakov and Gimelshein 2018); then the lanes turn to the head's dimensions and add the 32 value
-//! rows, each weighted by a shuffled score. A head of more than 256 dimensions is done in slices, the scores anew for
-//! each.
+//! A warp takes 32 positions at a time. First each lane computes one position's score; then the running maximum and
+//! total are updated (Milakov and Gimelshein 2018); then the lanes turn to the head's dimensions, two neighbours each, and
+//! add the 32 value rows, each weighted by a shuffled score. A head of more than 256 dimensions is done in slices, the
+//! scores anew for each. Parts of the positions meet in shared memory: a part that found maximum m and total l counts
+//! exp(m - M) times, M the largest of the maxima.
 
 use super::*;
 use crate::arch::scalar::fma;
-use crate::arch::{WARP, warp};
+use crate::arch::{WARP, memory, shared, warp};
+use crate::block::FREE_SHARED;
 use crate::gpu::math::exp;
-use crate::gpu::{Row, Tensor};
+use crate::gpu::{BF16, F32, Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
 const PER_LANE: usize = 8;
 const SLICE: u32 = PER_LANE as u32 * WARP;
+
+/// Words of a part in shared memory: maximum, total, sums; and how many parts there is room for.
+const PART: u32 = 2 + SLICE;
+const MAX_PARTS: u32 = (shared::KEPT - FREE_SHARED) / PART;
+
+/// What a part of the positions, or all, add up to, before the division by the total.
+#[derive(Clone, Copy)]
+struct Found {
+    max: f32,
+    total: f32,
+    /// See [`dimension`].
+    sums: [f32; PER_LANE],
+}
+
+/// The dimension, in its slice, of a lane's sum `step`.
+#[inline(always)]
+fn dimension(step: usize, lane: u32) -> u32 {
+    step as u32 / 2 * 2 * WARP + 2 * lane + step as u32 % 2
+}
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
 #[inline(always)]
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see, which
-    // the cache holds; whole warps shuffle, since every loop bound around a shuffle is the same for all lanes.
+    // the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is the same for
+    // all lanes, and those around a barrier for all threads. A part's words are one warp's until the barrier.
     unsafe {
         let lane = block.lane();
-        let mut item = block.warp();
-        loop {
-            // Fetched anew for every head: held over the loops they would cost them registers.
-            let (q, k, v, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3));
-            let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-            if item >= call.rows(&q) * heads * group {
-                break;
-            }
-            let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-            let visible = p.visible(call.step, call.task.row_first + r) as u32;
-            let (q, y, k, v) = (q.row([r, h, g]), y.row([r, h, g]), Head::new(&k, h), Head::new(&v, h));
-            let mut slice = 0;
-            while slice < d {
-                let mut max = f32::NEG_INFINITY;
-                let mut total = 0.0;
-                let mut sums = [0f32; PER_LANE];
-                let mut t0 = 0;
-                while t0 < visible {
-                    let t = t0 + lane;
-                    let mut score = f32::NEG_INFINITY;
-                    if t < visible {
-                        let k = k.row(t);
-                        let mut dot = 0.0;
-                        for i in 0..d {
-                            dot = fma(q.get(i), k.get(i), dot);
-                        }
-                        score = dot * p.scale;
+        let (items, d) = {
+            let q = call.tensor(0);
+            (call.rows(&q) * q.extent(1) * q.extent(2), q.extent(3))
+        };
+        let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
+        let parts = if items == 0 || items > warps { 1 } else { warps / items };
+        let mut slice = 0;
+        while slice < d {
+            let mut unit = block.warp();
+            while unit < items * parts {
+                // Fetched anew for every head: held over the loops they would cost them registers.
+                let (q, k, v) = (call.tensor(0), call.tensor(1), call.tensor(2));
+                let (heads, group) = (q.extent(1), q.extent(2));
+                let item = unit / parts;
+                let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
+                let visible = p.visible(call.step, call.task.row_first + r) as u32;
+                let (first, end) = part(visible, unit % parts, parts);
+                let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
+                let found = attend(&head, slice, first, end, lane);
+                if parts == 1 {
+                    put(call.tensor(3).row([r, h, g]), d, slice, lane, &found);
+                } else {
+                    let at = FREE_SHARED + unit * PART;
+                    if lane == 0 {
+                        shared::store(at, found.max.to_bits());
+                        shared::store(at + 1, found.total.to_bits());
                     }
-                    let new_max = warp::max(max_of(max, score));
-                    // With every score so far at -inf (a NaN or an overflow upstream) the weights are NaN, as they are
-                    // in the reference.
-                    let shrink = exp(max - new_max);
-                    let weight = if t < visible { exp(score - new_max) } else { 0.0 };
-                    max = new_max;
-                    total = fma(total, shrink, warp::sum(weight));
-                    for i in 0..PER_LANE {
-                        sums[i] *= shrink;
-                    }
-                    let count = if visible - t0 < WARP { visible - t0 } else { WARP };
-                    for j in 0..count {
-                        let weight = f32::from_bits(warp::shuffle(weight.to_bits(), j));
-                        let v = v.row(t0 + j);
-                        for step in 0..PER_LANE {
-                            let i = slice + step as u32 * WARP + lane;
-                            if i < d {
-                                sums[step] = fma(weight, v.get(i), sums[step]);
-                            }
-                        }
-                    }
-                    t0 += WARP;
-                }
-                for step in 0..PER_LANE {
-                    let i = slice + step as u32 * WARP + lane;
-                    if i < d {
-                        y.set(i, sums[step] / total);
+                    for step in 0..PER_LANE {
+                        shared::store(at + 2 + dimension(step, lane), found.sums[step].to_bits());
                     }
                 }
-                slice += SLICE;
+                unit += block.warps();
             }
-            item += block.warps();
+            if parts > 1 {
+                block.sync();
+                let item = block.warp();
+                if item < items {
+                    let q = call.tensor(0);
+                    let (heads, group) = (q.extent(1), q.extent(2));
+                    let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
+                    let visible = p.visible(call.step, call.task.row_first + r) as u32;
+                    put(call.tensor(3).row([r, h, g]), d, slice, lane, &merge(item, parts, visible, lane));
+                }
+                block.sync();
+            }
+            slice += SLICE;
         }
     }
     Ok(())
+}
+
+/// The positions of part `number` of `parts`, whole 32s but for the last.
+#[inline(always)]
+fn part(visible: u32, number: u32, parts: u32) -> (u32, u32) {
+    let len = visible.div_ceil(WARP).div_ceil(parts) * WARP;
+    let (first, end) = (number * len, (number + 1) * len);
+    (if first < visible { first } else { visible }, if end < visible { end } else { visible })
+}
+
+/// Writes a row's slice.
+#[inline(always)]
+unsafe fn put(y: Row, d: u32, slice: u32, lane: u32, found: &Found) {
+    for step in 0..PER_LANE {
+        let i = slice + dimension(step, lane);
+        if i < d {
+            // SAFETY: `i` is below the row's length; the lane's own element.
+            unsafe { y.set(i, found.sums[step] / found.total) };
+        }
+    }
+}
+
+/// What the parts of `item` found, together; parts without positions have found nothing.
+#[inline(always)]
+unsafe fn merge(item: u32, parts: u32, visible: u32, lane: u32) -> Found {
+    let mut all = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
+    // SAFETY: the parts' words have been written before a barrier.
+    unsafe {
+        for number in 0..parts {
+            let (first, end) = part(visible, number, parts);
+            if first == end {
+                break;
+            }
+            let at = FREE_SHARED + (item * parts + number) * PART;
+            let max = f32::from_bits(shared::load(at));
+            let largest = max_of(all.max, max);
+            // With every score so far at -inf (a NaN or an overflow upstream) the weights are NaN, as in the reference.
+            let (old, new) = (if number == 0 { 0.0 } else { exp(all.max - largest) }, exp(max - largest));
+            all.max = largest;
+            all.total = fma(all.total, old, f32::from_bits(shared::load(at + 1)) * new);
+            for step in 0..PER_LANE {
+                let sum = f32::from_bits(shared::load(at + 2 + dimension(step, lane)));
+                all.sums[step] = fma(all.sums[step], old, sum * new);
+            }
+        }
+    }
+    all
+}
+
+/// A query row and the cache of its head.
+struct Heads {
+    q: Row,
+    k: Head,
+    v: Head,
+    d: u32,
+    scale: f32,
+}
+
+/// Attends to positions `first..end`, adding up the dimensions from `slice` on.
+#[inline(always)]
+unsafe fn attend(head: &Heads, slice: u32, first: u32, end: u32, lane: u32) -> Found {
+    let Heads { q, k, v, d, scale } = *head;
+    let mut found = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
+    // Sixteen bytes of a key row at a time, four of a value row, where they lie so.
+    let by_eight = q.is(F32) && k.first.is(BF16) && d % 8 == 0 && k.step % 8 == 0 && q.is_aligned(16) && k.first.is_aligned(16);
+    let by_two = v.first.is(BF16) && d % 2 == 0 && v.step % 2 == 0 && v.first.is_aligned(4);
+    // SAFETY: positions and dimensions are inside the rows (caller); whole warps shuffle.
+    unsafe {
+        let mut t0 = first;
+        while t0 < end {
+            let t = t0 + lane;
+            let mut score = f32::NEG_INFINITY;
+            if t < end {
+                let k = k.row(t);
+                let mut dot = 0.0;
+                let mut i = 0;
+                if by_eight {
+                    while i < d {
+                        let (keys, a, b) = (k.load16(i), q.load16(i), q.load16(i + 4));
+                        for j in 0..4 {
+                            let (low, high) = (f32::from_bits(keys[j] << 16), f32::from_bits(keys[j] & 0xffff_0000));
+                            let (x, y) = if j < 2 { (a[2 * j], a[2 * j + 1]) } else { (b[2 * j - 4], b[2 * j - 3]) };
+                            dot = fma(f32::from_bits(x), low, dot);
+                            dot = fma(f32::from_bits(y), high, dot);
+                        }
+                        i += 8;
+                    }
+                }
+                while i < d {
+                    dot = fma(q.get(i), k.get(i), dot);
+                    i += 1;
+                }
+                score = dot * scale;
+            }
+            let new_max = warp::max(max_of(found.max, score));
+            // With every score so far at -inf (a NaN or an overflow upstream) the weights are NaN, as they are
+            // in the reference.
+            let shrink = exp(found.max - new_max);
+            let weight = if t < end { exp(score - new_max) } else { 0.0 };
+            found.max = new_max;
+            found.total = fma(found.total, shrink, warp::sum(weight));
+            for i in 0..PER_LANE {
+                found.sums[i] *= shrink;
+            }
+            let count = if end - t0 < WARP { end - t0 } else { WARP };
+            for j in 0..count {
+                let weight = f32::from_bits(warp::shuffle(weight.to_bits(), j));
+                let v = v.row(t0 + j);
+                for pair in 0..PER_LANE / 2 {
+                    let i = slice + dimension(2 * pair, lane);
+                    if by_two && i < d {
+                        let both = memory::load(v.at(i).cast::<u32>());
+                        let (low, high) = (f32::from_bits(both << 16), f32::from_bits(both & 0xffff_0000));
+                        found.sums[2 * pair] = fma(weight, low, found.sums[2 * pair]);
+                        found.sums[2 * pair + 1] = fma(weight, high, found.sums[2 * pair + 1]);
+                    } else {
+                        for step in 2 * pair..2 * pair + 2 {
+                            let i = slice + dimension(step, lane);
+                            if i < d {
+                                found.sums[step] = fma(weight, v.get(i), found.sums[step]);
+                            }
+                        }
+                    }
+                }
+            }
+            t0 += WARP;
+        }
+    }
+    found
 }
 
 /// One head of a cache: its first row, and how far it is from one row to the next.

@@ -1,8 +1,9 @@
-//! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time.
+//! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time; the weights from
+//! tiles where the worker's loader brings them, else from global memory.
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, dots, pick};
+use crate::gpu::rows::{Rows, dots, pick, tiled};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -22,6 +23,13 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             }
             y.set([r, n], activate(p.activation, g) * u);
         };
+        if let Some(tiles) = call.tiles
+            && tiles.left() > 0
+            && rows <= TILED_ROWS
+        {
+            tiled::<2>(call, tiles, block, rows, |r, n, [g, u]| finish(r, n, g, u));
+            return Ok(());
+        }
         let mut n = block.warp();
         while n < columns {
             let mut r = 0;

@@ -32,6 +32,7 @@ impl MacroKernel for GatedLinear {
         Slot::write("y"),
     ];
     type Params = Params;
+    const TILED: &'static [usize] = &[1, 2];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {

@@ -68,6 +68,7 @@ impl MacroKernel for Linear {
         Slot::write("y"),
     ];
     type Params = Params;
+    const TILED: &'static [usize] = &[1];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {

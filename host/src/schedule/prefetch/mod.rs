@@ -240,11 +240,15 @@ pub fn plan(
     machine: &Machine,
 ) -> Result<Plan, PlanError> {
     let name = |task: u32| graph.ops[tasks.tasks[task as usize].op as usize].name.clone();
-    let workers = lists.lists.iter().map(|list| worker(list, streams, machine, &name)).collect::<Result<_, _>>()?;
+    let workers = lists.lists.iter().map(|list| plan_list(list, streams, machine, &name)).collect::<Result<_, _>>()?;
     Ok(Plan { capacity_bytes: machine.capacity_bytes(), n_barriers: machine.n_barriers, workers })
 }
 
-fn worker(
+/// Plans the shared memory of the worker whose tasks are `list`; `name` says a task's operator for the error.
+///
+/// # Errors
+/// As [`plan`].
+pub fn plan_list(
     list: &[u32],
     streams: &[Vec<Stream>],
     machine: &Machine,

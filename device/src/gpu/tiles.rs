@@ -1,0 +1,262 @@
+//! Weights on their way through shared memory: the loader, which fetches them, and the tiles that bodies take.
+//!
+//! ```text
+//! loader      wait EMPTY[b] ── write the tile's place ── arrive on FULL[b], expecting its bytes ── begin the copy
+//! task warps  wait FULL[b]  ── read place and tile ── meet as a warp ── one lane arrives on EMPTY[b]
+//! ```
+//! The loader, a lane of a warp of its own, goes through its worker's [`DataOp`]s of the pass, across tasks and operators.
+//! It waits for room, never for an event: weights depend on no activation, so they arrive while the worker waits.
+//!
+//! # Why it neither hangs nor overwrites
+//! - Data op `d` of a list goes by barrier `d % `[`TILE_BARRIERS`]. Every task warp waits on every tile, in order, and
+//!   releases it, whether its body reads it or not (what a body leaves, [`Tiles::drain`] takes). So each barrier's phases
+//!   are seen one by one by everyone, and their parity cannot mean another.
+//! - A copy starts when all tiles of the first [`DataOp::after`] compute ops have been released, which a rule of the plan
+//!   makes those whose bytes or barrier it reuses, and none that comes after its own reader. So consumers, who need
+//!   nothing but tiles once their events have fired, always get on, and so does the loader.
+//! - The loader learns each pass from thread 0 (`STEP`, `TAKEN`), after the tiles of the pass before have all been
+//!   released. A worker that faults takes the rest of its list's tiles before it tells the loader to leave, so no copy is
+//!   under way when the block ends.
+
+use crate::arch::{WARP, bulk, mbarrier, memory, shared, thread, trap, warp};
+use crate::gpu::sync::Gpu;
+use core::cell::Cell;
+use perpetua_shared::DataOp;
+use perpetua_shared::control::NO_PROGRAM;
+use perpetua_shared::launch::TILE_BARRIERS;
+
+const FULL: u32 = 0;
+const EMPTY: u32 = TILE_BARRIERS;
+const STEP: u32 = 2 * TILE_BARRIERS;
+const TAKEN: u32 = STEP + 1;
+
+// Words of shared memory: place and bytes of each barrier's tile, then the program of the pass.
+const PLACES: u32 = shared::KEPT;
+const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
+
+const _: () = assert!(TAKEN < mbarrier::COUNT && PROGRAM < shared::WORDS && TILE_BARRIERS == 32);
+
+/// Makes the barriers, for `task_threads` threads that take tiles.
+///
+/// # Safety
+/// Thread 0 of the block calls it, once, before a barrier of all its threads.
+pub(crate) unsafe fn init(task_threads: u32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for number in 0..TILE_BARRIERS {
+            mbarrier::init(FULL + number, 1);
+            mbarrier::init(EMPTY + number, task_threads / WARP);
+        }
+        mbarrier::init(STEP, 1);
+        mbarrier::init(TAKEN, 1);
+        mbarrier::fence();
+    }
+}
+
+/// Waits until the phase of parity `parity` of `barrier` has ended. Nobody can go on without it, so when that takes too
+/// long the grid ends with a fault recorded.
+#[inline(always)]
+unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
+    const POLLS_PER_LOOK: u32 = 64;
+    let mut started = 0;
+    let mut polls = 0u32;
+    // SAFETY: `init` has made the barrier.
+    while !unsafe { mbarrier::try_wait(barrier, parity) } {
+        if polls.is_multiple_of(POLLS_PER_LOOK) {
+            let now = thread::timer_ns();
+            if polls == 0 {
+                started = now;
+            } else if now.wrapping_sub(started) > sync.timeout_ns {
+                sync.give_up();
+                trap();
+            }
+        }
+        polls = polls.wrapping_add(1);
+    }
+}
+
+/// Bit `number` of `bits`, which it flips.
+#[inline(always)]
+fn flip(bits: &mut u32, number: u32) -> u32 {
+    let bit = *bits >> number & 1;
+    *bits ^= 1 << number;
+    bit
+}
+
+/// Where the loader finds the worker's copies.
+pub(crate) trait Lists {
+    /// The data ops of a program, and how many.
+    fn data(&self, program: u32) -> (*const DataOp, u32);
+    /// Where binding `binding` lies.
+    fn binding(&self, binding: u32) -> *const u8;
+}
+
+/// The loader's life.
+///
+/// # Safety
+/// One lane of a service warp calls it; the lists are those of a plan that has been judged, their sources those of
+/// bindings, readable and constant.
+#[inline(always)]
+pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
+    let (mut pass, mut empty) = (0u32, 0u32);
+    // SAFETY: see the module head; `at < n` in every list, which nobody writes.
+    unsafe {
+        loop {
+            wait(sync, STEP, pass & 1);
+            let program = shared::load(PROGRAM);
+            mbarrier::arrive(TAKEN);
+            if program == NO_PROGRAM {
+                return;
+            }
+            pass = pass.wrapping_add(1);
+            let (ops, n) = lists.data(program);
+            // Tiles before this one have been released.
+            let mut freed = 0;
+            for at in 0..n {
+                let op = ops.add(at as usize);
+                let after = memory::load(&raw const (*op).after);
+                while freed < at && memory::load(&raw const (*ops.add(freed as usize)).used_by) < after {
+                    let barrier = freed % TILE_BARRIERS;
+                    wait(sync, EMPTY + barrier, flip(&mut empty, barrier));
+                    freed += 1;
+                }
+                let source = lists.binding(memory::load(&raw const (*op).source));
+                let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
+                let bytes = memory::load(&raw const (*op).bytes);
+                let to = memory::load(&raw const (*op).dest_offset_bytes);
+                let barrier = at % TILE_BARRIERS;
+                shared::store(PLACES + 2 * barrier, to);
+                shared::store(PLACES + 2 * barrier + 1, bytes);
+                mbarrier::arrive_expect(FULL + barrier, bytes);
+                bulk::copy(to, source, bytes, FULL + barrier);
+            }
+            while freed < n {
+                let barrier = freed % TILE_BARRIERS;
+                wait(sync, EMPTY + barrier, flip(&mut empty, barrier));
+                freed += 1;
+            }
+        }
+    }
+}
+
+/// A tile that has arrived.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tile {
+    /// Its first byte in [`bulk`]'s memory.
+    pub(crate) at: u32,
+    /// How many there are.
+    pub(crate) bytes: u32,
+    barrier: u32,
+}
+
+/// What a thread that runs tasks knows of its worker's tiles.
+#[derive(Debug)]
+pub(crate) struct Tiles<'a> {
+    sync: &'a Gpu,
+    lane: u32,
+    /// The list's next tile, and how many of the list and of the task are left.
+    next: Cell<u32>,
+    of_list: Cell<u32>,
+    of_task: Cell<u32>,
+    /// Per barrier, the parity of its next phase.
+    parity: Cell<u32>,
+    passes: Cell<u32>,
+}
+
+impl<'a> Tiles<'a> {
+    pub(crate) fn new(sync: &'a Gpu, lane: u32) -> Tiles<'a> {
+        let zero = || Cell::new(0);
+        Tiles { sync, lane, next: zero(), of_list: zero(), of_task: zero(), parity: zero(), passes: zero() }
+    }
+
+    /// A pass of `program` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
+    #[inline(always)]
+    pub(crate) fn begin(&self, program: u32, n: u32, is_first_thread: bool) {
+        self.next.set(0);
+        self.of_list.set(n);
+        if !is_first_thread {
+            return;
+        }
+        let pass = self.passes.get();
+        self.passes.set(pass.wrapping_add(1));
+        // SAFETY: one thread of the block; the loader reads the word between the two barriers' phases.
+        unsafe {
+            if pass > 0 {
+                wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
+            }
+            shared::store(PROGRAM, program);
+            mbarrier::arrive(STEP);
+        }
+    }
+
+    /// The next task has `n` of them.
+    #[inline(always)]
+    pub(crate) fn begin_task(&self, n: u32) {
+        self.of_task.set(n);
+    }
+
+    /// How many tiles the task has left.
+    #[inline(always)]
+    pub(crate) fn left(&self) -> u32 {
+        self.of_task.get()
+    }
+
+    /// The task's next tile, once it is there; [`left`](Tiles::left) says that there is one.
+    ///
+    /// # Safety
+    /// Every lane of every warp that runs tasks makes this same call, and [`release`](Tiles::release)s what it got.
+    #[inline(always)]
+    pub(crate) unsafe fn take(&self) -> Tile {
+        let barrier = self.next.get() % TILE_BARRIERS;
+        self.next.set(self.next.get() + 1);
+        self.of_list.set(self.of_list.get() - 1);
+        self.of_task.set(self.of_task.get() - 1);
+        let mut parity = self.parity.get();
+        let bit = flip(&mut parity, barrier);
+        self.parity.set(parity);
+        // SAFETY: the loader wrote the place before it arrived.
+        unsafe {
+            wait(self.sync, FULL + barrier, bit);
+            Tile { at: shared::load(PLACES + 2 * barrier), bytes: shared::load(PLACES + 2 * barrier + 1), barrier }
+        }
+    }
+
+    /// Gives `tile`'s bytes back: the warp has read what it wanted.
+    ///
+    /// # Safety
+    /// As [`take`](Tiles::take).
+    #[inline(always)]
+    pub(crate) unsafe fn release(&self, tile: Tile) {
+        // SAFETY: the caller's promise. The warp's reads are before the one lane's arrival.
+        unsafe {
+            warp::sync();
+            if self.lane == 0 {
+                mbarrier::arrive(EMPTY + tile.barrier);
+            }
+        }
+    }
+
+    /// Takes and releases what the body has left of the task's tiles.
+    ///
+    /// # Safety
+    /// As [`take`](Tiles::take).
+    #[inline(always)]
+    pub(crate) unsafe fn drain(&self) {
+        while self.of_task.get() > 0 {
+            // SAFETY: the caller's promise.
+            unsafe { self.release(self.take()) };
+        }
+    }
+
+    /// The worker leaves: takes what is left of the list, and tells the loader.
+    ///
+    /// # Safety
+    /// As [`take`](Tiles::take).
+    #[inline(always)]
+    pub(crate) unsafe fn leave(&self, is_first_thread: bool) {
+        self.of_task.set(self.of_list.get());
+        // SAFETY: the caller's promise.
+        unsafe { self.drain() };
+        self.begin(NO_PROGRAM, 0, is_first_thread);
+    }
+}
