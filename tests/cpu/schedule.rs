@@ -49,13 +49,7 @@ fn judged(graph: &Graph) -> Schedule {
 }
 
 proptest! {
-    // FIXME: a fixed seed, because other seeds show, rarely, the fault that `kept_lawful` names.
-    #![proptest_config(ProptestConfig {
-        cases: 500,
-        failure_persistence: None,
-        rng_seed: proptest::test_runner::RngSeed::Fixed(1),
-        ..ProptestConfig::default()
-    })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(500) })]
 
     #[test]
     fn random_graphs_are_scheduled(graph in graphs(30)) {

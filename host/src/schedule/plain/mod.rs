@@ -146,32 +146,7 @@ pub fn schedule(graph: &Graph) -> Schedule {
     if n <= MAX_IMPROVED_OPS {
         improve(graph, &mut best, bound);
     }
-    kept_lawful(graph, best.into_schedule(graph))
-}
-
-/// `schedule`, unless the judge finds fault with it; then the first plainer one that it accepts.
-///
-/// FIXME: outputs that stay on chip after a spill may, rarely, be given bytes another holds (seen with ops of no cycles
-/// under tight capacities). The judge is cheap beside the search, so nothing unlawful is handed out where any order works.
-fn kept_lawful(graph: &Graph, schedule: Schedule) -> Schedule {
-    let is_lawful = |schedule: &Schedule| check::check(graph, schedule).is_ok();
-    if is_lawful(&schedule) {
-        return schedule;
-    }
-    for ranks in [order_ranks(graph), tail_ranks(graph)] {
-        for preference in [Preference::Active, Preference::Rank] {
-            let policy = Policy { ranks: ranks.clone(), preference };
-            let trace = Run::new(graph, &policy).without_prefetch();
-            let without_prefetch_makespan = trace.makespan;
-            let plain = Attempt { trace, without_prefetch_makespan }.into_schedule(graph);
-            for plainer in [attempt(graph, &policy).into_schedule(graph), plain] {
-                if is_lawful(&plainer) {
-                    return plainer;
-                }
-            }
-        }
-    }
-    schedule
+    best.into_schedule(graph)
 }
 
 /// The best of two runs, and the best without prefetch.

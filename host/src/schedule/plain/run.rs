@@ -87,7 +87,7 @@ pub(super) struct Run<'g> {
     clock: u64,
     data_free: u64,
     compute_free: u64,
-    /// Memory freed while an op is being forced is free from this time on.
+    /// Memory freed ahead of the clock, while ops are being forced, is free from this time on.
     memory_at: u64,
     /// Completions, earliest first.
     heap: BinaryHeap<Reverse<(u64, u32)>>,
@@ -521,20 +521,22 @@ impl<'g> Run<'g> {
         n_compute
     }
 
-    /// An op is complete: its inputs lose a user, its consumers an input. Whether bytes were freed.
-    fn retire(&mut self, op: u32) -> bool {
+    /// An op is complete: its inputs lose a user, its consumers an input.
+    ///
+    /// A forced op retires before its end, so an input's last user to retire need not be the last to end: what is freed is
+    /// free from the latest end on.
+    fn retire(&mut self, op: u32) {
         let graph = self.graph;
         let end = self.placed[op as usize].end;
         self.state[op as usize] = State::Resident;
-        let mut has_freed = false;
         for &input in &graph.ops[op as usize].inputs {
             let users_left = &mut self.users_left[input as usize];
             *users_left -= 1;
             self.last_use[input as usize] = self.last_use[input as usize].max(end);
             if *users_left == 0 {
                 self.state[input as usize] = State::Dead;
+                self.memory_at = self.memory_at.max(self.last_use[input as usize]);
                 self.leave(input);
-                has_freed = true;
             }
         }
         // Consumers of a data op on the compute chain stopped waiting on it when it became available.
@@ -555,7 +557,6 @@ impl<'g> Run<'g> {
                 }
             }
         }
-        has_freed
     }
 
     /// An op misses no input any more; neither, perhaps, do those that only waited for it to become available.
@@ -594,7 +595,7 @@ impl<'g> Run<'g> {
     fn force(&mut self, op: u32, needs: &[u32]) {
         for &data in needs {
             self.execute(data, op);
-            self.retire_at_once(data);
+            self.retire(data);
         }
         self.execute(op, op);
         self.heap.push(Reverse((self.placed[op as usize].end, op)));
@@ -607,15 +608,9 @@ impl<'g> Run<'g> {
         self.collect_needs(op, &mut needs);
         for &data in needs.iter().chain([&op]) {
             self.execute(data, op);
-            self.retire_at_once(data);
+            self.retire(data);
         }
         self.clock = self.clock.max(self.memory_at);
-    }
-
-    fn retire_at_once(&mut self, op: u32) {
-        if self.retire(op) {
-            self.memory_at = self.memory_at.max(self.placed[op as usize].end);
-        }
     }
 
     /// Makes room for one op, brings its absent inputs back, and starts it. Inputs of `target` leave only if they must.
