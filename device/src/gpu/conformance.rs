@@ -281,6 +281,41 @@ fn gated_linear() {
     }
 }
 
+/// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.
+#[test]
+fn wide_linear() {
+    let random = &mut Random(11);
+    let exact = |random: &mut Random| half::bf16::from_f32(random.float()).to_f32();
+    for round in 0..16 {
+        let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
+        let is_exact = round % 4 != 0;
+        let x = |case: &mut Case, random: &mut Random| {
+            let dtype = random.dtype();
+            case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
+            case.tolerance = if is_exact { 3e-4 } else { 0.05 };
+        };
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5) });
+        x(&mut case, random);
+        case.floats(random, DType::Bf16, &[n, k]);
+        case.maybe(random, &[n]);
+        case.maybe(random, &[rows, n]);
+        case.push(random, DType::F32, &[rows, n], |_| 7.0);
+        case.step.rows = 16 + random.one_to(rows - 16);
+        case.judge("wide linear");
+
+        let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: linear::Activation::Relu as u32 });
+        x(&mut case, random);
+        case.floats(random, DType::Bf16, &[n, k]);
+        case.floats(random, DType::Bf16, &[n, k]);
+        case.maybe(random, &[n]);
+        case.maybe(random, &[n]);
+        case.push(random, DType::F32, &[rows, n], |_| 7.0);
+        // A product of two such sums.
+        case.tolerance *= 4.0;
+        case.judge("wide gated_linear");
+    }
+}
+
 #[test]
 fn norms() {
     let random = &mut Random(3);

@@ -114,7 +114,7 @@ pub trait MacroKernel {
 }
 
 /// Rows of a pass up to which bodies take weights from tiles.
-pub const TILED_ROWS: u32 = 32;
+pub const TILED_ROWS: u32 = 16;
 
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
