@@ -209,7 +209,17 @@ macro_rules! kernels {
         pub use $module::$kernel;
         impl Numbered for $kernel {
             const TASK_TYPE: u16 = $number;
-        })*
+        }
+        #[cfg(target_arch = "nvptx64")]
+        const _: () = {
+            /// # Safety
+            /// As [`alone`](crate::entry::alone).
+            #[unsafe(export_name = concat!("perpetua_kernel_", stringify!($module)))]
+            unsafe extern "ptx-kernel" fn alone(params: *const perpetua_shared::launch::LaunchParams, task: u32) {
+                // SAFETY: the caller's promise.
+                unsafe { crate::entry::alone::<$kernel>(params, task) }
+            }
+        };)*
 
         /// Every macro kernel, by number.
         #[cfg(not(target_arch = "nvptx64"))]
