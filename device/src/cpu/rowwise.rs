@@ -137,7 +137,11 @@ impl<S: Simd> LayerNormRow<S> {
         // SAFETY: the caller's promises are the same.
         unsafe {
             let x = self.x.load::<S>(i, n);
-            self.residual.map_or(x, |residual| S::add(x, residual.load::<S>(i, n)))
+            // A closure would not be inlined, and the vectors would pass through memory.
+            match self.residual {
+                Some(residual) => S::add(x, residual.load::<S>(i, n)),
+                None => x,
+            }
         }
     }
 }
