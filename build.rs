@@ -5,8 +5,9 @@
 //! that comes from. Where no such rustc is found the build warns, says what to do, and goes on without a GPU image; where
 //! one is found and the device crate does not compile, the build fails.
 //!
-//! Out come, in `OUT_DIR`, `device_image.rs` (what `host/src/device_image.rs` includes), `perpetua.ptx`,
-//! `perpetua.built_with` and, when ptxas is found, `perpetua.cubin`.
+//! Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what `host/src/device_image.rs` includes),
+//! `perpetua.ptx`, `perpetua.built_with`, when ptxas is found `perpetua.cubin`, and `kernels.ptx`, each macro kernel as an
+//! entry of its own, which only tests and readers want.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -46,7 +47,8 @@ fn main() -> ExitCode {
                 "cargo:warning=no device toolchain: this build has no GPU image. `./x setup` installs one, or `rustup \
                  component add rust-src`, or set {DEVICE_RUSTC} to a rustc that has its library source"
             );
-            fs::write(out.join("device_image.rs"), "None").map_err(|e| e.to_string())
+            let none = |name: &str| fs::write(out.join(name), "None").map_err(|e| e.to_string());
+            none("device_kernels.rs").and_then(|()| none("device_image.rs"))
         }
         Some(toolchain) => DeviceBuilder {
             path: root.join("device"),
@@ -120,7 +122,10 @@ struct DeviceBuilder {
 
 impl DeviceBuilder {
     fn build(&self) -> Result<(), String> {
-        let ptx = patch(&self.compile()?, "perpetua_worker", &entry_directives(&self.path)?)?;
+        let (directives, compiled) = (entry_directives(&self.path)?, self.compile()?);
+        let (rest, kernels) = split(&compiled, "perpetua_kernel_", &directives)?;
+        write_if_new(&self.copy_to.join("kernels.ptx"), kernels.as_bytes())?;
+        let ptx = patch(&rest, "perpetua_worker", &directives)?;
         let ptx_path = self.copy_to.join("perpetua.ptx");
         write_if_new(&ptx_path, ptx.as_bytes())?;
         let assembler = self.assemble(&ptx_path);
@@ -140,6 +145,8 @@ impl DeviceBuilder {
             "Some(DeviceImage {{\n    ptx: include_str!(concat!(env!(\"OUT_DIR\"), \"/perpetua.ptx\")),\n    cubin: \
              {cubin},\n    built_with: include_str!(concat!(env!(\"OUT_DIR\"), \"/perpetua.built_with\")),\n}})\n"
         );
+        let kernels = "Some(include_str!(concat!(env!(\"OUT_DIR\"), \"/kernels.ptx\")))\n";
+        write_if_new(&self.copy_to.join("device_kernels.rs"), kernels.as_bytes())?;
         write_if_new(&self.copy_to.join("device_image.rs"), code.as_bytes())
     }
 
@@ -230,6 +237,22 @@ fn entry_directives(device: &Path) -> Result<String, String> {
         .ok_or_else(|| format!("{}: BLOCK_THREADS is not where build.rs expects it", path.display()))?
         .0;
     Ok(format!(".maxntid {threads}, 1, 1\n.minnctapersm 1\n"))
+}
+
+/// `ptx` without the entries whose names start with `prefix`, and a module of those alone, each with `directives`.
+fn split(ptx: &str, prefix: &str, directives: &str) -> Result<(String, String), String> {
+    let start = format!(".visible .entry {prefix}");
+    let head = &ptx[..ptx.find(".visible .entry ").ok_or("the device crate's PTX has no entry")?];
+    let (mut rest, mut apart) = (String::new(), head.to_owned());
+    let mut left = ptx;
+    while let Some(at) = left.find(&start) {
+        let end = at + left[at..].find("\n}\n").ok_or("an entry without an end")? + 3;
+        rest.push_str(&left[..at]);
+        let name = left[at + ".visible .entry ".len()..].split('(').next().unwrap_or_default();
+        apart.push_str(&patch(&left[at..end], name, directives)?);
+        left = &left[end..];
+    }
+    Ok((rest + left, apart))
 }
 
 /// `ptx` with `directives` after the parameter list of the entry `entry`: rustc has no way to say them.

@@ -127,6 +127,24 @@ impl BlockBody<'_> {
         // SAFETY: see `DeviceImage`.
         unsafe { *entries(param!(self.image, task_tiles), id.0, 1).get_unchecked(0) }
     }
+
+    /// The call of a task.
+    #[inline(always)]
+    fn call<'a>(&'a self, id: TaskId, task: &'a TaskDesc, step: &'a Step) -> Call<'a> {
+        thread::at_task(id.0);
+        self.tiles.begin_task(self.task_tiles(id));
+        // SAFETY: see `DeviceImage`.
+        unsafe {
+            Call {
+                task,
+                operands: entries(param!(self.image, operands), task.operand_first, task.operand_count),
+                step,
+                programs: entries(param!(self.image, programs), 0, param!(self.image, n_programs)),
+                bindings: core::ptr::with_exposed_provenance(param!(self.image, bindings) as usize),
+                tiles: Some(&self.tiles),
+            }
+        }
+    }
 }
 
 impl Body for BlockBody<'_> {
@@ -145,23 +163,23 @@ impl Body for BlockBody<'_> {
 
     #[inline(always)]
     fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
-        thread::at_task(id.0);
-        self.tiles.begin_task(self.task_tiles(id));
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
         // been met.
         unsafe {
-            let call = Call {
-                task,
-                operands: entries(param!(self.image, operands), task.operand_first, task.operand_count),
-                step,
-                programs: entries(param!(self.image, programs), 0, param!(self.image, n_programs)),
-                bindings: core::ptr::with_exposed_provenance(param!(self.image, bindings) as usize),
-                tiles: Some(&self.tiles),
-            };
-            let outcome = run_gpu(&call, &self.block);
+            let outcome = run_gpu(&self.call(id, task, step), &self.block);
             self.tiles.drain();
             outcome
         }
+    }
+}
+
+#[inline(always)]
+fn gpu_sync(image: &DeviceImage) -> Gpu {
+    Gpu {
+        counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
+        step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
+        fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
+        timeout_ns: param!(image, timeout_ns),
     }
 }
 
@@ -173,12 +191,7 @@ impl Body for BlockBody<'_> {
 #[inline(always)]
 pub unsafe fn worker(params: *const LaunchParams) {
     let image = DeviceImage { params };
-    let sync = Gpu {
-        counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
-        step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
-        fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
-        timeout_ns: param!(image, timeout_ns),
-    };
+    let sync = gpu_sync(&image);
     let worker = WorkerId(thread::block_idx());
     let (thread, threads) = (thread::thread_idx(), thread::block_dim());
     let block = Block { thread, threads: thread::task_threads() };
@@ -204,6 +217,27 @@ pub unsafe fn worker(params: *const LaunchParams) {
         }
         // SAFETY: faults are the whole block's.
         unsafe { body.tiles.leave(thread == 0) };
+    }
+}
+
+/// One task of kernel `K`, and nothing else: what build.rs takes out of the PTX for the tests, which keep a ratchet on each
+/// kernel's registers and instructions.
+///
+/// # Safety
+/// As [`worker`]; `id` is a task of that kernel, whose waits have been met.
+#[cfg(target_arch = "nvptx64")]
+#[inline(always)]
+pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const LaunchParams, id: u32) {
+    let image = DeviceImage { params };
+    let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
+    let sync = gpu_sync(&image);
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()) };
+    let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
+    let call = body.call(TaskId(id), task, &step);
+    // SAFETY: the caller's promise.
+    let outcome = unsafe { K::gpu(&crate::kernels::params(&task.params), &call, &block) };
+    if let Err(fault) = outcome {
+        sync.report(&fault);
     }
 }
 

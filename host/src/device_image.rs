@@ -15,3 +15,9 @@ pub struct DeviceImage {
 pub fn device_image() -> Option<DeviceImage> {
     include!(concat!(env!("OUT_DIR"), "/device_image.rs"))
 }
+
+/// Each macro kernel as an entry of its own, `perpetua_kernel_` and its module's name, as PTX: to read and to count in. Nothing
+/// launches them.
+pub fn device_kernels() -> Option<&'static str> {
+    include!(concat!(env!("OUT_DIR"), "/device_kernels.rs"))
+}

@@ -3,15 +3,19 @@
 //! read-only written, no output read before it is written; gaps inside a box hold NaN.
 
 use super::Call;
-use crate::arch::simt::{Access, Allocation, Options, launch};
+use super::sync::Gpu;
+use super::tiles::{self, Lists, Tiles};
+use crate::arch::simt::{Access, Allocation, Options, Report, launch};
+use crate::arch::thread;
 use crate::block::Block;
 use crate::io::{self, Tensor};
 use crate::kernels::*;
 use bytemuck::Zeroable;
-use perpetua_shared::control::Control;
+use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::launch::TILE_BARRIERS;
 use perpetua_shared::task::Operand;
-use perpetua_shared::{BindingId, DType, Fault, FaultCode, Step, TaskDesc};
+use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, Step, TaskDesc};
 
 /// SplitMix64.
 struct Random(u64);
@@ -59,6 +63,27 @@ struct Case {
     tolerance: f32,
     /// Of the schedule.
     seed: u64,
+    /// What a loader brings of the operands, if one does, and the memory there is for it.
+    data: Vec<DataOp>,
+    tile_bytes: u32,
+    report: Report,
+}
+
+/// The only worker's copies, for a loader of its own.
+struct OneList<'a> {
+    data: &'a [DataOp],
+    bindings: *const u64,
+}
+
+impl Lists for OneList<'_> {
+    fn data(&self, _: u32) -> (*const DataOp, u32) {
+        (self.data.as_ptr(), self.data.len() as u32)
+    }
+
+    fn binding(&self, binding: u32) -> *const u8 {
+        // SAFETY: the launch's table has an entry for each operand.
+        core::ptr::with_exposed_provenance(unsafe { *self.bindings.add(binding as usize) } as usize)
+    }
 }
 
 impl Case {
@@ -73,6 +98,67 @@ impl Case {
             block: 0,
             tolerance: 2e-5,
             seed: 0,
+            data: Vec::new(),
+            tile_bytes: 0,
+            report: Report::default(),
+        }
+    }
+
+    /// A weight matrix that bulk copies can carry.
+    fn push_carried(&mut self, random: &mut Random, dtype: DType, n: u32, k: u32) {
+        self.floats(random, dtype, &[n, k]);
+        let operand = self.operands.last_mut().expect("just pushed");
+        operand.offset_bytes = operand.offset_bytes.next_multiple_of(16);
+        operand.stride_elems[0] = k;
+        let bytes = (operand.offset_bytes + operand.span_bytes() + 64) as usize;
+        let memory = self.memory.last_mut().expect("just pushed");
+        *memory = vec![u128::MAX; bytes.div_ceil(16)];
+        // SAFETY: the box was just given room.
+        let tensor = unsafe { Tensor::new(memory.as_mut_ptr().cast(), operand) };
+        (0..n * k).for_each(|at| tensor.set([(at / k) as usize, (at % k) as usize], random.float()));
+    }
+
+    /// Plans a ring of `capacity` bytes through which matrices `slots` go, `tile` bytes at most of each at a time.
+    fn stream(&mut self, slots: &[usize], tile: u32, capacity: u32) {
+        self.tile_bytes = capacity;
+        let first = &self.operands[slots[0]];
+        let row = first.extent[1] * first.dtype().expect("floats").size_bytes() as u32;
+        // Whole rows, or pieces of one.
+        let mut pieces = Vec::new();
+        if row <= tile {
+            let all = row * first.extent[0];
+            pieces
+                .extend((0..all).step_by((tile / row * row) as usize).map(|at| (at, (tile / row * row).min(all - at))));
+        } else {
+            for start in (0..first.extent[0]).map(|n| n * row) {
+                pieces.extend((0..row).step_by(tile as usize).map(|at| (start + at, tile.min(row - at))));
+            }
+        }
+        let (mut head, mut after) = (0, 0);
+        for (used_by, (at, bytes)) in pieces.into_iter().enumerate() {
+            for slot in slots {
+                if head + bytes > capacity {
+                    head = 0;
+                }
+                // Everything as old as the youngest copy whose bytes or barrier this one takes must have been read.
+                let taken =
+                    |op: &&DataOp| op.dest_offset_bytes < head + bytes && head < op.dest_offset_bytes + op.bytes;
+                let under = self.data.iter().rfind(taken).map_or(0, |op| op.used_by + 1);
+                let barrier =
+                    self.data.len().checked_sub(TILE_BARRIERS as usize).map_or(0, |at| self.data[at].used_by + 1);
+                after = after.max(under).max(barrier);
+                self.data.push(DataOp {
+                    source_offset_bytes: self.operands[*slot].offset_bytes + u64::from(at),
+                    source: *slot as u32,
+                    bytes,
+                    dest_offset_bytes: head,
+                    after,
+                    used_by: used_by as u32,
+                    barrier: (self.data.len() as u32 % TILE_BARRIERS) as u16,
+                    flags: 0,
+                });
+                head += bytes;
+            }
         }
     }
 
@@ -134,7 +220,11 @@ impl Case {
     }
 
     /// Runs the reference and the GPU body on equal memories and compares all of it. Both must fault alike.
-    fn judge(mut self, what: &str) -> Vec<Vec<u128>> {
+    fn judge(mut self, what: &str) {
+        self.compare(what);
+    }
+
+    fn compare(&mut self, what: &str) {
         let spec = Spec::of(self.task_type).expect("a kernel of the list");
         spec.check(&self.params, &self.operands).expect(what);
         let task = TaskDesc {
@@ -176,23 +266,66 @@ impl Case {
                 // SAFETY: as above; the box lies inside its memory.
                 allocations.push(unsafe { Allocation::new(slot.name, start, operand.span_bytes() as usize, access) });
             }
-            let options = Options::new(1, threads, self.seed);
+            let mut fault = Fault::default();
+            let record = &raw mut fault;
+            // SAFETY: as above.
+            allocations.push(unsafe {
+                Allocation::new("the fault record", record.cast(), size_of::<Fault>(), Access::Written)
+            });
+            let data = self.data.as_mut_ptr();
+            // SAFETY: as above.
+            allocations.push(unsafe {
+                Allocation::new("data", data.cast(), self.data.len() * size_of::<DataOp>(), Access::Constant)
+            });
+            let options = Options {
+                service_warps: u32::from(!self.data.is_empty()),
+                tile_bytes: self.tile_bytes,
+                ..Options::new(1, threads, self.seed)
+            };
+            let (n_data, gpu) = (self.data.len() as u32, Gpu::alone(record));
+            let lists = OneList { data: &self.data, bindings: table };
             let launched = launch(&options, allocations, || {
+                let (me, block) = (thread::thread_idx(), Block { thread: thread::thread_idx(), threads });
+                // SAFETY: one thread makes the barriers, one loads, and the data ops have been planned.
+                unsafe {
+                    if n_data > 0 {
+                        if me == 0 {
+                            tiles::init(threads);
+                        }
+                        thread::sync_some(1, threads + 32);
+                        if me >= threads {
+                            if me == threads {
+                                tiles::load(&lists, &gpu);
+                            }
+                            return;
+                        }
+                    }
+                }
+                let tiles = Tiles::new(&gpu, block.lane());
+                if n_data > 0 {
+                    tiles.begin(0, n_data, me == 0);
+                    tiles.begin_task(n_data);
+                }
                 let call = Call {
                     task: &task,
                     operands: &self.operands,
                     step: &self.step,
                     programs: &programs,
                     bindings: table,
-                    tiles: None,
+                    tiles: Some(&tiles),
                 };
                 // SAFETY: every thread of the block makes this call; the operands have been checked.
-                if let Err(fault) = unsafe { run_gpu(&call, &Block::current()) } {
+                if let Err(fault) = unsafe { run_gpu(&call, &block) } {
                     faults.borrow_mut().push(fault);
                 }
+                if n_data > 0 {
+                    assert_eq!(tiles.left(), 0, "the body takes all its tiles");
+                    tiles.begin(NO_PROGRAM, 0, me == 0);
+                }
             });
-            if let Err(error) = launched {
-                panic!("{what}: {error}\n{:?}", self.operands);
+            match launched {
+                Ok(report) => self.report = report,
+                Err(error) => panic!("{what}: {error}\n{:?}", self.operands),
             }
             let faults: Vec<Fault> = faults.into_inner();
             match outcome {
@@ -232,7 +365,6 @@ impl Case {
             let bytes: &[u8] = bytemuck::cast_slice(&device[i]);
             assert!(bytes[..before].iter().all(|b| *b == 0xff) && bytes[after..].iter().all(|b| *b == 0xff), "{what}");
         }
-        device
     }
 
     fn updates(&self) -> bool {
@@ -278,6 +410,80 @@ fn gated_linear() {
         case.step.rows = random.one_to(rows + 1);
         case.tolerance = 5e-4;
         case.judge("gated_linear");
+    }
+}
+
+/// Weights from tiles: rows shorter and longer than a tile, rings that hold two tiles or all, one to sixteen rows of x.
+#[test]
+fn tiled_linear() {
+    let random = &mut Random(13);
+    for round in 0..40 {
+        let dtype = random.dtype();
+        let per_16 = 16 / dtype.size_bytes() as u32;
+        let (rows, n) = (if round % 3 == 0 { 1 } else { random.one_to(16) }, random.one_to(20));
+        let k = per_16 * random.one_to(if round % 4 == 0 { 120 } else { 20 });
+        let tile = 16 * (1 + random.below(40));
+        let capacity = 4 * tile + 16 * random.below(400);
+        let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
+        let gated = round % 2 == 1;
+        let mut case = if gated {
+            Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5) })
+        } else {
+            Case::new::<Linear>(linear::Params { activation: random.below(5) })
+        };
+        case.floats(random, x_dtype, &[rows, k]);
+        for _ in 0..1 + u32::from(gated) {
+            case.push_carried(random, dtype, n, k);
+        }
+        case.maybe(random, &[n]);
+        if gated {
+            case.maybe(random, &[n]);
+        } else {
+            case.maybe(random, &[rows, n]);
+        }
+        case.push(random, DType::F32, &[rows, n], |_| 7.0);
+        case.step.rows = random.one_to(rows);
+        case.tolerance = 1e-3;
+        case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
+        case.compare("tiled linear");
+        // Each byte of the weights is read from memory once, as the cost says.
+        let weights = u64::from(n * k) * dtype.size_bytes() as u64 * (1 + u64::from(gated));
+        assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
+    }
+}
+
+/// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.
+#[test]
+fn wide_linear() {
+    let random = &mut Random(11);
+    let exact = |random: &mut Random| half::bf16::from_f32(random.float()).to_f32();
+    for round in 0..16 {
+        let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
+        let is_exact = round % 4 != 0;
+        let x = |case: &mut Case, random: &mut Random| {
+            let dtype = random.dtype();
+            case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
+            case.tolerance = if is_exact { 3e-4 } else { 0.05 };
+        };
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5) });
+        x(&mut case, random);
+        case.floats(random, DType::Bf16, &[n, k]);
+        case.maybe(random, &[n]);
+        case.maybe(random, &[rows, n]);
+        case.push(random, DType::F32, &[rows, n], |_| 7.0);
+        case.step.rows = 16 + random.one_to(rows - 16);
+        case.judge("wide linear");
+
+        let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: linear::Activation::Relu as u32 });
+        x(&mut case, random);
+        case.floats(random, DType::Bf16, &[n, k]);
+        case.floats(random, DType::Bf16, &[n, k]);
+        case.maybe(random, &[n]);
+        case.maybe(random, &[n]);
+        case.push(random, DType::F32, &[rows, n], |_| 7.0);
+        // A product of two such sums.
+        case.tolerance *= 4.0;
+        case.judge("wide gated_linear");
     }
 }
 

@@ -9,6 +9,7 @@ pub(crate) mod math;
 pub(crate) mod rows;
 pub mod sync;
 pub(crate) mod tiles;
+pub(crate) mod wide;
 
 #[cfg(test)]
 mod conformance;

@@ -29,6 +29,12 @@ const SLEEP_NS: u32 = 20;
 const POLLS_PER_LOOK: u32 = 64;
 
 impl Gpu {
+    /// That of a block without others, which has a fault record and nothing to wait for.
+    #[cfg(test)]
+    pub(crate) fn alone(fault: *mut Fault) -> Gpu {
+        Gpu { counters: core::ptr::null_mut(), step: core::ptr::null(), fault, timeout_ns: u64::MAX }
+    }
+
     /// Polls by the calling thread alone.
     fn poll(&self, event: EventId, target: u32) -> Result<(), Fault> {
         // SAFETY: events of a checked image have a counter each.

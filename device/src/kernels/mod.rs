@@ -114,7 +114,7 @@ pub trait MacroKernel {
 }
 
 /// Rows of a pass up to which bodies take weights from tiles.
-pub const TILED_ROWS: u32 = 32;
+pub const TILED_ROWS: u32 = 16;
 
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
@@ -209,7 +209,17 @@ macro_rules! kernels {
         pub use $module::$kernel;
         impl Numbered for $kernel {
             const TASK_TYPE: u16 = $number;
-        })*
+        }
+        #[cfg(target_arch = "nvptx64")]
+        const _: () = {
+            /// # Safety
+            /// As [`alone`](crate::entry::alone).
+            #[unsafe(export_name = concat!("perpetua_kernel_", stringify!($module)))]
+            unsafe extern "ptx-kernel" fn alone(params: *const perpetua_shared::launch::LaunchParams, task: u32) {
+                // SAFETY: the caller's promise.
+                unsafe { crate::entry::alone::<$kernel>(params, task) }
+            }
+        };)*
 
         /// Every macro kernel, by number.
         #[cfg(not(target_arch = "nvptx64"))]

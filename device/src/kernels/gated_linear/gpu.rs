@@ -1,9 +1,11 @@
 //! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time; the weights from
-//! tiles where the worker's loader brings them, else from global memory.
+//! tiles where the worker's loader brings them, else from global memory. Passes of many rows go to the tensor cores
+//! (`gpu::wide`).
 
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, dots, pick, tiled};
+use crate::gpu::wide;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -28,6 +30,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && rows <= TILED_ROWS
         {
             tiled::<2>(call, tiles, block, rows, |r, n, [g, u]| finish(r, n, g, u));
+            return Ok(());
+        }
+        if wide::is_for(call, block, rows) {
+            wide::multiply::<2>(call, block, rows, |r, n, [g, u]| finish(r, n, g, u));
             return Ok(());
         }
         let mut n = block.warp();

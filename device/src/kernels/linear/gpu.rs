@@ -1,9 +1,10 @@
 //! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time; the weights from tiles where the
-//! worker's loader brings them, else from global memory.
+//! worker's loader brings them, else from global memory. Passes of many rows go to the tensor cores (`gpu::wide`).
 
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, dots, pick, tiled};
+use crate::gpu::wide;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -31,6 +32,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && rows <= TILED_ROWS
         {
             tiled::<1>(call, tiles, block, rows, |r, n, [sum]| finish(r, n, sum));
+            return Ok(());
+        }
+        if wide::is_for(call, block, rows) {
+            wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish(r, n, sum));
             return Ok(());
         }
         let mut n = block.warp();
