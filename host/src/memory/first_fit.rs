@@ -7,6 +7,8 @@
 //! with the bounding interval of its lifetimes, and a run that cannot overlap is skipped whole. Neighbours of equal
 //! lifetime that touch are merged into one entry, so tensors that live through the whole program cost nothing.
 
+use std::cmp::Reverse;
+
 use super::timeline::Timeline;
 use super::types::{Buffer, Placement};
 
@@ -118,6 +120,10 @@ fn insert(runs: &mut Vec<Run>, new: Entry) {
 pub enum Order {
     /// Large buffers first, long lives first among equals.
     Size,
+    /// Large buffers first, by birth among equals.
+    SizeBirth,
+    /// Outwards in time from the busiest instant, large buffers first among equals.
+    Peak,
     /// Large products of size and lifetime first.
     Area,
     /// Long lives first, large buffers first among equals.
@@ -132,17 +138,33 @@ pub enum Order {
 
 impl Order {
     /// All of them, the one that is best most often first.
-    pub const ALL: [Order; 6] = [Order::Size, Order::Lifetime, Order::Area, Order::Load, Order::Birth, Order::Death];
+    pub const ALL: [Order; 8] = [
+        Order::Size,
+        Order::Peak,
+        Order::SizeBirth,
+        Order::Lifetime,
+        Order::Area,
+        Order::Load,
+        Order::Birth,
+        Order::Death,
+    ];
 
     /// The buffers in this order.
     pub(super) fn of(self, buffers: &[Buffer], timeline: &Timeline, loads: &[u64]) -> Vec<u32> {
         let size = |i: usize| u64::MAX - buffers[i].size_bytes;
         let life = |i: usize| u64::MAX - (buffers[i].upper - buffers[i].lower);
+        let peak = loads.iter().enumerate().max_by_key(|&(slot, &load)| (load, Reverse(slot)));
+        let peak = peak.map_or(0, |(slot, _)| slot as u32);
         let mut keyed: Vec<(u128, u64, u64, u32)> = (0..buffers.len())
             .map(|i| {
                 let (first, end) = timeline.spans[i];
                 let key = match self {
                     Order::Size => (u128::from(size(i)), life(i), u64::from(first)),
+                    Order::SizeBirth => (u128::from(size(i)), u64::from(first), life(i)),
+                    Order::Peak => {
+                        let distance = first.saturating_sub(peak).max((peak + 1).saturating_sub(end));
+                        (u128::from(distance), size(i), u64::from(first))
+                    }
                     Order::Area => {
                         let life = u128::from(buffers[i].upper - buffers[i].lower);
                         (u128::MAX - u128::from(buffers[i].size_bytes) * life, size(i), u64::from(first))

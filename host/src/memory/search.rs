@@ -22,7 +22,9 @@
 //!   in the order (sum over buffers of size x lifetime x centre height, then sequence of ranks): swaps leave the first
 //!   part as it is and lower the second, moving down lowers the first. So the rules do not work against each other.
 //! * *Splitting.* Slots that no unplaced buffer crosses cut the rest into parts with no influence on each other. A part
-//!   that has no solution leaves the node without one, and its siblings need not be undone one by one.
+//!   that has no solution leaves the node without one, and its siblings need not be undone one by one. Each part is
+//!   enumerated in a sequence of its own, by a ranking made for what is left of it (the rules for twins keep to the first
+//!   ranking: they speak of placements, not of sequences).
 //! * *Jumping.* Every failure comes with its reason, a range of slots such that it stands as long as nothing in them
 //!   changes: for a slot over capacity the lifetimes of its unplaced buffers; for a part tried in vain its slots; in both
 //!   cases widened by the reasons of the bounds that were raised. If the reason shares no slot with the buffer just
@@ -32,9 +34,11 @@
 //!   the reasons of those failures and of the bounds it was computed from.
 //!
 //! # Order of search
-//! Children go by `(floor, rank)`. Run times are heavy-tailed in the ranking, so several rankings take turns with limits
+//! Children go by `(floor, rank)`; rankings that begin with the load of the busiest slot are made anew for every part, by
+//! the load still to be placed (a hundredfold on the hardest of minimalloc's benchmarks). Run times are heavy-tailed in the ranking, so several rankings take turns with limits
 //! on the nodes that double each round; any of them may find a placement or finish the proof.
 
+use std::cmp::Reverse;
 use std::time::Instant;
 
 use super::timeline::Timeline;
@@ -89,7 +93,9 @@ pub(super) fn search(
             let ranking = RANKINGS[turn as usize % RANKINGS.len()];
             let shake = (turn >= RANKINGS.len() as u64).then_some(round * RANKINGS_PER_ROUND + turn);
             let ranks = world.ranks(ranking, shake);
-            let mut search = Search::new(&world, ranks, capacity_bytes, limit.min(max_nodes - total_nodes), deadline);
+            let n_nodes = limit.min(max_nodes - total_nodes);
+            let has_total_first = ranking[0] == Key::Total;
+            let mut search = Search::new(&world, ranks, has_total_first, capacity_bytes, n_nodes, deadline);
             let outcome = search.run();
             total_nodes += search.n_nodes;
             match outcome {
@@ -249,7 +255,12 @@ struct Part {
 struct Search<'a> {
     world: &'a World,
     capacity: u64,
+    /// The ranking the search began with: symmetric placements are told apart by it.
+    first_ranks: Vec<u32>,
+    /// The ranking in force: a part cut off anew may have one of its own.
     ranks: Vec<u32>,
+    /// Whether parts are ranked anew.
+    has_total_first: bool,
     /// The equal buffer of the next lower rank, or the buffer itself.
     twin_before: Vec<u32>,
     /// The offset at which each unplaced buffer would rest now; `u64::MAX` once placed, so that it is never a minimum.
@@ -280,7 +291,14 @@ struct Search<'a> {
 const NOBODY: u32 = u32::MAX;
 
 impl<'a> Search<'a> {
-    fn new(world: &'a World, ranks: Vec<u32>, capacity: u64, max_nodes: u64, deadline: Option<Instant>) -> Self {
+    fn new(
+        world: &'a World,
+        ranks: Vec<u32>,
+        has_total_first: bool,
+        capacity: u64,
+        max_nodes: u64,
+        deadline: Option<Instant>,
+    ) -> Self {
         let n = world.buffers.len();
         let mut by_rank = vec![0u32; n];
         for (i, &rank) in ranks.iter().enumerate() {
@@ -319,7 +337,9 @@ impl<'a> Search<'a> {
             top_log: Vec::new(),
             trail: Vec::new(),
             pool: by_rank,
+            first_ranks: ranks.clone(),
             ranks,
+            has_total_first,
             n_nodes: 0,
             max_nodes,
             deadline,
@@ -364,14 +384,40 @@ impl<'a> Search<'a> {
             (self.capacity.saturating_sub(bound), piece.end_item - piece.first_item)
         });
         let mut outcome = Outcome::Found;
+        let is_ranked_anew = self.has_total_first && pieces.len() > 1;
         for piece in pieces {
-            outcome = self.solve(piece, offset, rank);
+            if is_ranked_anew {
+                let before = self.rank_anew(piece);
+                outcome = self.solve(piece, offset, 0);
+                for (i, rank) in before {
+                    self.ranks[i as usize] = rank;
+                }
+            } else {
+                outcome = self.solve(piece, offset, rank);
+            }
             if !matches!(outcome, Outcome::Found) {
                 break;
             }
         }
         self.pool.truncate(pool_len);
         outcome
+    }
+
+    /// Ranks the buffers of a part by the load that is left to place in their busiest slot, as the ranking at the start did
+    /// by the whole load. Returns the ranks they had.
+    fn rank_anew(&mut self, part: Part) -> Vec<(u32, u32)> {
+        let items = &self.pool[part.first_item..part.end_item];
+        let before = items.iter().map(|&i| (i, self.ranks[i as usize])).collect();
+        let total = |i: u32| {
+            let (first, end) = self.world.spans[i as usize];
+            self.rest[first as usize..end as usize].iter().copied().max().unwrap_or(0)
+        };
+        let mut order: Vec<_> = items.iter().map(|&i| (Reverse(total(i)), self.first_ranks[i as usize], i)).collect();
+        order.sort_unstable();
+        for (rank, (.., i)) in order.into_iter().enumerate() {
+            self.ranks[i as usize] = rank as u32;
+        }
+        before
     }
 
     /// Places what is left of a part, nothing before `(offset, rank)`.
@@ -392,7 +438,9 @@ impl<'a> Search<'a> {
         let mut children: Vec<(u64, u32, u32)> = Vec::new();
         for &i in items {
             let floor = self.floors[i as usize];
-            if floor < height && (floor, self.ranks[i as usize]) >= (offset, rank) {
+            // A bound above the floor says that the buffer was passed over and that nothing was put beneath it since.
+            let is_settled = self.bounds[i as usize] == floor;
+            if is_settled && floor < height && (floor, self.ranks[i as usize]) >= (offset, rank) {
                 let before = self.twin_before[i as usize];
                 if before == i || self.floors[before as usize] == u64::MAX {
                     children.push((floor, self.ranks[i as usize], i));
@@ -472,7 +520,7 @@ impl<'a> Search<'a> {
         self.world.may_swap
             && below != NOBODY
             && self.world.spans[below as usize] == span
-            && self.ranks[below as usize] > self.ranks[i as usize]
+            && self.first_ranks[below as usize] > self.first_ranks[i as usize]
             && self.offsets[below as usize] + self.world.buffers[below as usize].size_bytes == floor
             && self.top[span.0 as usize..span.1 as usize].iter().all(|&top| top == below)
     }
