@@ -236,6 +236,11 @@ impl Body for BlockBody<'_> {
             self.tiles.begin_task(self.task_tiles(id));
             let outcome = run_gpu(&self.call(task, step), &self.block);
             self.tiles.drain();
+            // The worker's next task may read what this one wrote. A trigger begins with the block's barrier, so does a wait's
+            // end; a task whose users all come later in the same list may have neither before them.
+            if task.trigger_count == 0 {
+                self.block.sync();
+            }
             if began_ns != 0 {
                 self.trace(id, step, began_ns);
             }

@@ -16,12 +16,12 @@ const COPIES: &str = "perpetua_probe_copy";
 /// compiler that copies barriers. Change a number together with the source that explains it.
 const REGISTERS: u32 = 255;
 ///
-/// Barriers, two to a reduction: the start 1; triggers 2; attention 2; linear and
+/// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; attention 2; linear and
 /// gated_linear 3 each; rms_norm 2; layer_norm 4; pool 2; argmax 2; sample 50 (the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). Votes: the two waits. Shuffles, five to a sum, twice that for two words:
 /// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 11, linear and gated_linear 50 each (from global memory and from
 /// tiles), sample 175.
-const BARRIERS: usize = 71;
+const BARRIERS: usize = 72;
 const BARRIER_VOTES: usize = 2;
 const SHUFFLES: usize = 321;
 const WARP_SYNCS: usize = 10;

@@ -98,6 +98,9 @@ pub(crate) trait Lists {
 /// bindings, readable and constant.
 #[inline(always)]
 pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
+    // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
+    // it does not know which event, and to give up inside a block is to trap.
+    let sync = &Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };
     let (mut pass, mut empty) = (0u32, 0u32);
     // SAFETY: see the module head; `at < n` in every list, which nobody writes.
     unsafe {

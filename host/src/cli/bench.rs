@@ -57,7 +57,7 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
         .into());
     }
     let began = Instant::now();
-    let mut engine = Engine::new(model, &args.model.config(model, needed))?;
+    let mut engine = super::resident(model, &args.model.config(model, needed))?;
     warm(model)?;
     let load = began.elapsed();
     // Ids spread over the vocabulary by a fixed rule: the same on every machine.
