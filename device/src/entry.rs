@@ -325,7 +325,9 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
 #[allow(unreachable_pub)] // Its functions are exported by name, not by path.
 mod ptx {
     use crate::arch::{bulk, mbarrier, memory, shared, thread, trap, warp};
+    use crate::probe;
     use perpetua_shared::launch::LaunchParams;
+    use perpetua_shared::probe::ProbeParams;
 
     #[panic_handler]
     fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
@@ -338,6 +340,30 @@ mod ptx {
     pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
         // SAFETY: the caller's promise.
         unsafe { super::worker(params) }
+    }
+
+    /// # Safety
+    /// As [`probe::read`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_read(params: *const ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::read(params) }
+    }
+
+    /// # Safety
+    /// As [`probe::hop`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_hop(params: *const ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::hop(params) }
+    }
+
+    /// # Safety
+    /// As [`probe::meet`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_meet(params: *const ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::meet(params) }
     }
 
     /// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes

@@ -2,6 +2,7 @@
 
 use perpetua::cuda::driver::{Context, Driver, Stream, code};
 use perpetua::cuda::fake::{Fake, Options};
+use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{Gpu, GpuError};
 use perpetua::device_image::device_image;
 use perpetua::exec::{RunError, cuda};
@@ -296,4 +297,21 @@ fn errors_say_what_to_do() {
         "cuMemAlloc failed: CUDA_ERROR_AS_ORDERED (2); free device memory (other processes use it too), or ask for less \
          with --max-context"
     );
+}
+
+#[test]
+fn probes_measure_what_they_say() {
+    if !has_kernel() {
+        return;
+    }
+    let driver = fake();
+    {
+        let mut prober = Prober::new(gpu(&driver), 1 << 20).expect("resident");
+        for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
+            assert!(prober.read(N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
+        }
+        assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
+        assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
+    }
+    assert_eq!(driver.leaks(), Vec::<String>::new());
 }

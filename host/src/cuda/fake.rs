@@ -12,6 +12,7 @@ use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::probe::{self, ProbeParams};
 use perpetua_shared::{DataOp, Operand, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -86,7 +87,8 @@ struct State {
     pinned: BTreeMap<u64, Block>,
     streams: HashMap<usize, VecDeque<Work>>,
     modules: HashMap<usize, Vec<u8>>,
-    functions: HashMap<usize, u32>,
+    /// Their names, and the dynamic shared memory they may have.
+    functions: HashMap<usize, (String, u32)>,
     current: HashMap<ThreadId, Vec<Context>>,
     retained: u32,
     last_handle: usize,
@@ -191,7 +193,9 @@ impl Fake {
             Work::Launch(launch) => {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
-                if let Err(what) = run(&state, launch, seed) {
+                let (name, _) = &state.functions[&launch.function.0];
+                let ran = if name == ENTRY { run(&state, launch, seed) } else { run_probe(&state, name, launch, seed) };
+                if let Err(what) = ran {
                     let lost = CudaError { text: Some(what), ..error(call, 719, "CUDA_ERROR_LAUNCH_FAILED") };
                     state.lost = Some(lost.clone());
                     return Err(lost);
@@ -278,6 +282,38 @@ fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), Str
     let launched = simt::launch(&options, allocations, || {
         // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
         unsafe { perpetua_device::entry::worker(params) }
+    });
+    launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+}
+
+/// As [`run`], of a probe.
+fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
+    let params: *const ProbeParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
+    // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
+    let counters = unsafe { (*params).counters };
+    let mut allocations = Vec::new();
+    for (base, block) in &state.device {
+        // What holds the parameters or the counters holds nothing else: the callers' side of the bargain.
+        let access = match *base {
+            at if at == launch.param.0 => Access::Constant,
+            at if at == counters => Access::Atomic,
+            _ => Access::Written,
+        };
+        let start = std::ptr::with_exposed_provenance_mut(*base as usize);
+        // SAFETY: an allocation of this driver, which the launch alone touches while the lock is held.
+        allocations.push(unsafe { Allocation::new("device memory", start, block.bytes, access) });
+    }
+    let options =
+        simt::Options { tile_bytes: launch.shared_bytes, ..simt::Options::new(launch.blocks, launch.threads, seed) };
+    let launched = simt::launch(&options, allocations, || {
+        // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
+        unsafe {
+            match name {
+                probe::READ => perpetua_device::probe::read(params),
+                probe::HOP => perpetua_device::probe::hop(params),
+                _ => perpetua_device::probe::meet(params),
+            }
+        }
     });
     launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
 }
@@ -373,11 +409,11 @@ unsafe impl Driver for Fake {
             .get(&module.0)
             .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
         let has_name = image.windows(name.len()).any(|window| window == name.as_bytes());
-        if !has_name || name != ENTRY {
+        if !has_name || ![ENTRY, probe::READ, probe::HOP, probe::MEET].contains(&name) {
             return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
         }
         let handle = state.handle();
-        state.functions.insert(handle, 48 << 10);
+        state.functions.insert(handle, (name.to_owned(), 48 << 10));
         Ok(Function(handle))
     }
 
@@ -386,7 +422,8 @@ unsafe impl Driver for Fake {
         if bytes > self.options.device.shared_bytes {
             return Err(error("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
-        state.functions.insert(function.0, bytes);
+        let known = state.functions.get_mut(&function.0);
+        known.ok_or_else(|| error("cuFuncSetAttribute", 400, "CUDA_ERROR_INVALID_HANDLE"))?.1 = bytes;
         Ok(())
     }
 
@@ -394,7 +431,7 @@ unsafe impl Driver for Fake {
         let arguments = format!("threads {threads} shared {shared_bytes}");
         let state = self.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor", &arguments, true)?;
         Ok(u32::from(
-            threads <= BLOCK_THREADS && state.functions.get(&function.0).is_some_and(|most| shared_bytes <= *most),
+            threads <= BLOCK_THREADS && state.functions.get(&function.0).is_some_and(|(_, most)| shared_bytes <= *most),
         ))
     }
 
@@ -405,11 +442,17 @@ unsafe impl Driver for Fake {
         if blocks > self.options.device.n_sms {
             return Err(error("cuLaunchCooperativeKernel", 720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"));
         }
-        let most = state.functions.get(&function.0).copied();
-        if most.is_none_or(|most| shared_bytes > most) || shared_bytes != TILE_BYTES || threads != BLOCK_THREADS {
+        let Some((name, most)) = state.functions.get(&function.0) else {
+            return Err(error("cuLaunchCooperativeKernel", 400, "CUDA_ERROR_INVALID_HANDLE"));
+        };
+        let (expected, params) = match name.as_str() {
+            ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
+            _ => ((shared_bytes, probe::THREADS), size_of::<ProbeParams>()),
+        };
+        if shared_bytes > *most || (shared_bytes, threads) != expected {
             return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
-        if !State::has(&state.device, param.0, size_of::<LaunchParams>()) {
+        if !State::has(&state.device, param.0, params) {
             return Err(error("cuLaunchCooperativeKernel", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"));
         }
         self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(*launch))

@@ -8,6 +8,7 @@
 pub mod driver;
 pub mod fake;
 pub mod libcuda;
+pub mod probe;
 mod upload;
 
 use driver::{Context, CudaError, DeviceInfo, Driver, Stream};
