@@ -178,10 +178,8 @@ impl Attempt {
         let Trace { ops, spills, prefetch_edges, makespan, .. } = self.trace;
         let without_prefetch_makespan = self.without_prefetch_makespan;
         let mut schedule = Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
-        let mut changes = schedule.changes(graph);
-        changes.sort_unstable();
-        let mut held = 0i128;
-        schedule.peak_bytes = changes.iter().fold(0, |peak: i128, &(_, change)| {
+        let mut held = 0;
+        schedule.peak_bytes = schedule.changes(graph).iter().fold(0, |peak: i64, &(_, change)| {
             held += change;
             peak.max(held)
         }) as u64;
@@ -272,34 +270,37 @@ impl Schedule {
             push(spill.op, Action::SpillRead, spill.read_start, spill.read_end, spill.offset);
         }
         records.sort_by_key(|record| (record.start, record.end, record.op, record.action));
-        let mut changes = self.changes(graph);
-        changes.sort_unstable();
-        let mut changes = changes.into_iter().peekable();
-        let mut held = 0i128;
+        let mut changes = self.changes(graph).into_iter().peekable();
+        let mut held = 0;
         for record in &mut records {
             while let Some((_, change)) = changes.next_if(|&(time, _)| time <= record.start) {
                 held += change;
             }
-            record.free_bytes = (i128::from(graph.capacity_bytes) - held) as u64;
+            record.free_bytes = graph.capacity_bytes - held as u64;
         }
         records
     }
 
-    /// When how many bytes begin or cease to be held.
-    fn changes(&self, graph: &Graph) -> Vec<(u64, i128)> {
+    /// When how many bytes begin or cease to be held: in time order, and of one time those that cease first.
+    ///
+    /// Each engine runs its ops mostly in the order of the list, so what is pushed is a few ascending runs, which a stable
+    /// sort only merges.
+    fn changes(&self, graph: &Graph) -> Vec<(u64, i64)> {
+        // No graph's bytes sum to 2^63.
+        let bytes = |op: u32| graph.ops[op as usize].bytes as i64;
         let mut changes = Vec::with_capacity(2 * (self.ops.len() + self.spills.len()));
-        for (op, placed) in (0u32..).zip(&self.ops) {
+        for op in 0..self.ops.len() as u32 {
             let users = graph.consumers(op);
             let end = users.iter().map(|&user| self.ops[user as usize].end).max().unwrap_or(self.makespan);
-            let bytes = i128::from(graph.ops[op as usize].bytes);
-            changes.push((placed.start, bytes));
-            changes.push((end, -bytes));
+            changes.push((end, -bytes(op)));
         }
-        for spill in &self.spills {
-            let bytes = i128::from(graph.ops[spill.op as usize].bytes);
-            changes.push((spill.write_end, -bytes));
-            changes.push((spill.read_start, bytes));
+        changes.extend(self.spills.iter().map(|spill| (spill.write_end, -bytes(spill.op))));
+        for kind in [Kind::Compute, Kind::Data] {
+            let placed = (0u32..).zip(&self.ops).filter(|&(op, _)| graph.ops[op as usize].kind == kind);
+            changes.extend(placed.map(|(op, placed)| (placed.start, bytes(op))));
         }
+        changes.extend(self.spills.iter().map(|spill| (spill.read_start, bytes(spill.op))));
+        changes.sort_by_key(|change| change.0);
         changes
     }
 }
