@@ -25,6 +25,7 @@ pub mod check;
 mod graph;
 pub mod json;
 mod prefetch;
+mod rank_set;
 mod run;
 
 pub use graph::{Graph, GraphError, Kind, Op};
@@ -125,26 +126,28 @@ const MAX_PORTFOLIO_OPS: usize = 20_000;
 const IMPROVEMENT_STEPS: usize = 20_000;
 /// Exchanges in a row that may bring nothing.
 const MAX_STALLED: usize = 120;
-/// Graphs up to this size are improved at all.
+/// Graphs up to this size are improved at all, so fewer than [`MAX_PORTFOLIO_OPS`].
 const MAX_IMPROVED_OPS: usize = 256;
 
 /// Schedules a graph.
 pub fn schedule(graph: &Graph) -> Schedule {
     let n = graph.ops.len();
-    let mut best = attempt(graph, &Policy { ranks: order_ranks(graph), preference: Preference::Active });
-    let bound = graph.lower_bound_cycles();
+    let start = Run::new(graph);
+    let policy = |ranks, preference| Policy { ranks, preference };
+    let mut best = attempt(graph, &start, &policy(order_ranks(graph), Preference::Active));
     if n <= MAX_PORTFOLIO_OPS {
+        let bound = graph.lower_bound_cycles();
         let tails = tail_ranks(graph);
         for (ranks, preference) in
             [(tails.clone(), Preference::Active), (tails, Preference::Rank), (order_ranks(graph), Preference::Rank)]
         {
             if best.trace.makespan > bound {
-                best.keep(attempt(graph, &Policy { ranks, preference }));
+                best.keep(attempt(graph, &start, &policy(ranks, preference)));
             }
         }
-    }
-    if n <= MAX_IMPROVED_OPS {
-        improve(graph, &mut best, bound);
+        if n <= MAX_IMPROVED_OPS {
+            improve(graph, &start, &mut best, bound);
+        }
     }
     best.into_schedule(graph)
 }
@@ -155,10 +158,10 @@ struct Attempt {
     without_prefetch_makespan: u64,
 }
 
-fn attempt(graph: &Graph, policy: &Policy) -> Attempt {
-    let first = Run::new(graph, policy).without_prefetch();
+fn attempt(graph: &Graph, start: &Run, policy: &Policy) -> Attempt {
+    let first = start.clone().without_prefetch(policy);
     let edges = prefetch::edges(graph, &first);
-    let second = Run::new(graph, policy).with_prefetch(&first, &edges);
+    let second = start.clone().with_prefetch(&first, &edges);
     let without_prefetch_makespan = first.makespan;
     let is_better = (second.makespan, second.spills.len()) <= (first.makespan, first.spills.len());
     Attempt { trace: if is_better { second } else { first }, without_prefetch_makespan }
@@ -188,7 +191,7 @@ impl Attempt {
 }
 
 /// Hill climbing: random exchanges in the order in which compute ops ran, kept when the schedule is no worse.
-fn improve(graph: &Graph, best: &mut Attempt, bound: u64) {
+fn improve(graph: &Graph, start: &Run, best: &mut Attempt, bound: u64) {
     let n = graph.ops.len();
     let mut order = best.trace.compute_order.clone();
     let mut state = 0x5eed;
@@ -215,7 +218,7 @@ fn improve(graph: &Graph, best: &mut Attempt, bound: u64) {
         for (rank, &op) in tried.iter().enumerate() {
             ranks[op as usize] = rank as u32;
         }
-        let other = attempt(graph, &Policy { ranks, preference: Preference::Rank });
+        let other = attempt(graph, start, &Policy { ranks, preference: Preference::Rank });
         if (other.trace.makespan, other.trace.spills.len()) <= (best.trace.makespan, best.trace.spills.len()) {
             order.clone_from(&other.trace.compute_order);
         }

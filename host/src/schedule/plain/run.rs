@@ -18,10 +18,11 @@
 //! produced can come back without anything else on chip, so forcing an op always ends.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap, VecDeque};
+use std::collections::{BinaryHeap, VecDeque};
 
 use super::graph::{Graph, Kind};
 use super::prefetch::Load;
+use super::rank_set::RankSet;
 use super::{Placed, PrefetchEdge, Spill};
 use crate::memory::linear_scan::{Direction, LinearScan};
 
@@ -81,6 +82,18 @@ const NONE: u32 = u32::MAX;
 /// Marks completions of spill reads on the time heap.
 const READ: u32 = 1 << 31;
 
+/// The compute ops that could run, by rank, for a run that has an order yet to find.
+#[derive(Debug, Clone)]
+struct Lists {
+    /// With some input on chip.
+    active: RankSet,
+    /// The others.
+    ready: RankSet,
+    /// Which op has a rank.
+    by_rank: Vec<u32>,
+}
+
+#[derive(Debug, Clone)]
 pub(super) struct Run<'g> {
     graph: &'g Graph,
     scan: LinearScan,
@@ -102,9 +115,8 @@ pub(super) struct Run<'g> {
     /// Outputs on chip in no particular order, and each one's position there.
     resident: Vec<u32>,
     resident_idx: Vec<u32>,
-    /// Ready compute ops with some input on chip, and the others.
-    active: BTreeSet<(u32, u32)>,
-    ready: BTreeSet<(u32, u32)>,
+    /// `None` where the order is given.
+    lists: Option<Lists>,
     /// Ready data ops that no compute op waits on: those that free at least what they take, and the others.
     copy_outs: VecDeque<u32>,
     off_chain: VecDeque<u32>,
@@ -113,14 +125,17 @@ pub(super) struct Run<'g> {
     open_spill: Vec<u32>,
     marks: Vec<u32>,
     mark: u32,
+    /// Of the compute ops: lower is used earlier.
     ranks: Vec<u32>,
-    preference: Preference,
     compute_order: Vec<u32>,
     topological_idx: Vec<u32>,
+    /// Work for [`become_ready`](Self::become_ready), empty between its calls.
+    stack: Vec<u32>,
 }
 
 impl<'g> Run<'g> {
-    pub(super) fn new(graph: &'g Graph, policy: &Policy) -> Self {
+    /// The state before anything has run. Every run of a graph is a clone of it.
+    pub(super) fn new(graph: &'g Graph) -> Self {
         let n = graph.ops.len();
         let mut feeds_compute = vec![false; n];
         let mut topological_idx = vec![0; n];
@@ -148,8 +163,7 @@ impl<'g> Run<'g> {
             last_use: vec![0; n],
             resident: Vec::new(),
             resident_idx: vec![NONE; n],
-            active: BTreeSet::new(),
-            ready: BTreeSet::new(),
+            lists: None,
             copy_outs: VecDeque::new(),
             off_chain: VecDeque::new(),
             feeds_compute,
@@ -157,22 +171,33 @@ impl<'g> Run<'g> {
             open_spill: vec![NONE; n],
             marks: vec![0; n],
             mark: 0,
-            ranks: policy.ranks.clone(),
-            preference: policy.preference,
+            ranks: Vec::new(),
             compute_order: Vec::new(),
             topological_idx,
+            stack: Vec::new(),
         };
-        let mut stack = Vec::new();
         for op in 0..n as u32 {
             if graph.ops[op as usize].inputs.is_empty() {
-                run.become_ready(op, &mut stack);
+                run.become_ready(op);
             }
         }
         run
     }
 
     /// The first of the two runs: compute ops one after the other, each with the data it demands.
-    pub(super) fn without_prefetch(mut self) -> Trace {
+    pub(super) fn without_prefetch(mut self, policy: &Policy) -> Trace {
+        let n = self.graph.ops.len();
+        let mut lists = Lists { active: RankSet::new(n), ready: RankSet::new(n), by_rank: vec![NONE; n] };
+        for op in (0..n as u32).filter(|&op| self.graph.ops[op as usize].kind == Kind::Compute) {
+            let rank = policy.ranks[op as usize];
+            assert_eq!(lists.by_rank[rank as usize], NONE, "no two compute ops have the same rank");
+            lists.by_rank[rank as usize] = op;
+            if self.missing[op as usize] == 0 {
+                lists.ready.insert(rank);
+            }
+        }
+        self.lists = Some(lists);
+        self.ranks.clone_from(&policy.ranks);
         let mut loads = Vec::new();
         let mut base_bytes = Vec::new();
         let mut needs = Vec::new();
@@ -180,7 +205,7 @@ impl<'g> Run<'g> {
             while let Some(op) = self.copy_outs.pop_front() {
                 self.force_data(op);
             }
-            let Some(op) = self.pick(&mut needs) else { break };
+            let Some(op) = self.pick(policy.preference, &mut needs) else { break };
             let position = self.compute_order.len() as u32;
             self.force(op, &needs);
             self.compute_order.push(op);
@@ -276,51 +301,43 @@ impl<'g> Run<'g> {
 
     /// The compute op to run next and the data ops it needs brought in: the first that fits, active before ready; where
     /// none fits the one that needs the least.
-    fn pick(&mut self, needs: &mut Vec<u32>) -> Option<u32> {
-        let mut least: Option<(u64, u32)> = None;
-        let mut candidates: Vec<u32> = Vec::new();
-        for list in [&self.active, &self.ready] {
-            // Most often the very first fits, so the lists are looked at in two goes.
-            let Some(&(_, op)) = list.first() else { continue };
-            candidates.push(op);
-        }
-        if self.preference == Preference::Rank {
-            candidates.sort_by_key(|&op| (self.ranks[op as usize], op));
-        }
-        let first = *candidates.first()?;
-        self.collect_needs(first, needs);
-        if !self.fits(first, needs) {
-            candidates.clear();
-            candidates.extend(self.active.iter().chain(&self.ready).map(|&(_, op)| op).take(MAX_TRIES));
-            if self.preference == Preference::Rank {
-                candidates.sort_by_key(|&op| (self.ranks[op as usize], op));
+    fn pick(&mut self, preference: Preference, needs: &mut Vec<u32>) -> Option<u32> {
+        let lists = self.lists.as_ref().expect("only a run that finds an order picks");
+        let (active, ready) = (lists.active.first(), lists.ready.first());
+        let rank = match preference {
+            Preference::Active => active.or(ready),
+            Preference::Rank => active.into_iter().chain(ready).min(),
+        }?;
+        // Most often the very first fits, so the lists are looked at in two goes.
+        let mut chosen = lists.by_rank[rank as usize];
+        self.collect_needs(chosen, needs);
+        if !self.fits(chosen, needs) {
+            let lists = self.lists.as_ref().expect("seen above");
+            let mut ranks: Vec<u32> = lists.active.iter().chain(lists.ready.iter()).take(MAX_TRIES).collect();
+            if preference == Preference::Rank {
+                ranks.sort_unstable();
             }
-            let mut chosen = None;
+            let candidates: Vec<u32> = ranks.into_iter().map(|rank| lists.by_rank[rank as usize]).collect();
+            let mut least_bytes = u64::MAX;
             for op in candidates {
                 self.collect_needs(op, needs);
                 if self.fits(op, needs) {
-                    chosen = Some(op);
+                    chosen = op;
                     break;
                 }
                 let bytes = self.demand(op, needs);
-                if least.is_none_or(|least| bytes < least.0) {
-                    least = Some((bytes, op));
+                if bytes < least_bytes {
+                    (least_bytes, chosen) = (bytes, op);
                 }
             }
-            let op = chosen.or(least.map(|least| least.1))?;
-            self.collect_needs(op, needs);
-            self.drop_from_lists(op);
-            return Some(op);
+            self.collect_needs(chosen, needs);
         }
-        self.drop_from_lists(first);
-        Some(first)
-    }
-
-    fn drop_from_lists(&mut self, op: u32) {
-        let key = (self.ranks[op as usize], op);
-        if !self.active.remove(&key) {
-            self.ready.remove(&key);
+        let rank = self.ranks[chosen as usize];
+        let lists = self.lists.as_mut().expect("seen above");
+        if !lists.active.remove(rank) {
+            lists.ready.remove(rank);
         }
+        Some(chosen)
     }
 
     /// The data ops that have to run before `op` can, in an order in which they can.
@@ -356,16 +373,24 @@ impl<'g> Run<'g> {
         op.bytes + absent.map(bytes).sum::<u64>() + needs.iter().map(bytes).sum::<u64>()
     }
 
-    /// Whether all that `op` demands fits at once, found by trial allocation.
+    /// Whether all that `op` demands fits at once: for certain where one gap is long enough for all of it, and otherwise
+    /// found by trial allocation.
     fn fits(&mut self, op: u32, needs: &[u32]) -> bool {
         let graph = self.graph;
         let own = &graph.ops[op as usize];
-        if self.demand(op, needs) > self.scan.free_bytes() {
+        let demand = self.demand(op, needs);
+        if demand > self.scan.free_bytes() {
             return false;
+        }
+        // Best fit may put a piece into a smaller gap; it pads each piece by less than the alignment.
+        let n_pieces = needs.len() + own.inputs.len() + 1;
+        let padding = (n_pieces as u64).saturating_mul(graph.alignment - 1);
+        if demand.saturating_add(padding) <= self.scan.largest_gap_bytes() {
+            return true;
         }
         let absent = own.inputs.iter().filter(|&&input| self.state[input as usize] == State::Absent);
         let pieces = needs.iter().chain(absent).chain([&op]).map(|&op| graph.ops[op as usize].bytes);
-        let mut trial: Vec<(u64, u64)> = Vec::new();
+        let mut trial: Vec<(u64, u64)> = Vec::with_capacity(n_pieces);
         let mut fits = true;
         for bytes in pieces {
             match self.scan.alloc(bytes, graph.alignment, Direction::Up) {
@@ -541,43 +566,42 @@ impl<'g> Run<'g> {
         }
         // Consumers of a data op on the compute chain stopped waiting on it when it became available.
         let is_awaited = graph.ops[op as usize].kind == Kind::Compute || !self.feeds_compute[op as usize];
-        let mut stack = Vec::new();
         for &consumer in graph.consumers(op) {
             if is_awaited {
                 self.missing[consumer as usize] -= 1;
                 if self.missing[consumer as usize] == 0 {
-                    self.become_ready(consumer, &mut stack);
+                    self.become_ready(consumer);
                     continue;
                 }
             }
-            if self.missing[consumer as usize] == 0 && graph.ops[consumer as usize].kind == Kind::Compute {
-                let key = (self.ranks[consumer as usize], consumer);
-                if self.ready.remove(&key) {
-                    self.active.insert(key);
+            if let Some(lists) = &mut self.lists
+                && self.missing[consumer as usize] == 0
+                && graph.ops[consumer as usize].kind == Kind::Compute
+            {
+                let rank = self.ranks[consumer as usize];
+                if lists.ready.remove(rank) {
+                    lists.active.insert(rank);
                 }
             }
         }
     }
 
     /// An op misses no input any more; neither, perhaps, do those that only waited for it to become available.
-    fn become_ready(&mut self, op: u32, stack: &mut Vec<u32>) {
+    fn become_ready(&mut self, op: u32) {
         let graph = self.graph;
-        stack.push(op);
-        while let Some(op) = stack.pop() {
+        self.stack.push(op);
+        while let Some(op) = self.stack.pop() {
             let own = &graph.ops[op as usize];
             if own.kind == Kind::Compute {
-                let key = (self.ranks[op as usize], op);
+                let Some(lists) = &mut self.lists else { continue };
                 let is_active = own.inputs.iter().any(|&input| self.state[input as usize] == State::Resident);
-                if is_active {
-                    self.active.insert(key)
-                } else {
-                    self.ready.insert(key)
-                };
+                let list = if is_active { &mut lists.active } else { &mut lists.ready };
+                list.insert(self.ranks[op as usize]);
             } else if self.feeds_compute[op as usize] {
                 for &consumer in graph.consumers(op) {
                     self.missing[consumer as usize] -= 1;
                     if self.missing[consumer as usize] == 0 {
-                        stack.push(consumer);
+                        self.stack.push(consumer);
                     }
                 }
             } else {
