@@ -163,19 +163,19 @@ impl LinearScan {
 /// B-tree. Many leaves are searched by their last pairs.
 #[derive(Debug, Clone)]
 struct Pairs {
-    /// None is empty.
+    /// At least one; none is empty but a single one.
     leaves: Vec<Vec<(u64, u64)>>,
 }
 
 /// The most pairs in a leaf, 2 KiB of them.
 const MAX_LEAF: usize = 128;
 
-/// The leaf and the place in it; the end is the place after the last leaf's last pair, or leaf 0 where there is none.
+/// The leaf and the place in it; the end is the place after the last leaf's last pair.
 type Position = (usize, usize);
 
 impl Pairs {
     fn new() -> Self {
-        Self { leaves: Vec::new() }
+        Self { leaves: vec![Vec::new()] }
     }
 
     fn last(&self) -> Option<(u64, u64)> {
@@ -184,16 +184,15 @@ impl Pairs {
 
     /// The position of the first pair that is no less.
     fn seek(&self, pair: (u64, u64)) -> Position {
-        let last = self.leaves.len().saturating_sub(1);
-        let leaf = match last {
+        let leaf = match self.leaves.len() - 1 {
             0 => 0,
-            _ => self.leaves[..last].partition_point(|leaf| leaf.last().is_some_and(|&last| last < pair)),
+            last => self.leaves[..last].partition_point(|leaf| leaf.last().is_some_and(|&last| last < pair)),
         };
-        (leaf, self.leaves.get(leaf).map_or(0, |pairs| pairs.partition_point(|&other| other < pair)))
+        (leaf, self.leaves[leaf].partition_point(|&other| other < pair))
     }
 
     fn get(&self, (leaf, idx): Position) -> Option<(u64, u64)> {
-        self.leaves.get(leaf)?.get(idx).copied()
+        self.leaves[leaf].get(idx).copied()
     }
 
     /// The pair before a position, and where it is.
@@ -210,8 +209,7 @@ impl Pairs {
 
     /// The pairs from a position on.
     fn from(&self, (leaf, idx): Position) -> impl Iterator<Item = (u64, u64)> {
-        let first = self.leaves.get(leaf).map_or(&[][..], |pairs| &pairs[idx..]);
-        first.iter().chain(self.leaves.iter().skip(leaf + 1).flatten()).copied()
+        self.leaves[leaf][idx..].iter().chain(self.leaves[leaf + 1..].iter().flatten()).copied()
     }
 
     /// Puts another pair in the place of one, between the same neighbours.
@@ -221,10 +219,7 @@ impl Pairs {
 
     fn insert(&mut self, pair: (u64, u64)) {
         let (leaf, idx) = self.seek(pair);
-        let Some(pairs) = self.leaves.get_mut(leaf) else {
-            self.leaves.push(vec![pair]);
-            return;
-        };
+        let pairs = &mut self.leaves[leaf];
         pairs.insert(idx, pair);
         if pairs.len() > MAX_LEAF {
             let upper = pairs.split_off(MAX_LEAF / 2);
@@ -240,7 +235,7 @@ impl Pairs {
 
     fn remove_at(&mut self, (leaf, idx): Position) {
         self.leaves[leaf].remove(idx);
-        if self.leaves[leaf].is_empty() {
+        if self.leaves[leaf].is_empty() && self.leaves.len() > 1 {
             self.leaves.remove(leaf);
         }
     }
@@ -344,10 +339,11 @@ mod tests {
             assert_eq!(pairs.last(), set.last().copied());
             if step % 500 == 0 {
                 assert!(pairs.from((0, 0)).eq(set.iter().copied()));
-                assert!(pairs.leaves.iter().all(|leaf| (1..=MAX_LEAF).contains(&leaf.len())));
+                let is_one = pairs.leaves.len() == 1;
+                assert!(pairs.leaves.iter().all(|leaf| leaf.len() <= MAX_LEAF && (is_one || !leaf.is_empty())));
             }
         }
-        assert!(set.is_empty() && pairs.leaves.is_empty());
+        assert!(set.is_empty() && pairs.leaves == [vec![]]);
     }
 
     #[test]

@@ -30,7 +30,7 @@ mod run;
 
 pub use graph::{Graph, GraphError, Kind, Op};
 
-use run::{Policy, Preference, Run, Trace};
+use run::{Policy, Preference, Run, Start, Trace};
 
 /// When an op runs and where its output first lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,7 +132,7 @@ const MAX_IMPROVED_OPS: usize = 256;
 /// Schedules a graph.
 pub fn schedule(graph: &Graph) -> Schedule {
     let n = graph.ops.len();
-    let start = Run::new(graph);
+    let start = Start::new(graph);
     let policy = |ranks, preference| Policy { ranks, preference };
     let mut best = attempt(graph, &start, &policy(order_ranks(graph), Preference::Active));
     if n <= MAX_PORTFOLIO_OPS {
@@ -158,10 +158,14 @@ struct Attempt {
     without_prefetch_makespan: u64,
 }
 
-fn attempt(graph: &Graph, start: &Run, policy: &Policy) -> Attempt {
-    let first = start.clone().without_prefetch(policy);
+fn attempt(graph: &Graph, start: &Start, policy: &Policy) -> Attempt {
+    let first = Run::new(start, &policy.ranks).without_prefetch(policy.preference);
     let edges = prefetch::edges(graph, &first);
-    let second = start.clone().with_prefetch(&first, &edges);
+    let mut positions = vec![u32::MAX; graph.ops.len()];
+    for (idx, &op) in (0u32..).zip(&first.compute_order) {
+        positions[op as usize] = idx;
+    }
+    let second = Run::new(start, &positions).with_prefetch(&first, &edges);
     let without_prefetch_makespan = first.makespan;
     let is_better = (second.makespan, second.spills.len()) <= (first.makespan, first.spills.len());
     Attempt { trace: if is_better { second } else { first }, without_prefetch_makespan }
@@ -191,7 +195,7 @@ impl Attempt {
 }
 
 /// Hill climbing: random exchanges in the order in which compute ops ran, kept when the schedule is no worse.
-fn improve(graph: &Graph, start: &Run, best: &mut Attempt, bound: u64) {
+fn improve(graph: &Graph, start: &Start, best: &mut Attempt, bound: u64) {
     let n = graph.ops.len();
     let mut order = best.trace.compute_order.clone();
     let mut state = 0x5eed;
