@@ -231,7 +231,12 @@ mod tests {
     }
 
     /// As [`passes`], for a batch over `prompts`, every sampled token `token` but sequence 1's third, which is 7.
-    fn batch(control: &mut Control, programs: &[ProgramDesc], prompts: &[u32], token: u32) -> Vec<(u32, u32, u32, u32)> {
+    fn batch(
+        control: &mut Control,
+        programs: &[ProgramDesc],
+        prompts: &[u32],
+        token: u32,
+    ) -> Vec<(u32, u32, u32, u32)> {
         control.n_sequences = prompts.len() as u32;
         for (sequence, n_tokens) in control.sequences.iter_mut().zip(prompts) {
             sequence.n_tokens = *n_tokens;
