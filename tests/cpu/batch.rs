@@ -1,9 +1,14 @@
 //! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone.
 
 use perpetua::engine::EngineError;
+use perpetua::image::encode::{Parts, encode};
+use perpetua::image::{Image, ImageError};
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_device::kernels::{Numbered, Rope};
+use perpetua_shared::TaskFlags;
 use perpetua_shared::control::End;
+use perpetua_shared::image::EVERY_SEQUENCE;
 use std::path::PathBuf;
 
 fn fixture(name: &str) -> Model {
@@ -172,4 +177,58 @@ fn what_a_batch_cannot_be_is_refused_in_a_line() {
     let mut single = Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap();
     let error = single.generate_batch(&prompts(&model, &[3]), &options(3)).unwrap_err();
     assert!(error.to_string().contains("was not compiled for batches"), "{error}");
+}
+
+fn parts(image: &Image) -> Parts {
+    let view = image.view();
+    Parts {
+        n_workers: view.n_workers,
+        bindings: image.bindings().to_vec(),
+        programs: view.programs.to_vec(),
+        tasks: view.tasks.to_vec(),
+        operands: view.operands.to_vec(),
+        events: view.events.to_vec(),
+        waits: view.waits.to_vec(),
+        triggers: view.triggers.to_vec(),
+        list_heads: view.list_heads.to_vec(),
+        lists: view.lists.to_vec(),
+        op_names: (0..image.header().n_ops).map(|op| image.op_name(op).to_owned()).collect(),
+    }
+}
+
+/// A task can only reach its own sequence's cache and tokens.
+#[test]
+fn sequences_are_kept_apart_by_the_image() {
+    let engine = Engine::new(&fixture("tiny-qwen3"), &config(Device::Cpu, 2, Some(3))).unwrap();
+    let image = &engine.resident().compiled().image;
+    assert_eq!(image.sequences(), 3);
+    assert_eq!(encode(&parts(image)).as_ref(), Ok(image));
+    let broken = |change: &dyn Fn(&mut Parts)| {
+        let mut parts = parts(image);
+        change(&mut parts);
+        match encode(&parts) {
+            Err(ImageError::Rules(broken)) => broken[0].to_string(),
+            other => panic!("expected broken rules, found {other:?}"),
+        }
+    };
+    let programs = image.view().programs;
+    let (decode, batch) = (0, programs.len() - 1);
+    // The first rope of a program: it touches the cache.
+    let rope = |program: usize| {
+        let tasks = programs[program].task_first as usize..;
+        tasks.start + image.view().tasks[tasks].iter().position(|t| t.task_type == Rope::TASK_TYPE).unwrap()
+    };
+    let (single, of_batch) = (rope(decode), rope(batch));
+    let flagged = |sequence| TaskFlags::of_sequence(sequence);
+    assert_eq!(image.view().tasks[of_batch].flags, flagged(0));
+    assert!(broken(&|p| p.tasks[of_batch].flags = flagged(1)).contains("not its sequence's part"));
+    assert!(broken(&|p| p.tasks[of_batch].flags = flagged(3)).contains("a sequence that its program does not have"));
+    assert!(broken(&|p| p.tasks[of_batch].flags = 0).contains("belongs to no sequence"));
+    assert!(broken(&|p| p.tasks[single].flags = flagged(0)).contains("a sequence that its program does not have"));
+    let cache = image.view().tasks[single].operand_first as usize + 6;
+    let part = image.part_bytes(image.view().operands[cache].binding.idx());
+    assert!(broken(&|p| p.operands[cache].offset_bytes += part).contains("not its sequence's part"));
+    assert!(broken(&|p| p.programs[decode].in_token_loop = EVERY_SEQUENCE).contains("are for batches"));
+    assert!(broken(&|p| p.programs[batch].max_rows = 65).contains("expected at most 64"));
+    assert!(broken(&|p| p.programs[batch].max_rows = 7).contains("not 7 equal parts"));
 }
