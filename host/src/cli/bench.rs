@@ -109,7 +109,7 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
     let programs = &engine.resident().compiled().programs;
     let decode: &perpetua::compile::Program = &programs[if args.batch.is_some() { programs.len() - 1 } else { 0 }];
     // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
-    let read = step_bytes(decode, model, args.context + args.tokens / 2, engine.context(), n_sequences);
+    let read = step_bytes(&programs[0], model, args.context + args.tokens / 2, engine.context(), n_sequences);
     let bandwidth = before.max(after);
     let (tasks, events) = (decode.tasks.tasks.len(), decode.tasks.events.len());
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
@@ -210,7 +210,8 @@ fn steps(stamps: &[Instant]) -> Vec<Duration> {
     steps
 }
 
-/// Bytes a decode step reads with `position` tokens in each of `sequences` caches planned for `context`.
+/// Bytes a decode step reads with `position` tokens in each of `sequences` caches: those of `program`, the step of one
+/// sequence over a cache planned for `context`, and as much more of the other caches.
 fn step_bytes(
     program: &perpetua::compile::Program,
     model: &Model,
@@ -220,7 +221,7 @@ fn step_bytes(
 ) -> u64 {
     let all: u64 = program.costs.iter().map(|cost| cost.bytes_read).sum();
     let cache = model.decoder().map_or(0, |c| 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2) as u64;
-    all.saturating_sub(cache * (sequences * (context - position.min(context))) as u64)
+    all.saturating_sub(cache * context as u64) + cache * (sequences * position.min(context)) as u64
 }
 
 fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
