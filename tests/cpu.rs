@@ -4,6 +4,8 @@
 mod bad_input;
 #[path = "cpu/batch.rs"]
 mod batch;
+#[path = "cpu/cuda.rs"]
+mod cuda;
 #[path = "cpu/dependency.rs"]
 mod dependency;
 #[path = "cpu/executors.rs"]

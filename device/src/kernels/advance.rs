@@ -77,8 +77,6 @@ impl MacroKernel for Advance {
                     0 => 0,
                     _ => tokens.get_word(control.step.first_pos + control.step.rows),
                 };
-                // A host that sees the new `produced` sees the token too.
-                gpu::publish();
                 crate::advance::advance(control, call.programs, token);
             }
         }

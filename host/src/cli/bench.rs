@@ -64,7 +64,7 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
     }
     let began = Instant::now();
     let config = EngineConfig { sequences: args.batch, ..args.model.config(model, needed) };
-    let mut engine = Engine::new(model, &config)?;
+    let mut engine = super::resident(model, &config)?;
     warm(model)?;
     let load = began.elapsed();
     // Ids spread over the vocabulary by a fixed rule: the same on every machine, others for each sequence.

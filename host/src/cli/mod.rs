@@ -18,7 +18,7 @@ mod synth;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::model::{ModelConfig, Quantize};
-use perpetua::{Device, EngineConfig, Model};
+use perpetua::{Device, Engine, EngineConfig, Model};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -113,7 +113,7 @@ struct ModelArgs {
     /// Where to run it.
     #[arg(long, value_enum, default_value = "auto")]
     device: DeviceName,
-    /// CPU workers [default: one per core this process may use].
+    /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Keep the matrices of a text model in 8 bits, in memory of their own (CPU only).
@@ -195,6 +195,19 @@ fn warm(model: &Model) -> Outcome {
     std::hint::black_box(sum);
     bar.finish_and_clear();
     Ok(())
+}
+
+/// The model, resident; with a progress bar where its weights are handed to a GPU.
+fn resident(model: &Model, config: &EngineConfig) -> Result<Engine, Box<dyn std::error::Error>> {
+    let total = model.weights()?.size_bytes() as u64;
+    let mut bar = None;
+    let engine = Engine::with_progress(model, config, |bytes| {
+        bar.get_or_insert_with(|| progress(total, "to the GPU", BYTES_BAR)).inc(bytes);
+    });
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    Ok(engine?)
 }
 
 /// A flag that Ctrl-C sets. A second Ctrl-C ends the program at once.

@@ -287,18 +287,27 @@ impl Memory {
     pub fn read_f32(&self, output: &Operand, rows: usize) -> Vec<f32> {
         // SAFETY: outputs come from the same compilation as the bindings, so they lie inside; no worker runs while the
         // caller holds the executor.
-        let tensor = unsafe { perpetua_device::io::Tensor::new(self.bases[output.binding.idx()], output) };
-        match output.rank {
-            1 => (0..rows.min(tensor.extent(0))).map(|i| tensor.get([i])).collect(),
-            _ => {
-                let columns = tensor.extent(1);
-                (0..rows.min(tensor.extent(0))).flat_map(|r| (0..columns).map(move |c| tensor.get([r, c]))).collect()
-            }
-        }
+        unsafe { read_f32(self.bases[output.binding.idx()], output, rows) }
     }
 
     /// Bytes the executor allocated: everything but the weights used in place.
     pub fn owned_bytes(&self) -> u64 {
         self._owned.iter().map(|own| own.layout.size() as u64).sum()
+    }
+}
+
+/// Rows `..rows` of the box `operand` in the binding at `base`, or its first `rows` elements when it has rank 1.
+///
+/// # Safety
+/// The box lies in memory at `base`, and nobody writes it.
+pub(super) unsafe fn read_f32(base: *mut u8, operand: &Operand, rows: usize) -> Vec<f32> {
+    // SAFETY: the caller's promise.
+    let tensor = unsafe { perpetua_device::io::Tensor::new(base, operand) };
+    match operand.rank {
+        1 => (0..rows.min(tensor.extent(0))).map(|i| tensor.get([i])).collect(),
+        _ => {
+            let columns = tensor.extent(1);
+            (0..rows.min(tensor.extent(0))).flat_map(|r| (0..columns).map(move |c| tensor.get([r, c]))).collect()
+        }
     }
 }
