@@ -19,11 +19,11 @@ use crate::exec::cuda::{Cuda, CudaNewError};
 use crate::exec::memory::{Keep, Memory, MemoryError, WeightSource, available_bytes};
 use crate::exec::{RunError, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
-use crate::model::config::Architecture;
-use crate::model::decoder::{BuildError, Declared, Decoder, Head};
+use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, DecodeStream, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Step};
-use perpetua_shared::limits::MAX_STOP_TOKENS;
+use perpetua_shared::image::EVERY_SEQUENCE;
+use perpetua_shared::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, ProgramId};
 use std::path::Path;
@@ -126,6 +126,9 @@ pub struct EngineConfig {
     pub all_logits: bool,
     /// Rows of the passes to compile for prompts, each a program of its own; empty: [`DEFAULT_CHUNKS`].
     pub chunks: Vec<usize>,
+    /// Compile a pass that decodes this many sequences together, each with a KV cache of its own, for
+    /// [`Engine::generate_batch`]: 1 to [`MAX_SEQUENCES`].
+    pub sequences: Option<usize>,
     /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context and a
     /// stream of its own.
     pub gpu: Option<Gpu>,
@@ -185,6 +188,14 @@ pub enum EngineError {
         asked: usize,
         /// Allowed.
         model: usize,
+    },
+    /// More prompts than the engine was made for, or none.
+    #[error("{prompts} prompts given, expected 1 to {sequences}, the sequences this engine was made for (see --batch)")]
+    Batch {
+        /// Given.
+        prompts: usize,
+        /// Sequences there are caches for.
+        sequences: usize,
     },
     /// An option out of range.
     #[error("{name} {given}: expected {expected}")]
@@ -402,11 +413,14 @@ impl Resident {
         }
     }
 
-    fn set_tokens(&mut self, tokens: &[u32]) {
+    fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
         match self.memory() {
             // SAFETY: as `set_input`.
-            Ok(memory) => unsafe { memory.set_tokens(0, tokens) },
-            Err(cuda) => cuda.set_tokens(tokens),
+            Ok(memory) => unsafe { memory.set_tokens(position, tokens) },
+            Err(cuda) => {
+                assert_eq!(position, 0, "engines refuse batches on a GPU");
+                cuda.set_tokens(tokens);
+            }
         }
     }
 
@@ -449,6 +463,14 @@ impl Resident {
             Executor::Reference(reference) => reference.produced(),
             Executor::Simt(simt) => simt.produced(),
             Executor::Cuda(cuda) => cuda.produced(),
+        }
+    }
+
+    fn produced_of(&self, sequence: usize) -> u32 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.produced_of(sequence),
+            Executor::Reference(reference) => reference.produced_of(sequence),
+            Executor::Simt(_) | Executor::Cuda(_) => unreachable!("engines refuse batches there"),
         }
     }
 
@@ -612,41 +634,33 @@ fn workers(given: Option<usize>, usual: usize, max: usize) -> Result<u32, Engine
     Ok(n as u32)
 }
 
-/// The passes of a text generation model, as kernel graphs: one per chunk size, decode first.
+/// The passes of a text generation model over one sequence, as kernel graphs: one per chunk size, decode first.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
-pub fn decoder_sources(
-    model: &Model,
-    context: usize,
-    chunks: &[usize],
-    cache_dtype: DType,
-    head: Head,
-) -> Result<Vec<Source>, EngineError> {
-    let config = model.decoder()?;
-    let weights = match model.quantized() {
-        Some(_) => Declared::Quantized(model.weights()?),
-        None => Declared::Checkpoint(model.weights()?),
-    };
-    let mut rows: Vec<usize> = chunks.iter().map(|rows| (*rows).clamp(1, context)).collect();
+pub fn decoder_sources(model: &Model, chunks: &[usize], cache: Cache, head: Head) -> Result<Vec<Source>, EngineError> {
+    let mut rows: Vec<usize> = chunks.iter().map(|rows| (*rows).clamp(1, cache.context)).collect();
     if head == Head::Sample {
         rows.push(1);
     }
     rows.sort_unstable();
     rows.dedup();
-    let source = |rows: usize| {
-        let net = Decoder::new(config, weights, rows, context, cache_dtype, head);
-        let graph = match config.architecture {
-            Architecture::Qwen3 => model::qwen3::build(net)?,
-            Architecture::Qwen2 => model::qwen2::build(net)?,
-            Architecture::Llama => model::llama::build(net)?,
-            Architecture::Mistral => model::mistral::build(net)?,
-            Architecture::Bert => unreachable!("`decoder` refuses sentence models"),
-        };
-        let name = if rows == 1 { "decode".to_owned() } else { format!("prefill {rows}") };
-        Ok(Source { name, graph, in_token_loop: head == Head::Sample })
+    rows.into_iter().map(|rows| decoder_source(model, rows, cache, head)).collect()
+}
+
+fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Result<Source, EngineError> {
+    let config = model.decoder()?;
+    let weights = match model.quantized() {
+        Some(_) => Declared::Quantized(model.weights()?),
+        None => Declared::Checkpoint(model.weights()?),
     };
-    rows.into_iter().map(source).collect()
+    let name = match (head, rows) {
+        (Head::SampleEach, _) => format!("decode of {rows}"),
+        (_, 1) => "decode".to_owned(),
+        _ => format!("prefill {rows}"),
+    };
+    let graph = model::decoder::build(config, weights, rows, cache, head)?;
+    Ok(Source { name, graph, in_token_loop: head != Head::AllLogits })
 }
 
 /// The passes of a sentence embedding model, as kernel graphs: one per number of rows.
@@ -670,6 +684,8 @@ pub struct Engine {
     model: Model,
     resident: Resident,
     context: usize,
+    /// Sequences of a batch; 0: no batches.
+    sequences: usize,
     all_logits: bool,
 }
 
@@ -694,7 +710,7 @@ impl Engine {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         model.decoder()?;
         let place = match config.device {
-            Device::Auto if model.quantized().is_some() => {
+            Device::Auto if model.quantized().is_some() || config.sequences.is_some() => {
                 Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
             }
             _ => Place::of(config),
@@ -712,13 +728,32 @@ impl Engine {
         if context == 0 || context > allowed {
             return Err(EngineError::Context { asked: context, model: allowed });
         }
+        if let Some(sequences) = config.sequences {
+            if sequences == 0 || sequences > MAX_SEQUENCES {
+                let expected = "1 to 64";
+                return Err(EngineError::Option { name: "batch", given: sequences.to_string(), expected });
+            }
+            if matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
+                let given = format!("for a batch of {sequences}");
+                let expected = "cpu or reference: GPU workers decode one sequence";
+                return Err(EngineError::Option { name: "device", given, expected });
+            }
+            if config.all_logits {
+                return Err(EngineError::Purpose("every position's logits and batches at once"));
+            }
+        }
         // The reference keeps its cache in f32; what users run keeps it in bf16, as every engine does.
         let cache_dtype = if config.device == Device::Reference { DType::F32 } else { DType::Bf16 };
         let chunks = if config.chunks.is_empty() { &DEFAULT_CHUNKS[..] } else { &config.chunks };
         let head = if config.all_logits { Head::AllLogits } else { Head::Sample };
-        let sources = decoder_sources(model, context, chunks, cache_dtype, head)?;
+        let cache = Cache { sequences: config.sequences.unwrap_or(1), context, dtype: cache_dtype };
+        let mut sources = decoder_sources(model, chunks, cache, head)?;
+        if let Some(sequences) = config.sequences {
+            sources.push(decoder_source(model, sequences, cache, Head::SampleEach)?);
+        }
         let resident = Resident::at(sources, model, place, progress)?;
-        Ok(Engine { model: model.clone(), resident, context, all_logits: config.all_logits })
+        let sequences = config.sequences.unwrap_or(0);
+        Ok(Engine { model: model.clone(), resident, context, sequences, all_logits: config.all_logits })
     }
 
     /// Positions of the KV cache.
@@ -761,11 +796,81 @@ impl Engine {
     /// # Errors
     /// A prompt that is empty, too long or has ids the model does not; options out of range.
     pub fn generate(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<Generation<'_>, EngineError> {
+        self.check_prompt(prompt)?;
+        let mut control = self.control(options)?;
+        control.n_tokens = prompt.len() as u32;
+        control.step =
+            perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
+        self.resident.set_tokens(0, prompt);
+        let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
+        if has_work {
+            self.resident.start(control);
+        }
+        let text = text_stream(&self.model);
+        // Without a run, what is counted is an earlier run's.
+        let taken = if has_work { 0 } else { self.resident.produced() as usize };
+        let ended = !has_work;
+        Ok(Generation { resident: &mut self.resident, text, prompt_len: prompt.len(), taken, ended, end: None })
+    }
+
+    /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
+    /// of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens are those
+    /// that [`Engine::generate`] makes from its prompt with that seed. Dropping the iterator stops the run.
+    ///
+    /// ```no_run
+    /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
+    /// # let model = Model::load("path/to/Qwen3-0.6B")?;
+    /// let mut engine = Engine::new(&model, &EngineConfig { sequences: Some(2), ..EngineConfig::default() })?;
+    /// let prompts = [model.encode("A cat is")?, model.encode("A dog is")?];
+    /// for made in engine.generate_batch(&prompts, &GenerateOptions::default())? {
+    ///     let (sequence, token) = made?;
+    ///     println!("{sequence}: {}", token.text);
+    /// }
+    /// # Ok::<(), perpetua::EngineError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Engine::generate`]; or no prompts, or more than [`EngineConfig::sequences`].
+    pub fn generate_batch<P: AsRef<[u32]>>(
+        &mut self,
+        prompts: &[P],
+        options: &GenerateOptions,
+    ) -> Result<BatchGeneration<'_>, EngineError> {
+        if self.sequences == 0 {
+            return Err(EngineError::Purpose("batches: see EngineConfig::sequences"));
+        }
+        if prompts.is_empty() || prompts.len() > self.sequences {
+            return Err(EngineError::Batch { prompts: prompts.len(), sequences: self.sequences });
+        }
+        let prompts: Vec<&[u32]> = prompts.iter().map(AsRef::as_ref).collect();
+        prompts.iter().try_for_each(|prompt| self.check_prompt(prompt))?;
+        let mut control = self.control(options)?;
+        control.n_sequences = prompts.len() as u32;
+        let part = self.context + 1;
+        let mut each = Vec::new();
+        for (number, prompt) in prompts.iter().enumerate() {
+            control.sequences[number].n_tokens = prompt.len() as u32;
+            self.resident.set_tokens(number * part, prompt);
+        }
+        control.step = perpetua_device::advance::batch_step(&control, self.resident.compiled.image.view().programs, 0);
+        let ended = options.max_new_tokens == 0;
+        if !ended {
+            self.resident.start(control);
+        }
+        // Without a run there is nothing to take: what is counted then is an earlier run's.
+        for (number, prompt) in prompts.iter().enumerate().filter(|_| !ended) {
+            let next = number * part + prompt.len();
+            each.push(Made { text: text_stream(&self.model), next, taken: 0, end: None });
+        }
+        Ok(BatchGeneration { resident: &mut self.resident, each, ended })
+    }
+
+    /// A control block for `options`, without tokens and step.
+    fn control(&self, options: &GenerateOptions) -> Result<Control, EngineError> {
         if self.all_logits {
             return Err(EngineError::Purpose("generating tokens"));
         }
         options.check()?;
-        self.check_prompt(prompt)?;
         let stop = match &options.stop_tokens {
             Some(stop) => stop.clone(),
             None => self.model.generation().eos_token_ids.clone(),
@@ -775,7 +880,6 @@ impl Engine {
             return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
         }
         let mut control: Control = bytemuck::Zeroable::zeroed();
-        control.n_tokens = prompt.len() as u32;
         control.max_new_tokens = u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX);
         control.max_context = self.context as u32;
         control.n_stop_tokens = stop.len() as u32;
@@ -784,20 +888,7 @@ impl Engine {
         control.top_p = options.top_p.to_bits();
         control.top_k = options.top_k.min(u32::MAX as usize) as u32;
         control.seed = [options.seed as u32, (options.seed >> 32) as u32];
-        control.step =
-            perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
-        self.resident.set_tokens(prompt);
-        let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
-        if has_work {
-            self.resident.start(control);
-        }
-        // A model without a tokenizer still generates ids.
-        let text = match self.model.folder.tokenizer() {
-            Ok(tokenizer) => Some(tokenizer.decode_stream()),
-            Err(_) => None,
-        };
-        let ended = !has_work;
-        Ok(Generation { resident: &mut self.resident, text, prompt_len: prompt.len(), taken: 0, ended, end: None })
+        Ok(control)
     }
 
     /// The logits of every position of `ids`, `[ids.len(), vocab]`, in passes of the compiled chunk sizes; `each` hears
@@ -810,7 +901,7 @@ impl Engine {
             return Err(EngineError::Purpose("every position's logits"));
         }
         self.check_prompt(ids)?;
-        self.resident.set_tokens(ids);
+        self.resident.set_tokens(0, ids);
         let max_rows: Vec<u32> = self.resident.compiled.image.view().programs.iter().map(|p| p.max_rows).collect();
         let mut logits = Vec::with_capacity(ids.len() * self.model.config().vocab_size());
         let mut first = 0;
@@ -829,6 +920,15 @@ impl Engine {
         Ok(logits)
     }
 
+    /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows of
+    /// sequences that had ended before mean nothing.
+    pub fn batch_logits(&mut self) -> Option<Vec<f32>> {
+        let programs = self.resident.compiled.image.view().programs;
+        let batch = ProgramId(programs.iter().position(|p| p.in_token_loop == EVERY_SEQUENCE)? as u32);
+        let output = self.resident.output(batch, "logits")?;
+        self.resident.read_f32(&output, self.sequences).ok()
+    }
+
     /// The logits that the last token of the last generation was chosen from.
     pub fn last_logits(&mut self) -> Option<Vec<f32>> {
         let decode = ProgramId(0);
@@ -839,6 +939,93 @@ impl Engine {
     /// When the last run started, and when each of its passes ended.
     pub fn stamps(&self) -> Vec<Instant> {
         self.resident.stamps()
+    }
+}
+
+/// What turns a sequence's ids into text; a model without a tokenizer still generates ids.
+fn text_stream(model: &Model) -> Option<DecodeStream<'_>> {
+    Some(model.folder.tokenizer().ok()?.decode_stream())
+}
+
+/// A generation of several sequences under way: iterate over `(sequence, token)`. Each sequence's tokens come in order.
+#[derive(Debug)]
+pub struct BatchGeneration<'a> {
+    resident: &'a mut Resident,
+    each: Vec<Made<'a>>,
+    ended: bool,
+}
+
+/// What one sequence of a batch has made.
+#[derive(Debug)]
+struct Made<'a> {
+    text: Option<DecodeStream<'a>>,
+    /// Where its next token lies in the token buffer.
+    next: usize,
+    taken: usize,
+    end: Option<End>,
+}
+
+impl BatchGeneration<'_> {
+    /// Asks the run to end after the tokens under way; those already made can still be taken.
+    pub fn stop(&self) {
+        self.resident.stop();
+    }
+
+    /// Why sequence `sequence` ended, once all have.
+    pub fn end(&self, sequence: usize) -> Option<End> {
+        self.each.get(sequence)?.end
+    }
+
+    /// A token that has been made, of the sequence of which the fewest have been taken.
+    fn take(&mut self) -> Option<Result<(usize, Token), EngineError>> {
+        let resident = &self.resident;
+        let waiting = self.each.iter_mut().enumerate();
+        let waiting = waiting.filter(|(number, made)| resident.produced_of(*number) as usize > made.taken);
+        let (number, made) = waiting.min_by_key(|(_, made)| made.taken)?;
+        let id = resident.token(made.next);
+        (made.next, made.taken) = (made.next + 1, made.taken + 1);
+        let text = made.text.as_mut().map_or(Ok(String::new()), |stream| stream.push(id));
+        Some(text.map(|text| (number, Token { id, text })).map_err(EngineError::from))
+    }
+}
+
+impl Iterator for BatchGeneration<'_> {
+    type Item = Result<(usize, Token), EngineError>;
+
+    fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
+        loop {
+            let is_over = self.ended || !self.resident.is_running();
+            if let Some(token) = self.take() {
+                return Some(token);
+            }
+            if self.ended {
+                return None;
+            }
+            if is_over {
+                self.ended = true;
+                match self.resident.finish() {
+                    Ok(control) => {
+                        for (made, sequence) in self.each.iter_mut().zip(&control.sequences) {
+                            made.end = End::from_u32(sequence.end);
+                        }
+                    }
+                    Err(error) => return Some(Err(error.into())),
+                }
+                // The reference has run as a whole; its tokens are there only now.
+                continue;
+            }
+            self.resident.rest();
+        }
+    }
+}
+
+impl Drop for BatchGeneration<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.resident.stop();
+            // Whatever the run ended with, nobody is there to hear it.
+            let _ = self.resident.finish();
+        }
     }
 }
 
@@ -994,7 +1181,7 @@ impl Embedder {
             return Err(EngineError::PromptTooLong { tokens: ids.len(), context: max, model: max });
         };
         let program = ProgramId(program as u32);
-        self.resident.set_tokens(ids);
+        self.resident.set_tokens(0, ids);
         self.resident.start(one_pass(program, 0, ids.len() as u32, ids.len() as u32));
         self.resident.finish()?;
         let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;

@@ -9,13 +9,13 @@ use perpetua::exec::simt::{Options, Simt};
 use perpetua::graph::lower::Target;
 use perpetua::image::Image;
 use perpetua::image::encode::{Parts, encode};
-use perpetua::model::decoder::Head;
+use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
+use perpetua_shared::WorkerId;
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::{DType, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 
@@ -48,7 +48,7 @@ fn compiled(model: &Model, workers: u32, rows: usize) -> Compiled {
 }
 
 fn compiled_for(model: &Model, target: Target, rows: usize) -> Compiled {
-    let sources = decoder_sources(model, 32, &[rows], DType::Bf16, Head::AllLogits).expect("a sound model");
+    let sources = decoder_sources(model, &[rows], Cache::bf16(32), Head::AllLogits).expect("a sound model");
     compile(sources, &Config::new(target)).expect("it compiles")
 }
 

@@ -499,6 +499,7 @@ impl Cuda {
     /// (`program_runs`, the iteration) is kept: those fields of `control` are overwritten. An error waits in
     /// [`Cuda::finish`].
     pub fn start(&mut self, mut control: Control) {
+        assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         self.wait();
         *self.seen_mut() = Seen::default();
         self.finished = None;

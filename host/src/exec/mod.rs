@@ -15,7 +15,20 @@ pub mod simt;
 pub mod threads;
 pub mod tiles;
 
+use crate::image::Image;
+use perpetua_shared::control::Control;
 use perpetua_shared::{Fault, FaultCode};
+
+/// What executors of batches rely on where a control block comes from the host.
+fn check_sequences(image: &Image, control: &Control) {
+    let there = image.sequences();
+    assert!(
+        control.n_sequences as usize <= there && (control.step.sequence as usize) < there,
+        "a control block for {} sequences, a step of s{}: the image has {there}",
+        control.n_sequences,
+        control.step.sequence
+    );
+}
 
 /// A run that ended in a fault, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -104,6 +104,7 @@ impl Simt {
     /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
     /// iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, mut control: Control) {
+        assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         let base = self.memory.control_base();
         // SAFETY: the control block is aligned and nobody else touches it between launches.
         let before = unsafe { base.read() };
