@@ -19,11 +19,11 @@ const REGISTERS: u32 = 255;
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; attention 2; linear and
 /// gated_linear 3 each; rms_norm 2; layer_norm 4; pool 2; argmax 2; sample 50 (the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). Votes: the two waits. Shuffles, five to a sum, twice that for two words:
-/// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 11, linear and gated_linear 50 each (from global memory and from
-/// tiles), sample 175.
+/// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 11, attention_merge 18 (a maximum, a sum, eight
+/// weights), linear and gated_linear 50 each (from global memory and from tiles), sample 175.
 const BARRIERS: usize = 72;
 const BARRIER_VOTES: usize = 2;
-const SHUFFLES: usize = 321;
+const SHUFFLES: usize = 339;
 const WARP_SYNCS: usize = 10;
 const PRODUCTS: usize = 32;
 
@@ -44,6 +44,7 @@ const KERNELS: &[(&str, u32, usize, usize, usize, usize, u32)] = &[
     ("sample", 56, 50, 175, 0, 0, 16384),
     ("advance", 40, 0, 0, 0, 0, 0),
     ("pool", 40, 2, 5, 0, 0, 16384),
+    ("attention_merge", 64, 0, 18, 0, 0, 0),
 ];
 
 fn ptx() -> Option<&'static str> {

@@ -426,7 +426,7 @@ mod attention {
     }
 
     fn params(c: &Case) -> Params {
-        Params { scale: 1.0 / (c.d as f32).sqrt(), causal: u32::from(c.causal) }
+        Params { scale: 1.0 / (c.d as f32).sqrt(), causal: u32::from(c.causal), splits: 1 }
     }
 
     proptest! {

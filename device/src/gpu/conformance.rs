@@ -60,6 +60,7 @@ struct Case {
     step: Step,
     row_first: u32,
     block: u32,
+    split: u32,
     tolerance: f32,
     /// Of the schedule.
     seed: u64,
@@ -96,6 +97,7 @@ impl Case {
             step: Step { rows: u32::MAX, ..Step::default() },
             row_first: 0,
             block: 0,
+            split: 0,
             tolerance: 2e-5,
             seed: 0,
             data: Vec::new(),
@@ -231,7 +233,7 @@ impl Case {
             task_type: self.task_type,
             params: self.params,
             row_first: self.row_first,
-            block: [self.block, 0, 0],
+            block: [self.block, self.split, 0],
             operand_count: self.operands.len() as u32,
             ..TaskDesc::zeroed()
         };
@@ -599,7 +601,7 @@ fn attention() {
         let d = if round % 6 == 0 { 270 } else { [random.one_to(140), 64][round % 2] };
         let context = 120;
         let causal = random.below(2);
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal });
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1 });
         let dtype = random.dtype();
         case.floats(random, dtype, &[rows, heads, group, d]);
         case.floats(random, dtype, &[heads, context, d]);
@@ -610,6 +612,115 @@ fn attention() {
         case.step.rows = case.row_first + random.one_to(rows);
         case.tolerance = 1e-4;
         case.judge("attention");
+    }
+}
+
+/// A cache of `heads`, NaN from position `visible` on.
+fn push_cache(case: &mut Case, random: &mut Random, dtype: DType, [heads, context, d]: [u32; 3], visible: u32) {
+    let mut at = 0;
+    case.push(random, dtype, &[heads, context, d], |random| {
+        at += 1;
+        if (at - 1) / d % context < visible { random.float() } else { f32::NAN }
+    });
+}
+
+#[test]
+fn split_attention() {
+    let random = &mut Random(11);
+    for round in 0..40 {
+        let (heads, group, splits) = (random.one_to(2), random.one_to(5), 1 + random.one_to(15));
+        let d = if round % 10 == 0 { 270 } else { [random.one_to(70), 64][round % 2] };
+        // Fewer positions than splits, too: some splits have none.
+        let context = [20, 120, 700][round % 3];
+        let visible = random.one_to(context);
+        let dtype = random.dtype();
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits });
+        case.floats(random, dtype, &[1, heads, group, d]);
+        push_cache(&mut case, random, dtype, [heads, context, d], visible);
+        push_cache(&mut case, random, dtype, [heads, context, d], visible);
+        case.push(random, DType::F32, &[heads, 1, group, 2 + d], |_| 7.0);
+        case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+        (case.step.first_pos, case.step.rows) = (visible - 1, 1);
+        case.tolerance = 1e-4;
+        case.judge("attention, split");
+    }
+}
+
+#[test]
+fn attention_merge() {
+    let random = &mut Random(12);
+    for round in 0..40 {
+        let (heads, group, splits) = (random.one_to(3), random.one_to(5), random.one_to(attention_merge::MAX_SPLITS));
+        let d = random.one_to(140);
+        let found = random.one_to(splits);
+        let mut case = Case::new::<AttentionMerge>(attention_merge::Params {});
+        let mut at = 0;
+        case.push(random, DType::F32, &[heads, splits, group, 2 + d], |random| {
+            let (split, word) = (at / (2 + d) / group % splits, at % (2 + d));
+            at += 1;
+            match (word, split < found) {
+                (0, false) => f32::NEG_INFINITY,
+                (_, false) => 0.0,
+                // Far apart, so that most hardly count; or a row in which everything was -inf.
+                (0, true) if round % 9 == 4 && random.below(3) == 0 => f32::NEG_INFINITY,
+                (0, true) => 30.0 * random.float(),
+                (1, true) if round % 9 == 7 && random.below(3) == 0 => f32::NAN,
+                (1, true) => 1.0 + random.float().abs(),
+                _ => random.float(),
+            }
+        });
+        let dtype = random.dtype();
+        case.push(random, dtype, &[1, heads, group, d], |_| 7.0);
+        case.judge("attention_merge");
+    }
+}
+
+/// What the splits' definitions find and the merge's puts together is what attention's says.
+#[test]
+fn splits_merged_are_the_whole() {
+    let random = &mut Random(13);
+    for round in 0..40 {
+        let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
+        let visible = random.one_to(60);
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1 });
+        case.floats(random, DType::F32, &[1, heads, group, d]);
+        push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
+        push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
+        case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
+        case.push(random, DType::F32, &[heads, splits, group, 2 + d], |_| 7.0);
+        case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
+        let step = Step { first_pos: visible - 1, rows: 1, ..Step::default() };
+        let run = |kernel: &Spec, params, slots: &[usize], memory: &mut [Vec<u128>], block, operands: &[Operand]| {
+            let tensor = |slot: &usize| {
+                // SAFETY: each operand has its own memory.
+                unsafe { Tensor::new(memory[*slot].as_ptr().cast_mut().cast(), &operands[*slot]) }
+            };
+            let tensors: Vec<Tensor> = slots.iter().map(tensor).collect();
+            let task = TaskDesc { task_type: kernel.task_type, params, block, ..TaskDesc::zeroed() };
+            let io: Vec<Operand> = slots.iter().map(|slot| operands[*slot]).collect();
+            kernel.check(&params, &io).expect("a task");
+            (kernel.reference)(&io::Call { tensors: &tensors, task: &task, step: &step, programs: &[] })
+                .expect("sound");
+            tensors.last().copied().expect("an output")
+        };
+        let [attention, merge] =
+            [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
+        let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
+        let params = param_words(&attention::Params { scale: 0.5, causal: 1, splits });
+        let whole = case.operands[4];
+        for split in 0..splits {
+            case.operands[4].extent[1] = 1;
+            case.operands[4].offset_bytes = whole.offset_bytes + u64::from(split * whole.stride_elems[1] * 4);
+            run(attention, params, &[0, 1, 2, 4], &mut case.memory, [0, split, 0], &case.operands);
+        }
+        case.operands[4] = whole;
+        let merged = run(merge, [0; 8], &[4, 5], &mut case.memory, [0; 3], &case.operands);
+        for at in 0..(heads * group * d) as usize {
+            let (d, group) = (d as usize, group as usize);
+            let index = [0, at / d / group, at / d % group, at % d];
+            let (a, b) = (merged.get(index), expected.get(index));
+            assert!((a - b).abs() <= 1e-5, "round {round}: {index:?} is {a}, expected {b}");
+        }
     }
 }
 

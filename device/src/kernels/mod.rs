@@ -273,6 +273,7 @@ kernels! {
     11 => sample::Sample,
     12 => advance::Advance,
     13 => pool::Pool,
+    14 => attention_merge::AttentionMerge,
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

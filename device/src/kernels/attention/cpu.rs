@@ -34,8 +34,8 @@ const MAX_HEAD_DIM: usize = 1024;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
-    if k.dtype() != v.dtype() || q.extent(3) > MAX_HEAD_DIM {
-        // No cache mixes them, and no model has such heads.
+    if k.dtype() != v.dtype() || q.extent(3) > MAX_HEAD_DIM || p.splits > 1 {
+        // No cache mixes them, no model has such heads, and only attention for GPUs is split.
         return Attention::reference(p, call);
     }
     let rows = call.rows(0);
@@ -159,13 +159,8 @@ impl Attend<'_> {
             let mut t = 0;
             while t < all {
                 let n = BLOCK.min(all - t);
-                let keys = Weights {
-                    base: [k.add(t * k_stride); 2],
-                    stride: [k_stride; 2],
-                    rows: n,
-                    paired: false,
-                    k: d,
-                };
+                let keys =
+                    Weights { base: [k.add(t * k_stride); 2], stride: [k_stride; 2], rows: n, paired: false, k: d };
                 let values = v.add(t * v_stride);
                 gemm::scores::<S, D>(&keys, values, v_stride, packed, tile.queries, tile.scores, BLOCK);
                 // Every query sees `common` positions of the block; those that see more go on alone.
@@ -206,55 +201,55 @@ impl<S: Simd> Leaf for Softmax<S> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-    let Softmax { tile, m, seen, scale, .. } = self;
-    if seen == 0 {
-        return;
-    }
-    // SAFETY: scores hold BLOCK elements a query, a multiple of the vector; the level exists (caller).
-    unsafe {
-        let scores = tile.scores.add(m * BLOCK);
-        let scale = S::splat(scale);
-        let mut best = S::splat(f32::NEG_INFINITY);
-        let mut i = 0;
-        while i < seen {
-            // The tail counts as -inf: it changes no maximum and its exponentials are zero.
-            let scaled = S::mul(S::load(scores.add(i)), scale);
-            let scaled = if seen - i < S::LANES { masked::<S>(scaled, seen - i) } else { scaled };
-            S::store(scores.add(i), scaled);
-            best = S::max(scaled, best);
-            i += S::LANES;
+        let Softmax { tile, m, seen, scale, .. } = self;
+        if seen == 0 {
+            return;
         }
-        let old = *tile.max.add(m);
-        let mut max = S::largest(best);
-        max = if max > old { max } else { old };
-        // While nothing but -inf (or NaN) has been seen, exponentials are taken relative to 0: -inf gives 0, NaN stays.
-        let relative = if max == f32::NEG_INFINITY { 0.0 } else { max };
-        let mut total = S::splat(0.0);
-        let mut i = 0;
-        while i < seen {
-            let e = exp::<S>(S::sub(S::load(scores.add(i)), S::splat(relative)));
-            S::store(scores.add(i), e);
-            total = S::add(total, e);
-            i += S::LANES;
-        }
-        let mut sum = S::sum(total);
-        if max != old {
-            let factor = exp::<S>(S::splat(old - relative));
-            let mut one = [0f32; 16];
-            S::store(one.as_mut_ptr(), factor);
-            sum += *tile.total.add(m) * one[0];
-            let sums = tile.sums.add(m * tile.width);
+        // SAFETY: scores hold BLOCK elements a query, a multiple of the vector; the level exists (caller).
+        unsafe {
+            let scores = tile.scores.add(m * BLOCK);
+            let scale = S::splat(scale);
+            let mut best = S::splat(f32::NEG_INFINITY);
             let mut i = 0;
-            while i < tile.width {
-                S::store(sums.add(i), S::mul(S::load(sums.add(i)), factor));
+            while i < seen {
+                // The tail counts as -inf: it changes no maximum and its exponentials are zero.
+                let scaled = S::mul(S::load(scores.add(i)), scale);
+                let scaled = if seen - i < S::LANES { masked::<S>(scaled, seen - i) } else { scaled };
+                S::store(scores.add(i), scaled);
+                best = S::max(scaled, best);
                 i += S::LANES;
             }
-        } else {
-            sum += *tile.total.add(m);
+            let old = *tile.max.add(m);
+            let mut max = S::largest(best);
+            max = if max > old { max } else { old };
+            // While nothing but -inf (or NaN) has been seen, exponentials are taken relative to 0: -inf gives 0, NaN stays.
+            let relative = if max == f32::NEG_INFINITY { 0.0 } else { max };
+            let mut total = S::splat(0.0);
+            let mut i = 0;
+            while i < seen {
+                let e = exp::<S>(S::sub(S::load(scores.add(i)), S::splat(relative)));
+                S::store(scores.add(i), e);
+                total = S::add(total, e);
+                i += S::LANES;
+            }
+            let mut sum = S::sum(total);
+            if max != old {
+                let factor = exp::<S>(S::splat(old - relative));
+                let mut one = [0f32; 16];
+                S::store(one.as_mut_ptr(), factor);
+                sum += *tile.total.add(m) * one[0];
+                let sums = tile.sums.add(m * tile.width);
+                let mut i = 0;
+                while i < tile.width {
+                    S::store(sums.add(i), S::mul(S::load(sums.add(i)), factor));
+                    i += S::LANES;
+                }
+            } else {
+                sum += *tile.total.add(m);
+            }
+            *tile.max.add(m) = max;
+            *tile.total.add(m) = sum;
         }
-        *tile.max.add(m) = max;
-        *tile.total.add(m) = sum;
-    }
     }
 }
 
@@ -325,70 +320,70 @@ impl<S: Simd, E: Storage, const M: usize> Leaf for AddValues<S, E, M> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-    let AddValues { tile, m, start, end, values, stride, d, next, next_stride, .. } = self;
-    // SAFETY: the queries' sums and exponentials are inside the tile, positions inside V; prefetches may be of any
-    // address; the level exists (caller).
-    unsafe {
-        let sums = tile.sums.add(m * tile.width);
-        let scores = tile.scores.add(m * BLOCK);
-        let mut i = 0;
-        while i + 2 * S::LANES <= d {
-            let mut acc = [[S::splat(0.0); 2]; M];
-            let mut q = 0;
-            while q < M {
-                acc[q] = [S::load(sums.add(q * tile.width + i)), S::load(sums.add(q * tile.width + i + S::LANES))];
-                q += 1;
-            }
-            let mut t = start;
-            while t < end {
-                if !next.is_null() {
-                    S::prefetch(next.wrapping_add(t * next_stride + i).cast());
-                }
-                let low = E::load::<S>(values.add(t * stride + i));
-                let high = E::load::<S>(values.add(t * stride + i + S::LANES));
+        let AddValues { tile, m, start, end, values, stride, d, next, next_stride, .. } = self;
+        // SAFETY: the queries' sums and exponentials are inside the tile, positions inside V; prefetches may be of any
+        // address; the level exists (caller).
+        unsafe {
+            let sums = tile.sums.add(m * tile.width);
+            let scores = tile.scores.add(m * BLOCK);
+            let mut i = 0;
+            while i + 2 * S::LANES <= d {
+                let mut acc = [[S::splat(0.0); 2]; M];
                 let mut q = 0;
                 while q < M {
-                    let e = S::splat(*scores.add(q * BLOCK + t));
-                    acc[q] = [S::fma(e, low, acc[q][0]), S::fma(e, high, acc[q][1])];
+                    acc[q] = [S::load(sums.add(q * tile.width + i)), S::load(sums.add(q * tile.width + i + S::LANES))];
                     q += 1;
                 }
-                t += 1;
-            }
-            let mut q = 0;
-            while q < M {
-                S::store(sums.add(q * tile.width + i), acc[q][0]);
-                S::store(sums.add(q * tile.width + i + S::LANES), acc[q][1]);
-                q += 1;
-            }
-            i += 2 * S::LANES;
-        }
-        while i < d {
-            let n = S::LANES.min(d - i);
-            let mut acc = [S::splat(0.0); M];
-            let mut q = 0;
-            while q < M {
-                acc[q] = S::load(sums.add(q * tile.width + i));
-                q += 1;
-            }
-            let mut t = start;
-            while t < end {
-                let p = values.add(t * stride + i);
-                let v = if n == S::LANES { E::load::<S>(p) } else { E::load_part::<S>(p, n) };
+                let mut t = start;
+                while t < end {
+                    if !next.is_null() {
+                        S::prefetch(next.wrapping_add(t * next_stride + i).cast());
+                    }
+                    let low = E::load::<S>(values.add(t * stride + i));
+                    let high = E::load::<S>(values.add(t * stride + i + S::LANES));
+                    let mut q = 0;
+                    while q < M {
+                        let e = S::splat(*scores.add(q * BLOCK + t));
+                        acc[q] = [S::fma(e, low, acc[q][0]), S::fma(e, high, acc[q][1])];
+                        q += 1;
+                    }
+                    t += 1;
+                }
                 let mut q = 0;
                 while q < M {
-                    acc[q] = S::fma(S::splat(*scores.add(q * BLOCK + t)), v, acc[q]);
+                    S::store(sums.add(q * tile.width + i), acc[q][0]);
+                    S::store(sums.add(q * tile.width + i + S::LANES), acc[q][1]);
                     q += 1;
                 }
-                t += 1;
+                i += 2 * S::LANES;
             }
-            let mut q = 0;
-            while q < M {
-                S::store(sums.add(q * tile.width + i), acc[q]);
-                q += 1;
+            while i < d {
+                let n = S::LANES.min(d - i);
+                let mut acc = [S::splat(0.0); M];
+                let mut q = 0;
+                while q < M {
+                    acc[q] = S::load(sums.add(q * tile.width + i));
+                    q += 1;
+                }
+                let mut t = start;
+                while t < end {
+                    let p = values.add(t * stride + i);
+                    let v = if n == S::LANES { E::load::<S>(p) } else { E::load_part::<S>(p, n) };
+                    let mut q = 0;
+                    while q < M {
+                        acc[q] = S::fma(S::splat(*scores.add(q * BLOCK + t)), v, acc[q]);
+                        q += 1;
+                    }
+                    t += 1;
+                }
+                let mut q = 0;
+                while q < M {
+                    S::store(sums.add(q * tile.width + i), acc[q]);
+                    q += 1;
+                }
+                i += n;
             }
-            i += n;
         }
-    }
     }
 }
 

@@ -62,11 +62,11 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let item = unit / parts;
                 let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
                 let visible = p.visible(call.step, call.task.row_first + r) as u32;
-                let (first, end) = part(visible, unit % parts, parts);
+                let (first, end) = part(p.share(visible, call.task.block[1]), unit % parts, parts);
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
                 if parts == 1 {
-                    put(call.tensor(3).row([r, h, g]), d, slice, lane, &found);
+                    put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
                 } else {
                     let at = FREE_SHARED + unit * PART;
                     if lane == 0 {
@@ -87,7 +87,8 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let (heads, group) = (q.extent(1), q.extent(2));
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
                     let visible = p.visible(call.step, call.task.row_first + r) as u32;
-                    put(call.tensor(3).row([r, h, g]), d, slice, lane, &merge(item, parts, visible, lane));
+                    let found = merge(item, parts, p.share(visible, call.task.block[1]), lane);
+                    put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
                 }
                 block.sync();
             }
@@ -97,34 +98,44 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     Ok(())
 }
 
-/// The positions of part `number` of `parts`, whole 32s but for the last.
+/// The positions, of `from..to`, of part `number` of `parts`, whole 32s but for the last.
 #[inline(always)]
-fn part(visible: u32, number: u32, parts: u32) -> (u32, u32) {
-    let len = visible.div_ceil(WARP).div_ceil(parts) * WARP;
-    let (first, end) = (number * len, (number + 1) * len);
-    (if first < visible { first } else { visible }, if end < visible { end } else { visible })
+fn part((from, to): (u32, u32), number: u32, parts: u32) -> (u32, u32) {
+    let len = (to - from).div_ceil(WARP).div_ceil(parts) * WARP;
+    let (first, end) = (from + number * len, from + (number + 1) * len);
+    (if first < to { first } else { to }, if end < to { end } else { to })
 }
 
-/// Writes a row's slice.
+/// Writes a row's slice, or what a split found of it.
 #[inline(always)]
-unsafe fn put(y: Row, d: u32, slice: u32, lane: u32, found: &Found) {
-    for step in 0..PER_LANE {
-        let i = slice + dimension(step, lane);
-        if i < d {
-            // SAFETY: `i` is below the row's length; the lane's own element.
-            unsafe { y.set(i, found.sums[step] / found.total) };
+unsafe fn put(p: &Params, y: &Tensor, [r, h, g]: [u32; 3], d: u32, slice: u32, lane: u32, found: &Found) {
+    let split = p.splits > 1;
+    // SAFETY: `i` is below the row's length, which is two more where that holds what a split found; elements are written by
+    // one lane each.
+    unsafe {
+        let y = if split { y.row([h, 0, g]) } else { y.row([r, h, g]) };
+        if split && slice == 0 && lane == 0 {
+            y.set(0, found.max);
+            y.set(1, found.total);
+        }
+        let (divisor, at) = if split { (1.0, 2) } else { (found.total, 0) };
+        for step in 0..PER_LANE {
+            let i = slice + dimension(step, lane);
+            if i < d {
+                y.set(at + i, found.sums[step] / divisor);
+            }
         }
     }
 }
 
 /// What the parts of `item` found, together; parts without positions have found nothing.
 #[inline(always)]
-unsafe fn merge(item: u32, parts: u32, visible: u32, lane: u32) -> Found {
+unsafe fn merge(item: u32, parts: u32, positions: (u32, u32), lane: u32) -> Found {
     let mut all = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
     // SAFETY: the parts' words have been written before a barrier.
     unsafe {
         for number in 0..parts {
-            let (first, end) = part(visible, number, parts);
+            let (first, end) = part(positions, number, parts);
             if first == end {
                 break;
             }
@@ -159,7 +170,8 @@ unsafe fn attend(head: &Heads, slice: u32, first: u32, end: u32, lane: u32) -> F
     let Heads { q, k, v, d, scale } = *head;
     let mut found = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
     // Sixteen bytes of a key row at a time, four of a value row, where they lie so.
-    let by_eight = q.is(F32) && k.first.is(BF16) && d % 8 == 0 && k.step % 8 == 0 && q.is_aligned(16) && k.first.is_aligned(16);
+    let by_eight =
+        q.is(F32) && k.first.is(BF16) && d % 8 == 0 && k.step % 8 == 0 && q.is_aligned(16) && k.first.is_aligned(16);
     let by_two = v.first.is(BF16) && d % 2 == 0 && v.step % 2 == 0 && v.first.is_aligned(4);
     // SAFETY: positions and dimensions are inside the rows (caller); whole warps shuffle.
     unsafe {

@@ -2,6 +2,10 @@
 //!
 //! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Causal:
 //! row r sees positions 0..=first_pos + r. Bidirectional: it sees the pass's rows. f32 accumulation.
+//!
+//! Split (one row only), a task attends to an equal share of the positions, block axis 1 saying which, and y is what it
+//! found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, group, 2 + d] f32, each row the largest score,
+//! the sum of exp(score - largest), and the values' sum weighted so. Without positions: -inf and zeros.
 
 use super::*;
 
@@ -21,12 +25,24 @@ pub struct Params {
     pub scale: f32,
     /// 1: causal; 0: bidirectional.
     pub causal: u32,
+    /// Tasks that share the positions; 1: not split.
+    pub splits: u32,
 }
 
 impl Params {
     /// How many positions row `row` of the pass sees.
     pub fn visible(&self, step: &perpetua_shared::Step, row: u32) -> usize {
         (if self.causal != 0 { step.first_pos + row + 1 } else { step.rows }) as usize
+    }
+
+    /// The positions, of `visible`, that split `number` attends to: first and end.
+    fn share(&self, visible: u32, number: u32) -> (u32, u32) {
+        if self.splits <= 1 {
+            return (0, visible);
+        }
+        let len = visible.div_ceil(self.splits);
+        let (first, end) = (number * len, (number + 1) * len);
+        (if first < visible { first } else { visible }, if end < visible { end } else { visible })
     }
 }
 
@@ -36,7 +52,7 @@ impl MacroKernel for Attention {
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
-    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [q, k, v, y] = io else { unreachable!("slots were counted") };
         for (name, operand, rank) in [("q", q, 4), ("k", k, 3), ("v", v, 3), ("y", y, 4)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
@@ -48,14 +64,23 @@ impl MacroKernel for Attention {
             rules::extent(name, operand, 1, k.extent[1])?;
             rules::extent(name, operand, 2, q.extent[3])?;
         }
-        (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]))
+        if p.splits <= 1 {
+            return (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]));
+        }
+        rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
+        rules::extent("q", q, 0, 1)?;
+        let parts = [q.extent[1], 1, q.extent[2], q.extent[3] + 2];
+        (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
     }
 
-    fn cost(_: &Params, io: &[Operand]) -> Cost {
+    fn cost(p: &Params, io: &[Operand]) -> Cost {
         // Over the whole context: the length at run time is not known here.
         let [q, k, ..] = io else { return Cost::default() };
-        let flops = 4 * q.len_elems() * u64::from(k.extent[1]);
-        Cost { flops, ..default_cost(Self::SLOTS, io) }
+        let mut share = [Operand::ABSENT; 4];
+        share.copy_from_slice(io);
+        share[1..3].iter_mut().for_each(|cache| cache.extent[1] = cache.extent[1].div_ceil(p.splits.max(1)));
+        let flops = 4 * q.len_elems() * u64::from(k.extent[1].div_ceil(p.splits.max(1)));
+        Cost { flops, ..default_cost(Self::SLOTS, &share) }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -64,17 +89,24 @@ impl MacroKernel for Attention {
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         for r in 0..call.rows(0) {
             let visible = p.visible(call.step, call.task.row_first + r as u32);
+            let (first, end) = p.share(visible as u32, call.task.block[1]);
+            let positions = first as usize..end as usize;
             for h in 0..n_kv {
                 for g in 0..group {
-                    let mut scores: Vec<f32> = (0..visible)
+                    let mut scores: Vec<f32> = positions
+                        .clone()
                         .map(|t| p.scale * (0..d).map(|i| q.get([r, h, g, i]) * k.get([h, t, i])).sum::<f32>())
                         .collect();
                     let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                     scores.iter_mut().for_each(|s| *s = (*s - max).exp());
                     let total: f32 = scores.iter().sum();
-                    for i in 0..d {
-                        let sum: f32 = scores.iter().enumerate().map(|(t, s)| s * v.get([h, t, i])).sum();
-                        y.set([r, h, g, i], sum / total);
+                    let sum = |i| positions.clone().zip(&scores).map(|(t, s)| s * v.get([h, t, i])).sum::<f32>();
+                    if p.splits <= 1 {
+                        (0..d).for_each(|i| y.set([r, h, g, i], sum(i) / total));
+                    } else {
+                        y.set([h, 0, g, 0], max);
+                        y.set([h, 0, g, 1], total);
+                        (0..d).for_each(|i| y.set([h, 0, g, 2 + i], sum(i)));
                     }
                 }
             }
