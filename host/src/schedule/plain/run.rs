@@ -722,21 +722,29 @@ impl<'s, 'g> Run<'s, 'g> {
             self.marks[input as usize] = pinned;
         }
         let now = self.ranks[target as usize];
-        let mut by_offset: Vec<u32> =
-            self.resident.iter().copied().filter(|&op| graph.ops[op as usize].bytes > 0).collect();
-        by_offset.sort_unstable_by_key(|&op| self.offset[op as usize]);
-        // Prefix sums over the buffers in address order make every window's price two look-ups.
-        let mut prices: Vec<(u32, u32, u128)> = vec![(0, 0, 0)];
-        for &victim in &by_offset {
-            let (n_pinned, n_wanted, price) = *prices.last().expect("starts with one");
+        // Each buffer on chip with its first byte and its end, in address order.
+        let mut held: Vec<(u64, u64, u32)> = Vec::with_capacity(self.resident.len());
+        held.extend(self.resident.iter().filter_map(|&victim| {
+            let (offset, bytes) = (self.offset[victim as usize], graph.ops[victim as usize].bytes);
+            (bytes > 0).then_some((offset, offset + bytes, victim))
+        }));
+        held.sort_unstable();
+        // Prefix sums over them make every window's price two look-ups. Pinned ones have none.
+        let mut prices: Vec<(u32, u32, u128)> = Vec::with_capacity(held.len() + 1);
+        let (mut n_pinned, mut n_wanted, mut price) = (0, 0, 0);
+        prices.push((n_pinned, n_wanted, price));
+        for &(_, _, victim) in &held {
             let mark = self.marks[victim as usize];
-            let is_pinned = mark == pinned || self.state[victim as usize] != State::Resident;
-            let next = (n_pinned + u32::from(is_pinned), n_wanted + u32::from(mark == wanted));
-            prices.push((next.0, next.1, price + self.price(victim, now)));
+            if mark == pinned || self.state[victim as usize] != State::Resident {
+                n_pinned += 1;
+            } else {
+                n_wanted += u32::from(mark == wanted);
+                price += self.price(victim, now);
+            }
+            prices.push((n_pinned, n_wanted, price));
         }
-        let end_of = |victim: u32| self.offset[victim as usize] + graph.ops[victim as usize].bytes;
         let mut best: Option<((u32, u128, u64), usize, usize)> = None;
-        let starts = by_offset.iter().flat_map(|&victim| [self.offset[victim as usize], end_of(victim)]);
+        let starts = held.iter().flat_map(|&(first, end, _)| [first, end]);
         // Windows come in ascending order, and so do the first buffer in each and the first past it.
         let (mut from, mut to) = (0, 0);
         for start in [0].into_iter().chain(starts) {
@@ -745,10 +753,10 @@ impl<'s, 'g> Run<'s, 'g> {
             if end > graph.capacity_bytes {
                 break;
             }
-            while by_offset.get(from).is_some_and(|&victim| end_of(victim) <= first) {
+            while held.get(from).is_some_and(|&(_, held_end, _)| held_end <= first) {
                 from += 1;
             }
-            while by_offset.get(to).is_some_and(|&victim| self.offset[victim as usize] < end) {
+            while held.get(to).is_some_and(|&(held_first, ..)| held_first < end) {
                 to += 1;
             }
             if prices[to].0 > prices[from].0 {
@@ -760,7 +768,7 @@ impl<'s, 'g> Run<'s, 'g> {
             }
         }
         let ((.., first), from, to) = best?;
-        for &victim in &by_offset[from..to] {
+        for &(_, _, victim) in &held[from..to] {
             self.spill(victim);
         }
         self.scan.take(first, bytes);
