@@ -52,7 +52,7 @@ fn run(device: Device) -> Result<Vec<f32>, EngineError> {
     resident.set_input("x", &values(rows * hidden, 1.0))?;
     resident.run_once(ProgramId(0), ALL_ROWS)?;
     let y = resident.output(ProgramId(0), "y").expect("declared above");
-    Ok(resident.memory().read_f32(&y, rows))
+    Ok(resident.read_f32(&y, rows)?)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@
 use perpetua::compile::{Config, Source, compile};
 use perpetua::graph::lower::Target;
 use perpetua::model::ModelConfig;
-use perpetua::model::decoder::{Declared, Head, build};
+use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::preset_config;
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prefetch, predict};
@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let ModelConfig::Decoder(config) = ModelConfig::from_value(Path::new(name), &preset_config(name)?)? else {
             unreachable!("these presets are decoders")
         };
-        let graph = build(&config, Declared::Assumed(DType::Bf16), [1, context], DType::Bf16, Head::Sample)?;
+        let graph = build(&config, Declared::Assumed(DType::Bf16), 1, Cache::bf16(context), Head::Sample)?;
         let target = Target::h200();
         let machine = Machine::of(&target);
         let source = Source { name: "decode".to_owned(), graph, in_token_loop: true };

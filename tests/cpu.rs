@@ -2,6 +2,10 @@
 
 #[path = "cpu/bad_input.rs"]
 mod bad_input;
+#[path = "cpu/batch.rs"]
+mod batch;
+#[path = "cpu/cuda.rs"]
+mod cuda;
 #[path = "cpu/dependency.rs"]
 mod dependency;
 #[path = "cpu/executors.rs"]

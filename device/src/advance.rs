@@ -3,15 +3,16 @@
 //! Pure integer logic over the control block, so that the macro kernel `advance`, the host (for a run's first step) and
 //! the tests share it.
 
-use perpetua_shared::control::{Control, End, NO_PROGRAM, Step};
-use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::TaskFlags;
+use perpetua_shared::control::{Control, End, NO_PROGRAM, Sequence, Step};
+use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc};
 
 /// The program for `pending` rows: the smallest that takes them all in one pass, else the largest there is.
 /// `None` when the image has no program in the token loop.
 pub fn choose_program(programs: &[ProgramDesc], pending: u32) -> Option<u32> {
     let mut best: Option<(u32, u32)> = None;
     for (at, program) in programs.iter().enumerate() {
-        if program.in_token_loop == 0 {
+        if program.in_token_loop != 1 {
             continue;
         }
         let better = match best {
@@ -41,6 +42,94 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
         rows,
         sampling: u32::from(rows == pending && control.max_new_tokens > 0),
         iteration,
+        sequence: 0,
+    }
+}
+
+/// The step that a task with `flags` sees in the pass `step`. One of a batch's sequence, which `sequences` gives, sees that
+/// of the sequence alone: its next token, or no rows once it has ended.
+pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequence) -> Step {
+    let Some(number) = TaskFlags::sequence(flags) else { return *step };
+    let sequence = sequences(number);
+    let rows = u32::from(sequence.end == End::Running as u32);
+    Step { first_pos: sequence.position, rows, sequence: number as u32, ..*step }
+}
+
+/// A batch's next step: while some prompt has tokens before its last to be read, as many of the first such prompt as one
+/// pass takes; then the next token of every sequence that has not ended; then the end of the loop.
+pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -> Step {
+    let sequences = &control.sequences[..control.n_sequences as usize];
+    let is_running = |sequence: &Sequence| sequence.end == End::Running as u32;
+    let before_last = |sequence: &Sequence| sequence.n_tokens.saturating_sub(sequence.position + 1);
+    let unread = sequences.iter().position(|sequence| is_running(sequence) && before_last(sequence) > 0);
+    let step = match (unread, sequences.iter().rposition(is_running)) {
+        (Some(number), _) => {
+            let pending = before_last(&sequences[number]);
+            choose_program(programs, pending).map(|program| Step {
+                program,
+                first_pos: sequences[number].position,
+                rows: pending.min(programs[program as usize].max_rows),
+                sampling: 0,
+                sequence: number as u32,
+                ..control.step
+            })
+        }
+        // Rows beyond the last sequence that runs need not be computed.
+        (None, Some(last)) => programs.iter().position(|p| p.in_token_loop == EVERY_SEQUENCE).map(|program| Step {
+            program: program as u32,
+            first_pos: 0,
+            rows: last as u32 + 1,
+            sampling: 1,
+            sequence: 0,
+            ..control.step
+        }),
+        (None, None) => None,
+    };
+    match step {
+        Some(step) => Step { program_runs: control.program_runs[step.program as usize], iteration, ..step },
+        None => Step { program: NO_PROGRAM, iteration, ..control.step },
+    }
+}
+
+/// [`advance`] for a batch. `token` gives the token of a sequence at a position.
+pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: impl Fn(usize, u32) -> u32) {
+    let step = control.step;
+    control.program_runs[step.program as usize] = control.program_runs[step.program as usize].wrapping_add(1);
+    if step.sampling == 0 {
+        control.sequences[step.sequence as usize].position += step.rows;
+    } else {
+        let stops = &control.stop_tokens[..control.n_stop_tokens as usize];
+        for (number, sequence) in control.sequences[..control.n_sequences as usize].iter_mut().enumerate() {
+            if sequence.end != End::Running as u32 {
+                continue;
+            }
+            let token = token(number, sequence.n_tokens);
+            sequence.position += 1;
+            sequence.n_tokens += 1;
+            sequence.produced += 1;
+            control.produced += 1;
+            let end = if stops.contains(&token) {
+                End::StopToken
+            } else if sequence.produced >= control.max_new_tokens {
+                End::MaxTokens
+            } else if sequence.position >= control.max_context {
+                End::ContextFull
+            } else {
+                End::Running
+            };
+            sequence.end = end as u32;
+            control.end = end as u32;
+        }
+    }
+    if control.stop != 0 {
+        let sequences = control.sequences[..control.n_sequences as usize].iter_mut();
+        for sequence in sequences.filter(|sequence| sequence.end == End::Running as u32) {
+            (sequence.end, control.end) = (End::Stopped as u32, End::Stopped as u32);
+        }
+    }
+    control.step = batch_step(control, programs, step.iteration.wrapping_add(1));
+    if control.step.program != NO_PROGRAM {
+        control.end = End::Running as u32;
     }
 }
 
@@ -139,6 +228,91 @@ mod tests {
         let mut reading = control(20, 0, 100);
         assert_eq!(passes(&mut reading, &programs, 9), [(0, 8, 0), (8, 8, 0), (16, 4, 0)]);
         assert_eq!(reading.end, End::PromptDone as u32);
+    }
+
+    /// As [`passes`], for a batch over `prompts`, every sampled token `token` but sequence 1's third, which is 7.
+    fn batch(
+        control: &mut Control,
+        programs: &[ProgramDesc],
+        prompts: &[u32],
+        token: u32,
+    ) -> Vec<(u32, u32, u32, u32)> {
+        control.n_sequences = prompts.len() as u32;
+        for (sequence, n_tokens) in control.sequences.iter_mut().zip(prompts) {
+            sequence.n_tokens = *n_tokens;
+        }
+        control.step = batch_step(control, programs, 0);
+        let mut passes = Vec::new();
+        while control.step.program != NO_PROGRAM {
+            let step = control.step;
+            assert_eq!((step.iteration, control.end), (passes.len() as u32, End::Running as u32));
+            assert_eq!(step.program_runs, control.program_runs[step.program as usize]);
+            passes.push((step.sequence, step.first_pos, step.rows, step.sampling));
+            let known = control.sequences;
+            advance_batch(control, programs, |number, position| {
+                assert_eq!((known[number].end, position), (End::Running as u32, known[number].n_tokens));
+                if (number, known[number].produced) == (1, 2) { 7 } else { token }
+            });
+        }
+        let made: u32 = control.sequences.iter().map(|sequence| sequence.produced).sum();
+        assert_eq!(made, control.produced);
+        passes
+    }
+
+    fn batch_programs() -> Vec<ProgramDesc> {
+        let mut programs = programs(&[1, 8, 4]);
+        programs[2].in_token_loop = EVERY_SEQUENCE;
+        programs
+    }
+
+    #[test]
+    fn a_batch_reads_its_prompts_one_by_one_and_goes_on_together() {
+        let mut control = Control { n_stop_tokens: 1, ..control(0, 4, 12) };
+        control.stop_tokens[0] = 7;
+        let found = batch(&mut control, &batch_programs(), &[11, 2, 1], 9);
+        // The last token of each prompt is left to the passes together; the one of a single token has no other.
+        let reading = [(0, 0, 8, 0), (0, 8, 2, 0), (1, 0, 1, 0)];
+        assert_eq!(found[..3], reading);
+        // Sequence 0 fills its context first, the stop token ends 1, 2 makes all of its tokens: rows stay until it ends.
+        assert_eq!(found[3..], [(0, 0, 3, 1); 4]);
+        let ends: Vec<u32> = control.sequences[..3].iter().map(|sequence| sequence.end).collect();
+        assert_eq!(ends, [End::ContextFull, End::StopToken, End::MaxTokens].map(|end| end as u32));
+        assert_eq!(control.sequences.map(|sequence| sequence.produced)[..3], [2, 3, 4]);
+        assert_eq!((control.end, control.produced), (End::MaxTokens as u32, 9));
+        // Positions 10 and 11 of sequence 0 are computed; the token after the last is made but never read.
+        assert_eq!((control.sequences[0].position, control.sequences[0].n_tokens), (12, 13));
+
+        // Rows end with the last sequence that runs.
+        let mut control = Control { n_stop_tokens: 1, ..control };
+        (control.produced, control.end, control.sequences) = (0, 0, [Sequence::default(); _]);
+        control.program_runs = Default::default();
+        control.max_context = 100;
+        let found = batch(&mut control, &batch_programs(), &[1, 1], 9);
+        assert_eq!(found, [(0, 0, 2, 1), (0, 0, 2, 1), (0, 0, 2, 1), (0, 0, 1, 1)]);
+    }
+
+    #[test]
+    fn a_batch_told_to_stop_ends_every_sequence() {
+        let mut told = Control { stop: 1, ..control(0, 100, 100) };
+        assert_eq!(batch(&mut told, &batch_programs(), &[20, 3], 9), [(0, 0, 8, 0)]);
+        assert_eq!(told.end, End::Stopped as u32);
+        assert!(told.sequences[..2].iter().all(|sequence| sequence.end == End::Stopped as u32));
+        // Without a program for them there is nothing to run.
+        assert_eq!(batch(&mut control(0, 5, 10), &programs(&[1, 8]), &[1, 1], 9), []);
+    }
+
+    #[test]
+    fn a_task_of_a_sequence_sees_its_step() {
+        let pass = Step { rows: 3, sampling: 1, iteration: 5, ..Step::default() };
+        let state = |end: End| Sequence { position: 17, end: end as u32, ..Sequence::default() };
+        assert_eq!(step_of(TaskFlags::ONLY_WHEN_SAMPLING, &pass, |_| unreachable!("none is named")), pass);
+        for (end, rows) in [(End::Running, 1), (End::StopToken, 0)] {
+            let seen = step_of(TaskFlags::of_sequence(2) | TaskFlags::ONLY_WHEN_SAMPLING, &pass, |number| {
+                assert_eq!(number, 2);
+                state(end)
+            });
+            assert_eq!(seen, Step { first_pos: 17, rows, sequence: 2, ..pass });
+        }
     }
 
     #[test]

@@ -15,11 +15,12 @@ use crate::arch::{memory, thread};
 use crate::block::Block;
 use crate::gpu::tiles::{self, Lists, Tiles};
 use crate::gpu::{Call, sync::Gpu};
-use crate::kernels::run_gpu;
+use crate::kernels::{Advance, Numbered, run_gpu};
 use crate::worker::{Body, Image, run};
+use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
-use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
 use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
 
 /// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
@@ -119,6 +120,8 @@ struct BlockBody<'a> {
     worker: WorkerId,
     block: Block,
     tiles: Tiles<'a>,
+    /// Entries of the worker's row of the trace that have been written.
+    traced: Cell<u32>,
 }
 
 impl BlockBody<'_> {
@@ -130,9 +133,7 @@ impl BlockBody<'_> {
 
     /// The call of a task.
     #[inline(always)]
-    fn call<'a>(&'a self, id: TaskId, task: &'a TaskDesc, step: &'a Step) -> Call<'a> {
-        thread::at_task(id.0);
-        self.tiles.begin_task(self.task_tiles(id));
+    fn call<'a>(&'a self, task: &'a TaskDesc, step: &'a Step) -> Call<'a> {
         // SAFETY: see `DeviceImage`.
         unsafe {
             Call {
@@ -143,6 +144,70 @@ impl BlockBody<'_> {
                 bindings: core::ptr::with_exposed_provenance(param!(self.image, bindings) as usize),
                 tiles: Some(&self.tiles),
             }
+        }
+    }
+}
+
+impl BlockBody<'_> {
+    /// Says where the worker is. Returns the time if it is wanted, which only the block's first thread is asked for.
+    ///
+    /// # Safety
+    /// See [`DeviceImage`].
+    #[inline(always)]
+    unsafe fn begin_task(&self, id: TaskId) -> u64 {
+        if self.block.thread != 0 {
+            return 0;
+        }
+        let positions = core::ptr::with_exposed_provenance_mut::<u32>(param!(self.image, positions) as usize);
+        // SAFETY: a word for every worker, which it alone writes.
+        unsafe { memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1) };
+        let is_traced = self.traced.get() < param!(self.image, n_trace);
+        self.tiles.time(is_traced);
+        if is_traced { thread::timer_ns() } else { 0 }
+    }
+
+    /// Notes when the task was run.
+    ///
+    /// # Safety
+    /// See [`DeviceImage`]; `begin_task` of this thread returned the time.
+    #[inline(always)]
+    unsafe fn trace(&self, id: TaskId, step: &Step, began_ns: u64) {
+        let row = self.worker.0 * param!(self.image, n_trace);
+        let trace = core::ptr::with_exposed_provenance_mut::<TaskTrace>(param!(self.image, trace) as usize);
+        let at = trace.wrapping_add((row + self.traced.get()) as usize);
+        self.traced.set(self.traced.get() + 1);
+        // SAFETY: the entry is the worker's own, and in its row: `begin_task` saw that there was room.
+        unsafe {
+            memory::store_volatile(&raw mut (*at).began_ns, began_ns);
+            memory::store_volatile(&raw mut (*at).ended_ns, thread::timer_ns());
+            memory::store_volatile(&raw mut (*at).task, id.0);
+            memory::store_volatile(&raw mut (*at).iteration, step.iteration);
+            memory::store_volatile(&raw mut (*at).data_ns, self.tiles.waited_ns());
+        }
+    }
+
+    /// Tells the host that the iteration `step` has ended: its [`Advance`] task, `task`, has run.
+    ///
+    /// # Safety
+    /// See [`DeviceImage`]; one thread calls it.
+    #[inline(always)]
+    unsafe fn post(&self, task: &TaskDesc, step: &Step) {
+        let at = step.iteration.wrapping_sub(param!(self.image, iteration));
+        if at >= param!(self.image, n_mail) {
+            return;
+        }
+        let mail = core::ptr::with_exposed_provenance_mut::<Mail>(param!(self.image, mailbox) as usize);
+        // SAFETY: the entry is in the mailbox and written by this task alone. The token is the one `sample` wrote before
+        // the event that `Advance` waited on.
+        unsafe {
+            let mail = mail.add(at as usize);
+            let next_pos = step.first_pos.wrapping_add(step.rows);
+            let token = match step.sampling {
+                0 => None,
+                _ => Some(self.call(task, step).tensor(0).get_word(next_pos)),
+            };
+            memory::store_volatile(&raw mut (*mail).stamp_ns, thread::timer_ns());
+            memory::store_volatile(&raw mut (*mail).word, Mail::word_of(next_pos, token));
         }
     }
 }
@@ -166,8 +231,22 @@ impl Body for BlockBody<'_> {
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
         // been met.
         unsafe {
-            let outcome = run_gpu(&self.call(id, task, step), &self.block);
+            let began_ns = self.begin_task(id);
+            thread::at_task(id.0);
+            self.tiles.begin_task(self.task_tiles(id));
+            let outcome = run_gpu(&self.call(task, step), &self.block);
             self.tiles.drain();
+            // The worker's next task may read what this one wrote. A trigger begins with the block's barrier, so does a wait's
+            // end; a task whose users all come later in the same list may have neither before them.
+            if task.trigger_count == 0 {
+                self.block.sync();
+            }
+            if began_ns != 0 {
+                self.trace(id, step, began_ns);
+            }
+            if task.task_type == Advance::TASK_TYPE && self.block.thread == 0 {
+                self.post(task, step);
+            }
             outcome
         }
     }
@@ -209,7 +288,7 @@ pub unsafe fn worker(params: *const LaunchParams) {
             return;
         }
     }
-    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()) };
+    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -231,9 +310,10 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
     let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
-    let call = body.call(TaskId(id), task, &step);
+    body.tiles.begin_task(body.task_tiles(TaskId(id)));
+    let call = body.call(task, &step);
     // SAFETY: the caller's promise.
     let outcome = unsafe { K::gpu(&crate::kernels::params(&task.params), &call, &block) };
     if let Err(fault) = outcome {
@@ -245,7 +325,9 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
 #[allow(unreachable_pub)] // Its functions are exported by name, not by path.
 mod ptx {
     use crate::arch::{bulk, mbarrier, memory, shared, thread, trap, warp};
+    use crate::probe;
     use perpetua_shared::launch::LaunchParams;
+    use perpetua_shared::probe::ProbeParams;
 
     #[panic_handler]
     fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
@@ -258,6 +340,30 @@ mod ptx {
     pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
         // SAFETY: the caller's promise.
         unsafe { super::worker(params) }
+    }
+
+    /// # Safety
+    /// As [`probe::read`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_read(params: *const ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::read(params) }
+    }
+
+    /// # Safety
+    /// As [`probe::hop`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_hop(params: *const ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::hop(params) }
+    }
+
+    /// # Safety
+    /// As [`probe::meet`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_meet(params: *const ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::meet(params) }
     }
 
     /// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes

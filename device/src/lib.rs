@@ -7,6 +7,7 @@
 //! - [`worker`]: the loop every resident worker runs, generic over [`sync::Sync`].
 //! - [`advance`]: the token loop's turn, from one [`Step`](perpetua_shared::Step) to the next.
 //! - [`kernels`]: one file per macro kernel, and the one list.
+//! - [`probe`]: small kernels that measure a GPU.
 //! - [`entry`], [`gpu`], [`block`], `arch`: the kernel's entry, what GPU bodies are written in, and the instructions under
 //!   it. On the host they run on `simt`, a simulated GPU that checks every access.
 #![cfg_attr(target_arch = "nvptx64", no_std)]
@@ -30,6 +31,7 @@ mod arch;
 pub mod block;
 pub mod entry;
 pub mod gpu;
+pub mod probe;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub use arch::simt;

@@ -10,7 +10,7 @@ use crate::image::{Image, ImageError};
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::{BindingDesc, BindingKind, ProgramDesc};
+use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
 use perpetua_shared::task::{Operand, TaskDesc};
 use perpetua_shared::{BindingId, ProgramId};
 use std::collections::HashMap;
@@ -188,7 +188,8 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
                 .push((name.clone(), layout.place(&program, program.blocks.table[*tensor].buffer.idx(), whole)));
         }
         program.stages = clock.laps;
-        layout.sources.push((source.graph.rows, source.in_token_loop));
+        let in_token_loop = if source.graph.is_batch { EVERY_SEQUENCE } else { u32::from(source.in_token_loop) };
+        layout.sources.push((source.graph.rows, in_token_loop));
         programs.push(program);
     }
     let mut clock = Clock::new();
@@ -275,7 +276,7 @@ struct Layout {
     by_name: HashMap<(BindingKind, String), BindingId>,
     /// Per program and buffer, its binding.
     of_buffer: Vec<Vec<BindingId>>,
-    sources: Vec<(Option<u32>, bool)>,
+    sources: Vec<(Option<u32>, u32)>,
 }
 
 impl Layout {
@@ -366,7 +367,7 @@ impl Layout {
         parts
     }
 
-    fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: bool) {
+    fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: u32) {
         let (task_first, event_first) = (parts.tasks.len() as u32, parts.events.len() as u32);
         let op_first = parts.op_names.len() as u32;
         let graph = &program.tasks;
@@ -423,7 +424,7 @@ impl Layout {
             task_count: graph.tasks.len() as u32,
             event_first,
             event_count: graph.events.len() as u32,
-            in_token_loop: u32::from(in_token_loop),
+            in_token_loop,
         });
     }
 }

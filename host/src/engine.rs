@@ -13,14 +13,17 @@
 //! ```
 
 use crate::compile::{CompileError, Compiled, Config, Source, compile};
+use crate::cuda::{Gpu, GpuError};
+use crate::device_image::device_image;
+use crate::exec::cuda::{Cuda, CudaNewError};
 use crate::exec::memory::{Keep, Memory, MemoryError, WeightSource, available_bytes};
-use crate::exec::{RunError, reference, simt, threads};
+use crate::exec::{RunError, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
-use crate::model::config::Architecture;
-use crate::model::decoder::{BuildError, Declared, Decoder, Head};
+use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, DecodeStream, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Step};
-use perpetua_shared::limits::MAX_STOP_TOKENS;
+use perpetua_shared::image::EVERY_SEQUENCE;
+use perpetua_shared::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, ProgramId};
 use std::path::Path;
@@ -97,14 +100,14 @@ impl WeightSource for Model {
 /// Where an engine runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Device {
-    /// The best there is: today always [`Device::Cpu`].
+    /// [`Device::Cuda`] where there is a GPU that runs this build's code, else [`Device::Cpu`].
     #[default]
     Auto,
     /// Resident CPU threads.
     Cpu,
     /// One thread, plain loops in f32: the definition of correct, and slow.
     Reference,
-    /// An NVIDIA GPU. Not in this version.
+    /// An NVIDIA GPU.
     Cuda,
     /// The GPU's code on a simulated GPU that judges every access: for those who write it, and slow.
     Simt,
@@ -115,7 +118,7 @@ pub enum Device {
 pub struct EngineConfig {
     /// Where it runs.
     pub device: Device,
-    /// CPU workers, `None`: one per core this process may use; or simulated SMs, `None`: 4.
+    /// CPU workers, `None`: one per core this process may use; SMs of a GPU, `None`: all; or simulated SMs, `None`: 4.
     pub threads: Option<usize>,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_MAX_CONTEXT`].
     pub max_context: Option<usize>,
@@ -123,6 +126,14 @@ pub struct EngineConfig {
     pub all_logits: bool,
     /// Rows of the passes to compile for prompts, each a program of its own; empty: [`DEFAULT_CHUNKS`].
     pub chunks: Vec<usize>,
+    /// Compile a pass that decodes this many sequences together, each with a KV cache of its own, for
+    /// [`Engine::generate_batch`]: 1 to [`MAX_SEQUENCES`].
+    pub sequences: Option<usize>,
+    /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context and a
+    /// stream of its own.
+    pub gpu: Option<Gpu>,
+    /// How the kernel on the GPU behaves.
+    pub cuda: cuda::Options,
 }
 
 /// The context an engine has unless told otherwise: what a KV cache may take without being asked for.
@@ -152,9 +163,9 @@ pub enum EngineError {
     /// The system gives no threads.
     #[error("cannot start the worker threads: {0}")]
     Threads(std::io::Error),
-    /// A device this build cannot use.
-    #[error("device {0} is not available in this version: use `cpu` or `reference`")]
-    Device(&'static str),
+    /// The GPU.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
     /// No tokens to start from.
     #[error("the prompt is empty: expected at least one token")]
     EmptyPrompt,
@@ -178,6 +189,14 @@ pub enum EngineError {
         /// Allowed.
         model: usize,
     },
+    /// More prompts than the engine was made for, or none.
+    #[error("{prompts} prompts given, expected 1 to {sequences}, the sequences this engine was made for (see --batch)")]
+    Batch {
+        /// Given.
+        prompts: usize,
+        /// Sequences there are caches for.
+        sequences: usize,
+    },
     /// An option out of range.
     #[error("{name} {given}: expected {expected}")]
     Option {
@@ -191,6 +210,15 @@ pub enum EngineError {
     /// A method that this engine was not compiled for.
     #[error("this engine was not compiled for {0}")]
     Purpose(&'static str),
+}
+
+impl From<CudaNewError> for EngineError {
+    fn from(error: CudaNewError) -> EngineError {
+        match error {
+            CudaNewError::Gpu(error) => error.into(),
+            CudaNewError::Memory(error) => error.into(),
+        }
+    }
 }
 
 /// How tokens are chosen, and when to stop.
@@ -249,6 +277,7 @@ enum Executor {
     Threads(threads::Threads),
     Reference(Box<reference::Reference>),
     Simt(Box<simt::Simt>),
+    Cuda(Box<Cuda>),
 }
 
 /// A compiled image and its executor: what engines and embedders share.
@@ -270,37 +299,65 @@ impl Resident {
         device: Device,
         n_threads: Option<usize>,
     ) -> Result<Resident, EngineError> {
-        Resident::with_options(sources, weights, device, n_threads, threads::Options::default())
+        let place = Place::of(&EngineConfig { device, threads: n_threads, ..EngineConfig::default() })?;
+        Resident::at(sources, weights, place, |_| {})
     }
 
-    /// As [`Resident::new`], with other than the usual habits of CPU workers.
+    /// As [`Resident::new`], on CPU workers with other than the usual habits.
     ///
     /// # Errors
     /// As [`Resident::new`].
     pub fn with_options(
         sources: Vec<Source>,
         weights: &dyn WeightSource,
-        device: Device,
         n_threads: Option<usize>,
-        mut options: threads::Options,
+        options: threads::Options,
     ) -> Result<Resident, EngineError> {
-        let target = target(device, n_threads)?;
+        let n_workers = workers(n_threads, threads::allowed_cores().len(), perpetua_shared::limits::MAX_WORKERS)?;
+        Resident::at(sources, weights, Place::Cpu { n_workers, options }, |_| {})
+    }
+
+    /// As [`Resident::new`], on `gpu`; `progress` is called with the bytes of weights that have been handed over.
+    ///
+    /// # Errors
+    /// As [`Resident::new`].
+    pub fn on_gpu(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        gpu: Gpu,
+        options: cuda::Options,
+        progress: impl FnMut(u64),
+    ) -> Result<Resident, EngineError> {
+        let n_workers = gpu.info().n_sms;
+        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, progress)
+    }
+
+    fn at(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        place: Place,
+        progress: impl FnMut(u64),
+    ) -> Result<Resident, EngineError> {
         let began = Instant::now();
-        let compiled = compile(sources, &Config::new(target))?;
+        let compiled = compile(sources, &Config::new(place.target()))?;
         let compile_time = began.elapsed();
-        let memory = Memory::new(&compiled, weights)?;
-        let executor = match device {
-            Device::Reference => {
+        let executor = match place {
+            Place::Gpu { gpu, options, .. } => {
+                Executor::Cuda(Box::new(Cuda::new(gpu, &compiled, weights, options, progress)?))
+            }
+            Place::Reference => {
+                let memory = Memory::new(&compiled, weights)?;
                 Executor::Reference(Box::new(reference::Reference::new(compiled.image.clone(), memory)))
             }
-            Device::Simt => {
-                let options = simt::Options::default();
+            Place::Simt { .. } => {
+                let (memory, options) = (Memory::new(&compiled, weights)?, simt::Options::default());
                 Executor::Simt(Box::new(simt::Simt::new(compiled.image.clone(), memory, options)))
             }
-            _ => {
+            Place::Cpu { n_workers, mut options } => {
+                let memory = Memory::new(&compiled, weights)?;
                 let cores = threads::allowed_cores();
                 // More workers than cores: the scheduler places them better than a list could.
-                if options.cores.is_empty() && compiled.image.header().n_workers as usize <= cores.len() {
+                if options.cores.is_empty() && n_workers as usize <= cores.len() {
                     options.cores = cores;
                 }
                 Executor::Threads(
@@ -321,12 +378,26 @@ impl Resident {
         self.compile_time
     }
 
-    /// The memory; waits for a run to end.
-    pub fn memory(&mut self) -> &Memory {
+    /// Rows `..rows` of an f32 output of rank 2, or its first `rows` elements when it has rank 1; waits for a run to end.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn read_f32(&mut self, output: &Operand, rows: usize) -> Result<Vec<f32>, RunError> {
+        Ok(match &mut self.executor {
+            Executor::Threads(threads) => threads.memory().read_f32(output, rows),
+            Executor::Reference(reference) => reference.memory().read_f32(output, rows),
+            Executor::Simt(simt) => simt.memory().read_f32(output, rows),
+            Executor::Cuda(cuda) => cuda.read_f32(output, rows)?,
+        })
+    }
+
+    /// The memory of an executor on this machine, once its run has ended.
+    fn memory(&mut self) -> Result<&Memory, &mut Cuda> {
         match &mut self.executor {
-            Executor::Threads(threads) => threads.memory(),
-            Executor::Reference(reference) => reference.memory(),
-            Executor::Simt(simt) => simt.memory(),
+            Executor::Threads(threads) => Ok(threads.memory()),
+            Executor::Reference(reference) => Ok(reference.memory()),
+            Executor::Simt(simt) => Ok(simt.memory()),
+            Executor::Cuda(cuda) => Err(cuda),
         }
     }
 
@@ -335,13 +406,22 @@ impl Resident {
     /// # Errors
     /// When there is no such input, or it has another size.
     pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
-        // SAFETY: `memory` has waited for the workers, and none can be started while `self` is borrowed.
-        unsafe { self.memory().set_input(name, contents) }
+        match self.memory() {
+            // SAFETY: `memory` has waited for the workers, and none can be started while `self` is borrowed.
+            Ok(memory) => unsafe { memory.set_input(name, contents) },
+            Err(cuda) => cuda.set_input(name, contents),
+        }
     }
 
-    fn set_tokens(&mut self, tokens: &[u32]) {
-        // SAFETY: as `set_input`.
-        unsafe { self.memory().set_tokens(0, tokens) }
+    fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
+        match self.memory() {
+            // SAFETY: as `set_input`.
+            Ok(memory) => unsafe { memory.set_tokens(position, tokens) },
+            Err(cuda) => {
+                assert_eq!(position, 0, "engines refuse batches on a GPU");
+                cuda.set_tokens(tokens);
+            }
+        }
     }
 
     /// The output called `name` of program `program`.
@@ -356,13 +436,24 @@ impl Resident {
             Executor::Threads(threads) => threads.start(control),
             Executor::Reference(reference) => reference.start(control),
             Executor::Simt(simt) => simt.start(control),
+            Executor::Cuda(cuda) => cuda.start(control),
         }
     }
 
     /// Asks a run to end after the pass under way.
     pub fn stop(&self) {
-        if let Executor::Threads(threads) = &self.executor {
-            threads.stop();
+        match &self.executor {
+            Executor::Threads(threads) => threads.stop(),
+            Executor::Cuda(cuda) => cuda.stop(),
+            Executor::Reference(_) | Executor::Simt(_) => {}
+        }
+    }
+
+    /// The executor, where it is a GPU: for traces and drills.
+    pub fn cuda(&mut self) -> Option<&mut Cuda> {
+        match &mut self.executor {
+            Executor::Cuda(cuda) => Some(cuda),
+            _ => None,
         }
     }
 
@@ -371,6 +462,15 @@ impl Resident {
             Executor::Threads(threads) => threads.produced(),
             Executor::Reference(reference) => reference.produced(),
             Executor::Simt(simt) => simt.produced(),
+            Executor::Cuda(cuda) => cuda.produced(),
+        }
+    }
+
+    fn produced_of(&self, sequence: usize) -> u32 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.produced_of(sequence),
+            Executor::Reference(reference) => reference.produced_of(sequence),
+            Executor::Simt(_) | Executor::Cuda(_) => unreachable!("engines refuse batches there"),
         }
     }
 
@@ -379,25 +479,30 @@ impl Resident {
             Executor::Threads(threads) => threads.token(position),
             Executor::Reference(reference) => reference.memory().token(position),
             Executor::Simt(simt) => simt.memory().token(position),
+            Executor::Cuda(cuda) => cuda.token(position),
         }
     }
 
     fn is_running(&mut self) -> bool {
         match &mut self.executor {
             Executor::Threads(threads) => threads.is_running(),
+            Executor::Cuda(cuda) => cuda.is_running(),
             Executor::Reference(_) | Executor::Simt(_) => false,
         }
     }
 
     fn rest(&self) {
-        if let Executor::Threads(threads) = &self.executor {
-            threads.rest();
+        match &self.executor {
+            Executor::Threads(threads) => threads.rest(),
+            Executor::Cuda(cuda) => cuda.rest(),
+            Executor::Reference(_) | Executor::Simt(_) => {}
         }
     }
 
     fn position(&self) -> u32 {
         match &self.executor {
             Executor::Threads(threads) => threads.position(),
+            Executor::Cuda(cuda) => cuda.position(),
             Executor::Reference(_) | Executor::Simt(_) => 0,
         }
     }
@@ -411,6 +516,7 @@ impl Resident {
             Executor::Threads(threads) => threads.finish(),
             Executor::Reference(reference) => reference.finish(),
             Executor::Simt(simt) => simt.finish(),
+            Executor::Cuda(cuda) => cuda.finish(),
         }
     }
 
@@ -420,6 +526,7 @@ impl Resident {
             Executor::Threads(threads) => threads.stamps(),
             Executor::Reference(reference) => reference.stamps().to_vec(),
             Executor::Simt(simt) => simt.stamps().to_vec(),
+            Executor::Cuda(cuda) => cuda.stamps(),
         }
     }
 
@@ -427,7 +534,7 @@ impl Resident {
     pub fn waited(&self) -> Duration {
         match &self.executor {
             Executor::Threads(threads) => threads.waited(),
-            Executor::Reference(_) | Executor::Simt(_) => Duration::ZERO,
+            Executor::Reference(_) | Executor::Simt(_) | Executor::Cuda(_) => Duration::ZERO,
         }
     }
 
@@ -437,7 +544,19 @@ impl Resident {
             Executor::Threads(threads) => threads.owned_bytes(),
             Executor::Reference(reference) => reference.memory().owned_bytes(),
             Executor::Simt(simt) => simt.memory().owned_bytes(),
+            Executor::Cuda(cuda) => cuda.owned_bytes(),
         }
+    }
+
+    /// Runs one pass of program `program` over `tokens`, as the first of their sequence.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn run_tokens(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
+        self.set_tokens(tokens);
+        let n = tokens.len() as u32;
+        self.start(one_pass(program, 0, n, n));
+        self.finish().map(|_| ())
     }
 
     /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
@@ -459,57 +578,89 @@ fn one_pass(program: ProgramId, first_pos: u32, rows: u32, n_tokens: u32) -> Con
 /// Simulated SMs unless told otherwise.
 const SIMT_WORKERS: usize = 4;
 
-fn target(device: Device, n_threads: Option<usize>) -> Result<Target, EngineError> {
-    match device {
-        Device::Reference => Ok(Target::reference()),
-        Device::Auto | Device::Cpu | Device::Simt => {
-            let is_cpu = device != Device::Simt;
-            let n = n_threads.unwrap_or_else(|| if is_cpu { threads::allowed_cores().len() } else { SIMT_WORKERS });
-            if n == 0 || n > perpetua_shared::limits::MAX_WORKERS {
-                let expected = "1 to 512";
-                return Err(EngineError::Option { name: "threads", given: n.to_string(), expected });
-            }
-            Ok(if is_cpu { Target::cpu(n as u32) } else { Target::workers(n as u32) })
+/// [`EngineConfig::device`], looked at: what it stands for on this machine.
+enum Place {
+    Reference,
+    Cpu { n_workers: u32, options: threads::Options },
+    Simt { n_workers: u32 },
+    Gpu { gpu: Gpu, n_workers: u32, options: cuda::Options },
+}
+
+impl Place {
+    fn of(config: &EngineConfig) -> Result<Place, EngineError> {
+        let max = perpetua_shared::limits::MAX_WORKERS;
+        let cpu = || {
+            let n_workers = workers(config.threads, threads::allowed_cores().len(), max)?;
+            Ok(Place::Cpu { n_workers, options: threads::Options::default() })
+        };
+        let on = |gpu: Gpu| {
+            let n_sms = gpu.info().n_sms as usize;
+            let n_workers = workers(config.threads, n_sms, n_sms.min(max))?;
+            Ok(Place::Gpu { gpu, n_workers, options: config.cuda })
+        };
+        match (config.device, &config.gpu) {
+            (Device::Reference, _) => Ok(Place::Reference),
+            (Device::Simt, _) => Ok(Place::Simt { n_workers: workers(config.threads, SIMT_WORKERS, max)? }),
+            (Device::Cpu, _) => cpu(),
+            (Device::Cuda | Device::Auto, Some(gpu)) => on(gpu.clone()),
+            (Device::Cuda, None) if device_image().is_none() => Err(GpuError::NoImage.into()),
+            (Device::Cuda, None) => on(Gpu::open()?),
+            (Device::Auto, None) if device_image().is_none() => cpu(),
+            (Device::Auto, None) => Gpu::open().map_or_else(|_| cpu(), on),
         }
-        Device::Cuda => Err(EngineError::Device("cuda")),
+    }
+
+    fn target(&self) -> Target {
+        match self {
+            Place::Reference => Target::reference(),
+            Place::Cpu { n_workers, .. } => Target::cpu(*n_workers),
+            Place::Simt { n_workers } => Target::workers(*n_workers),
+            Place::Gpu { n_workers, .. } => Target::gpu(*n_workers),
+        }
     }
 }
 
-/// The passes of a text generation model, as kernel graphs: one per chunk size, decode first.
+/// How many workers `given` asks for, by default `usual`.
+fn workers(given: Option<usize>, usual: usize, max: usize) -> Result<u32, EngineError> {
+    let n = given.unwrap_or(usual);
+    if n == 0 || n > max {
+        let expected = if given.is_some() && max < perpetua_shared::limits::MAX_WORKERS {
+            "1 to the number of the GPU's SMs"
+        } else {
+            "1 to 512"
+        };
+        return Err(EngineError::Option { name: "threads", given: n.to_string(), expected });
+    }
+    Ok(n as u32)
+}
+
+/// The passes of a text generation model over one sequence, as kernel graphs: one per chunk size, decode first.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
-pub fn decoder_sources(
-    model: &Model,
-    context: usize,
-    chunks: &[usize],
-    cache_dtype: DType,
-    head: Head,
-) -> Result<Vec<Source>, EngineError> {
-    let config = model.decoder()?;
-    let weights = match model.quantized() {
-        Some(_) => Declared::Quantized(model.weights()?),
-        None => Declared::Checkpoint(model.weights()?),
-    };
-    let mut rows: Vec<usize> = chunks.iter().map(|rows| (*rows).clamp(1, context)).collect();
+pub fn decoder_sources(model: &Model, chunks: &[usize], cache: Cache, head: Head) -> Result<Vec<Source>, EngineError> {
+    let mut rows: Vec<usize> = chunks.iter().map(|rows| (*rows).clamp(1, cache.context)).collect();
     if head == Head::Sample {
         rows.push(1);
     }
     rows.sort_unstable();
     rows.dedup();
-    let source = |rows: usize| {
-        let net = Decoder::new(config, weights, rows, context, cache_dtype, head);
-        let graph = match config.architecture {
-            Architecture::Qwen3 => model::qwen3::build(net)?,
-            Architecture::Qwen2 => model::qwen2::build(net)?,
-            Architecture::Llama => model::llama::build(net)?,
-            Architecture::Mistral => model::mistral::build(net)?,
-            Architecture::Bert => unreachable!("`decoder` refuses sentence models"),
-        };
-        let name = if rows == 1 { "decode".to_owned() } else { format!("prefill {rows}") };
-        Ok(Source { name, graph, in_token_loop: head == Head::Sample })
+    rows.into_iter().map(|rows| decoder_source(model, rows, cache, head)).collect()
+}
+
+fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Result<Source, EngineError> {
+    let config = model.decoder()?;
+    let weights = match model.quantized() {
+        Some(_) => Declared::Quantized(model.weights()?),
+        None => Declared::Checkpoint(model.weights()?),
     };
-    rows.into_iter().map(source).collect()
+    let name = match (head, rows) {
+        (Head::SampleEach, _) => format!("decode of {rows}"),
+        (_, 1) => "decode".to_owned(),
+        _ => format!("prefill {rows}"),
+    };
+    let graph = model::decoder::build(config, weights, rows, cache, head)?;
+    Ok(Source { name, graph, in_token_loop: head != Head::AllLogits })
 }
 
 /// The passes of a sentence embedding model, as kernel graphs: one per number of rows.
@@ -533,6 +684,8 @@ pub struct Engine {
     model: Model,
     resident: Resident,
     context: usize,
+    /// Sequences of a batch; 0: no batches.
+    sequences: usize,
     all_logits: bool,
 }
 
@@ -542,10 +695,27 @@ impl Engine {
     /// # Errors
     /// From the model folder, the compiler, the memory or the system.
     pub fn new(model: &Model, config: &EngineConfig) -> Result<Engine, EngineError> {
+        Engine::with_progress(model, config, |_| {})
+    }
+
+    /// As [`Engine::new`]; `progress` is called with the bytes that have been handed to a GPU.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn with_progress(
+        model: &Model,
+        config: &EngineConfig,
+        progress: impl FnMut(u64),
+    ) -> Result<Engine, EngineError> {
         // Judged before weights are touched: the answer should not take reading gigabytes.
-        target(config.device, config.threads)?;
         model.decoder()?;
-        if model.quantized().is_some() && matches!(config.device, Device::Simt | Device::Cuda) {
+        let place = match config.device {
+            Device::Auto if model.quantized().is_some() || config.sequences.is_some() => {
+                Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
+            }
+            _ => Place::of(config),
+        }?;
+        if model.quantized().is_some() && matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
             let given = "of a model in 8 bits".to_owned();
             return Err(EngineError::Option {
                 name: "device",
@@ -558,13 +728,32 @@ impl Engine {
         if context == 0 || context > allowed {
             return Err(EngineError::Context { asked: context, model: allowed });
         }
+        if let Some(sequences) = config.sequences {
+            if sequences == 0 || sequences > MAX_SEQUENCES {
+                let expected = "1 to 64";
+                return Err(EngineError::Option { name: "batch", given: sequences.to_string(), expected });
+            }
+            if matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
+                let given = format!("for a batch of {sequences}");
+                let expected = "cpu or reference: GPU workers decode one sequence";
+                return Err(EngineError::Option { name: "device", given, expected });
+            }
+            if config.all_logits {
+                return Err(EngineError::Purpose("every position's logits and batches at once"));
+            }
+        }
         // The reference keeps its cache in f32; what users run keeps it in bf16, as every engine does.
         let cache_dtype = if config.device == Device::Reference { DType::F32 } else { DType::Bf16 };
         let chunks = if config.chunks.is_empty() { &DEFAULT_CHUNKS[..] } else { &config.chunks };
         let head = if config.all_logits { Head::AllLogits } else { Head::Sample };
-        let sources = decoder_sources(model, context, chunks, cache_dtype, head)?;
-        let resident = Resident::new(sources, model, config.device, config.threads)?;
-        Ok(Engine { model: model.clone(), resident, context, all_logits: config.all_logits })
+        let cache = Cache { sequences: config.sequences.unwrap_or(1), context, dtype: cache_dtype };
+        let mut sources = decoder_sources(model, chunks, cache, head)?;
+        if let Some(sequences) = config.sequences {
+            sources.push(decoder_source(model, sequences, cache, Head::SampleEach)?);
+        }
+        let resident = Resident::at(sources, model, place, progress)?;
+        let sequences = config.sequences.unwrap_or(0);
+        Ok(Engine { model: model.clone(), resident, context, sequences, all_logits: config.all_logits })
     }
 
     /// Positions of the KV cache.
@@ -580,6 +769,11 @@ impl Engine {
     /// The image and its executor.
     pub fn resident(&self) -> &Resident {
         &self.resident
+    }
+
+    /// See [`Engine::resident`].
+    pub fn resident_mut(&mut self) -> &mut Resident {
+        &mut self.resident
     }
 
     fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
@@ -602,11 +796,81 @@ impl Engine {
     /// # Errors
     /// A prompt that is empty, too long or has ids the model does not; options out of range.
     pub fn generate(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<Generation<'_>, EngineError> {
+        self.check_prompt(prompt)?;
+        let mut control = self.control(options)?;
+        control.n_tokens = prompt.len() as u32;
+        control.step =
+            perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
+        self.resident.set_tokens(0, prompt);
+        let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
+        if has_work {
+            self.resident.start(control);
+        }
+        let text = text_stream(&self.model);
+        // Without a run, what is counted is an earlier run's.
+        let taken = if has_work { 0 } else { self.resident.produced() as usize };
+        let ended = !has_work;
+        Ok(Generation { resident: &mut self.resident, text, prompt_len: prompt.len(), taken, ended, end: None })
+    }
+
+    /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
+    /// of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens are those
+    /// that [`Engine::generate`] makes from its prompt with that seed. Dropping the iterator stops the run.
+    ///
+    /// ```no_run
+    /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
+    /// # let model = Model::load("path/to/Qwen3-0.6B")?;
+    /// let mut engine = Engine::new(&model, &EngineConfig { sequences: Some(2), ..EngineConfig::default() })?;
+    /// let prompts = [model.encode("A cat is")?, model.encode("A dog is")?];
+    /// for made in engine.generate_batch(&prompts, &GenerateOptions::default())? {
+    ///     let (sequence, token) = made?;
+    ///     println!("{sequence}: {}", token.text);
+    /// }
+    /// # Ok::<(), perpetua::EngineError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Engine::generate`]; or no prompts, or more than [`EngineConfig::sequences`].
+    pub fn generate_batch<P: AsRef<[u32]>>(
+        &mut self,
+        prompts: &[P],
+        options: &GenerateOptions,
+    ) -> Result<BatchGeneration<'_>, EngineError> {
+        if self.sequences == 0 {
+            return Err(EngineError::Purpose("batches: see EngineConfig::sequences"));
+        }
+        if prompts.is_empty() || prompts.len() > self.sequences {
+            return Err(EngineError::Batch { prompts: prompts.len(), sequences: self.sequences });
+        }
+        let prompts: Vec<&[u32]> = prompts.iter().map(AsRef::as_ref).collect();
+        prompts.iter().try_for_each(|prompt| self.check_prompt(prompt))?;
+        let mut control = self.control(options)?;
+        control.n_sequences = prompts.len() as u32;
+        let part = self.context + 1;
+        let mut each = Vec::new();
+        for (number, prompt) in prompts.iter().enumerate() {
+            control.sequences[number].n_tokens = prompt.len() as u32;
+            self.resident.set_tokens(number * part, prompt);
+        }
+        control.step = perpetua_device::advance::batch_step(&control, self.resident.compiled.image.view().programs, 0);
+        let ended = options.max_new_tokens == 0;
+        if !ended {
+            self.resident.start(control);
+        }
+        // Without a run there is nothing to take: what is counted then is an earlier run's.
+        for (number, prompt) in prompts.iter().enumerate().filter(|_| !ended) {
+            let next = number * part + prompt.len();
+            each.push(Made { text: text_stream(&self.model), next, taken: 0, end: None });
+        }
+        Ok(BatchGeneration { resident: &mut self.resident, each, ended })
+    }
+
+    /// A control block for `options`, without tokens and step.
+    fn control(&self, options: &GenerateOptions) -> Result<Control, EngineError> {
         if self.all_logits {
             return Err(EngineError::Purpose("generating tokens"));
         }
         options.check()?;
-        self.check_prompt(prompt)?;
         let stop = match &options.stop_tokens {
             Some(stop) => stop.clone(),
             None => self.model.generation().eos_token_ids.clone(),
@@ -616,7 +880,6 @@ impl Engine {
             return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
         }
         let mut control: Control = bytemuck::Zeroable::zeroed();
-        control.n_tokens = prompt.len() as u32;
         control.max_new_tokens = u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX);
         control.max_context = self.context as u32;
         control.n_stop_tokens = stop.len() as u32;
@@ -625,20 +888,7 @@ impl Engine {
         control.top_p = options.top_p.to_bits();
         control.top_k = options.top_k.min(u32::MAX as usize) as u32;
         control.seed = [options.seed as u32, (options.seed >> 32) as u32];
-        control.step =
-            perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
-        self.resident.set_tokens(prompt);
-        let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
-        if has_work {
-            self.resident.start(control);
-        }
-        // A model without a tokenizer still generates ids.
-        let text = match self.model.folder.tokenizer() {
-            Ok(tokenizer) => Some(tokenizer.decode_stream()),
-            Err(_) => None,
-        };
-        let ended = !has_work;
-        Ok(Generation { resident: &mut self.resident, text, prompt_len: prompt.len(), taken: 0, ended, end: None })
+        Ok(control)
     }
 
     /// The logits of every position of `ids`, `[ids.len(), vocab]`, in passes of the compiled chunk sizes; `each` hears
@@ -651,7 +901,7 @@ impl Engine {
             return Err(EngineError::Purpose("every position's logits"));
         }
         self.check_prompt(ids)?;
-        self.resident.set_tokens(ids);
+        self.resident.set_tokens(0, ids);
         let max_rows: Vec<u32> = self.resident.compiled.image.view().programs.iter().map(|p| p.max_rows).collect();
         let mut logits = Vec::with_capacity(ids.len() * self.model.config().vocab_size());
         let mut first = 0;
@@ -663,23 +913,119 @@ impl Engine {
             self.resident.start(one_pass(program, first as u32, rows as u32, (first + rows) as u32));
             self.resident.finish()?;
             let output = self.resident.output(program, "logits").ok_or(EngineError::Purpose("logits"))?;
-            logits.extend(self.resident.memory().read_f32(&output, rows));
+            logits.extend(self.resident.read_f32(&output, rows)?);
             first += rows;
             each(first);
         }
         Ok(logits)
     }
 
+    /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows of
+    /// sequences that had ended before mean nothing.
+    pub fn batch_logits(&mut self) -> Option<Vec<f32>> {
+        let programs = self.resident.compiled.image.view().programs;
+        let batch = ProgramId(programs.iter().position(|p| p.in_token_loop == EVERY_SEQUENCE)? as u32);
+        let output = self.resident.output(batch, "logits")?;
+        self.resident.read_f32(&output, self.sequences).ok()
+    }
+
     /// The logits that the last token of the last generation was chosen from.
     pub fn last_logits(&mut self) -> Option<Vec<f32>> {
         let decode = ProgramId(0);
         let output = self.resident.output(decode, "logits")?;
-        Some(self.resident.memory().read_f32(&output, 1))
+        self.resident.read_f32(&output, 1).ok()
     }
 
     /// When the last run started, and when each of its passes ended.
     pub fn stamps(&self) -> Vec<Instant> {
         self.resident.stamps()
+    }
+}
+
+/// What turns a sequence's ids into text; a model without a tokenizer still generates ids.
+fn text_stream(model: &Model) -> Option<DecodeStream<'_>> {
+    Some(model.folder.tokenizer().ok()?.decode_stream())
+}
+
+/// A generation of several sequences under way: iterate over `(sequence, token)`. Each sequence's tokens come in order.
+#[derive(Debug)]
+pub struct BatchGeneration<'a> {
+    resident: &'a mut Resident,
+    each: Vec<Made<'a>>,
+    ended: bool,
+}
+
+/// What one sequence of a batch has made.
+#[derive(Debug)]
+struct Made<'a> {
+    text: Option<DecodeStream<'a>>,
+    /// Where its next token lies in the token buffer.
+    next: usize,
+    taken: usize,
+    end: Option<End>,
+}
+
+impl BatchGeneration<'_> {
+    /// Asks the run to end after the tokens under way; those already made can still be taken.
+    pub fn stop(&self) {
+        self.resident.stop();
+    }
+
+    /// Why sequence `sequence` ended, once all have.
+    pub fn end(&self, sequence: usize) -> Option<End> {
+        self.each.get(sequence)?.end
+    }
+
+    /// A token that has been made, of the sequence of which the fewest have been taken.
+    fn take(&mut self) -> Option<Result<(usize, Token), EngineError>> {
+        let resident = &self.resident;
+        let waiting = self.each.iter_mut().enumerate();
+        let waiting = waiting.filter(|(number, made)| resident.produced_of(*number) as usize > made.taken);
+        let (number, made) = waiting.min_by_key(|(_, made)| made.taken)?;
+        let id = resident.token(made.next);
+        (made.next, made.taken) = (made.next + 1, made.taken + 1);
+        let text = made.text.as_mut().map_or(Ok(String::new()), |stream| stream.push(id));
+        Some(text.map(|text| (number, Token { id, text })).map_err(EngineError::from))
+    }
+}
+
+impl Iterator for BatchGeneration<'_> {
+    type Item = Result<(usize, Token), EngineError>;
+
+    fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
+        loop {
+            let is_over = self.ended || !self.resident.is_running();
+            if let Some(token) = self.take() {
+                return Some(token);
+            }
+            if self.ended {
+                return None;
+            }
+            if is_over {
+                self.ended = true;
+                match self.resident.finish() {
+                    Ok(control) => {
+                        for (made, sequence) in self.each.iter_mut().zip(&control.sequences) {
+                            made.end = End::from_u32(sequence.end);
+                        }
+                    }
+                    Err(error) => return Some(Err(error.into())),
+                }
+                // The reference has run as a whole; its tokens are there only now.
+                continue;
+            }
+            self.resident.rest();
+        }
+    }
+}
+
+impl Drop for BatchGeneration<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.resident.stop();
+            // Whatever the run ended with, nobody is there to hear it.
+            let _ = self.resident.finish();
+        }
     }
 }
 
@@ -802,12 +1148,12 @@ impl Embedder {
     /// # Errors
     /// From the model folder, the compiler, the memory or the system.
     pub fn new(model: &Model, config: &EngineConfig) -> Result<Embedder, EngineError> {
-        target(config.device, config.threads)?;
+        let place = Place::of(config)?;
         let max = model.max_tokens();
         let mut rows: Vec<usize> = SENTENCE_ROWS.into_iter().filter(|rows| *rows < max).collect();
         rows.push(max);
         let sources = sentence_sources(model, &rows)?;
-        let resident = Resident::new(sources, model, config.device, config.threads)?;
+        let resident = Resident::at(sources, model, place, |_| {})?;
         Ok(Embedder { model: model.clone(), resident })
     }
 
@@ -835,11 +1181,16 @@ impl Embedder {
             return Err(EngineError::PromptTooLong { tokens: ids.len(), context: max, model: max });
         };
         let program = ProgramId(program as u32);
-        self.resident.set_tokens(ids);
+        self.resident.set_tokens(0, ids);
         self.resident.start(one_pass(program, 0, ids.len() as u32, ids.len() as u32));
         self.resident.finish()?;
         let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;
-        Ok(self.resident.memory().read_f32(&output, 1))
+        Ok(self.resident.read_f32(&output, 1)?)
+    }
+
+    /// See [`Embedder::resident`].
+    pub fn resident_mut(&mut self) -> &mut Resident {
+        &mut self.resident
     }
 
     /// The image and its executor.

@@ -4,6 +4,7 @@
 //! tasks get workers, times and addresses, all of it is written as one image, and an executor runs the image.
 
 pub mod compile;
+pub mod cuda;
 pub mod device_image;
 pub mod engine;
 pub mod exec;

@@ -3,7 +3,7 @@
 //! Between two iterations exactly one task (macro kernel `advance`) writes it; during an iteration everyone may read it.
 //! The host writes it only while no iteration runs, with one exception: the word [`STOP`], which it may set at any time.
 
-use crate::limits::MAX_STOP_TOKENS;
+use crate::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
 use bytemuck::{Pod, Zeroable};
 
 /// What one iteration computes. Workers read it at the iteration's start.
@@ -22,6 +22,23 @@ pub struct Step {
     pub sampling: u32,
     /// Iterations since the workers started, this one not counted: the seed of this step's sampling is made of it.
     pub iteration: u32,
+    /// The sequence whose cache and tokens the pass works on. A pass over every sequence of a batch has 0 here, and in each
+    /// task of one sequence sees that sequence's step (`advance::step_of` in the device crate).
+    pub sequence: u32,
+}
+
+/// One sequence of a batch. `repr(C)`, words only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Sequence {
+    /// Tokens known: its prompt's and those made.
+    pub n_tokens: u32,
+    /// Tokens whose keys and values are in its cache.
+    pub position: u32,
+    /// Tokens made so far; the host may read it (written with release order).
+    pub produced: u32,
+    /// An [`End`].
+    pub end: u32,
 }
 
 /// [`Step::program`] of a step that ends the loop.
@@ -58,6 +75,9 @@ impl End {
 }
 
 /// The control block. `repr(C)`, words only.
+///
+/// With [`Control::n_sequences`] 0 it is about one sequence. Else it is about a batch: [`Control::sequences`] says how far
+/// each one is, `n_tokens` does not count, `produced` is the sum over all, and `end` is that of the one that ended last.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Pod, Zeroable)]
 pub struct Control {
@@ -83,10 +103,14 @@ pub struct Control {
     pub top_p: u32,
     /// 0 keeps everything.
     pub top_k: u32,
-    /// Seed of the sampler, low and high word.
+    /// Seed of the sampler, low and high word; sequence `s` of a batch draws with the seed `s` higher.
     pub seed: [u32; 2],
     /// How often each program has run since the counters were zeroed.
     pub program_runs: [u32; crate::limits::MAX_PROGRAMS],
+    /// How many of [`Control::sequences`] count; 0: no batch.
+    pub n_sequences: u32,
+    /// The sequences of a batch.
+    pub sequences: [Sequence; MAX_SEQUENCES],
     /// The iteration that runs, or the next one.
     pub step: Step,
 }

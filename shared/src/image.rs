@@ -102,9 +102,13 @@ pub struct ProgramDesc {
     pub event_first: u32,
     /// See [`ProgramDesc::event_first`].
     pub event_count: u32,
-    /// 1 when the token loop may choose it by itself.
+    /// Whether the token loop may choose it by itself: 0 no, 1 yes, [`EVERY_SEQUENCE`].
     pub in_token_loop: u32,
 }
+
+/// [`ProgramDesc::in_token_loop`] of a program whose rows each are the next token of a sequence of its own. An image has at
+/// most one. Its `max_rows` is the number of sequences that every `State` and `Tokens` binding is as many equal parts for.
+pub const EVERY_SEQUENCE: u32 = 2;
 
 const _: () =
     assert!(size_of::<ImageHeader>() == 64 && size_of::<BindingDesc>() == 16 && size_of::<ProgramDesc>() == 24);

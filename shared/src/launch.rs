@@ -58,6 +58,13 @@ pub struct LaunchParams {
     pub data: u64,
     /// `[u32; n_tasks]`: how many data ops each task takes, in the order of its worker's list.
     pub task_tiles: u64,
+    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed: entry `i` is written when iteration
+    /// `iteration + i` has ended, and the host may read it while the kernel runs.
+    pub mailbox: u64,
+    /// `[u32; n_workers]`, zeroed: one more than the task each worker began last.
+    pub positions: u64,
+    /// `[TaskTrace; n_workers * n_trace]`, zeroed: a row per worker, filled in the order of its list until it is full.
+    pub trace: u64,
     /// The longest a worker waits for one event.
     pub timeout_ns: u64,
     /// Entries of each section.
@@ -80,6 +87,73 @@ pub struct LaunchParams {
     pub iteration: u32,
     /// See [`LaunchParams::n_programs`].
     pub n_data: u32,
+    /// See [`LaunchParams::mailbox`]; iterations beyond it are not reported.
+    pub n_mail: u32,
+    /// See [`LaunchParams::trace`]; 0: no times are taken.
+    pub n_trace: u32,
 }
 
-const _: () = assert!(size_of::<LaunchParams>() == 16 * 8 + 10 * 4);
+const _: () = assert!(size_of::<LaunchParams>() == 19 * 8 + 12 * 4);
+
+/// How an iteration ended, in the mailbox. The word is written at once, so a host that sees it not zero sees all of it,
+/// and no fence is needed; the time may come later, though not after the kernel's end.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Mail {
+    /// [`Mail::word_of`] of the iteration; 0: it has not ended.
+    pub word: u64,
+    /// The GPU's clock at its end.
+    pub stamp_ns: u64,
+}
+
+impl Mail {
+    /// Bits 0..32 the token, if one was made; 32..62 how many tokens are in the cache; 62 whether a token was made; 63 set.
+    #[inline(always)]
+    pub const fn word_of(in_cache: u32, token: Option<u32>) -> u64 {
+        let position = ((in_cache & (u32::MAX >> 2)) as u64) << 32 | 1 << 63;
+        match token {
+            Some(token) => position | 1 << 62 | token as u64,
+            None => position,
+        }
+    }
+
+    /// How many tokens are in the cache, and the token made; `None` before the iteration's end.
+    pub const fn read(word: u64) -> Option<(u32, Option<u32>)> {
+        if word == 0 {
+            return None;
+        }
+        let token = if word >> 62 & 1 == 1 { Some(word as u32) } else { None };
+        Some(((word >> 32) as u32 & (u32::MAX >> 2), token))
+    }
+}
+
+/// When a worker ran a task, by the GPU's clock, which all its workers share.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct TaskTrace {
+    /// Its waits had been met. 0: the entry was not written.
+    pub began_ns: u64,
+    /// Its body had returned, all its tiles used.
+    pub ended_ns: u64,
+    /// The task.
+    pub task: u32,
+    /// The iteration, as in [`Step`](crate::Step).
+    pub iteration: u32,
+    /// Of the time between the two, how long the first warp waited for tiles.
+    pub data_ns: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Mail;
+
+    #[test]
+    fn a_word_of_mail_is_never_zero_and_says_what_was_written() {
+        for (position, token) in [(0, None), (0, Some(0)), (7, Some(u32::MAX)), ((1 << 30) - 1, None)] {
+            assert_eq!(Mail::read(Mail::word_of(position, token)), Some((position, token)));
+        }
+        assert_eq!(Mail::read(0), None);
+    }
+}

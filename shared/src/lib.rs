@@ -15,6 +15,7 @@ pub mod id;
 pub mod image;
 pub mod launch;
 pub mod limits;
+pub mod probe;
 pub mod task;
 
 pub use control::Step;

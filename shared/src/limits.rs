@@ -20,3 +20,9 @@ pub const MAX_TASKS: usize = 1 << 24;
 
 /// Token ids that end a generation, as `generation_config.json` lists them (Llama 3 has three).
 pub const MAX_STOP_TOKENS: usize = 16;
+
+/// Sequences decoded together: beyond it a pass over the weights is bound by arithmetic on every machine we know. Their
+/// numbers, from 1, fit the upper byte of a task's flags.
+pub const MAX_SEQUENCES: usize = 64;
+
+const _: () = assert!(MAX_SEQUENCES <= 255);

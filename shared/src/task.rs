@@ -66,6 +66,16 @@ pub struct TaskFlags;
 impl TaskFlags {
     /// The body runs only in a pass that samples; the task still waits and triggers in every pass.
     pub const ONLY_WHEN_SAMPLING: u16 = 1;
+
+    /// The flags of a task that belongs to sequence `sequence` of a batch: it sees that sequence's step.
+    pub const fn of_sequence(sequence: usize) -> u16 {
+        (sequence as u16 + 1) << 8
+    }
+
+    /// The sequence `flags` name, if they do.
+    pub const fn sequence(flags: u16) -> Option<usize> {
+        (flags as usize >> 8).checked_sub(1)
+    }
 }
 
 /// One task: a macro kernel, its operands, what it waits on and what it triggers. 76 bytes.

@@ -99,7 +99,11 @@ fn impossible_requests_are_refused() {
     refused(&dir, &["--prompt", ""], &["empty"]);
     refused(&dir, &["--ids", "1,2,3", "--max-context", "2"], &["3 tokens", "2"]);
     refused(&dir, &["--ids", "1,2,3", "--max-context", "100000"], &["100000", "4096"]);
-    refused(&dir, &["--ids", "1,2,3", "--device", "cuda"], &["cuda"]);
+    // The library's own answer: no driver, no device, or no GPU code in this build.
+    if let Err(error) = perpetua::cuda::Gpu::open() {
+        let expected = perpetua::device_image::device_image().map_or("no GPU code".to_owned(), |_| error.to_string());
+        refused(&dir, &["--ids", "1,2,3", "--device", "cuda"], &[&expected]);
+    }
     refused(&dir, &["--ids", "1,2,3", "--threads", "0"], &["threads", "0"]);
     let output = perpetua(&["logits", "--model", "x"]);
     assert_eq!(output.status.code(), Some(2), "bad usage");

@@ -131,7 +131,12 @@ fn run(
     dawdle: Option<u64>,
 ) -> Vec<f32> {
     let options = Options { dawdle, ..Options::default() };
-    let mut resident = Resident::with_options(vec![source(graph)], weights, device, Some(workers), options).unwrap();
+    let sources = vec![source(graph)];
+    let resident = match device {
+        Device::Cpu => Resident::with_options(sources, weights, Some(workers), options),
+        device => Resident::new(sources, weights, device, Some(workers)),
+    };
+    let mut resident = resident.unwrap();
     let (_, x) = graph.table.buffers.iter().zip(0..).find(|(b, _)| b.name == "x").unwrap();
     let len = graph.table.buffers[x as usize].bytes as usize / 4;
     let mut found = Vec::new();
@@ -141,7 +146,7 @@ fn run(
         resident.run_once(ProgramId(0), ALL_ROWS).unwrap();
         for (name, _) in outputs {
             let output = resident.output(ProgramId(0), name).unwrap();
-            found.extend(resident.memory().read_f32(&output, rows));
+            found.extend(resident.read_f32(&output, rows).unwrap());
         }
     }
     found

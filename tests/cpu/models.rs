@@ -49,6 +49,7 @@ fn engine(model: &Model, device: Device, all_logits: bool, chunks: &[usize]) -> 
         chunks: chunks.to_vec(),
         max_context: Some(512.min(model.max_tokens())),
         threads: Some(2),
+        ..EngineConfig::default()
     };
     Engine::new(model, &config).expect("the fixture compiles")
 }

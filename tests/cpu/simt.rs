@@ -9,13 +9,13 @@ use perpetua::exec::simt::{Options, Simt};
 use perpetua::graph::lower::Target;
 use perpetua::image::Image;
 use perpetua::image::encode::{Parts, encode};
-use perpetua::model::decoder::Head;
+use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
+use perpetua_shared::WorkerId;
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::{DType, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 
@@ -44,8 +44,11 @@ fn model(config_json: &str) -> (tempfile::TempDir, Model) {
 
 /// The model cut finely, so that tasks of several blocks meet.
 fn compiled(model: &Model, workers: u32, rows: usize) -> Compiled {
-    let sources = decoder_sources(model, 32, &[rows], DType::Bf16, Head::AllLogits).expect("a sound model");
-    let target = Target { task_bytes: 1 << 10, ..Target::workers(workers) };
+    compiled_for(model, Target { task_bytes: 1 << 10, ..Target::workers(workers) }, rows)
+}
+
+fn compiled_for(model: &Model, target: Target, rows: usize) -> Compiled {
+    let sources = decoder_sources(model, &[rows], Cache::bf16(32), Head::AllLogits).expect("a sound model");
     compile(sources, &Config::new(target)).expect("it compiles")
 }
 
@@ -85,10 +88,13 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
         all_logits: true,
         max_context: Some(32),
         chunks: vec![IDS.len()],
+        ..EngineConfig::default()
     };
     let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
-    for workers in [1, 4, 7] {
-        let compiled = compiled(&model, workers, IDS.len());
+    // Cut finely; and as for a GPU, where tasks whose users are all their own worker's have no event between them.
+    let fine = [1, 4, 7].map(|workers| (workers, compiled(&model, workers, IDS.len())));
+    let coarse = [3, 5].map(|workers| (workers, compiled_for(&model, Target::gpu(workers), IDS.len())));
+    for (workers, compiled) in fine.into_iter().chain(coarse) {
         let mut first: Option<Vec<f32>> = None;
         for (seed, block_threads) in [(1, 64), (2, 64), (3, 64), (4, 32)] {
             let options = Options { seed, block_threads, ..Options::default() };

@@ -448,12 +448,6 @@ pub(crate) mod atomic {
         // SAFETY: the caller's promise.
         unsafe { backend::compare_exchange(word, old, new) }
     }
-
-    /// Everything this thread wrote or has seen is visible to the host before what it writes from here on.
-    #[inline(always)]
-    pub(crate) fn fence_system() {
-        backend::fence_system();
-    }
 }
 
 /// Global memory. All loads are coherent ones (never `ld.global.nc`), so they may read what another worker wrote before an

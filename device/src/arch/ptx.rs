@@ -348,12 +348,6 @@ pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32
 }
 
 #[inline(always)]
-pub(super) fn fence_system() {
-    // SAFETY: orders memory accesses and does nothing else.
-    unsafe { asm!("fence.acq_rel.sys;", options(nostack)) };
-}
-
-#[inline(always)]
 pub(super) fn opaque(mut pointer: *mut u8) -> *mut u8 {
     // SAFETY: does nothing.
     unsafe { asm!("/* {} */", inout(reg64) pointer, options(nostack, preserves_flags)) };

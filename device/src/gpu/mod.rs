@@ -14,7 +14,7 @@ pub(crate) mod wide;
 #[cfg(test)]
 mod conformance;
 
-use crate::arch::{atomic, memory, scalar};
+use crate::arch::{memory, scalar};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::Operand;
@@ -273,9 +273,4 @@ impl Call<'_> {
     pub fn rows(&self, tensor: &Tensor) -> u32 {
         self.task.rows(tensor.extent(0), self.step.rows)
     }
-}
-
-/// Publishes what this thread wrote, to the host as well, before what it writes from here on.
-pub(crate) fn publish() {
-    atomic::fence_system();
 }

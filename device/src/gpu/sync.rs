@@ -125,6 +125,8 @@ impl Sync for Gpu {
                 rows: memory::load_volatile(&raw const (*self.step).rows),
                 sampling: memory::load_volatile(&raw const (*self.step).sampling),
                 iteration: memory::load_volatile(&raw const (*self.step).iteration),
+                // Batches are not the GPU's yet.
+                sequence: 0,
             }
         }
     }

@@ -98,6 +98,9 @@ pub(crate) trait Lists {
 /// bindings, readable and constant.
 #[inline(always)]
 pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
+    // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
+    // it does not know which event, and to give up inside a block is to trap.
+    let sync = &Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };
     let (mut pass, mut empty) = (0u32, 0u32);
     // SAFETY: see the module head; `at < n` in every list, which nobody writes.
     unsafe {
@@ -161,12 +164,25 @@ pub(crate) struct Tiles<'a> {
     /// Per barrier, the parity of its next phase.
     parity: Cell<u32>,
     passes: Cell<u32>,
+    /// Whether this thread measures its waits, and how long they were since the task began.
+    is_timed: Cell<bool>,
+    waited_ns: Cell<u32>,
 }
 
 impl<'a> Tiles<'a> {
     pub(crate) fn new(sync: &'a Gpu, lane: u32) -> Tiles<'a> {
         let zero = || Cell::new(0);
-        Tiles { sync, lane, next: zero(), of_list: zero(), of_task: zero(), parity: zero(), passes: zero() }
+        Tiles {
+            sync,
+            lane,
+            next: zero(),
+            of_list: zero(),
+            of_task: zero(),
+            parity: zero(),
+            passes: zero(),
+            is_timed: Cell::new(false),
+            waited_ns: zero(),
+        }
     }
 
     /// A pass of `program` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
@@ -195,6 +211,19 @@ impl<'a> Tiles<'a> {
         self.of_task.set(n);
     }
 
+    /// Measures this thread's waits from now on, or no longer.
+    #[inline(always)]
+    pub(crate) fn time(&self, is_timed: bool) {
+        self.is_timed.set(is_timed);
+        self.waited_ns.set(0);
+    }
+
+    /// How long this thread has waited for tiles since [`time`](Tiles::time).
+    #[inline(always)]
+    pub(crate) fn waited_ns(&self) -> u32 {
+        self.waited_ns.get()
+    }
+
     /// How many tiles the task has left.
     #[inline(always)]
     pub(crate) fn left(&self) -> u32 {
@@ -214,9 +243,13 @@ impl<'a> Tiles<'a> {
         let mut parity = self.parity.get();
         let bit = flip(&mut parity, barrier);
         self.parity.set(parity);
+        let began = if self.is_timed.get() { thread::timer_ns() } else { 0 };
         // SAFETY: the loader wrote the place before it arrived.
         unsafe {
             wait(self.sync, FULL + barrier, bit);
+            if began != 0 {
+                self.waited_ns.set(self.waited_ns.get() + (thread::timer_ns() - began) as u32);
+            }
             Tile { at: shared::load(PLACES + 2 * barrier), bytes: shared::load(PLACES + 2 * barrier + 1), barrier }
         }
     }

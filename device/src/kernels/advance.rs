@@ -9,7 +9,10 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use perpetua_shared::DType;
 use perpetua_shared::control::Control;
 #[cfg(not(target_arch = "nvptx64"))]
-use perpetua_shared::control::{PRODUCED, STOP};
+use perpetua_shared::{
+    control::{PRODUCED, STOP},
+    image::{EVERY_SEQUENCE, ProgramDesc},
+};
 
 /// See the module head.
 #[derive(Debug)]
@@ -39,15 +42,23 @@ impl MacroKernel for Advance {
         let [tokens, words] = core::array::from_fn(|i| call.tensor(i));
         let mut control: Control =
             bytemuck::cast::<[u32; WORDS], Control>(core::array::from_fn(|i| load(&words, i)));
-        let token = match control.step.sampling {
-            0 => 0,
-            _ => tokens.get_i32([(control.step.first_pos + control.step.rows) as usize]) as u32,
-        };
-        crate::advance::advance(&mut control, call.programs, token);
+        if control.n_sequences > 0 {
+            // Every sequence has an equal part of the token buffer.
+            let part = tokens.extent(0) / max_sequences(call.programs);
+            let token = |sequence: usize, position: u32| tokens.get_i32([sequence * part + position as usize]) as u32;
+            crate::advance::advance_batch(&mut control, call.programs, token);
+        } else {
+            let token = match control.step.sampling {
+                0 => 0,
+                _ => tokens.get_i32([(control.step.first_pos + control.step.rows) as usize]) as u32,
+            };
+            crate::advance::advance(&mut control, call.programs, token);
+        }
         let out: [u32; WORDS] = bytemuck::cast(control);
-        // `stop` is the host's word. `produced` goes last: a host that sees it sees the token too.
+        // `stop` is the host's word. `produced` goes last, its own and each sequence's: a host that sees it sees the token
+        // too.
         for (i, word) in out.iter().enumerate().filter(|(i, _)| *i != STOP / 4 && *i != PRODUCED / 4) {
-            atomic(&words, i).store(*word, Ordering::Relaxed);
+            atomic(&words, i).store(*word, Ordering::Release);
         }
         atomic(&words, PRODUCED / 4).store(out[PRODUCED / 4], Ordering::Release);
         Ok(())
@@ -66,13 +77,17 @@ impl MacroKernel for Advance {
                     0 => 0,
                     _ => tokens.get_word(control.step.first_pos + control.step.rows),
                 };
-                // A host that sees the new `produced` sees the token too.
-                gpu::publish();
                 crate::advance::advance(control, call.programs, token);
             }
         }
         Ok(())
     }
+}
+
+/// Sequences a batch may have: the rows of the program for them.
+#[cfg(not(target_arch = "nvptx64"))]
+fn max_sequences(programs: &[ProgramDesc]) -> usize {
+    programs.iter().find(|p| p.in_token_loop == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

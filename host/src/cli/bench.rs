@@ -1,6 +1,7 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
+use perpetua::cuda::probe::Prober;
 use perpetua::exec::memory::WeightSource;
 use perpetua::exec::threads::allowed_cores;
 use perpetua::{Embedder, Engine, EngineConfig, GenerateOptions, Model};
@@ -20,9 +21,19 @@ pub(crate) struct Args {
     /// Tokens to measure (sentences, for an embedding model).
     #[arg(long, value_name = "N", default_value_t = 32)]
     tokens: usize,
+    /// Decode this many sequences together, every pass over the weights making a token for each (text models on the CPU).
+    #[arg(long, value_name = "N")]
+    batch: Option<usize>,
     /// Write the figures there.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+impl Args {
+    /// Of `model`, `tokens` tokens after `context`.
+    pub(super) fn of(model: ModelArgs, context: usize, tokens: usize) -> Args {
+        Args { model, context, tokens, json: None }
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
@@ -30,6 +41,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Err(format!("--context {} --tokens {}: expected at least 1 of each", args.context, args.tokens).into());
     }
     let model = args.model.open()?;
+    if args.batch.is_some() && !is_generator(&model) {
+        return Err("--batch is for text models: sentences are embedded one by one".into());
+    }
     let figures = if is_generator(&model) { generator(args, &model)? } else { embedder(args, &model)? };
     for (name, value) in figures.as_object().into_iter().flatten() {
         match value {
@@ -44,7 +58,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(())
 }
 
-fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let vocab = model.config().vocab_size() as u64;
     let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
     if needed > model.max_tokens() {
@@ -57,52 +71,75 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
         .into());
     }
     let began = Instant::now();
-    let mut engine = Engine::new(model, &args.model.config(model, needed))?;
+    let config = EngineConfig { sequences: args.batch, ..args.model.config(model, needed) };
+    let mut engine = super::resident(model, &config)?;
     warm(model)?;
     let load = began.elapsed();
-    // Ids spread over the vocabulary by a fixed rule: the same on every machine.
-    let prompt: Vec<u32> = (0..args.context as u64).map(|i| (i * 7919 % vocab) as u32).collect();
+    // Ids spread over the vocabulary by a fixed rule: the same on every machine, others for each sequence.
+    let n_sequences = args.batch.unwrap_or(1);
+    let id = |sequence: usize, i: usize| ((sequence * 613 + i) as u64 * 7919 % vocab) as u32;
+    let prompts: Vec<Vec<u32>> =
+        (0..n_sequences).map(|sequence| (0..args.context).map(|i| id(sequence, i)).collect()).collect();
+    let prompt = &prompts[0];
     let options = GenerateOptions { max_new_tokens: args.tokens, stop_tokens: Some(Vec::new()), ..Default::default() };
     let n_threads = engine.resident().compiled().image.header().n_workers as usize;
-    let before = read_bandwidth(model, n_threads)?;
+    let before = bandwidth(&mut engine, model)?;
     // One short run first, so that pages and clocks are warm.
     let warm_up = GenerateOptions { max_new_tokens: 2.min(args.tokens), ..options.clone() };
     engine.generate(&prompt[..prompt.len().min(8)], &warm_up)?.try_for_each(|token| token.map(|_| ()))?;
+    let bar = progress((n_sequences * args.tokens) as u64, "measuring", TOKENS_BAR);
+    // What a batch is compared with.
+    let alone = match args.batch {
+        Some(_) => {
+            engine.generate(prompt, &options)?.try_for_each(|token| token.map(|_| ()))?;
+            let stamps = engine.stamps();
+            Some(quantile(&steps(&stamps[stamps.len() - args.tokens..]), 0.5))
+        }
+        None => None,
+    };
     let waited = engine.resident().waited();
-    let bar = progress(args.tokens as u64, "measuring", TOKENS_BAR);
-    for token in engine.generate(&prompt, &options)? {
-        token?;
-        bar.inc(1);
+    if args.batch.is_some() {
+        engine.generate_batch(&prompts, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
+    } else {
+        engine.generate(prompt, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
     }
     bar.finish_and_clear();
-    let after = read_bandwidth(model, n_threads)?;
+    let after = bandwidth(&mut engine, model)?;
     let waited = engine.resident().waited() - waited;
     let stamps = engine.stamps();
-    let first = stamps.len() - args.tokens;
+    // Reading a prompt alone makes its first token; a batch leaves the prompts' last tokens to its first step.
+    let (first, read_tokens) = match args.batch {
+        Some(_) => (stamps.len() - args.tokens - 1, n_sequences * (args.context - 1)),
+        None => (stamps.len() - args.tokens, args.context),
+    };
     let prefill = stamps[first] - stamps[0];
-    let mut steps: Vec<Duration> = stamps[first..].windows(2).map(|pair| pair[1] - pair[0]).collect();
-    steps.sort_unstable();
-    let decode: &perpetua::compile::Program = &engine.resident().compiled().programs[0];
+    let steps = steps(&stamps[first..]);
+    let programs = &engine.resident().compiled().programs;
+    let decode: &perpetua::compile::Program = &programs[if args.batch.is_some() { programs.len() - 1 } else { 0 }];
     // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
-    let read = step_bytes(decode, model, args.context + args.tokens / 2, needed);
+    let read = step_bytes(&programs[0], model, args.context + args.tokens / 2, engine.context(), n_sequences);
     let bandwidth = before.max(after);
     let (tasks, events) = (decode.tasks.tasks.len(), decode.tasks.events.len());
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
     let median = quantile(&steps, 0.5);
     let rate = read as f64 / median.max(1e-12);
+    let runs_on = match engine.resident_mut().cuda() {
+        Some(cuda) => cuda.gpu().info().name.clone(),
+        None => Isa::best().name().to_owned(),
+    };
     drop(engine);
     let mut figures = json!({
         "model": args.model.model.display().to_string(),
-        "isa": Isa::best().name(),
+        "runs_on": runs_on,
         "workers": n_threads,
         "load_s": load.as_secs_f64(),
         "compile_ms": compile.as_secs_f64() * 1e3,
         "context": args.context,
-        "prefill_tokens_per_s": args.context as f64 / prefill.as_secs_f64(),
+        "prefill_tokens_per_s": read_tokens as f64 / prefill.as_secs_f64().max(1e-9),
         "step_ms_median": median * 1e3,
         "step_ms_p5": quantile(&steps, 0.05) * 1e3,
         "step_ms_p95": quantile(&steps, 0.95) * 1e3,
-        "tokens_per_s": 1.0 / median.max(1e-12),
+        "tokens_per_s": n_sequences as f64 / median.max(1e-12),
         "bytes_per_step": bytes(read),
         "read_gb_per_s": rate / 1e9,
         "bandwidth_gb_per_s": bandwidth / 1e9,
@@ -114,9 +151,15 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
         "memory_beside_weights": bytes(owned),
         "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
     });
+    if let (Some(alone), Some(figures)) = (alone, figures.as_object_mut()) {
+        figures.insert("sequences".into(), n_sequences.into());
+        figures.insert("tokens_per_s_each".into(), (1.0 / median.max(1e-12)).into());
+        figures.insert("tokens_per_s_alone".into(), (1.0 / alone.max(1e-12)).into());
+        figures.insert("times_alone".into(), (n_sequences as f64 * alone / median.max(1e-12)).into());
+    }
     if let (Some(quantized), Some(figures)) = (model.quantized(), figures.as_object_mut()) {
         figures.insert("quantized_weights".into(), bytes(quantized.size_bytes()).into());
-        figures.insert("accuracy".into(), accuracy(args, model, &prompt)?.into());
+        figures.insert("accuracy".into(), accuracy(args, model, prompt)?.into());
     }
     Ok(figures)
 }
@@ -153,7 +196,7 @@ fn accuracy(args: &Args, quantized: &Model, prompt: &[u32]) -> Result<String, Bo
 }
 
 /// KL(softmax(p) || softmax(q)), in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
+pub(super) fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let log_sum = |x: &[f32]| {
         let max = f64::from(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         max + x.iter().map(|v| (f64::from(*v) - max).exp()).sum::<f64>().ln()
@@ -172,11 +215,25 @@ fn argmax(x: &[f32]) -> Option<usize> {
     (0..x.len()).max_by(|a, b| x[*a].total_cmp(&x[*b]))
 }
 
-/// Bytes a decode step reads with `position` tokens in a cache planned for `context`.
-fn step_bytes(program: &perpetua::compile::Program, model: &Model, position: usize, context: usize) -> u64 {
+/// The times between `stamps`, sorted.
+fn steps(stamps: &[Instant]) -> Vec<Duration> {
+    let mut steps: Vec<Duration> = stamps.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    steps.sort_unstable();
+    steps
+}
+
+/// Bytes a decode step reads with `position` tokens in each of `sequences` caches: those of `program`, the step of one
+/// sequence over a cache planned for `context`, and as much more of the other caches.
+fn step_bytes(
+    program: &perpetua::compile::Program,
+    model: &Model,
+    position: usize,
+    context: usize,
+    sequences: usize,
+) -> u64 {
     let all: u64 = program.costs.iter().map(|cost| cost.bytes_read).sum();
     let cache = model.decoder().map_or(0, |c| 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2) as u64;
-    all.saturating_sub(cache * (context - position.min(context)) as u64)
+    all.saturating_sub(cache * context as u64) + cache * (sequences * position.min(context)) as u64
 }
 
 fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
@@ -197,7 +254,10 @@ fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std
     times.sort_unstable();
     Ok(json!({
         "model": args.model.model.display().to_string(),
-        "isa": Isa::best().name(),
+        "runs_on": match embedder.resident_mut().cuda() {
+            Some(cuda) => cuda.gpu().info().name.clone(),
+            None => Isa::best().name().to_owned(),
+        },
         "workers": embedder.resident().compiled().image.header().n_workers,
         "load_s": load.as_secs_f64(),
         "compile_ms": embedder.resident().compile_time().as_secs_f64() * 1e3,
@@ -214,6 +274,16 @@ fn quantile(sorted: &[Duration], q: f64) -> f64 {
     match sorted.len() {
         0 => 0.0,
         n => sorted[((n - 1) as f64 * q).round() as usize].as_secs_f64(),
+    }
+}
+
+/// Bytes per second that the workers of `engine` could read.
+fn bandwidth(engine: &mut Engine, model: &Model) -> Result<f64, Box<dyn std::error::Error>> {
+    let n_workers = engine.resident().compiled().image.header().n_workers;
+    match engine.resident_mut().cuda() {
+        // By bulk copies, as loaders read; far more than the second-level cache holds.
+        Some(cuda) => Ok(Prober::new(cuda.gpu().clone(), 2 << 30)?.read(n_workers, 16 << 10, 13)?),
+        None => read_bandwidth(model, n_workers as usize),
     }
 }
 

@@ -1,6 +1,8 @@
 //! `perpetua doctor`: what this machine has and lacks, and the one command that mends each lack.
 
 use super::{Outcome, bytes};
+use perpetua::cuda;
+use perpetua::cuda::driver::{DeviceInfo, Driver};
 use perpetua::device_image::device_image;
 use perpetua::exec::memory::available_bytes;
 use perpetua::exec::threads::allowed_cores;
@@ -29,15 +31,44 @@ pub(crate) fn run(_: &Args) -> Outcome {
             "none: this build had no device toolchain; mend: ./x setup, then build again".to_owned(),
         ),
     }
-    match driver() {
-        Some(version) => row("NVIDIA driver", version),
-        None => row("NVIDIA driver", "none: models run on CPU threads".to_owned()),
+    let module = kernel_module().map(|version| row("kernel module", version));
+    match cuda::libcuda() {
+        Ok(driver) => {
+            let version = driver
+                .version()
+                .map_or_else(|error| error.to_string(), |v| format!("CUDA {}.{}", v / 1000, v % 1000 / 10));
+            row("NVIDIA driver", version);
+            match driver.devices() {
+                Ok(devices) if devices.is_empty() => row("GPU", cuda::GpuError::NoDevice.to_string()),
+                Ok(devices) => devices.iter().for_each(|device| row("GPU", describe(device))),
+                Err(error) => row("GPU", error.to_string()),
+            }
+        }
+        // With a kernel module the user expects a GPU, without one only the fact matters.
+        Err(error) if module.is_some() => row("NVIDIA driver", error.to_string()),
+        Err(_) => row("NVIDIA driver", "none: models run on CPU threads".to_owned()),
     }
     Ok(())
 }
 
-/// What the kernel module says of itself; libcuda is not opened, since no executor uses it yet.
-fn driver() -> Option<String> {
+fn describe(device: &DeviceInfo) -> String {
+    let (major, minor) = device.compute_capability;
+    let verdict = match cuda::check_device(device) {
+        Ok(()) => "models run on it".to_owned(),
+        Err(error) => format!("not used: {error}"),
+    };
+    format!(
+        "{}: {}, compute capability {major}.{minor}, {} SMs, {} KiB of shared memory a block, {}; {verdict}",
+        device.ordinal,
+        device.name,
+        device.n_sms,
+        device.shared_bytes >> 10,
+        bytes(device.memory_bytes),
+    )
+}
+
+/// What the kernel module says of itself.
+fn kernel_module() -> Option<String> {
     let text = std::fs::read_to_string("/proc/driver/nvidia/version").ok()?;
     text.lines().next().map(|line| line.trim().to_owned())
 }

@@ -56,7 +56,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     let began = Instant::now();
     let config = args.model.config(&model, prompt.len().saturating_add(args.max_new_tokens));
-    let mut engine = Engine::new(&model, &config)?;
+    let mut engine = super::resident(&model, &config)?;
     warm(&model)?;
     let loaded = began.elapsed();
     let mut ids = Vec::new();

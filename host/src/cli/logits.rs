@@ -1,7 +1,7 @@
 //! `perpetua logits`.
 
 use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, write_whole};
-use perpetua::{Engine, EngineConfig};
+use perpetua::EngineConfig;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         chunks: vec![ids.len().clamp(1, CHUNK)],
         ..args.model.config(&model, ids.len())
     };
-    let mut engine = Engine::new(&model, &config)?;
+    let mut engine = super::resident(&model, &config)?;
     warm(&model)?;
     let bar = progress(ids.len() as u64, "prefill", TOKENS_BAR);
     let logits = engine.logits(&ids, |done| bar.set_position(done as u64))?;

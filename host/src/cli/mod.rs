@@ -8,6 +8,7 @@ mod bench;
 mod doctor;
 mod embed;
 mod generate;
+mod gpu_check;
 mod logits;
 mod pack;
 mod plan;
@@ -18,7 +19,7 @@ mod synth;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::model::{ModelConfig, Quantize};
-use perpetua::{Device, EngineConfig, Model};
+use perpetua::{Device, Engine, EngineConfig, Model};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -56,7 +57,14 @@ enum Verb {
     Bench(bench::Args),
     /// Say what this machine has and lacks.
     Doctor(doctor::Args),
+    /// Show on a GPU that it computes what it should, and how fast.
+    GpuCheck(gpu_check::Args),
 }
+
+/// There is no GPU to do it on: exit status 3.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct NoGpu(String);
 
 /// The verb ran until Ctrl-C.
 #[derive(Debug, thiserror::Error)]
@@ -75,6 +83,7 @@ pub(crate) fn main() -> ExitCode {
         Verb::Synth(args) => synth::run(args),
         Verb::Bench(args) => bench::run(args),
         Verb::Doctor(args) => doctor::run(args),
+        Verb::GpuCheck(args) => gpu_check::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -85,7 +94,7 @@ pub(crate) fn main() -> ExitCode {
             // One line: what follows a line break would look like another message.
             let line = error.to_string().replace('\n', " ");
             let _ = writeln!(std::io::stderr(), "perpetua: {line}");
-            ExitCode::FAILURE
+            if error.is::<NoGpu>() { ExitCode::from(3) } else { ExitCode::FAILURE }
         }
     }
 }
@@ -113,7 +122,7 @@ struct ModelArgs {
     /// Where to run it.
     #[arg(long, value_enum, default_value = "auto")]
     device: DeviceName,
-    /// CPU workers [default: one per core this process may use].
+    /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
     #[arg(long, value_name = "N")]
     threads: Option<usize>,
     /// Keep the matrices of a text model in 8 bits, in memory of their own (CPU only).
@@ -132,6 +141,11 @@ enum QuantizeName {
 }
 
 impl ModelArgs {
+    /// The model in folder `model`, on a GPU.
+    fn on_gpu(model: PathBuf) -> ModelArgs {
+        ModelArgs { model, device: DeviceName::Cuda, threads: None, quantize: None, max_context: None }
+    }
+
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
         let model = Model::load(&self.model)?;
         let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
@@ -195,6 +209,19 @@ fn warm(model: &Model) -> Outcome {
     std::hint::black_box(sum);
     bar.finish_and_clear();
     Ok(())
+}
+
+/// The model, resident; with a progress bar where its weights are handed to a GPU.
+fn resident(model: &Model, config: &EngineConfig) -> Result<Engine, Box<dyn std::error::Error>> {
+    let total = model.weights()?.size_bytes() as u64;
+    let mut bar = None;
+    let engine = Engine::with_progress(model, config, |bytes| {
+        bar.get_or_insert_with(|| progress(total, "to the GPU", BYTES_BAR)).inc(bytes);
+    });
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    Ok(engine?)
 }
 
 /// A flag that Ctrl-C sets. A second Ctrl-C ends the program at once.

@@ -7,7 +7,7 @@ use perpetua::engine::{decoder_sources, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
 use perpetua::model::ModelConfig;
-use perpetua::model::decoder::{Declared, Head, build};
+use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
@@ -147,7 +147,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
             return Err("a sentence model is planned from its folder: use --model".into());
         };
         let [rows, context] = positions(config.max_position_embeddings)?;
-        let graph = build(config, Declared::Assumed(DType::Bf16), [rows, context], DType::Bf16, Head::Sample)?;
+        let graph = build(config, Declared::Assumed(DType::Bf16), rows, Cache::bf16(context), Head::Sample)?;
         let name = if rows == 1 { "decode".to_owned() } else { format!("prefill {rows}") };
         return Ok(vec![Source { name, graph, in_token_loop: true }]);
     };
@@ -157,7 +157,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         return Ok(sentence_sources(&model, &[within("rows", args.rows, max)?])?);
     }
     let [rows, context] = positions(max)?;
-    let mut sources = decoder_sources(&model, context, &[rows], DType::Bf16, Head::Sample)?;
+    let mut sources = decoder_sources(&model, &[rows], Cache::bf16(context), Head::Sample)?;
     // Decode is always among them; only what was asked for is planned.
     sources.retain(|source| source.graph.rows == Some(rows as u32));
     Ok(sources)

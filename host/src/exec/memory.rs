@@ -1,8 +1,10 @@
 //! The memory an image's bindings name: what the executor allocates, and the checkpoint's bytes where they lie.
 
 use crate::compile::Compiled;
-use perpetua_shared::control::Control;
+use perpetua_shared::BindingId;
+use perpetua_shared::control::{Control, Sequence};
 use perpetua_shared::image::BindingKind;
+use perpetua_shared::limits::MAX_SEQUENCES;
 use perpetua_shared::task::Operand;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::sync::Arc;
@@ -107,6 +109,8 @@ pub enum MemoryError {
 pub struct Memory {
     bases: Vec<*mut u8>,
     bytes: Vec<u64>,
+    /// Per binding, see [`Image::part_bytes`](crate::image::Image::part_bytes).
+    parts: Vec<u64>,
     names: Vec<(BindingKind, String)>,
     control: usize,
     tokens: usize,
@@ -144,6 +148,7 @@ impl Memory {
         let mut memory = Memory {
             bases: Vec::new(),
             bytes: Vec::new(),
+            parts: (0..compiled.bindings.len()).map(|number| compiled.image.part_bytes(number)).collect(),
             names: Vec::new(),
             control: usize::MAX,
             tokens: usize::MAX,
@@ -195,6 +200,25 @@ impl Memory {
     /// Start of every binding, by its number.
     pub(super) fn bases(&self) -> &[*mut u8] {
         &self.bases
+    }
+
+    /// Start of binding `number` as a pass over sequence `sequence` sees it.
+    ///
+    /// # Safety
+    /// `sequence` is below the image's number of sequences.
+    pub(super) unsafe fn base(&self, number: BindingId, sequence: u32) -> *mut u8 {
+        // SAFETY: a binding has a part for each of the image's sequences.
+        unsafe { self.bases[number.idx()].add(self.parts[number.idx()] as usize * sequence as usize) }
+    }
+
+    /// How far sequence `number` of a batch is.
+    ///
+    /// # Safety
+    /// Nobody writes the control block meanwhile.
+    pub(super) unsafe fn sequence(&self, number: usize) -> Sequence {
+        assert!(number < MAX_SEQUENCES, "image::check knows the sequences there are");
+        // SAFETY: in range, and nobody writes it now (caller).
+        unsafe { (&raw const (*self.control_base()).sequences).cast::<Sequence>().add(number).read_volatile() }
     }
 
     /// Where the control block lies.
@@ -263,18 +287,27 @@ impl Memory {
     pub fn read_f32(&self, output: &Operand, rows: usize) -> Vec<f32> {
         // SAFETY: outputs come from the same compilation as the bindings, so they lie inside; no worker runs while the
         // caller holds the executor.
-        let tensor = unsafe { perpetua_device::io::Tensor::new(self.bases[output.binding.idx()], output) };
-        match output.rank {
-            1 => (0..rows.min(tensor.extent(0))).map(|i| tensor.get([i])).collect(),
-            _ => {
-                let columns = tensor.extent(1);
-                (0..rows.min(tensor.extent(0))).flat_map(|r| (0..columns).map(move |c| tensor.get([r, c]))).collect()
-            }
-        }
+        unsafe { read_f32(self.bases[output.binding.idx()], output, rows) }
     }
 
     /// Bytes the executor allocated: everything but the weights used in place.
     pub fn owned_bytes(&self) -> u64 {
         self._owned.iter().map(|own| own.layout.size() as u64).sum()
+    }
+}
+
+/// Rows `..rows` of the box `operand` in the binding at `base`, or its first `rows` elements when it has rank 1.
+///
+/// # Safety
+/// The box lies in memory at `base`, and nobody writes it.
+pub(super) unsafe fn read_f32(base: *mut u8, operand: &Operand, rows: usize) -> Vec<f32> {
+    // SAFETY: the caller's promise.
+    let tensor = unsafe { perpetua_device::io::Tensor::new(base, operand) };
+    match operand.rank {
+        1 => (0..rows.min(tensor.extent(0))).map(|i| tensor.get([i])).collect(),
+        _ => {
+            let columns = tensor.extent(1);
+            (0..rows.min(tensor.extent(0))).flat_map(|r| (0..columns).map(move |c| tensor.get([r, c]))).collect()
+        }
     }
 }

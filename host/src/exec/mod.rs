@@ -4,16 +4,31 @@
 //! them.
 //!
 //! - [`reference`]: one thread, tasks in program order, plain-loop bodies: the definition of correct.
+//! - [`cuda`]: the persistent kernel on an NVIDIA GPU.
 //! - [`simt`]: the GPU's code on a simulated GPU that judges every access.
 //! - [`threads`]: resident CPU workers running the device crate's worker loop: the embedded default.
 
+pub mod cuda;
 pub mod memory;
 pub mod reference;
 pub mod simt;
 pub mod threads;
 pub mod tiles;
 
+use crate::image::Image;
+use perpetua_shared::control::Control;
 use perpetua_shared::{Fault, FaultCode};
+
+/// What executors of batches rely on where a control block comes from the host.
+fn check_sequences(image: &Image, control: &Control) {
+    let there = image.sequences();
+    assert!(
+        control.n_sequences as usize <= there && (control.step.sequence as usize) < there,
+        "a control block for {} sequences, a step of s{}: the image has {there}",
+        control.n_sequences,
+        control.step.sequence
+    );
+}
 
 /// A run that ended in a fault, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -35,7 +50,7 @@ pub enum RunError {
         position: u32,
     },
     /// A wait outlasted its bound.
-    #[error("{worker} stalled in {task}: event {event} stands at {found}, expected {expected}")]
+    #[error("{worker} stalled in {task}: event {event} stands at {found}, expected {expected}{others}")]
     Stalled {
         /// Who waited.
         worker: String,
@@ -47,7 +62,12 @@ pub enum RunError {
         found: u32,
         /// The count it waited for.
         expected: u32,
+        /// Where the other workers were, where that is known.
+        others: String,
     },
+    /// The driver, or the device under it.
+    #[error(transparent)]
+    Cuda(#[from] crate::cuda::driver::CudaError),
     /// A defect of this library.
     #[error("{task} on {worker} failed: {what}")]
     Defect {
@@ -75,6 +95,7 @@ impl RunError {
                 event: format!("e{}", fault.detail),
                 found: fault.found,
                 expected: fault.expected,
+                others: String::new(),
             },
             code => RunError::Defect { task, worker, what: format!("{code:?}") },
         }

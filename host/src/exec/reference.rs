@@ -1,8 +1,9 @@
 //! The reference executor: one thread, tasks in program order, plain-loop bodies in f32. Slow and obvious.
 
-use super::RunError;
 use super::memory::Memory;
+use super::{RunError, check_sequences};
 use crate::image::Image;
+use perpetua_device::advance::step_of;
 use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::Spec;
 use perpetua_shared::control::{Control, NO_PROGRAM};
@@ -31,6 +32,7 @@ impl Reference {
 
     /// Runs the token loop from `control`'s step until it ends.
     pub fn start(&mut self, control: Control) {
+        check_sequences(&self.image, &control);
         let base = self.memory.control_base();
         self.stamps = vec![Instant::now()];
         // SAFETY: the control block is aligned and this is the only thread that touches it.
@@ -44,6 +46,14 @@ impl Reference {
     pub fn produced(&self) -> u32 {
         match &self.outcome {
             Some(Ok(control)) => control.produced,
+            _ => 0,
+        }
+    }
+
+    /// Those of them for sequence `number` of a batch.
+    pub fn produced_of(&self, number: usize) -> u32 {
+        match &self.outcome {
+            Some(Ok(control)) => control.sequences[number].produced,
             _ => 0,
         }
     }
@@ -76,12 +86,15 @@ impl Reference {
                 if step.sampling == 0 && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
                     continue;
                 }
-                // SAFETY: `image::check` has judged every box inside its binding; nobody else runs.
+                // SAFETY: `image::check` has judged every box inside its binding, and in the first part where the step has
+                // another sequence than the first, of which there are as many (`start`); nobody else runs.
                 let tensors: Vec<Tensor> = view
                     .operands(task)
                     .iter()
-                    .map(|operand| unsafe { Tensor::new(memory.bases()[operand.binding.idx()], operand) })
+                    .map(|operand| unsafe { Tensor::new(memory.base(operand.binding, step.sequence), operand) })
                     .collect();
+                // SAFETY: nobody else runs.
+                let step = step_of(task.flags, &step, |number| unsafe { memory.sequence(number) });
                 let call = Call { tensors: &tensors, task, step: &step, programs: view.programs };
                 let outcome = Spec::of(task.task_type)
                     .map_or(Err(Fault::new(FaultCode::NoSuchKernel, u32::from(task.task_type), 0, 0)), |spec| {

@@ -13,7 +13,7 @@ use crate::image::Image;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::launch::{LaunchParams, TILE_BYTES};
+use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
 use perpetua_shared::{Fault, FaultCode};
 use std::time::Instant;
 
@@ -104,6 +104,7 @@ impl Simt {
     /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
     /// iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, mut control: Control) {
+        assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         let base = self.memory.control_base();
         // SAFETY: the control block is aligned and nobody else touches it between launches.
         let before = unsafe { base.read() };
@@ -160,6 +161,9 @@ impl Simt {
         let mut fault = Fault::default();
         let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
+        // Nobody reads these here; the kernel writes them all the same.
+        let mut mailbox = [Mail::default(); 4];
+        let mut positions = vec![0u32; view.n_workers as usize];
         let mut allocations = Vec::new();
         // SAFETY: every slice outlives the launch, in which nobody writes it.
         let mut constant = |name: &str, bytes: &[u8]| unsafe {
@@ -183,6 +187,9 @@ impl Simt {
             counters: self.counters.as_mut_ptr().expose_provenance() as u64,
             control: self.memory.control_base().expose_provenance() as u64,
             fault: (&raw mut fault).expose_provenance() as u64,
+            mailbox: mailbox.as_mut_ptr().expose_provenance() as u64,
+            positions: positions.as_mut_ptr().expose_provenance() as u64,
+            trace: 0,
             timeout_ns: TIMEOUT_NS,
             n_programs: view.programs.len() as u32,
             n_tasks: view.tasks.len() as u32,
@@ -194,6 +201,8 @@ impl Simt {
             n_workers: view.n_workers,
             iteration: self.iteration,
             n_data: self.tiles.data.len() as u32,
+            n_mail: mailbox.len() as u32,
+            n_trace: 0,
         };
         constant("the launch block", bytemuck::bytes_of(&params));
         for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
@@ -215,6 +224,13 @@ impl Simt {
             allocations.push(Allocation::new("e", counters.cast(), 4 * view.events.len(), Access::Atomic));
             let fault = (&raw mut fault).cast();
             allocations.push(Allocation::new("the fault record", fault, size_of::<Fault>(), Access::Written));
+        }
+        // SAFETY: both outlive the launch and are touched by it alone.
+        unsafe {
+            let bytes = size_of_val(&mailbox);
+            allocations.push(Allocation::new("the mailbox", mailbox.as_mut_ptr().cast(), bytes, Access::Written));
+            let bytes = size_of_val(&positions[..]);
+            allocations.push(Allocation::new("positions", positions.as_mut_ptr().cast(), bytes, Access::Written));
         }
         let options = simt::Options {
             service_warps: 1,

@@ -9,18 +9,20 @@
 //! fault; so does one whose body fails or panics; the others see the flag in their next wait, everyone leaves the loop,
 //! and the host gets the fault by name. After a fault the counters are zeroed, so the executor can be used again.
 
-use super::RunError;
 use super::memory::Memory;
+use super::{RunError, check_sequences};
 use crate::image::Image;
+use perpetua_device::advance::step_of;
 use perpetua_device::cpu::Scratch;
 use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::{Advance, Numbered, Spec};
 use perpetua_device::sync::Sync as WorkerSync;
 use perpetua_device::worker::{self, Body, ImageView};
-use perpetua_shared::control::{Control, End, PRODUCED, STOP};
+use perpetua_shared::control::{Control, End, PRODUCED, STOP, Sequence};
 use perpetua_shared::event::reached;
-use perpetua_shared::limits::MAX_OPERANDS;
+use perpetua_shared::limits::{MAX_OPERANDS, MAX_SEQUENCES};
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
+use std::mem::offset_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -148,6 +150,7 @@ impl Threads {
     /// Starts a run from `control`, whose `step` says where. Waits for an earlier run to end first. What has been
     /// counted so far (`program_runs`, the iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, mut control: Control) {
+        check_sequences(&self.shared.image, &control);
         self.wait_idle();
         let base = self.shared.memory.control_base();
         // SAFETY: no worker runs.
@@ -170,6 +173,14 @@ impl Threads {
         drop(bell);
         self.running = true;
         self.shared.rung.notify_all();
+    }
+
+    /// Tokens made so far for sequence `number` of a batch. Those counted can be read.
+    pub fn produced_of(&self, number: usize) -> u32 {
+        assert!(number < MAX_SEQUENCES, "a batch's sequence");
+        let at = offset_of!(Control, sequences) + number * size_of::<Sequence>() + offset_of!(Sequence, produced);
+        // Acquire: partner is the release store in `advance`.
+        self.shared.memory.control_word(at).load(Ordering::Acquire)
     }
 
     /// Asks the loop to end after the iteration that runs.
@@ -239,7 +250,7 @@ impl Threads {
 
     /// The position of the pass under way: tokens whose keys and values are in the cache.
     pub fn position(&self) -> u32 {
-        let offset = core::mem::offset_of!(Control, step) + core::mem::offset_of!(Step, first_pos);
+        let offset = offset_of!(Control, step) + offset_of!(Step, first_pos);
         self.shared.memory.control_word(offset).load(Ordering::Relaxed)
     }
 
@@ -442,10 +453,14 @@ impl Body for CpuBody<'_> {
         let mut tensors = [Tensor::ABSENT; MAX_OPERANDS];
         for (tensor, operand) in tensors.iter_mut().zip(operands) {
             // SAFETY: `image::check` has judged every box inside its binding and aligned; law 1 (judged by
-            // `graph::task::check`) orders this task against all that touch the same bytes.
-            *tensor = unsafe { Tensor::new(self.shared.memory.bases()[operand.binding.idx()], operand) };
+            // `graph::task::check`) orders this task against all that touch the same bytes. The step's sequence is one of
+            // the image's (`start`; `advance` chooses among as many), and the box is in the first one's part of a binding
+            // that has parts, or the step's sequence is the first (`image::check`).
+            *tensor = unsafe { Tensor::new(self.shared.memory.base(operand.binding, step.sequence), operand) };
         }
-        let call = Call { tensors: &tensors[..operands.len()], task, step, programs: self.view.programs };
+        // SAFETY: as for the step itself, which this belongs to: nobody but `advance` writes it, between iterations.
+        let step = step_of(task.flags, step, |number| unsafe { self.shared.memory.sequence(number) });
+        let call = Call { tensors: &tensors[..operands.len()], task, step: &step, programs: self.view.programs };
         let Some(spec) = Spec::of(task.task_type) else {
             return Err(Fault::new(FaultCode::NoSuchKernel, u32::from(task.task_type), 0, 0));
         };

@@ -83,8 +83,14 @@ pub struct KernelGraph {
     named: HashMap<String, TensorId>,
     activations: DType,
     sampling_only: bool,
+    /// Sequences that states and token buffers have room for, a part each.
+    sequences: usize,
+    /// The sequence that operators added now belong to.
+    sequence: Option<usize>,
     /// Tokens of a pass; `None` for a graph without a token dimension.
     pub rows: Option<u32>,
+    /// Whether each row of a pass is the next token of a sequence of its own: the decoding pass of a batch.
+    pub is_batch: bool,
 }
 
 impl Default for KernelGraph {
@@ -103,13 +109,33 @@ impl KernelGraph {
             named: HashMap::new(),
             activations: DType::F32,
             sampling_only: false,
+            sequences: 1,
+            sequence: None,
             rows: None,
+            is_batch: false,
         }
     }
 
     /// An empty graph for passes of at most `rows` tokens.
     pub fn with_rows(rows: u32) -> KernelGraph {
         KernelGraph { rows: Some(rows), ..KernelGraph::new() }
+    }
+
+    /// An empty graph for passes of at most `rows` tokens of one of `sequences` sequences, which is chosen at run time.
+    pub fn with_sequences(rows: u32, sequences: usize) -> KernelGraph {
+        KernelGraph { sequences, ..KernelGraph::with_rows(rows) }
+    }
+
+    /// An empty graph for passes over the next token of each of `sequences` sequences, a row each.
+    pub fn batch(sequences: usize) -> KernelGraph {
+        KernelGraph { is_batch: true, ..KernelGraph::with_sequences(sequences as u32, sequences) }
+    }
+
+    /// From here on, operators belong to sequence `sequence`, or again to the whole pass. Operators of a sequence see one
+    /// row, and states and token buffers declared meanwhile are the sequence's.
+    pub fn for_sequence(&mut self, sequence: Option<usize>) {
+        assert!(sequence.is_none_or(|number| self.is_batch && number < self.sequences), "a sequence of the batch");
+        self.sequence = sequence;
     }
 
     /// The operators in program order.
@@ -163,9 +189,26 @@ impl KernelGraph {
         self.named(name, shape, dtype, BufferKind::Weight)
     }
 
-    /// A tensor kept from pass to pass, zero at the start.
+    /// A tensor kept from pass to pass, zero at the start. Every sequence has one: this is that of the sequence operators
+    /// are added for, or in a pass over one sequence the first one's, which stands for any.
     pub fn state(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
-        self.named(name, shape, dtype, BufferKind::State)
+        self.of_sequence(name, shape, dtype, BufferKind::State)
+    }
+
+    fn of_sequence(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        dtype: DType,
+        kind: BufferKind,
+    ) -> Result<TensorId, GraphError> {
+        if self.sequences == 1 {
+            return self.named(name, shape, dtype, kind);
+        }
+        let all: Vec<usize> = [self.sequences].iter().chain(shape).copied().collect();
+        let all = self.named(name, &all, dtype, kind)?;
+        let part = shape.iter().product::<usize>();
+        self.view(all, self.sequence.unwrap_or(0) * part, shape, &row_major(shape))
     }
 
     /// A table of f32 made by the compiler.
@@ -173,9 +216,10 @@ impl KernelGraph {
         self.named(name, &[values.len()], DType::F32, BufferKind::Constant(bytemuck::cast_slice(values).to_vec()))
     }
 
-    /// The token buffer for `max_context` positions: one more, for the token made after the last.
+    /// The token buffer for `max_context` positions: one more, for the token made after the last. As to sequences, see
+    /// [`KernelGraph::state`].
     pub fn tokens(&mut self, max_context: usize) -> Result<TensorId, GraphError> {
-        self.named("tokens", &[max_context + 1], DType::I32, BufferKind::Tokens)
+        self.of_sequence("tokens", &[max_context + 1], DType::I32, BufferKind::Tokens)
     }
 
     /// The control block, as words.
@@ -226,8 +270,23 @@ impl KernelGraph {
         kinds: Option<TensorId>,
     ) -> Result<TensorId, GraphError> {
         let rows = self.rows.unwrap_or(1) as usize;
-        let [vocab, hidden] = self.matrix(name, "table", table)?;
+        let [_, hidden] = self.matrix(name, "table", table)?;
         let y = self.intermediate(name, &[rows, hidden], self.activations)?;
+        self.embedding_into(name, tokens, table, [positions, kinds], y)?;
+        Ok(y)
+    }
+
+    /// As [`KernelGraph::embedding`], into `y`.
+    fn embedding_into(
+        &mut self,
+        name: &str,
+        tokens: TensorId,
+        table: TensorId,
+        [positions, kinds]: [Option<TensorId>; 2],
+        y: TensorId,
+    ) -> Result<(), GraphError> {
+        let [vocab, _] = self.matrix(name, "table", table)?;
+        let [rows, _] = self.matrix(name, "y", y)?;
         let rows_axis = axis(rows, AxisRole::Rows, [None, None, None, None, Some(0)]);
         let params = kernels::embedding::Params { vocab: vocab as u32 };
         self.add::<kernels::Embedding>(
@@ -236,7 +295,43 @@ impl KernelGraph {
             vec![Some(tokens), Some(table), positions, kinds, Some(y)],
             vec![rows_axis],
         )?;
+        Ok(())
+    }
+
+    /// y[s,:] = table[the next token of sequence s,:] as `[sequences, hidden]`; an operator a sequence. `max_context`: see
+    /// [`KernelGraph::tokens`].
+    pub fn embedding_of_each(
+        &mut self,
+        name: &str,
+        table: TensorId,
+        max_context: usize,
+    ) -> Result<TensorId, GraphError> {
+        let [_, hidden] = self.matrix(name, "table", table)?;
+        let y = self.intermediate(name, &[self.sequences, hidden], self.activations)?;
+        self.each_sequence(|graph, sequence| {
+            let tokens = graph.tokens(max_context)?;
+            let row = graph.row(y, sequence, &[1, hidden])?;
+            graph.embedding_into(&format!("{name}.{sequence}"), tokens, table, [None; 2], row)
+        })?;
         Ok(y)
+    }
+
+    /// Calls `each` for every sequence of a batch, with operators belonging to it.
+    pub fn each_sequence(
+        &mut self,
+        mut each: impl FnMut(&mut KernelGraph, usize) -> Result<(), GraphError>,
+    ) -> Result<(), GraphError> {
+        for sequence in 0..self.sequences {
+            self.for_sequence(Some(sequence));
+            each(self, sequence)?;
+        }
+        self.for_sequence(None);
+        Ok(())
+    }
+
+    /// Row `row` of `base`, contiguous and a row per sequence, seen with shape `shape`.
+    fn row(&mut self, base: TensorId, row: usize, shape: &[usize]) -> Result<TensorId, GraphError> {
+        self.view(base, row * shape.iter().product::<usize>(), shape, &row_major(shape))
     }
 
     fn matrix(&self, op: &str, name: &str, tensor: TensorId) -> Result<[usize; 2], GraphError> {
@@ -349,11 +444,56 @@ impl KernelGraph {
         };
         let flat = self.intermediate(name, &[rows, n_kv * group * d], self.activations)?;
         let y = self.reshape(flat, &[rows, n_kv, group, d])?;
+        self.attention_into(name, q, [k, v], y, scale, causal)?;
+        Ok(flat)
+    }
+
+    /// As [`KernelGraph::attention`], into `y`, of `q`'s shape.
+    fn attention_into(
+        &mut self,
+        name: &str,
+        q: TensorId,
+        [k, v]: [TensorId; 2],
+        y: TensorId,
+        scale: f32,
+        causal: bool,
+    ) -> Result<(), GraphError> {
+        let Ok([rows, n_kv, ..]) = <[usize; 4]>::try_from(self.dims(q)) else {
+            unreachable!("both callers know the shape")
+        };
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
         let params = kernels::attention::Params { scale, causal: u32::from(causal) };
         let slots = vec![Some(q), Some(k), Some(v), Some(y)];
         self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
+        Ok(())
+    }
+
+    /// [`KernelGraph::rope`] and causal [`KernelGraph::attention`] of every sequence's row over its own cache, as `[sequences,
+    /// kv_heads * group * d]`. `cache` gives a sequence's; the one in `args` does not count.
+    pub fn attend_each(
+        &mut self,
+        name: &str,
+        args: RopeArgs,
+        scale: f32,
+        mut cache: impl FnMut(&mut KernelGraph) -> Result<[TensorId; 2], GraphError>,
+    ) -> Result<TensorId, GraphError> {
+        let Ok([_, n_kv, group, d]) = <[usize; 4]>::try_from(self.dims(args.q)) else {
+            let what = format!("`q` has shape {:?}, expected four dimensions", self.dims(args.q));
+            return Err(GraphError::Operator { op: name.to_owned(), what });
+        };
+        let flat =
+            self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], self.activations)?;
+        self.each_sequence(|graph, sequence| {
+            let row = [1, n_kv, group, d];
+            let q = graph.row(args.q, sequence, &row)?;
+            let k = graph.row(args.k, sequence, &[1, n_kv, d])?;
+            let v = graph.row(args.v, sequence, &[1, n_kv, d])?;
+            let y = graph.row(flat, sequence, &row)?;
+            let cache = cache(graph)?;
+            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, cache, ..args })?;
+            graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, scale, true)
+        })?;
         Ok(flat)
     }
 
@@ -418,10 +558,26 @@ impl KernelGraph {
         Ok(())
     }
 
+    /// [`KernelGraph::sample`] for every sequence: of `logits` `[sequences, vocab]` a row each. `max_context`: see
+    /// [`KernelGraph::tokens`].
+    pub fn sample_each(&mut self, name: &str, logits: TensorId, max_context: usize) -> Result<(), GraphError> {
+        let [_, vocab] = self.matrix(name, "logits", logits)?;
+        self.each_sequence(|graph, sequence| {
+            let tokens = graph.tokens(max_context)?;
+            let row = graph.row(logits, sequence, &[1, vocab])?;
+            graph.sample(&format!("{name}.{sequence}"), row, tokens)
+        })
+    }
+
     /// Ends the pass: the token loop's turn. `compile` adds it where it is missing.
     pub fn advance(&mut self) -> Result<(), GraphError> {
         let tokens = match self.named.get("tokens") {
-            Some(&tokens) => tokens,
+            // The turn of a batch is every sequence's.
+            Some(&tokens) => match self.dims(tokens) {
+                [sequences, part] if self.is_batch => self.view(tokens, 0, &[sequences * part], &[1])?,
+                [_, part] => self.view(tokens, 0, &[*part], &[1])?,
+                _ => tokens,
+            },
             None => self.tokens(0)?,
         };
         let control = self.control()?;
@@ -458,7 +614,8 @@ impl KernelGraph {
         axes: Vec<Axis>,
     ) -> Result<OpId, GraphError> {
         debug_assert!(axes.len() <= GRID_AXES && axes.iter().all(|axis| axis.dims.len() == slots.len()));
-        let flags = if self.sampling_only { TaskFlags::ONLY_WHEN_SAMPLING } else { 0 };
+        let flags = if self.sampling_only { TaskFlags::ONLY_WHEN_SAMPLING } else { 0 }
+            | self.sequence.map_or(0, TaskFlags::of_sequence);
         let kernel = KernelCall { task_type: K::TASK_TYPE, flags, params: param_words(params) };
         self.push(Operator { name: name.to_owned(), kernel, slots, axes, cut: None })
     }

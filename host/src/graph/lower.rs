@@ -57,7 +57,18 @@ impl Target {
     /// An H200: 132 SMs, whose loaders prefetch across tasks. Where rows are several, 64 KiB are 2 us of an SM's share of
     /// the memory bandwidth.
     pub fn h200() -> Target {
-        Target { name: "h200".to_owned(), n_workers: 132, task_bytes: 64 << 10, column_granule: 8, cut: Cut::PerWorker }
+        Target { name: "h200".to_owned(), ..Target::gpu(132) }
+    }
+
+    /// As [`Target::h200`], with `n_workers` SMs.
+    pub fn gpu(n_workers: u32) -> Target {
+        Target {
+            name: format!("gpu:{n_workers}"),
+            n_workers,
+            task_bytes: 64 << 10,
+            column_granule: 8,
+            cut: Cut::PerWorker,
+        }
     }
 
     /// A generic target of `n_workers` workers.

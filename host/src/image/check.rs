@@ -10,6 +10,10 @@
 //! 5. *End.* `advance` is each program's last task and comes after every other: no task of an iteration can be running
 //!    when the next begins.
 //!
+//! 6. *Sequences.* At most one program is for batches, and every `State` and `Tokens` binding is as many equal parts as it has
+//!    rows. A task of a sequence, which only that program has, touches the sequence's part of them; a task of another
+//!    program the first, which stands for any; `advance` of the program for batches all, and no other task of it any.
+//!
 //! That overlapping accesses are ordered (law 1) is judged on the graph, where their sizes are known.
 
 use super::Image;
@@ -17,10 +21,10 @@ use perpetua_device::kernels::{Advance, Numbered, Spec, Use};
 use perpetua_shared::control::Control;
 use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::BindingKind;
-use perpetua_shared::limits::{MAX_OPERANDS, MAX_PROGRAMS, MAX_RANK, MAX_TASKS};
+use perpetua_shared::image::{BindingKind, EVERY_SEQUENCE, ProgramDesc};
+use perpetua_shared::limits::{MAX_OPERANDS, MAX_PROGRAMS, MAX_RANK, MAX_SEQUENCES, MAX_TASKS};
 use perpetua_shared::task::{Operand, TaskDesc};
-use perpetua_shared::{DType, WorkerId};
+use perpetua_shared::{DType, TaskFlags, WorkerId};
 use std::fmt;
 
 /// A rule that an image breaks.
@@ -142,10 +146,24 @@ impl Judge<'_> {
                     format!("starts at task and event {first:?}, expected {next:?}"),
                 );
             }
-            if program.max_rows == 0 || program.in_token_loop > 1 {
-                self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0 or 1".to_owned());
+            if program.max_rows == 0 || program.in_token_loop > EVERY_SEQUENCE {
+                self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0, 1 or 2".to_owned());
+            }
+            if program.in_token_loop == EVERY_SEQUENCE && program.max_rows as usize > MAX_SEQUENCES {
+                let what = format!("is for {} sequences, expected at most {MAX_SEQUENCES}", program.max_rows);
+                self.report(format_args!("p{number}"), what);
             }
             next = (first.0 + u64::from(program.task_count), first.1 + u64::from(program.event_count));
+        }
+        let batches = view.programs.iter().filter(|p| p.in_token_loop == EVERY_SEQUENCE).count();
+        if batches > 1 {
+            self.report("programs", format!("{batches} of them are for batches, expected at most 1"));
+        }
+        let sequences = self.image.sequences() as u64;
+        for (number, binding) in self.image.bindings().iter().enumerate() {
+            if self.image.part_bytes(number) * sequences.max(1) != binding.bytes && self.image.part_bytes(number) > 0 {
+                self.report(format_args!("b{number}"), format!("{} bytes, not {sequences} equal parts", binding.bytes));
+            }
         }
         if next != (view.tasks.len() as u64, view.events.len() as u64) {
             let found = (view.tasks.len(), view.events.len());
@@ -160,7 +178,7 @@ impl Judge<'_> {
             let own = program.event_first..program.event_first + program.event_count;
             for (at, task) in tasks.iter().enumerate() {
                 let is_last = at + 1 == tasks.len();
-                let what = self.task(task, is_last, &own);
+                let what = self.task(task, is_last, &own).and_then(|()| self.sequence(program, task, is_last));
                 if let Err(what) = what {
                     let id = program.task_first as usize + at;
                     self.report(
@@ -203,6 +221,33 @@ impl Judge<'_> {
         }
         if is_last && (!view.waits(task).contains(&EVENT_ARRIVED.0) || view.triggers(task) != [EVENT_ITERATION.0]) {
             return Err("must wait on the workers' arrival and trigger the iteration's event".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Rule 6. The operands have been found in their bindings.
+    fn sequence(&self, program: &ProgramDesc, task: &TaskDesc, is_last: bool) -> Result<(), String> {
+        let is_batch = program.in_token_loop == EVERY_SEQUENCE;
+        let sequence = TaskFlags::sequence(task.flags);
+        if sequence.is_some_and(|number| !is_batch || number >= program.max_rows as usize) {
+            return Err("belongs to a sequence that its program does not have".to_owned());
+        }
+        if is_batch && is_last {
+            return Ok(());
+        }
+        for operand in self.image.view().operands(task).iter().filter(|operand| operand.is_present()) {
+            let part = self.image.part_bytes(operand.binding.idx());
+            if part == 0 {
+                continue;
+            }
+            let first = match sequence {
+                None if is_batch => return Err(format!("touches {}, and belongs to no sequence", operand.binding)),
+                number => part * number.unwrap_or(0) as u64,
+            };
+            let bytes = operand.offset_bytes..operand.offset_bytes + operand.span_bytes();
+            if bytes.start < first || bytes.end > first + part {
+                return Err(format!("touches bytes {bytes:?} of {}, not its sequence's part", operand.binding));
+            }
         }
         Ok(())
     }

@@ -10,7 +10,7 @@ pub mod encode;
 use check::Violation;
 use perpetua_device::worker::ImageView;
 use perpetua_shared::event::EventDesc;
-use perpetua_shared::image::{BindingDesc, ImageHeader, MAGIC, ProgramDesc, VERSION};
+use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ImageHeader, MAGIC, ProgramDesc, VERSION};
 use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::{Operand, TaskDesc};
 use std::fmt;
@@ -100,6 +100,22 @@ fn checksum(words: &[u64]) -> u64 {
 }
 
 impl Image {
+    /// Sequences of a batch that every `State` and `Tokens` binding has an equal part for; 1 when there is no program for
+    /// batches.
+    pub fn sequences(&self) -> usize {
+        let programs: &[ProgramDesc] = self.section(&self.sections.programs);
+        programs.iter().find(|p| p.in_token_loop == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
+    }
+
+    /// Bytes of the part of binding `number` that one sequence has; 0 for a binding that all sequences share.
+    pub fn part_bytes(&self, number: usize) -> u64 {
+        let binding = &self.bindings()[number];
+        match BindingKind::from_u32(binding.kind) {
+            Some(BindingKind::State | BindingKind::Tokens) => binding.bytes / self.sequences() as u64,
+            _ => 0,
+        }
+    }
+
     /// The image that `bytes` are, once every rule has been checked.
     ///
     /// # Errors

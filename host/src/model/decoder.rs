@@ -29,6 +29,8 @@ pub enum Head {
     Sample,
     /// Every row's logits, nothing chosen.
     AllLogits,
+    /// Each row is the next token of a sequence of its own: every row's logits, and a token chosen from each.
+    SampleEach,
 }
 
 /// Where element types of weights come from.
@@ -61,18 +63,37 @@ impl Declared<'_> {
     }
 }
 
-/// Builds the decoder `config` describes, for passes of at most `rows` tokens over a cache of `context` positions.
+/// The KV cache of a decoder.
+#[derive(Clone, Copy, Debug)]
+pub struct Cache {
+    /// Sequences that have one.
+    pub sequences: usize,
+    /// Positions of each.
+    pub context: usize,
+    /// Element type.
+    pub dtype: DType,
+}
+
+impl Cache {
+    /// One sequence's, of `context` positions, in bf16.
+    pub fn bf16(context: usize) -> Cache {
+        Cache { sequences: 1, context, dtype: DType::Bf16 }
+    }
+}
+
+/// Builds the decoder `config` describes, for passes of at most `rows` tokens: of one sequence, or with [`Head::SampleEach`]
+/// of all of them.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
 pub fn build<'a>(
     config: &'a DecoderConfig,
     weights: impl Into<Declared<'a>>,
-    [rows, context]: [usize; 2],
-    cache_dtype: DType,
+    rows: usize,
+    cache: Cache,
     head: Head,
 ) -> Result<KernelGraph, BuildError> {
-    let net = Decoder::new(config, weights, rows, context, cache_dtype, head);
+    let net = Decoder::new(config, weights, rows, cache, head);
     match config.architecture {
         Architecture::Qwen3 => super::qwen3::build(net),
         Architecture::Qwen2 => super::qwen2::build(net),
@@ -90,8 +111,7 @@ pub struct Decoder<'a> {
     /// The graph it is built in.
     pub graph: KernelGraph,
     weights: Declared<'a>,
-    context: usize,
-    cache_dtype: DType,
+    cache: Cache,
     head: Head,
 }
 
@@ -104,23 +124,19 @@ pub struct Projected {
 }
 
 impl<'a> Decoder<'a> {
-    /// An empty decoder for passes of at most `rows` tokens over a cache of `context` positions.
+    /// An empty decoder. See [`build`].
     pub fn new(
         config: &'a DecoderConfig,
         weights: impl Into<Declared<'a>>,
         rows: usize,
-        context: usize,
-        cache_dtype: DType,
+        cache: Cache,
         head: Head,
     ) -> Decoder<'a> {
-        Decoder {
-            config,
-            graph: KernelGraph::with_rows(rows as u32),
-            weights: weights.into(),
-            context,
-            cache_dtype,
-            head,
-        }
+        let graph = match head {
+            Head::SampleEach => KernelGraph::batch(cache.sequences),
+            Head::Sample | Head::AllLogits => KernelGraph::with_sequences(rows as u32, cache.sequences),
+        };
+        Decoder { config, graph, weights: weights.into(), cache, head }
     }
 
     /// The checkpoint's tensor `name`, which must have this shape.
@@ -131,8 +147,11 @@ impl<'a> Decoder<'a> {
 
     /// `[rows, hidden]`: the embeddings of the pass's tokens.
     pub fn embed(&mut self) -> Result<TensorId, BuildError> {
-        let tokens = self.graph.tokens(self.context)?;
         let table = self.embedding_table()?;
+        if self.graph.is_batch {
+            return Ok(self.graph.embedding_of_each("embed_tokens", table, self.cache.context)?);
+        }
+        let tokens = self.graph.tokens(self.cache.context)?;
         Ok(self.graph.embedding("embed_tokens", tokens, table, None, None)?)
     }
 
@@ -189,14 +208,21 @@ impl<'a> Decoder<'a> {
             false => None,
         };
         let frequencies = self.graph.constant("rope_frequencies", &self.config.rope.inverse_frequencies(head_dim))?;
-        let cache_shape = [n_kv_heads, self.context, head_dim];
-        let cache = [
-            self.graph.state(&format!("{prefix}.k_cache"), &cache_shape, self.cache_dtype)?,
-            self.graph.state(&format!("{prefix}.v_cache"), &cache_shape, self.cache_dtype)?,
-        ];
+        let Cache { context, dtype, .. } = self.cache;
+        let cache_of = |graph: &mut KernelGraph| {
+            let shape = [n_kv_heads, context, head_dim];
+            Ok([
+                graph.state(&format!("{prefix}.k_cache"), &shape, dtype)?,
+                graph.state(&format!("{prefix}.v_cache"), &shape, dtype)?,
+            ])
+        };
+        let cache = cache_of(&mut self.graph)?;
         let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
-        self.graph.rope(&format!("{prefix}.rope"), args)?;
         let scale = 1.0 / (head_dim as f32).sqrt();
+        if self.graph.is_batch {
+            return Ok(self.graph.attend_each(&prefix, args, scale, cache_of)?);
+        }
+        self.graph.rope(&format!("{prefix}.rope"), args)?;
         Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, true)?)
     }
 
@@ -230,13 +256,12 @@ impl<'a> Decoder<'a> {
 
     /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
-        let sampling = self.head == Head::Sample;
-        let x = match sampling {
-            true => {
-                self.graph.when_sampling();
-                self.graph.select_row("last_row", x)?
-            }
-            false => x,
+        if self.head != Head::AllLogits {
+            self.graph.when_sampling();
+        }
+        let x = match self.head {
+            Head::Sample => self.graph.select_row("last_row", x)?,
+            Head::AllLogits | Head::SampleEach => x,
         };
         let h = self.norm("model.norm", x)?;
         let head = match self.config.tie_word_embeddings {
@@ -245,9 +270,13 @@ impl<'a> Decoder<'a> {
         };
         let logits = self.graph.linear("lm_head", h, head, None, Activation::None, None)?;
         self.graph.output("logits", logits);
-        if sampling {
-            let tokens = self.graph.tokens(self.context)?;
-            self.graph.sample("sample", logits, tokens)?;
+        match self.head {
+            Head::Sample => {
+                let tokens = self.graph.tokens(self.cache.context)?;
+                self.graph.sample("sample", logits, tokens)?;
+            }
+            Head::SampleEach => self.graph.sample_each("sample", logits, self.cache.context)?,
+            Head::AllLogits => {}
         }
         Ok(self.graph)
     }

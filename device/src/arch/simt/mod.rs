@@ -307,8 +307,6 @@ pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32
     outcome.unwrap_or_else(|was| was)
 }
 
-pub(super) fn fence_system() {}
-
 pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {
     pointer
 }

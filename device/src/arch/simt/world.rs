@@ -93,6 +93,9 @@ struct Thread {
     polled: Vec<usize>,
     /// Whether it has fenced the proxies since it last learnt of others' writes.
     is_fenced: bool,
+    /// Tasks it has come to, all threads of a block the same ones, and the last of them.
+    n_tasks: u32,
+    task: Option<u32>,
     yielder: *const Yielder<(), ()>,
 }
 
@@ -148,7 +151,9 @@ struct Block {
     mbarriers: Vec<Mbarrier>,
     /// Bytes of copies under way.
     in_flight: u64,
+    /// The task that some thread has come to and none is beyond, and how many there were.
     task: Option<u32>,
+    n_tasks: u32,
 }
 
 /// A barrier in shared memory, with a count of arrivals and one of bytes.
@@ -298,6 +303,7 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         mbarriers: (0..MBARRIERS).map(|_| mbarrier()).collect(),
         in_flight: 0,
         task: None,
+        n_tasks: 0,
     };
     let n = blocks * threads;
     let thread = || Thread {
@@ -307,6 +313,8 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         words: [0; 10],
         polled: Vec::new(),
         is_fenced: false,
+        n_tasks: 0,
+        task: None,
         yielder: core::ptr::null(),
     };
     let warp = || Warp { ready: u32::MAX, queued: true, ..Warp::default() };
@@ -449,7 +457,7 @@ impl World {
 
     fn error(&self, wrong: Wrong, what: String, at: Option<&'static Location<'static>>) -> Box<SimtError> {
         let block = self.block_of(self.current);
-        let task = self.blocks[block as usize].task;
+        let task = self.threads[self.current as usize].task;
         Box::new(SimtError { wrong, what, block, thread: self.thread_idx(), task, at })
     }
 
@@ -747,7 +755,9 @@ impl World {
             return Err(self.error(wrong, stuck, None));
         }
         self.report.stall.get_or_insert(stuck);
-        self.now_ns += 1 << 40;
+        // First by steps that tell a wait's bound from one some times as long, since a poller reads its clock once in 64
+        // polls; then by leaps beyond any bound.
+        self.now_ns += if jumps <= JUMPS / 2 { 1 << 24 } else { 1 << 40 };
         self.pollers.clear();
         for thread in sleepers {
             self.wake(thread);
@@ -826,10 +836,17 @@ impl World {
 
     /// The current thread's block turns to task `task`.
     pub(super) fn at_task(&mut self, task: u32) {
+        let thread = &mut self.threads[self.current as usize];
+        thread.n_tasks += 1;
+        thread.task = Some(task);
+        let n_tasks = thread.n_tasks;
         let block = self.block_idx() as usize;
-        if self.blocks[block].task != Some(task) {
-            self.blocks[block].task = Some(task);
-            self.blocks[block].shared.poison();
+        let block = &mut self.blocks[block];
+        // Threads that come later to a task that another one has begun, or ended, must not poison what it wrote.
+        if n_tasks > block.n_tasks {
+            block.n_tasks = n_tasks;
+            block.task = Some(task);
+            block.shared.poison();
         }
     }
 

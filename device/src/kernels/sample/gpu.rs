@@ -41,7 +41,7 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
             token = draw.token(
                 word(offset_of!(Control, top_k)),
                 f32::from_bits(word(offset_of!(Control, top_p))),
-                uniform([word(seed_at), word(seed_at + 4)], position),
+                uniform(seed_of([word(seed_at), word(seed_at + 4)], call.step.sequence), position),
             );
         }
         if block.thread == 0 {

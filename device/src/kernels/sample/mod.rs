@@ -2,7 +2,8 @@
 //! softmax(logits / temperature) cut to the top k and then to the smallest set of mass top p (the order `transformers`
 //! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32.
 //!
-//! The draw is a function of seed and position alone, so a run can be repeated on any executor.
+//! The draw is a function of seed and position alone, so a run can be repeated on any executor. Sequence s of a batch has the
+//! seed that is s higher.
 
 use super::*;
 mod gpu;
@@ -27,6 +28,12 @@ pub fn uniform(seed: [u32; 2], position: u32) -> f64 {
     z = (z ^ z >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ z >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
     ((z ^ z >> 31) >> 11) as f64 / (1u64 << 53) as f64
+}
+
+/// The seed of sequence `sequence` of a batch.
+fn seed_of([low, high]: [u32; 2], sequence: u32) -> [u32; 2] {
+    let (low, carry) = low.overflowing_add(sequence);
+    [low, high.wrapping_add(u32::from(carry))]
 }
 
 impl MacroKernel for Sample {
@@ -75,6 +82,10 @@ impl MacroKernel for Sample {
 
 #[cfg(not(target_arch = "nvptx64"))]
 fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault> {
+    // A sequence that has ended.
+    if call.rows(0) == 0 {
+        return Ok(());
+    }
     let [logits, values, indices, control, tokens] = core::array::from_fn(|i| call.tensor(i));
     let word = |offset: usize| super::advance::load(&control, offset / 4);
     let temperature = f32::from_bits(word(core::mem::offset_of!(Control, temperature)));
@@ -100,7 +111,7 @@ fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault
             temperature,
             top_k,
             top_p,
-            uniform([word(seed_at), word(seed_at + 4)], position),
+            uniform(seed_of([word(seed_at), word(seed_at + 4)], call.step.sequence), position),
             candidates,
         ) as i32;
     }

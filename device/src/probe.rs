@@ -1,0 +1,147 @@
+//! The bodies of the [probes](perpetua_shared::probe).
+
+use crate::arch::{atomic, bulk, mbarrier, memory, thread};
+use perpetua_shared::probe::{GAVE_UP, ProbeParams};
+
+/// A field of the parameters.
+macro_rules! param {
+    ($params:expr, $field:ident) => {{
+        #[allow(unused_unsafe)] // Some of its users are unsafe blocks already.
+        // SAFETY: the caller of every probe promises that they are there and that nobody writes them.
+        let value = unsafe { memory::load(&raw const (*$params).$field) };
+        value
+    }};
+}
+
+fn word(address: u64, at: u64) -> *mut u32 {
+    core::ptr::with_exposed_provenance_mut((address + at) as usize)
+}
+
+/// The block has taken as long as this.
+///
+/// # Safety
+/// `out` has a word for every block, which it alone writes.
+#[inline(always)]
+unsafe fn tell(params: *const ProbeParams, ns: u64) {
+    let out = core::ptr::with_exposed_provenance_mut::<u64>(param!(params, out) as usize);
+    // SAFETY: the caller's promise.
+    unsafe { memory::store(out.add(thread::block_idx() as usize), ns) };
+}
+
+/// Waits until `counter` has reached `target`: whether it did in time.
+///
+/// # Safety
+/// The counter is a word that is only touched atomically.
+#[inline(always)]
+unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
+    let started = thread::timer_ns();
+    let mut polls = 0u32;
+    // SAFETY: the caller's promise.
+    unsafe {
+        while atomic::load_relaxed(counter) < target {
+            polls = polls.wrapping_add(1);
+            // As workers poll.
+            thread::sleep_ns(20);
+            if polls.is_multiple_of(64) && thread::timer_ns() - started > timeout_ns {
+                return false;
+            }
+        }
+        atomic::load_acquire(counter);
+    }
+    true
+}
+
+/// See [`READ`](perpetua_shared::probe::READ).
+///
+/// # Safety
+/// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles.
+#[inline(always)]
+pub unsafe fn read(params: *const ProbeParams) {
+    if thread::thread_idx() != 0 {
+        return;
+    }
+    let (tile_bytes, n_tiles) = (param!(params, tile_bytes), param!(params, n_tiles));
+    let bytes = param!(params, bytes);
+    let source = param!(params, source) + u64::from(thread::block_idx()) * bytes;
+    let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
+    let n = (bytes / u64::from(tile_bytes)) as u32;
+    // SAFETY: the caller's promise; one thread makes the barriers and uses them. A tile's next copy begins after its last
+    // has landed, and nobody reads any.
+    unsafe {
+        for tile in 0..n_tiles {
+            mbarrier::init(tile, 1);
+        }
+        mbarrier::fence();
+        let began = thread::timer_ns();
+        for at in 0..n + n_tiles {
+            let tile = at % n_tiles;
+            if at >= n_tiles {
+                // Copy `at - n_tiles` was this barrier's.
+                let parity = (at / n_tiles - 1) & 1;
+                if at - n_tiles < n {
+                    while !mbarrier::try_wait(tile, parity) {}
+                }
+            }
+            if at < n {
+                mbarrier::arrive_expect(tile, tile_bytes);
+                bulk::copy(tile * tile_bytes, source.add(at as usize * tile_bytes as usize), tile_bytes, tile);
+            }
+        }
+        tell(params, thread::timer_ns() - began);
+    }
+}
+
+/// See [`HOP`](perpetua_shared::probe::HOP).
+///
+/// # Safety
+/// As [`read`], all blocks resident.
+#[inline(always)]
+pub unsafe fn hop(params: *const ProbeParams) {
+    let block = thread::block_idx();
+    if thread::thread_idx() != 0 || block > 1 {
+        return;
+    }
+    let (counters, timeout_ns) = (param!(params, counters), param!(params, timeout_ns));
+    let (mine, other) = (word(counters, 128 * u64::from(block)), word(counters, 128 * u64::from(1 - block)));
+    // SAFETY: the caller's promise.
+    unsafe {
+        let began = thread::timer_ns();
+        for round in 0..param!(params, rounds) {
+            if block == 0 {
+                atomic::add_release(mine, 1);
+            }
+            if !reach(other, round + 1, timeout_ns) {
+                tell(params, GAVE_UP);
+                return;
+            }
+            if block == 1 {
+                atomic::add_release(mine, 1);
+            }
+        }
+        tell(params, thread::timer_ns() - began);
+    }
+}
+
+/// See [`MEET`](perpetua_shared::probe::MEET).
+///
+/// # Safety
+/// As [`hop`].
+#[inline(always)]
+pub unsafe fn meet(params: *const ProbeParams) {
+    if thread::thread_idx() != 0 {
+        return;
+    }
+    let (counter, blocks) = (word(param!(params, counters), 0), param!(params, blocks));
+    // SAFETY: the caller's promise.
+    unsafe {
+        let began = thread::timer_ns();
+        for round in 0..param!(params, rounds) {
+            atomic::add_release(counter, 1);
+            if !reach(counter, (round + 1) * blocks, param!(params, timeout_ns)) {
+                tell(params, GAVE_UP);
+                return;
+            }
+        }
+        tell(params, thread::timer_ns() - began);
+    }
+}

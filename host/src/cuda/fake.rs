@@ -1,0 +1,532 @@
+//! A driver without a GPU: it keeps a record of every call, does the work of a stream only when somebody waits for it, and
+//! runs the persistent kernel on the simulated GPU.
+//!
+//! It holds its callers to what the driver's reference demands: a context is current, pointers lie in what was allocated
+//! and copies between host and device use pinned memory, nothing is freed twice, blocks fit. What a caller gets wrong is an
+//! error with the code a driver would give, or, where a driver would do damage, a panic.
+
+use super::driver::{
+    Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Launch, Module, Pinned, Result, Stream,
+};
+use perpetua_device::simt::{self, Access, Allocation};
+use perpetua_shared::event::EventDesc;
+use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::probe::{self, ProbeParams};
+use perpetua_shared::{DataOp, Operand, TaskDesc};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
+
+/// The device that the fake has.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// What it says of itself.
+    pub device: DeviceInfo,
+    /// Seed of the simulated schedule; each launch takes the next one.
+    pub seed: u64,
+    /// A call that fails, the first time it is made, and with which code.
+    pub fails: Option<(&'static str, i32)>,
+}
+
+impl Options {
+    /// An H200 cut down to `n_sms` SMs and `memory_bytes`.
+    pub fn new(n_sms: u32, memory_bytes: u64) -> Options {
+        let device = DeviceInfo {
+            ordinal: 0,
+            name: "Fake H200".to_owned(),
+            compute_capability: (9, 0),
+            n_sms,
+            shared_bytes: 227 << 10,
+            memory_bytes,
+            l2_bytes: 60 << 20,
+            has_cooperative_launch: true,
+        };
+        Options { device, seed: 0, fails: None }
+    }
+}
+
+/// See the module head.
+#[derive(Debug)]
+pub struct Fake {
+    options: Options,
+    state: Mutex<State>,
+}
+
+/// Memory, in units that are aligned as a driver's allocations are at least.
+#[derive(Debug)]
+struct Block {
+    _units: Vec<Unit>,
+    bytes: usize,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(align(256))]
+struct Unit(#[allow(dead_code, reason = "bytes, reached by address")] [u8; 256]);
+
+impl Block {
+    /// Filled with a pattern that no test expects: allocations hold anything.
+    fn new(bytes: usize) -> (u64, Block) {
+        let mut units = vec![Unit([0xa5; 256]); bytes.div_ceil(256)];
+        (units.as_mut_ptr().expose_provenance() as u64, Block { _units: units, bytes })
+    }
+}
+
+#[derive(Debug)]
+enum Work {
+    CopyIn { to: u64, from: usize, bytes: usize },
+    CopyOut { to: usize, from: u64, bytes: usize },
+    Set { at: u64, value: u8, bytes: usize },
+    Launch(Launch),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    calls: Vec<String>,
+    device: BTreeMap<u64, Block>,
+    pinned: BTreeMap<u64, Block>,
+    streams: HashMap<usize, VecDeque<Work>>,
+    modules: HashMap<usize, Vec<u8>>,
+    /// Their names, and the dynamic shared memory they may have.
+    functions: HashMap<usize, (String, u32)>,
+    current: HashMap<ThreadId, Vec<Context>>,
+    retained: u32,
+    last_handle: usize,
+    launches: u64,
+    has_failed: bool,
+    /// What every call says after the kernel has gone wrong.
+    lost: Option<CudaError>,
+}
+
+fn error(call: &'static str, code: i32, name: &str) -> CudaError {
+    CudaError { call, code, name: name.to_owned(), text: None }
+}
+
+impl State {
+    fn handle(&mut self) -> usize {
+        self.last_handle += 1;
+        self.last_handle
+    }
+
+    /// Whether `bytes` bytes at `at` lie in one allocation of `blocks`.
+    fn has(blocks: &BTreeMap<u64, Block>, at: u64, bytes: usize) -> bool {
+        let block = blocks.range(..=at).next_back();
+        block.is_some_and(|(base, block)| at - base + bytes as u64 <= block.bytes as u64)
+    }
+}
+
+impl Fake {
+    /// A driver with one device.
+    pub fn new(options: Options) -> Fake {
+        Fake { options, state: Mutex::default() }
+    }
+
+    /// Every call so far, with its arguments; addresses and handles are left out.
+    pub fn calls(&self) -> Vec<String> {
+        self.state().calls.clone()
+    }
+
+    /// What was made and not given back: contexts, streams, modules, allocations on the device and of pinned memory.
+    pub fn leaks(&self) -> Vec<String> {
+        let state = self.state();
+        let counts = [
+            ("contexts", state.retained as usize),
+            ("streams", state.streams.len()),
+            ("modules", state.modules.len()),
+            ("device allocations", state.device.len()),
+            ("pinned allocations", state.pinned.len()),
+            ("contexts left current", state.current.values().map(Vec::len).sum()),
+        ];
+        counts.iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("{n} {what}")).collect()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes `call` and refuses it where a driver would.
+    fn begin(&self, call: &'static str, arguments: &str, wants_context: bool) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.state();
+        let separator = if arguments.is_empty() { "" } else { " " };
+        state.calls.push(format!("{call}{separator}{arguments}"));
+        if let Some((fails, code)) = self.options.fails
+            && fails == call
+            && !state.has_failed
+        {
+            state.has_failed = true;
+            return Err(error(call, code, "CUDA_ERROR_AS_ORDERED"));
+        }
+        if let Some(lost) = &state.lost {
+            return Err(CudaError { call, ..lost.clone() });
+        }
+        let is_current = state.current.get(&thread::current().id()).is_some_and(|stack| !stack.is_empty());
+        if wants_context && !is_current {
+            return Err(error(call, 201, "CUDA_ERROR_INVALID_CONTEXT"));
+        }
+        Ok(state)
+    }
+
+    /// Does the first work of `stream` that has not been done. Whether there was any.
+    fn step(&self, call: &'static str, stream: Stream) -> Result<bool> {
+        let mut state = self.state();
+        let queue = state.streams.get_mut(&stream.0).ok_or_else(|| error(call, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        let Some(work) = queue.pop_front() else { return Ok(false) };
+        let at = |address: u64| std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+        let host = std::ptr::with_exposed_provenance_mut::<u8>;
+        let check = |is_there: bool| assert!(is_there, "{work:?} touches memory that has been freed meanwhile");
+        match &work {
+            Work::CopyIn { to, from, bytes } => {
+                check(State::has(&state.device, *to, *bytes) && State::has(&state.pinned, *from as u64, *bytes));
+                // SAFETY: both are allocations of this driver, live while its lock is held.
+                unsafe { at(*to).copy_from_nonoverlapping(host(*from), *bytes) };
+            }
+            Work::CopyOut { to, from, bytes } => {
+                check(State::has(&state.device, *from, *bytes) && State::has(&state.pinned, *to as u64, *bytes));
+                // SAFETY: as above.
+                unsafe { host(*to).copy_from_nonoverlapping(at(*from), *bytes) };
+            }
+            Work::Set { at: start, value, bytes } => {
+                check(State::has(&state.device, *start, *bytes));
+                // SAFETY: as above.
+                unsafe { at(*start).write_bytes(*value, *bytes) };
+            }
+            Work::Launch(launch) => {
+                state.launches += 1;
+                let seed = self.options.seed.wrapping_add(state.launches);
+                let (name, _) = &state.functions[&launch.function.0];
+                let ran = if name == ENTRY { run(&state, launch, seed) } else { run_probe(&state, name, launch, seed) };
+                if let Err(what) = ran {
+                    let lost = CudaError { text: Some(what), ..error(call, 719, "CUDA_ERROR_LAUNCH_FAILED") };
+                    state.lost = Some(lost.clone());
+                    return Err(lost);
+                }
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Bytes of an allocation with what the kernel may do there.
+struct Range {
+    at: u64,
+    bytes: u64,
+    access: Access,
+    name: &'static str,
+}
+
+/// The launch on the simulated GPU: what it objects to, in words.
+fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
+    // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
+    let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(launch.param.0 as usize).read() };
+    let rows = u64::from(params.n_programs) * (u64::from(params.n_workers) + 1);
+    let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
+    let constant = |name, at, n: u32, size| section(name, at, u64::from(n), size, Access::Constant);
+    let mut ranges = vec![
+        constant("the launch block", launch.param.0, 1, size_of::<LaunchParams>()),
+        constant("programs", params.programs, params.n_programs, size_of::<ProgramDesc>()),
+        constant("tasks", params.tasks, params.n_tasks, size_of::<TaskDesc>()),
+        constant("operands", params.operands, params.n_operands, size_of::<Operand>()),
+        constant("events", params.events, params.n_events, size_of::<EventDesc>()),
+        constant("waits", params.waits, params.n_waits, 4),
+        constant("triggers", params.triggers, params.n_triggers, 4),
+        section("list heads", params.list_heads, rows, 4, Access::Constant),
+        constant("lists", params.lists, params.n_list_entries, 4),
+        section("data heads", params.data_heads, rows, 4, Access::Constant),
+        constant("data ops", params.data, params.n_data, size_of::<DataOp>()),
+        constant("tiles of tasks", params.task_tiles, params.n_tasks, 4),
+        section("e", params.counters, u64::from(params.n_events), 4, Access::Atomic),
+    ];
+    // The table of bindings has no count of its own: it lies where an allocation says, up to the next section.
+    ranges.retain(|range| range.bytes > 0);
+    ranges.sort_by_key(|range| range.at);
+    let table_end = |end: u64| {
+        ranges.iter().map(|range| range.at).find(|at| *at > params.bindings).unwrap_or(end).min(end) - params.bindings
+    };
+    let mut allocations = Vec::new();
+    let mut add = |name: String, at: u64, bytes: u64, access| {
+        if bytes > 0 {
+            let base = std::ptr::with_exposed_provenance_mut(at as usize);
+            // SAFETY: inside an allocation of this driver, which the launch alone touches while the lock is held.
+            allocations.push(unsafe { Allocation::new(name, base, bytes as usize, access) });
+        }
+    };
+    for (base, block) in &state.device {
+        let end = base + block.bytes as u64;
+        let mut inside: Vec<(u64, u64, Access, String)> = ranges
+            .iter()
+            .filter(|range| (*base..end).contains(&range.at))
+            .map(|range| (range.at, range.bytes, range.access, range.name.to_owned()))
+            .collect();
+        if (*base..end).contains(&params.bindings) {
+            let bytes = table_end(end);
+            inside.push((params.bindings, bytes, Access::Constant, "the table of bindings".to_owned()));
+        }
+        inside.sort_by_key(|range| range.0);
+        let mut at = *base;
+        for (start, bytes, access, name) in inside {
+            add("device memory".to_owned(), at, start.saturating_sub(at), Access::Written);
+            add(name, start, bytes, access);
+            at = start + bytes;
+        }
+        add("device memory".to_owned(), at, end.saturating_sub(at), Access::Written);
+    }
+    for (base, block) in &state.pinned {
+        add("mapped memory".to_owned(), *base, block.bytes as u64, Access::Written);
+    }
+    let options = simt::Options {
+        service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
+        tile_bytes: launch.shared_bytes,
+        ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
+    };
+    let params: *const LaunchParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
+    let launched = simt::launch(&options, allocations, || {
+        // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
+        unsafe { perpetua_device::entry::worker(params) }
+    });
+    launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+}
+
+/// As [`run`], of a probe.
+fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
+    let params: *const ProbeParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
+    // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
+    let counters = unsafe { (*params).counters };
+    let mut allocations = Vec::new();
+    for (base, block) in &state.device {
+        // What holds the parameters or the counters holds nothing else: the callers' side of the bargain.
+        let access = match *base {
+            at if at == launch.param.0 => Access::Constant,
+            at if at == counters => Access::Atomic,
+            _ => Access::Written,
+        };
+        let start = std::ptr::with_exposed_provenance_mut(*base as usize);
+        // SAFETY: an allocation of this driver, which the launch alone touches while the lock is held.
+        allocations.push(unsafe { Allocation::new("device memory", start, block.bytes, access) });
+    }
+    let options =
+        simt::Options { tile_bytes: launch.shared_bytes, ..simt::Options::new(launch.blocks, launch.threads, seed) };
+    let launched = simt::launch(&options, allocations, || {
+        // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
+        unsafe {
+            match name {
+                probe::READ => perpetua_device::probe::read(params),
+                probe::HOP => perpetua_device::probe::hop(params),
+                _ => perpetua_device::probe::meet(params),
+            }
+        }
+    });
+    launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+}
+
+// SAFETY: allocations are real memory that lives until it is freed; work is done in order.
+unsafe impl Driver for Fake {
+    fn version(&self) -> Result<u32> {
+        self.begin("cuDriverGetVersion", "", false).map(|_| 12080)
+    }
+
+    fn devices(&self) -> Result<Vec<DeviceInfo>> {
+        self.begin("cuDeviceGetCount", "", false).map(|_| vec![self.options.device.clone()])
+    }
+
+    fn retain_context(&self, ordinal: u32) -> Result<Context> {
+        let mut state = self.begin("cuDevicePrimaryCtxRetain", &ordinal.to_string(), false)?;
+        state.retained += 1;
+        Ok(Context(1 << 32))
+    }
+
+    fn release_context(&self, ordinal: u32) -> Result<()> {
+        let mut state = self.begin("cuDevicePrimaryCtxRelease", &ordinal.to_string(), false)?;
+        state.retained = state.retained.checked_sub(1).expect("released as often as retained");
+        Ok(())
+    }
+
+    fn push_context(&self, context: Context) -> Result<()> {
+        // Not in the record: every call of the executor begins with it.
+        self.state().current.entry(thread::current().id()).or_default().push(context);
+        Ok(())
+    }
+
+    fn pop_context(&self) -> Result<()> {
+        let popped = self.state().current.get_mut(&thread::current().id()).and_then(Vec::pop);
+        popped.map(|_| ()).ok_or_else(|| error("cuCtxPopCurrent", 201, "CUDA_ERROR_INVALID_CONTEXT"))
+    }
+
+    fn context_device(&self) -> Result<u32> {
+        self.begin("cuCtxGetDevice", "", true).map(|_| self.options.device.ordinal)
+    }
+
+    fn create_stream(&self) -> Result<Stream> {
+        let mut state = self.begin("cuStreamCreate", "", true)?;
+        let handle = state.handle();
+        state.streams.insert(handle, VecDeque::new());
+        Ok(Stream(handle))
+    }
+
+    fn destroy_stream(&self, stream: Stream) -> Result<()> {
+        let mut state = self.begin("cuStreamDestroy", "", true)?;
+        let work = state
+            .streams
+            .remove(&stream.0)
+            .ok_or_else(|| error("cuStreamDestroy", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        assert!(work.is_empty(), "a stream was destroyed with work under way: {work:?}");
+        Ok(())
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        drop(self.begin("cuStreamSynchronize", "", true)?);
+        while self.step("cuStreamSynchronize", stream)? {}
+        Ok(())
+    }
+
+    fn is_done(&self, stream: Stream) -> Result<bool> {
+        // Not in the record: how often somebody asks is no one's business.
+        drop(self.begin("cuStreamQuery", "", true)?);
+        self.state().calls.pop();
+        Ok(!self.step("cuStreamQuery", stream)?)
+    }
+
+    fn load_module(&self, image: &[u8]) -> Result<Module> {
+        let kind = if image.starts_with(b"\x7fELF") { "cubin" } else { "PTX" };
+        let mut state = self.begin("cuModuleLoadDataEx", kind, true)?;
+        if kind == "PTX" {
+            assert_eq!(image.last(), Some(&0), "PTX ends with a zero byte");
+        }
+        let handle = state.handle();
+        state.modules.insert(handle, image.to_vec());
+        Ok(Module(handle))
+    }
+
+    fn unload_module(&self, module: Module) -> Result<()> {
+        let mut state = self.begin("cuModuleUnload", "", true)?;
+        assert!(state.modules.remove(&module.0).is_some(), "unloaded once");
+        Ok(())
+    }
+
+    fn function(&self, module: Module, name: &str) -> Result<Function> {
+        let mut state = self.begin("cuModuleGetFunction", name, true)?;
+        let image = state
+            .modules
+            .get(&module.0)
+            .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        let has_name = image.windows(name.len()).any(|window| window == name.as_bytes());
+        if !has_name || ![ENTRY, probe::READ, probe::HOP, probe::MEET].contains(&name) {
+            return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
+        }
+        let handle = state.handle();
+        state.functions.insert(handle, (name.to_owned(), 48 << 10));
+        Ok(Function(handle))
+    }
+
+    fn set_shared_bytes(&self, function: Function, bytes: u32) -> Result<()> {
+        let mut state = self.begin("cuFuncSetAttribute", &format!("MAX_DYNAMIC_SHARED_SIZE_BYTES {bytes}"), true)?;
+        if bytes > self.options.device.shared_bytes {
+            return Err(error("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        let known = state.functions.get_mut(&function.0);
+        known.ok_or_else(|| error("cuFuncSetAttribute", 400, "CUDA_ERROR_INVALID_HANDLE"))?.1 = bytes;
+        Ok(())
+    }
+
+    fn blocks_per_sm(&self, function: Function, threads: u32, shared_bytes: u32) -> Result<u32> {
+        let arguments = format!("threads {threads} shared {shared_bytes}");
+        let state = self.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor", &arguments, true)?;
+        Ok(u32::from(
+            threads <= BLOCK_THREADS && state.functions.get(&function.0).is_some_and(|(_, most)| shared_bytes <= *most),
+        ))
+    }
+
+    unsafe fn launch(&self, launch: &Launch) -> Result<()> {
+        let Launch { function, blocks, threads, shared_bytes, stream, param } = *launch;
+        let arguments = format!("blocks {blocks} threads {threads} shared {shared_bytes}");
+        let mut state = self.begin("cuLaunchCooperativeKernel", &arguments, true)?;
+        if blocks > self.options.device.n_sms {
+            return Err(error("cuLaunchCooperativeKernel", 720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"));
+        }
+        let Some((name, most)) = state.functions.get(&function.0) else {
+            return Err(error("cuLaunchCooperativeKernel", 400, "CUDA_ERROR_INVALID_HANDLE"));
+        };
+        let (expected, params) = match name.as_str() {
+            ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
+            _ => ((shared_bytes, probe::THREADS), size_of::<ProbeParams>()),
+        };
+        if shared_bytes > *most || (shared_bytes, threads) != expected {
+            return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        if !State::has(&state.device, param.0, params) {
+            return Err(error("cuLaunchCooperativeKernel", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"));
+        }
+        self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(*launch))
+    }
+
+    fn memory(&self) -> Result<(u64, u64)> {
+        let state = self.begin("cuMemGetInfo", "", true)?;
+        let used: u64 = state.device.values().map(|block| block.bytes as u64).sum();
+        Ok((self.options.device.memory_bytes.saturating_sub(used), self.options.device.memory_bytes))
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<DevicePtr> {
+        let mut state = self.begin("cuMemAlloc", &bytes.to_string(), true)?;
+        let used: u64 = state.device.values().map(|block| block.bytes as u64).sum();
+        if bytes == 0 || used + bytes > self.options.device.memory_bytes {
+            let (code, name) =
+                if bytes == 0 { (1, "CUDA_ERROR_INVALID_VALUE") } else { (2, "CUDA_ERROR_OUT_OF_MEMORY") };
+            return Err(error("cuMemAlloc", code, name));
+        }
+        let (at, block) = Block::new(bytes as usize);
+        state.device.insert(at, block);
+        Ok(DevicePtr(at))
+    }
+
+    unsafe fn free(&self, at: DevicePtr) -> Result<()> {
+        let mut state = self.begin("cuMemFree", "", true)?;
+        state.device.remove(&at.0).map(|_| ()).ok_or_else(|| error("cuMemFree", 1, "CUDA_ERROR_INVALID_VALUE"))
+    }
+
+    fn alloc_pinned(&self, bytes: usize) -> Result<Pinned> {
+        let mut state = self.begin("cuMemHostAlloc", &bytes.to_string(), true)?;
+        let (at, block) = Block::new(bytes);
+        state.pinned.insert(at, block);
+        Ok(Pinned { host: std::ptr::with_exposed_provenance_mut(at as usize), device: DevicePtr(at), bytes })
+    }
+
+    unsafe fn free_pinned(&self, memory: Pinned) -> Result<()> {
+        let mut state = self.begin("cuMemFreeHost", "", true)?;
+        let block = state.pinned.remove(&memory.device.0);
+        block.map(|_| ()).ok_or_else(|| error("cuMemFreeHost", 1, "CUDA_ERROR_INVALID_VALUE"))
+    }
+
+    unsafe fn copy_in(&self, to: DevicePtr, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
+        let mut state = self.begin("cuMemcpyHtoDAsync", &bytes.to_string(), true)?;
+        if !State::has(&state.device, to.0, bytes) || !State::has(&state.pinned, from.addr() as u64, bytes) {
+            return Err(error("cuMemcpyHtoDAsync", 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        let work = Work::CopyIn { to: to.0, from: from.addr(), bytes };
+        self.queue(&mut state, "cuMemcpyHtoDAsync", stream, work)
+    }
+
+    unsafe fn copy_out(&self, to: *mut u8, from: DevicePtr, bytes: usize, stream: Stream) -> Result<()> {
+        let mut state = self.begin("cuMemcpyDtoHAsync", &bytes.to_string(), true)?;
+        if !State::has(&state.device, from.0, bytes) || !State::has(&state.pinned, to.addr() as u64, bytes) {
+            return Err(error("cuMemcpyDtoHAsync", 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        let work = Work::CopyOut { to: to.addr(), from: from.0, bytes };
+        self.queue(&mut state, "cuMemcpyDtoHAsync", stream, work)
+    }
+
+    unsafe fn set(&self, at: DevicePtr, value: u8, bytes: u64, stream: Stream) -> Result<()> {
+        let mut state = self.begin("cuMemsetD8Async", &format!("{value} {bytes}"), true)?;
+        if !State::has(&state.device, at.0, bytes as usize) {
+            return Err(error("cuMemsetD8Async", 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        let work = Work::Set { at: at.0, value, bytes: bytes as usize };
+        self.queue(&mut state, "cuMemsetD8Async", stream, work)
+    }
+}
+
+impl Fake {
+    fn queue(&self, state: &mut State, call: &'static str, stream: Stream, work: Work) -> Result<()> {
+        let queue = state.streams.get_mut(&stream.0).ok_or_else(|| error(call, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        queue.push_back(work);
+        Ok(())
+    }
+}

@@ -1,0 +1,277 @@
+//! NVIDIA GPUs: the driver, and the device an engine runs on.
+//!
+//! [`Gpu::open`] opens libcuda, if there is one, and takes the first device that can run this build's GPU code;
+//! [`Gpu::adopt`] uses a context and a stream that the program already has (its raw handles, whatever crate made them).
+//! [`driver`] is the list of calls made, as a trait; [`libcuda`] the real one; [`fake`] keeps a record of them and runs the
+//! kernel on the simulated GPU, so that everything above the trait is tested without a GPU.
+
+pub mod driver;
+pub mod fake;
+pub mod libcuda;
+pub mod probe;
+mod upload;
+
+use driver::{Context, CudaError, DeviceInfo, Driver, Stream};
+use libcuda::{LibCuda, OpenError};
+use std::sync::{Arc, OnceLock};
+pub(crate) use upload::{Piece, upload};
+
+/// Compute capability the GPU code is compiled for. It is architecture-specific code (`sm_90a`): neither older nor newer
+/// chips run it.
+pub const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
+
+/// Why there is no GPU to run on.
+#[derive(Debug, thiserror::Error)]
+pub enum GpuError {
+    /// No driver, or none that works.
+    #[error("{0}")]
+    Driver(Arc<OpenError>),
+    /// The driver sees none.
+    #[error("the NVIDIA driver sees no GPU (see CUDA_VISIBLE_DEVICES and nvidia-smi)")]
+    NoDevice,
+    /// No device that can run this build's code.
+    #[error("{device} has compute capability {}.{}: this build's GPU code is for {}.{} (H100, H200, GH200)",
+        found.0, found.1, COMPUTE_CAPABILITY.0, COMPUTE_CAPABILITY.1)]
+    Unsupported {
+        /// Its name.
+        device: String,
+        /// Its compute capability.
+        found: (u32, u32),
+    },
+    /// Workers could wait for one that never starts.
+    #[error("{0} has no cooperative launch, which resident workers need (a virtual GPU?)")]
+    NoCooperativeLaunch(String),
+    /// The build had no device toolchain.
+    #[error("this build has no GPU code: run ./x setup and build again")]
+    NoImage,
+    /// The kernel does not fit.
+    #[error(
+        "the kernel does not fit an SM of {device}: {shared_bytes} bytes of shared memory and {threads} threads a block"
+    )]
+    TooLarge {
+        /// The device.
+        device: String,
+        /// What a block wants.
+        shared_bytes: u32,
+        /// What a block wants.
+        threads: u32,
+    },
+    /// More memory than the device has left.
+    #[error(
+        "{device} has {free} bytes free, {needed} are needed: {weights} of weights, {cache} of KV cache (see --max-context), \
+         {rest} of intermediates and image"
+    )]
+    Memory {
+        /// The device.
+        device: String,
+        /// There is.
+        free: u64,
+        /// Wanted in all.
+        needed: u64,
+        /// Of which weights,
+        weights: u64,
+        /// state kept from pass to pass,
+        cache: u64,
+        /// and everything else.
+        rest: u64,
+    },
+    /// A call failed.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// libcuda, opened once for the program.
+///
+/// # Errors
+/// Why it cannot be opened: the same answer each time.
+pub fn libcuda() -> Result<Arc<LibCuda>, GpuError> {
+    static LIBRARY: OnceLock<Result<Arc<LibCuda>, Arc<OpenError>>> = OnceLock::new();
+    LIBRARY.get_or_init(|| LibCuda::open().map(Arc::new).map_err(Arc::new)).clone().map_err(GpuError::Driver)
+}
+
+/// Whether `device` can run this build's GPU code.
+///
+/// # Errors
+/// Why it cannot.
+pub fn check_device(device: &DeviceInfo) -> Result<(), GpuError> {
+    if device.compute_capability != COMPUTE_CAPABILITY {
+        return Err(GpuError::Unsupported { device: device.name.clone(), found: device.compute_capability });
+    }
+    if !device.has_cooperative_launch {
+        return Err(GpuError::NoCooperativeLaunch(device.name.clone()));
+    }
+    Ok(())
+}
+
+/// A GPU with the context and, perhaps, the stream that an engine uses there. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    driver: Arc<dyn Driver>,
+    info: DeviceInfo,
+    context: Context,
+    /// The primary context, retained here; else it is the program's own.
+    is_retained: bool,
+    stream: Option<Stream>,
+    /// Whoever owns the context and the stream.
+    _keep: Option<Keep>,
+}
+
+/// Something that must live as long as a [`Gpu`].
+#[derive(Clone)]
+struct Keep {
+    _what: Arc<dyn std::any::Any + Send + Sync>,
+}
+
+impl std::fmt::Debug for Keep {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Keep")
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.is_retained {
+            // Nobody is left to tell; the process's end releases it as well.
+            let _ = self.driver.release_context(self.info.ordinal);
+        }
+    }
+}
+
+impl Gpu {
+    /// The first device of the system's driver that can run this build's code, in its primary context.
+    ///
+    /// # Errors
+    /// No driver, no device, or none of the right kind.
+    pub fn open() -> Result<Gpu, GpuError> {
+        Gpu::with_driver(libcuda()?)
+    }
+
+    /// As [`Gpu::open`], of another driver.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
+    pub fn with_driver(driver: Arc<dyn Driver>) -> Result<Gpu, GpuError> {
+        let devices = driver.devices()?;
+        let mut refusal = GpuError::NoDevice;
+        for info in devices {
+            match check_device(&info) {
+                Ok(()) => {
+                    let context = driver.retain_context(info.ordinal)?;
+                    let inner = Inner { driver, info, context, is_retained: true, stream: None, _keep: None };
+                    return Ok(Gpu { inner: Arc::new(inner) });
+                }
+                // The first device's is what the user will ask about.
+                Err(error) if matches!(refusal, GpuError::NoDevice) => refusal = error,
+                Err(_) => {}
+            }
+        }
+        Err(refusal)
+    }
+
+    /// The device of a context the program already has: `context` is a `CUcontext`, `stream` a `CUstream` of it, on which the
+    /// kernel is launched; null for a stream of the engine's own. Crates such as cudarc and cust give both
+    /// (`CudaContext::cu_ctx`, `CudaStream::cu_stream`; `Context::get_inner`, `Stream::as_inner`).
+    ///
+    /// # Errors
+    /// A device that cannot run this build's code, or a driver that refuses the handles.
+    ///
+    /// # Safety
+    /// Both are handles of the process's libcuda that outlive every engine made with the result; and the legacy default
+    /// stream is not given, which would wait for the whole device.
+    pub unsafe fn adopt(context: *mut std::ffi::c_void, stream: *mut std::ffi::c_void) -> Result<Gpu, GpuError> {
+        let stream = (!stream.is_null()).then(|| Stream(stream.expose_provenance()));
+        Gpu::make(libcuda()?, Context(context.expose_provenance()), stream, None)
+    }
+
+    /// As [`Gpu::adopt`], of another driver.
+    ///
+    /// # Errors
+    /// As [`Gpu::adopt`].
+    pub fn adopt_from(driver: Arc<dyn Driver>, context: Context, stream: Option<Stream>) -> Result<Gpu, GpuError> {
+        Gpu::make(driver, context, stream, None)
+    }
+
+    /// The device of a cudarc stream, on which the kernel is launched. With cudarc's default stream, which would wait for
+    /// the whole device, engines have streams of their own. The stream lives as long as every engine.
+    ///
+    /// # Errors
+    /// As [`Gpu::adopt`].
+    #[cfg(feature = "cudarc")]
+    pub fn from_cudarc(stream: &Arc<cudarc::driver::CudaStream>) -> Result<Gpu, GpuError> {
+        let context = Context(stream.context().cu_ctx().expose_provenance());
+        let handle = stream.cu_stream();
+        let own = (!handle.is_null()).then(|| Stream(handle.expose_provenance()));
+        Gpu::make(libcuda()?, context, own, Some(Keep { _what: stream.clone() }))
+    }
+
+    /// The device of a cust context, on a stream of it or on the engine's own. Both live as long as every engine.
+    ///
+    /// # Errors
+    /// As [`Gpu::adopt`].
+    #[cfg(feature = "cust")]
+    pub fn from_cust(
+        context: &Arc<cust::context::Context>,
+        stream: Option<Arc<cust::stream::Stream>>,
+    ) -> Result<Gpu, GpuError> {
+        let handle = stream.as_ref().map(|stream| Stream(stream.as_inner().expose_provenance()));
+        let keep = Keep { _what: Arc::new((context.clone(), stream)) };
+        Gpu::make(libcuda()?, Context(context.as_raw().expose_provenance()), handle, Some(keep))
+    }
+
+    fn make(
+        driver: Arc<dyn Driver>,
+        context: Context,
+        stream: Option<Stream>,
+        keep: Option<Keep>,
+    ) -> Result<Gpu, GpuError> {
+        driver.push_context(context)?;
+        let ordinal = driver.context_device();
+        driver.pop_context()?;
+        let ordinal = ordinal?;
+        let info = driver.devices()?.into_iter().find(|info| info.ordinal == ordinal).ok_or(GpuError::NoDevice)?;
+        check_device(&info)?;
+        Ok(Gpu { inner: Arc::new(Inner { driver, info, context, is_retained: false, stream, _keep: keep }) })
+    }
+
+    /// What the driver says of the device.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.inner.info
+    }
+
+    /// The driver.
+    pub fn driver(&self) -> &dyn Driver {
+        &*self.inner.driver
+    }
+
+    /// The stream the program gave, if it gave one.
+    pub(crate) fn stream(&self) -> Option<Stream> {
+        self.inner.stream
+    }
+
+    /// Makes the context current on this thread, until the guard is dropped.
+    ///
+    /// # Errors
+    /// A context that is no more.
+    pub fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        self.inner.driver.push_context(self.inner.context)?;
+        Ok(Entered { driver: &*self.inner.driver })
+    }
+}
+
+/// See [`Gpu::enter`].
+#[derive(Debug)]
+pub struct Entered<'a> {
+    driver: &'a dyn Driver,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        // It was pushed by this thread, so the only failure is a driver that is shutting down.
+        let _ = self.driver.pop_context();
+    }
+}

@@ -1,0 +1,828 @@
+//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop.
+//!
+//! *Memory.* Everything the kernel touches lies in one allocation on the device: the launch block, the image, the counters,
+//! then the bindings. Weights are brought there once, as they lie in the checkpoint: the kernels read rows, so there is
+//! nothing to repack.
+//! *Talking.* Tokens come through the [mailbox](perpetua_shared::launch::Mail), pinned memory of the host that the kernel
+//! writes and never waits for. The control block lies on the device, where 132 workers read it every iteration; the word
+//! `stop` is written there by a copy on a second stream, which runs beside the kernel.
+//! *Ending.* The kernel ends by itself: at a stop token, at the bounds in its control block, when it is told to stop, and
+//! when a wait outlasts [`Options::timeout`], which is a fault that names task, event and workers. Should it not, the host
+//! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still writes
+//! must not be given back. When the process dies the driver ends the kernel.
+
+use super::RunError;
+use super::memory::{MemoryError, WeightSource, read_f32};
+use super::tiles::Tiles;
+use crate::compile::Compiled;
+use crate::cuda::driver::{CudaError, DevicePtr, Driver, Function, Launch, Module, Pinned, Stream};
+use crate::cuda::{Gpu, GpuError, Piece, upload};
+use crate::device_image::device_image;
+use crate::image::Image;
+use bytemuck::Zeroable;
+use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
+use perpetua_shared::image::BindingKind;
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, TILE_BYTES, TaskTrace};
+use perpetua_shared::task::Operand;
+use perpetua_shared::{DType, EventId, Fault, FaultCode, WorkerId};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How the kernel behaves.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// The longest a worker waits for one event or one tile.
+    pub timeout: Duration,
+    /// Whether loaders bring weights into shared memory.
+    pub tiles: bool,
+    /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`]; 0: none.
+    pub n_trace: u32,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { timeout: Duration::from_millis(500), tiles: true, n_trace: 0 }
+    }
+}
+
+/// Alignment of everything on the device: a bulk copy's 16 bytes, and a sector of the cache.
+const ALIGN: u64 = 256;
+
+/// Pinned memory through which everything but the weights goes, a part at a time.
+const STAGE_BYTES: usize = 1 << 20;
+
+/// Where things lie in the one allocation, from its start.
+#[derive(Debug, Default)]
+struct Layout {
+    params: u64,
+    table: u64,
+    programs: u64,
+    tasks: u64,
+    operands: u64,
+    events: u64,
+    waits: u64,
+    triggers: u64,
+    list_heads: u64,
+    lists: u64,
+    data_heads: u64,
+    data: u64,
+    task_tiles: u64,
+    /// Counters, the fault record and positions: zeroed together.
+    counters: u64,
+    fault: u64,
+    positions: u64,
+    trace: u64,
+    trace_end: u64,
+    bindings: Vec<u64>,
+    bytes: u64,
+}
+
+impl Layout {
+    fn new(compiled: &Compiled, tiles: &Tiles, options: &Options) -> Layout {
+        let view = compiled.image.view();
+        let mut layout = Layout::default();
+        let mut end = 0u64;
+        let mut place = |bytes: usize, align: u64| {
+            let at = end.next_multiple_of(align.max(ALIGN));
+            end = at + bytes as u64;
+            at
+        };
+        layout.params = place(size_of::<LaunchParams>(), 1);
+        layout.table = place(8 * compiled.bindings.len(), 1);
+        layout.programs = place(size_of_val(view.programs), 1);
+        layout.tasks = place(size_of_val(view.tasks), 1);
+        layout.operands = place(size_of_val(view.operands), 1);
+        layout.events = place(size_of_val(view.events), 1);
+        layout.waits = place(size_of_val(view.waits), 1);
+        layout.triggers = place(size_of_val(view.triggers), 1);
+        layout.list_heads = place(size_of_val(view.list_heads), 1);
+        layout.lists = place(size_of_val(view.lists), 1);
+        layout.data_heads = place(size_of_val(&tiles.heads[..]), 1);
+        layout.data = place(size_of_val(&tiles.data[..]), 1);
+        layout.task_tiles = place(size_of_val(&tiles.of_task[..]), 1);
+        layout.counters = place(4 * view.events.len(), 1);
+        layout.fault = place(size_of::<Fault>(), 1);
+        layout.positions = place(4 * view.n_workers as usize, 1);
+        layout.trace = place(size_of::<TaskTrace>() * (options.n_trace * view.n_workers) as usize, 1);
+        layout.trace_end = place(0, 1);
+        for binding in &compiled.bindings {
+            layout.bindings.push(place(binding.bytes as usize, u64::from(binding.align_bytes)));
+        }
+        layout.bytes = end.next_multiple_of(ALIGN);
+        layout
+    }
+}
+
+/// What the host has seen of the run under way.
+#[derive(Debug, Default)]
+struct Seen {
+    /// Entries of the mailbox.
+    mails: usize,
+    tokens: Vec<u32>,
+    /// Tokens in the cache.
+    position: u32,
+}
+
+/// The executor.
+#[derive(Debug)]
+pub struct Cuda {
+    gpu: Gpu,
+    image: Image,
+    options: Options,
+    layout: Layout,
+    sizes: Vec<u64>,
+    names: Vec<(BindingKind, String)>,
+    control: usize,
+    tokens: usize,
+    resources: Resources,
+    base: DevicePtr,
+    function: Function,
+    stage: Pinned,
+    /// The word 1, and the mailbox.
+    flag: Pinned,
+    mailbox: Pinned,
+    n_mail: usize,
+    stream: Stream,
+    side: Stream,
+    params: LaunchParams,
+    program_runs: [u32; perpetua_shared::limits::MAX_PROGRAMS],
+    iteration: u32,
+    prompt: Vec<u32>,
+    is_running: bool,
+    launched: Instant,
+    finished: Option<Instant>,
+    seen: Mutex<Seen>,
+    outcome: Option<Result<Control, RunError>>,
+    /// Why nothing can be run any more.
+    lost: Option<RunError>,
+}
+
+/// What must be given back.
+#[derive(Debug)]
+struct Resources {
+    gpu: Gpu,
+    streams: Vec<Stream>,
+    module: Option<Module>,
+    memory: Option<DevicePtr>,
+    pinned: Vec<Pinned>,
+    /// The kernel may still run: then nothing is.
+    is_lost: bool,
+}
+
+impl Drop for Resources {
+    fn drop(&mut self) {
+        if self.is_lost {
+            return;
+        }
+        let Ok(_entered) = self.gpu.enter() else { return };
+        let driver = self.gpu.driver();
+        // Nobody is left to hear of errors, and there is nothing to do about them.
+        for stream in &self.streams {
+            let _ = driver.synchronize(*stream);
+        }
+        for stream in self.streams.drain(..) {
+            let _ = driver.destroy_stream(stream);
+        }
+        if let Some(module) = self.module.take() {
+            let _ = driver.unload_module(module);
+        }
+        // SAFETY: allocated by `Cuda::new`, and the streams that used them are idle.
+        unsafe {
+            if let Some(memory) = self.memory.take() {
+                let _ = driver.free(memory);
+            }
+            for pinned in self.pinned.drain(..) {
+                let _ = driver.free_pinned(pinned);
+            }
+        }
+    }
+}
+
+/// Why the executor cannot be made.
+#[derive(Debug, thiserror::Error)]
+pub enum CudaNewError {
+    /// The device.
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    /// The weights.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+}
+
+impl From<CudaError> for CudaNewError {
+    fn from(error: CudaError) -> CudaNewError {
+        CudaNewError::Gpu(GpuError::Cuda(error))
+    }
+}
+
+impl Cuda {
+    /// Makes `compiled`, an image for as many workers as the device has SMs, resident on `gpu`; `progress` is called with
+    /// the bytes of weights and constants that have been handed over.
+    ///
+    /// # Errors
+    /// A device that lacks the room, the driver, or weights that are not there.
+    pub fn new(
+        gpu: Gpu,
+        compiled: &Compiled,
+        weights: &dyn WeightSource,
+        options: Options,
+        progress: impl FnMut(u64),
+    ) -> Result<Cuda, CudaNewError> {
+        let mut resources = Resources {
+            gpu: gpu.clone(),
+            streams: Vec::new(),
+            module: None,
+            memory: None,
+            pinned: Vec::new(),
+            is_lost: false,
+        };
+        let image = compiled.image.clone();
+        let view = image.view();
+        let tiles = if options.tiles { Tiles::plan(&image) } else { Ok(Tiles::none(&image)) };
+        let tiles = tiles.expect("a task takes one tile of each matrix at once, which there is room for");
+        let layout = Layout::new(compiled, &tiles, &options);
+        let entered = gpu.enter()?;
+        let driver = gpu.driver();
+        refuse_too_large(&gpu, compiled, &layout)?;
+        let (module, function) = load_kernel(&gpu)?;
+        resources.module = Some(module);
+        let base = driver.alloc(layout.bytes)?;
+        resources.memory = Some(base);
+        let side = driver.create_stream()?;
+        resources.streams.push(side);
+        let stream = match gpu.stream() {
+            Some(stream) => stream,
+            None => {
+                let stream = driver.create_stream()?;
+                resources.streams.push(stream);
+                stream
+            }
+        };
+        let tokens = compiled.bindings.iter().position(|b| b.kind == BindingKind::Tokens);
+        let n_mail = tokens.map_or(1, |tokens| compiled.bindings[tokens].bytes as usize / 4 + 1);
+        let mut pinned = |bytes: usize| {
+            let pinned = driver.alloc_pinned(bytes)?;
+            resources.pinned.push(pinned);
+            Ok::<_, CudaError>(pinned)
+        };
+        let (stage, flag, mailbox) = (pinned(STAGE_BYTES)?, pinned(4)?, pinned(n_mail * size_of::<Mail>())?);
+        // SAFETY: fresh, aligned memory of this size.
+        unsafe { flag.host.cast::<u32>().write(1) };
+
+        let at = |offset: u64| base.offset(offset).0;
+        let params = LaunchParams {
+            programs: at(layout.programs),
+            tasks: at(layout.tasks),
+            operands: at(layout.operands),
+            events: at(layout.events),
+            waits: at(layout.waits),
+            triggers: at(layout.triggers),
+            list_heads: at(layout.list_heads),
+            lists: at(layout.lists),
+            bindings: at(layout.table),
+            counters: at(layout.counters),
+            control: 0,
+            fault: at(layout.fault),
+            data_heads: at(layout.data_heads),
+            data: at(layout.data),
+            task_tiles: at(layout.task_tiles),
+            mailbox: mailbox.device.0,
+            positions: at(layout.positions),
+            trace: at(layout.trace),
+            timeout_ns: u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX),
+            n_programs: view.programs.len() as u32,
+            n_tasks: view.tasks.len() as u32,
+            n_operands: view.operands.len() as u32,
+            n_events: view.events.len() as u32,
+            n_waits: view.waits.len() as u32,
+            n_triggers: view.triggers.len() as u32,
+            n_list_entries: view.lists.len() as u32,
+            n_workers: view.n_workers,
+            iteration: 0,
+            n_data: tiles.data.len() as u32,
+            n_mail: n_mail as u32,
+            n_trace: options.n_trace,
+        };
+        let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
+        let control = control.expect("every image has a control block: `compile` adds it");
+        let params = LaunchParams { control: at(layout.bindings[control]), ..params };
+
+        let table: Vec<u64> = layout.bindings.iter().map(|offset| at(*offset)).collect();
+        let mut pieces = Vec::new();
+        let mut piece = |offset: u64, bytes| pieces.push(Piece { to: base.offset(offset), bytes });
+        piece(layout.table, bytemuck::cast_slice(&table));
+        piece(layout.programs, bytemuck::cast_slice(view.programs));
+        piece(layout.tasks, bytemuck::cast_slice(view.tasks));
+        piece(layout.operands, bytemuck::cast_slice(view.operands));
+        piece(layout.events, bytemuck::cast_slice(view.events));
+        piece(layout.waits, bytemuck::cast_slice(view.waits));
+        piece(layout.triggers, bytemuck::cast_slice(view.triggers));
+        piece(layout.list_heads, bytemuck::cast_slice(view.list_heads));
+        piece(layout.lists, bytemuck::cast_slice(view.lists));
+        piece(layout.data_heads, bytemuck::cast_slice(&tiles.heads));
+        piece(layout.data, bytemuck::cast_slice(&tiles.data));
+        piece(layout.task_tiles, bytemuck::cast_slice(&tiles.of_task));
+        for (binding, offset) in compiled.bindings.iter().zip(&layout.bindings) {
+            match (binding.kind, &binding.contents) {
+                (BindingKind::Weight, _) => {
+                    let bytes = weights.bytes(&binding.name);
+                    let bytes = bytes.ok_or_else(|| MemoryError::Missing(binding.name.clone()))?;
+                    if bytes.len() as u64 != binding.bytes {
+                        let (name, found) = (binding.name.clone(), bytes.len() as u64);
+                        return Err(MemoryError::Size { name, found, expected: binding.bytes }.into());
+                    }
+                    piece(*offset, bytes);
+                }
+                (_, Some(contents)) => piece(*offset, contents),
+                // SAFETY: the binding's room, which nothing uses yet.
+                (_, None) => unsafe { driver.set(base.offset(*offset), 0, binding.bytes, stream)? },
+            }
+        }
+        // SAFETY: as above; the sections follow each other.
+        unsafe { driver.set(base.offset(layout.counters), 0, layout.trace_end - layout.counters, stream)? };
+        driver.synchronize(stream)?;
+        // SAFETY: every piece goes to a place of the layout that was made for it, and nothing runs.
+        unsafe { upload(&gpu, &pieces, progress)? };
+        drop(entered);
+
+        Ok(Cuda {
+            options,
+            sizes: compiled.bindings.iter().map(|b| b.bytes).collect(),
+            names: compiled.bindings.iter().map(|b| (b.kind, b.name.clone())).collect(),
+            control,
+            tokens: tokens.unwrap_or(usize::MAX),
+            resources,
+            base,
+            function,
+            stage,
+            flag,
+            mailbox,
+            n_mail,
+            stream,
+            side,
+            params,
+            program_runs: Zeroable::zeroed(),
+            iteration: 0,
+            prompt: Vec::new(),
+            is_running: false,
+            launched: Instant::now(),
+            finished: None,
+            seen: Mutex::default(),
+            outcome: None,
+            lost: None,
+            layout,
+            image,
+            gpu,
+        })
+    }
+
+    /// The device.
+    pub fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Bytes on the device, weights included.
+    pub fn device_bytes(&self) -> u64 {
+        self.layout.bytes
+    }
+
+    /// Bytes on the device beside the weights.
+    pub fn owned_bytes(&self) -> u64 {
+        let weights = self.names.iter().zip(&self.sizes).filter(|((kind, _), _)| *kind == BindingKind::Weight);
+        self.layout.bytes - weights.map(|(_, bytes)| bytes).sum::<u64>()
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        self.gpu.driver()
+    }
+
+    fn at(&self, binding: usize) -> DevicePtr {
+        self.base.offset(self.layout.bindings[binding])
+    }
+
+    /// Copies `bytes` to the device and waits for it.
+    ///
+    /// # Safety
+    /// There is room for them at `to`, and no kernel runs that uses it.
+    unsafe fn write(&self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
+        let _entered = self.gpu.enter()?;
+        for (i, part) in bytes.chunks(STAGE_BYTES).enumerate() {
+            // SAFETY: the stage is as large and nobody reads it: every use of it ends by waiting for the stream.
+            unsafe {
+                self.stage.host.copy_from_nonoverlapping(part.as_ptr(), part.len());
+                self.driver().copy_in(to.offset((i * STAGE_BYTES) as u64), self.stage.host, part.len(), self.stream)?;
+            }
+            self.driver().synchronize(self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// Copies from the device into `bytes`.
+    ///
+    /// # Safety
+    /// There are as many bytes at `from`, and no kernel runs that writes them.
+    unsafe fn read(&self, from: DevicePtr, bytes: &mut [u8]) -> Result<(), CudaError> {
+        let _entered = self.gpu.enter()?;
+        for (i, part) in bytes.chunks_mut(STAGE_BYTES).enumerate() {
+            // SAFETY: as in `write`.
+            unsafe {
+                self.driver().copy_out(
+                    self.stage.host,
+                    from.offset((i * STAGE_BYTES) as u64),
+                    part.len(),
+                    self.stream,
+                )?;
+                self.driver().synchronize(self.stream)?;
+                self.stage.host.copy_to_nonoverlapping(part.as_mut_ptr(), part.len());
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `tokens` at the token buffer's start; waits for a run to end.
+    pub fn set_tokens(&mut self, tokens: &[u32]) {
+        self.wait();
+        assert!(4 * tokens.len() as u64 <= self.sizes[self.tokens], "tokens must fit the token buffer");
+        self.prompt = tokens.to_vec();
+        // SAFETY: they fit, and no kernel runs.
+        if let Err(error) = unsafe { self.write(self.at(self.tokens), bytemuck::cast_slice(tokens)) } {
+            self.lose(error);
+        }
+    }
+
+    /// Writes the input called `name`; waits for a run to end.
+    ///
+    /// # Errors
+    /// When there is no such input, or it has another size.
+    pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+        self.wait();
+        let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
+        let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
+        if contents.len() as u64 != self.sizes[number] {
+            let found = contents.len() as u64;
+            return Err(MemoryError::Size { name: name.to_owned(), found, expected: self.sizes[number] });
+        }
+        // SAFETY: the binding has exactly this many bytes, and no kernel runs.
+        if let Err(error) = unsafe { self.write(self.at(number), contents) } {
+            self.lose(error);
+        }
+        Ok(())
+    }
+
+    /// As [`Memory::read_f32`](super::memory::Memory::read_f32); waits for a run to end.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn read_f32(&mut self, output: &Operand, rows: usize) -> Result<Vec<f32>, RunError> {
+        self.wait();
+        if let Some(lost) = &self.lost {
+            return Err(lost.clone());
+        }
+        // From the box's first element to its last.
+        let size = output.dtype().map_or(4, DType::size_bytes) as u64;
+        let dims = 0..usize::from(output.rank);
+        let last: u64 = dims.map(|d| u64::from(output.extent[d].max(1) - 1) * u64::from(output.stride_elems[d])).sum();
+        let bytes = ((last + 1) * size) as usize;
+        let mut words = vec![0u64; bytes.div_ceil(8)];
+        let from = self.at(output.binding.idx()).offset(output.offset_bytes);
+        // SAFETY: the image's check has judged the box inside its binding, and no kernel runs.
+        unsafe { self.read(from, &mut bytemuck::cast_slice_mut(&mut words)[..bytes]) }
+            .map_err(|error| self.lose(error))?;
+        let operand = Operand { offset_bytes: 0, ..*output };
+        // SAFETY: the words hold the whole box, from its first element on.
+        Ok(unsafe { read_f32(words.as_mut_ptr().cast(), &operand, rows) })
+    }
+
+    /// Launches the token loop from `control`'s step; waits for an earlier run to end first. What has been counted so far
+    /// (`program_runs`, the iteration) is kept: those fields of `control` are overwritten. An error waits in
+    /// [`Cuda::finish`].
+    pub fn start(&mut self, mut control: Control) {
+        assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
+        self.wait();
+        *self.seen_mut() = Seen::default();
+        self.finished = None;
+        self.launched = Instant::now();
+        if let Some(lost) = &self.lost {
+            self.outcome = Some(Err(lost.clone()));
+            return;
+        }
+        control.program_runs = self.program_runs;
+        control.step.iteration = self.iteration;
+        if control.step.program != NO_PROGRAM {
+            control.step.program_runs = control.program_runs[control.step.program as usize];
+        }
+        self.outcome = None;
+        if let Err(error) = self.launch(&control) {
+            let lost = self.lose(error);
+            self.outcome = Some(Err(lost));
+        }
+    }
+
+    fn launch(&mut self, control: &Control) -> Result<(), CudaError> {
+        let params = LaunchParams { iteration: self.iteration, ..self.params };
+        // SAFETY: both have their places in the layout and no kernel runs; the mailbox is the host's until one does.
+        unsafe {
+            self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
+            self.write(self.base.offset(self.layout.params), bytemuck::bytes_of(&params))?;
+            self.write(self.at(self.control), bytemuck::bytes_of(control))?;
+        }
+        let _entered = self.gpu.enter()?;
+        let traced = self.layout.trace_end - self.layout.trace;
+        if traced > 0 {
+            // SAFETY: the trace's place.
+            unsafe { self.driver().set(self.base.offset(self.layout.trace), 0, traced, self.stream)? };
+        }
+        self.launched = Instant::now();
+        let launch = Launch {
+            function: self.function,
+            blocks: self.params.n_workers,
+            threads: BLOCK_THREADS,
+            shared_bytes: TILE_BYTES,
+            stream: self.stream,
+            param: self.base.offset(self.layout.params),
+        };
+        // SAFETY: the launch block is as `LaunchParams` says, of an image that its check has judged; all of it stays until
+        // the executor is dropped, which waits for the kernel's end.
+        unsafe { self.driver().launch(&launch)? };
+        self.is_running = true;
+        Ok(())
+    }
+
+    /// For drills: `event` will be one trigger short in every run to come until a fault, so that whoever waits for it
+    /// stalls. Waits for a run to end.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn miscount(&mut self, event: EventId) -> Result<(), RunError> {
+        self.wait();
+        assert!(event.0 < self.params.n_events, "the image has {} events", self.params.n_events);
+        let counter = self.base.offset(self.layout.counters + 4 * u64::from(event.0));
+        let mut count = 0u32;
+        // SAFETY: the event's counter; no kernel runs.
+        let write = unsafe {
+            self.read(counter, bytemuck::bytes_of_mut(&mut count))
+                .and_then(|()| self.write(counter, &count.wrapping_sub(1).to_ne_bytes()))
+        };
+        write.map_err(|error| self.lose(error))
+    }
+
+    /// Asks the loop to end after the iteration that runs.
+    pub fn stop(&self) {
+        let stop = || -> Result<(), CudaError> {
+            let _entered = self.gpu.enter()?;
+            let to = self.at(self.control).offset(STOP as u64);
+            // SAFETY: `stop` is a word of the control block that the host may write at any time; the flag is never written
+            // again.
+            unsafe { self.driver().copy_in(to, self.flag.host, 4, self.side)? };
+            self.driver().synchronize(self.side)
+        };
+        // A device that is lost says so to whoever waits for the run's end.
+        let _ = stop();
+    }
+
+    fn seen_mut(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads what mail there is.
+    fn look(&self) -> MutexGuard<'_, Seen> {
+        let mut seen = self.seen_mut();
+        while seen.mails < self.n_mail {
+            let mail = self.mailbox.host.cast::<Mail>().wrapping_add(seen.mails);
+            // SAFETY: inside the mailbox, aligned; the kernel writes the word at once, and the host only between runs.
+            let word = unsafe { AtomicU64::from_ptr(&raw mut (*mail).word) };
+            let Some((position, token)) = Mail::read(word.load(Ordering::Acquire)) else { break };
+            seen.mails += 1;
+            seen.position = position;
+            seen.tokens.extend(token);
+        }
+        seen
+    }
+
+    /// Tokens made so far in this run.
+    pub fn produced(&self) -> u32 {
+        self.look().tokens.len() as u32
+    }
+
+    /// Tokens in the cache, as far as this run has told.
+    pub fn position(&self) -> u32 {
+        self.look().position
+    }
+
+    /// The token at `position`: one of the prompt's, or one that [`Cuda::produced`] has counted.
+    pub fn token(&self, position: usize) -> u32 {
+        match self.prompt.get(position) {
+            Some(token) => *token,
+            None => self.seen_mut().tokens[position - self.prompt.len()],
+        }
+    }
+
+    /// Whether a run is under way.
+    pub fn is_running(&mut self) -> bool {
+        if self.is_running {
+            let done = self.gpu.enter().and_then(|_entered| self.driver().is_done(self.stream));
+            match done {
+                Ok(false) => {}
+                Ok(true) => self.is_running = false,
+                Err(error) => {
+                    self.is_running = false;
+                    self.lose(error);
+                }
+            }
+        }
+        self.is_running
+    }
+
+    /// Waits a moment for something to happen.
+    pub fn rest(&self) {
+        // A token takes some hundred microseconds, and a sleeping thread is late by fifty.
+        std::thread::sleep(Duration::from_micros(20));
+    }
+
+    /// Waits for the kernel's end. Gives up when nothing has been heard for so long that it cannot end by itself.
+    fn wait(&mut self) {
+        let patience = 4 * self.options.timeout + Duration::from_secs(2);
+        let mut heard = (usize::MAX, Instant::now());
+        let mut is_told = false;
+        while self.is_running() {
+            let mails = self.look().mails;
+            if mails != heard.0 {
+                heard = (mails, Instant::now());
+            } else if heard.1.elapsed() > patience {
+                if is_told {
+                    let what = format!(
+                        "the kernel has not been heard of for {:.1} s and does not end; the GPU's context cannot be used \
+                         any more by this process",
+                        heard.1.elapsed().as_secs_f64()
+                    );
+                    let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
+                    self.lost = Some(RunError::Defect { task, worker, what });
+                    self.resources.is_lost = true;
+                    self.is_running = false;
+                    return;
+                }
+                is_told = true;
+                self.stop();
+            }
+            self.rest();
+        }
+        if self.finished.is_none() {
+            self.finished = Some(Instant::now());
+        }
+    }
+
+    fn lose(&mut self, error: CudaError) -> RunError {
+        let error = RunError::Cuda(error);
+        self.lost.get_or_insert(error).clone()
+    }
+
+    /// Waits for the run to end and says how: the control block as it was left.
+    ///
+    /// # Errors
+    /// The first fault of the run, or a device that is lost.
+    pub fn finish(&mut self) -> Result<Control, RunError> {
+        self.wait();
+        if let Some(lost) = &self.lost {
+            return Err(lost.clone());
+        }
+        if let Some(outcome) = &self.outcome {
+            return outcome.clone();
+        }
+        let outcome = self.collect().map_err(|error| self.lose(error))?;
+        self.outcome = Some(outcome.clone());
+        outcome
+    }
+
+    fn collect(&mut self) -> Result<Result<Control, RunError>, CudaError> {
+        let (mut control, mut fault) = (Control::zeroed(), Fault::default());
+        // SAFETY: their places in the layout; no kernel runs.
+        unsafe {
+            self.read(self.at(self.control), bytemuck::bytes_of_mut(&mut control))?;
+            self.read(self.base.offset(self.layout.fault), bytemuck::bytes_of_mut(&mut fault))?;
+        }
+        if fault.code == FaultCode::None as u32 {
+            self.program_runs = control.program_runs;
+            self.iteration = control.step.iteration;
+            return Ok(Ok(control));
+        }
+        let mut error = RunError::of(&fault, &self.image);
+        if let RunError::Stalled { others, .. } = &mut error {
+            *others = self.positions()?;
+        }
+        // Start over with clean counters, no fault and nobody anywhere.
+        self.program_runs = Zeroable::zeroed();
+        self.iteration = 0;
+        let _entered = self.gpu.enter()?;
+        // SAFETY: the sections follow each other; no kernel runs.
+        unsafe {
+            let bytes = self.layout.trace - self.layout.counters;
+            self.driver().set(self.base.offset(self.layout.counters), 0, bytes, self.stream)?;
+        }
+        self.driver().synchronize(self.stream)?;
+        Ok(Err(error))
+    }
+
+    /// What each worker began last, in words: equal ones together, the rarest (those that are behind) first.
+    fn positions(&self) -> Result<String, CudaError> {
+        let mut words = vec![0u32; self.params.n_workers as usize];
+        // SAFETY: its place in the layout; no kernel runs.
+        unsafe { self.read(self.base.offset(self.layout.positions), bytemuck::cast_slice_mut(&mut words))? };
+        let mut at: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+        for (worker, word) in words.iter().enumerate() {
+            let place = match word.checked_sub(1) {
+                Some(task) => self.image.task_name(task),
+                None => "nothing yet".to_owned(),
+            };
+            at.entry(place).or_default().push(worker);
+        }
+        let mut groups: Vec<(String, Vec<usize>)> = at.into_iter().collect();
+        groups.sort_by_key(|(_, workers)| workers.len());
+        let words = groups.iter().take(8).map(|(place, workers)| match workers[..] {
+            [worker] => format!("w{worker} began {place}"),
+            [first, ..] => format!("{} workers (w{first}, ...) began {place}", workers.len()),
+            [] => unreachable!("a group has a member"),
+        });
+        Ok(format!("; last, {}", words.collect::<Vec<_>>().join(", ")))
+    }
+
+    /// When the last run was launched, and when each of its iterations ended. The GPU's clock tells the distances between
+    /// iterations, the host's the time of the last.
+    pub fn stamps(&self) -> Vec<Instant> {
+        let mut stamps = vec![self.launched];
+        let mails = self.look().mails;
+        let finished = self.finished.unwrap_or_else(Instant::now);
+        // SAFETY: inside the mailbox, and written before the words that have been seen, or at the kernel's end at the latest.
+        let stamp =
+            |i: usize| unsafe { (&raw const (*self.mailbox.host.cast::<Mail>().add(i)).stamp_ns).read_volatile() };
+        let last = mails.checked_sub(1).map_or(0, stamp);
+        let ago = |i| Duration::from_nanos(last.saturating_sub(stamp(i)));
+        stamps.extend((0..mails).map(|i| finished.checked_sub(ago(i)).unwrap_or(self.launched)));
+        stamps
+    }
+
+    /// When each worker ran the first [`Options::n_trace`] tasks of the last run; waits for it to end.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn trace(&mut self) -> Result<Vec<(WorkerId, TaskTrace)>, RunError> {
+        self.wait();
+        let n_trace = self.options.n_trace as usize;
+        let mut entries = vec![TaskTrace::default(); n_trace * self.params.n_workers as usize];
+        // SAFETY: its place in the layout; no kernel runs.
+        let read = unsafe { self.read(self.base.offset(self.layout.trace), bytemuck::cast_slice_mut(&mut entries)) };
+        read.map_err(|error| self.lose(error))?;
+        let rows = entries.chunks(n_trace.max(1)).zip(0..);
+        let written = rows.flat_map(|(row, w)| row.iter().filter(|e| e.began_ns != 0).map(move |e| (WorkerId(w), *e)));
+        Ok(written.collect())
+    }
+}
+
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        if self.is_running() {
+            self.stop();
+            self.wait();
+        }
+    }
+}
+
+fn refuse_too_large(gpu: &Gpu, compiled: &Compiled, layout: &Layout) -> Result<(), GpuError> {
+    let (free, _) = gpu.driver().memory()?;
+    if layout.bytes <= free {
+        return Ok(());
+    }
+    let of = |kind| compiled.bindings.iter().filter(|b| b.kind == kind).map(|b| b.bytes).sum();
+    let (weights, cache): (u64, u64) = (of(BindingKind::Weight), of(BindingKind::State));
+    let (device, needed) = (gpu.info().name.clone(), layout.bytes);
+    Err(GpuError::Memory { device, free, needed, weights, cache, rest: needed - weights - cache })
+}
+
+/// The kernel, with the shared memory it wants, which fits.
+fn load_kernel(gpu: &Gpu) -> Result<(Module, Function), GpuError> {
+    let driver = gpu.driver();
+    let image = device_image().ok_or(GpuError::NoImage)?;
+    let module = match image.cubin {
+        Some(cubin) => driver.load_module(cubin)?,
+        // As a C string: that is how the driver knows where it ends.
+        None => driver.load_module(&[image.ptx.as_bytes(), &[0]].concat())?,
+    };
+    let ready = || {
+        let function = driver.function(module, ENTRY)?;
+        driver.set_shared_bytes(function, TILE_BYTES)?;
+        if driver.blocks_per_sm(function, BLOCK_THREADS, TILE_BYTES)? == 0 {
+            let device = gpu.info().name.clone();
+            return Err(GpuError::TooLarge { device, shared_bytes: TILE_BYTES, threads: BLOCK_THREADS });
+        }
+        Ok(function)
+    };
+    match ready() {
+        Ok(function) => Ok((module, function)),
+        Err(error) => {
+            // The first error is the one to tell.
+            let _ = driver.unload_module(module);
+            Err(error)
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone.
+
+use perpetua::engine::EngineError;
+use perpetua::image::encode::{Parts, encode};
+use perpetua::image::{Image, ImageError};
+use perpetua::model::Quantize;
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_device::kernels::{Numbered, Rope};
+use perpetua_shared::TaskFlags;
+use perpetua_shared::control::End;
+use perpetua_shared::image::EVERY_SEQUENCE;
+use std::path::PathBuf;
+
+fn fixture(name: &str) -> Model {
+    Model::load(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).unwrap()
+}
+
+/// Prompts of these lengths, each of other tokens.
+fn prompts(model: &Model, lengths: &[usize]) -> Vec<Vec<u32>> {
+    let vocab = model.config().vocab_size();
+    let prompt = |(salt, len): (usize, &usize)| (0..*len).map(|i| ((i * 131 + salt * 17 + 7) % vocab) as u32).collect();
+    lengths.iter().enumerate().map(prompt).collect()
+}
+
+fn config(device: Device, threads: usize, sequences: Option<usize>) -> EngineConfig {
+    EngineConfig {
+        device,
+        threads: Some(threads),
+        max_context: Some(64),
+        chunks: vec![5, 16],
+        sequences,
+        ..EngineConfig::default()
+    }
+}
+
+fn options(max_new_tokens: usize) -> GenerateOptions {
+    GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
+}
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+/// The tokens of each prompt, and the logits its last one was chosen from, one prompt after another.
+fn alone(engine: &mut Engine, prompts: &[Vec<u32>], options: &GenerateOptions) -> Vec<(Vec<u32>, Vec<u32>)> {
+    let one = |(number, prompt): (usize, &Vec<u32>)| {
+        let options = GenerateOptions { seed: options.seed + number as u64, ..options.clone() };
+        let ids = engine.generate(prompt, &options).unwrap().map(|token| token.unwrap().id).collect();
+        (ids, bits(&engine.last_logits().unwrap()))
+    };
+    prompts.iter().enumerate().map(one).collect()
+}
+
+/// The tokens of each prompt, decoded together, and why each ended.
+fn together(engine: &mut Engine, prompts: &[Vec<u32>], options: &GenerateOptions) -> (Vec<Vec<u32>>, Vec<End>) {
+    let mut made = vec![Vec::new(); prompts.len()];
+    let mut batch = engine.generate_batch(prompts, options).unwrap();
+    for token in batch.by_ref() {
+        let (sequence, token) = token.unwrap();
+        made[sequence].push(token.id);
+    }
+    let ends = (0..prompts.len()).map(|sequence| batch.end(sequence).unwrap()).collect();
+    (made, ends)
+}
+
+fn ids(expected: &[(Vec<u32>, Vec<u32>)]) -> Vec<Vec<u32>> {
+    expected.iter().map(|(ids, _)| ids.clone()).collect()
+}
+
+#[test]
+fn a_batch_gives_the_bits_of_single_runs() {
+    for name in ["tiny-llama", "tiny-qwen2", "tiny-qwen3"] {
+        let model = fixture(name);
+        // One of a single token, one that takes several passes to read.
+        let prompts = prompts(&model, &[9, 1, 38]);
+        let expected = alone(&mut Engine::new(&model, &config(Device::Cpu, 1, None)).unwrap(), &prompts, &options(12));
+        assert!(expected.windows(2).all(|pair| pair[0] != pair[1]), "{name}: prompts that make the same show nothing");
+        for threads in [1, 2, 5] {
+            let mut engine = Engine::new(&model, &config(Device::Cpu, threads, Some(3))).unwrap();
+            // Twice: what the first run left in the caches must not matter.
+            for _ in 0..2 {
+                let (made, ends) = together(&mut engine, &prompts, &options(12));
+                assert_eq!(made, ids(&expected), "{name}, {threads} workers");
+                assert_eq!(ends, [End::MaxTokens; 3]);
+            }
+            let logits = engine.batch_logits().unwrap();
+            for (row, (_, expected)) in logits.chunks(model.config().vocab_size()).zip(&expected) {
+                assert!(bits(row) == *expected, "{name}, {threads} workers: logits");
+            }
+            // The same engine still decodes one sequence, and fewer than it has caches for.
+            assert_eq!(alone(&mut engine, &prompts, &options(12)), expected);
+            assert_eq!(together(&mut engine, &prompts[1..2], &options(12)).0, ids(&expected[1..2]));
+        }
+    }
+}
+
+#[test]
+fn the_reference_decodes_batches_too() {
+    let model = fixture("tiny-qwen3");
+    let prompts = prompts(&model, &[4, 1, 7]);
+    let expected = alone(&mut Engine::new(&model, &config(Device::Reference, 1, None)).unwrap(), &prompts, &options(5));
+    let mut engine = Engine::new(&model, &config(Device::Reference, 1, Some(4))).unwrap();
+    assert_eq!(together(&mut engine, &prompts, &options(5)).0, ids(&expected));
+}
+
+#[test]
+fn eight_bit_weights_and_draws_go_together_too() {
+    let model = fixture("tiny-qwen2").quantize(Quantize::Q8, |_| {}).unwrap();
+    let mut prompts = prompts(&model, &[6, 6]);
+    // The same prompt twice: each sequence has a seed of its own.
+    prompts.push(prompts[0].clone());
+    let options =
+        GenerateOptions { temperature: 3.0, top_k: 40, top_p: 0.9, seed: u64::from(u32::MAX) - 1, ..options(16) };
+    let expected = alone(&mut Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap(), &prompts, &options);
+    let mut engine = Engine::new(&model, &config(Device::Cpu, 3, Some(3))).unwrap();
+    let (made, _) = together(&mut engine, &prompts, &options);
+    assert_eq!(made, ids(&expected));
+    assert_ne!(made[0], made[2]);
+}
+
+#[test]
+fn each_sequence_ends_by_itself() {
+    let model = fixture("tiny-llama");
+    let prompts = prompts(&model, &[9, 1, 58, 20]);
+    let mut single = Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap();
+    let free = alone(&mut single, &prompts, &options(20));
+    // A token that sequence 1 makes on its way ends it, and whoever else makes it.
+    let stop = free[1].0[3];
+    let options = GenerateOptions { stop_tokens: Some(vec![stop]), ..options(20) };
+    let expected = alone(&mut single, &prompts, &options);
+    let mut engine = Engine::new(&model, &config(Device::Cpu, 2, Some(4))).unwrap();
+    let (made, ends) = together(&mut engine, &prompts, &options);
+    assert_eq!(made, ids(&expected));
+    for ((prompt, made), end) in prompts.iter().zip(&made).zip(&ends) {
+        let expected = match made.len() {
+            _ if made.last() == Some(&stop) => End::StopToken,
+            20 => End::MaxTokens,
+            // The last token made needs no place in the cache.
+            n => {
+                assert_eq!(prompt.len() + n, 65);
+                End::ContextFull
+            }
+        };
+        assert_eq!(*end, expected);
+    }
+    assert_eq!(ends[1], End::StopToken);
+    assert_eq!(ends[2], End::ContextFull);
+    assert!(ends.contains(&End::MaxTokens), "{ends:?}");
+
+    // A run that is dropped stops, and the engine goes on.
+    let many = GenerateOptions { max_new_tokens: 1000, ..options.clone() };
+    let first = engine.generate_batch(&prompts, &many).unwrap().next().unwrap().unwrap();
+    assert_eq!(first.1.id, expected[first.0].0[0]);
+    assert_eq!(together(&mut engine, &prompts, &options).0, ids(&expected));
+    // Nothing asked for, nothing made.
+    let nothing = GenerateOptions { max_new_tokens: 0, ..options };
+    assert_eq!(engine.generate_batch(&prompts, &nothing).unwrap().count(), 0);
+    assert_eq!(engine.generate(&prompts[0], &nothing).unwrap().count(), 0);
+}
+
+#[test]
+fn what_a_batch_cannot_be_is_refused_in_a_line() {
+    let model = fixture("tiny-llama");
+    let refused = |config: EngineConfig| Engine::new(&model, &config).unwrap_err().to_string();
+    assert_eq!(refused(config(Device::Cpu, 2, Some(0))), "batch 0: expected 1 to 64");
+    assert_eq!(refused(config(Device::Cpu, 2, Some(65))), "batch 65: expected 1 to 64");
+    assert_eq!(
+        refused(config(Device::Simt, 2, Some(2))),
+        "device for a batch of 2: expected cpu or reference: GPU workers decode one sequence"
+    );
+    let mut engine = Engine::new(&model, &config(Device::Cpu, 2, Some(2))).unwrap();
+    let mut error = |lengths: &[usize]| engine.generate_batch(&prompts(&model, lengths), &options(3)).unwrap_err();
+    assert!(matches!(error(&[1, 2, 3]), EngineError::Batch { prompts: 3, sequences: 2 }));
+    assert!(matches!(error(&[]), EngineError::Batch { prompts: 0, sequences: 2 }));
+    assert!(matches!(error(&[3, 0]), EngineError::EmptyPrompt));
+    assert!(matches!(error(&[3, 65]), EngineError::PromptTooLong { tokens: 65, context: 64, .. }));
+    let mut single = Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap();
+    let error = single.generate_batch(&prompts(&model, &[3]), &options(3)).unwrap_err();
+    assert!(error.to_string().contains("was not compiled for batches"), "{error}");
+}
+
+fn parts(image: &Image) -> Parts {
+    let view = image.view();
+    Parts {
+        n_workers: view.n_workers,
+        bindings: image.bindings().to_vec(),
+        programs: view.programs.to_vec(),
+        tasks: view.tasks.to_vec(),
+        operands: view.operands.to_vec(),
+        events: view.events.to_vec(),
+        waits: view.waits.to_vec(),
+        triggers: view.triggers.to_vec(),
+        list_heads: view.list_heads.to_vec(),
+        lists: view.lists.to_vec(),
+        op_names: (0..image.header().n_ops).map(|op| image.op_name(op).to_owned()).collect(),
+    }
+}
+
+/// A task can only reach its own sequence's cache and tokens.
+#[test]
+fn sequences_are_kept_apart_by_the_image() {
+    let engine = Engine::new(&fixture("tiny-qwen3"), &config(Device::Cpu, 2, Some(3))).unwrap();
+    let image = &engine.resident().compiled().image;
+    assert_eq!(image.sequences(), 3);
+    assert_eq!(encode(&parts(image)).as_ref(), Ok(image));
+    let broken = |change: &dyn Fn(&mut Parts)| {
+        let mut parts = parts(image);
+        change(&mut parts);
+        match encode(&parts) {
+            Err(ImageError::Rules(broken)) => broken[0].to_string(),
+            other => panic!("expected broken rules, found {other:?}"),
+        }
+    };
+    let programs = image.view().programs;
+    let (decode, batch) = (0, programs.len() - 1);
+    // The first rope of a program: it touches the cache.
+    let rope = |program: usize| {
+        let tasks = programs[program].task_first as usize..;
+        tasks.start + image.view().tasks[tasks].iter().position(|t| t.task_type == Rope::TASK_TYPE).unwrap()
+    };
+    let (single, of_batch) = (rope(decode), rope(batch));
+    let flagged = |sequence| TaskFlags::of_sequence(sequence);
+    assert_eq!(image.view().tasks[of_batch].flags, flagged(0));
+    assert!(broken(&|p| p.tasks[of_batch].flags = flagged(1)).contains("not its sequence's part"));
+    assert!(broken(&|p| p.tasks[of_batch].flags = flagged(3)).contains("a sequence that its program does not have"));
+    assert!(broken(&|p| p.tasks[of_batch].flags = 0).contains("belongs to no sequence"));
+    assert!(broken(&|p| p.tasks[single].flags = flagged(0)).contains("a sequence that its program does not have"));
+    let cache = image.view().tasks[single].operand_first as usize + 6;
+    let part = image.part_bytes(image.view().operands[cache].binding.idx());
+    assert!(broken(&|p| p.operands[cache].offset_bytes += part).contains("not its sequence's part"));
+    assert!(broken(&|p| p.programs[decode].in_token_loop = EVERY_SEQUENCE).contains("are for batches"));
+    assert!(broken(&|p| p.programs[batch].max_rows = 65).contains("expected at most 64"));
+    assert!(broken(&|p| p.programs[batch].max_rows = 7).contains("not 7 equal parts"));
+}

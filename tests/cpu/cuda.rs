@@ -1,0 +1,317 @@
+//! The host side of the GPU, against a driver that records every call and runs the kernel on the simulated GPU.
+
+use perpetua::cuda::driver::{Context, Driver, Stream, code};
+use perpetua::cuda::fake::{Fake, Options};
+use perpetua::cuda::probe::Prober;
+use perpetua::cuda::{Gpu, GpuError};
+use perpetua::device_image::device_image;
+use perpetua::exec::{RunError, cuda};
+use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua_shared::EventId;
+use perpetua_shared::control::End;
+use perpetua_shared::launch::{BLOCK_THREADS, TILE_BYTES};
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+/// A network small enough for blocks of 256 simulated threads.
+const CONFIG: &str = r#"{
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 40,
+    "intermediate_size": 54, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
+    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
+}"#;
+
+const PROMPT: [u32; 6] = [3, 80, 41, 5, 0, 66];
+const N_SMS: u32 = 3;
+const MEMORY: u64 = 64 << 20;
+
+fn small() -> (tempfile::TempDir, Model) {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let config = dir.path().join("small.json");
+    std::fs::write(&config, CONFIG).expect("written");
+    let out = dir.path().join("small");
+    synth(SynthSource::Config(&config), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+        .expect("the config is sound");
+    let model = Model::load(&out).expect("just written");
+    (dir, model)
+}
+
+/// Without a device toolchain there is no kernel to load.
+fn has_kernel() -> bool {
+    if device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    }
+    device_image().is_some()
+}
+
+fn config(gpu: Gpu) -> EngineConfig {
+    EngineConfig {
+        device: Device::Cuda,
+        max_context: Some(24),
+        chunks: vec![4],
+        gpu: Some(gpu),
+        ..EngineConfig::default()
+    }
+}
+
+fn options(max_new_tokens: usize) -> GenerateOptions {
+    GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
+}
+
+fn fake() -> Arc<Fake> {
+    Arc::new(Fake::new(Options::new(N_SMS, MEMORY)))
+}
+
+fn generate(engine: &mut Engine, prompt: &[u32], n: usize) -> Result<Vec<u32>, EngineError> {
+    engine.generate(prompt, &options(n))?.map(|token| token.map(|token| token.id)).collect()
+}
+
+#[test]
+fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
+    if !has_kernel() {
+        return;
+    }
+    let (dir, model) = small();
+    let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), gpu: None, ..config(gpu(&fake())) };
+    let expected = generate(&mut Engine::new(&model, &cpu).expect("it compiles"), &PROMPT, 3).expect("it runs");
+    let driver = fake();
+    let mut handed = 0;
+    {
+        let mut engine =
+            Engine::with_progress(&model, &config(gpu(&driver)), |bytes| handed += bytes).expect("resident");
+        let loaded = driver.calls().len();
+        // Twice: counters go on counting from run to run.
+        for _ in 0..2 {
+            assert_eq!(generate(&mut engine, &PROMPT, 3).expect("it runs"), expected);
+        }
+        // Two passes of the prompt, the second of which makes a token, and two for the others.
+        let stamps = engine.stamps();
+        assert_eq!(stamps.len(), 1 + 4);
+        assert!(stamps.is_sorted());
+
+        // What a run is, call by call: the prompt, the launch block and the control block go in; the kernel is launched;
+        // the control block and the fault record come out.
+        let calls = driver.calls();
+        let run: Vec<&str> = calls[loaded..].iter().map(String::as_str).collect();
+        let launch = format!("cuLaunchCooperativeKernel blocks {N_SMS} threads {BLOCK_THREADS} shared {TILE_BYTES}");
+        let control = size_of::<perpetua_shared::control::Control>();
+        let expected = [
+            format!("cuMemcpyHtoDAsync {}", 4 * PROMPT.len()),
+            "cuStreamSynchronize".to_owned(),
+            format!("cuMemcpyHtoDAsync {}", size_of::<perpetua_shared::launch::LaunchParams>()),
+            "cuStreamSynchronize".to_owned(),
+            format!("cuMemcpyHtoDAsync {control}"),
+            "cuStreamSynchronize".to_owned(),
+            launch,
+            format!("cuMemcpyDtoHAsync {control}"),
+            "cuStreamSynchronize".to_owned(),
+            format!("cuMemcpyDtoHAsync {}", size_of::<perpetua_shared::Fault>()),
+            "cuStreamSynchronize".to_owned(),
+        ];
+        assert_eq!(run, [&expected[..], &expected].concat());
+    }
+    let weights: u64 = std::fs::metadata(dir.path().join("small/model.safetensors")).expect("a file").len();
+    assert!(handed + 4096 > weights, "{handed} bytes were handed over, the checkpoint has {weights}");
+    assert_eq!(driver.leaks(), Vec::<String>::new());
+    let calls = driver.calls();
+    let of = |name: &str| calls.iter().filter(|call| call.starts_with(name)).count();
+    assert_eq!((of("cuMemAlloc "), of("cuMemFree"), of("cuModuleLoadDataEx")), (1, 1 + of("cuMemFreeHost"), 1));
+}
+
+fn gpu(driver: &Arc<Fake>) -> Gpu {
+    Gpu::with_driver(driver.clone()).expect("a device of the right kind")
+}
+
+/// Every call fails once, in turn: each failure is an error that names the call, nothing is lost but what could not be
+/// given back, and a run that failed does not hang.
+#[test]
+fn every_call_may_fail() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let attempt = |driver: &Arc<Fake>| -> Result<(), EngineError> {
+        let gpu = Gpu::with_driver(driver.clone())?;
+        let mut engine = Engine::new(&model, &config(gpu))?;
+        let mut generation = engine.generate(&PROMPT, &options(1))?;
+        generation.stop();
+        generation.try_for_each(|token| token.map(|_| ()))?;
+        drop(generation);
+        engine.last_logits().map(|_| ()).ok_or(EngineError::Purpose("logits"))
+    };
+    let driver = fake();
+    attempt(&driver).expect("it runs");
+    let word = |call: &String| call.split(' ').next().expect("a word").to_owned();
+    let calls: BTreeSet<String> = driver.calls().iter().map(word).collect();
+    assert!(calls.len() >= 18, "{calls:?}");
+    // What giving back consists of; its errors have nobody to go to.
+    let is_end = |call: &str| ["Destroy", "Unload", "Free", "Release"].iter().any(|end| call.contains(end));
+    for call in calls {
+        let name: &'static str = call.clone().leak();
+        let driver = Arc::new(Fake::new(Options { fails: Some((name, 1)), ..Options::new(N_SMS, MEMORY) }));
+        let outcome = attempt(&driver);
+        if is_end(name) {
+            outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
+            continue;
+        }
+        let error = outcome.expect_err(name).to_string();
+        // Why reading logits failed is not told.
+        assert!(error.contains(name) || error.contains("not compiled for logits"), "{name}: {error}");
+        assert_eq!(driver.leaks(), Vec::<String>::new(), "after {name} failed");
+    }
+}
+
+#[test]
+fn devices_that_will_not_do_are_refused() {
+    let with = |change: fn(&mut Options)| {
+        let mut options = Options::new(N_SMS, MEMORY);
+        change(&mut options);
+        let driver = Arc::new(Fake::new(options));
+        let error = Gpu::with_driver(driver.clone()).expect_err("refused");
+        assert_eq!(driver.leaks(), Vec::<String>::new());
+        error.to_string()
+    };
+    assert_eq!(
+        with(|options| options.device.compute_capability = (8, 0)),
+        "Fake H200 has compute capability 8.0: this build's GPU code is for 9.0 (H100, H200, GH200)"
+    );
+    assert!(with(|options| options.device.has_cooperative_launch = false).contains("no cooperative launch"));
+    let no_driver = with(|options| options.fails = Some(("cuDeviceGetCount", 100)));
+    assert!(
+        no_driver.starts_with("cuDeviceGetCount failed") && no_driver.contains("CUDA_VISIBLE_DEVICES"),
+        "{no_driver}"
+    );
+}
+
+#[test]
+fn too_little_memory_is_refused_with_the_numbers() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = Arc::new(Fake::new(Options::new(N_SMS, 64 << 10)));
+    let error = Engine::new(&model, &config(gpu(&driver))).expect_err("too little");
+    let EngineError::Gpu(GpuError::Memory { free, needed, weights, cache, rest, .. }) = error else {
+        panic!("{error}")
+    };
+    assert_eq!((free, needed), (64 << 10, weights + cache + rest));
+    // K and V of one layer: 24 positions, 2 heads of 12, bf16.
+    assert_eq!(cache, 2 * 24 * 2 * 12 * 2);
+    assert_eq!(driver.leaks(), Vec::<String>::new());
+}
+
+#[test]
+fn more_workers_than_sms_are_refused() {
+    let (_dir, model) = small();
+    let config = EngineConfig { threads: Some(N_SMS as usize + 1), ..config(gpu(&fake())) };
+    let error = Engine::new(&model, &config).expect_err("too many").to_string();
+    assert_eq!(error, "threads 4: expected 1 to the number of the GPU's SMs");
+}
+
+#[test]
+fn drills_end_in_their_errors_and_the_engine_goes_on() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = fake();
+    let mut engine = Engine::new(&model, &config(gpu(&driver))).expect("resident");
+    let expected = generate(&mut engine, &PROMPT, 2).expect("it runs");
+
+    // An event that never fires.
+    let last = engine.resident().compiled().image.view().events.len() as u32 - 1;
+    engine.resident_mut().cuda().expect("a GPU").miscount(EventId(last)).expect("idle");
+    let error = generate(&mut engine, &PROMPT, 2).expect_err("it stalls");
+    let EngineError::Run(RunError::Stalled { event, others, .. }) = &error else { panic!("{error}") };
+    assert_eq!(*event, format!("e{last}"));
+    assert!(others.contains("began"), "{error}");
+    assert_eq!(generate(&mut engine, &PROMPT, 2).expect("it runs again"), expected);
+
+    // The host says stop before the first token.
+    let mut generation = engine.generate(&PROMPT, &options(20)).expect("it starts");
+    generation.stop();
+    assert_eq!(generation.by_ref().count(), 0, "stopped in the first pass, which reads 4 of 6 tokens");
+    assert_eq!(generation.end(), Some(End::Stopped));
+    drop(generation);
+    assert_eq!(generate(&mut engine, &PROMPT, 2).expect("it runs again"), expected);
+
+    // A generation dropped under way.
+    drop(engine.generate(&PROMPT, &options(20)).expect("it starts"));
+    drop(engine);
+    assert_eq!(driver.leaks(), Vec::<String>::new());
+}
+
+#[test]
+fn a_programs_own_context_and_stream_stay_its_own() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = fake();
+    let context = driver.retain_context(0).expect("a context");
+    driver.push_context(context).expect("pushed");
+    let stream = driver.create_stream().expect("a stream");
+    {
+        let gpu = Gpu::adopt_from(driver.clone(), context, Some(stream)).expect("a device of the right kind");
+        let mut engine = Engine::new(&model, &config(gpu)).expect("resident");
+        assert_eq!(generate(&mut engine, &PROMPT, 1).expect("it runs").len(), 1);
+    }
+    assert_eq!(driver.leaks(), ["1 contexts", "1 streams", "1 contexts left current"]);
+    let _: (Context, Stream) = (context, stream);
+}
+
+#[test]
+fn a_trace_says_when_each_task_ran() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let config = EngineConfig { cuda: cuda::Options { n_trace: 8, ..Default::default() }, ..config(gpu(&fake())) };
+    let mut engine = Engine::new(&model, &config).expect("resident");
+    generate(&mut engine, &PROMPT, 1).expect("it runs");
+    let image = engine.resident().compiled().image.clone();
+    let trace = engine.resident_mut().cuda().expect("a GPU").trace().expect("idle");
+    for worker in 0..N_SMS {
+        let row: Vec<_> = trace.iter().filter(|(w, _)| w.0 == worker).map(|(_, entry)| entry).collect();
+        let times: Vec<u64> = row.iter().flat_map(|entry| [entry.began_ns, entry.ended_ns]).collect();
+        assert!(times.is_sorted(), "{times:?}");
+        // The first pass, of the program for several rows; it makes no token, so what would make one is left out.
+        let mut list = image.view().list(1, perpetua_shared::WorkerId(worker)).iter();
+        let first: Vec<_> = row.iter().filter(|entry| entry.iteration == 0).collect();
+        assert!(!first.is_empty() && first.iter().all(|entry| list.any(|task| *task == entry.task)), "{row:?}");
+    }
+}
+
+#[test]
+fn errors_say_what_to_do() {
+    let driver =
+        Arc::new(Fake::new(Options { fails: Some(("cuMemAlloc", code::OUT_OF_MEMORY)), ..Options::new(1, 1 << 20) }));
+    let _gpu = gpu(&driver);
+    let context = driver.retain_context(0).expect("a context");
+    driver.push_context(context).expect("pushed");
+    let error = driver.alloc(1).expect_err("as ordered");
+    assert_eq!(
+        error.to_string(),
+        "cuMemAlloc failed: CUDA_ERROR_AS_ORDERED (2); free device memory (other processes use it too), or ask for less \
+         with --max-context"
+    );
+}
+
+#[test]
+fn probes_measure_what_they_say() {
+    if !has_kernel() {
+        return;
+    }
+    let driver = fake();
+    {
+        let mut prober = Prober::new(gpu(&driver), 1 << 20).expect("resident");
+        for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
+            assert!(prober.read(N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
+        }
+        assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
+        assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
+    }
+    assert_eq!(driver.leaks(), Vec::<String>::new());
+}
