@@ -548,6 +548,17 @@ impl Resident {
         }
     }
 
+    /// Runs one pass of program `program` over `tokens`, as the first of their sequence.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn run_tokens(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
+        self.set_tokens(tokens);
+        let n = tokens.len() as u32;
+        self.start(one_pass(program, 0, n, n));
+        self.finish().map(|_| ())
+    }
+
     /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
     ///
     /// # Errors
@@ -1175,6 +1186,11 @@ impl Embedder {
         self.resident.finish()?;
         let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;
         Ok(self.resident.read_f32(&output, 1)?)
+    }
+
+    /// See [`Embedder::resident`].
+    pub fn resident_mut(&mut self) -> &mut Resident {
+        &mut self.resident
     }
 
     /// The image and its executor.

@@ -1,6 +1,7 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
+use perpetua::cuda::probe::Prober;
 use perpetua::exec::memory::WeightSource;
 use perpetua::exec::threads::allowed_cores;
 use perpetua::{Embedder, Engine, EngineConfig, GenerateOptions, Model};
@@ -28,6 +29,13 @@ pub(crate) struct Args {
     json: Option<PathBuf>,
 }
 
+impl Args {
+    /// Of `model`, `tokens` tokens after `context`.
+    pub(super) fn of(model: ModelArgs, context: usize, tokens: usize) -> Args {
+        Args { model, context, tokens, json: None }
+    }
+}
+
 pub(crate) fn run(args: &Args) -> Outcome {
     if args.context == 0 || args.tokens == 0 {
         return Err(format!("--context {} --tokens {}: expected at least 1 of each", args.context, args.tokens).into());
@@ -50,7 +58,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     Ok(())
 }
 
-fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let vocab = model.config().vocab_size() as u64;
     let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
     if needed > model.max_tokens() {
@@ -78,7 +86,7 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
     let prompt = &prompts[0];
     let options = GenerateOptions { max_new_tokens: args.tokens, stop_tokens: Some(Vec::new()), ..Default::default() };
     let n_threads = engine.resident().compiled().image.header().n_workers as usize;
-    let before = read_bandwidth(model, n_threads)?;
+    let before = bandwidth(&mut engine, model)?;
     // One short run first, so that pages and clocks are warm.
     let warm_up = GenerateOptions { max_new_tokens: 2.min(args.tokens), ..options.clone() };
     engine.generate(&prompt[..prompt.len().min(8)], &warm_up)?.try_for_each(|token| token.map(|_| ()))?;
@@ -100,7 +108,7 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
         engine.generate(prompt, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
     }
     bar.finish_and_clear();
-    let after = read_bandwidth(model, n_threads)?;
+    let after = bandwidth(&mut engine, model)?;
     let waited = engine.resident().waited() - waited;
     let stamps = engine.stamps();
     // Reading a prompt alone makes its first token; a batch leaves the prompts' last tokens to its first step.
@@ -119,10 +127,14 @@ fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn st
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
     let median = quantile(&steps, 0.5);
     let rate = read as f64 / median.max(1e-12);
+    let runs_on = match engine.resident_mut().cuda() {
+        Some(cuda) => cuda.gpu().info().name.clone(),
+        None => Isa::best().name().to_owned(),
+    };
     drop(engine);
     let mut figures = json!({
         "model": args.model.model.display().to_string(),
-        "isa": Isa::best().name(),
+        "runs_on": runs_on,
         "workers": n_threads,
         "load_s": load.as_secs_f64(),
         "compile_ms": compile.as_secs_f64() * 1e3,
@@ -188,7 +200,7 @@ fn accuracy(args: &Args, quantized: &Model, prompt: &[u32]) -> Result<String, Bo
 }
 
 /// KL(softmax(p) || softmax(q)), in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
+pub(super) fn divergence(p: &[f32], q: &[f32]) -> f64 {
     let log_sum = |x: &[f32]| {
         let max = f64::from(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         max + x.iter().map(|v| (f64::from(*v) - max).exp()).sum::<f64>().ln()
@@ -246,7 +258,10 @@ fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std
     times.sort_unstable();
     Ok(json!({
         "model": args.model.model.display().to_string(),
-        "isa": Isa::best().name(),
+        "runs_on": match embedder.resident_mut().cuda() {
+            Some(cuda) => cuda.gpu().info().name.clone(),
+            None => Isa::best().name().to_owned(),
+        },
         "workers": embedder.resident().compiled().image.header().n_workers,
         "load_s": load.as_secs_f64(),
         "compile_ms": embedder.resident().compile_time().as_secs_f64() * 1e3,
@@ -263,6 +278,16 @@ fn quantile(sorted: &[Duration], q: f64) -> f64 {
     match sorted.len() {
         0 => 0.0,
         n => sorted[((n - 1) as f64 * q).round() as usize].as_secs_f64(),
+    }
+}
+
+/// Bytes per second that the workers of `engine` could read.
+fn bandwidth(engine: &mut Engine, model: &Model) -> Result<f64, Box<dyn std::error::Error>> {
+    let n_workers = engine.resident().compiled().image.header().n_workers;
+    match engine.resident_mut().cuda() {
+        // By bulk copies, as loaders read; far more than the second-level cache holds.
+        Some(cuda) => Ok(Prober::new(cuda.gpu().clone(), 2 << 30)?.read(n_workers, 16 << 10, 13)?),
+        None => read_bandwidth(model, n_workers as usize),
     }
 }
 

@@ -8,6 +8,7 @@ mod bench;
 mod doctor;
 mod embed;
 mod generate;
+mod gpu_check;
 mod logits;
 mod pack;
 mod plan;
@@ -56,7 +57,14 @@ enum Verb {
     Bench(bench::Args),
     /// Say what this machine has and lacks.
     Doctor(doctor::Args),
+    /// Show on a GPU that it computes what it should, and how fast.
+    GpuCheck(gpu_check::Args),
 }
+
+/// There is no GPU to do it on: exit status 3.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct NoGpu(String);
 
 /// The verb ran until Ctrl-C.
 #[derive(Debug, thiserror::Error)]
@@ -75,6 +83,7 @@ pub(crate) fn main() -> ExitCode {
         Verb::Synth(args) => synth::run(args),
         Verb::Bench(args) => bench::run(args),
         Verb::Doctor(args) => doctor::run(args),
+        Verb::GpuCheck(args) => gpu_check::run(args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -85,7 +94,7 @@ pub(crate) fn main() -> ExitCode {
             // One line: what follows a line break would look like another message.
             let line = error.to_string().replace('\n', " ");
             let _ = writeln!(std::io::stderr(), "perpetua: {line}");
-            ExitCode::FAILURE
+            if error.is::<NoGpu>() { ExitCode::from(3) } else { ExitCode::FAILURE }
         }
     }
 }
@@ -132,6 +141,11 @@ enum QuantizeName {
 }
 
 impl ModelArgs {
+    /// The model in folder `model`, on a GPU.
+    fn on_gpu(model: PathBuf) -> ModelArgs {
+        ModelArgs { model, device: DeviceName::Cuda, threads: None, quantize: None, max_context: None }
+    }
+
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
         let model = Model::load(&self.model)?;
         let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };

@@ -8,8 +8,6 @@
 //!
 //! Laws, asserted in debug builds: gaps are disjoint, not empty and never touch; what is freed was not free.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use super::timeline::Timeline;
 use super::types::{Buffer, Placement};
 
@@ -25,10 +23,10 @@ pub enum Direction {
 /// The free gaps of an address range.
 #[derive(Debug, Clone)]
 pub struct LinearScan {
-    /// `first -> end` of every gap.
-    gaps: BTreeMap<u64, u64>,
+    /// `(first, end)` of every gap.
+    gaps: Pairs,
     /// `(bytes, first)` of every gap, for best fit.
-    by_size: BTreeSet<(u64, u64)>,
+    by_size: Pairs,
     capacity_bytes: u64,
     free_bytes: u64,
 }
@@ -36,7 +34,7 @@ pub struct LinearScan {
 impl LinearScan {
     /// An empty range of `capacity_bytes`.
     pub fn new(capacity_bytes: u64) -> Self {
-        let mut scan = Self { gaps: BTreeMap::new(), by_size: BTreeSet::new(), capacity_bytes, free_bytes: 0 };
+        let mut scan = Self { gaps: Pairs::new(), by_size: Pairs::new(), capacity_bytes, free_bytes: 0 };
         scan.free(0, capacity_bytes);
         scan
     }
@@ -69,7 +67,7 @@ impl LinearScan {
             }
         };
         let mut open_end = None;
-        for &(bytes, first) in self.by_size.range((size_bytes, 0)..) {
+        for (bytes, first) in self.by_size.from(self.by_size.seek((size_bytes, 0))) {
             let end = first + bytes;
             let is_open = match direction {
                 Direction::Up => end == self.capacity_bytes,
@@ -100,15 +98,25 @@ impl LinearScan {
             return;
         }
         let end = offset + size_bytes;
-        let gap = self.gaps.range(..=offset).next_back().map(|(&first, &gap_end)| (first, gap_end));
-        let (gap_first, gap_end) =
-            gap.filter(|gap| gap.1 >= end).expect("bytes to be taken lie in one gap: the caller found them free");
-        self.remove_gap(gap_first, gap_end);
+        let at = self.gaps.seek((offset, u64::MAX));
+        let gap = self.gaps.before(at).filter(|&(_, (_, gap_end))| end <= gap_end);
+        let (at, (gap_first, gap_end)) = gap.expect("bytes to be taken lie in one gap: the caller found them free");
+        self.by_size.remove((gap_end - gap_first, gap_first));
+        // What is left of the gap keeps its place among the gaps.
+        match (gap_first < offset, end < gap_end) {
+            (false, false) => self.gaps.remove_at(at),
+            (true, false) => self.gaps.replace(at, (gap_first, offset)),
+            (false, true) => self.gaps.replace(at, (end, gap_end)),
+            (true, true) => {
+                self.gaps.replace(at, (gap_first, offset));
+                self.gaps.insert((end, gap_end));
+            }
+        }
         if gap_first < offset {
-            self.insert_gap(gap_first, offset);
+            self.by_size.insert((offset - gap_first, gap_first));
         }
         if end < gap_end {
-            self.insert_gap(end, gap_end);
+            self.by_size.insert((gap_end - end, end));
         }
         self.free_bytes -= size_bytes;
     }
@@ -119,32 +127,117 @@ impl LinearScan {
             return;
         }
         let (mut first, mut end) = (offset, offset + size_bytes);
-        if let Some((&below, &below_end)) = self.gaps.range(..=offset).next_back() {
-            debug_assert!(below_end <= first, "bytes {first}..{end} are freed but {below}..{below_end} was free");
-            if below_end == first {
-                self.remove_gap(below, below_end);
-                first = below;
+        let at = self.gaps.seek((offset, 0));
+        let below = self.gaps.before(at);
+        let above = self.gaps.get(at);
+        debug_assert!(below.is_none_or(|(_, gap)| gap.1 <= first), "{first}..{end} are freed but {below:?} was free");
+        debug_assert!(above.is_none_or(|gap| end <= gap.0), "{first}..{end} are freed but {above:?} was free");
+        let below = below.filter(|&(_, gap)| gap.1 == first);
+        let above = above.filter(|&gap| gap.0 == end);
+        if let Some((_, (below_first, below_end))) = below {
+            self.by_size.remove((below_end - below_first, below_first));
+            first = below_first;
+        }
+        if let Some((above_first, above_end)) = above {
+            self.by_size.remove((above_end - above_first, above_first));
+            end = above_end;
+        }
+        match (below, above) {
+            (None, None) => self.gaps.insert((first, end)),
+            (None, Some(_)) => self.gaps.replace(at, (first, end)),
+            (Some((below_at, _)), above) => {
+                self.gaps.replace(below_at, (first, end));
+                if above.is_some() {
+                    self.gaps.remove_at(at);
+                }
             }
         }
-        if let Some((&above, &above_end)) = self.gaps.range(offset..).next() {
-            debug_assert!(above >= end, "bytes {first}..{end} are freed but {above}..{above_end} was free");
-            if above == end {
-                self.remove_gap(above, above_end);
-                end = above_end;
-            }
-        }
-        self.insert_gap(first, end);
+        self.by_size.insert((end - first, first));
         self.free_bytes += size_bytes;
     }
+}
 
-    fn insert_gap(&mut self, first: u64, end: u64) {
-        self.gaps.insert(first, end);
-        self.by_size.insert((end - first, first));
+/// Pairs in ascending order, in leaves.
+///
+/// A memory has few gaps at a time, and then there is one leaf: a sorted vector, which is several times faster than a
+/// B-tree. Many leaves are searched by their last pairs.
+#[derive(Debug, Clone)]
+struct Pairs {
+    /// At least one; none is empty but a single one.
+    leaves: Vec<Vec<(u64, u64)>>,
+}
+
+/// The most pairs in a leaf, 2 KiB of them.
+const MAX_LEAF: usize = 128;
+
+/// The leaf and the place in it; the end is the place after the last leaf's last pair.
+type Position = (usize, usize);
+
+impl Pairs {
+    fn new() -> Self {
+        Self { leaves: vec![Vec::new()] }
     }
 
-    fn remove_gap(&mut self, first: u64, end: u64) {
-        self.gaps.remove(&first);
-        self.by_size.remove(&(end - first, first));
+    fn last(&self) -> Option<(u64, u64)> {
+        self.leaves.last()?.last().copied()
+    }
+
+    /// The position of the first pair that is no less.
+    fn seek(&self, pair: (u64, u64)) -> Position {
+        let leaf = match self.leaves.len() - 1 {
+            0 => 0,
+            last => self.leaves[..last].partition_point(|leaf| leaf.last().is_some_and(|&last| last < pair)),
+        };
+        (leaf, self.leaves[leaf].partition_point(|&other| other < pair))
+    }
+
+    fn get(&self, (leaf, idx): Position) -> Option<(u64, u64)> {
+        self.leaves[leaf].get(idx).copied()
+    }
+
+    /// The pair before a position, and where it is.
+    fn before(&self, (leaf, idx): Position) -> Option<(Position, (u64, u64))> {
+        let at = match idx.checked_sub(1) {
+            Some(idx) => (leaf, idx),
+            None => {
+                let leaf = leaf.checked_sub(1)?;
+                (leaf, self.leaves[leaf].len() - 1)
+            }
+        };
+        Some((at, self.leaves[at.0][at.1]))
+    }
+
+    /// The pairs from a position on.
+    fn from(&self, (leaf, idx): Position) -> impl Iterator<Item = (u64, u64)> {
+        self.leaves[leaf][idx..].iter().chain(self.leaves[leaf + 1..].iter().flatten()).copied()
+    }
+
+    /// Puts another pair in the place of one, between the same neighbours.
+    fn replace(&mut self, (leaf, idx): Position, pair: (u64, u64)) {
+        self.leaves[leaf][idx] = pair;
+    }
+
+    fn insert(&mut self, pair: (u64, u64)) {
+        let (leaf, idx) = self.seek(pair);
+        let pairs = &mut self.leaves[leaf];
+        pairs.insert(idx, pair);
+        if pairs.len() > MAX_LEAF {
+            let upper = pairs.split_off(MAX_LEAF / 2);
+            self.leaves.insert(leaf + 1, upper);
+        }
+    }
+
+    fn remove(&mut self, pair: (u64, u64)) {
+        let at = self.seek(pair);
+        debug_assert_eq!(self.get(at), Some(pair), "what is removed is there");
+        self.remove_at(at);
+    }
+
+    fn remove_at(&mut self, (leaf, idx): Position) {
+        self.leaves[leaf].remove(idx);
+        if self.leaves[leaf].is_empty() && self.leaves.len() > 1 {
+            self.leaves.remove(leaf);
+        }
     }
 }
 
@@ -220,6 +313,37 @@ mod tests {
         assert_eq!(scan.largest_gap_bytes(), 30);
         scan.free(offsets[1], 30);
         assert_eq!((scan.largest_gap_bytes(), scan.free_bytes()), (90, 90));
+    }
+
+    #[test]
+    fn pairs_are_a_set_in_order_however_many_leaves() {
+        let mut state = 1u64;
+        let mut random = move |below: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % below
+        };
+        let (mut pairs, mut set) = (Pairs::new(), std::collections::BTreeSet::new());
+        // Grows past many leaves, then shrinks to none.
+        for step in 0..12_000 {
+            let pair = (random(500), random(10));
+            let is_growing = step < 6_000;
+            if is_growing && set.insert(pair) {
+                pairs.insert(pair);
+            } else if !is_growing && let Some(&pair) = set.range(pair..).next().or(set.first()) {
+                set.remove(&pair);
+                pairs.remove(pair);
+            }
+            let at = pairs.seek(pair);
+            assert_eq!(pairs.get(at), set.range(pair..).next().copied());
+            assert_eq!(pairs.before(at).map(|before| before.1), set.range(..pair).next_back().copied());
+            assert_eq!(pairs.last(), set.last().copied());
+            if step % 500 == 0 {
+                assert!(pairs.from((0, 0)).eq(set.iter().copied()));
+                let is_one = pairs.leaves.len() == 1;
+                assert!(pairs.leaves.iter().all(|leaf| leaf.len() <= MAX_LEAF && (is_one || !leaf.is_empty())));
+            }
+        }
+        assert!(set.is_empty() && pairs.leaves == [vec![]]);
     }
 
     #[test]

@@ -61,6 +61,8 @@ pub struct Graph {
     /// Who reads each op's output: `consumers[consumer_starts[op]..consumer_starts[op + 1]]`.
     pub(super) consumer_starts: Vec<u32>,
     pub(super) consumers: Vec<u32>,
+    /// Whether a path leads from the op to a compute op.
+    pub(super) feeds_compute: Vec<bool>,
 }
 
 /// Why a list of ops is no [`Graph`].
@@ -164,8 +166,15 @@ impl Graph {
                 next[input as usize] += 1;
             }
         }
-        let mut graph = Self { capacity_bytes, alignment, ops, topological: Vec::new(), consumer_starts, consumers };
+        let (topological, feeds_compute) = (Vec::new(), vec![false; n_ops]);
+        let mut graph = Self { capacity_bytes, alignment, ops, topological, consumer_starts, consumers, feeds_compute };
         graph.sort()?;
+        for &op in graph.topological.iter().rev() {
+            let feeds = |&consumer: &u32| {
+                graph.ops[consumer as usize].kind == Kind::Compute || graph.feeds_compute[consumer as usize]
+            };
+            graph.feeds_compute[op as usize] = graph.consumers(op).iter().any(feeds);
+        }
         graph.check_needs()?;
         Ok(graph)
     }

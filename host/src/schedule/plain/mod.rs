@@ -25,11 +25,12 @@ pub mod check;
 mod graph;
 pub mod json;
 mod prefetch;
+mod rank_set;
 mod run;
 
 pub use graph::{Graph, GraphError, Kind, Op};
 
-use run::{Policy, Preference, Run, Trace};
+use run::{Policy, Preference, Run, Start, Trace};
 
 /// When an op runs and where its output first lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -125,26 +126,28 @@ const MAX_PORTFOLIO_OPS: usize = 20_000;
 const IMPROVEMENT_STEPS: usize = 20_000;
 /// Exchanges in a row that may bring nothing.
 const MAX_STALLED: usize = 120;
-/// Graphs up to this size are improved at all.
+/// Graphs up to this size are improved at all, so fewer than [`MAX_PORTFOLIO_OPS`].
 const MAX_IMPROVED_OPS: usize = 256;
 
 /// Schedules a graph.
 pub fn schedule(graph: &Graph) -> Schedule {
     let n = graph.ops.len();
-    let mut best = attempt(graph, &Policy { ranks: order_ranks(graph), preference: Preference::Active });
-    let bound = graph.lower_bound_cycles();
+    let start = Start::new(graph);
+    let policy = |ranks, preference| Policy { ranks, preference };
+    let mut best = attempt(graph, &start, &policy(order_ranks(graph), Preference::Active));
     if n <= MAX_PORTFOLIO_OPS {
+        let bound = graph.lower_bound_cycles();
         let tails = tail_ranks(graph);
         for (ranks, preference) in
             [(tails.clone(), Preference::Active), (tails, Preference::Rank), (order_ranks(graph), Preference::Rank)]
         {
             if best.trace.makespan > bound {
-                best.keep(attempt(graph, &Policy { ranks, preference }));
+                best.keep(attempt(graph, &start, &policy(ranks, preference)));
             }
         }
-    }
-    if n <= MAX_IMPROVED_OPS {
-        improve(graph, &mut best, bound);
+        if n <= MAX_IMPROVED_OPS {
+            improve(graph, &start, &mut best, bound);
+        }
     }
     best.into_schedule(graph)
 }
@@ -155,10 +158,14 @@ struct Attempt {
     without_prefetch_makespan: u64,
 }
 
-fn attempt(graph: &Graph, policy: &Policy) -> Attempt {
-    let first = Run::new(graph, policy).without_prefetch();
+fn attempt(graph: &Graph, start: &Start, policy: &Policy) -> Attempt {
+    let first = Run::new(start, &policy.ranks).without_prefetch(policy.preference);
     let edges = prefetch::edges(graph, &first);
-    let second = Run::new(graph, policy).with_prefetch(&first, &edges);
+    let mut positions = vec![u32::MAX; graph.ops.len()];
+    for (idx, &op) in (0u32..).zip(&first.compute_order) {
+        positions[op as usize] = idx;
+    }
+    let second = Run::new(start, &positions).with_prefetch(&first, &edges);
     let without_prefetch_makespan = first.makespan;
     let is_better = (second.makespan, second.spills.len()) <= (first.makespan, first.spills.len());
     Attempt { trace: if is_better { second } else { first }, without_prefetch_makespan }
@@ -178,10 +185,8 @@ impl Attempt {
         let Trace { ops, spills, prefetch_edges, makespan, .. } = self.trace;
         let without_prefetch_makespan = self.without_prefetch_makespan;
         let mut schedule = Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
-        let mut changes = schedule.changes(graph);
-        changes.sort_unstable();
-        let mut held = 0i128;
-        schedule.peak_bytes = changes.iter().fold(0, |peak: i128, &(_, change)| {
+        let mut held = 0;
+        schedule.peak_bytes = schedule.changes(graph).iter().fold(0, |peak: i64, &(_, change)| {
             held += change;
             peak.max(held)
         }) as u64;
@@ -190,7 +195,7 @@ impl Attempt {
 }
 
 /// Hill climbing: random exchanges in the order in which compute ops ran, kept when the schedule is no worse.
-fn improve(graph: &Graph, best: &mut Attempt, bound: u64) {
+fn improve(graph: &Graph, start: &Start, best: &mut Attempt, bound: u64) {
     let n = graph.ops.len();
     let mut order = best.trace.compute_order.clone();
     let mut state = 0x5eed;
@@ -217,7 +222,7 @@ fn improve(graph: &Graph, best: &mut Attempt, bound: u64) {
         for (rank, &op) in tried.iter().enumerate() {
             ranks[op as usize] = rank as u32;
         }
-        let other = attempt(graph, &Policy { ranks, preference: Preference::Rank });
+        let other = attempt(graph, start, &Policy { ranks, preference: Preference::Rank });
         if (other.trace.makespan, other.trace.spills.len()) <= (best.trace.makespan, best.trace.spills.len()) {
             order.clone_from(&other.trace.compute_order);
         }
@@ -272,34 +277,37 @@ impl Schedule {
             push(spill.op, Action::SpillRead, spill.read_start, spill.read_end, spill.offset);
         }
         records.sort_by_key(|record| (record.start, record.end, record.op, record.action));
-        let mut changes = self.changes(graph);
-        changes.sort_unstable();
-        let mut changes = changes.into_iter().peekable();
-        let mut held = 0i128;
+        let mut changes = self.changes(graph).into_iter().peekable();
+        let mut held = 0;
         for record in &mut records {
             while let Some((_, change)) = changes.next_if(|&(time, _)| time <= record.start) {
                 held += change;
             }
-            record.free_bytes = (i128::from(graph.capacity_bytes) - held) as u64;
+            record.free_bytes = graph.capacity_bytes - held as u64;
         }
         records
     }
 
-    /// When how many bytes begin or cease to be held.
-    fn changes(&self, graph: &Graph) -> Vec<(u64, i128)> {
+    /// When how many bytes begin or cease to be held: in time order, and of one time those that cease first.
+    ///
+    /// Each engine runs its ops mostly in the order of the list, so what is pushed is a few ascending runs, which a stable
+    /// sort only merges.
+    fn changes(&self, graph: &Graph) -> Vec<(u64, i64)> {
+        // No graph's bytes sum to 2^63.
+        let bytes = |op: u32| graph.ops[op as usize].bytes as i64;
         let mut changes = Vec::with_capacity(2 * (self.ops.len() + self.spills.len()));
-        for (op, placed) in (0u32..).zip(&self.ops) {
+        for op in 0..self.ops.len() as u32 {
             let users = graph.consumers(op);
             let end = users.iter().map(|&user| self.ops[user as usize].end).max().unwrap_or(self.makespan);
-            let bytes = i128::from(graph.ops[op as usize].bytes);
-            changes.push((placed.start, bytes));
-            changes.push((end, -bytes));
+            changes.push((end, -bytes(op)));
         }
-        for spill in &self.spills {
-            let bytes = i128::from(graph.ops[spill.op as usize].bytes);
-            changes.push((spill.write_end, -bytes));
-            changes.push((spill.read_start, bytes));
+        changes.extend(self.spills.iter().map(|spill| (spill.write_end, -bytes(spill.op))));
+        for kind in [Kind::Compute, Kind::Data] {
+            let placed = (0u32..).zip(&self.ops).filter(|&(op, _)| graph.ops[op as usize].kind == kind);
+            changes.extend(placed.map(|(op, placed)| (placed.start, bytes(op))));
         }
+        changes.extend(self.spills.iter().map(|spill| (spill.read_start, bytes(spill.op))));
+        changes.sort_by_key(|change| change.0);
         changes
     }
 }

@@ -18,10 +18,11 @@
 //! produced can come back without anything else on chip, so forcing an op always ends.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeSet, BinaryHeap, VecDeque};
+use std::collections::{BinaryHeap, VecDeque};
 
 use super::graph::{Graph, Kind};
 use super::prefetch::Load;
+use super::rank_set::RankSet;
 use super::{Placed, PrefetchEdge, Spill};
 use crate::memory::linear_scan::{Direction, LinearScan};
 
@@ -81,8 +82,41 @@ const NONE: u32 = u32::MAX;
 /// Marks completions of spill reads on the time heap.
 const READ: u32 = 1 << 31;
 
-pub(super) struct Run<'g> {
+/// The compute ops that could run, by rank, for a run that has an order yet to find.
+#[derive(Debug, Clone)]
+struct Lists {
+    /// With some input on chip.
+    active: RankSet,
+    /// The others.
+    ready: RankSet,
+    /// Which op has a rank.
+    by_rank: Vec<u32>,
+}
+
+/// How things stand before anything has run, shared by all runs of a graph.
+pub(super) struct Start<'g> {
     graph: &'g Graph,
+    degrees: Degrees,
+    topological_idx: Vec<u32>,
+}
+
+/// The in-degree and out-degree tables, and what they let go.
+#[derive(Clone)]
+struct Degrees {
+    /// Inputs each op still waits on.
+    missing: Vec<u32>,
+    /// Users of each output that have not retired.
+    users_left: Vec<u32>,
+    /// Ready data ops that no compute op waits on: those that free at least what they take, and the others.
+    copy_outs: VecDeque<u32>,
+    off_chain: VecDeque<u32>,
+    /// Work for [`become_ready`](Self::become_ready), empty between its calls.
+    stack: Vec<u32>,
+}
+
+pub(super) struct Run<'s, 'g> {
+    graph: &'g Graph,
+    start: &'s Start<'g>,
     scan: LinearScan,
     clock: u64,
     data_free: u64,
@@ -91,96 +125,129 @@ pub(super) struct Run<'g> {
     memory_at: u64,
     /// Completions, earliest first.
     heap: BinaryHeap<Reverse<(u64, u32)>>,
-    missing: Vec<u32>,
-    users_left: Vec<u32>,
+    degrees: Degrees,
     state: Vec<State>,
     placed: Vec<Placed>,
     /// Where the output is now; `placed` has where it was first.
     offset: Vec<u64>,
     ready_at: Vec<u64>,
-    last_use: Vec<u64>,
     /// Outputs on chip in no particular order, and each one's position there.
     resident: Vec<u32>,
     resident_idx: Vec<u32>,
-    /// Ready compute ops with some input on chip, and the others.
-    active: BTreeSet<(u32, u32)>,
-    ready: BTreeSet<(u32, u32)>,
-    /// Ready data ops that no compute op waits on: those that free at least what they take, and the others.
-    copy_outs: VecDeque<u32>,
-    off_chain: VecDeque<u32>,
-    feeds_compute: Vec<bool>,
+    /// `None` where the order is given.
+    lists: Option<Lists>,
     spills: Vec<Spill>,
+    /// One more than the output's position in `spills` while it is outside, or 0.
     open_spill: Vec<u32>,
     marks: Vec<u32>,
     mark: u32,
-    ranks: Vec<u32>,
-    preference: Preference,
+    /// Of the compute ops: lower is used earlier.
+    ranks: &'s [u32],
     compute_order: Vec<u32>,
-    topological_idx: Vec<u32>,
 }
 
-impl<'g> Run<'g> {
-    pub(super) fn new(graph: &'g Graph, policy: &Policy) -> Self {
+impl<'g> Start<'g> {
+    pub(super) fn new(graph: &'g Graph) -> Self {
         let n = graph.ops.len();
-        let mut feeds_compute = vec![false; n];
         let mut topological_idx = vec![0; n];
-        for (idx, &op) in graph.topological.iter().enumerate().rev() {
-            topological_idx[op as usize] = idx as u32;
-            let feeds = |&consumer: &u32| {
-                graph.ops[consumer as usize].kind == Kind::Compute || feeds_compute[consumer as usize]
-            };
-            feeds_compute[op as usize] = graph.consumers(op).iter().any(feeds);
+        for (idx, &op) in (0u32..).zip(&graph.topological) {
+            topological_idx[op as usize] = idx;
         }
-        let mut run = Self {
+        let mut degrees = Degrees {
+            missing: graph.ops.iter().map(|op| op.inputs.len() as u32).collect(),
+            users_left: (0..n as u32).map(|op| graph.consumers(op).len() as u32).collect(),
+            copy_outs: VecDeque::new(),
+            off_chain: VecDeque::new(),
+            stack: Vec::new(),
+        };
+        for op in 0..n as u32 {
+            if graph.ops[op as usize].inputs.is_empty() {
+                // The compute ops that nothing is missing of are found by the run.
+                degrees.become_ready(graph, op, |_| ());
+            }
+        }
+        Self { graph, degrees, topological_idx }
+    }
+}
+
+impl Degrees {
+    /// An op misses no input any more; neither, perhaps, do those that only waited for it to become available. Names the
+    /// compute ops among them.
+    fn become_ready(&mut self, graph: &Graph, op: u32, mut found: impl FnMut(u32)) {
+        self.stack.push(op);
+        while let Some(op) = self.stack.pop() {
+            let own = &graph.ops[op as usize];
+            if own.kind == Kind::Compute {
+                found(op);
+            } else if graph.feeds_compute[op as usize] {
+                for &consumer in graph.consumers(op) {
+                    self.missing[consumer as usize] -= 1;
+                    if self.missing[consumer as usize] == 0 {
+                        self.stack.push(consumer);
+                    }
+                }
+            } else {
+                let last = own.inputs.iter().filter(|&&input| self.users_left[input as usize] == 1);
+                let freed_bytes: u64 = last.map(|&input| graph.ops[input as usize].bytes).sum();
+                let is_copy_out = own.bytes <= freed_bytes;
+                if is_copy_out { self.copy_outs.push_back(op) } else { self.off_chain.push_back(op) }
+            }
+        }
+    }
+}
+
+impl<'s, 'g> Run<'s, 'g> {
+    /// A run that has not begun.
+    pub(super) fn new(start: &'s Start<'g>, ranks: &'s [u32]) -> Self {
+        let graph = start.graph;
+        let n = graph.ops.len();
+        Self {
             graph,
+            start,
             scan: LinearScan::new(graph.capacity_bytes),
             clock: 0,
             data_free: 0,
             compute_free: 0,
             memory_at: 0,
             heap: BinaryHeap::new(),
-            missing: graph.ops.iter().map(|op| op.inputs.len() as u32).collect(),
-            users_left: (0..n as u32).map(|op| graph.consumers(op).len() as u32).collect(),
+            degrees: start.degrees.clone(),
             state: vec![State::Waiting; n],
             placed: vec![Placed { start: 0, end: 0, offset: 0 }; n],
             offset: vec![0; n],
             ready_at: vec![0; n],
-            last_use: vec![0; n],
             resident: Vec::new(),
-            resident_idx: vec![NONE; n],
-            active: BTreeSet::new(),
-            ready: BTreeSet::new(),
-            copy_outs: VecDeque::new(),
-            off_chain: VecDeque::new(),
-            feeds_compute,
+            resident_idx: vec![0; n],
+            lists: None,
             spills: Vec::new(),
-            open_spill: vec![NONE; n],
+            open_spill: vec![0; n],
             marks: vec![0; n],
             mark: 0,
-            ranks: policy.ranks.clone(),
-            preference: policy.preference,
+            ranks,
             compute_order: Vec::new(),
-            topological_idx,
-        };
-        let mut stack = Vec::new();
-        for op in 0..n as u32 {
-            if graph.ops[op as usize].inputs.is_empty() {
-                run.become_ready(op, &mut stack);
-            }
         }
-        run
     }
 
     /// The first of the two runs: compute ops one after the other, each with the data it demands.
-    pub(super) fn without_prefetch(mut self) -> Trace {
+    pub(super) fn without_prefetch(mut self, preference: Preference) -> Trace {
+        let n = self.graph.ops.len();
+        let mut lists = Lists { active: RankSet::new(n), ready: RankSet::new(n), by_rank: vec![NONE; n] };
+        for op in (0..n as u32).filter(|&op| self.graph.ops[op as usize].kind == Kind::Compute) {
+            let rank = self.ranks[op as usize];
+            assert_eq!(lists.by_rank[rank as usize], NONE, "no two compute ops have the same rank");
+            lists.by_rank[rank as usize] = op;
+            if self.degrees.missing[op as usize] == 0 {
+                lists.ready.insert(rank);
+            }
+        }
+        self.lists = Some(lists);
         let mut loads = Vec::new();
         let mut base_bytes = Vec::new();
         let mut needs = Vec::new();
         loop {
-            while let Some(op) = self.copy_outs.pop_front() {
+            while let Some(op) = self.degrees.copy_outs.pop_front() {
                 self.force_data(op);
             }
-            let Some(op) = self.pick(&mut needs) else { break };
+            let Some(op) = self.pick(preference, &mut needs) else { break };
             let position = self.compute_order.len() as u32;
             self.force(op, &needs);
             self.compute_order.push(op);
@@ -195,22 +262,17 @@ impl<'g> Run<'g> {
             base_bytes.push(used_bytes - brought_bytes);
             self.retire_next();
         }
-        while let Some(op) = self.copy_outs.pop_front().or_else(|| self.off_chain.pop_front()) {
+        while let Some(op) = self.degrees.copy_outs.pop_front().or_else(|| self.degrees.off_chain.pop_front()) {
             self.force_data(op);
         }
         self.finish(loads, base_bytes, Vec::new())
     }
 
     /// The second run: the same compute order, with loads as early as `edges` and the memory allow. `edges[i]` is how many
-    /// compute ops must have retired before `loads[i]` may start.
+    /// compute ops must have retired before `loads[i]` may start. The ranks are the positions of that order, so distances
+    /// to the next use are known exactly.
     pub(super) fn with_prefetch(mut self, first: &Trace, edges: &[u32]) -> Trace {
         let order = &first.compute_order;
-        let mut position = vec![u32::MAX; self.graph.ops.len()];
-        for (idx, &op) in order.iter().enumerate() {
-            position[op as usize] = idx as u32;
-        }
-        // Distances to the next use are now known exactly.
-        self.ranks = position;
         let mut base_from: Vec<u64> = first.base_bytes.clone();
         for idx in (1..base_from.len()).rev() {
             base_from[idx - 1] = base_from[idx - 1].max(base_from[idx]);
@@ -263,7 +325,7 @@ impl<'g> Run<'g> {
                 self.force(op, &needs);
                 self.compute_order.push(op);
                 next += 1;
-            } else if let Some(op) = self.copy_outs.pop_front().or_else(|| self.off_chain.pop_front()) {
+            } else if let Some(op) = self.degrees.copy_outs.pop_front().or_else(|| self.degrees.off_chain.pop_front()) {
                 self.force_data(op);
             } else {
                 break;
@@ -276,51 +338,43 @@ impl<'g> Run<'g> {
 
     /// The compute op to run next and the data ops it needs brought in: the first that fits, active before ready; where
     /// none fits the one that needs the least.
-    fn pick(&mut self, needs: &mut Vec<u32>) -> Option<u32> {
-        let mut least: Option<(u64, u32)> = None;
-        let mut candidates: Vec<u32> = Vec::new();
-        for list in [&self.active, &self.ready] {
-            // Most often the very first fits, so the lists are looked at in two goes.
-            let Some(&(_, op)) = list.first() else { continue };
-            candidates.push(op);
-        }
-        if self.preference == Preference::Rank {
-            candidates.sort_by_key(|&op| (self.ranks[op as usize], op));
-        }
-        let first = *candidates.first()?;
-        self.collect_needs(first, needs);
-        if !self.fits(first, needs) {
-            candidates.clear();
-            candidates.extend(self.active.iter().chain(&self.ready).map(|&(_, op)| op).take(MAX_TRIES));
-            if self.preference == Preference::Rank {
-                candidates.sort_by_key(|&op| (self.ranks[op as usize], op));
+    fn pick(&mut self, preference: Preference, needs: &mut Vec<u32>) -> Option<u32> {
+        let lists = self.lists.as_ref().expect("only a run that finds an order picks");
+        let (active, ready) = (lists.active.first(), lists.ready.first());
+        let rank = match preference {
+            Preference::Active => active.or(ready),
+            Preference::Rank => active.into_iter().chain(ready).min(),
+        }?;
+        // Most often the very first fits, so the lists are looked at in two goes.
+        let mut chosen = lists.by_rank[rank as usize];
+        self.collect_needs(chosen, needs);
+        if !self.fits(chosen, needs) {
+            let lists = self.lists.as_ref().expect("seen above");
+            let mut ranks: Vec<u32> = lists.active.iter().chain(lists.ready.iter()).take(MAX_TRIES).collect();
+            if preference == Preference::Rank {
+                ranks.sort_unstable();
             }
-            let mut chosen = None;
+            let candidates: Vec<u32> = ranks.into_iter().map(|rank| lists.by_rank[rank as usize]).collect();
+            let mut least_bytes = u64::MAX;
             for op in candidates {
                 self.collect_needs(op, needs);
                 if self.fits(op, needs) {
-                    chosen = Some(op);
+                    chosen = op;
                     break;
                 }
                 let bytes = self.demand(op, needs);
-                if least.is_none_or(|least| bytes < least.0) {
-                    least = Some((bytes, op));
+                if bytes < least_bytes {
+                    (least_bytes, chosen) = (bytes, op);
                 }
             }
-            let op = chosen.or(least.map(|least| least.1))?;
-            self.collect_needs(op, needs);
-            self.drop_from_lists(op);
-            return Some(op);
+            self.collect_needs(chosen, needs);
         }
-        self.drop_from_lists(first);
-        Some(first)
-    }
-
-    fn drop_from_lists(&mut self, op: u32) {
-        let key = (self.ranks[op as usize], op);
-        if !self.active.remove(&key) {
-            self.ready.remove(&key);
+        let rank = self.ranks[chosen as usize];
+        let lists = self.lists.as_mut().expect("seen above");
+        if !lists.active.remove(rank) {
+            lists.ready.remove(rank);
         }
+        Some(chosen)
     }
 
     /// The data ops that have to run before `op` can, in an order in which they can.
@@ -345,7 +399,7 @@ impl<'g> Run<'g> {
             done += 1;
         }
         if needs.len() > 1 {
-            needs.sort_unstable_by_key(|&op| self.topological_idx[op as usize]);
+            needs.sort_unstable_by_key(|&op| self.start.topological_idx[op as usize]);
         }
     }
 
@@ -356,16 +410,24 @@ impl<'g> Run<'g> {
         op.bytes + absent.map(bytes).sum::<u64>() + needs.iter().map(bytes).sum::<u64>()
     }
 
-    /// Whether all that `op` demands fits at once, found by trial allocation.
+    /// Whether all that `op` demands fits at once: for certain where one gap is long enough for all of it, and otherwise
+    /// found by trial allocation.
     fn fits(&mut self, op: u32, needs: &[u32]) -> bool {
         let graph = self.graph;
         let own = &graph.ops[op as usize];
-        if self.demand(op, needs) > self.scan.free_bytes() {
+        let demand = self.demand(op, needs);
+        if demand > self.scan.free_bytes() {
             return false;
+        }
+        // Best fit may put a piece into a smaller gap; it pads each piece by less than the alignment.
+        let n_pieces = needs.len() + own.inputs.len() + 1;
+        let padding = (n_pieces as u64).saturating_mul(graph.alignment - 1);
+        if demand.saturating_add(padding) <= self.scan.largest_gap_bytes() {
+            return true;
         }
         let absent = own.inputs.iter().filter(|&&input| self.state[input as usize] == State::Absent);
         let pieces = needs.iter().chain(absent).chain([&op]).map(|&op| graph.ops[op as usize].bytes);
-        let mut trial: Vec<(u64, u64)> = Vec::new();
+        let mut trial: Vec<(u64, u64)> = Vec::with_capacity(n_pieces);
         let mut fits = true;
         for bytes in pieces {
             match self.scan.alloc(bytes, graph.alignment, Direction::Up) {
@@ -403,12 +465,12 @@ impl<'g> Run<'g> {
 
     /// Data ops that free at least what they take go first.
     fn start_copy_out(&mut self) -> bool {
-        let Some(&op) = self.copy_outs.front() else {
+        let Some(&op) = self.degrees.copy_outs.front() else {
             return false;
         };
         let can_start = self.inputs_are_here(op) && self.try_start(op, Direction::Up);
         if can_start {
-            self.copy_outs.pop_front();
+            self.degrees.copy_outs.pop_front();
         }
         can_start
     }
@@ -451,7 +513,7 @@ impl<'g> Run<'g> {
 
     /// Ops off the compute chain fill what is left of the data engine, as long as the compute ops to come keep their room.
     fn start_off_chain(&mut self, base_bytes: u64) -> bool {
-        let Some(&op) = self.off_chain.front() else {
+        let Some(&op) = self.degrees.off_chain.front() else {
             return false;
         };
         let own_bytes = self.graph.ops[op as usize].bytes;
@@ -460,7 +522,7 @@ impl<'g> Run<'g> {
             && self.inputs_are_here(op)
             && self.try_start(op, Direction::Up);
         if can_start {
-            self.off_chain.pop_front();
+            self.degrees.off_chain.pop_front();
         }
         can_start
     }
@@ -527,66 +589,49 @@ impl<'g> Run<'g> {
     /// free from the latest end on.
     fn retire(&mut self, op: u32) {
         let graph = self.graph;
-        let end = self.placed[op as usize].end;
         self.state[op as usize] = State::Resident;
         for &input in &graph.ops[op as usize].inputs {
-            let users_left = &mut self.users_left[input as usize];
-            *users_left -= 1;
-            self.last_use[input as usize] = self.last_use[input as usize].max(end);
-            if *users_left == 0 {
+            self.degrees.users_left[input as usize] -= 1;
+            if self.degrees.users_left[input as usize] == 0 {
+                self.memory_at = self.memory_at.max(self.last_use(input));
                 self.state[input as usize] = State::Dead;
-                self.memory_at = self.memory_at.max(self.last_use[input as usize]);
                 self.leave(input);
             }
         }
         // Consumers of a data op on the compute chain stopped waiting on it when it became available.
-        let is_awaited = graph.ops[op as usize].kind == Kind::Compute || !self.feeds_compute[op as usize];
-        let mut stack = Vec::new();
+        let is_awaited = graph.ops[op as usize].kind == Kind::Compute || !graph.feeds_compute[op as usize];
         for &consumer in graph.consumers(op) {
             if is_awaited {
-                self.missing[consumer as usize] -= 1;
-                if self.missing[consumer as usize] == 0 {
-                    self.become_ready(consumer, &mut stack);
+                self.degrees.missing[consumer as usize] -= 1;
+                if self.degrees.missing[consumer as usize] == 0 {
+                    let found = |op: u32| {
+                        let Some(lists) = &mut self.lists else { return };
+                        let mut inputs = graph.ops[op as usize].inputs.iter();
+                        let is_active = inputs.any(|&input| self.state[input as usize] == State::Resident);
+                        let list = if is_active { &mut lists.active } else { &mut lists.ready };
+                        list.insert(self.ranks[op as usize]);
+                    };
+                    self.degrees.become_ready(graph, consumer, found);
                     continue;
                 }
             }
-            if self.missing[consumer as usize] == 0 && graph.ops[consumer as usize].kind == Kind::Compute {
-                let key = (self.ranks[consumer as usize], consumer);
-                if self.ready.remove(&key) {
-                    self.active.insert(key);
+            if let Some(lists) = &mut self.lists
+                && self.degrees.missing[consumer as usize] == 0
+                && graph.ops[consumer as usize].kind == Kind::Compute
+            {
+                let rank = self.ranks[consumer as usize];
+                if lists.ready.remove(rank) {
+                    lists.active.insert(rank);
                 }
             }
         }
     }
 
-    /// An op misses no input any more; neither, perhaps, do those that only waited for it to become available.
-    fn become_ready(&mut self, op: u32, stack: &mut Vec<u32>) {
-        let graph = self.graph;
-        stack.push(op);
-        while let Some(op) = stack.pop() {
-            let own = &graph.ops[op as usize];
-            if own.kind == Kind::Compute {
-                let key = (self.ranks[op as usize], op);
-                let is_active = own.inputs.iter().any(|&input| self.state[input as usize] == State::Resident);
-                if is_active {
-                    self.active.insert(key)
-                } else {
-                    self.ready.insert(key)
-                };
-            } else if self.feeds_compute[op as usize] {
-                for &consumer in graph.consumers(op) {
-                    self.missing[consumer as usize] -= 1;
-                    if self.missing[consumer as usize] == 0 {
-                        stack.push(consumer);
-                    }
-                }
-            } else {
-                let last = own.inputs.iter().filter(|&&input| self.users_left[input as usize] == 1);
-                let freed_bytes: u64 = last.map(|&input| graph.ops[input as usize].bytes).sum();
-                let is_copy_out = own.bytes <= freed_bytes;
-                if is_copy_out { self.copy_outs.push_back(op) } else { self.off_chain.push_back(op) }
-            }
-        }
+    /// The latest end of the users that have retired, or 0.
+    fn last_use(&self, op: u32) -> u64 {
+        let users = self.graph.consumers(op).iter();
+        let retired = users.filter(|&&user| !matches!(self.state[user as usize], State::Waiting | State::Running));
+        retired.map(|&user| self.placed[user as usize].end).max().unwrap_or(0)
     }
 
     // ---- forcing ----
@@ -733,8 +778,7 @@ impl<'g> Run<'g> {
     fn spill(&mut self, victim: u32) {
         debug_assert_eq!(self.state[victim as usize], State::Resident, "only complete outputs are spilled");
         let own = &self.graph.ops[victim as usize];
-        let idle =
-            self.ready_at[victim as usize].max(self.last_use[victim as usize]).max(self.memory_at).max(self.clock);
+        let idle = self.ready_at[victim as usize].max(self.last_use(victim)).max(self.memory_at).max(self.clock);
         let (write_start, write_end) = match own.kind {
             Kind::Data => (idle, idle),
             Kind::Compute => {
@@ -746,9 +790,9 @@ impl<'g> Run<'g> {
         self.memory_at = self.memory_at.max(write_end);
         self.leave(victim);
         self.state[victim as usize] = State::Absent;
-        self.open_spill[victim as usize] = self.spills.len() as u32;
         let offset = self.offset[victim as usize];
         self.spills.push(Spill { op: victim, write_start, write_end, read_start: 0, read_end: 0, offset });
+        self.open_spill[victim as usize] = self.spills.len() as u32;
     }
 
     /// Occupies the data engine with bringing a spilled output back to bytes already taken for it.
@@ -760,9 +804,9 @@ impl<'g> Run<'g> {
         self.offset[op as usize] = offset;
         self.state[op as usize] = State::Resident;
         self.enter(op);
-        let spill = &mut self.spills[self.open_spill[op as usize] as usize];
+        let spill = &mut self.spills[self.open_spill[op as usize] as usize - 1];
         (spill.read_start, spill.read_end, spill.offset) = (read_start, read_end, offset);
-        self.open_spill[op as usize] = NONE;
+        self.open_spill[op as usize] = 0;
     }
 
     /// Results that were spilled and that nobody reads come back as far as they fit; the rest stays outside, which is
@@ -770,7 +814,7 @@ impl<'g> Run<'g> {
     fn finish(mut self, loads: Vec<Load>, base_bytes: Vec<u64>, prefetch_edges: Vec<PrefetchEdge>) -> Trace {
         debug_assert!(self.state.iter().all(|&state| state != State::Waiting), "every op has run");
         let outside: Vec<u32> = (0..self.spills.len() as u32)
-            .filter(|&spill| self.open_spill[self.spills[spill as usize].op as usize] == spill)
+            .filter(|&spill| self.open_spill[self.spills[spill as usize].op as usize] == spill + 1)
             .collect();
         let mut unread = Vec::new();
         for spill in outside {

@@ -1,0 +1,645 @@
+//! `perpetua gpu-check`: one command that shows, on a machine with nothing but a driver, that the GPU computes what it
+//! should and how fast. A record per section, as JSON.
+
+use super::{ModelArgs, NoGpu, Outcome, bench, bytes, write_whole};
+use perpetua::cuda::fake::{Fake, Options as FakeOptions};
+use perpetua::cuda::probe::Prober;
+use perpetua::cuda::{self, Gpu, GpuError};
+use perpetua::engine::{Resident, decoder_sources, sentence_sources};
+use perpetua::exec::{RunError, cuda as cuda_exec};
+use perpetua::graph::tensor::BufferKind;
+use perpetua::model::decoder::Head;
+use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua_device::kernels::{Spec, Use};
+use perpetua_shared::control::End;
+use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::{DType, EventId, Operand, ProgramId};
+use safetensors::SafeTensors;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+type Figures = Result<Value, Box<dyn std::error::Error>>;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// What to do, in this order [default: all but `bench-8b`].
+    #[arg(value_enum, value_name = "SECTION")]
+    sections: Vec<Section>,
+    /// Where the records go: a file a section.
+    #[arg(long, value_name = "DIR", default_value = "records")]
+    out: PathBuf,
+    /// The folder with the checkpoints and what `transformers` made of them.
+    #[arg(long, value_name = "DIR", default_value = "fixtures")]
+    fixtures: PathBuf,
+    /// Where checkpoints of random weights are made, and removed again [default: the system's folder for such].
+    #[arg(long, value_name = "DIR")]
+    scratch: Option<PathBuf>,
+    /// Sections that have not begun after so many seconds are left out.
+    #[arg(long, value_name = "S", default_value_t = 500)]
+    budget: u64,
+    /// Measure PyTorch through torch.compile as well, which takes minutes to compile.
+    #[arg(long)]
+    torch_compile: bool,
+    /// On a simulated GPU of 4 SMs: what can be tried before the chip. Its times mean nothing.
+    #[arg(long)]
+    simulated: bool,
+}
+
+/// A part of the check.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Section {
+    /// What the driver says.
+    Facts,
+    /// The rate at which loaders can read.
+    Ceiling,
+    /// How long workers take to hear of each other.
+    Latency,
+    /// Every macro kernel against its reference.
+    Kernels,
+    /// Logits and tokens against `transformers`.
+    Fixtures,
+    /// What goes wrong ends in the error that says so, within a second.
+    Drills,
+    /// Ten thousand tokens in one launch.
+    Long,
+    /// Step times of a model of Qwen3-0.6B's shapes.
+    #[value(name = "bench-0.6b")]
+    BenchSmall,
+    /// Of Llama-3.2-1B's.
+    #[value(name = "bench-llama-1b")]
+    BenchLlama,
+    /// Of Qwen3-1.7B's.
+    #[value(name = "bench-1.7b")]
+    BenchMiddle,
+    /// Of Qwen3-8B's: 16 GB of weights are made for it.
+    #[value(name = "bench-8b")]
+    BenchLarge,
+    /// compute-sanitizer over the fixtures, where it is installed.
+    Sanitizer,
+}
+
+impl Section {
+    const USUAL: [Section; 11] = [
+        Section::Facts,
+        Section::Ceiling,
+        Section::Latency,
+        Section::Kernels,
+        Section::Fixtures,
+        Section::Drills,
+        Section::Long,
+        Section::BenchSmall,
+        Section::BenchLlama,
+        Section::BenchMiddle,
+        Section::Sanitizer,
+    ];
+
+    fn name(self) -> String {
+        clap::ValueEnum::to_possible_value(&self).map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+struct Check<'a> {
+    args: &'a Args,
+    gpu: Gpu,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let gpu =
+        if args.simulated { Gpu::with_driver(Arc::new(Fake::new(FakeOptions::new(4, 1 << 30)))) } else { Gpu::open() };
+    let gpu = match gpu {
+        Ok(gpu) => gpu,
+        Err(error @ (GpuError::Driver(_) | GpuError::NoDevice)) => return Err(NoGpu(error.to_string()).into()),
+        Err(error) => return Err(error.into()),
+    };
+    std::fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
+    let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
+    let check = Check { args, gpu };
+    let began = Instant::now();
+    let mut failed = Vec::new();
+    for section in sections {
+        let name = section.name();
+        if began.elapsed() > Duration::from_secs(args.budget) {
+            println!("{name:14} left out: {} s are over", args.budget);
+            continue;
+        }
+        let started = Instant::now();
+        let outcome = check.section(*section);
+        let seconds = started.elapsed().as_secs_f64();
+        let date = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+        let info = check.gpu.info();
+        let mut record = json!({
+            "section": name,
+            "unix_time": date,
+            "device": info.name,
+            "driver_cuda_version": check.gpu.driver().version().unwrap_or(0),
+            "device_image": perpetua::device_image::device_image().map(|image| image.built_with),
+            "simulated": args.simulated,
+            "seconds": seconds,
+        });
+        let (key, value) = match outcome {
+            Ok(figures) => ("figures", figures),
+            Err(error) => {
+                failed.push(name.clone());
+                ("error", Value::from(error.to_string()))
+            }
+        };
+        print_figures(&name, seconds, key, &value);
+        record[key] = value;
+        write_whole(&args.out.join(format!("{name}.json")), |file| writeln!(file, "{record:#}"))?;
+    }
+    if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", ")).into()) }
+}
+
+fn print_figures(name: &str, seconds: f64, key: &str, value: &Value) {
+    println!("{name:14} {} in {seconds:.1} s", if key == "error" { "FAILED" } else { "done" });
+    match value {
+        Value::Object(figures) => figures.iter().for_each(|(what, value)| println!("    {what:28} {value}")),
+        other => println!("    {other}"),
+    }
+}
+
+impl Check<'_> {
+    fn section(&self, section: Section) -> Figures {
+        match section {
+            Section::Facts => self.facts(),
+            Section::Ceiling => self.ceiling(),
+            Section::Latency => self.latency(),
+            Section::Kernels => self.kernels(),
+            Section::Fixtures => self.fixtures(),
+            Section::Drills => self.drills(),
+            Section::Long => self.long(),
+            Section::BenchSmall => self.bench("qwen3-0.6b"),
+            Section::BenchLlama => self.bench("llama-3.2-1b"),
+            Section::BenchMiddle => self.bench("qwen3-1.7b"),
+            Section::BenchLarge => self.bench("qwen3-8b"),
+            Section::Sanitizer => self.sanitizer(),
+        }
+    }
+
+    fn config(&self) -> EngineConfig {
+        EngineConfig { device: Device::Cuda, gpu: Some(self.gpu.clone()), ..EngineConfig::default() }
+    }
+
+    fn synth(&self, preset: &str) -> Result<(tempfile::TempDir, Model), Box<dyn std::error::Error>> {
+        let scratch = self.args.scratch.clone().unwrap_or_else(std::env::temp_dir);
+        let dir = tempfile::tempdir_in(&scratch).map_err(|error| format!("{}: {error}", scratch.display()))?;
+        let out = dir.path().join(preset);
+        let go_on = &mut |_, _| ControlFlow::Continue(());
+        synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), go_on)?;
+        Ok((dir, Model::load(&out)?))
+    }
+
+    fn facts(&self) -> Figures {
+        let _entered = self.gpu.enter()?;
+        let info = self.gpu.info();
+        let (free, total) = self.gpu.driver().memory()?;
+        cuda::check_device(info)?;
+        let smi = Command::new("nvidia-smi")
+            .args(["--query-gpu=driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,ecc.mode.current"])
+            .arg("--format=csv,noheader")
+            .output();
+        let smi = smi.ok().filter(|output| output.status.success());
+        Ok(json!({
+            "name": info.name,
+            "compute_capability": format!("{}.{}", info.compute_capability.0, info.compute_capability.1),
+            "sms": info.n_sms,
+            "shared_bytes_per_block": info.shared_bytes,
+            "l2": bytes(u64::from(info.l2_bytes)),
+            "memory_free": bytes(free),
+            "memory_total": bytes(total),
+            "nvidia_smi": smi.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()),
+        }))
+    }
+
+    fn prober(&self) -> Result<Prober, GpuError> {
+        // Far more than the second-level cache, little enough to be read in a millisecond.
+        Prober::new(self.gpu.clone(), if self.args.simulated { 4 << 20 } else { 4 << 30 })
+    }
+
+    fn ceiling(&self) -> Figures {
+        let n_sms = self.gpu.info().n_sms;
+        let mut prober = self.prober()?;
+        let mut rates = serde_json::Map::new();
+        let mut best = 0f64;
+        for tile_kib in [4, 8, 16, 32] {
+            for in_flight_kib in [32, 64, 96, 128, 192, 208] {
+                let n_tiles = in_flight_kib / tile_kib;
+                if n_tiles == 0 || n_tiles > TILE_BARRIERS || in_flight_kib << 10 > TILE_BYTES {
+                    continue;
+                }
+                let (median, spread) = spread(5, || prober.read(n_sms, tile_kib << 10, n_tiles))?;
+                best = best.max(median);
+                let key = format!("{tile_kib} KiB x {n_tiles}");
+                rates.insert(key, json!({"gb_per_s": median / 1e9, "spread_percent": spread}));
+            }
+        }
+        Ok(json!({ "best_gb_per_s": best / 1e9, "by_tile_and_number_in_flight": rates }))
+    }
+
+    fn latency(&self) -> Figures {
+        let n_sms = self.gpu.info().n_sms;
+        let rounds = if self.args.simulated { 20 } else { 10_000 };
+        let mut prober = self.prober()?;
+        let (hop, hop_spread) = spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
+        let mut barriers = serde_json::Map::new();
+        for blocks in [2, 16, 64, n_sms] {
+            if blocks <= n_sms {
+                let (time, spread) = spread(5, || prober.meet(blocks, rounds).map(|time| time.as_secs_f64()))?;
+                barriers.insert(blocks.to_string(), json!({"us": time * 1e6, "spread_percent": spread}));
+            }
+        }
+        Ok(json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "barrier_by_sms": barriers}))
+    }
+
+    /// Small networks whose every intermediate is an output, on the GPU and on the reference executor: the operator where
+    /// they part is where the fault is.
+    fn kernels(&self) -> Figures {
+        let mut worst: BTreeMap<&'static str, (f64, String)> = BTreeMap::new();
+        for preset in ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"] {
+            let (_dir, model) = self.synth(preset)?;
+            let all_rows: &[usize] = if self.args.simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };
+            for &rows in all_rows {
+                let mut sources = match preset {
+                    "tiny-bert" => sentence_sources(&model, &[rows])?,
+                    _ => decoder_sources(&model, 128, &[rows], DType::Bf16, Head::AllLogits)?,
+                };
+                let mut names = Vec::new();
+                let graph = &mut sources[0].graph;
+                let ops: Vec<_> = graph.ops().cloned().collect();
+                for op in &ops {
+                    let Some(spec) = Spec::of(op.kernel.task_type) else { continue };
+                    for (slot, tensor) in spec.slots.iter().zip(&op.slots) {
+                        let Some(tensor) = tensor.filter(|_| slot.usage != Use::Read) else { continue };
+                        let written = &graph.table[tensor];
+                        let kind = &graph.table.buffers[written.buffer.idx()].kind;
+                        if matches!(kind, BufferKind::Intermediate | BufferKind::State) {
+                            let name = format!("check {} {}", op.name, slot.name);
+                            graph.output(&name, tensor);
+                            names.push((name, op.name.clone(), spec.name));
+                        }
+                    }
+                }
+                let ids: Vec<u32> =
+                    (0..rows as u32).map(|i| (i * 7919 + 3) % model.config().vocab_size() as u32).collect();
+                let mut found = Vec::new();
+                for on_gpu in [false, true] {
+                    let sources = sources.clone();
+                    let mut resident = match on_gpu {
+                        true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), |_| {})?,
+                        false => Resident::new(sources, &model, Device::Reference, None)?,
+                    };
+                    resident.run_tokens(ProgramId(0), &ids)?;
+                    let values: Result<Vec<Vec<f32>>, EngineError> = names
+                        .iter()
+                        .map(|(name, ..)| {
+                            let output = resident.output(ProgramId(0), name).ok_or(EngineError::Purpose("outputs"))?;
+                            let n = output.extent[0] as usize;
+                            Ok(resident.read_f32(&flat(&output), rows.min(n))?)
+                        })
+                        .collect();
+                    found.push(values?);
+                }
+                for ((_, op, kernel), (expected, found)) in names.iter().zip(found[0].iter().zip(&found[1])) {
+                    let scale = expected.iter().fold(1e-6f32, |max, x| max.max(x.abs()));
+                    let off =
+                        expected.iter().zip(found).map(|(e, f)| if f.is_finite() { (e - f).abs() } else { f32::MAX });
+                    let off = f64::from(off.fold(0.0, f32::max) / scale);
+                    let place = format!("{preset}, {rows} rows, {op}");
+                    if off > KERNEL_TOLERANCE {
+                        return Err(format!("{kernel}: off by {off:.1e} of the largest value in {place}").into());
+                    }
+                    let entry = worst.entry(kernel).or_insert((0.0, String::new()));
+                    if off >= entry.0 {
+                        *entry = (off, place);
+                    }
+                }
+            }
+        }
+        let place =
+            |(kernel, (off, place)): (&str, (f64, String))| (kernel.to_owned(), json!({"off": off, "in": place}));
+        let mut figures: serde_json::Map<String, Value> = worst.into_iter().map(place).collect();
+        // What chooses tokens writes no floats: the same draws as on the CPU.
+        let (_dir, model) = self.synth("tiny-qwen3")?;
+        let draws = [(0.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 1.0, 20), (0.8, 0.7, 0), (1.5, 0.9, 50)];
+        for (temperature, top_p, top_k) in draws.into_iter().take(if self.args.simulated { 2 } else { usize::MAX }) {
+            let n = if self.args.simulated { 2 } else { 16 };
+            let options = GenerateOptions { temperature, top_p, top_k, seed: 7, ..greedy_options(n) };
+            let mut made = Vec::new();
+            for device in [Device::Cpu, Device::Cuda] {
+                let config = EngineConfig { device, max_context: Some(64), chunks: vec![8], ..self.config() };
+                let mut engine = Engine::new(&model, &config)?;
+                let tokens = engine.generate(&[5, 6, 7, 8], &options)?.map(|token| token.map(|token| token.id));
+                made.push(tokens.collect::<Result<Vec<u32>, _>>()?);
+            }
+            let same = made[0].iter().zip(&made[1]).take_while(|(a, b)| a == b).count();
+            let what = format!("tokens, temperature {temperature}, top-p {top_p}, top-k {top_k}");
+            // A draw close to the edge between two tokens may fall on either side, sooner or later.
+            if same < n.min(4) {
+                return Err(format!("{what}: {:?}, on the CPU {:?}", made[1], made[0]).into());
+            }
+            figures.insert(what, json!({"made": n, "as_on_the_cpu": same}));
+        }
+        Ok(figures.into())
+    }
+
+    fn fixtures(&self) -> Figures {
+        let mut figures = serde_json::Map::new();
+        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2"] {
+            let dir = self.args.fixtures.join(name);
+            let model = Model::load(&dir)?;
+            let path = self.args.fixtures.join(format!("{name}.expected.safetensors"));
+            let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+            let file = SafeTensors::deserialize(&bytes)?;
+            let (mut kl, mut positions, mut same, mut judged) = (0.0, 0, 0, 0);
+            let n_cases = if self.args.simulated { 1 } else { usize::MAX };
+            for case in (0..n_cases).map_while(|i| file.tensor(&format!("case{i}.input_ids")).ok().map(|_| i)) {
+                let (prompt, greedy) = (ids(&file, case, "input_ids")?, ids(&file, case, "greedy_ids")?);
+                let (logits, margins) = (floats(&file, case, "logits")?, floats(&file, case, "margin")?);
+                let n_new = if self.args.simulated { 2 } else { greedy.len() };
+                let max_context = Some((prompt.len() + n_new).min(model.max_tokens()));
+                let config = EngineConfig { max_context, ..self.config() };
+                let vocab = model.config().vocab_size();
+                let found = Engine::new(&model, &EngineConfig { all_logits: true, ..config.clone() })?
+                    .logits(&prompt, |_| ())?;
+                kl += found.chunks(vocab).zip(logits.chunks(vocab)).map(|(q, p)| bench::divergence(p, q)).sum::<f64>();
+                positions += prompt.len();
+                let options = greedy_options(n_new);
+                let made: Result<Vec<u32>, _> = Engine::new(&model, &config)?
+                    .generate(&prompt, &options)?
+                    .map(|token| token.map(|t| t.id))
+                    .collect();
+                // Up to the first token that rounding may turn.
+                let certain = margins.iter().take_while(|margin| **margin > 0.1).count().min(n_new);
+                let made = made?;
+                same += made.iter().zip(&greedy[..certain]).take_while(|(a, b)| a == b).count();
+                judged += certain;
+            }
+            let kl = kl / f64::from(positions as u32);
+            figures.insert(
+                name.to_owned(),
+                json!({"positions": positions, "mean_kl": kl, "greedy_tokens": judged, "as_expected": same}),
+            );
+            if kl.is_nan() || kl > 1e-3 || same < judged {
+                return Err(format!("{name}: {}", figures[name]).into());
+            }
+        }
+        Ok(figures.into())
+    }
+
+    fn drills(&self) -> Figures {
+        let (_dir, model) = self.synth("tiny-qwen3")?;
+        let config = EngineConfig { max_context: Some(64), chunks: vec![8], ..self.config() };
+        let mut engine = Engine::new(&model, &config)?;
+        let prompt: Vec<u32> = (1..12).collect();
+        let mut times = serde_json::Map::new();
+        let mut note = |what: &str, began: Instant, said: String| -> Outcome {
+            let seconds = began.elapsed().as_secs_f64();
+            times.insert(what.to_owned(), json!({"seconds": seconds, "said": said}));
+            if seconds > 1.0 && !self.args.simulated {
+                return Err(format!("{what}: took {seconds:.2} s, expected at most 1").into());
+            }
+            Ok(())
+        };
+        let tokens = |engine: &mut Engine, prompt: &[u32], n: usize| -> Result<Vec<u32>, EngineError> {
+            engine.generate(prompt, &greedy_options(n))?.map(|token| token.map(|token| token.id)).collect()
+        };
+        let expected = tokens(&mut engine, &prompt, 3)?;
+
+        let last = engine.resident().compiled().image.view().events.len() as u32 - 1;
+        engine.resident_mut().cuda().ok_or("a GPU engine")?.miscount(EventId(last))?;
+        let began = Instant::now();
+        match tokens(&mut engine, &prompt, 3) {
+            Err(error @ EngineError::Run(RunError::Stalled { .. })) => {
+                note("an event that never fires", began, error.to_string())?;
+            }
+            other => return Err(format!("an event that never fires: {other:?}").into()),
+        }
+        if tokens(&mut engine, &prompt, 3)? != expected {
+            return Err("after a stall the engine makes other tokens".into());
+        }
+
+        let mut generation = engine.generate(&prompt, &greedy_options(50))?;
+        let began = Instant::now();
+        generation.stop();
+        let made = generation.by_ref().count();
+        let end = generation.end();
+        drop(generation);
+        if end != Some(End::Stopped) && made < 50 {
+            return Err(format!("told to stop, it ended with {end:?} after {made} tokens").into());
+        }
+        note("the host says stop", began, format!("{end:?} after {made} tokens"))?;
+
+        let began = Instant::now();
+        // Past the engine, which would refuse it before the GPU sees it.
+        match engine.resident_mut().run_tokens(ProgramId(1), &[1, u32::MAX]) {
+            Err(error @ RunError::TokenOutOfRange { .. }) => {
+                note("a token the vocabulary has not", began, error.to_string())?;
+            }
+            other => return Err(format!("a token out of range: {other:?}").into()),
+        }
+        if tokens(&mut engine, &prompt, 3)? != expected {
+            return Err("after a fault the engine makes other tokens".into());
+        }
+        drop(engine);
+
+        let (free, _) = {
+            let _entered = self.gpu.enter()?;
+            self.gpu.driver().memory()?
+        };
+        let hog = {
+            let _entered = self.gpu.enter()?;
+            self.gpu.driver().alloc(free.saturating_sub(64 << 10))?
+        };
+        let began = Instant::now();
+        let refused = Engine::new(&model, &config);
+        {
+            let _entered = self.gpu.enter()?;
+            // SAFETY: allocated above, used by nobody.
+            unsafe { self.gpu.driver().free(hog)? };
+        }
+        match refused {
+            Err(error @ EngineError::Gpu(_)) => note("too little memory", began, error.to_string())?,
+            Err(error) => return Err(error.into()),
+            Ok(_) => return Err("an engine was made where there is no memory".into()),
+        }
+        Ok(times.into())
+    }
+
+    fn long(&self) -> Figures {
+        let n = if self.args.simulated { 8 } else { 10_000 };
+        let (_dir, model) = self.synth("qwen3-110m")?;
+        let n = n.min(model.max_tokens() - 16);
+        let config = EngineConfig { max_context: Some(n + 16), ..self.config() };
+        let mut engine = Engine::new(&model, &config)?;
+        let began = Instant::now();
+        let mut made = 0usize;
+        for token in engine.generate(&[1, 2, 3, 4], &greedy_options(n))? {
+            token?;
+            made += 1;
+        }
+        if made != n {
+            return Err(format!("{made} tokens, expected {n}").into());
+        }
+        let seconds = began.elapsed().as_secs_f64();
+        Ok(json!({"tokens_in_one_launch": made, "seconds": seconds, "tokens_per_s": made as f64 / seconds}))
+    }
+
+    /// Five runs, the step's losses, and PyTorch's step on the same weights.
+    fn bench(&self, preset: &str) -> Figures {
+        if self.args.simulated {
+            return Err("a simulated GPU has no speed to measure".into());
+        }
+        let (dir, model) = self.synth(preset)?;
+        let args = bench::Args::of(ModelArgs::on_gpu(dir.path().join(preset)), 512, 64);
+        let mut runs = Vec::new();
+        for _ in 0..5 {
+            runs.push(bench::generator(&args, &model)?);
+        }
+        let of = |run: &Value, key: &str| run[key].as_f64().unwrap_or(f64::NAN);
+        runs.sort_by(|a, b| of(a, "step_ms_median").total_cmp(&of(b, "step_ms_median")));
+        let (fastest, slowest) = (of(&runs[0], "step_ms_median"), of(&runs[4], "step_ms_median"));
+        let mut figures = runs[2].clone();
+        figures["step_ms_of_five_runs"] = json!([fastest, slowest]);
+        figures["loss"] = self.loss(preset, &model)?;
+        figures["pytorch"] = self.peer(&dir.path().join(preset));
+        if let Some(theirs) = figures["pytorch"]["cuda_graph"]["step_us"].as_f64() {
+            figures["times_as_fast_as_pytorch"] = json!(theirs / 1e3 / of(&figures, "step_ms_median"));
+        }
+        Ok(figures)
+    }
+
+    /// Where a step's time goes, by the times the kernel took itself; writes the trace beside the record.
+    fn loss(&self, preset: &str, model: &Model) -> Figures {
+        let options = cuda_exec::Options { n_trace: 1 << 14, ..Default::default() };
+        let config = EngineConfig { max_context: Some(520), cuda: options, ..self.config() };
+        let mut engine = Engine::new(model, &config)?;
+        let vocab = model.config().vocab_size() as u64;
+        let prompt: Vec<u32> = (0..512).map(|i| (i * 7919 % vocab) as u32).collect();
+        for token in engine.generate(&prompt, &greedy_options(4))? {
+            token?;
+        }
+        let image = engine.resident().compiled().image.clone();
+        let trace = engine.resident_mut().cuda().ok_or("a GPU engine")?.trace()?;
+        let step = trace.iter().map(|(_, entry)| entry.iteration).max().ok_or("an empty trace")?;
+        let mut workers: BTreeMap<u32, Vec<&perpetua_shared::launch::TaskTrace>> = BTreeMap::new();
+        for (worker, entry) in trace.iter().filter(|(_, entry)| entry.iteration == step) {
+            workers.entry(worker.0).or_default().push(entry);
+        }
+        let begin = trace.iter().filter(|(_, e)| e.iteration + 1 == step).map(|(_, e)| e.ended_ns).max().unwrap_or(0);
+        let end = workers.values().flatten().map(|entry| entry.ended_ns).max().unwrap_or(begin);
+        let (mut event, mut data, mut compute, mut tail) = (0u64, 0u64, 0u64, 0u64);
+        for row in workers.values() {
+            let mut at = begin;
+            for entry in row {
+                event += entry.began_ns.saturating_sub(at);
+                data += u64::from(entry.data_ns);
+                compute += (entry.ended_ns - entry.began_ns).saturating_sub(u64::from(entry.data_ns));
+                at = entry.ended_ns;
+            }
+            tail += end.saturating_sub(at);
+        }
+        let path = self.args.out.join(format!("{preset}.trace.json"));
+        write_whole(&path, |file| {
+            writeln!(file, "{{\"displayTimeUnit\": \"ns\", \"traceEvents\": [")?;
+            for (worker, entry) in trace.iter().filter(|(_, entry)| entry.iteration == step) {
+                let event = json!({
+                    "name": image.task_name(entry.task), "ph": "X", "pid": 0, "tid": 2 * worker.0 + 1,
+                    "ts": entry.began_ns.saturating_sub(begin) as f64 / 1e3,
+                    "dur": (entry.ended_ns - entry.began_ns) as f64 / 1e3,
+                    "args": {"task": entry.task, "waited_for_data_us": f64::from(entry.data_ns) / 1e3},
+                });
+                writeln!(file, "{event},")?;
+            }
+            let name = json!({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": preset}});
+            writeln!(file, "{name}\n]}}")
+        })?;
+        // Averages over workers, so that they sum to the step.
+        let us = |ns: u64| ns as f64 / 1e3 / f64::from(workers.len() as u32);
+        Ok(json!({
+            "step_us": (end - begin) as f64 / 1e3,
+            "waiting_for_events_us": us(event),
+            "waiting_for_data_us": us(data),
+            "computing_us": us(compute),
+            "tail_us": us(tail),
+        }))
+    }
+
+    /// PyTorch with CUDA graphs on the same weights, by the script beside this program.
+    fn peer(&self, model: &Path) -> Value {
+        let script = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("peers.py")));
+        let Some(script) = script.filter(|script| script.exists()) else {
+            return json!("no peers.py beside the program");
+        };
+        let mut command = Command::new("python3");
+        command.arg(script).arg(model).args(["--context", "512"]);
+        if self.args.torch_compile {
+            command.arg("--compile");
+        }
+        let output = command.output();
+        match output {
+            Err(error) => json!(format!("python3: {error}")),
+            Ok(output) => serde_json::from_slice(&output.stdout).unwrap_or_else(|_| {
+                let text = String::from_utf8_lossy(&output.stderr);
+                json!(text.lines().last().unwrap_or("it said nothing"))
+            }),
+        }
+    }
+
+    fn sanitizer(&self) -> Figures {
+        let exe = std::env::current_exe()?;
+        let output = Command::new("compute-sanitizer")
+            .args(["--error-exitcode", "9", "--tool", "memcheck"])
+            .arg(exe)
+            .args(["generate", "--device", "cuda", "--prompt", "The", "--max-new-tokens", "2", "--model"])
+            .arg(self.args.fixtures.join("tiny-qwen3"))
+            .output();
+        match output {
+            Err(error) => Ok(json!({"left_out": format!("compute-sanitizer: {error}")})),
+            Ok(output) if output.status.success() => Ok(json!({"memcheck": "no errors"})),
+            Ok(output) => Err(String::from_utf8_lossy(&output.stdout).into_owned().into()),
+        }
+    }
+}
+
+/// The most an intermediate may be off, as a part of the largest value of its tensor: the cache is bf16, and differences
+/// grow from operator to operator.
+const KERNEL_TOLERANCE: f64 = 2e-2;
+
+/// `operand` with all its dimensions but the first as one; those the compiler makes are dense.
+fn flat(operand: &Operand) -> Operand {
+    if operand.rank <= 2 {
+        return *operand;
+    }
+    let mut flat = Operand { rank: 2, ..*operand };
+    flat.extent = [operand.extent[0], operand.extent[1..usize::from(operand.rank)].iter().product(), 1, 1];
+    flat.stride_elems = [operand.stride_elems[0], 1, 0, 0];
+    flat
+}
+
+fn greedy_options(n: usize) -> GenerateOptions {
+    GenerateOptions { max_new_tokens: n, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
+}
+
+/// The median of `n` measurements, and the spread of all as a percentage of it.
+fn spread(n: usize, mut measure: impl FnMut() -> Result<f64, GpuError>) -> Result<(f64, f64), GpuError> {
+    let mut values = (0..n).map(|_| measure()).collect::<Result<Vec<f64>, _>>()?;
+    values.sort_by(f64::total_cmp);
+    let median = values[n / 2];
+    Ok((median, 100.0 * (values[n - 1] - values[0]) / median))
+}
+
+fn ids(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<u32>, Box<dyn std::error::Error>> {
+    let tensor = file.tensor(&format!("case{case}.{what}"))?;
+    Ok(tensor.data().chunks_exact(8).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+}
+
+fn floats(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
+    let tensor = file.tensor(&format!("case{case}.{what}"))?;
+    Ok(tensor.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+}

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Batch-1 decode in PyTorch, on the weights of a checkpoint: one CUDA graph a step, and with --compile the same step through
+torch.compile first. Prints one JSON object: microseconds a step, median and extremes of five runs.
+
+    peers.py MODEL_DIR [--context N] [--tokens N] [--compile] [--device cpu]
+
+It wants PyTorch and nothing else. --device cpu runs a few steps without graphs: to try the script, not to measure.
+"""
+import argparse
+import json
+import mmap
+import pathlib
+import statistics
+import struct
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def weights(folder, device):
+    """All tensors of the folder's safetensors files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        (n,) = struct.unpack("<Q", view[:8])
+        for name, entry in json.loads(view[8 : 8 + n]).items():
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            data = bytearray(view[8 + n + begin : 8 + n + end])
+            tensor = torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
+            found[name] = tensor.to(device, torch.bfloat16)
+    return found
+
+
+class Decoder(torch.nn.Module):
+    """Llama, Mistral, Qwen2 and Qwen3: the operators an engine would call, a static cache, greedy choice."""
+
+    def __init__(self, folder, length, device):
+        super().__init__()
+        self.config = config = json.loads((folder / "config.json").read_text())
+        self.w = weights(folder, device)
+        self.heads, self.groups = config["num_attention_heads"], config["num_key_value_heads"]
+        self.dim = config.get("head_dim") or config["hidden_size"] // self.heads
+        self.eps = config["rms_norm_eps"]
+        self.layers = config["num_hidden_layers"]
+        theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta", 10000.0)
+        frequency = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
+        angle = torch.cat([angle, angle], -1).to(device)
+        self.cos, self.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        shape = (self.layers, 1, self.groups, length, self.dim)
+        self.k = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        self.v = torch.zeros_like(self.k)
+        self.at = torch.arange(length, device=device)
+        self.token = torch.ones(1, dtype=torch.long, device=device)
+        self.position = torch.zeros(1, dtype=torch.long, device=device)
+
+    def norm(self, x, name):
+        return F.rms_norm(x, (x.shape[-1],), self.w[name], self.eps)
+
+    def linear(self, x, name):
+        return F.linear(x, self.w[name + ".weight"], self.w.get(name + ".bias"))
+
+    def rotate(self, x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    def step(self):
+        """One token: reads `token` at `position`, leaves the next one there."""
+        x = self.w["model.embed_tokens.weight"][self.token]
+        cos, sin = self.cos[self.position], self.sin[self.position]
+        mask = (self.at <= self.position).view(1, 1, 1, -1)
+        for i in range(self.layers):
+            p = f"model.layers.{i}."
+            h = self.norm(x, p + "input_layernorm.weight")
+            q = self.linear(h, p + "self_attn.q_proj").view(1, self.heads, 1, self.dim)
+            k = self.linear(h, p + "self_attn.k_proj").view(1, self.groups, 1, self.dim)
+            v = self.linear(h, p + "self_attn.v_proj").view(1, self.groups, 1, self.dim)
+            if p + "self_attn.q_norm.weight" in self.w:
+                q = self.norm(q, p + "self_attn.q_norm.weight")
+                k = self.norm(k, p + "self_attn.k_norm.weight")
+            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+            self.k[i].index_copy_(2, self.position, k)
+            self.v[i].index_copy_(2, self.position, v)
+            a = F.scaled_dot_product_attention(q, self.k[i], self.v[i], attn_mask=mask, enable_gqa=True)
+            x = x + self.linear(a.reshape(1, -1), p + "self_attn.o_proj")
+            h = self.norm(x, p + "post_attention_layernorm.weight")
+            h = F.silu(self.linear(h, p + "mlp.gate_proj")) * self.linear(h, p + "mlp.up_proj")
+            x = x + self.linear(h, p + "mlp.down_proj")
+        x = self.norm(x, "model.norm.weight")
+        head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
+        self.token.copy_(F.linear(x, head).argmax(-1))
+        self.position.add_(1)
+
+
+def graph_of(model, step):
+    """`step`, captured after it has run on a stream of its own."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def measure(model, replay, context, tokens):
+    times = []
+    for _ in range(5):
+        model.position.fill_(context)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(tokens):
+            replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / tokens)
+    return {"step_us": statistics.median(times), "fastest_us": min(times), "slowest_us": max(times)}
+
+
+@torch.inference_mode()
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=pathlib.Path)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    model = Decoder(args.model, args.context + args.tokens + 8, args.device)
+    record = {"torch": torch.__version__, "context": args.context}
+    if args.device == "cpu":
+        tokens = []
+        began = time.perf_counter()
+        for _ in range(args.tokens):
+            model.step()
+            tokens.append(int(model.token))
+        record |= {"tokens": tokens, "step_us": (time.perf_counter() - began) * 1e6 / args.tokens}
+    else:
+        record["cuda_graph"] = measure(model, graph_of(model, model.step).replay, args.context, args.tokens)
+        if args.compile:
+            compiled = torch.compile(model.step, fullgraph=True, dynamic=False)
+            record["compiled"] = measure(model, graph_of(model, compiled).replay, args.context, args.tokens)
+    json.dump(record, sys.stdout)
+
+
+main()
