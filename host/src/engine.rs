@@ -553,7 +553,7 @@ impl Resident {
     /// # Errors
     /// The first fault.
     pub fn run_tokens(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
-        self.set_tokens(tokens);
+        self.set_tokens(0, tokens);
         let n = tokens.len() as u32;
         self.start(one_pass(program, 0, n, n));
         self.finish().map(|_| ())

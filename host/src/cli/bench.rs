@@ -32,7 +32,7 @@ pub(crate) struct Args {
 impl Args {
     /// Of `model`, `tokens` tokens after `context`.
     pub(super) fn of(model: ModelArgs, context: usize, tokens: usize) -> Args {
-        Args { model, context, tokens, json: None }
+        Args { model, context, tokens, batch: None, json: None }
     }
 }
 

@@ -8,7 +8,7 @@ use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::engine::{Resident, decoder_sources, sentence_sources};
 use perpetua::exec::{RunError, cuda as cuda_exec};
 use perpetua::graph::tensor::BufferKind;
-use perpetua::model::decoder::Head;
+use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
@@ -265,9 +265,10 @@ impl Check<'_> {
             let (_dir, model) = self.synth(preset)?;
             let all_rows: &[usize] = if self.args.simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };
             for &rows in all_rows {
+                let cache = Cache { dtype: DType::Bf16, context: 128, sequences: 1 };
                 let mut sources = match preset {
                     "tiny-bert" => sentence_sources(&model, &[rows])?,
-                    _ => decoder_sources(&model, 128, &[rows], DType::Bf16, Head::AllLogits)?,
+                    _ => decoder_sources(&model, &[rows], cache, Head::AllLogits)?,
                 };
                 let mut names = Vec::new();
                 let graph = &mut sources[0].graph;
