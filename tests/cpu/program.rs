@@ -112,7 +112,7 @@ fn bench_measures_a_small_model() {
         assert!(figures[key].as_f64().unwrap() > 0.0, "{key}: {figures}");
     }
     assert!(figures.get("sequences").is_none());
-    let args = ["bench", "--model", &model, "--context", "9", "--tokens", "4", "--batch", "3", "--max-context", "64"];
+    let args = ["bench", "--model", &model, "--context", "9", "--tokens", "1", "--batch", "3", "--max-context", "64"];
     let printed = String::from_utf8(perpetua(&args).stdout).unwrap();
     let figure = |name: &str| -> f64 {
         let line = printed.lines().find(|line| line.split_whitespace().next() == Some(name));
@@ -123,6 +123,7 @@ fn bench_measures_a_small_model() {
     // Printed to three places.
     assert!((figure("tokens_per_s") - 3.0 * figure("tokens_per_s_each")).abs() <= 0.003 * figure("tokens_per_s"));
     assert!(figure("share_of_bandwidth_percent") > 0.0 && figure("prefill_tokens_per_s") > 0.0);
+    assert!(figure("times_alone") > 0.0);
     perpetua(&["doctor"]);
 }
 
