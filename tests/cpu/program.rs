@@ -166,3 +166,34 @@ fn ctrl_c_stops_cleanly() {
     assert!(matches!(status.code(), Some(130 | 0)), "{status:?}");
     assert!(std::str::from_utf8(&text).is_ok(), "what was printed is valid UTF-8");
 }
+
+#[test]
+fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("records");
+    let out_text = out.to_string_lossy().into_owned();
+    if perpetua::cuda::Gpu::open().is_err() {
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+            .args(["gpu-check", "facts", "--out", &out_text])
+            .output()
+            .expect("the program was built");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(3), "{message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+        assert!(!out.exists(), "nothing is written");
+    }
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency"]);
+    for section in ["facts", "latency"] {
+        let text = std::fs::read_to_string(out.join(format!("{section}.json"))).expect("a record");
+        let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(record["section"], section);
+        assert_eq!(record["simulated"], true);
+        assert_eq!(record["device"], "Fake H200");
+        assert!(record["unix_time"].as_u64().is_some() && record["seconds"].as_f64().is_some(), "{text}");
+        assert!(record["figures"].is_object(), "{text}");
+    }
+}
