@@ -111,6 +111,47 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
     }
 }
 
+/// Two heads and nine workers: four splits of a head's positions, some of them without any in the first passes.
+#[test]
+fn attention_split_over_workers_computes_what_the_cpu_does() {
+    let (_dir, model) = small();
+    let config = EngineConfig {
+        device: Device::Cpu,
+        threads: Some(2),
+        all_logits: true,
+        max_context: Some(32),
+        chunks: vec![IDS.len()],
+        ..EngineConfig::default()
+    };
+    let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
+    let compiled = compiled_for(&model, Target::gpu(9), 1);
+    let program = &compiled.programs[0];
+    let of = |kernel: &str| {
+        let is = |op: &&perpetua::graph::threadblock::BlockOp| {
+            op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).is_some_and(|spec| spec.name == kernel)
+        };
+        program.blocks.ops.iter().filter(is).map(|op| op.grid).collect::<Vec<_>>()
+    };
+    assert_eq!((of("attention"), of("attention_merge")), (vec![[2, 4, 1]; 2], vec![[2, 1, 1]; 2]));
+    let (_, output) = program.outputs.iter().find(|(name, _)| name == "logits").expect("an output");
+    for seed in 1..4 {
+        let memory = Memory::new(&compiled, &model).expect("a small model");
+        let options = Options { seed, block_threads: 64, ..Options::default() };
+        let mut simt = Simt::new(compiled.image.clone(), memory, options);
+        simt.set_tokens(&IDS);
+        let mut logits = Vec::new();
+        for position in 0..IDS.len() as u32 {
+            let mut control = one_pass(1);
+            (control.n_tokens, control.step.first_pos) = (position + 1, position);
+            simt.start(control);
+            let control = simt.finish().unwrap_or_else(|error| panic!("seed {seed}, position {position}: {error}"));
+            assert_eq!(control.end, End::PromptDone as u32);
+            logits.extend(simt.memory().read_f32(output, 1));
+        }
+        close(&expected, &logits, "split");
+    }
+}
+
 #[test]
 fn the_token_loop_runs_inside_the_kernel() {
     let (_dir, model) = small();

@@ -11,12 +11,15 @@
 //!   the projections before it when their keys and values are as many bytes as such a block: they load those meanwhile.
 //! - A row-wise operator whose result only such matrices read is *replicated*: as many blocks as the readers have, each
 //!   making its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
+//! - Attention is cut along positions as well as heads, into a block per worker, since there are far more workers than
+//!   heads: every block writes what it found of its share, and an `attention_merge` after it, an operator of a block per
+//!   head, makes the result.
 
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
-use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph, Violation, part};
-use perpetua_device::kernels::{Spec, Use};
-use perpetua_shared::Operand;
+use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
+use perpetua_device::kernels::{self, Attention, AttentionMerge, Numbered, Spec, Use, attention, param_words};
+use perpetua_shared::{DType, Operand};
 
 /// How operators over one row are cut. See the module head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,6 +113,7 @@ pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, V
     if target.cut == Cut::PerWorker && graph.rows == Some(1) {
         one_block_per_worker(graph, &mut lowered, target);
         replicate(graph, &mut lowered);
+        split_positions(graph, &mut lowered, target);
     }
     lowered.check()?;
     Ok(lowered)
@@ -186,7 +190,8 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
         let op = ops[end - 1];
         if !is_matrix(op, table) {
             if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
-                let (bytes, blocks) = (state_bytes(op), lowered.ops[end - 1].n_blocks() as u32);
+                let blocks = lowered.ops[end - 1].n_blocks() as u32 * n_splits(op, target);
+                let bytes = state_bytes(op);
                 if bytes > 0 {
                     attending = (blocks, bytes / u64::from(blocks));
                 }
@@ -265,6 +270,61 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
             }
         }
     }
+}
+
+/// Splits of a head's positions at most: what a merge reads grows with them, what they save does not.
+const MAX_SPLITS: u32 = 16;
+
+/// How many ways the positions that `op` attends to, in a pass of one row, are split for `target`: as many as there are
+/// workers for a head. 1 where it is no attention.
+fn n_splits(op: &Operator, target: &Target) -> u32 {
+    if op.kernel.task_type != Attention::TASK_TYPE || op.cut.is_some() {
+        return 1;
+    }
+    let heads = op.axes.iter().find(|axis| axis.role == AxisRole::Heads).map_or(1, |axis| axis.len as u32);
+    (target.n_workers / heads.max(1)).clamp(1, MAX_SPLITS)
+}
+
+/// Cuts attention along positions. See the module head.
+fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    let cut = std::mem::take(&mut lowered.ops);
+    for (op, mut block) in graph.ops().zip(cut) {
+        let merge = match n_splits(op, target) {
+            1 => None,
+            splits => split(&mut lowered.table, &mut block, splits),
+        };
+        lowered.ops.push(block);
+        lowered.ops.extend(merge);
+    }
+}
+
+/// Cuts `block`, an attention of one row whose axes are heads and rows, `splits` ways along positions: splits take the
+/// place of the rows. What it finds goes to a tensor of its own, from which the operator returned makes the result.
+fn split(table: &mut TensorTable, block: &mut BlockOp, splits: u32) -> Option<BlockOp> {
+    let (Some(kernel), [Some(q), Some(_), Some(_), Some(y)]) = (&mut block.kernel, &mut block.accesses[..]) else {
+        return None;
+    };
+    let [_, heads, group, d] = table[q.tensor].shape[..] else { return None };
+    let shape = [heads, splits as usize, group, 2 + d];
+    let parts = table.add(&format!("{} parts", block.name), &shape, DType::F32, BufferKind::Intermediate).ok()?;
+    let params: attention::Params = kernels::params(&kernel.params);
+    kernel.params = param_words(&attention::Params { splits, ..params });
+    q.map[1] = None;
+    let whole = std::mem::replace(y, Access { tensor: parts, kind: AccessKind::Write, map: [Some(0), Some(1), None] });
+    (block.grid[1], block.row_axis, block.rows) = (splits, None, 0);
+    let by_head = |tensor, kind, dim| Some(Access { tensor, kind, map: [Some(dim), None, None] });
+    Some(BlockOp {
+        name: format!("{} merge", block.name),
+        grid: [block.grid[0], 1, 1],
+        accesses: vec![by_head(parts, AccessKind::Read, 0), by_head(whole.tensor, AccessKind::Write, 1)],
+        row_axis: None,
+        rows: 0,
+        kernel: Some(KernelCall {
+            task_type: AttentionMerge::TASK_TYPE,
+            flags: kernel.flags,
+            params: param_words(&kernels::attention_merge::Params {}),
+        }),
+    })
 }
 
 fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target) -> u32 {

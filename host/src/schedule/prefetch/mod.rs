@@ -30,7 +30,7 @@ pub use check::{Violation, check};
 use crate::compile::task_operands;
 use crate::graph::task::{TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
-use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
+use crate::graph::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph, part};
 use crate::schedule::machine::Machine;
 use perpetua_device::kernels::Cost;
 use perpetua_shared::limits::MAX_RANK;
@@ -143,7 +143,11 @@ pub fn streams(graph: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> V
                 continue;
             }
             let flags = if written[buffer] { DataFlags::UP_TO_POSITION } else { 0 };
-            streams.push(Stream { source: buffer as u32, flags, operand: *operand });
+            let mut operand = *operand;
+            if graph.table.buffers[buffer].kind == BufferKind::State {
+                narrow(&graph.ops[task.op as usize], access, task.block, &mut operand);
+            }
+            streams.push(Stream { source: buffer as u32, flags, operand });
         }
         if streams.iter().map(Stream::bytes).sum::<u64>() > cost.bytes_read {
             streams.clear();
@@ -151,6 +155,17 @@ pub fn streams(graph: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> V
         streams
     };
     tasks.tasks.iter().zip(costs).map(of_task).collect()
+}
+
+/// Narrows `operand`, a cache's rows, to the block's share of them where an axis other than the pass's rows cuts positions:
+/// which those are is known at run time, and with a full cache these.
+fn narrow(op: &BlockOp, access: &Access, block: [u32; GRID_AXES], operand: &mut Operand) {
+    let shares = |axis: &usize| op.grid[*axis] > 1 && access.map[*axis].is_none() && op.row_axis != Some(*axis as u8);
+    let Some(axis) = (0..GRID_AXES).find(shares) else { return };
+    let share = part(operand.extent[1] as usize, block[axis], op.grid[axis]);
+    let row_bytes = operand.stride_elems[1] as usize * operand.dtype().map_or(0, |dtype| dtype.size_bytes());
+    operand.offset_bytes += (share.start * row_bytes) as u64;
+    operand.extent[1] = share.len() as u32;
 }
 
 /// The contiguous pieces of `stream`, none larger than `tile_bytes`, as offset and bytes in its source.
