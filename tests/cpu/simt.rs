@@ -124,7 +124,7 @@ fn attention_split_over_workers_computes_what_the_cpu_does() {
         ..EngineConfig::default()
     };
     let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
-    let compiled = compiled_for(&model, Target::gpu(9), 1);
+    let compiled = compiled_for(&model, Target { split_positions: 8, ..Target::gpu(9) }, 1);
     let program = &compiled.programs[0];
     let of = |kernel: &str| {
         let is = |op: &&perpetua::graph::threadblock::BlockOp| {

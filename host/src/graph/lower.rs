@@ -43,6 +43,9 @@ pub struct Target {
     pub column_granule: u32,
     /// How operators over one row are cut.
     pub cut: Cut,
+    /// Positions of the cache for each worker that attends to a head, where several do ([`Cut::PerWorker`]): at least as many
+    /// as one reads while the workers of the others' shares hear of each other.
+    pub split_positions: u32,
 }
 
 impl Target {
@@ -54,6 +57,7 @@ impl Target {
             task_bytes: 192 << 10,
             column_granule: 8,
             cut: Cut::TaskBytes,
+            split_positions: u32::MAX,
         }
     }
 
@@ -71,6 +75,7 @@ impl Target {
             task_bytes: 64 << 10,
             column_granule: 8,
             cut: Cut::PerWorker,
+            split_positions: 512,
         }
     }
 
@@ -82,6 +87,7 @@ impl Target {
             task_bytes: 64 << 10,
             column_granule: 8,
             cut: Cut::TaskBytes,
+            split_positions: u32::MAX,
         }
     }
 
@@ -93,6 +99,7 @@ impl Target {
             task_bytes: u64::MAX,
             column_granule: 1,
             cut: Cut::TaskBytes,
+            split_positions: u32::MAX,
         }
     }
 }
@@ -190,7 +197,7 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
         let op = ops[end - 1];
         if !is_matrix(op, table) {
             if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
-                let blocks = lowered.ops[end - 1].n_blocks() as u32 * n_splits(op, target);
+                let blocks = lowered.ops[end - 1].n_blocks() as u32 * n_splits(table, op, target);
                 let bytes = state_bytes(op);
                 if bytes > 0 {
                     attending = (blocks, bytes / u64::from(blocks));
@@ -276,20 +283,22 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
 const MAX_SPLITS: u32 = 16;
 
 /// How many ways the positions that `op` attends to, in a pass of one row, are split for `target`: as many as there are
-/// workers for a head. 1 where it is no attention.
-fn n_splits(op: &Operator, target: &Target) -> u32 {
+/// workers for a head, and positions for. 1 where it is no attention.
+fn n_splits(table: &TensorTable, op: &Operator, target: &Target) -> u32 {
     if op.kernel.task_type != Attention::TASK_TYPE || op.cut.is_some() {
         return 1;
     }
     let heads = op.axes.iter().find(|axis| axis.role == AxisRole::Heads).map_or(1, |axis| axis.len as u32);
-    (target.n_workers / heads.max(1)).clamp(1, MAX_SPLITS)
+    // The keys: [heads, positions, head dim].
+    let positions = op.slots[1].map_or(0, |keys| table[keys].shape[1] as u32);
+    (target.n_workers / heads.max(1)).min(positions / target.split_positions).clamp(1, MAX_SPLITS)
 }
 
 /// Cuts attention along positions. See the module head.
 fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     let cut = std::mem::take(&mut lowered.ops);
     for (op, mut block) in graph.ops().zip(cut) {
-        let merge = match n_splits(op, target) {
+        let merge = match n_splits(&graph.table, op, target) {
             1 => None,
             splits => split(&mut lowered.table, &mut block, splits),
         };

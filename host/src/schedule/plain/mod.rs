@@ -9,9 +9,15 @@
 //! 2. prefetch edges are derived from it: which compute op must have retired before a load may start ([`prefetch`]);
 //! 3. a second run with these edges lets the data engine work ahead.
 //!
-//! The better of the two runs is kept, so prefetching never makes a schedule later. Both runs depend on a ranking of the
+//! The better of the two runs is kept, so prefetching never makes a schedule later. A run without spills is better than any
+//! run with them, then the shorter one is, then the one with fewer spills. Both runs depend on a ranking of the
 //! compute ops; several are tried, and for small graphs the best one is improved by exchanging neighbours, because there
 //! it is cheap. Everything is deterministic.
+//!
+//! *Spills only where nothing else fits*: a graph need not spill if its ops can run in some order, each output at one
+//! offset from its op's start to its last user's end (an output nobody uses: to the makespan). Finding such an order is as
+//! hard as packing, so this is a goal, not a law: a run spills only where its own order leaves no room, and of all that are
+//! tried one without spills is kept, however short the others are. The tests hold it against exhaustive search.
 //!
 //! A run takes a few look-ups an op, in a bit set of what is ready and in the few gaps of memory; only a window of victims
 //! is found by looking at all buffers on chip.
@@ -88,7 +94,8 @@ pub struct Schedule {
     pub makespan: u64,
     /// The most bytes held at any one time.
     pub peak_bytes: u64,
-    /// The makespan of the best run without prefetch.
+    /// The makespan of the best run without prefetch, and without spills where the schedule has none; of the schedule
+    /// itself, where all such runs spill.
     pub without_prefetch_makespan: u64,
 }
 
@@ -132,6 +139,8 @@ const MAX_PORTFOLIO_OPS: usize = 20_000;
 const IMPROVEMENT_STEPS: usize = 20_000;
 /// Exchanges in a row that may bring nothing.
 const MAX_STALLED: usize = 120;
+/// Likewise while the best schedule spills: what needs no spill shall have none.
+const MAX_STALLED_SPILLING: usize = 500;
 /// Graphs up to this size are improved at all, so fewer than [`MAX_PORTFOLIO_OPS`].
 const MAX_IMPROVED_OPS: usize = 256;
 
@@ -147,7 +156,7 @@ pub fn schedule(graph: &Graph) -> Schedule {
         for (ranks, preference) in
             [(tails.clone(), Preference::Active), (tails, Preference::Rank), (order_ranks(graph), Preference::Rank)]
         {
-            if best.trace.makespan > bound {
+            if best.may_improve(bound) {
                 best.keep(attempt(graph, &start, &policy(ranks, preference)));
             }
         }
@@ -161,7 +170,13 @@ pub fn schedule(graph: &Graph) -> Schedule {
 /// The best of two runs, and the best without prefetch.
 struct Attempt {
     trace: Trace,
-    without_prefetch_makespan: u64,
+    /// Whether the best run without prefetch spills, and its makespan.
+    without_prefetch: (bool, u64),
+}
+
+/// What makes a run better: less of this.
+fn key(trace: &Trace) -> (bool, u64, usize) {
+    (!trace.spills.is_empty(), trace.makespan, trace.spills.len())
 }
 
 fn attempt(graph: &Graph, start: &Start, policy: &Policy) -> Attempt {
@@ -172,24 +187,32 @@ fn attempt(graph: &Graph, start: &Start, policy: &Policy) -> Attempt {
         positions[op as usize] = idx;
     }
     let second = Run::new(start, &positions).with_prefetch(&first, &edges);
-    let without_prefetch_makespan = first.makespan;
-    let is_better = (second.makespan, second.spills.len()) <= (first.makespan, first.spills.len());
-    Attempt { trace: if is_better { second } else { first }, without_prefetch_makespan }
+    let without_prefetch = (!first.spills.is_empty(), first.makespan);
+    let is_better = key(&second) <= key(&first);
+    Attempt { trace: if is_better { second } else { first }, without_prefetch }
 }
 
 impl Attempt {
     /// Keeps what is better of either.
     fn keep(&mut self, other: Attempt) {
-        self.without_prefetch_makespan = self.without_prefetch_makespan.min(other.without_prefetch_makespan);
-        let key = |trace: &Trace| (trace.makespan, trace.spills.len());
+        self.without_prefetch = self.without_prefetch.min(other.without_prefetch);
         if key(&other.trace) < key(&self.trace) {
             self.trace = other.trace;
         }
     }
 
+    /// Whether a better run is not ruled out.
+    fn may_improve(&self, bound: u64) -> bool {
+        self.trace.makespan > bound || !self.trace.spills.is_empty()
+    }
+
     fn into_schedule(self, graph: &Graph) -> Schedule {
         let Trace { ops, spills, prefetch_edges, makespan, .. } = self.trace;
-        let without_prefetch_makespan = self.without_prefetch_makespan;
+        // Runs that spill are no measure of one that does not.
+        let without_prefetch_makespan = match self.without_prefetch {
+            (true, _) if spills.is_empty() => makespan,
+            (_, without) => without,
+        };
         let mut schedule = Schedule { ops, spills, prefetch_edges, makespan, peak_bytes: 0, without_prefetch_makespan };
         let mut held = 0;
         schedule.peak_bytes = schedule.changes(graph).iter().fold(0, |peak: i64, &(_, change)| {
@@ -200,7 +223,8 @@ impl Attempt {
     }
 }
 
-/// Hill climbing: random exchanges in the order in which compute ops ran, kept when the schedule is no worse.
+/// Hill climbing: random exchanges in the order in which compute ops ran, kept when there are no more spills and
+/// then the schedule is no longer.
 fn improve(graph: &Graph, start: &Start, best: &mut Attempt, bound: u64) {
     let n = graph.ops.len();
     let mut order = best.trace.compute_order.clone();
@@ -215,9 +239,11 @@ fn improve(graph: &Graph, start: &Start, best: &mut Attempt, bound: u64) {
     if order.len() < 2 {
         return;
     }
+    let mut current = (best.trace.spills.len(), best.trace.makespan);
     let mut n_stalled = 0;
     for _ in 0..IMPROVEMENT_STEPS / n.max(1) {
-        if best.trace.makespan <= bound || n_stalled > MAX_STALLED {
+        let max_stalled = if best.trace.spills.is_empty() { MAX_STALLED } else { MAX_STALLED_SPILLING };
+        if !best.may_improve(bound) || n_stalled > max_stalled {
             break;
         }
         n_stalled += 1;
@@ -229,10 +255,13 @@ fn improve(graph: &Graph, start: &Start, best: &mut Attempt, bound: u64) {
             ranks[op as usize] = rank as u32;
         }
         let other = attempt(graph, start, &Policy { ranks, preference: Preference::Rank });
-        if (other.trace.makespan, other.trace.spills.len()) <= (best.trace.makespan, best.trace.spills.len()) {
+        // Fewer spills lead to none.
+        let found = (other.trace.spills.len(), other.trace.makespan);
+        if found <= current {
+            current = found;
             order.clone_from(&other.trace.compute_order);
         }
-        if other.trace.makespan < best.trace.makespan {
+        if key(&other.trace) < key(&best.trace) {
             n_stalled = 0;
         }
         best.keep(other);
