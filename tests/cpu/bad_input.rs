@@ -148,3 +148,20 @@ fn the_library_refuses_what_the_program_refuses() {
         1
     );
 }
+
+#[test]
+fn batches_that_cannot_be_are_refused() {
+    let model = fixture("tiny-qwen3").to_string_lossy().into_owned();
+    for (args, words) in [
+        (&["--batch", "0"][..], "batch 0: expected 1 to 64"),
+        (&["--batch", "65"], "batch 65: expected 1 to 64"),
+        (&["--batch", "2", "--device", "simt"], "GPU workers decode one sequence"),
+        (&["--batch", "64", "--max-context", "4096", "--tokens", "4096"], "the model has 4096"),
+        (&["--batch", "2", "--max-context", "140"], "--max-context 140: --context and --tokens need 160 positions"),
+    ] {
+        let output = perpetua(&[&["bench", "--model", &model], args].concat());
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+        assert!(message.contains(words), "{message:?} should say {words:?}");
+    }
+}

@@ -112,7 +112,7 @@ fn bench_measures_a_small_model() {
         assert!(figures[key].as_f64().unwrap() > 0.0, "{key}: {figures}");
     }
     assert!(figures.get("sequences").is_none());
-    let args = ["bench", "--model", &model, "--context", "9", "--tokens", "4", "--batch", "3", "--max-context", "64"];
+    let args = ["bench", "--model", &model, "--context", "9", "--tokens", "1", "--batch", "3", "--max-context", "64"];
     let printed = String::from_utf8(perpetua(&args).stdout).unwrap();
     let figure = |name: &str| -> f64 {
         let line = printed.lines().find(|line| line.split_whitespace().next() == Some(name));
@@ -123,6 +123,7 @@ fn bench_measures_a_small_model() {
     // Printed to three places.
     assert!((figure("tokens_per_s") - 3.0 * figure("tokens_per_s_each")).abs() <= 0.003 * figure("tokens_per_s"));
     assert!(figure("share_of_bandwidth_percent") > 0.0 && figure("prefill_tokens_per_s") > 0.0);
+    assert!(figure("times_alone") > 0.0);
     perpetua(&["doctor"]);
 }
 
@@ -164,4 +165,35 @@ fn ctrl_c_stops_cleanly() {
     // Fast enough a machine may be done before the signal comes.
     assert!(matches!(status.code(), Some(130 | 0)), "{status:?}");
     assert!(std::str::from_utf8(&text).is_ok(), "what was printed is valid UTF-8");
+}
+
+#[test]
+fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("records");
+    let out_text = out.to_string_lossy().into_owned();
+    if perpetua::cuda::Gpu::open().is_err() {
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+            .args(["gpu-check", "facts", "--out", &out_text])
+            .output()
+            .expect("the program was built");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(3), "{message}");
+        assert_eq!(message.lines().count(), 1, "{message}");
+        assert!(!out.exists(), "nothing is written");
+    }
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency"]);
+    for section in ["facts", "latency"] {
+        let text = std::fs::read_to_string(out.join(format!("{section}.json"))).expect("a record");
+        let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(record["section"], section);
+        assert_eq!(record["simulated"], true);
+        assert_eq!(record["device"], "Fake H200");
+        assert!(record["unix_time"].as_u64().is_some() && record["seconds"].as_f64().is_some(), "{text}");
+        assert!(record["figures"].is_object(), "{text}");
+    }
 }

@@ -3,6 +3,10 @@
 torch.compile first. Prints one JSON object: microseconds a step, median and extremes of five runs.
 
     peers.py MODEL_DIR [--context N] [--tokens N] [--compile] [--device cpu]
+    peers.py MODEL_DIR --logits FILE [--device cpu]
+
+With --logits: how far the logits of FILE (safetensors: input_ids [T], logits f32 [T, vocab]) and those of PyTorch in bf16 are
+from PyTorch's in float32 on the same weights.
 
 It wants PyTorch and nothing else. --device cpu runs a few steps without graphs: to try the script, not to measure.
 """
@@ -18,24 +22,25 @@ import time
 import torch
 import torch.nn.functional as F
 
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I64": torch.int64}
+
+
+def tensors(path):
+    """The tensors of a safetensors file, by name."""
+    with open(path, "rb") as file:
+        view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    (n,) = struct.unpack("<Q", view[:8])
+    for name, entry in json.loads(view[8 : 8 + n]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            data = bytearray(view[8 + n + begin : 8 + n + end])
+            yield name, torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def weights(folder, device):
     """All tensors of the folder's safetensors files."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        (n,) = struct.unpack("<Q", view[:8])
-        for name, entry in json.loads(view[8 : 8 + n]).items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            data = bytearray(view[8 + n + begin : 8 + n + end])
-            tensor = torch.frombuffer(data, dtype=DTYPES[entry["dtype"]]).reshape(entry["shape"])
-            found[name] = tensor.to(device, torch.bfloat16)
-    return found
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor.to(device, torch.bfloat16) for path in files for name, tensor in tensors(path)}
 
 
 class Decoder(torch.nn.Module):
@@ -53,13 +58,40 @@ class Decoder(torch.nn.Module):
         frequency = theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
         angle = torch.cat([angle, angle], -1).to(device)
-        self.cos, self.sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+        self.exact_cos, self.exact_sin = angle.cos(), angle.sin()
+        self.cos, self.sin = self.exact_cos.bfloat16(), self.exact_sin.bfloat16()
         shape = (self.layers, 1, self.groups, length, self.dim)
         self.k = torch.zeros(shape, dtype=torch.bfloat16, device=device)
         self.v = torch.zeros_like(self.k)
         self.at = torch.arange(length, device=device)
         self.token = torch.ones(1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
+
+    def forward(self, ids, dtype):
+        """Logits of every position, the bf16 weights widened to `dtype` and all arithmetic in it."""
+        cast = lambda name: self.w[name].to(dtype) if name in self.w else None
+        linear = lambda x, name: F.linear(x, cast(name + ".weight"), cast(name + ".bias"))
+        norm = lambda x, name: F.rms_norm(x, (x.shape[-1],), cast(name), self.eps)
+        n = len(ids)
+        x = cast("model.embed_tokens.weight")[ids]
+        cos, sin = self.exact_cos[:n].to(dtype), self.exact_sin[:n].to(dtype)
+        for i in range(self.layers):
+            p = f"model.layers.{i}."
+            h = norm(x, p + "input_layernorm.weight")
+            split = lambda name, heads: linear(h, p + name).view(n, heads, self.dim)
+            q, k = split("self_attn.q_proj", self.heads), split("self_attn.k_proj", self.groups)
+            v = split("self_attn.v_proj", self.groups)
+            if p + "self_attn.q_norm.weight" in self.w:
+                q, k = norm(q, p + "self_attn.q_norm.weight"), norm(k, p + "self_attn.k_norm.weight")
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+            q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+            a = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+            x = x + linear(a.transpose(0, 1).reshape(n, -1), p + "self_attn.o_proj")
+            h = norm(x, p + "post_attention_layernorm.weight")
+            x = x + linear(F.silu(linear(h, p + "mlp.gate_proj")) * linear(h, p + "mlp.up_proj"), p + "mlp.down_proj")
+        x = norm(x, "model.norm.weight")
+        head = cast("lm_head.weight")
+        return F.linear(x, cast("model.embed_tokens.weight") if head is None else head).float()
 
     def norm(self, x, name):
         return F.rms_norm(x, (x.shape[-1],), self.w[name], self.eps)
@@ -127,6 +159,29 @@ def measure(model, replay, context, tokens):
     return {"step_us": statistics.median(times), "fastest_us": min(times), "slowest_us": max(times)}
 
 
+def distance(exact, found, ids):
+    """Mean divergence from `exact`, and the mean change of what the true next tokens cost, in nats."""
+    kl = cost = 0.0
+    for at in range(len(exact)):
+        p, q = exact[at].double().log_softmax(-1), found[at].double().log_softmax(-1)
+        kl += float((p.exp() * (p - q)).sum())
+        if at + 1 < len(ids):
+            cost += abs(float(p[ids[at + 1]] - q[ids[at + 1]]))
+    return {"mean_kl": kl / len(exact), "mean_abs_nll_change": cost / max(1, len(exact) - 1)}
+
+
+def judge(model, path, device):
+    file = dict(tensors(path))
+    ids = file["input_ids"].to(device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    exact = model.forward(ids, torch.float32)
+    return {
+        "positions": len(ids),
+        "ours": distance(exact, file["logits"].to(device), ids),
+        "pytorch_bf16": distance(exact, model.forward(ids, torch.bfloat16), ids),
+    }
+
+
 @torch.inference_mode()
 def main():
     parser = argparse.ArgumentParser()
@@ -134,8 +189,13 @@ def main():
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--logits", type=pathlib.Path)
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
+    if args.logits:
+        model = Decoder(args.model, 4096, args.device)
+        json.dump(judge(model, args.logits, args.device), sys.stdout)
+        return
     model = Decoder(args.model, args.context + args.tokens + 8, args.device)
     record = {"torch": torch.__version__, "context": args.context}
     if args.device == "cpu":

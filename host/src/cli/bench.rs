@@ -70,6 +70,9 @@ pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value,
         )
         .into());
     }
+    if let Some(context) = args.model.max_context.filter(|context| *context < needed) {
+        return Err(format!("--max-context {context}: --context and --tokens need {needed} positions").into());
+    }
     let began = Instant::now();
     let config = EngineConfig { sequences: args.batch, ..args.model.config(model, needed) };
     let mut engine = super::resident(model, &config)?;
@@ -88,12 +91,13 @@ pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value,
     let warm_up = GenerateOptions { max_new_tokens: 2.min(args.tokens), ..options.clone() };
     engine.generate(&prompt[..prompt.len().min(8)], &warm_up)?.try_for_each(|token| token.map(|_| ()))?;
     let bar = progress((n_sequences * args.tokens) as u64, "measuring", TOKENS_BAR);
-    // What a batch is compared with.
+    // What a batch is compared with: as many steps, of which reading the prompt is none.
     let alone = match args.batch {
         Some(_) => {
-            engine.generate(prompt, &options)?.try_for_each(|token| token.map(|_| ()))?;
+            let one = GenerateOptions { max_new_tokens: args.tokens + 1, ..options.clone() };
+            engine.generate(prompt, &one)?.try_for_each(|token| token.map(|_| ()))?;
             let stamps = engine.stamps();
-            Some(quantile(&steps(&stamps[stamps.len() - args.tokens..]), 0.5))
+            Some(quantile(&steps(&stamps[stamps.len() - 1 - args.tokens..]), 0.5))
         }
         None => None,
     };

@@ -1,7 +1,7 @@
 //! `perpetua gpu-check`: one command that shows, on a machine with nothing but a driver, that the GPU computes what it
 //! should and how fast. A record per section, as JSON.
 
-use super::{ModelArgs, NoGpu, Outcome, bench, bytes, write_whole};
+use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, write_whole};
 use perpetua::cuda::fake::{Fake, Options as FakeOptions};
 use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
@@ -18,6 +18,7 @@ use perpetua_shared::{DType, EventId, Operand, ProgramId};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -80,12 +81,14 @@ enum Section {
     /// Of Qwen3-8B's: 16 GB of weights are made for it.
     #[value(name = "bench-8b")]
     BenchLarge,
+    /// Logits of 1,024 positions beside PyTorch's in bf16, both against float32.
+    Accuracy,
     /// compute-sanitizer over the fixtures, where it is installed.
     Sanitizer,
 }
 
 impl Section {
-    const USUAL: [Section; 11] = [
+    const USUAL: [Section; 12] = [
         Section::Facts,
         Section::Ceiling,
         Section::Latency,
@@ -93,6 +96,7 @@ impl Section {
         Section::Fixtures,
         Section::Drills,
         Section::Long,
+        Section::Accuracy,
         Section::BenchSmall,
         Section::BenchLlama,
         Section::BenchMiddle,
@@ -178,6 +182,7 @@ impl Check<'_> {
             Section::BenchLlama => self.bench("llama-3.2-1b"),
             Section::BenchMiddle => self.bench("qwen3-1.7b"),
             Section::BenchLarge => self.bench("qwen3-8b"),
+            Section::Accuracy => self.accuracy(),
             Section::Sanitizer => self.sanitizer(),
         }
     }
@@ -571,25 +576,53 @@ impl Check<'_> {
         }))
     }
 
-    /// PyTorch with CUDA graphs on the same weights, by the script beside this program.
+    /// PyTorch with CUDA graphs on the same weights.
     fn peer(&self, model: &Path) -> Value {
+        let compile: &[&str] = if self.args.torch_compile { &["--compile"] } else { &[] };
+        let arguments: Vec<&OsStr> = ["--context", "512"].iter().chain(compile).map(OsStr::new).collect();
+        self.script(model, &arguments)
+    }
+
+    /// What the script beside this program says of `model`; or why it says nothing.
+    fn script(&self, model: &Path, arguments: &[&OsStr]) -> Value {
         let script = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("peers.py")));
         let Some(script) = script.filter(|script| script.exists()) else {
             return json!("no peers.py beside the program");
         };
-        let mut command = Command::new("python3");
-        command.arg(script).arg(model).args(["--context", "512"]);
-        if self.args.torch_compile {
-            command.arg("--compile");
+        let mut command = Command::new(std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()));
+        command.arg(script).arg(model).args(arguments);
+        if self.args.simulated {
+            command.args(["--device", "cpu"]);
         }
-        let output = command.output();
-        match output {
+        match command.output() {
             Err(error) => json!(format!("python3: {error}")),
             Ok(output) => serde_json::from_slice(&output.stdout).unwrap_or_else(|_| {
                 let text = String::from_utf8_lossy(&output.stderr);
                 json!(text.lines().last().unwrap_or("it said nothing"))
             }),
         }
+    }
+
+    /// No worse than the usual bf16 engine, on the same weights.
+    fn accuracy(&self) -> Figures {
+        let (preset, n) = if self.args.simulated { ("tiny-qwen3", 24) } else { ("qwen3-0.6b", 1024) };
+        let (dir, model) = self.synth(preset)?;
+        let vocab = model.config().vocab_size();
+        let ids: Vec<u32> = (0..n as u64).map(|i| (i * 7919 % vocab as u64) as u32).collect();
+        let config = EngineConfig { all_logits: true, max_context: Some(n), ..self.config() };
+        let logits = Engine::new(&model, &config)?.logits(&ids, |_| ())?;
+        let path = dir.path().join("logits.safetensors");
+        logits::write(&path, &ids, &logits, vocab)?;
+        let found = self.script(&dir.path().join(preset), &["--logits".as_ref(), path.as_os_str()]);
+        for key in ["mean_kl", "mean_abs_nll_change"] {
+            let of = |whose: &str| found[whose][key].as_f64();
+            if let (Some(ours), Some(theirs)) = (of("ours"), of("pytorch_bf16"))
+                && ours > theirs
+            {
+                return Err(format!("{key} {ours:.2e}, PyTorch's in bf16 is {theirs:.2e}: {found}").into());
+            }
+        }
+        Ok(found)
     }
 
     fn sanitizer(&self) -> Figures {

@@ -4,7 +4,7 @@ use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, write_whole};
 use perpetua::EngineConfig;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("input").required(true).args(["ids", "prompt"])))]
@@ -43,12 +43,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let bar = progress(ids.len() as u64, "prefill", TOKENS_BAR);
     let logits = engine.logits(&ids, |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
-    let vocab = logits.len() / ids.len();
+    write(&args.out, &ids, &logits, logits.len() / ids.len())
+}
+
+/// Writes `logits`, `[ids.len(), vocab]`, and the ids as safetensors.
+pub(super) fn write(path: &Path, ids: &[u32], logits: &[f32], vocab: usize) -> Outcome {
     let wide: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
     let tensors = [
         ("input_ids", TensorView::new(Dtype::I64, vec![ids.len()], bytemuck::cast_slice(&wide))?),
-        ("logits", TensorView::new(Dtype::F32, vec![ids.len(), vocab], bytemuck::cast_slice(&logits))?),
+        ("logits", TensorView::new(Dtype::F32, vec![ids.len(), vocab], bytemuck::cast_slice(logits))?),
     ];
     let bytes = safetensors::serialize(tensors, None)?;
-    write_whole(&args.out, |file| file.write_all(&bytes))
+    write_whole(path, |file| file.write_all(&bytes))
 }

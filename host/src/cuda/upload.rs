@@ -124,3 +124,44 @@ fn worker(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::fake::{Fake, Options};
+    use std::sync::Arc;
+
+    #[test]
+    fn every_byte_arrives_where_it_should() {
+        let driver = Arc::new(Fake::new(Options::new(1, 64 << 20)));
+        let gpu = Gpu::with_driver(driver.clone()).expect("a device of the right kind");
+        let bytes = |n: usize, seed: usize| -> Vec<u8> { (0..n).map(|i| (i * 31 + (i >> 8) + seed) as u8).collect() };
+        // More than the buffers hold at once, and sizes that end anywhere.
+        let parts = [bytes(3 * BUFFER_BYTES + 17, 1), bytes(1, 2), Vec::new(), bytes(BUFFER_BYTES, 3), bytes(4099, 4)];
+        let total: usize = parts.iter().map(Vec::len).sum();
+        let entered = gpu.enter().expect("a context");
+        let base = gpu.driver().alloc(total as u64).expect("room");
+        let mut at = 0;
+        let pieces = parts.iter().map(|bytes| {
+            at += bytes.len() as u64;
+            Piece { to: base.offset(at - bytes.len() as u64), bytes }
+        });
+        let pieces: Vec<Piece<'_>> = pieces.collect();
+        let mut handed = 0;
+        // SAFETY: the allocation has room for all of them, one after the other.
+        unsafe { upload(&gpu, &pieces, |bytes| handed += bytes) }.expect("uploaded");
+        assert_eq!(handed, total as u64);
+        // The fake's device memory is the host's.
+        // SAFETY: live, as long, and idle.
+        let found =
+            unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(base.0 as usize), total) };
+        assert!(found == parts.concat());
+        let calls = driver.calls();
+        assert!(calls.iter().filter(|call| call.starts_with("cuMemHostAlloc")).count() <= 2 * THREADS);
+        // SAFETY: allocated above, used by nobody.
+        unsafe { gpu.driver().free(base) }.expect("freed");
+        drop(entered);
+        drop(gpu);
+        assert_eq!(driver.leaks(), Vec::<String>::new());
+    }
+}

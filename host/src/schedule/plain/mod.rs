@@ -19,6 +19,12 @@
 //! hard as packing, so this is a goal, not a law: a run spills only where its own order leaves no room, and of all that are
 //! tried one without spills is kept, however short the others are. The tests hold it against exhaustive search.
 //!
+//! A run takes a few look-ups an op, in a bit set of what is ready and in the few gaps of memory; only a window of victims
+//! is found by looking at all buffers on chip.
+//!
+//! PERF: 100 000 ops in 30 ms and a million in 0.34 s, without spills (`bench_memory`'s tiles through a ring); layers of
+//! ops in a memory so tight that one op in three is spilled, 5 us an op. One core of a 2-core Xeon, November 2026.
+//!
 //! Laws, judged by [`check`], which shares no code with the scheduler:
 //! 1. each op runs once, for its cycles; each engine does one thing at a time;
 //! 2. an op starts when all its inputs are complete and resident, and they stay resident until it ends;

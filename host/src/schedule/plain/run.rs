@@ -422,22 +422,21 @@ impl<'s, 'g> Run<'s, 'g> {
         // Best fit may put a piece into a smaller gap; it pads each piece by less than the alignment.
         let n_pieces = needs.len() + own.inputs.len() + 1;
         let padding = (n_pieces as u64).saturating_mul(graph.alignment - 1);
-        if demand.saturating_add(padding) <= self.scan.largest_gap_bytes() {
+        let largest_gap_bytes = self.scan.largest_gap_bytes();
+        if demand.saturating_add(padding) <= largest_gap_bytes {
             return true;
         }
         let absent = own.inputs.iter().filter(|&&input| self.state[input as usize] == State::Absent);
-        let pieces = needs.iter().chain(absent).chain([&op]).map(|&op| graph.ops[op as usize].bytes);
-        let mut trial: Vec<(u64, u64)> = Vec::with_capacity(n_pieces);
-        let mut fits = true;
-        for bytes in pieces {
-            match self.scan.alloc(bytes, graph.alignment, Direction::Up) {
-                Some(offset) => trial.push((offset, bytes)),
-                None => {
-                    fits = false;
-                    break;
-                }
-            }
+        let pieces = needs.iter().chain(absent).map(|&piece| graph.ops[piece as usize].bytes);
+        if own.bytes > largest_gap_bytes || pieces.clone().any(|bytes| bytes > largest_gap_bytes) {
+            return false;
         }
+        let mut trial: Vec<(u64, u64)> = Vec::with_capacity(n_pieces);
+        let fits = pieces.into_iter().all(|bytes| {
+            let offset = self.scan.alloc(bytes, graph.alignment, Direction::Up);
+            trial.extend(offset.map(|offset| (offset, bytes)));
+            offset.is_some()
+        }) && self.scan.find(own.bytes, graph.alignment, Direction::Up).is_some();
         for (offset, bytes) in trial {
             self.scan.free(offset, bytes);
         }
@@ -723,29 +722,43 @@ impl<'s, 'g> Run<'s, 'g> {
             self.marks[input as usize] = pinned;
         }
         let now = self.ranks[target as usize];
-        let mut by_offset: Vec<u32> =
-            self.resident.iter().copied().filter(|&op| graph.ops[op as usize].bytes > 0).collect();
-        by_offset.sort_unstable_by_key(|&op| self.offset[op as usize]);
-        // Prefix sums over the buffers in address order make every window's price two look-ups.
-        let mut prices: Vec<(u32, u32, u128)> = vec![(0, 0, 0)];
-        for &victim in &by_offset {
-            let (n_pinned, n_wanted, price) = *prices.last().expect("starts with one");
+        // Each buffer on chip with its first byte and its end, in address order.
+        let mut held: Vec<(u64, u64, u32)> = Vec::with_capacity(self.resident.len());
+        held.extend(self.resident.iter().filter_map(|&victim| {
+            let (offset, bytes) = (self.offset[victim as usize], graph.ops[victim as usize].bytes);
+            (bytes > 0).then_some((offset, offset + bytes, victim))
+        }));
+        held.sort_unstable();
+        // Prefix sums over them make every window's price two look-ups. Pinned ones have none.
+        let mut prices: Vec<(u32, u32, u128)> = Vec::with_capacity(held.len() + 1);
+        let (mut n_pinned, mut n_wanted, mut price) = (0, 0, 0);
+        prices.push((n_pinned, n_wanted, price));
+        for &(_, _, victim) in &held {
             let mark = self.marks[victim as usize];
-            let is_pinned = mark == pinned || self.state[victim as usize] != State::Resident;
-            let next = (n_pinned + u32::from(is_pinned), n_wanted + u32::from(mark == wanted));
-            prices.push((next.0, next.1, price + self.price(victim, now)));
+            if mark == pinned || self.state[victim as usize] != State::Resident {
+                n_pinned += 1;
+            } else {
+                n_wanted += u32::from(mark == wanted);
+                price += self.price(victim, now);
+            }
+            prices.push((n_pinned, n_wanted, price));
         }
-        let end_of = |victim: u32| self.offset[victim as usize] + graph.ops[victim as usize].bytes;
         let mut best: Option<((u32, u128, u64), usize, usize)> = None;
-        let starts = by_offset.iter().flat_map(|&victim| [self.offset[victim as usize], end_of(victim)]);
+        let starts = held.iter().flat_map(|&(first, end, _)| [first, end]);
+        // Windows come in ascending order, and so do the first buffer in each and the first past it.
+        let (mut from, mut to) = (0, 0);
         for start in [0].into_iter().chain(starts) {
             let first = start.next_multiple_of(graph.alignment);
             let end = first.saturating_add(bytes);
             if end > graph.capacity_bytes {
-                continue;
+                break;
             }
-            let from = by_offset.partition_point(|&victim| end_of(victim) <= first);
-            let to = by_offset.partition_point(|&victim| self.offset[victim as usize] < end);
+            while held.get(from).is_some_and(|&(_, held_end, _)| held_end <= first) {
+                from += 1;
+            }
+            while held.get(to).is_some_and(|&(held_first, ..)| held_first < end) {
+                to += 1;
+            }
             if prices[to].0 > prices[from].0 {
                 continue;
             }
@@ -755,7 +768,7 @@ impl<'s, 'g> Run<'s, 'g> {
             }
         }
         let ((.., first), from, to) = best?;
-        for &victim in &by_offset[from..to] {
+        for &(_, _, victim) in &held[from..to] {
             self.spill(victim);
         }
         self.scan.take(first, bytes);
@@ -772,7 +785,11 @@ impl<'s, 'g> Run<'s, 'g> {
         let waiting = |&&user: &&u32| self.state[user as usize] == State::Waiting;
         let next_use = self.graph.consumers(victim).iter().filter(waiting).map(|&user| self.ranks[user as usize]).min();
         let distance = next_use.unwrap_or(u32::MAX).saturating_sub(now).max(1);
-        (u128::from(cycles + 1) << 32) / u128::from(distance)
+        // Mostly one division of u64 does.
+        match u32::try_from(cycles + 1) {
+            Ok(cycles) => u128::from((u64::from(cycles) << 32) / u64::from(distance)),
+            Err(_) => (u128::from(cycles + 1) << 32) / u128::from(distance),
+        }
     }
 
     fn spill(&mut self, victim: u32) {

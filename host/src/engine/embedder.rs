@@ -1,0 +1,73 @@
+//! Sentence embedding models.
+
+use super::resident::{Place, Resident, one_pass};
+use super::{EngineConfig, EngineError, Model, sentence_sources};
+use crate::model;
+use perpetua_shared::ProgramId;
+
+/// A sentence embedding model, resident.
+#[derive(Debug)]
+pub struct Embedder {
+    model: Model,
+    resident: Resident,
+}
+
+/// Rows of the passes compiled for sentences; the model's own maximum is added.
+const SENTENCE_ROWS: [usize; 4] = [16, 32, 64, 128];
+
+impl Embedder {
+    /// Compiles `model` and starts its workers.
+    ///
+    /// # Errors
+    /// From the model folder, the compiler, the memory or the system.
+    pub fn new(model: &Model, config: &EngineConfig) -> Result<Embedder, EngineError> {
+        let place = Place::of(config)?;
+        let max = model.max_tokens();
+        let mut rows: Vec<usize> = SENTENCE_ROWS.into_iter().filter(|rows| *rows < max).collect();
+        rows.push(max);
+        let sources = sentence_sources(model, &rows)?;
+        let resident = Resident::at(sources, model, place, |_| {})?;
+        Ok(Embedder { model: model.clone(), resident })
+    }
+
+    /// The embedding of `text`, cut to the model's longest input.
+    ///
+    /// # Errors
+    /// From the tokenizer or the run.
+    pub fn embed(&mut self, text: &str) -> Result<Vec<f32>, EngineError> {
+        let ids = self.model.encode_sentence(text)?;
+        self.embed_ids(&ids)
+    }
+
+    /// The embedding of the sentence with token ids `ids`.
+    ///
+    /// # Errors
+    /// No ids, too many, or ids the model does not have.
+    pub fn embed_ids(&mut self, ids: &[u32]) -> Result<Vec<f32>, EngineError> {
+        if ids.is_empty() {
+            return Err(EngineError::EmptyPrompt);
+        }
+        model::check_token_ids(ids, self.model.config().vocab_size())?;
+        let programs = self.resident.compiled.image.view().programs;
+        let Some(program) = programs.iter().position(|p| p.max_rows as usize >= ids.len()) else {
+            let max = self.model.max_tokens();
+            return Err(EngineError::PromptTooLong { tokens: ids.len(), context: max, model: max });
+        };
+        let program = ProgramId(program as u32);
+        self.resident.set_tokens(0, ids);
+        self.resident.start(one_pass(program, 0, ids.len() as u32, ids.len() as u32));
+        self.resident.finish()?;
+        let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;
+        Ok(self.resident.read_f32(&output, 1)?)
+    }
+
+    /// See [`Embedder::resident`].
+    pub fn resident_mut(&mut self) -> &mut Resident {
+        &mut self.resident
+    }
+
+    /// The image and its executor.
+    pub fn resident(&self) -> &Resident {
+        &self.resident
+    }
+}

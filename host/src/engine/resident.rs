@@ -1,0 +1,377 @@
+//! A compiled image and what runs it.
+
+use super::{Device, EngineConfig, EngineError};
+use crate::compile::{Compiled, Config, Source, compile};
+use crate::cuda::{Gpu, GpuError};
+use crate::device_image::device_image;
+use crate::exec::cuda::Cuda;
+use crate::exec::memory::{Memory, MemoryError, WeightSource};
+use crate::exec::{RunError, cuda, reference, simt, threads};
+use crate::graph::lower::Target;
+use perpetua_shared::ProgramId;
+use perpetua_shared::control::{Control, Step};
+use perpetua_shared::task::Operand;
+use std::time::{Duration, Instant};
+
+/// What runs the image.
+#[derive(Debug)]
+enum Executor {
+    Threads(threads::Threads),
+    Reference(Box<reference::Reference>),
+    Simt(Box<simt::Simt>),
+    Cuda(Box<Cuda>),
+}
+
+/// A compiled image and its executor: what engines and embedders share.
+#[derive(Debug)]
+pub struct Resident {
+    pub(super) compiled: Compiled,
+    executor: Executor,
+    compile_time: Duration,
+}
+
+impl Resident {
+    /// Compiles `sources` and makes them resident.
+    ///
+    /// # Errors
+    /// From the compiler, the memory or the system.
+    pub fn new(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        device: Device,
+        n_threads: Option<usize>,
+    ) -> Result<Resident, EngineError> {
+        let place = Place::of(&EngineConfig { device, threads: n_threads, ..EngineConfig::default() })?;
+        Resident::at(sources, weights, place, |_| {})
+    }
+
+    /// As [`Resident::new`], on CPU workers with other than the usual habits.
+    ///
+    /// # Errors
+    /// As [`Resident::new`].
+    pub fn with_options(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        n_threads: Option<usize>,
+        options: threads::Options,
+    ) -> Result<Resident, EngineError> {
+        let n_workers = workers(n_threads, threads::allowed_cores().len(), perpetua_shared::limits::MAX_WORKERS)?;
+        Resident::at(sources, weights, Place::Cpu { n_workers, options }, |_| {})
+    }
+
+    /// As [`Resident::new`], on `gpu`; `progress` is called with the bytes of weights that have been handed over.
+    ///
+    /// # Errors
+    /// As [`Resident::new`].
+    pub fn on_gpu(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        gpu: Gpu,
+        options: cuda::Options,
+        progress: impl FnMut(u64),
+    ) -> Result<Resident, EngineError> {
+        let n_workers = gpu.info().n_sms;
+        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, progress)
+    }
+
+    pub(super) fn at(
+        sources: Vec<Source>,
+        weights: &dyn WeightSource,
+        place: Place,
+        progress: impl FnMut(u64),
+    ) -> Result<Resident, EngineError> {
+        let began = Instant::now();
+        let compiled = compile(sources, &Config::new(place.target()))?;
+        let compile_time = began.elapsed();
+        let executor = match place {
+            Place::Gpu { gpu, options, .. } => {
+                Executor::Cuda(Box::new(Cuda::new(gpu, &compiled, weights, options, progress)?))
+            }
+            Place::Reference => {
+                let memory = Memory::new(&compiled, weights)?;
+                Executor::Reference(Box::new(reference::Reference::new(compiled.image.clone(), memory)))
+            }
+            Place::Simt { .. } => {
+                let (memory, options) = (Memory::new(&compiled, weights)?, simt::Options::default());
+                Executor::Simt(Box::new(simt::Simt::new(compiled.image.clone(), memory, options)))
+            }
+            Place::Cpu { n_workers, mut options } => {
+                let memory = Memory::new(&compiled, weights)?;
+                let cores = threads::allowed_cores();
+                // More workers than cores: the scheduler places them better than a list could.
+                if options.cores.is_empty() && n_workers as usize <= cores.len() {
+                    options.cores = cores;
+                }
+                Executor::Threads(
+                    threads::Threads::new(compiled.image.clone(), memory, options).map_err(EngineError::Threads)?,
+                )
+            }
+        };
+        Ok(Resident { compiled, executor, compile_time })
+    }
+
+    /// What was compiled.
+    pub fn compiled(&self) -> &Compiled {
+        &self.compiled
+    }
+
+    /// How long compiling took.
+    pub fn compile_time(&self) -> Duration {
+        self.compile_time
+    }
+
+    /// Rows `..rows` of an f32 output of rank 2, or its first `rows` elements when it has rank 1; waits for a run to end.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn read_f32(&mut self, output: &Operand, rows: usize) -> Result<Vec<f32>, RunError> {
+        Ok(match &mut self.executor {
+            Executor::Threads(threads) => threads.memory().read_f32(output, rows),
+            Executor::Reference(reference) => reference.memory().read_f32(output, rows),
+            Executor::Simt(simt) => simt.memory().read_f32(output, rows),
+            Executor::Cuda(cuda) => cuda.read_f32(output, rows)?,
+        })
+    }
+
+    /// The memory of an executor on this machine, once its run has ended.
+    fn memory(&mut self) -> Result<&Memory, &mut Cuda> {
+        match &mut self.executor {
+            Executor::Threads(threads) => Ok(threads.memory()),
+            Executor::Reference(reference) => Ok(reference.memory()),
+            Executor::Simt(simt) => Ok(simt.memory()),
+            Executor::Cuda(cuda) => Err(cuda),
+        }
+    }
+
+    /// Writes the input called `name`; waits for a run to end.
+    ///
+    /// # Errors
+    /// When there is no such input, or it has another size.
+    pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+        match self.memory() {
+            // SAFETY: `memory` has waited for the workers, and none can be started while `self` is borrowed.
+            Ok(memory) => unsafe { memory.set_input(name, contents) },
+            Err(cuda) => cuda.set_input(name, contents),
+        }
+    }
+
+    pub(super) fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
+        match self.memory() {
+            // SAFETY: as `set_input`.
+            Ok(memory) => unsafe { memory.set_tokens(position, tokens) },
+            Err(cuda) => {
+                assert_eq!(position, 0, "engines refuse batches on a GPU");
+                cuda.set_tokens(tokens);
+            }
+        }
+    }
+
+    /// The output called `name` of program `program`.
+    pub fn output(&self, program: ProgramId, name: &str) -> Option<Operand> {
+        let outputs = &self.compiled.programs.get(program.idx())?.outputs;
+        outputs.iter().find(|(known, _)| known == name).map(|(_, operand)| *operand)
+    }
+
+    /// Starts a run from `control`.
+    pub fn start(&mut self, control: Control) {
+        match &mut self.executor {
+            Executor::Threads(threads) => threads.start(control),
+            Executor::Reference(reference) => reference.start(control),
+            Executor::Simt(simt) => simt.start(control),
+            Executor::Cuda(cuda) => cuda.start(control),
+        }
+    }
+
+    /// Asks a run to end after the pass under way.
+    pub fn stop(&self) {
+        match &self.executor {
+            Executor::Threads(threads) => threads.stop(),
+            Executor::Cuda(cuda) => cuda.stop(),
+            Executor::Reference(_) | Executor::Simt(_) => {}
+        }
+    }
+
+    /// The executor, where it is a GPU: for traces and drills.
+    pub fn cuda(&mut self) -> Option<&mut Cuda> {
+        match &mut self.executor {
+            Executor::Cuda(cuda) => Some(cuda),
+            _ => None,
+        }
+    }
+
+    pub(super) fn produced(&self) -> u32 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.produced(),
+            Executor::Reference(reference) => reference.produced(),
+            Executor::Simt(simt) => simt.produced(),
+            Executor::Cuda(cuda) => cuda.produced(),
+        }
+    }
+
+    pub(super) fn produced_of(&self, sequence: usize) -> u32 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.produced_of(sequence),
+            Executor::Reference(reference) => reference.produced_of(sequence),
+            Executor::Simt(_) | Executor::Cuda(_) => unreachable!("engines refuse batches there"),
+        }
+    }
+
+    pub(super) fn token(&self, position: usize) -> u32 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.token(position),
+            Executor::Reference(reference) => reference.memory().token(position),
+            Executor::Simt(simt) => simt.memory().token(position),
+            Executor::Cuda(cuda) => cuda.token(position),
+        }
+    }
+
+    pub(super) fn is_running(&mut self) -> bool {
+        match &mut self.executor {
+            Executor::Threads(threads) => threads.is_running(),
+            Executor::Cuda(cuda) => cuda.is_running(),
+            Executor::Reference(_) | Executor::Simt(_) => false,
+        }
+    }
+
+    pub(super) fn rest(&self) {
+        match &self.executor {
+            Executor::Threads(threads) => threads.rest(),
+            Executor::Cuda(cuda) => cuda.rest(),
+            Executor::Reference(_) | Executor::Simt(_) => {}
+        }
+    }
+
+    pub(super) fn position(&self) -> u32 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.position(),
+            Executor::Cuda(cuda) => cuda.position(),
+            Executor::Reference(_) | Executor::Simt(_) => 0,
+        }
+    }
+
+    /// Waits for the run to end.
+    ///
+    /// # Errors
+    /// Its first fault.
+    pub fn finish(&mut self) -> Result<Control, RunError> {
+        match &mut self.executor {
+            Executor::Threads(threads) => threads.finish(),
+            Executor::Reference(reference) => reference.finish(),
+            Executor::Simt(simt) => simt.finish(),
+            Executor::Cuda(cuda) => cuda.finish(),
+        }
+    }
+
+    /// When the last run started, and when each of its passes ended.
+    pub fn stamps(&self) -> Vec<Instant> {
+        match &self.executor {
+            Executor::Threads(threads) => threads.stamps(),
+            Executor::Reference(reference) => reference.stamps().to_vec(),
+            Executor::Simt(simt) => simt.stamps().to_vec(),
+            Executor::Cuda(cuda) => cuda.stamps(),
+        }
+    }
+
+    /// Time all workers together have waited for events so far.
+    pub fn waited(&self) -> Duration {
+        match &self.executor {
+            Executor::Threads(threads) => threads.waited(),
+            Executor::Reference(_) | Executor::Simt(_) | Executor::Cuda(_) => Duration::ZERO,
+        }
+    }
+
+    /// Bytes allocated beside the weights used in place: cache, intermediates, tables.
+    pub fn owned_bytes(&self) -> u64 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.owned_bytes(),
+            Executor::Reference(reference) => reference.memory().owned_bytes(),
+            Executor::Simt(simt) => simt.memory().owned_bytes(),
+            Executor::Cuda(cuda) => cuda.owned_bytes(),
+        }
+    }
+
+    /// Runs one pass of program `program` over `tokens`, as the first of their sequence.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn run_tokens(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
+        self.set_tokens(0, tokens);
+        let n = tokens.len() as u32;
+        self.start(one_pass(program, 0, n, n));
+        self.finish().map(|_| ())
+    }
+
+    /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn run_once(&mut self, program: ProgramId, rows: u32) -> Result<(), RunError> {
+        self.start(one_pass(program, 0, rows, rows));
+        self.finish().map(|_| ())
+    }
+}
+
+/// A control block for one pass of `program` over positions `first_pos..first_pos + rows`, nothing sampled.
+pub(super) fn one_pass(program: ProgramId, first_pos: u32, rows: u32, n_tokens: u32) -> Control {
+    let step = Step { program: program.0, first_pos, rows, ..Step::default() };
+    Control { n_tokens, max_context: u32::MAX, step, ..bytemuck::Zeroable::zeroed() }
+}
+
+/// Simulated SMs unless told otherwise.
+const SIMT_WORKERS: usize = 4;
+
+/// [`EngineConfig::device`], looked at: what it stands for on this machine.
+pub(super) enum Place {
+    Reference,
+    Cpu { n_workers: u32, options: threads::Options },
+    Simt { n_workers: u32 },
+    Gpu { gpu: Gpu, n_workers: u32, options: cuda::Options },
+}
+
+impl Place {
+    pub(super) fn of(config: &EngineConfig) -> Result<Place, EngineError> {
+        let max = perpetua_shared::limits::MAX_WORKERS;
+        let cpu = || {
+            let n_workers = workers(config.threads, threads::allowed_cores().len(), max)?;
+            Ok(Place::Cpu { n_workers, options: threads::Options::default() })
+        };
+        let on = |gpu: Gpu| {
+            let n_sms = gpu.info().n_sms as usize;
+            let n_workers = workers(config.threads, n_sms, n_sms.min(max))?;
+            Ok(Place::Gpu { gpu, n_workers, options: config.cuda })
+        };
+        match (config.device, &config.gpu) {
+            (Device::Reference, _) => Ok(Place::Reference),
+            (Device::Simt, _) => Ok(Place::Simt { n_workers: workers(config.threads, SIMT_WORKERS, max)? }),
+            (Device::Cpu, _) => cpu(),
+            (Device::Cuda | Device::Auto, Some(gpu)) => on(gpu.clone()),
+            (Device::Cuda, None) if device_image().is_none() => Err(GpuError::NoImage.into()),
+            (Device::Cuda, None) => on(Gpu::open()?),
+            (Device::Auto, None) if device_image().is_none() => cpu(),
+            (Device::Auto, None) => Gpu::open().map_or_else(|_| cpu(), on),
+        }
+    }
+
+    fn target(&self) -> Target {
+        match self {
+            Place::Reference => Target::reference(),
+            Place::Cpu { n_workers, .. } => Target::cpu(*n_workers),
+            Place::Simt { n_workers } => Target::workers(*n_workers),
+            Place::Gpu { n_workers, .. } => Target::gpu(*n_workers),
+        }
+    }
+}
+
+/// How many workers `given` asks for, by default `usual`.
+fn workers(given: Option<usize>, usual: usize, max: usize) -> Result<u32, EngineError> {
+    let n = given.unwrap_or(usual);
+    if n == 0 || n > max {
+        let expected = if given.is_some() && max < perpetua_shared::limits::MAX_WORKERS {
+            "1 to the number of the GPU's SMs"
+        } else {
+            "1 to 512"
+        };
+        return Err(EngineError::Option { name: "threads", given: n.to_string(), expected });
+    }
+    Ok(n as u32)
+}
