@@ -217,7 +217,7 @@ pub(crate) mod shared {
     use super::backend;
 
     /// How many words there are.
-    pub(crate) const WORDS: u32 = 4096;
+    pub(crate) const WORDS: u32 = 4256;
 
     /// Words from here on outlive a task; those below are a task's own.
     pub(crate) const KEPT: u32 = WORDS - 72;

@@ -116,6 +116,9 @@ pub trait MacroKernel {
 /// Rows of a pass up to which bodies take weights from tiles.
 pub const TILED_ROWS: u32 = 16;
 
+/// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
+pub const MAX_NORMED: u32 = 4096;
+
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     let mut cost = Cost::default();
@@ -323,6 +326,22 @@ pub(crate) mod rules {
             return Ok(());
         }
         Err(format!("`{name}` has rank {}, expected {expected}", operand.rank))
+    }
+
+    /// The weights of a norm of `x` before a product.
+    pub(crate) fn norm(norm: &Operand, x: &Operand) -> Result<(), Violation> {
+        if !norm.is_present() {
+            return Ok(());
+        }
+        dtype("norm", norm, &FLOATS)?;
+        rank("norm", norm, 1)?;
+        unit_stride("norm", norm)?;
+        extent("norm", norm, 0, x.extent[1])?;
+        if x.extent[0] != 1 || x.extent[1] > super::MAX_NORMED {
+            let [rows, k, ..] = x.extent;
+            return Err(format!("`x` is {rows} x {k}, expected one row of at most {} to normalise", super::MAX_NORMED));
+        }
+        Ok(())
     }
 
     /// The last dimension is contiguous, so that bodies may take slices of it.
