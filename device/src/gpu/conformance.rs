@@ -9,6 +9,7 @@ use crate::arch::simt::{Access, Allocation, Options, Report, launch};
 use crate::arch::thread;
 use crate::block::Block;
 use crate::io::{self, Tensor};
+use crate::kernels::decode_attention::MAX_QUERY;
 use crate::kernels::*;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
@@ -276,7 +277,7 @@ impl Case {
                 let access = match slot.usage {
                     Use::Read => Access::Constant,
                     Use::Write => Access::Unwritten,
-                    Use::Update => Access::Written,
+                    Use::Update | Use::Append => Access::Written,
                 };
                 let start = core::ptr::with_exposed_provenance_mut((*base + operand.offset_bytes) as usize);
                 // SAFETY: as above; the box lies inside its memory.
@@ -385,7 +386,7 @@ impl Case {
 
     fn updates(&self) -> bool {
         let spec = Spec::of(self.task_type).expect("a kernel of the list");
-        spec.slots.iter().any(|slot| slot.usage == Use::Update)
+        spec.slots.iter().any(|slot| matches!(slot.usage, Use::Update | Use::Append))
     }
 }
 
@@ -676,6 +677,39 @@ fn split_attention() {
         (case.step.first_pos, case.step.rows) = (visible - 1, 1);
         case.tolerance = 1e-4;
         case.judge("attention, split");
+    }
+}
+
+#[test]
+fn decode_attention() {
+    let random = &mut Random(14);
+    for round in 0..40 {
+        let (heads, group, splits) = (random.one_to(2), random.one_to(9), [1, 1 + random.one_to(15)][round % 2]);
+        let d = if round % 10 == 0 {
+            270.min(MAX_QUERY / group / 2 * 2)
+        } else {
+            [2 * random.one_to(35), 64][round % 3 % 2]
+        };
+        // Fewer positions than splits, too: some splits have none.
+        let context = [20, 120, 700][round % 3];
+        let visible = random.one_to(context);
+        let dtype = random.dtype();
+        let mut case = Case::new::<DecodeAttention>(decode_attention::Params { eps: 1e-6, scale: 0.3, splits });
+        case.floats(random, DType::F32, &[1, heads, group, d]);
+        case.floats(random, dtype, &[1, heads, d]);
+        case.floats(random, dtype, &[1, heads, d]);
+        case.maybe(random, &[d]);
+        case.maybe(random, &[d]);
+        case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
+        // The position's own row is yet to be appended.
+        push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
+        push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
+        let y = if splits > 1 { [heads, 1, group, 2 + d] } else { [1, heads, group, d] };
+        case.push(random, DType::F32, &y, |_| 7.0);
+        case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+        (case.step.first_pos, case.step.rows) = (visible - 1, 1);
+        case.tolerance = 2e-3;
+        case.judge("decode_attention");
     }
 }
 

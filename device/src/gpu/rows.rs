@@ -54,8 +54,9 @@ fn widen_half(v: [u32; 4]) -> [f32; 8] {
     [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
 }
 
+/// The floats whose bits these are.
 #[inline(always)]
-fn singles(a: [u32; 4], b: [u32; 4]) -> [f32; 8] {
+pub(crate) fn singles(a: [u32; 4], b: [u32; 4]) -> [f32; 8] {
     let f = f32::from_bits;
     [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
 }

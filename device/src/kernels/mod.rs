@@ -22,6 +22,9 @@ pub enum Use {
     Write,
     /// Reads and writes it in place.
     Update,
+    /// Reads it up to the pass's position and appends there. Tasks of one operator may share it: exactly one of them, which
+    /// one being known at run time, writes what is appended, and it alone reads that.
+    Append,
 }
 
 /// One operand of a macro kernel's signature.
@@ -47,6 +50,10 @@ impl Slot {
     /// An operand that is written.
     pub const fn write(name: &'static str) -> Slot {
         Slot { name, usage: Use::Write, optional: false }
+    }
+    /// An operand that is appended to.
+    pub const fn append(name: &'static str) -> Slot {
+        Slot { name, usage: Use::Append, optional: false }
     }
     /// An operand that is updated in place.
     pub const fn update(name: &'static str) -> Slot {
@@ -277,6 +284,7 @@ kernels! {
     12 => advance::Advance,
     13 => pool::Pool,
     14 => attention_merge::AttentionMerge,
+    15 => decode_attention::DecodeAttention,
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
