@@ -611,6 +611,16 @@ impl KernelGraph {
         self.push(Operator { name: op.name.clone(), kernel, slots, axes: Vec::new(), cut: Some(op) })
     }
 
+    /// This graph's tensors, outputs and passes with other operators.
+    ///
+    /// # Errors
+    /// An operator that is judged wrong.
+    pub(super) fn with_ops(&self, ops: impl IntoIterator<Item = Operator>) -> Result<KernelGraph, GraphError> {
+        let mut graph = KernelGraph { dag: DiGraph::new(), ..self.clone() };
+        ops.into_iter().try_for_each(|op| graph.push(op).map(|_| ()))?;
+        Ok(graph)
+    }
+
     fn add<K: MacroKernel + Numbered>(
         &mut self,
         name: &str,
