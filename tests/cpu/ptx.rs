@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 
 const WORKER: &str = perpetua_shared::launch::ENTRY;
+const OPERATOR: &str = perpetua_shared::launch::OPERATOR;
 const PROBE: &str = "perpetua_probe_barrier";
 const COPIES: &str = "perpetua_probe_copy";
 
@@ -115,6 +116,21 @@ fn barriers_are_neither_copied_nor_lost() {
     assert_eq!(count(body, &["mbarrier.arrive.expect_tx.shared::cta.b64"]), 1);
 }
 
+/// The operators' entry has the kernels' barriers, and a vote in place of waits and triggers; what takes tiles is gone.
+#[test]
+fn an_operator_alone_has_the_bodies_and_no_more() {
+    let Some(ptx) = ptx() else { return };
+    let (_, body) = entry(ptx, OPERATOR);
+    let of_kernels =
+        |figure: fn(&(&str, u32, usize, usize, usize, usize, u32)) -> usize| KERNELS.iter().map(figure).sum();
+    assert_eq!(
+        [barriers(body), count(body, &["bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red"])],
+        [of_kernels(|k| k.2), 1]
+    );
+    assert_eq!(count(body, &["shfl.sync"]), of_kernels(|k| k.3) - 50);
+    assert_eq!(count(body, &["mbarrier", "cp.async", "ld.acquire", "ld.local", "st.local", "call"]), 0);
+}
+
 #[test]
 fn the_barrier_check_can_fail() {
     let Some(ptx) = ptx() else { return };
@@ -150,10 +166,12 @@ fn counters_are_released_and_acquired() {
 #[test]
 fn the_entry_promises_its_launch() {
     let Some(ptx) = ptx() else { return };
-    let (head, _) = entry(ptx, WORKER);
     let threads = perpetua_shared::launch::BLOCK_THREADS;
-    assert!(head.contains(&format!(".maxntid {threads}, 1, 1")), "{head}");
-    assert!(head.contains(".minnctapersm 1"), "{head}");
+    for name in [WORKER, OPERATOR] {
+        let (head, _) = entry(ptx, name);
+        assert!(head.contains(&format!(".maxntid {threads}, 1, 1")), "{head}");
+        assert!(head.contains(".minnctapersm 1"), "{head}");
+    }
     assert!(ptx.contains(".target sm_90a"));
 }
 
@@ -275,7 +293,10 @@ fn ptxas_accepts_it_without_spills() {
         functions += 1;
         assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
     }
-    assert_eq!(functions, 6, "the kernel, three probes, two entries that nobody launches, and nothing else: {report}");
+    assert_eq!(
+        functions, 7,
+        "the kernel, its operators alone, three probes, two entries that nobody launches, and nothing else: {report}"
+    );
     let registers = figure(&report, WORKER, " registers");
     assert!(registers <= REGISTERS, "{registers} registers, {REGISTERS} before");
 }

@@ -78,6 +78,12 @@ handles! {
     Module,
     /// A `CUfunction`.
     Function,
+    /// A `CUgraph`.
+    Graph,
+    /// A `CUgraphNode`.
+    Node,
+    /// A `CUgraphExec`.
+    GraphExec,
 }
 
 /// An address in device memory, or of the host's memory as the device sees it.
@@ -152,6 +158,23 @@ pub struct Launch {
     pub param: DevicePtr,
 }
 
+/// A node of a graph: a launch of the kernel [`OPERATOR`](perpetua_shared::launch::OPERATOR), without dynamic shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OperatorNode {
+    /// The kernel.
+    pub function: Function,
+    /// Blocks, one for each task.
+    pub blocks: u32,
+    /// Threads of each.
+    pub threads: u32,
+    /// Its first parameter: the launch block's address.
+    pub param: DevicePtr,
+    /// Its second: the program.
+    pub program: u32,
+    /// Its third: the operator's first task.
+    pub first_task: u32,
+}
+
 /// The driver. Calls that need a context use the calling thread's current one.
 ///
 /// # Safety
@@ -196,6 +219,21 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// The kernel takes one address, what lies there is as the kernel wants it, and stays until it ends.
     unsafe fn launch(&self, launch: &Launch) -> Result<()>;
+    /// cuGraphCreate.
+    fn create_graph(&self) -> Result<Graph>;
+    /// cuGraphAddKernelNode of a node that depends on `after`, if there is one.
+    fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node>;
+    /// cuGraphInstantiateWithFlags, without any.
+    fn instantiate(&self, graph: Graph) -> Result<GraphExec>;
+    /// cuGraphDestroy. What has been instantiated of it stays.
+    fn destroy_graph(&self, graph: Graph) -> Result<()>;
+    /// cuGraphExecDestroy.
+    fn destroy_exec(&self, exec: GraphExec) -> Result<()>;
+    /// cuGraphLaunch.
+    ///
+    /// # Safety
+    /// As [`Driver::launch`], of every node.
+    unsafe fn launch_graph(&self, exec: GraphExec, stream: Stream) -> Result<()>;
     /// cuMemGetInfo: free and total bytes of device memory.
     fn memory(&self) -> Result<(u64, u64)>;
     /// cuMemAlloc.

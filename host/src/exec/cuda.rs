@@ -1,4 +1,5 @@
-//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop.
+//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop. Or, to see what that brings, the same bodies
+//! as a launch per operator ([`Mode::PerOperator`]).
 //!
 //! *Memory.* Everything the kernel touches lies in one allocation on the device: the launch block, the image, the counters,
 //! then the bindings. Weights are brought there once, as they lie in the checkpoint: the kernels read rows, so there is
@@ -10,29 +11,52 @@
 //! when a wait outlasts [`Options::timeout`], which is a fault that names task, event and workers. Should it not, the host
 //! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still writes
 //! must not be given back. When the process dies the driver ends the kernel.
+//! *Operator by operator.* A program is a CUDA graph, a chain of its [operators](operators()): each begins when the one before
+//! has ended, so there are neither events nor loaders. The step lies in the control block on the device, where `advance` moves
+//! it on, so one graph serves every pass. The host knows which programs follow each other, but for an end that comes early, and
+//! launches [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
+//! see another program in the step, or none, and do nothing.
 
 use super::RunError;
 use super::memory::{MemoryError, WeightSource, read_f32};
+use super::operators::operators;
 use super::tiles::Tiles;
 use crate::compile::Compiled;
-use crate::cuda::driver::{CudaError, DevicePtr, Driver, Function, Launch, Module, Pinned, Stream};
+use crate::cuda::driver::{
+    CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
+};
 use crate::cuda::{Gpu, GpuError, Piece, upload};
-use crate::device_image::device_image;
 use crate::image::Image;
 use bytemuck::Zeroable;
+use perpetua_device::advance;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
-use perpetua_shared::image::BindingKind;
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, TILE_BYTES, TaskTrace};
+use perpetua_shared::image::{BindingKind, ProgramDesc};
+use perpetua_shared::launch::{
+    BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TASK_THREADS, TILE_BYTES, TaskTrace,
+};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, EventId, Fault, FaultCode, WorkerId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// What a run is on the GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// One launch of the persistent kernel.
+    #[default]
+    Persistent,
+    /// A CUDA graph for each pass, in which every operator is a launch: what others do, to compare with. There are no loaders,
+    /// no traces, and nothing that could stall.
+    PerOperator,
+}
+
 /// How the kernel behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
+    /// What a run is.
+    pub mode: Mode,
     /// The longest a worker waits for one event or one tile.
     pub timeout: Duration,
     /// Whether loaders bring weights into shared memory.
@@ -43,12 +67,15 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_millis(500), tiles: true, n_trace: 0 }
+        Options { mode: Mode::Persistent, timeout: Duration::from_millis(500), tiles: true, n_trace: 0 }
     }
 }
 
 /// Alignment of everything on the device: a bulk copy's 16 bytes, and a sector of the cache.
 const ALIGN: u64 = 256;
+
+/// Passes launched before the first of them has ended, at most.
+const AHEAD: usize = 16;
 
 /// Pinned memory through which everything but the weights goes, a part at a time.
 const STAGE_BYTES: usize = 1 << 20;
@@ -138,7 +165,7 @@ pub struct Cuda {
     tokens: usize,
     resources: Resources,
     base: DevicePtr,
-    function: Function,
+    kernels: Kernels,
     stage: Pinned,
     /// The word 1, and the mailbox.
     flag: Pinned,
@@ -147,6 +174,9 @@ pub struct Cuda {
     stream: Stream,
     side: Stream,
     params: LaunchParams,
+    /// Programs whose passes are yet to be launched, and how many passes of the run have been.
+    passes: VecDeque<u32>,
+    n_launched: usize,
     program_runs: [u32; perpetua_shared::limits::MAX_PROGRAMS],
     iteration: u32,
     prompt: Vec<u32>,
@@ -159,11 +189,20 @@ pub struct Cuda {
     lost: Option<RunError>,
 }
 
+/// What is launched.
+#[derive(Clone, Debug)]
+enum Kernels {
+    Persistent(Function),
+    /// By program.
+    PerOperator(Vec<GraphExec>),
+}
+
 /// What must be given back.
 #[derive(Debug)]
 struct Resources {
     gpu: Gpu,
     streams: Vec<Stream>,
+    graphs: Vec<GraphExec>,
     module: Option<Module>,
     memory: Option<DevicePtr>,
     pinned: Vec<Pinned>,
@@ -184,6 +223,9 @@ impl Drop for Resources {
         }
         for stream in self.streams.drain(..) {
             let _ = driver.destroy_stream(stream);
+        }
+        for graph in self.graphs.drain(..) {
+            let _ = driver.destroy_exec(graph);
         }
         if let Some(module) = self.module.take() {
             let _ = driver.unload_module(module);
@@ -233,6 +275,7 @@ impl Cuda {
         let mut resources = Resources {
             gpu: gpu.clone(),
             streams: Vec::new(),
+            graphs: Vec::new(),
             module: None,
             memory: None,
             pinned: Vec::new(),
@@ -240,16 +283,36 @@ impl Cuda {
         };
         let image = compiled.image.clone();
         let view = image.view();
-        let tiles = if options.tiles { Tiles::plan(&image) } else { Ok(Tiles::none(&image)) };
+        let tiles = if options.tiles && options.mode == Mode::Persistent {
+            Tiles::plan(&image)
+        } else {
+            Ok(Tiles::none(&image))
+        };
         let tiles = tiles.expect("a task takes one tile of each matrix at once, which there is room for");
         let layout = Layout::new(compiled, &tiles, &options);
         let entered = gpu.enter()?;
         let driver = gpu.driver();
         refuse_too_large(&gpu, compiled, &layout)?;
-        let (module, function) = load_kernel(&gpu)?;
+        let module = gpu.load_module()?;
         resources.module = Some(module);
+        let (name, threads, shared_bytes) = match options.mode {
+            Mode::Persistent => (ENTRY, BLOCK_THREADS, TILE_BYTES),
+            Mode::PerOperator => (OPERATOR, TASK_THREADS, 0),
+        };
+        let function = kernel(&gpu, module, name, threads, shared_bytes)?;
         let base = driver.alloc(layout.bytes)?;
         resources.memory = Some(base);
+        let kernels = match options.mode {
+            Mode::Persistent => Kernels::Persistent(function),
+            Mode::PerOperator => {
+                let param = base.offset(layout.params);
+                for program in 0..view.programs.len() {
+                    let graph = program_graph(driver, &image, program as u32, function, param)?;
+                    resources.graphs.push(graph);
+                }
+                Kernels::PerOperator(resources.graphs.clone())
+            }
+        };
         let side = driver.create_stream()?;
         resources.streams.push(side);
         let stream = match gpu.stream() {
@@ -355,7 +418,7 @@ impl Cuda {
             tokens: tokens.unwrap_or(usize::MAX),
             resources,
             base,
-            function,
+            kernels,
             stage,
             flag,
             mailbox,
@@ -363,6 +426,8 @@ impl Cuda {
             stream,
             side,
             params,
+            passes: VecDeque::new(),
+            n_launched: 0,
             program_runs: Zeroable::zeroed(),
             iteration: 0,
             prompt: Vec::new(),
@@ -535,18 +600,42 @@ impl Cuda {
             unsafe { self.driver().set(self.base.offset(self.layout.trace), 0, traced, self.stream)? };
         }
         self.launched = Instant::now();
-        let launch = Launch {
-            function: self.function,
-            blocks: self.params.n_workers,
-            threads: BLOCK_THREADS,
-            shared_bytes: TILE_BYTES,
-            stream: self.stream,
-            param: self.base.offset(self.layout.params),
-        };
-        // SAFETY: the launch block is as `LaunchParams` says, of an image that its check has judged; all of it stays until
-        // the executor is dropped, which waits for the kernel's end.
-        unsafe { self.driver().launch(&launch)? };
+        match self.kernels {
+            Kernels::Persistent(function) => {
+                let launch = Launch {
+                    function,
+                    blocks: self.params.n_workers,
+                    threads: BLOCK_THREADS,
+                    shared_bytes: TILE_BYTES,
+                    stream: self.stream,
+                    param: self.base.offset(self.layout.params),
+                };
+                // SAFETY: the launch block is as `LaunchParams` says, of an image that its check has judged; all of it stays
+                // until the executor is dropped, which waits for the kernel's end.
+                unsafe { self.driver().launch(&launch)? };
+            }
+            Kernels::PerOperator(_) => {
+                drop(_entered);
+                self.passes = passes(control, self.image.view().programs);
+                self.n_launched = 0;
+                self.launch_ahead()?;
+            }
+        }
         self.is_running = true;
+        Ok(())
+    }
+
+    /// Launches passes until [`AHEAD`] of them have not been heard of.
+    fn launch_ahead(&mut self) -> Result<(), CudaError> {
+        let Kernels::PerOperator(graphs) = &self.kernels else { return Ok(()) };
+        let heard = self.look().mails;
+        let n = (heard + AHEAD).saturating_sub(self.n_launched).min(self.passes.len());
+        let _entered = self.gpu.enter()?;
+        for program in self.passes.drain(..n) {
+            // SAFETY: as in `launch`: each node is an operator of the image's, in its order.
+            unsafe { self.gpu.driver().launch_graph(graphs[program as usize], self.stream)? };
+            self.n_launched += 1;
+        }
         Ok(())
     }
 
@@ -622,9 +711,14 @@ impl Cuda {
     /// Whether a run is under way.
     pub fn is_running(&mut self) -> bool {
         if self.is_running {
-            let done = self.gpu.enter().and_then(|_entered| self.driver().is_done(self.stream));
+            let done = self
+                .launch_ahead()
+                .and_then(|()| self.gpu.enter())
+                .and_then(|_entered| self.driver().is_done(self.stream));
             match done {
                 Ok(false) => {}
+                // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
+                Ok(true) if !self.passes.is_empty() && self.look().mails == self.n_launched => {}
                 Ok(true) => self.is_running = false,
                 Err(error) => {
                     self.is_running = false;
@@ -799,30 +893,48 @@ fn refuse_too_large(gpu: &Gpu, compiled: &Compiled, layout: &Layout) -> Result<(
     Err(GpuError::Memory { device, free, needed, weights, cache, rest: needed - weights - cache })
 }
 
-/// The kernel, with the shared memory it wants, which fits.
-fn load_kernel(gpu: &Gpu) -> Result<(Module, Function), GpuError> {
-    let driver = gpu.driver();
-    let image = device_image().ok_or(GpuError::NoImage)?;
-    let module = match image.cubin {
-        Some(cubin) => driver.load_module(cubin)?,
-        // As a C string: that is how the driver knows where it ends.
-        None => driver.load_module(&[image.ptx.as_bytes(), &[0]].concat())?,
-    };
-    let ready = || {
-        let function = driver.function(module, ENTRY)?;
-        driver.set_shared_bytes(function, TILE_BYTES)?;
-        if driver.blocks_per_sm(function, BLOCK_THREADS, TILE_BYTES)? == 0 {
-            let device = gpu.info().name.clone();
-            return Err(GpuError::TooLarge { device, shared_bytes: TILE_BYTES, threads: BLOCK_THREADS });
-        }
-        Ok(function)
-    };
-    match ready() {
-        Ok(function) => Ok((module, function)),
-        Err(error) => {
-            // The first error is the one to tell.
-            let _ = driver.unload_module(module);
-            Err(error)
-        }
+/// The programs of a run from `control`'s step on, pass by pass, unless a stop token, the host or a fault ends it before.
+fn passes(control: &Control, programs: &[ProgramDesc]) -> VecDeque<u32> {
+    let mut control = Control { n_stop_tokens: 0, stop: 0, ..*control };
+    let mut passes = VecDeque::new();
+    while control.step.program != NO_PROGRAM {
+        passes.push_back(control.step.program);
+        advance::advance(&mut control, programs, 0);
     }
+    passes
+}
+
+/// Program `program` of `image` as a chain of launches of `function`.
+fn program_graph(
+    driver: &dyn Driver,
+    image: &Image,
+    program: u32,
+    function: Function,
+    param: DevicePtr,
+) -> Result<GraphExec, CudaError> {
+    let graph = driver.create_graph()?;
+    let mut last = None;
+    let mut chain = || {
+        for tasks in operators(image, program as usize) {
+            let (blocks, threads) = (tasks.end - tasks.start, TASK_THREADS);
+            let node = OperatorNode { function, blocks, threads, param, program, first_task: tasks.start };
+            last = Some(driver.add_node(graph, last, &node)?);
+        }
+        driver.instantiate(graph)
+    };
+    let exec = chain();
+    // Nothing is left to do with it, whatever the driver says.
+    let _ = driver.destroy_graph(graph);
+    exec
+}
+
+/// Entry `name`, which may be launched with that many threads and bytes of dynamic shared memory.
+fn kernel(gpu: &Gpu, module: Module, name: &str, threads: u32, shared_bytes: u32) -> Result<Function, GpuError> {
+    let driver = gpu.driver();
+    let function = driver.function(module, name)?;
+    driver.set_shared_bytes(function, shared_bytes)?;
+    if driver.blocks_per_sm(function, threads, shared_bytes)? == 0 {
+        return Err(GpuError::TooLarge { device: gpu.info().name.clone(), shared_bytes, threads });
+    }
+    Ok(function)
 }
