@@ -98,6 +98,8 @@ struct State {
     retained: u32,
     last_handle: usize,
     launches: u64,
+    /// The GPU's clock.
+    now_ns: u64,
     has_failed: bool,
     /// What every call says after the kernel has gone wrong.
     lost: Option<CudaError>,
@@ -114,8 +116,8 @@ impl State {
     }
 
     /// After a kernel that went wrong nothing works any more.
-    fn outlive(&mut self, ran: std::result::Result<(), String>, call: &'static str) -> Result<()> {
-        ran.map_err(|what| {
+    fn outlive(&mut self, ran: Ran, call: &'static str) -> Result<()> {
+        ran.map(|report| self.now_ns = report.ended_ns).map_err(|what| {
             let lost = CudaError { text: Some(what), ..error(call, 719, "CUDA_ERROR_LAUNCH_FAILED") };
             self.lost = Some(lost.clone());
             lost
@@ -213,6 +215,7 @@ impl Fake {
                     let options = simt::Options {
                         service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
                         tile_bytes: launch.shared_bytes,
+                        began_ns: state.now_ns + 1,
                         ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
                     };
                     let params = std::ptr::with_exposed_provenance(launch.param.0 as usize);
@@ -226,7 +229,8 @@ impl Fake {
             Work::Operator(node) => {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
-                let options = simt::Options::new(node.blocks, node.threads, seed);
+                let began_ns = state.now_ns + LAUNCH_NS;
+                let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
                 let params = std::ptr::with_exposed_provenance(node.param.0 as usize);
                 // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
                 let ran = run(&state, node.param, &options, || unsafe {
@@ -239,6 +243,12 @@ impl Fake {
     }
 }
 
+/// From a launch's end to the begin of the next in a graph.
+const LAUNCH_NS: u64 = 1000;
+
+/// How a kernel ended: or what the simulated GPU objects to, in words.
+type Ran = std::result::Result<simt::Report, String>;
+
 /// Bytes of an allocation with what the kernel may do there.
 struct Range {
     at: u64,
@@ -248,7 +258,7 @@ struct Range {
 }
 
 /// A launch of `kernel` on the simulated GPU, its launch block at `param`: what it objects to, in words.
-fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn()) -> std::result::Result<(), String> {
+fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn()) -> Ran {
     // SAFETY: who queued the launch has seen that there are as many bytes on the device, which nobody writes while the lock is
     // held.
     let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(param.0 as usize).read() };
@@ -307,11 +317,11 @@ fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn
     for (base, block) in &state.pinned {
         add("mapped memory".to_owned(), *base, block.bytes as u64, Access::Written);
     }
-    simt::launch(options, allocations, kernel).map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+    simt::launch(options, allocations, kernel).map_err(|error| format!("the simulated GPU says: {error}"))
 }
 
 /// As [`run`], of a probe.
-fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
+fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> Ran {
     let params: *const ProbeParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
     // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
     let counters = unsafe { (*params).counters };
@@ -327,8 +337,11 @@ fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::resu
         // SAFETY: an allocation of this driver, which the launch alone touches while the lock is held.
         allocations.push(unsafe { Allocation::new("device memory", start, block.bytes, access) });
     }
-    let options =
-        simt::Options { tile_bytes: launch.shared_bytes, ..simt::Options::new(launch.blocks, launch.threads, seed) };
+    let options = simt::Options {
+        tile_bytes: launch.shared_bytes,
+        began_ns: state.now_ns + 1,
+        ..simt::Options::new(launch.blocks, launch.threads, seed)
+    };
     let launched = simt::launch(&options, allocations, || {
         // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
         unsafe {
@@ -339,7 +352,7 @@ fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::resu
             }
         }
     });
-    launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+    launched.map_err(|error| format!("the simulated GPU says: {error}"))
 }
 
 // SAFETY: allocations are real memory that lives until it is freed; work is done in order.

@@ -61,7 +61,7 @@ pub struct Options {
     pub timeout: Duration,
     /// Whether loaders bring weights into shared memory.
     pub tiles: bool,
-    /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`]; 0: none.
+    /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`] and [`Cuda::set_tracing`]; 0: none.
     pub n_trace: u32,
 }
 
@@ -181,6 +181,7 @@ pub struct Cuda {
     iteration: u32,
     prompt: Vec<u32>,
     is_running: bool,
+    is_tracing: bool,
     launched: Instant,
     finished: Option<Instant>,
     seen: Mutex<Seen>,
@@ -432,6 +433,7 @@ impl Cuda {
             iteration: 0,
             prompt: Vec::new(),
             is_running: false,
+            is_tracing: true,
             launched: Instant::now(),
             finished: None,
             seen: Mutex::default(),
@@ -586,7 +588,8 @@ impl Cuda {
     }
 
     fn launch(&mut self, control: &Control) -> Result<(), CudaError> {
-        let params = LaunchParams { iteration: self.iteration, ..self.params };
+        let n_trace = if self.is_tracing { self.options.n_trace } else { 0 };
+        let params = LaunchParams { iteration: self.iteration, n_trace, ..self.params };
         // SAFETY: both have their places in the layout and no kernel runs; the mailbox is the host's until one does.
         unsafe {
             self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
@@ -595,7 +598,7 @@ impl Cuda {
         }
         let _entered = self.gpu.enter()?;
         let traced = self.layout.trace_end - self.layout.trace;
-        if traced > 0 {
+        if n_trace > 0 {
             // SAFETY: the trace's place.
             unsafe { self.driver().set(self.base.offset(self.layout.trace), 0, traced, self.stream)? };
         }
@@ -856,7 +859,12 @@ impl Cuda {
         stamps
     }
 
-    /// When each worker ran the first [`Options::n_trace`] tasks of the last run; waits for it to end.
+    /// Whether runs to come take times: as many as [`Options::n_trace`] made room for.
+    pub fn set_tracing(&mut self, is_tracing: bool) {
+        self.is_tracing = is_tracing;
+    }
+
+    /// When each worker ran the first [`Options::n_trace`] tasks of the last run that took times; waits for a run to end.
     ///
     /// # Errors
     /// A device that is lost.
