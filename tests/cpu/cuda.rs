@@ -15,6 +15,7 @@ use perpetua_shared::{EventId, ProgramId};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A network small enough for blocks of 256 simulated threads.
 const CONFIG: &str = r#"{
@@ -349,6 +350,47 @@ fn drills_end_in_their_errors_and_the_engine_goes_on() {
     drop(engine.generate(&PROMPT, &options(20)).expect("it starts"));
     drop(engine);
     assert_eq!(driver.leaks(), Vec::<String>::new());
+}
+
+/// A kernel that does not end: the host gives up, says so, and leaves alone what the kernel may still write.
+#[test]
+fn a_kernel_that_hangs_is_given_up() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = Arc::new(Fake::new(Options { hangs: true, ..Options::new(N_SMS, MEMORY) }));
+    let kernel = cuda::Options { timeout: Duration::ZERO, ..Default::default() };
+    let mut engine = Engine::new(&model, &EngineConfig { cuda: kernel, ..config(gpu(&driver)) }).expect("resident");
+    let loaded = driver.calls().len();
+    let error = generate(&mut engine, &PROMPT, 1).expect_err("it hangs").to_string();
+    assert!(error.contains("has not been heard of") && error.contains("cannot be used any more"), "{error}");
+    assert_eq!(generate(&mut engine, &PROMPT, 1).expect_err("still").to_string(), error);
+    drop(engine);
+    let calls = driver.calls();
+    let after: Vec<&String> = calls[loaded..].iter().skip_while(|call| !call.starts_with("cuLaunch")).skip(1).collect();
+    // It was told to stop; nobody waited for anything, and nothing was given back, the context included.
+    assert_eq!(after, ["cuMemcpyHtoDAsync 4"]);
+}
+
+/// A cubin newer than the driver: the driver compiles the PTX.
+#[test]
+fn where_the_cubin_is_refused_the_ptx_is_compiled() {
+    if device_image().is_none_or(|image| image.cubin.is_none()) {
+        println!("skipped: no cubin in this build (./x setup fetches ptxas)");
+        return;
+    }
+    let (_dir, model) = small();
+    let refuses = |code| {
+        Arc::new(Fake::new(Options { fails: Some(("cuModuleLoadDataEx", code)), ..Options::new(N_SMS, MEMORY) }))
+    };
+    let driver = refuses(209);
+    Engine::new(&model, &config(gpu(&driver))).expect("resident");
+    let loads: Vec<String> = driver.calls().into_iter().filter(|call| call.starts_with("cuModuleLoad")).collect();
+    assert_eq!(loads, ["cuModuleLoadDataEx cubin", "cuModuleLoadDataEx PTX"]);
+    // Other failures are told.
+    let error = Engine::new(&model, &config(gpu(&refuses(2)))).expect_err("no memory").to_string();
+    assert!(error.contains("cuModuleLoadDataEx"), "{error}");
 }
 
 #[test]

@@ -295,6 +295,9 @@ fn ptxas_accepts_it_without_spills() {
         functions, 7,
         "the kernel, its operators alone, three probes, two entries that nobody launches, and nothing else: {report}"
     );
+    // What a block may have on sm_90 when it asks: 227 KiB.
+    let shared = figure(&report, WORKER, " bytes smem");
+    assert!(shared + perpetua_shared::launch::TILE_BYTES <= 227 << 10, "{shared} bytes beside the tiles");
     let registers = figure(&report, WORKER, " registers");
     assert!(registers <= REGISTERS, "{registers} registers, {REGISTERS} before");
 }

@@ -39,7 +39,9 @@ fn advice(code: i32) -> Option<&'static str> {
         46 => "another process has the GPU to itself: see nvidia-smi's compute mode",
         100 => "no GPU is visible to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi",
         101 => "there is no device of that number: see CUDA_VISIBLE_DEVICES",
-        200 | 209 | 218 | 222 => "the driver is too old for this build's GPU code: it wants that of CUDA 12.8 or newer",
+        200 | 209 | 218 | 222 | 300 => {
+            "the driver is too old for this build's GPU code: it wants that of CUDA 12.8 or newer"
+        }
         500 => "the driver is too old: it wants that of CUDA 12.0 or newer",
         701 => "the kernel wants more registers or shared memory than a block of this GPU may have",
         700 | 702 | 709 | 710 | 714..=719 => "the GPU's context is lost: make a new engine in a new process",
@@ -52,6 +54,11 @@ fn advice(code: i32) -> Option<&'static str> {
 }
 
 impl CudaError {
+    /// Whether it is the code that the driver does not take: invalid, or not for it.
+    pub fn is_of_code(&self) -> bool {
+        matches!(self.code, 200 | 209 | 218 | 222 | 300)
+    }
+
     /// Whether the context can no longer be used after it.
     pub fn is_sticky(&self) -> bool {
         matches!(self.code, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719)

@@ -28,7 +28,12 @@ pub struct Options {
     pub seed: u64,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
+    /// Launches never end.
+    pub hangs: bool,
 }
+
+/// Shared memory of the kernels that is not dynamic: words and barriers.
+const STATIC_SHARED: u32 = 17_024;
 
 impl Options {
     /// An H200 cut down to `n_sms` SMs and `memory_bytes`.
@@ -43,7 +48,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, seed: 0, fails: None }
+        Options { device, seed: 0, fails: None, hangs: false }
     }
 }
 
@@ -183,10 +188,23 @@ impl Fake {
         Ok(state)
     }
 
+    /// As [`Fake::step`], if it is a copy.
+    fn step_copy(&self, stream: Stream) -> Result<bool> {
+        let is_copy = {
+            let state = self.state();
+            let first = state.streams.get(&stream.0).and_then(VecDeque::front);
+            matches!(first, Some(Work::CopyIn { .. } | Work::CopyOut { .. }))
+        };
+        if is_copy { self.step("cuStreamQuery", stream) } else { Ok(false) }
+    }
+
     /// Does the first work of `stream` that has not been done. Whether there was any.
     fn step(&self, call: &'static str, stream: Stream) -> Result<bool> {
         let mut state = self.state();
         let queue = state.streams.get_mut(&stream.0).ok_or_else(|| error(call, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        if self.options.hangs && matches!(queue.front(), Some(Work::Launch(_) | Work::Operator(_))) {
+            return Ok(true);
+        }
         let Some(work) = queue.pop_front() else { return Ok(false) };
         let at = |address: u64| std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
         let host = std::ptr::with_exposed_provenance_mut::<u8>;
@@ -418,7 +436,14 @@ unsafe impl Driver for Fake {
     fn is_done(&self, stream: Stream) -> Result<bool> {
         // Not in the record: how often somebody asks is no one's business.
         drop(self.begin("cuStreamQuery", "", true)?);
-        self.state().calls.pop();
+        let mut state = self.state();
+        state.calls.pop();
+        // What other streams have to do they do meanwhile; copies are what may run beside a kernel.
+        let others: Vec<usize> = state.streams.keys().copied().filter(|other| *other != stream.0).collect();
+        drop(state);
+        for other in others {
+            while self.step_copy(Stream(other))? {}
+        }
         Ok(!self.step("cuStreamQuery", stream)?)
     }
 
@@ -456,7 +481,7 @@ unsafe impl Driver for Fake {
 
     fn set_shared_bytes(&self, function: Function, bytes: u32) -> Result<()> {
         let mut state = self.begin("cuFuncSetAttribute", &format!("MAX_DYNAMIC_SHARED_SIZE_BYTES {bytes}"), true)?;
-        if bytes > self.options.device.shared_bytes {
+        if bytes + STATIC_SHARED > self.options.device.shared_bytes {
             return Err(error("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let known = state.functions.get_mut(&function.0);
@@ -604,7 +629,10 @@ unsafe impl Driver for Fake {
 
     unsafe fn copy_in(&self, to: DevicePtr, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuMemcpyHtoDAsync", &bytes.to_string(), true)?;
-        if !State::has(&state.device, to.0, bytes) || !State::has(&state.pinned, from.addr() as u64, bytes) {
+        if bytes == 0
+            || !State::has(&state.device, to.0, bytes)
+            || !State::has(&state.pinned, from.addr() as u64, bytes)
+        {
             return Err(error("cuMemcpyHtoDAsync", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let work = Work::CopyIn { to: to.0, from: from.addr(), bytes };
@@ -613,7 +641,10 @@ unsafe impl Driver for Fake {
 
     unsafe fn copy_out(&self, to: *mut u8, from: DevicePtr, bytes: usize, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuMemcpyDtoHAsync", &bytes.to_string(), true)?;
-        if !State::has(&state.device, from.0, bytes) || !State::has(&state.pinned, to.addr() as u64, bytes) {
+        if bytes == 0
+            || !State::has(&state.device, from.0, bytes)
+            || !State::has(&state.pinned, to.addr() as u64, bytes)
+        {
             return Err(error("cuMemcpyDtoHAsync", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let work = Work::CopyOut { to: to.addr(), from: from.0, bytes };
@@ -622,7 +653,7 @@ unsafe impl Driver for Fake {
 
     unsafe fn set(&self, at: DevicePtr, value: u8, bytes: u64, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuMemsetD8Async", &format!("{value} {bytes}"), true)?;
-        if !State::has(&state.device, at.0, bytes as usize) {
+        if bytes == 0 || !State::has(&state.device, at.0, bytes as usize) {
             return Err(error("cuMemsetD8Async", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let work = Work::Set { at: at.0, value, bytes: bytes as usize };

@@ -257,11 +257,15 @@ impl Gpu {
     /// Loads this build's GPU code into the context, which is current.
     pub(crate) fn load_module(&self) -> Result<Module, GpuError> {
         let image = device_image().ok_or(GpuError::NoImage)?;
-        Ok(match image.cubin {
-            Some(cubin) => self.driver().load_module(cubin)?,
-            // As a C string: that is how the driver knows where it ends.
-            None => self.driver().load_module(&[image.ptx.as_bytes(), &[0]].concat())?,
-        })
+        if let Some(cubin) = image.cubin {
+            match self.driver().load_module(cubin) {
+                // A driver older than the ptxas that made it; it may know the PTX all the same.
+                Err(error) if error.is_of_code() => {}
+                loaded => return Ok(loaded?),
+            }
+        }
+        // As a C string: that is how the driver knows where it ends.
+        Ok(self.driver().load_module(&[image.ptx.as_bytes(), &[0]].concat())?)
     }
 
     /// Makes the context current on this thread, until the guard is dropped.

@@ -25,7 +25,7 @@ use crate::compile::Compiled;
 use crate::cuda::driver::{
     CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
 };
-use crate::cuda::{Gpu, GpuError, Piece, upload};
+use crate::cuda::{Entered, Gpu, GpuError, Piece, upload};
 use crate::image::Image;
 use bytemuck::Zeroable;
 use perpetua_device::advance;
@@ -37,7 +37,7 @@ use perpetua_shared::launch::{
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, EventId, Fault, FaultCode, WorkerId};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -73,6 +73,9 @@ impl Default for Options {
 
 /// Alignment of everything on the device: a bulk copy's 16 bytes, and a sector of the cache.
 const ALIGN: u64 = 256;
+
+/// Dynamic shared memory that a kernel may have without its attribute.
+const SHARED_UNASKED: u32 = 48 << 10;
 
 /// Passes launched before the first of them has ended, at most.
 const AHEAD: usize = 16;
@@ -132,7 +135,7 @@ impl Layout {
         layout.counters = place(4 * view.events.len(), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
-        layout.trace = place(size_of::<TaskTrace>() * (options.n_trace * view.n_workers) as usize, 1);
+        layout.trace = place(size_of::<TaskTrace>() * options.n_trace as usize * view.n_workers as usize, 1);
         layout.trace_end = place(0, 1);
         for binding in &compiled.bindings {
             layout.bindings.push(place(binding.bytes as usize, u64::from(binding.align_bytes)));
@@ -150,6 +153,14 @@ struct Seen {
     tokens: Vec<u32>,
     /// Tokens in the cache.
     position: u32,
+}
+
+/// A run's, since the host last looked and heard something new.
+#[derive(Debug)]
+struct Silence {
+    mails: usize,
+    since: Instant,
+    is_told: bool,
 }
 
 /// The executor.
@@ -181,10 +192,13 @@ pub struct Cuda {
     iteration: u32,
     prompt: Vec<u32>,
     is_running: bool,
+    /// A copy of the word `stop` may be under way.
+    is_told: AtomicBool,
     is_tracing: bool,
     launched: Instant,
     finished: Option<Instant>,
     seen: Mutex<Seen>,
+    silence: Option<Silence>,
     outcome: Option<Result<Control, RunError>>,
     /// Why nothing can be run any more.
     lost: Option<RunError>,
@@ -214,6 +228,8 @@ struct Resources {
 impl Drop for Resources {
     fn drop(&mut self) {
         if self.is_lost {
+            // Nor is the context, which would wait for the kernel.
+            std::mem::forget(self.gpu.clone());
             return;
         }
         let Ok(_entered) = self.gpu.enter() else { return };
@@ -400,6 +416,7 @@ impl Cuda {
                     piece(*offset, bytes);
                 }
                 (_, Some(contents)) => piece(*offset, contents),
+                (_, None) if binding.bytes == 0 => {}
                 // SAFETY: the binding's room, which nothing uses yet.
                 (_, None) => unsafe { driver.set(base.offset(*offset), 0, binding.bytes, stream)? },
             }
@@ -433,10 +450,12 @@ impl Cuda {
             iteration: 0,
             prompt: Vec::new(),
             is_running: false,
+            is_told: AtomicBool::new(false),
             is_tracing: true,
             launched: Instant::now(),
             finished: None,
             seen: Mutex::default(),
+            silence: None,
             outcome: None,
             lost: None,
             layout,
@@ -465,6 +484,15 @@ impl Cuda {
         self.gpu.driver()
     }
 
+    /// Makes the context current, unless a kernel runs there that does not end: whoever waited for a stream would wait for it.
+    fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        if self.resources.is_lost {
+            let name = "the kernel does not end".to_owned();
+            return Err(CudaError { call: "a run", code: 702, name, text: None });
+        }
+        self.gpu.enter()
+    }
+
     fn at(&self, binding: usize) -> DevicePtr {
         self.base.offset(self.layout.bindings[binding])
     }
@@ -474,7 +502,7 @@ impl Cuda {
     /// # Safety
     /// There is room for them at `to`, and no kernel runs that uses it.
     unsafe fn write(&self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.enter()?;
         for (i, part) in bytes.chunks(STAGE_BYTES).enumerate() {
             // SAFETY: the stage is as large and nobody reads it: every use of it ends by waiting for the stream.
             unsafe {
@@ -491,7 +519,7 @@ impl Cuda {
     /// # Safety
     /// There are as many bytes at `from`, and no kernel runs that writes them.
     unsafe fn read(&self, from: DevicePtr, bytes: &mut [u8]) -> Result<(), CudaError> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.enter()?;
         for (i, part) in bytes.chunks_mut(STAGE_BYTES).enumerate() {
             // SAFETY: as in `write`.
             unsafe {
@@ -569,6 +597,7 @@ impl Cuda {
         assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         self.wait();
         *self.seen_mut() = Seen::default();
+        self.silence = None;
         self.finished = None;
         self.launched = Instant::now();
         if let Some(lost) = &self.lost {
@@ -590,6 +619,10 @@ impl Cuda {
     fn launch(&mut self, control: &Control) -> Result<(), CudaError> {
         let n_trace = if self.is_tracing { self.options.n_trace } else { 0 };
         let params = LaunchParams { iteration: self.iteration, n_trace, ..self.params };
+        if self.is_told.swap(false, Ordering::Relaxed) {
+            let _entered = self.gpu.enter()?;
+            self.driver().synchronize(self.side)?;
+        }
         // SAFETY: both have their places in the layout and no kernel runs; the mailbox is the host's until one does.
         unsafe {
             self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
@@ -663,12 +696,13 @@ impl Cuda {
     /// Asks the loop to end after the iteration that runs.
     pub fn stop(&self) {
         let stop = || -> Result<(), CudaError> {
-            let _entered = self.gpu.enter()?;
+            let _entered = self.enter()?;
             let to = self.at(self.control).offset(STOP as u64);
+            self.is_told.store(true, Ordering::Relaxed);
             // SAFETY: `stop` is a word of the control block that the host may write at any time; the flag is never written
-            // again.
-            unsafe { self.driver().copy_in(to, self.flag.host, 4, self.side)? };
-            self.driver().synchronize(self.side)
+            // again. Nobody waits for the copy, lest a GPU that does not answer stop the host, too: before the word is written
+            // otherwise, `launch` does.
+            unsafe { self.driver().copy_in(to, self.flag.host, 4, self.side) }
         };
         // A device that is lost says so to whoever waits for the run's end.
         let _ = stop();
@@ -711,7 +745,7 @@ impl Cuda {
         }
     }
 
-    /// Whether a run is under way.
+    /// Whether a run is under way: one that has not been given up, because nothing has been heard of it for too long.
     pub fn is_running(&mut self) -> bool {
         if self.is_running {
             let done = self
@@ -719,7 +753,7 @@ impl Cuda {
                 .and_then(|()| self.gpu.enter())
                 .and_then(|_entered| self.driver().is_done(self.stream));
             match done {
-                Ok(false) => {}
+                Ok(false) => self.lose_patience(),
                 // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
                 Ok(true) if !self.passes.is_empty() && self.look().mails == self.n_launched => {}
                 Ok(true) => self.is_running = false,
@@ -738,31 +772,33 @@ impl Cuda {
         std::thread::sleep(Duration::from_micros(20));
     }
 
-    /// Waits for the kernel's end. Gives up when nothing has been heard for so long that it cannot end by itself.
-    fn wait(&mut self) {
+    /// Gives up on a run of which nothing has been heard for so long that it cannot end by itself, and which has been told to
+    /// stop in vain.
+    fn lose_patience(&mut self) {
         let patience = 4 * self.options.timeout + Duration::from_secs(2);
-        let mut heard = (usize::MAX, Instant::now());
-        let mut is_told = false;
-        while self.is_running() {
-            let mails = self.look().mails;
-            if mails != heard.0 {
-                heard = (mails, Instant::now());
-            } else if heard.1.elapsed() > patience {
-                if is_told {
-                    let what = format!(
-                        "the kernel has not been heard of for {:.1} s and does not end; the GPU's context cannot be used \
-                         any more by this process",
-                        heard.1.elapsed().as_secs_f64()
-                    );
-                    let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
-                    self.lost = Some(RunError::Defect { task, worker, what });
-                    self.resources.is_lost = true;
-                    self.is_running = false;
-                    return;
-                }
-                is_told = true;
-                self.stop();
+        let mails = self.look().mails;
+        let silence = self.silence.get_or_insert_with(|| Silence { mails, since: Instant::now(), is_told: false });
+        if silence.mails != mails {
+            self.silence = None;
+        } else if silence.since.elapsed() > patience * (1 + u32::from(silence.is_told)) {
+            if !std::mem::replace(&mut silence.is_told, true) {
+                return self.stop();
             }
+            let what = format!(
+                "the kernel has not been heard of for {:.1} s and does not end; the GPU's context cannot be used any more by \
+                 this process",
+                silence.since.elapsed().as_secs_f64()
+            );
+            let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
+            self.lost = Some(RunError::Defect { task, worker, what });
+            self.resources.is_lost = true;
+            self.is_running = false;
+        }
+    }
+
+    /// Waits for the kernel's end.
+    fn wait(&mut self) {
+        while self.is_running() {
             self.rest();
         }
         if self.finished.is_none() {
@@ -940,7 +976,9 @@ fn program_graph(
 fn kernel(gpu: &Gpu, module: Module, name: &str, threads: u32, shared_bytes: u32) -> Result<Function, GpuError> {
     let driver = gpu.driver();
     let function = driver.function(module, name)?;
-    driver.set_shared_bytes(function, shared_bytes)?;
+    if shared_bytes > SHARED_UNASKED {
+        driver.set_shared_bytes(function, shared_bytes)?;
+    }
     if driver.blocks_per_sm(function, threads, shared_bytes)? == 0 {
         return Err(GpuError::TooLarge { device: gpu.info().name.clone(), shared_bytes, threads });
     }
