@@ -115,9 +115,9 @@ impl Section {
         Duration::from_secs(match self {
             Section::Facts | Section::Ceiling | Section::Latency => 30,
             Section::Kernels | Section::Fixtures | Section::Drills | Section::Long => 90,
-            Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 120 + compile,
+            Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
             Section::BenchLarge => 300 + compile,
-            Section::Accuracy => 120,
+            Section::Accuracy => 150,
             Section::Sanitizer => 60,
         })
     }
@@ -701,7 +701,7 @@ impl Check<'_> {
         if self.args.simulated {
             command.args(["--device", "cpu"]);
         }
-        let limit = if self.args.torch_compile { 330 } else { 60 };
+        let limit = if self.args.torch_compile { 380 } else { 80 };
         match output_within(Duration::from_secs(limit), &mut command) {
             Err(error) => json!(format!("python3: {error}")),
             Ok((_, out, err)) => {
