@@ -14,7 +14,6 @@ pub mod operators;
 pub mod reference;
 pub mod simt;
 pub mod threads;
-pub mod tiles;
 
 use crate::image::Image;
 use perpetua_shared::control::Control;
