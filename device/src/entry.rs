@@ -24,8 +24,8 @@ use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
 use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
 
-/// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
-/// would keep them all in registers); they stay in L1.
+/// The image where the launch block says it is. Every call reads the addresses it needs anew, or the compiler would keep them
+/// all in registers; they are in L1, two lines that the first reads after an acquire bring back.
 ///
 /// Its promise, which every method relies on: the host has checked the image, so every index in it is in range, and
 /// nobody writes it or the launch block while the kernel runs.
@@ -39,7 +39,7 @@ macro_rules! param {
     ($image:expr, $field:ident) => {{
         #[allow(unused_unsafe)] // Some of its users are unsafe blocks already.
         // SAFETY: see `DeviceImage`.
-        let value = unsafe { memory::load_volatile(&raw const (*$image.params).$field) };
+        let value = unsafe { memory::load_anew(&raw const (*$image.params).$field) };
         value
     }};
 }

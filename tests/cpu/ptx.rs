@@ -14,8 +14,9 @@ const COPIES: &str = "perpetua_probe_copy";
 
 /// What may only get better silently. A block of this size may have 255 registers a thread; convergent
 /// instructions are counted in the source after inlining, so a number that changes with no change in the kernels is a
-/// compiler that copies barriers. Change a number together with the source that explains it.
-const REGISTERS: u32 = 231;
+/// compiler that copies barriers. Change a number together with the source that explains it. (Two registers more than when the
+/// launch block was read by volatile loads, which go past L1.)
+const REGISTERS: u32 = 233;
 ///
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; attention 2; decode_attention 3; linear and
 /// gated_linear 6 each (a norm 3); rms_norm 2; layer_norm 4; pool 2; argmax 2; sample 50 (the best 2, nine sums
@@ -112,6 +113,9 @@ fn barriers_are_neither_copied_nor_lost() {
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
     // Four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear.
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]), PRODUCTS);
+    // Past L1 goes what others write or the host does, and nothing of the launch block: six words of the step, tokens, and the
+    // control words that tasks read.
+    assert_eq!(count(body, &["ld.volatile"]), 15);
     // The loader's one copy.
     assert_eq!(count(body, &["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"]), 1);
     assert_eq!(count(body, &["mbarrier.arrive.expect_tx.shared::cta.b64"]), 1);
