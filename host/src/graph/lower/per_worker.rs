@@ -3,8 +3,7 @@
 //!
 //! - Operators are [fused](super::fuse) first.
 //! - Products of one activation are cut into as many blocks as there are workers, all together: each into its share by
-//!   bytes, so that every worker has one block of one of them. Workers that attend get none of the projections before
-//!   when their keys and values are as many bytes as such a block: they load those meanwhile.
+//!   bytes, so that every worker has one block of one of them.
 //! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each making
 //!   its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
@@ -35,45 +34,29 @@ fn cache_bytes(table: &TensorTable, op: &Operator) -> u64 {
 fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     let table = &graph.table;
     let ops: Vec<&Operator> = graph.ops().collect();
-    // From the end: the projections before an attention run beside it.
-    let mut attending = (0u32, 0u64);
-    let mut end = ops.len();
-    while end > 0 {
-        let op = ops[end - 1];
-        if !is_matrix(op, table) {
-            if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
-                let blocks = lowered.ops[end - 1].n_blocks() as u32 * n_splits(table, op, target);
-                let bytes = cache_bytes(table, op);
-                if bytes > 0 {
-                    attending = (blocks, bytes / u64::from(blocks));
-                }
-            } else {
-                attending = (0, 0);
-            }
-            end -= 1;
+    let mut first = 0;
+    while first < ops.len() {
+        if !is_matrix(ops[first], table) {
+            first += 1;
             continue;
         }
         // The products of the same activation.
-        let alike = |at: &usize| is_matrix(ops[*at], table) && ops[*at].slots[0] == op.slots[0];
-        let first = (0..end).rev().take_while(alike).last().unwrap_or(end - 1);
+        let x = ops[first].slots[0];
+        let end = (first..ops.len()).find(|at| !is_matrix(ops[*at], table) || ops[*at].slots[0] != x);
+        let end = end.unwrap_or(ops.len());
         let bytes: Vec<u64> = ops[first..end].iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
-        let total: u64 = bytes.iter().sum();
-        let (blocks, block_bytes) = attending;
-        let beside = blocks < target.n_workers / 2 && 2 * block_bytes * u64::from(target.n_workers) >= total;
-        let workers = target.n_workers - if beside { blocks } else { 0 };
         // Those that read a replicated copy must be cut alike.
-        let apart = ops[first..end].len() > 1 && !is_rowwise(&ops, table, op.slots[0]);
-        let mut left = (workers, total);
+        let apart = end - first > 1 && !is_rowwise(&ops, table, x);
+        let (mut workers, mut left) = (target.n_workers, bytes.iter().sum::<u64>());
         for (at, bytes) in (first..end).zip(bytes) {
-            let share = (u64::from(left.0) * bytes + left.1 / 2) / left.1.max(1);
-            let n = if apart { (share as u32).max(1) } else { workers };
-            left = (left.0.saturating_sub(n), left.1 - bytes);
+            let share = (u64::from(workers) * bytes + left / 2) / left.max(1);
+            let n = if apart { (share as u32).max(1) } else { target.n_workers };
+            (workers, left) = (workers.saturating_sub(n), left - bytes);
             if bytes >= SMALL_MATRIX_BYTES {
                 lowered.ops[at].grid[0] = n.min(ops[at].axes[0].len as u32);
             }
         }
-        attending = (0, 0);
-        end = first;
+        first = end;
     }
 }
 
