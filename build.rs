@@ -125,7 +125,7 @@ impl DeviceBuilder {
         let (directives, compiled) = (entry_directives(&self.path)?, self.compile()?);
         let (rest, kernels) = split(&compiled, "perpetua_kernel_", &directives)?;
         write_if_new(&self.copy_to.join("kernels.ptx"), kernels.as_bytes())?;
-        let ptx = patch(&rest, "perpetua_worker", &directives)?;
+        let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
         let ptx_path = self.copy_to.join("perpetua.ptx");
         write_if_new(&ptx_path, ptx.as_bytes())?;
         let assembler = self.assemble(&ptx_path);

@@ -135,7 +135,8 @@ pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: imp
 
 /// Ends the iteration that `control.step` describes: counts the token that the sampler appended as `token` (if the pass
 /// sampled), decides whether the loop goes on, and sets the next step.
-#[inline]
+// Every entry of the GPU's code has it; a call would cost each of them a stack.
+#[inline(always)]
 pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     let step = control.step;
     control.program_runs[step.program as usize] = control.program_runs[step.program as usize].wrapping_add(1);

@@ -1,4 +1,5 @@
-//! The persistent kernel: one entry, one block per worker, and what happens on a panic.
+//! The persistent kernel: one entry, one block per worker; the same bodies one launch per operator, to compare it with; and
+//! what happens on a panic.
 //!
 //! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
@@ -21,10 +22,10 @@ use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
-use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskId, WorkerId};
+use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
 
-/// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
-/// would keep them all in registers); they stay in L1.
+/// The image where the launch block says it is. Every call reads the addresses it needs anew, or the compiler would keep them
+/// all in registers; they are in L1, two lines that the first reads after an acquire bring back.
 ///
 /// Its promise, which every method relies on: the host has checked the image, so every index in it is in range, and
 /// nobody writes it or the launch block while the kernel runs.
@@ -38,7 +39,7 @@ macro_rules! param {
     ($image:expr, $field:ident) => {{
         #[allow(unused_unsafe)] // Some of its users are unsafe blocks already.
         // SAFETY: see `DeviceImage`.
-        let value = unsafe { memory::load_volatile(&raw const (*$image.params).$field) };
+        let value = unsafe { memory::load_anew(&raw const (*$image.params).$field) };
         value
     }};
 }
@@ -320,6 +321,48 @@ pub unsafe fn worker(params: *const LaunchParams) {
     }
 }
 
+/// Task `first` plus the block's index, if the step is one of `program`: an operator, where it is a launch of its own, a block
+/// for each task. Nobody waits or triggers, since a launch on a stream begins when the one before has ended and its writes are
+/// visible; nothing is loaded ahead, since nobody is there before the launch.
+///
+/// A step of another program ends the launch, and so does a fault: what has been launched ahead for a loop that has ended runs
+/// to its end and touches nothing.
+///
+/// # Safety
+/// As [`worker`], but for the grid: a block of `TASK_THREADS` threads for each of an operator's tasks, none of which orders
+/// another; and whatever those tasks wait on has run in launches that have ended.
+#[inline(always)]
+pub unsafe fn operator(params: *const LaunchParams, program: u32, first: u32) {
+    let image = DeviceImage { params };
+    let sync = gpu_sync(&image);
+    let (worker, block) =
+        (WorkerId(thread::block_idx()), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
+    let step = crate::sync::Sync::step(&sync);
+    // SAFETY: every thread of the block comes here. They agree on the fault, which another block may report meanwhile, and all
+    // have read the step before `advance` overwrites it.
+    let is_over = unsafe { thread::sync_or(block.thread == 0 && sync.has_fault()) };
+    if is_over || step.program != program {
+        return;
+    }
+    let id = first + worker.0;
+    let task = image.task(id);
+    if step.sampling == 0 && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
+        return;
+    }
+    thread::at_task(id);
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    // SAFETY: the caller's promise; every thread of the block is here with the same task.
+    let outcome = unsafe { run_gpu(&body.call(task, &step), &block) };
+    match outcome {
+        Err(fault) => sync.report(&Fault { task: id, worker: worker.0, ..fault }),
+        Ok(()) if task.task_type == Advance::TASK_TYPE && block.thread == 0 => {
+            // SAFETY: one thread, whose `advance` has run.
+            unsafe { body.post(task, &step) }
+        }
+        Ok(()) => {}
+    }
+}
+
 /// One task of kernel `K`, and nothing else: what build.rs takes out of the PTX for the tests, which keep a ratchet on each
 /// kernel's registers and instructions.
 ///
@@ -361,6 +404,14 @@ mod ptx {
     pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
         // SAFETY: the caller's promise.
         unsafe { super::worker(params) }
+    }
+
+    /// # Safety
+    /// As [`operator`](super::operator).
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_operator(params: *const LaunchParams, program: u32, first: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { super::operator(params, program, first) }
     }
 
     /// # Safety

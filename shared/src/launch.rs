@@ -9,6 +9,11 @@ use bytemuck::{Pod, Zeroable};
 /// Name of the kernel's entry in the PTX.
 pub const ENTRY: &str = "perpetua_worker";
 
+/// Name of the entry that runs one operator, for launches of it alone: its parameters are the address of a [`LaunchParams`], the
+/// program and the operator's first task, its grid a block of [`TASK_THREADS`] threads for each task, without dynamic shared
+/// memory.
+pub const OPERATOR: &str = "perpetua_operator";
+
 /// Threads of a worker's block: 8 warps, so that a thread may have 255 registers. Registers are handed out by four warps, so
 /// with one more it were 168, and the widest bodies would spill; giving the loader's to the others (`setmaxnreg`) does not
 /// help, ptxas spills then too.

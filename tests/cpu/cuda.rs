@@ -5,15 +5,17 @@ use perpetua::cuda::fake::{Fake, Options};
 use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{Gpu, GpuError};
 use perpetua::device_image::device_image;
+use perpetua::exec::operators::operators;
 use perpetua::exec::{RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
-use perpetua_shared::EventId;
 use perpetua_shared::control::End;
-use perpetua_shared::launch::{BLOCK_THREADS, TILE_BYTES};
+use perpetua_shared::launch::{BLOCK_THREADS, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::{EventId, ProgramId};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A network small enough for blocks of 256 simulated threads.
 const CONFIG: &str = r#"{
@@ -118,6 +120,113 @@ fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
     let calls = driver.calls();
     let of = |name: &str| calls.iter().filter(|call| call.starts_with(name)).count();
     assert_eq!((of("cuMemAlloc "), of("cuMemFree"), of("cuModuleLoadDataEx")), (1, 1 + of("cuMemFreeHost"), 1));
+}
+
+/// The same tokens as the persistent kernel's, from a graph for each pass; and what such a run is, call by call.
+#[test]
+fn operators_in_graphs_make_the_same_tokens() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let expected =
+        generate(&mut Engine::new(&model, &config(gpu(&fake()))).expect("resident"), &PROMPT, 3).expect("it runs");
+    let driver = fake();
+    let per_operator = |driver: &Arc<Fake>| {
+        let options = cuda::Options { mode: cuda::Mode::PerOperator, ..Default::default() };
+        EngineConfig { cuda: options, ..config(gpu(driver)) }
+    };
+    {
+        let mut engine = Engine::new(&model, &per_operator(&driver)).expect("resident");
+        let image = engine.resident().compiled().image.clone();
+        let view = image.view();
+        // Each program is a chain of launches, one for each of its operators, a block for each task.
+        let calls = driver.calls();
+        let of_graphs: Vec<&str> =
+            calls.iter().map(String::as_str).filter(|call| call.starts_with("cuGraph")).collect();
+        let mut wanted = Vec::new();
+        for (number, program) in view.programs.iter().enumerate() {
+            wanted.push("cuGraphCreate".to_owned());
+            let mut at = program.task_first;
+            let mut place = "first";
+            while at < program.task_first + program.task_count {
+                let op = view.tasks[at as usize].op;
+                let blocks = view.tasks[at as usize..].iter().take_while(|task| task.op == op).count() as u32;
+                wanted.push(format!(
+                    "cuGraphAddKernelNode {place}: blocks {blocks} threads {TASK_THREADS} program {number} task {at}"
+                ));
+                at += blocks;
+                place = "after a node";
+            }
+            wanted.extend(["cuGraphInstantiateWithFlags 0".to_owned(), "cuGraphDestroy".to_owned()]);
+        }
+        assert_eq!(of_graphs, wanted);
+
+        for _ in 0..2 {
+            let before = driver.calls().len();
+            assert_eq!(generate(&mut engine, &PROMPT, 3).expect("it runs"), expected);
+            let calls = driver.calls();
+            let launches: Vec<&str> =
+                calls[before..].iter().map(String::as_str).filter(|call| call.contains("aunch")).collect();
+            // Two passes of the prompt, the second of which makes a token, and two for the others.
+            assert_eq!(launches, ["cuGraphLaunch"; 4]);
+        }
+        assert!(engine.stamps().len() == 1 + 4 && engine.stamps().is_sorted());
+
+        // The host says stop; what was launched ahead does nothing.
+        let mut generation = engine.generate(&PROMPT, &options(18)).expect("it starts");
+        generation.stop();
+        assert_eq!(generation.by_ref().count(), 0);
+        assert_eq!(generation.end(), Some(End::Stopped));
+        drop(generation);
+
+        // A token that ends the loop.
+        let stop = GenerateOptions { stop_tokens: Some(vec![expected[1]]), ..options(18) };
+        let made: Result<Vec<u32>, _> =
+            engine.generate(&PROMPT, &stop).expect("it starts").map(|token| token.map(|token| token.id)).collect();
+        let until = expected.iter().position(|token| *token == expected[1]).expect("it is there");
+        assert_eq!(made.expect("it runs"), expected[..=until]);
+
+        // A fault, and a run after it.
+        let error = engine.resident_mut().run_tokens(ProgramId(1), &[1, u32::MAX]).expect_err("out of range");
+        assert!(matches!(error, RunError::TokenOutOfRange { .. }), "{error}");
+        // More passes than are launched ahead.
+        assert_eq!(generate(&mut engine, &PROMPT, 18).expect("it runs")[..3], expected);
+    }
+    assert_eq!(driver.leaks(), Vec::<String>::new());
+
+    // Every call of it that fails is told, and nothing is left behind.
+    for call in ["cuGraphCreate", "cuGraphAddKernelNode", "cuGraphInstantiateWithFlags", "cuGraphLaunch"] {
+        let driver = Arc::new(Fake::new(Options { fails: Some((call, 1)), ..Options::new(N_SMS, MEMORY) }));
+        let error = Engine::new(&model, &per_operator(&driver))
+            .and_then(|mut engine| generate(&mut engine, &PROMPT, 1))
+            .expect_err(call)
+            .to_string();
+        assert!(error.contains(call), "{call}: {error}");
+        assert_eq!(driver.leaks(), Vec::<String>::new(), "after {call} failed");
+    }
+}
+
+/// Whatever the image, no task waits on another of its launch, and every task is in one.
+#[test]
+fn an_operator_is_a_launch_whose_tasks_wait_on_none_of_them() {
+    let (_dir, model) = small();
+    let config = EngineConfig { device: Device::Simt, chunks: vec![4, 8], gpu: None, ..config(gpu(&fake())) };
+    let engine = Engine::new(&model, &config).expect("it compiles");
+    let image = &engine.resident().compiled().image;
+    let view = image.view();
+    for (number, program) in view.programs.iter().enumerate() {
+        let launches = operators(image, number);
+        let tasks: Vec<u32> = launches.iter().cloned().flatten().collect();
+        assert_eq!(tasks, Vec::from_iter(program.task_first..program.task_first + program.task_count));
+        let ops: BTreeSet<u32> = tasks.iter().map(|task| view.tasks[*task as usize].op).collect();
+        assert_eq!(launches.len(), ops.len(), "as many launches as operators");
+        for launch in launches {
+            let tasks = &view.tasks[launch.start as usize..launch.end as usize];
+            let triggered: Vec<u32> = tasks.iter().flat_map(|task| view.triggers(task)).copied().collect();
+            assert!(tasks.iter().flat_map(|task| view.waits(task)).all(|event| !triggered.contains(event)));
+        }
+    }
 }
 
 fn gpu(driver: &Arc<Fake>) -> Gpu {
@@ -241,6 +350,47 @@ fn drills_end_in_their_errors_and_the_engine_goes_on() {
     drop(engine.generate(&PROMPT, &options(20)).expect("it starts"));
     drop(engine);
     assert_eq!(driver.leaks(), Vec::<String>::new());
+}
+
+/// A kernel that does not end: the host gives up, says so, and leaves alone what the kernel may still write.
+#[test]
+fn a_kernel_that_hangs_is_given_up() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = Arc::new(Fake::new(Options { hangs: true, ..Options::new(N_SMS, MEMORY) }));
+    let kernel = cuda::Options { timeout: Duration::ZERO, ..Default::default() };
+    let mut engine = Engine::new(&model, &EngineConfig { cuda: kernel, ..config(gpu(&driver)) }).expect("resident");
+    let loaded = driver.calls().len();
+    let error = generate(&mut engine, &PROMPT, 1).expect_err("it hangs").to_string();
+    assert!(error.contains("has not been heard of") && error.contains("cannot be used any more"), "{error}");
+    assert_eq!(generate(&mut engine, &PROMPT, 1).expect_err("still").to_string(), error);
+    drop(engine);
+    let calls = driver.calls();
+    let after: Vec<&String> = calls[loaded..].iter().skip_while(|call| !call.starts_with("cuLaunch")).skip(1).collect();
+    // It was told to stop; nobody waited for anything, and nothing was given back, the context included.
+    assert_eq!(after, ["cuMemcpyHtoDAsync 4"]);
+}
+
+/// A cubin newer than the driver: the driver compiles the PTX.
+#[test]
+fn where_the_cubin_is_refused_the_ptx_is_compiled() {
+    if device_image().is_none_or(|image| image.cubin.is_none()) {
+        println!("skipped: no cubin in this build (./x setup fetches ptxas)");
+        return;
+    }
+    let (_dir, model) = small();
+    let refuses = |code| {
+        Arc::new(Fake::new(Options { fails: Some(("cuModuleLoadDataEx", code)), ..Options::new(N_SMS, MEMORY) }))
+    };
+    let driver = refuses(209);
+    Engine::new(&model, &config(gpu(&driver))).expect("resident");
+    let loads: Vec<String> = driver.calls().into_iter().filter(|call| call.starts_with("cuModuleLoad")).collect();
+    assert_eq!(loads, ["cuModuleLoadDataEx cubin", "cuModuleLoadDataEx PTX"]);
+    // Other failures are told.
+    let error = Engine::new(&model, &config(gpu(&refuses(2)))).expect_err("no memory").to_string();
+    assert!(error.contains("cuModuleLoadDataEx"), "{error}");
 }
 
 #[test]

@@ -186,14 +186,67 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
         return;
     }
-    perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency"]);
-    for section in ["facts", "latency"] {
+    perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency", "bench-0.6b"]);
+    for section in ["facts", "latency", "bench-0.6b"] {
         let text = std::fs::read_to_string(out.join(format!("{section}.json"))).expect("a record");
         let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         assert_eq!(record["section"], section);
         assert_eq!(record["simulated"], true);
         assert_eq!(record["device"], "Fake H200");
         assert!(record["unix_time"].as_u64().is_some() && record["seconds"].as_f64().is_some(), "{text}");
-        assert!(record["figures"].is_object(), "{text}");
+        assert!(record["figures"].is_object() && record["error"].is_null() && record["unfinished"].is_null(), "{text}");
+        if section.starts_with("bench") {
+            let number = |path: &str| record.pointer(path).and_then(serde_json::Value::as_f64).expect(path);
+            let parts = ["prologue", "hops_exposed", "waiting_for_data", "computing", "tail"];
+            let sum: f64 = parts.iter().map(|part| number(&format!("/figures/loss/{part}_us"))).sum();
+            let step = number("/figures/loss/step_us");
+            assert!((sum / step - 1.0).abs() < 1e-3, "{sum} us in parts of {step}: {text}");
+            assert!(number("/figures/loss/floor_us") > 0.0, "{text}");
+            for way in ["without_loaders", "launch_per_operator"] {
+                assert_eq!(number(&format!("/figures/{way}/same_tokens")), 2.0, "{text}");
+                assert!(number(&format!("/figures/{way}/times_the_persistent_step")) > 0.0, "{text}");
+            }
+            assert!(out.join("qwen3-0.6b.trace.json").is_file());
+        }
     }
+}
+
+/// A section that dies leaves a record that says so, and takes no other with it; one that fails keeps what it had.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_gpu_check_outlives_its_sections() {
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("records");
+    let fixtures = temp.path().join("none");
+    let mut check = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+        .args(["gpu-check", "--simulated", "kernels", "fixtures", "facts", "--out"])
+        .arg(&out)
+        .arg("--fixtures")
+        .arg(&fixtures)
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let pid = check.id();
+    let section = loop {
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        if let Some(child) = children.split_whitespace().next() {
+            break child.to_owned();
+        }
+        assert!(check.try_wait().unwrap().is_none(), "it ended before a section began");
+    };
+    assert!(Command::new("kill").args(["-KILL", &section]).status().unwrap().success());
+    assert_eq!(check.wait().unwrap().code(), Some(1));
+    let record = |section: &str| -> serde_json::Value {
+        let text = std::fs::read_to_string(out.join(format!("{section}.json"))).expect("a record");
+        serde_json::from_str(&text).expect("JSON")
+    };
+    let said = |section: &str| record(section)["error"].as_str().expect("an error").to_owned();
+    assert!(said("kernels").contains("signal: 9"), "{}", said("kernels"));
+    assert!(said("fixtures").contains("none/tiny-qwen3"), "{}", said("fixtures"));
+    assert!(record("facts")["figures"].is_object() && record("facts")["error"].is_null());
 }

@@ -477,7 +477,7 @@ pub(crate) mod memory {
         unsafe { backend::store(to, value) }
     }
 
-    /// [`load`], never left out or kept: the host may own the value, or a register be too dear for it.
+    /// [`load`], never left out or kept: the host may own the value. It goes past L1, which others' writes do not reach.
     ///
     /// # Safety
     /// As [`load`].
@@ -486,6 +486,18 @@ pub(crate) mod memory {
     pub(crate) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
         // SAFETY: the caller's promise.
         unsafe { backend::load_volatile(from) }
+    }
+
+    /// [`load`] of a word of four or eight bytes of global memory that nobody writes during the launch, every time it is asked
+    /// for: a register would be too dear for it, and L1 has it.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
+        // SAFETY: the caller's promise.
+        unsafe { backend::load_anew(from) }
     }
 
     /// [`store`], never left out.

@@ -374,6 +374,24 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
 }
 
 #[inline(always)]
+pub(super) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
+    const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8) };
+    // Not `pure`: each call is a load where it stands.
+    // SAFETY: the caller's promise, of global memory; the bytes of the word are a value of the type.
+    unsafe {
+        if size_of::<T>() == 4 {
+            let word: u32;
+            asm!("ld.global.u32 {}, [{}];", out(reg32) word, in(reg64) from, options(nostack, readonly));
+            core::mem::transmute_copy(&word)
+        } else {
+            let word: u64;
+            asm!("ld.global.u64 {}, [{}];", out(reg64) word, in(reg64) from, options(nostack, readonly));
+            core::mem::transmute_copy(&word)
+        }
+    }
+}
+
+#[inline(always)]
 pub(super) unsafe fn store<T: Copy>(to: *mut T, value: T) {
     // SAFETY: the caller's promise.
     unsafe { to.write(value) }

@@ -56,8 +56,7 @@ impl Gpu {
                 } else if now.wrapping_sub(started) > self.timeout_ns {
                     return Err(Fault::new(FaultCode::Timeout, event.0, count, target));
                 }
-                // SAFETY: the record's first word is its code.
-                if unsafe { atomic::load_relaxed(self.fault.cast()) } != 0 {
+                if self.has_fault() {
                     return Err(Fault::new(FaultCode::Aborted, event.0, count, target));
                 }
             }
@@ -71,6 +70,13 @@ impl Gpu {
     pub(crate) fn give_up(&self) {
         // SAFETY: the record's first word is its code.
         unsafe { atomic::compare_exchange(self.fault.cast(), 0, FaultCode::Timeout as u32) };
+    }
+
+    /// Whether one has been recorded.
+    #[inline(always)]
+    pub(crate) fn has_fault(&self) -> bool {
+        // SAFETY: the record's first word is its code.
+        unsafe { atomic::load_relaxed(self.fault.cast()) != 0 }
     }
 
     /// Records `fault`, unless another is recorded already, and tells every worker to leave.

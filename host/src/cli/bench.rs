@@ -1,8 +1,11 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
+use super::loss::{self, Loss};
 use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
 use perpetua::cuda::probe::Prober;
+use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
+use perpetua::exec::operators::operators;
 use perpetua::exec::threads::allowed_cores;
 use perpetua::{Embedder, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
@@ -24,41 +27,168 @@ pub(crate) struct Args {
     /// Decode this many sequences together, every pass over the weights making a token for each (text models on the CPU).
     #[arg(long, value_name = "N")]
     batch: Option<usize>,
+    /// Measure so often; the figures are those of the median run.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    runs: usize,
+    /// On a GPU: measure the same without loaders, and as one launch per operator under a CUDA graph, too.
+    #[arg(long)]
+    compare: bool,
     /// Write the figures there.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// On a GPU: when each worker ran which task in a step, in the format of Chrome's and Perfetto's traces.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 impl Args {
-    /// Of `model`, `tokens` tokens after `context`.
-    pub(super) fn of(model: ModelArgs, context: usize, tokens: usize) -> Args {
-        Args { model, context, tokens, batch: None, json: None }
+    /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace`.
+    pub(super) fn of(model: ModelArgs, context: usize, tokens: usize, runs: usize, trace: PathBuf) -> Args {
+        Args { model, context, tokens, batch: None, runs, compare: true, json: None, trace: Some(trace) }
     }
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    if args.context == 0 || args.tokens == 0 {
-        return Err(format!("--context {} --tokens {}: expected at least 1 of each", args.context, args.tokens).into());
+    let Args { context, tokens, runs, .. } = *args;
+    if context == 0 || tokens == 0 || runs == 0 {
+        return Err(format!("--context {context} --tokens {tokens} --runs {runs}: expected at least 1 of each").into());
     }
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
     }
-    let figures = if is_generator(&model) { generator(args, &model)? } else { embedder(args, &model)? };
-    for (name, value) in figures.as_object().into_iter().flatten() {
-        match value {
-            serde_json::Value::Number(n) if n.is_f64() => println!("{name:28} {:.3}", n.as_f64().unwrap_or(0.0)),
-            serde_json::Value::String(text) => println!("{name:28} {text}"),
-            value => println!("{name:28} {value}"),
-        }
-    }
+    let figures =
+        if is_generator(&model) { generator(args, &model, &mut |_| Ok(()))? } else { embedder(args, &model)? };
+    print(&figures, "");
     if let Some(path) = &args.json {
         write_whole(path, |file| writeln!(file, "{figures:#}"))?;
     }
     Ok(())
 }
 
-pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+/// A line for each figure, those of a table further in.
+fn print(figures: &serde_json::Value, margin: &str) {
+    let width = 28 - margin.len();
+    for (name, value) in figures.as_object().into_iter().flatten() {
+        match value {
+            serde_json::Value::Number(n) if n.is_f64() => {
+                println!("{margin}{name:width$} {:.3}", n.as_f64().unwrap_or(0.0));
+            }
+            serde_json::Value::String(text) => println!("{margin}{name:width$} {text}"),
+            serde_json::Value::Object(_) => {
+                println!("{margin}{name}");
+                print(value, &format!("{margin}  "));
+            }
+            value => println!("{margin}{name:width$} {value}"),
+        }
+    }
+}
+
+/// What is measured of one run.
+struct Run {
+    prefill: Duration,
+    /// Sorted.
+    steps: Vec<Duration>,
+    waited: Duration,
+    whole: Duration,
+    /// Of the first sequence.
+    tokens: Vec<u32>,
+}
+
+impl Run {
+    fn median(&self) -> f64 {
+        quantile(&self.steps, 0.5)
+    }
+
+    /// `args.runs` runs, by their steps' medians.
+    fn several(args: &Args, engine: &mut Engine, prompts: &[Vec<u32>]) -> Result<Vec<Run>, Box<dyn std::error::Error>> {
+        let mut runs = (0..args.runs).map(|_| Run::of(args, engine, prompts)).collect::<Result<Vec<Run>, _>>()?;
+        runs.sort_by(|a, b| a.median().total_cmp(&b.median()));
+        Ok(runs)
+    }
+
+    fn of(args: &Args, engine: &mut Engine, prompts: &[Vec<u32>]) -> Result<Run, Box<dyn std::error::Error>> {
+        let options = options(args.tokens);
+        let bar = progress((prompts.len() * args.tokens) as u64, "measuring", TOKENS_BAR);
+        let waited = engine.resident().waited();
+        let mut tokens = Vec::new();
+        if args.batch.is_some() {
+            engine.generate_batch(prompts, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
+        } else {
+            engine.generate(&prompts[0], &options)?.try_for_each(|token| {
+                token.map(|token| {
+                    tokens.push(token.id);
+                    bar.inc(1);
+                })
+            })?;
+        }
+        bar.finish_and_clear();
+        let waited = engine.resident().waited() - waited;
+        let stamps = engine.stamps();
+        // Reading a prompt alone makes its first token; a batch leaves the prompts' last tokens to its first step.
+        let first = stamps.len() - args.tokens - usize::from(args.batch.is_some());
+        Ok(Run {
+            prefill: stamps[first] - stamps[0],
+            steps: steps(&stamps[first..]),
+            waited,
+            whole: stamps[stamps.len() - 1] - stamps[0],
+            tokens,
+        })
+    }
+}
+
+/// Tokens of the run that is traced: its last step is the one looked at.
+const TRACED_TOKENS: usize = 3;
+
+fn options(max_new_tokens: usize) -> GenerateOptions {
+    GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
+}
+
+/// A short run, so that pages and clocks are warm.
+fn warm_up(args: &Args, engine: &mut Engine, prompt: &[u32]) -> Outcome {
+    let options = options(2.min(args.tokens));
+    Ok(engine.generate(&prompt[..prompt.len().min(8)], &options)?.try_for_each(|token| token.map(|_| ()))?)
+}
+
+/// The same tokens by another way through the GPU's code, beside `run`'s.
+fn other_way(
+    args: &Args,
+    model: &Model,
+    config: &EngineConfig,
+    prompts: &[Vec<u32>],
+    run: &Run,
+) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    let mut engine = super::resident(model, config)?;
+    warm_up(args, &mut engine, &prompts[0])?;
+    let runs = Run::several(args, &mut engine, prompts)?;
+    let other = &runs[runs.len() / 2];
+    if other.tokens != run.tokens {
+        let same = other.tokens.iter().zip(&run.tokens).take_while(|(a, b)| a == b).count();
+        return Err(format!("{:?} makes other tokens, from number {same} on", config.cuda).into());
+    }
+    let mut figures = json!({
+        "step_ms_median": other.median() * 1e3,
+        "step_ms_of_runs": spread(&runs),
+        "times_the_persistent_step": other.median() / run.median().max(1e-12),
+        "same_tokens": other.tokens.len(),
+    });
+    if config.cuda.mode == Mode::PerOperator {
+        figures["launches_per_step"] = operators(&engine.resident().compiled().image, 0).len().into();
+    }
+    Ok(figures)
+}
+
+/// The fastest and the slowest of `runs`, which are sorted, in milliseconds a step.
+fn spread(runs: &[Run]) -> [f64; 2] {
+    [&runs[0], &runs[runs.len() - 1]].map(|run| run.median() * 1e3)
+}
+
+/// The figures of a text model; `keep` is called with those there are, before others are measured.
+pub(super) fn generator(
+    args: &Args,
+    model: &Model,
+    keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
+) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let vocab = model.config().vocab_size() as u64;
     let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
     if needed > model.max_tokens() {
@@ -74,8 +204,16 @@ pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value,
         return Err(format!("--max-context {context}: --context and --tokens need {needed} positions").into());
     }
     let began = Instant::now();
-    let config = EngineConfig { sequences: args.batch, ..args.model.config(model, needed) };
+    let traced = cuda::Options { n_trace: loss::TRACED, ..Default::default() };
+    let config = EngineConfig { sequences: args.batch, cuda: traced, ..args.model.config(model, needed) };
     let mut engine = super::resident(model, &config)?;
+    if let Some(cuda) = engine.resident_mut().cuda() {
+        cuda.set_tracing(false);
+    }
+    let on_gpu = engine.resident_mut().cuda().map(|cuda| cuda.gpu().clone());
+    if on_gpu.is_none() && (args.compare || args.trace.is_some()) {
+        return Err("--compare and --trace are for GPUs (--device cuda)".into());
+    }
     warm(model)?;
     let load = began.elapsed();
     // Ids spread over the vocabulary by a fixed rule: the same on every machine, others for each sequence.
@@ -84,65 +222,56 @@ pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value,
     let prompts: Vec<Vec<u32>> =
         (0..n_sequences).map(|sequence| (0..args.context).map(|i| id(sequence, i)).collect()).collect();
     let prompt = &prompts[0];
-    let options = GenerateOptions { max_new_tokens: args.tokens, stop_tokens: Some(Vec::new()), ..Default::default() };
-    let n_threads = engine.resident().compiled().image.header().n_workers as usize;
+    let n_workers = engine.resident().compiled().image.header().n_workers as usize;
     let before = bandwidth(&mut engine, model)?;
-    // One short run first, so that pages and clocks are warm.
-    let warm_up = GenerateOptions { max_new_tokens: 2.min(args.tokens), ..options.clone() };
-    engine.generate(&prompt[..prompt.len().min(8)], &warm_up)?.try_for_each(|token| token.map(|_| ()))?;
-    let bar = progress((n_sequences * args.tokens) as u64, "measuring", TOKENS_BAR);
+    warm_up(args, &mut engine, prompt)?;
     // What a batch is compared with: as many steps, of which reading the prompt is none.
     let alone = match args.batch {
         Some(_) => {
-            let one = GenerateOptions { max_new_tokens: args.tokens + 1, ..options.clone() };
-            engine.generate(prompt, &one)?.try_for_each(|token| token.map(|_| ()))?;
+            engine.generate(prompt, &options(args.tokens + 1))?.try_for_each(|token| token.map(|_| ()))?;
             let stamps = engine.stamps();
             Some(quantile(&steps(&stamps[stamps.len() - 1 - args.tokens..]), 0.5))
         }
         None => None,
     };
-    let waited = engine.resident().waited();
-    if args.batch.is_some() {
-        engine.generate_batch(&prompts, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
-    } else {
-        engine.generate(prompt, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
-    }
-    bar.finish_and_clear();
+    let runs = Run::several(args, &mut engine, &prompts)?;
+    let run = &runs[runs.len() / 2];
     let after = bandwidth(&mut engine, model)?;
-    let waited = engine.resident().waited() - waited;
-    let stamps = engine.stamps();
-    // Reading a prompt alone makes its first token; a batch leaves the prompts' last tokens to its first step.
-    let (first, read_tokens) = match args.batch {
-        Some(_) => (stamps.len() - args.tokens - 1, n_sequences * (args.context - 1)),
-        None => (stamps.len() - args.tokens, args.context),
-    };
-    let prefill = stamps[first] - stamps[0];
-    let steps = steps(&stamps[first..]);
+    let read_tokens = n_sequences * (args.context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
     let decode: &perpetua::compile::Program = &programs[if args.batch.is_some() { programs.len() - 1 } else { 0 }];
     // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
-    let read = step_bytes(&programs[0], model, args.context + args.tokens / 2, engine.context(), n_sequences);
+    let bytes_at = |position| step_bytes(&programs[0], model, position, engine.context(), n_sequences);
+    let (read, read_traced) =
+        (bytes_at(args.context + args.tokens / 2), bytes_at(args.context + TRACED_TOKENS.min(args.tokens) - 1));
     let bandwidth = before.max(after);
     let (tasks, events) = (decode.tasks.tasks.len(), decode.tasks.events.len());
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
-    let median = quantile(&steps, 0.5);
+    let median = run.median();
     let rate = read as f64 / median.max(1e-12);
-    let runs_on = match engine.resident_mut().cuda() {
-        Some(cuda) => cuda.gpu().info().name.clone(),
-        None => Isa::best().name().to_owned(),
-    };
+    let runs_on = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
+    let mut loss = None;
+    // The first token's pass is the prompt's last.
+    if on_gpu.is_some() && args.tokens > 1 {
+        let trace = loss::trace(&mut engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
+        if let Some(path) = &args.trace {
+            let name = args.model.model.display().to_string();
+            loss::write_trace(path, &name, &engine.resident().compiled().image, &trace)?;
+        }
+        loss = Some(Loss::of(&trace).ok_or("the trace has no two steps")?.table(read_traced, bandwidth));
+    }
     drop(engine);
     let mut figures = json!({
         "model": args.model.model.display().to_string(),
         "runs_on": runs_on,
-        "workers": n_threads,
+        "workers": n_workers,
         "load_s": load.as_secs_f64(),
         "compile_ms": compile.as_secs_f64() * 1e3,
         "context": args.context,
-        "prefill_tokens_per_s": read_tokens as f64 / prefill.as_secs_f64().max(1e-9),
+        "prefill_tokens_per_s": read_tokens as f64 / run.prefill.as_secs_f64().max(1e-9),
         "step_ms_median": median * 1e3,
-        "step_ms_p5": quantile(&steps, 0.05) * 1e3,
-        "step_ms_p95": quantile(&steps, 0.95) * 1e3,
+        "step_ms_p5": quantile(&run.steps, 0.05) * 1e3,
+        "step_ms_p95": quantile(&run.steps, 0.95) * 1e3,
         "tokens_per_s": n_sequences as f64 / median.max(1e-12),
         "bytes_per_step": bytes(read),
         "read_gb_per_s": rate / 1e9,
@@ -150,20 +279,32 @@ pub(super) fn generator(args: &Args, model: &Model) -> Result<serde_json::Value,
         "share_of_bandwidth_percent": 100.0 * rate / bandwidth,
         "tasks_per_step": tasks,
         "events_per_step": events,
-        "waiting_percent": 100.0 * waited.as_secs_f64()
-            / (n_threads as f64 * (stamps[stamps.len() - 1] - stamps[0]).as_secs_f64()),
+        "waiting_percent": 100.0 * run.waited.as_secs_f64() / (n_workers as f64 * run.whole.as_secs_f64()),
         "memory_beside_weights": bytes(owned),
         "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
     });
-    if let (Some(alone), Some(figures)) = (alone, figures.as_object_mut()) {
-        figures.insert("sequences".into(), n_sequences.into());
-        figures.insert("tokens_per_s_each".into(), (1.0 / median.max(1e-12)).into());
-        figures.insert("tokens_per_s_alone".into(), (1.0 / alone.max(1e-12)).into());
-        figures.insert("times_alone".into(), (n_sequences as f64 * alone / median.max(1e-12)).into());
+    if runs.len() > 1 {
+        figures["step_ms_of_runs"] = json!(spread(&runs));
     }
-    if let (Some(quantized), Some(figures)) = (model.quantized(), figures.as_object_mut()) {
-        figures.insert("quantized_weights".into(), bytes(quantized.size_bytes()).into());
-        figures.insert("accuracy".into(), accuracy(args, model, prompt)?.into());
+    if let Some(loss) = loss {
+        figures["loss"] = loss;
+    }
+    if args.compare {
+        let way = |cuda| other_way(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run);
+        keep(&figures)?;
+        figures["without_loaders"] = way(cuda::Options { tiles: false, ..Default::default() })?;
+        keep(&figures)?;
+        figures["launch_per_operator"] = way(cuda::Options { mode: Mode::PerOperator, ..Default::default() })?;
+    }
+    if let Some(alone) = alone {
+        figures["sequences"] = n_sequences.into();
+        figures["tokens_per_s_each"] = (1.0 / median.max(1e-12)).into();
+        figures["tokens_per_s_alone"] = (1.0 / alone.max(1e-12)).into();
+        figures["times_alone"] = (n_sequences as f64 * alone / median.max(1e-12)).into();
+    }
+    if let Some(quantized) = model.quantized() {
+        figures["quantized_weights"] = bytes(quantized.size_bytes()).into();
+        figures["accuracy"] = accuracy(args, model, prompt)?.into();
     }
     Ok(figures)
 }
@@ -286,7 +427,10 @@ fn bandwidth(engine: &mut Engine, model: &Model) -> Result<f64, Box<dyn std::err
     let n_workers = engine.resident().compiled().image.header().n_workers;
     match engine.resident_mut().cuda() {
         // By bulk copies, as loaders read; far more than the second-level cache holds.
-        Some(cuda) => Ok(Prober::new(cuda.gpu().clone(), 2 << 30)?.read(n_workers, 16 << 10, 13)?),
+        Some(cuda) => {
+            let bytes = 40 * u64::from(cuda.gpu().info().l2_bytes);
+            Ok(Prober::new(cuda.gpu().clone(), bytes)?.read(n_workers, 16 << 10, 13)?)
+        }
         None => read_bandwidth(model, n_workers as usize),
     }
 }

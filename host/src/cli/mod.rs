@@ -10,6 +10,7 @@ mod embed;
 mod generate;
 mod gpu_check;
 mod logits;
+mod loss;
 mod pack;
 mod plan;
 mod plan_graph;
@@ -18,6 +19,7 @@ mod synth;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use perpetua::cuda::Gpu;
 use perpetua::model::{ModelConfig, Quantize};
 use perpetua::{Device, Engine, EngineConfig, Model};
 use std::io::{IsTerminal, Write};
@@ -131,6 +133,9 @@ struct ModelArgs {
     /// Positions of the KV cache [default: what the request needs].
     #[arg(long, value_name = "N")]
     max_context: Option<usize>,
+    /// The GPU, when it is not the system's first.
+    #[arg(skip)]
+    gpu: Option<Gpu>,
 }
 
 /// How weights are kept.
@@ -141,9 +146,10 @@ enum QuantizeName {
 }
 
 impl ModelArgs {
-    /// The model in folder `model`, on a GPU.
-    fn on_gpu(model: PathBuf) -> ModelArgs {
-        ModelArgs { model, device: DeviceName::Cuda, threads: None, quantize: None, max_context: None }
+    /// The model in folder `model`, on `gpu`.
+    fn on_gpu(model: PathBuf, gpu: Gpu) -> ModelArgs {
+        let (device, gpu) = (DeviceName::Cuda, Some(gpu));
+        ModelArgs { model, device, threads: None, quantize: None, max_context: None, gpu }
     }
 
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
@@ -168,6 +174,7 @@ impl ModelArgs {
             },
             threads: self.threads,
             max_context: Some(self.max_context.unwrap_or(needed)),
+            gpu: self.gpu.clone(),
             ..EngineConfig::default()
         }
     }

@@ -39,7 +39,9 @@ fn advice(code: i32) -> Option<&'static str> {
         46 => "another process has the GPU to itself: see nvidia-smi's compute mode",
         100 => "no GPU is visible to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi",
         101 => "there is no device of that number: see CUDA_VISIBLE_DEVICES",
-        200 | 209 | 218 | 222 => "the driver is too old for this build's GPU code: it wants that of CUDA 12.8 or newer",
+        200 | 209 | 218 | 222 | 300 => {
+            "the driver is too old for this build's GPU code: it wants that of CUDA 12.8 or newer"
+        }
         500 => "the driver is too old: it wants that of CUDA 12.0 or newer",
         701 => "the kernel wants more registers or shared memory than a block of this GPU may have",
         700 | 702 | 709 | 710 | 714..=719 => "the GPU's context is lost: make a new engine in a new process",
@@ -52,6 +54,11 @@ fn advice(code: i32) -> Option<&'static str> {
 }
 
 impl CudaError {
+    /// Whether it is the code that the driver does not take: invalid, or not for it.
+    pub fn is_of_code(&self) -> bool {
+        matches!(self.code, 200 | 209 | 218 | 222 | 300)
+    }
+
     /// Whether the context can no longer be used after it.
     pub fn is_sticky(&self) -> bool {
         matches!(self.code, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719)
@@ -78,6 +85,12 @@ handles! {
     Module,
     /// A `CUfunction`.
     Function,
+    /// A `CUgraph`.
+    Graph,
+    /// A `CUgraphNode`.
+    Node,
+    /// A `CUgraphExec`.
+    GraphExec,
 }
 
 /// An address in device memory, or of the host's memory as the device sees it.
@@ -152,6 +165,23 @@ pub struct Launch {
     pub param: DevicePtr,
 }
 
+/// A node of a graph: a launch of the kernel [`OPERATOR`](perpetua_shared::launch::OPERATOR), without dynamic shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OperatorNode {
+    /// The kernel.
+    pub function: Function,
+    /// Blocks, one for each task.
+    pub blocks: u32,
+    /// Threads of each.
+    pub threads: u32,
+    /// Its first parameter: the launch block's address.
+    pub param: DevicePtr,
+    /// Its second: the program.
+    pub program: u32,
+    /// Its third: the operator's first task.
+    pub first_task: u32,
+}
+
 /// The driver. Calls that need a context use the calling thread's current one.
 ///
 /// # Safety
@@ -196,6 +226,21 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// The kernel takes one address, what lies there is as the kernel wants it, and stays until it ends.
     unsafe fn launch(&self, launch: &Launch) -> Result<()>;
+    /// cuGraphCreate.
+    fn create_graph(&self) -> Result<Graph>;
+    /// cuGraphAddKernelNode of a node that depends on `after`, if there is one.
+    fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node>;
+    /// cuGraphInstantiateWithFlags, without any.
+    fn instantiate(&self, graph: Graph) -> Result<GraphExec>;
+    /// cuGraphDestroy. What has been instantiated of it stays.
+    fn destroy_graph(&self, graph: Graph) -> Result<()>;
+    /// cuGraphExecDestroy.
+    fn destroy_exec(&self, exec: GraphExec) -> Result<()>;
+    /// cuGraphLaunch.
+    ///
+    /// # Safety
+    /// As [`Driver::launch`], of every node.
+    unsafe fn launch_graph(&self, exec: GraphExec, stream: Stream) -> Result<()>;
     /// cuMemGetInfo: free and total bytes of device memory.
     fn memory(&self) -> Result<(u64, u64)>;
     /// cuMemAlloc.

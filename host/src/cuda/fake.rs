@@ -6,12 +6,13 @@
 //! error with the code a driver would give, or, where a driver would do damage, a panic.
 
 use super::driver::{
-    Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Launch, Module, Pinned, Result, Stream,
+    Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Graph, GraphExec, Launch, Module, Node, OperatorNode,
+    Pinned, Result, Stream,
 };
 use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, TASK_THREADS, TILE_BYTES};
 use perpetua_shared::probe::{self, ProbeParams};
 use perpetua_shared::{DataOp, Operand, PrefetchOp, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -27,7 +28,12 @@ pub struct Options {
     pub seed: u64,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
+    /// Launches never end.
+    pub hangs: bool,
 }
+
+/// Shared memory of the kernels that is not dynamic: words and barriers.
+const STATIC_SHARED: u32 = 17_024;
 
 impl Options {
     /// An H200 cut down to `n_sms` SMs and `memory_bytes`.
@@ -42,7 +48,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, seed: 0, fails: None }
+        Options { device, seed: 0, fails: None, hangs: false }
     }
 }
 
@@ -78,6 +84,7 @@ enum Work {
     CopyOut { to: usize, from: u64, bytes: usize },
     Set { at: u64, value: u8, bytes: usize },
     Launch(Launch),
+    Operator(OperatorNode),
 }
 
 #[derive(Debug, Default)]
@@ -89,10 +96,15 @@ struct State {
     modules: HashMap<usize, Vec<u8>>,
     /// Their names, and the dynamic shared memory they may have.
     functions: HashMap<usize, (String, u32)>,
+    /// Their nodes, each with the one it depends on.
+    graphs: HashMap<usize, Vec<(Node, Option<Node>, OperatorNode)>>,
+    execs: HashMap<usize, Vec<OperatorNode>>,
     current: HashMap<ThreadId, Vec<Context>>,
     retained: u32,
     last_handle: usize,
     launches: u64,
+    /// The GPU's clock.
+    now_ns: u64,
     has_failed: bool,
     /// What every call says after the kernel has gone wrong.
     lost: Option<CudaError>,
@@ -106,6 +118,15 @@ impl State {
     fn handle(&mut self) -> usize {
         self.last_handle += 1;
         self.last_handle
+    }
+
+    /// After a kernel that went wrong nothing works any more.
+    fn outlive(&mut self, ran: Ran, call: &'static str) -> Result<()> {
+        ran.map(|report| self.now_ns = report.ended_ns).map_err(|what| {
+            let lost = CudaError { text: Some(what), ..error(call, 719, "CUDA_ERROR_LAUNCH_FAILED") };
+            self.lost = Some(lost.clone());
+            lost
+        })
     }
 
     /// Whether `bytes` bytes at `at` lie in one allocation of `blocks`.
@@ -126,13 +147,14 @@ impl Fake {
         self.state().calls.clone()
     }
 
-    /// What was made and not given back: contexts, streams, modules, allocations on the device and of pinned memory.
+    /// What was made and not given back: contexts, streams, modules, graphs, allocations on the device and of pinned memory.
     pub fn leaks(&self) -> Vec<String> {
         let state = self.state();
         let counts = [
             ("contexts", state.retained as usize),
             ("streams", state.streams.len()),
             ("modules", state.modules.len()),
+            ("graphs", state.graphs.len() + state.execs.len()),
             ("device allocations", state.device.len()),
             ("pinned allocations", state.pinned.len()),
             ("contexts left current", state.current.values().map(Vec::len).sum()),
@@ -166,10 +188,23 @@ impl Fake {
         Ok(state)
     }
 
+    /// As [`Fake::step`], if it is a copy.
+    fn step_copy(&self, stream: Stream) -> Result<bool> {
+        let is_copy = {
+            let state = self.state();
+            let first = state.streams.get(&stream.0).and_then(VecDeque::front);
+            matches!(first, Some(Work::CopyIn { .. } | Work::CopyOut { .. }))
+        };
+        if is_copy { self.step("cuStreamQuery", stream) } else { Ok(false) }
+    }
+
     /// Does the first work of `stream` that has not been done. Whether there was any.
     fn step(&self, call: &'static str, stream: Stream) -> Result<bool> {
         let mut state = self.state();
         let queue = state.streams.get_mut(&stream.0).ok_or_else(|| error(call, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        if self.options.hangs && matches!(queue.front(), Some(Work::Launch(_) | Work::Operator(_))) {
+            return Ok(true);
+        }
         let Some(work) = queue.pop_front() else { return Ok(false) };
         let at = |address: u64| std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
         let host = std::ptr::with_exposed_provenance_mut::<u8>;
@@ -194,17 +229,43 @@ impl Fake {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
                 let (name, _) = &state.functions[&launch.function.0];
-                let ran = if name == ENTRY { run(&state, launch, seed) } else { run_probe(&state, name, launch, seed) };
-                if let Err(what) = ran {
-                    let lost = CudaError { text: Some(what), ..error(call, 719, "CUDA_ERROR_LAUNCH_FAILED") };
-                    state.lost = Some(lost.clone());
-                    return Err(lost);
-                }
+                let ran = if name == ENTRY {
+                    let options = simt::Options {
+                        service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
+                        tile_bytes: launch.shared_bytes,
+                        began_ns: state.now_ns + 1,
+                        ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
+                    };
+                    let params = std::ptr::with_exposed_provenance(launch.param.0 as usize);
+                    // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
+                    run(&state, launch.param, &options, || unsafe { perpetua_device::entry::worker(params) })
+                } else {
+                    run_probe(&state, name, launch, seed)
+                };
+                state.outlive(ran, call)?;
+            }
+            Work::Operator(node) => {
+                state.launches += 1;
+                let seed = self.options.seed.wrapping_add(state.launches);
+                let began_ns = state.now_ns + LAUNCH_NS;
+                let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
+                let params = std::ptr::with_exposed_provenance(node.param.0 as usize);
+                // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
+                let ran = run(&state, node.param, &options, || unsafe {
+                    perpetua_device::entry::operator(params, node.program, node.first_task);
+                });
+                state.outlive(ran, call)?;
             }
         }
         Ok(true)
     }
 }
+
+/// From a launch's end to the begin of the next in a graph.
+const LAUNCH_NS: u64 = 1000;
+
+/// How a kernel ended: or what the simulated GPU objects to, in words.
+type Ran = std::result::Result<simt::Report, String>;
 
 /// Bytes of an allocation with what the kernel may do there.
 struct Range {
@@ -214,15 +275,16 @@ struct Range {
     name: &'static str,
 }
 
-/// The launch on the simulated GPU: what it objects to, in words.
-fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
-    // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
-    let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(launch.param.0 as usize).read() };
+/// A launch of `kernel` on the simulated GPU, its launch block at `param`: what it objects to, in words.
+fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn()) -> Ran {
+    // SAFETY: who queued the launch has seen that there are as many bytes on the device, which nobody writes while the lock is
+    // held.
+    let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(param.0 as usize).read() };
     let rows = u64::from(params.n_programs) * (u64::from(params.n_workers) + 1);
     let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
     let constant = |name, at, n: u32, size| section(name, at, u64::from(n), size, Access::Constant);
     let mut ranges = vec![
-        constant("the launch block", launch.param.0, 1, size_of::<LaunchParams>()),
+        constant("the launch block", param.0, 1, size_of::<LaunchParams>()),
         constant("programs", params.programs, params.n_programs, size_of::<ProgramDesc>()),
         constant("tasks", params.tasks, params.n_tasks, size_of::<TaskDesc>()),
         constant("operands", params.operands, params.n_operands, size_of::<Operand>()),
@@ -274,21 +336,11 @@ fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), Str
     for (base, block) in &state.pinned {
         add("mapped memory".to_owned(), *base, block.bytes as u64, Access::Written);
     }
-    let options = simt::Options {
-        service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
-        tile_bytes: launch.shared_bytes,
-        ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
-    };
-    let params: *const LaunchParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
-    let launched = simt::launch(&options, allocations, || {
-        // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
-        unsafe { perpetua_device::entry::worker(params) }
-    });
-    launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+    simt::launch(options, allocations, kernel).map_err(|error| format!("the simulated GPU says: {error}"))
 }
 
 /// As [`run`], of a probe.
-fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
+fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> Ran {
     let params: *const ProbeParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
     // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
     let counters = unsafe { (*params).counters };
@@ -304,8 +356,11 @@ fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::resu
         // SAFETY: an allocation of this driver, which the launch alone touches while the lock is held.
         allocations.push(unsafe { Allocation::new("device memory", start, block.bytes, access) });
     }
-    let options =
-        simt::Options { tile_bytes: launch.shared_bytes, ..simt::Options::new(launch.blocks, launch.threads, seed) };
+    let options = simt::Options {
+        tile_bytes: launch.shared_bytes,
+        began_ns: state.now_ns + 1,
+        ..simt::Options::new(launch.blocks, launch.threads, seed)
+    };
     let launched = simt::launch(&options, allocations, || {
         // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
         unsafe {
@@ -316,7 +371,7 @@ fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> std::resu
             }
         }
     });
-    launched.map(|_| ()).map_err(|error| format!("the simulated GPU says: {error}"))
+    launched.map_err(|error| format!("the simulated GPU says: {error}"))
 }
 
 // SAFETY: allocations are real memory that lives until it is freed; work is done in order.
@@ -382,7 +437,14 @@ unsafe impl Driver for Fake {
     fn is_done(&self, stream: Stream) -> Result<bool> {
         // Not in the record: how often somebody asks is no one's business.
         drop(self.begin("cuStreamQuery", "", true)?);
-        self.state().calls.pop();
+        let mut state = self.state();
+        state.calls.pop();
+        // What other streams have to do they do meanwhile; copies are what may run beside a kernel.
+        let others: Vec<usize> = state.streams.keys().copied().filter(|other| *other != stream.0).collect();
+        drop(state);
+        for other in others {
+            while self.step_copy(Stream(other))? {}
+        }
         Ok(!self.step("cuStreamQuery", stream)?)
     }
 
@@ -410,7 +472,7 @@ unsafe impl Driver for Fake {
             .get(&module.0)
             .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
         let has_name = image.windows(name.len()).any(|window| window == name.as_bytes());
-        if !has_name || ![ENTRY, probe::READ, probe::HOP, probe::MEET].contains(&name) {
+        if !has_name || ![ENTRY, OPERATOR, probe::READ, probe::HOP, probe::MEET].contains(&name) {
             return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
         }
         let handle = state.handle();
@@ -420,7 +482,7 @@ unsafe impl Driver for Fake {
 
     fn set_shared_bytes(&self, function: Function, bytes: u32) -> Result<()> {
         let mut state = self.begin("cuFuncSetAttribute", &format!("MAX_DYNAMIC_SHARED_SIZE_BYTES {bytes}"), true)?;
-        if bytes > self.options.device.shared_bytes {
+        if bytes + STATIC_SHARED > self.options.device.shared_bytes {
             return Err(error("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let known = state.functions.get_mut(&function.0);
@@ -446,6 +508,9 @@ unsafe impl Driver for Fake {
         let Some((name, most)) = state.functions.get(&function.0) else {
             return Err(error("cuLaunchCooperativeKernel", 400, "CUDA_ERROR_INVALID_HANDLE"));
         };
+        if name == OPERATOR {
+            return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
         let (expected, params) = match name.as_str() {
             ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
             _ => ((shared_bytes, probe::THREADS), size_of::<ProbeParams>()),
@@ -457,6 +522,73 @@ unsafe impl Driver for Fake {
             return Err(error("cuLaunchCooperativeKernel", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"));
         }
         self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(*launch))
+    }
+
+    fn create_graph(&self) -> Result<Graph> {
+        let mut state = self.begin("cuGraphCreate", "", true)?;
+        let handle = state.handle();
+        state.graphs.insert(handle, Vec::new());
+        Ok(Graph(handle))
+    }
+
+    fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node> {
+        const CALL: &str = "cuGraphAddKernelNode";
+        let OperatorNode { function, blocks, threads, param, program, first_task } = *node;
+        let place = if after.is_some() { "after a node" } else { "first" };
+        let arguments = format!("{place}: blocks {blocks} threads {threads} program {program} task {first_task}");
+        let mut state = self.begin(CALL, &arguments, true)?;
+        if state.functions.get(&function.0).is_none_or(|(name, _)| name != OPERATOR) {
+            return Err(error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE"));
+        }
+        if blocks == 0 || threads != TASK_THREADS || !State::has(&state.device, param.0, size_of::<LaunchParams>()) {
+            return Err(error(CALL, 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        let handle = Node(state.handle());
+        let nodes = state.graphs.get_mut(&graph.0).ok_or_else(|| error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        if after.is_some_and(|after| nodes.iter().all(|(node, ..)| *node != after)) {
+            return Err(error(CALL, 1, "CUDA_ERROR_INVALID_VALUE"));
+        }
+        nodes.push((handle, after, *node));
+        Ok(handle)
+    }
+
+    fn instantiate(&self, graph: Graph) -> Result<GraphExec> {
+        const CALL: &str = "cuGraphInstantiateWithFlags";
+        let mut state = self.begin(CALL, "0", true)?;
+        let nodes = state.graphs.get(&graph.0).ok_or_else(|| error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        // Nodes that nothing orders run in any order: the last made first.
+        let (mut left, mut order): (Vec<_>, Vec<(Node, OperatorNode)>) = (nodes.clone(), Vec::new());
+        while let Some(at) = left
+            .iter()
+            .rposition(|(_, after, _)| after.is_none_or(|after| order.iter().any(|(node, _)| *node == after)))
+        {
+            let (node, _, launch) = left.remove(at);
+            order.push((node, launch));
+        }
+        let handle = state.handle();
+        state.execs.insert(handle, order.into_iter().map(|(_, launch)| launch).collect());
+        Ok(GraphExec(handle))
+    }
+
+    fn destroy_graph(&self, graph: Graph) -> Result<()> {
+        let mut state = self.begin("cuGraphDestroy", "", true)?;
+        assert!(state.graphs.remove(&graph.0).is_some(), "destroyed once");
+        Ok(())
+    }
+
+    fn destroy_exec(&self, exec: GraphExec) -> Result<()> {
+        let mut state = self.begin("cuGraphExecDestroy", "", true)?;
+        assert!(state.execs.remove(&exec.0).is_some(), "destroyed once");
+        Ok(())
+    }
+
+    unsafe fn launch_graph(&self, exec: GraphExec, stream: Stream) -> Result<()> {
+        let mut state = self.begin("cuGraphLaunch", "", true)?;
+        let nodes = state.execs.get(&exec.0).ok_or_else(|| error("cuGraphLaunch", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
+        for node in nodes.clone() {
+            self.queue(&mut state, "cuGraphLaunch", stream, Work::Operator(node))?;
+        }
+        Ok(())
     }
 
     fn memory(&self) -> Result<(u64, u64)> {
@@ -498,7 +630,10 @@ unsafe impl Driver for Fake {
 
     unsafe fn copy_in(&self, to: DevicePtr, from: *const u8, bytes: usize, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuMemcpyHtoDAsync", &bytes.to_string(), true)?;
-        if !State::has(&state.device, to.0, bytes) || !State::has(&state.pinned, from.addr() as u64, bytes) {
+        if bytes == 0
+            || !State::has(&state.device, to.0, bytes)
+            || !State::has(&state.pinned, from.addr() as u64, bytes)
+        {
             return Err(error("cuMemcpyHtoDAsync", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let work = Work::CopyIn { to: to.0, from: from.addr(), bytes };
@@ -507,7 +642,10 @@ unsafe impl Driver for Fake {
 
     unsafe fn copy_out(&self, to: *mut u8, from: DevicePtr, bytes: usize, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuMemcpyDtoHAsync", &bytes.to_string(), true)?;
-        if !State::has(&state.device, from.0, bytes) || !State::has(&state.pinned, to.addr() as u64, bytes) {
+        if bytes == 0
+            || !State::has(&state.device, from.0, bytes)
+            || !State::has(&state.pinned, to.addr() as u64, bytes)
+        {
             return Err(error("cuMemcpyDtoHAsync", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let work = Work::CopyOut { to: to.addr(), from: from.0, bytes };
@@ -516,7 +654,7 @@ unsafe impl Driver for Fake {
 
     unsafe fn set(&self, at: DevicePtr, value: u8, bytes: u64, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuMemsetD8Async", &format!("{value} {bytes}"), true)?;
-        if !State::has(&state.device, at.0, bytes as usize) {
+        if bytes == 0 || !State::has(&state.device, at.0, bytes as usize) {
             return Err(error("cuMemsetD8Async", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let work = Work::Set { at: at.0, value, bytes: bytes as usize };

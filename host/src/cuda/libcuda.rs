@@ -2,10 +2,11 @@
 
 use super::driver::code;
 use super::driver::{
-    Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Launch, Module, Pinned, Result, Stream,
+    Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Graph, GraphExec, Launch, Module, Node, OperatorNode,
+    Pinned, Result, Stream,
 };
 use libloading::Library;
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::fmt;
 
 /// Where the library is looked for, the system's own names for it.
@@ -66,6 +67,12 @@ functions! {
     launch = "cuLaunchCooperativeKernel"(
         Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut Handle
     );
+    graph_create = "cuGraphCreate"(*mut Handle, c_uint);
+    graph_add = "cuGraphAddKernelNode_v2"(*mut Handle, Handle, *const Handle, usize, *const KernelNodeParams);
+    graph_instantiate = "cuGraphInstantiateWithFlags"(*mut Handle, Handle, c_ulonglong);
+    graph_destroy = "cuGraphDestroy"(Handle);
+    graph_exec_destroy = "cuGraphExecDestroy"(Handle);
+    graph_launch = "cuGraphLaunch"(Handle, Handle);
     memory = "cuMemGetInfo_v2"(*mut usize, *mut usize);
     alloc = "cuMemAlloc_v2"(*mut u64, usize);
     free = "cuMemFree_v2"(u64);
@@ -76,6 +83,22 @@ functions! {
     copy_out = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, Handle);
     set = "cuMemsetD8Async"(u64, u8, usize, Handle);
 }
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`.
+#[repr(C)]
+struct KernelNodeParams {
+    function: Handle,
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared_bytes: c_uint,
+    params: *mut Handle,
+    extra: *mut Handle,
+    /// Instead of a function, in the context that follows; null.
+    kernel: Handle,
+    context: Handle,
+}
+
+const _: () = assert!(size_of::<KernelNodeParams>() == 72);
 
 /// `CUdevice_attribute`.
 mod attribute {
@@ -348,6 +371,60 @@ unsafe impl Driver for LibCuda {
             (self.functions.launch)(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, params.as_mut_ptr())
         };
         self.check("cuLaunchCooperativeKernel", code)
+    }
+
+    fn create_graph(&self) -> Result<Graph> {
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: see the impl; flags must be 0.
+        self.check("cuGraphCreate", unsafe { (self.functions.graph_create)(&raw mut graph, 0) })?;
+        Ok(Graph(graph.expose_provenance()))
+    }
+
+    fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node> {
+        let OperatorNode { function, blocks, threads, mut param, mut program, mut first_task } = *node;
+        let mut params: [Handle; 3] =
+            [(&raw mut param.0).cast(), (&raw mut program).cast(), (&raw mut first_task).cast()];
+        let node = KernelNodeParams {
+            function: handle(function.0),
+            grid: [blocks, 1, 1],
+            block: [threads, 1, 1],
+            shared_bytes: 0,
+            params: params.as_mut_ptr(),
+            extra: std::ptr::null_mut(),
+            kernel: std::ptr::null_mut(),
+            context: std::ptr::null_mut(),
+        };
+        let (mut added, after) = (std::ptr::null_mut(), after.map(|node| handle(node.0)));
+        // SAFETY: see the impl; parameters are copied before the call returns.
+        let code = unsafe {
+            let after = after.as_slice();
+            (self.functions.graph_add)(&raw mut added, handle(graph.0), after.as_ptr(), after.len(), &raw const node)
+        };
+        self.check("cuGraphAddKernelNode", code)?;
+        Ok(Node(added.expose_provenance()))
+    }
+
+    fn instantiate(&self, graph: Graph) -> Result<GraphExec> {
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: see the impl.
+        let code = unsafe { (self.functions.graph_instantiate)(&raw mut exec, handle(graph.0), 0) };
+        self.check("cuGraphInstantiateWithFlags", code)?;
+        Ok(GraphExec(exec.expose_provenance()))
+    }
+
+    fn destroy_graph(&self, graph: Graph) -> Result<()> {
+        // SAFETY: see the impl.
+        self.check("cuGraphDestroy", unsafe { (self.functions.graph_destroy)(handle(graph.0)) })
+    }
+
+    fn destroy_exec(&self, exec: GraphExec) -> Result<()> {
+        // SAFETY: see the impl.
+        self.check("cuGraphExecDestroy", unsafe { (self.functions.graph_exec_destroy)(handle(exec.0)) })
+    }
+
+    unsafe fn launch_graph(&self, exec: GraphExec, stream: Stream) -> Result<()> {
+        // SAFETY: see the impl.
+        self.check("cuGraphLaunch", unsafe { (self.functions.graph_launch)(handle(exec.0), handle(stream.0)) })
     }
 
     fn memory(&self) -> Result<(u64, u64)> {

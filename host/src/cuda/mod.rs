@@ -11,7 +11,8 @@ pub mod libcuda;
 pub mod probe;
 mod upload;
 
-use driver::{Context, CudaError, DeviceInfo, Driver, Stream};
+use crate::device_image::device_image;
+use driver::{Context, CudaError, DeviceInfo, Driver, Module, Stream};
 use libcuda::{LibCuda, OpenError};
 use std::sync::{Arc, OnceLock};
 pub(crate) use upload::{Piece, upload};
@@ -251,6 +252,20 @@ impl Gpu {
     /// The stream the program gave, if it gave one.
     pub(crate) fn stream(&self) -> Option<Stream> {
         self.inner.stream
+    }
+
+    /// Loads this build's GPU code into the context, which is current.
+    pub(crate) fn load_module(&self) -> Result<Module, GpuError> {
+        let image = device_image().ok_or(GpuError::NoImage)?;
+        if let Some(cubin) = image.cubin {
+            match self.driver().load_module(cubin) {
+                // A driver older than the ptxas that made it; it may know the PTX all the same.
+                Err(error) if error.is_of_code() => {}
+                loaded => return Ok(loaded?),
+            }
+        }
+        // As a C string: that is how the driver knows where it ends.
+        Ok(self.driver().load_module(&[image.ptx.as_bytes(), &[0]].concat())?)
     }
 
     /// Makes the context current on this thread, until the guard is dropped.

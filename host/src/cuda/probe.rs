@@ -2,7 +2,6 @@
 
 use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::{Gpu, GpuError};
-use crate::device_image::device_image;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{GAVE_UP, HOP, MEET, ProbeParams, READ, THREADS};
 use std::time::Duration;
@@ -28,13 +27,9 @@ impl Prober {
     /// # Errors
     /// No GPU code in this build, or the driver.
     pub fn new(gpu: Gpu, source_bytes: u64) -> Result<Prober, GpuError> {
-        let image = device_image().ok_or(GpuError::NoImage)?;
         let entered = gpu.enter()?;
         let driver = gpu.driver();
-        let module = match image.cubin {
-            Some(cubin) => driver.load_module(cubin)?,
-            None => driver.load_module(&[image.ptx.as_bytes(), &[0]].concat())?,
-        };
+        let module = gpu.load_module()?;
         let stream = driver.create_stream()?;
         let pinned = driver.alloc_pinned(SMALL as usize)?;
         let mut prober = Prober { gpu: gpu.clone(), module, stream, memory: Vec::new(), source_bytes, pinned };

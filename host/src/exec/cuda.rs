@@ -1,4 +1,5 @@
-//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop.
+//! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop. Or, to see what that brings, the same bodies
+//! as a launch per operator ([`Mode::PerOperator`]).
 //!
 //! *Memory.* Everything the kernel touches lies in one allocation on the device: the launch block, the image, the counters,
 //! then the bindings. Weights are brought there once, as they lie in the checkpoint: the kernels read rows, so there is
@@ -10,45 +11,74 @@
 //! when a wait outlasts [`Options::timeout`], which is a fault that names task, event and workers. Should it not, the host
 //! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still writes
 //! must not be given back. When the process dies the driver ends the kernel.
+//! *Operator by operator.* A program is a CUDA graph, a chain of its [operators](operators()): each begins when the one before
+//! has ended, so there are neither events nor loaders. The step lies in the control block on the device, where `advance` moves
+//! it on, so one graph serves every pass. The host knows which programs follow each other, but for an end that comes early, and
+//! launches [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
+//! see another program in the step, or none, and do nothing.
 
 use super::RunError;
 use super::memory::{MemoryError, WeightSource, read_f32};
+use super::operators::operators;
 use crate::compile::Compiled;
-use crate::cuda::driver::{CudaError, DevicePtr, Driver, Function, Launch, Module, Pinned, Stream};
-use crate::cuda::{Gpu, GpuError, Piece, upload};
-use crate::device_image::device_image;
+use crate::cuda::driver::{
+    CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
+};
+use crate::cuda::{Entered, Gpu, GpuError, Piece, upload};
 use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
+use perpetua_device::advance;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
-use perpetua_shared::image::BindingKind;
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, TILE_BYTES, TaskTrace};
+use perpetua_shared::image::{BindingKind, ProgramDesc};
+use perpetua_shared::launch::{
+    BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TASK_THREADS, TILE_BYTES, TaskTrace,
+};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, EventId, Fault, FaultCode, WorkerId};
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+/// What a run is on the GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// One launch of the persistent kernel.
+    #[default]
+    Persistent,
+    /// A CUDA graph for each pass, in which every operator is a launch: what others do, to compare with. There are no loaders,
+    /// no traces, and nothing that could stall.
+    PerOperator,
+}
 
 /// How the kernel behaves.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
+    /// What a run is.
+    pub mode: Mode,
     /// The longest a worker waits for one event or one tile.
     pub timeout: Duration,
     /// Whether loaders bring weights into shared memory.
     pub tiles: bool,
-    /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`]; 0: none.
+    /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`] and [`Cuda::set_tracing`]; 0: none.
     pub n_trace: u32,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_millis(500), tiles: true, n_trace: 0 }
+        Options { mode: Mode::Persistent, timeout: Duration::from_millis(500), tiles: true, n_trace: 0 }
     }
 }
 
 /// Alignment of everything on the device: a bulk copy's 16 bytes, and a sector of the cache.
 const ALIGN: u64 = 256;
+
+/// Dynamic shared memory that a kernel may have without its attribute.
+const SHARED_UNASKED: u32 = 48 << 10;
+
+/// Passes launched before the first of them has ended, at most.
+const AHEAD: usize = 16;
 
 /// Pinned memory through which everything but the weights goes, a part at a time.
 const STAGE_BYTES: usize = 1 << 20;
@@ -107,7 +137,7 @@ impl Layout {
         layout.counters = place(4 * view.events.len(), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
-        layout.trace = place(size_of::<TaskTrace>() * (options.n_trace * view.n_workers) as usize, 1);
+        layout.trace = place(size_of::<TaskTrace>() * options.n_trace as usize * view.n_workers as usize, 1);
         layout.trace_end = place(0, 1);
         for binding in &compiled.bindings {
             layout.bindings.push(place(binding.bytes as usize, u64::from(binding.align_bytes)));
@@ -127,6 +157,14 @@ struct Seen {
     position: u32,
 }
 
+/// A run's, since the host last looked and heard something new.
+#[derive(Debug)]
+struct Silence {
+    mails: usize,
+    since: Instant,
+    is_told: bool,
+}
+
 /// The executor.
 #[derive(Debug)]
 pub struct Cuda {
@@ -140,7 +178,7 @@ pub struct Cuda {
     tokens: usize,
     resources: Resources,
     base: DevicePtr,
-    function: Function,
+    kernels: Kernels,
     stage: Pinned,
     /// The word 1, and the mailbox.
     flag: Pinned,
@@ -149,16 +187,31 @@ pub struct Cuda {
     stream: Stream,
     side: Stream,
     params: LaunchParams,
+    /// Programs whose passes are yet to be launched, and how many passes of the run have been.
+    passes: VecDeque<u32>,
+    n_launched: usize,
     program_runs: [u32; perpetua_shared::limits::MAX_PROGRAMS],
     iteration: u32,
     prompt: Vec<u32>,
     is_running: bool,
+    /// A copy of the word `stop` may be under way.
+    is_told: AtomicBool,
+    is_tracing: bool,
     launched: Instant,
     finished: Option<Instant>,
     seen: Mutex<Seen>,
+    silence: Option<Silence>,
     outcome: Option<Result<Control, RunError>>,
     /// Why nothing can be run any more.
     lost: Option<RunError>,
+}
+
+/// What is launched.
+#[derive(Clone, Debug)]
+enum Kernels {
+    Persistent(Function),
+    /// By program.
+    PerOperator(Vec<GraphExec>),
 }
 
 /// What must be given back.
@@ -166,6 +219,7 @@ pub struct Cuda {
 struct Resources {
     gpu: Gpu,
     streams: Vec<Stream>,
+    graphs: Vec<GraphExec>,
     module: Option<Module>,
     memory: Option<DevicePtr>,
     pinned: Vec<Pinned>,
@@ -176,6 +230,8 @@ struct Resources {
 impl Drop for Resources {
     fn drop(&mut self) {
         if self.is_lost {
+            // Nor is the context, which would wait for the kernel.
+            std::mem::forget(self.gpu.clone());
             return;
         }
         let Ok(_entered) = self.gpu.enter() else { return };
@@ -186,6 +242,9 @@ impl Drop for Resources {
         }
         for stream in self.streams.drain(..) {
             let _ = driver.destroy_stream(stream);
+        }
+        for graph in self.graphs.drain(..) {
+            let _ = driver.destroy_exec(graph);
         }
         if let Some(module) = self.module.take() {
             let _ = driver.unload_module(module);
@@ -235,6 +294,7 @@ impl Cuda {
         let mut resources = Resources {
             gpu: gpu.clone(),
             streams: Vec::new(),
+            graphs: Vec::new(),
             module: None,
             memory: None,
             pinned: Vec::new(),
@@ -242,15 +302,32 @@ impl Cuda {
         };
         let image = compiled.image.clone();
         let view = image.view();
-        let loads = if options.tiles { image.loads() } else { image.no_loads() };
+        let with_loaders = options.tiles && options.mode == Mode::Persistent;
+        let loads = if with_loaders { image.loads() } else { image.no_loads() };
         let layout = Layout::new(compiled, &loads, &options);
         let entered = gpu.enter()?;
         let driver = gpu.driver();
         refuse_too_large(&gpu, compiled, &layout)?;
-        let (module, function) = load_kernel(&gpu)?;
+        let module = gpu.load_module()?;
         resources.module = Some(module);
+        let (name, threads, shared_bytes) = match options.mode {
+            Mode::Persistent => (ENTRY, BLOCK_THREADS, TILE_BYTES),
+            Mode::PerOperator => (OPERATOR, TASK_THREADS, 0),
+        };
+        let function = kernel(&gpu, module, name, threads, shared_bytes)?;
         let base = driver.alloc(layout.bytes)?;
         resources.memory = Some(base);
+        let kernels = match options.mode {
+            Mode::Persistent => Kernels::Persistent(function),
+            Mode::PerOperator => {
+                let param = base.offset(layout.params);
+                for program in 0..view.programs.len() {
+                    let graph = program_graph(driver, &image, program as u32, function, param)?;
+                    resources.graphs.push(graph);
+                }
+                Kernels::PerOperator(resources.graphs.clone())
+            }
+        };
         let side = driver.create_stream()?;
         resources.streams.push(side);
         let stream = match gpu.stream() {
@@ -341,6 +418,7 @@ impl Cuda {
                     piece(*offset, bytes);
                 }
                 (_, Some(contents)) => piece(*offset, contents),
+                (_, None) if binding.bytes == 0 => {}
                 // SAFETY: the binding's room, which nothing uses yet.
                 (_, None) => unsafe { driver.set(base.offset(*offset), 0, binding.bytes, stream)? },
             }
@@ -360,7 +438,7 @@ impl Cuda {
             tokens: tokens.unwrap_or(usize::MAX),
             resources,
             base,
-            function,
+            kernels,
             stage,
             flag,
             mailbox,
@@ -368,13 +446,18 @@ impl Cuda {
             stream,
             side,
             params,
+            passes: VecDeque::new(),
+            n_launched: 0,
             program_runs: Zeroable::zeroed(),
             iteration: 0,
             prompt: Vec::new(),
             is_running: false,
+            is_told: AtomicBool::new(false),
+            is_tracing: true,
             launched: Instant::now(),
             finished: None,
             seen: Mutex::default(),
+            silence: None,
             outcome: None,
             lost: None,
             layout,
@@ -403,6 +486,15 @@ impl Cuda {
         self.gpu.driver()
     }
 
+    /// Makes the context current, unless a kernel runs there that does not end: whoever waited for a stream would wait for it.
+    fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        if self.resources.is_lost {
+            let name = "the kernel does not end".to_owned();
+            return Err(CudaError { call: "a run", code: 702, name, text: None });
+        }
+        self.gpu.enter()
+    }
+
     fn at(&self, binding: usize) -> DevicePtr {
         self.base.offset(self.layout.bindings[binding])
     }
@@ -412,7 +504,7 @@ impl Cuda {
     /// # Safety
     /// There is room for them at `to`, and no kernel runs that uses it.
     unsafe fn write(&self, to: DevicePtr, bytes: &[u8]) -> Result<(), CudaError> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.enter()?;
         for (i, part) in bytes.chunks(STAGE_BYTES).enumerate() {
             // SAFETY: the stage is as large and nobody reads it: every use of it ends by waiting for the stream.
             unsafe {
@@ -429,7 +521,7 @@ impl Cuda {
     /// # Safety
     /// There are as many bytes at `from`, and no kernel runs that writes them.
     unsafe fn read(&self, from: DevicePtr, bytes: &mut [u8]) -> Result<(), CudaError> {
-        let _entered = self.gpu.enter()?;
+        let _entered = self.enter()?;
         for (i, part) in bytes.chunks_mut(STAGE_BYTES).enumerate() {
             // SAFETY: as in `write`.
             unsafe {
@@ -507,6 +599,7 @@ impl Cuda {
         assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         self.wait();
         *self.seen_mut() = Seen::default();
+        self.silence = None;
         self.finished = None;
         self.launched = Instant::now();
         if let Some(lost) = &self.lost {
@@ -526,7 +619,12 @@ impl Cuda {
     }
 
     fn launch(&mut self, control: &Control) -> Result<(), CudaError> {
-        let params = LaunchParams { iteration: self.iteration, ..self.params };
+        let n_trace = if self.is_tracing { self.options.n_trace } else { 0 };
+        let params = LaunchParams { iteration: self.iteration, n_trace, ..self.params };
+        if self.is_told.swap(false, Ordering::Relaxed) {
+            let _entered = self.gpu.enter()?;
+            self.driver().synchronize(self.side)?;
+        }
         // SAFETY: both have their places in the layout and no kernel runs; the mailbox is the host's until one does.
         unsafe {
             self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
@@ -535,23 +633,47 @@ impl Cuda {
         }
         let _entered = self.gpu.enter()?;
         let traced = self.layout.trace_end - self.layout.trace;
-        if traced > 0 {
+        if n_trace > 0 {
             // SAFETY: the trace's place.
             unsafe { self.driver().set(self.base.offset(self.layout.trace), 0, traced, self.stream)? };
         }
         self.launched = Instant::now();
-        let launch = Launch {
-            function: self.function,
-            blocks: self.params.n_workers,
-            threads: BLOCK_THREADS,
-            shared_bytes: TILE_BYTES,
-            stream: self.stream,
-            param: self.base.offset(self.layout.params),
-        };
-        // SAFETY: the launch block is as `LaunchParams` says, of an image that its check has judged; all of it stays until
-        // the executor is dropped, which waits for the kernel's end.
-        unsafe { self.driver().launch(&launch)? };
+        match self.kernels {
+            Kernels::Persistent(function) => {
+                let launch = Launch {
+                    function,
+                    blocks: self.params.n_workers,
+                    threads: BLOCK_THREADS,
+                    shared_bytes: TILE_BYTES,
+                    stream: self.stream,
+                    param: self.base.offset(self.layout.params),
+                };
+                // SAFETY: the launch block is as `LaunchParams` says, of an image that its check has judged; all of it stays
+                // until the executor is dropped, which waits for the kernel's end.
+                unsafe { self.driver().launch(&launch)? };
+            }
+            Kernels::PerOperator(_) => {
+                drop(_entered);
+                self.passes = passes(control, self.image.view().programs);
+                self.n_launched = 0;
+                self.launch_ahead()?;
+            }
+        }
         self.is_running = true;
+        Ok(())
+    }
+
+    /// Launches passes until [`AHEAD`] of them have not been heard of.
+    fn launch_ahead(&mut self) -> Result<(), CudaError> {
+        let Kernels::PerOperator(graphs) = &self.kernels else { return Ok(()) };
+        let heard = self.look().mails;
+        let n = (heard + AHEAD).saturating_sub(self.n_launched).min(self.passes.len());
+        let _entered = self.gpu.enter()?;
+        for program in self.passes.drain(..n) {
+            // SAFETY: as in `launch`: each node is an operator of the image's, in its order.
+            unsafe { self.gpu.driver().launch_graph(graphs[program as usize], self.stream)? };
+            self.n_launched += 1;
+        }
         Ok(())
     }
 
@@ -576,12 +698,13 @@ impl Cuda {
     /// Asks the loop to end after the iteration that runs.
     pub fn stop(&self) {
         let stop = || -> Result<(), CudaError> {
-            let _entered = self.gpu.enter()?;
+            let _entered = self.enter()?;
             let to = self.at(self.control).offset(STOP as u64);
+            self.is_told.store(true, Ordering::Relaxed);
             // SAFETY: `stop` is a word of the control block that the host may write at any time; the flag is never written
-            // again.
-            unsafe { self.driver().copy_in(to, self.flag.host, 4, self.side)? };
-            self.driver().synchronize(self.side)
+            // again. Nobody waits for the copy, lest a GPU that does not answer stop the host, too: before the word is written
+            // otherwise, `launch` does.
+            unsafe { self.driver().copy_in(to, self.flag.host, 4, self.side) }
         };
         // A device that is lost says so to whoever waits for the run's end.
         let _ = stop();
@@ -624,12 +747,17 @@ impl Cuda {
         }
     }
 
-    /// Whether a run is under way.
+    /// Whether a run is under way: one that has not been given up, because nothing has been heard of it for too long.
     pub fn is_running(&mut self) -> bool {
         if self.is_running {
-            let done = self.gpu.enter().and_then(|_entered| self.driver().is_done(self.stream));
+            let done = self
+                .launch_ahead()
+                .and_then(|()| self.gpu.enter())
+                .and_then(|_entered| self.driver().is_done(self.stream));
             match done {
-                Ok(false) => {}
+                Ok(false) => self.lose_patience(),
+                // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
+                Ok(true) if !self.passes.is_empty() && self.look().mails == self.n_launched => {}
                 Ok(true) => self.is_running = false,
                 Err(error) => {
                     self.is_running = false;
@@ -646,31 +774,33 @@ impl Cuda {
         std::thread::sleep(Duration::from_micros(20));
     }
 
-    /// Waits for the kernel's end. Gives up when nothing has been heard for so long that it cannot end by itself.
-    fn wait(&mut self) {
+    /// Gives up on a run of which nothing has been heard for so long that it cannot end by itself, and which has been told to
+    /// stop in vain.
+    fn lose_patience(&mut self) {
         let patience = 4 * self.options.timeout + Duration::from_secs(2);
-        let mut heard = (usize::MAX, Instant::now());
-        let mut is_told = false;
-        while self.is_running() {
-            let mails = self.look().mails;
-            if mails != heard.0 {
-                heard = (mails, Instant::now());
-            } else if heard.1.elapsed() > patience {
-                if is_told {
-                    let what = format!(
-                        "the kernel has not been heard of for {:.1} s and does not end; the GPU's context cannot be used \
-                         any more by this process",
-                        heard.1.elapsed().as_secs_f64()
-                    );
-                    let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
-                    self.lost = Some(RunError::Defect { task, worker, what });
-                    self.resources.is_lost = true;
-                    self.is_running = false;
-                    return;
-                }
-                is_told = true;
-                self.stop();
+        let mails = self.look().mails;
+        let silence = self.silence.get_or_insert_with(|| Silence { mails, since: Instant::now(), is_told: false });
+        if silence.mails != mails {
+            self.silence = None;
+        } else if silence.since.elapsed() > patience * (1 + u32::from(silence.is_told)) {
+            if !std::mem::replace(&mut silence.is_told, true) {
+                return self.stop();
             }
+            let what = format!(
+                "the kernel has not been heard of for {:.1} s and does not end; the GPU's context cannot be used any more by \
+                 this process",
+                silence.since.elapsed().as_secs_f64()
+            );
+            let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
+            self.lost = Some(RunError::Defect { task, worker, what });
+            self.resources.is_lost = true;
+            self.is_running = false;
+        }
+    }
+
+    /// Waits for the kernel's end.
+    fn wait(&mut self) {
+        while self.is_running() {
             self.rest();
         }
         if self.finished.is_none() {
@@ -767,7 +897,12 @@ impl Cuda {
         stamps
     }
 
-    /// When each worker ran the first [`Options::n_trace`] tasks of the last run; waits for it to end.
+    /// Whether runs to come take times: as many as [`Options::n_trace`] made room for.
+    pub fn set_tracing(&mut self, is_tracing: bool) {
+        self.is_tracing = is_tracing;
+    }
+
+    /// When each worker ran the first [`Options::n_trace`] tasks of the last run that took times; waits for a run to end.
     ///
     /// # Errors
     /// A device that is lost.
@@ -804,30 +939,50 @@ fn refuse_too_large(gpu: &Gpu, compiled: &Compiled, layout: &Layout) -> Result<(
     Err(GpuError::Memory { device, free, needed, weights, cache, rest: needed - weights - cache })
 }
 
-/// The kernel, with the shared memory it wants, which fits.
-fn load_kernel(gpu: &Gpu) -> Result<(Module, Function), GpuError> {
-    let driver = gpu.driver();
-    let image = device_image().ok_or(GpuError::NoImage)?;
-    let module = match image.cubin {
-        Some(cubin) => driver.load_module(cubin)?,
-        // As a C string: that is how the driver knows where it ends.
-        None => driver.load_module(&[image.ptx.as_bytes(), &[0]].concat())?,
-    };
-    let ready = || {
-        let function = driver.function(module, ENTRY)?;
-        driver.set_shared_bytes(function, TILE_BYTES)?;
-        if driver.blocks_per_sm(function, BLOCK_THREADS, TILE_BYTES)? == 0 {
-            let device = gpu.info().name.clone();
-            return Err(GpuError::TooLarge { device, shared_bytes: TILE_BYTES, threads: BLOCK_THREADS });
-        }
-        Ok(function)
-    };
-    match ready() {
-        Ok(function) => Ok((module, function)),
-        Err(error) => {
-            // The first error is the one to tell.
-            let _ = driver.unload_module(module);
-            Err(error)
-        }
+/// The programs of a run from `control`'s step on, pass by pass, unless a stop token, the host or a fault ends it before.
+fn passes(control: &Control, programs: &[ProgramDesc]) -> VecDeque<u32> {
+    let mut control = Control { n_stop_tokens: 0, stop: 0, ..*control };
+    let mut passes = VecDeque::new();
+    while control.step.program != NO_PROGRAM {
+        passes.push_back(control.step.program);
+        advance::advance(&mut control, programs, 0);
     }
+    passes
+}
+
+/// Program `program` of `image` as a chain of launches of `function`.
+fn program_graph(
+    driver: &dyn Driver,
+    image: &Image,
+    program: u32,
+    function: Function,
+    param: DevicePtr,
+) -> Result<GraphExec, CudaError> {
+    let graph = driver.create_graph()?;
+    let mut last = None;
+    let mut chain = || {
+        for tasks in operators(image, program as usize) {
+            let (blocks, threads) = (tasks.end - tasks.start, TASK_THREADS);
+            let node = OperatorNode { function, blocks, threads, param, program, first_task: tasks.start };
+            last = Some(driver.add_node(graph, last, &node)?);
+        }
+        driver.instantiate(graph)
+    };
+    let exec = chain();
+    // Nothing is left to do with it, whatever the driver says.
+    let _ = driver.destroy_graph(graph);
+    exec
+}
+
+/// Entry `name`, which may be launched with that many threads and bytes of dynamic shared memory.
+fn kernel(gpu: &Gpu, module: Module, name: &str, threads: u32, shared_bytes: u32) -> Result<Function, GpuError> {
+    let driver = gpu.driver();
+    let function = driver.function(module, name)?;
+    if shared_bytes > SHARED_UNASKED {
+        driver.set_shared_bytes(function, shared_bytes)?;
+    }
+    if driver.blocks_per_sm(function, threads, shared_bytes)? == 0 {
+        return Err(GpuError::TooLarge { device: gpu.info().name.clone(), shared_bytes, threads });
+    }
+    Ok(function)
 }

@@ -10,6 +10,7 @@
 
 pub mod cuda;
 pub mod memory;
+pub mod operators;
 pub mod reference;
 pub mod simt;
 pub mod threads;

@@ -329,6 +329,12 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
 }
 
 #[track_caller]
+pub(super) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
+    // SAFETY: the caller's promise.
+    unsafe { load(from) }
+}
+
+#[track_caller]
 pub(super) unsafe fn store<T: Copy>(to: *mut T, value: T) {
     touch(to.addr(), size_of::<T>(), align_of::<T>(), Touch::Write);
     // SAFETY: aligned and inside a live allocation that is written, as has been judged.

@@ -509,7 +509,7 @@ fn a_poller_wakes_for_whatever_it_polls() {
 }
 
 /// Two warps that meet, one that serves, 4 KiB of tiles.
-const COPIES: Options = Options { blocks: 1, threads: 64, service_warps: 1, tile_bytes: 4096, seed: 0 };
+const COPIES: Options = Options { blocks: 1, threads: 64, service_warps: 1, tile_bytes: 4096, seed: 0, began_ns: 1 };
 
 const FULL: u32 = 0;
 const EMPTY: u32 = 1;

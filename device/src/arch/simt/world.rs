@@ -27,12 +27,14 @@ pub struct Options {
     pub tile_bytes: u32,
     /// Seed of the schedule.
     pub seed: u64,
+    /// What the GPU's clock says at the launch.
+    pub began_ns: u64,
 }
 
 impl Options {
     /// `blocks` blocks of `threads` threads and nothing else.
     pub fn new(blocks: u32, threads: u32, seed: u64) -> Options {
-        Options { blocks, threads, service_warps: 0, tile_bytes: 0, seed }
+        Options { blocks, threads, service_warps: 0, tile_bytes: 0, seed, began_ns: 1 }
     }
 
     fn block_threads(&self) -> u32 {
@@ -59,6 +61,8 @@ pub struct Report {
     pub bytes_copied: u64,
     /// The most bytes that a block's copies had under way at once.
     pub peak_in_flight: u64,
+    /// What the GPU's clock says at the launch's end.
+    pub ended_ns: u64,
     /// Who waited for what when nobody could go on; the launch then ended by its threads' own bounds on waiting.
     pub stall: Option<String>,
 }
@@ -321,7 +325,7 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
     let mut world = World {
         options: *options,
         random: seed,
-        now_ns: 1,
+        now_ns: options.began_ns,
         current: 0,
         threads: (0..n).map(|_| thread()).collect(),
         warps: (0..n / 32).map(|_| warp()).collect(),
@@ -432,6 +436,7 @@ impl World {
     fn enter(&mut self, thread: u32) -> bool {
         self.current = thread;
         self.now_ns += 5;
+        self.report.ended_ns = self.now_ns;
         self.report.switches += 1;
         !matches!(self.threads[thread as usize].wait, Wait::Word | Wait::Phase(_))
     }
