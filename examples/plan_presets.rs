@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let target = Target::h200();
         let machine = Machine::of(&target);
         let source = Source { name: "decode".to_owned(), graph, in_token_loop: true };
-        let compiled = compile(vec![source], &Config { target, check: false })?;
+        let compiled = compile(vec![source], &Config { check: false, ..Config::new(target) })?;
         let program = &compiled.programs[0];
         let streams = prefetch::streams(&program.blocks, &program.tasks, &program.costs);
         let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &streams, &machine)?;

@@ -2,7 +2,8 @@
 //!
 //! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
-//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks and the next is the loader ([`tiles`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
+//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
+//! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
 //! parameter is the address of a [`LaunchParams`] in device memory. `data_heads`, `data` and `task_tiles` say which
 //! weights the loader brings; with `n_data = 0` and all of `data_heads` and `task_tiles` zero it brings none, and bodies read weights from
 //! global memory.
@@ -13,6 +14,7 @@
 
 use crate::arch::{memory, thread};
 use crate::block::Block;
+use crate::gpu::scheduler;
 use crate::gpu::tiles::{self, Lists, Tiles};
 use crate::gpu::{Call, sync::Gpu};
 use crate::kernels::{Advance, Numbered, run_gpu};
@@ -58,12 +60,18 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
 impl Image for DeviceImage {
     #[inline(always)]
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
-        let row = program as u32 * (param!(self, n_workers) + 1);
+        let row = program as u32 * (param!(self, n_workers) + 2);
         // SAFETY: see `DeviceImage`.
         unsafe {
             let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2).as_ptr().cast::<[u32; 2]>();
             entries(param!(self, lists), first, end - first)
         }
+    }
+
+    #[inline(always)]
+    fn just_in_time(&self, program: usize) -> &[u32] {
+        // Without any in the image, its lists need not be looked at.
+        if param!(self, n_slots) == 0 { &[] } else { self.list(program, WorkerId(param!(self, n_workers))) }
     }
 
     #[inline(always)]
@@ -122,9 +130,21 @@ struct BlockBody<'a> {
     tiles: Tiles<'a>,
     /// Entries of the worker's row of the trace that have been written.
     traced: Cell<u32>,
+    /// Passes the block's scheduler has been given.
+    scheduled: Cell<u32>,
 }
 
 impl BlockBody<'_> {
+    /// Hands the scheduler a pass of `program`, or, with [`NO_PROGRAM`], sends it home.
+    #[inline(always)]
+    fn schedule(&self, program: u32, program_runs: u32) {
+        if self.block.thread == 0 {
+            // SAFETY: thread 0; callers see that there is a scheduler.
+            unsafe { scheduler::begin(self.tiles.sync(), self.scheduled.get(), program, program_runs) };
+            self.scheduled.set(self.scheduled.get().wrapping_add(1));
+        }
+    }
+
     #[inline(always)]
     fn task_tiles(&self, id: TaskId) -> u32 {
         // SAFETY: see `DeviceImage`.
@@ -217,6 +237,10 @@ impl Body for BlockBody<'_> {
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
         self.tiles.begin(step.program, n, self.block.thread == 0);
+        let has_scheduler = param!(self.image, n_slots) > 0;
+        if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
+            self.schedule(step.program, step.program_runs);
+        }
     }
 
     #[inline(always)]
@@ -256,6 +280,8 @@ impl Body for BlockBody<'_> {
 fn gpu_sync(image: &DeviceImage) -> Gpu {
     Gpu {
         counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
+        n_events: param!(image, n_events),
+        n_slots: param!(image, n_slots),
         step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
         fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
         timeout_ns: param!(image, timeout_ns),
@@ -275,20 +301,32 @@ pub unsafe fn worker(params: *const LaunchParams) {
     let (thread, threads) = (thread::thread_idx(), thread::block_dim());
     let block = Block { thread, threads: thread::task_threads() };
     // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. The warps beyond the
-    // task threads' are no task's, and the first of their lanes is the loader.
+    // task threads' are no task's: the first of their lanes is the loader, the second the scheduler.
     unsafe {
         if thread == 0 {
             tiles::init(block.threads);
+            if sync.n_slots > 0 {
+                scheduler::init();
+            }
         }
         thread::sync_some(1, threads);
         if thread >= block.threads {
             if thread == block.threads {
                 tiles::load(&(image, worker), &sync);
+            } else if thread == block.threads + 1 && sync.n_slots > 0 {
+                scheduler::schedule(&image, worker, param!(image, n_workers), &sync);
             }
             return;
         }
     }
-    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let mut body = BlockBody {
+        image,
+        worker,
+        block,
+        tiles: Tiles::new(&sync, block.lane()),
+        traced: Cell::new(0),
+        scheduled: Cell::new(0),
+    };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -296,6 +334,9 @@ pub unsafe fn worker(params: *const LaunchParams) {
         }
         // SAFETY: faults are the whole block's.
         unsafe { body.tiles.leave(thread == 0) };
+        if sync.n_slots > 0 {
+            body.schedule(NO_PROGRAM, 0);
+        }
     }
 }
 
@@ -310,7 +351,14 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let body = BlockBody {
+        image,
+        worker,
+        block,
+        tiles: Tiles::new(&sync, block.lane()),
+        traced: Cell::new(0),
+        scheduled: Cell::new(0),
+    };
     let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
     body.tiles.begin_task(body.task_tiles(TaskId(id)));
     let call = body.call(task, &step);

@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! ImageHeader | BindingDesc* | Operand* | ProgramDesc* | TaskDesc* | EventDesc* | waits u32* | triggers u32*
-//!             | list heads u32* (programs x (workers + 1)) | lists u32* (task ids) | name heads u32* | names (utf-8)
+//!             | list heads u32* (programs x (workers + 2)) | lists u32* (task ids) | name heads u32* | names (utf-8)
 //! ```
-//! Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
+//! A program's lists are those of its workers, then that of its just-in-time tasks. Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
 //! The host's `image::encode` and `image::decode` are its only makers; both check every index in it.
 
 use bytemuck::{Pod, Zeroable};
@@ -12,7 +12,7 @@ use bytemuck::{Pod, Zeroable};
 /// First bytes of every image.
 pub const MAGIC: [u8; 8] = *b"PERPIMG\0";
 /// Format version; an image of another version is refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// What a binding is for: how an executor provides it.
 #[repr(u32)]

@@ -24,7 +24,7 @@ fn cut(tensor: TensorId, kind: AccessKind, map: [i8; 3]) -> Access {
     Access { tensor, kind, map: map.map(|d| u8::try_from(d).ok()) }
 }
 
-use AccessKind::{Read, ReadWrite, ReduceAdd, Write};
+use AccessKind::{Append, Read, ReadWrite, ReduceAdd, Write};
 
 /// Sets of tasks, as rows of bits.
 #[derive(Clone, PartialEq)]

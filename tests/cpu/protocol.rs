@@ -2,16 +2,21 @@
 //! the one that runs on the GPU and on CPU threads; only [`Sync`](perpetua_device::sync::Sync) is loom's. Twins with one
 //! ordering or one wait less must be refused.
 //!
+//! With just-in-time tasks there is a scheduler, a thread of its own as on a GPU, or whoever of the workers waits, as on CPU
+//! threads; queue and scheduler are the device crate's too.
+//!
 //! Bound: two preemptions a run (loom's advice: most bugs need no more), two iterations of the token loop.
 
 use loom::cell::UnsafeCell;
-use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::sync::{Arc, Mutex};
+use perpetua_device::queue::{self, Words};
+use perpetua_device::scheduler::Scheduler;
 use perpetua_device::sync::Sync;
 use perpetua_device::worker::{Body, ImageView, run};
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, reached};
-use perpetua_shared::{EventId, Fault, Step, TaskDesc, TaskId, WorkerId};
+use perpetua_shared::{EventId, Fault, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
 
 const fn task(waits: (u32, u16), triggers: (u32, u16)) -> TaskDesc {
     TaskDesc {
@@ -40,15 +45,39 @@ enum Work {
     Write,
     Read,
     Advance,
+    /// Reads, and counts that it has run.
+    ReadOnce,
+}
+
+/// Who launches just-in-time tasks.
+#[derive(Clone, Copy, PartialEq)]
+enum Launcher {
+    Nobody,
+    Thread,
+    Workers,
 }
 
 /// An image and what its tasks do.
 struct World {
     view: ImageView<'static>,
     work: &'static [Work],
-    /// The order of a trigger.
-    trigger: Ordering,
+    orders: Orders,
+    launcher: Launcher,
 }
+
+/// Where the orders of the protocol stand, to weaken one.
+#[derive(Clone, Copy)]
+struct Orders {
+    trigger: Ordering,
+    publish: Ordering,
+    /// Of what a worker reads of the queue.
+    acquire: Ordering,
+    /// Whether a claim is one step.
+    is_claimed: bool,
+}
+
+const RIGHT: Orders =
+    Orders { trigger: Ordering::Release, publish: Ordering::Release, acquire: Ordering::Acquire, is_claimed: true };
 
 const WRITTEN: u32 = 2;
 const HAS_READ: u32 = 3;
@@ -58,12 +87,24 @@ static WAITS: [u32; 3] = [WRITTEN, HAS_READ, EVENT_ARRIVED.0];
 static TRIGGERS: [u32; 3] = [WRITTEN, HAS_READ, EVENT_ITERATION.0];
 
 /// w0 writes and ends the iteration, w1 reads between the two.
-fn hand_over(trigger: Ordering) -> World {
+fn hand_over(orders: Orders) -> World {
     static TASKS: [TaskDesc; 3] = [task((0, 0), (0, 1)), task((0, 1), (1, 1)), task((1, 2), (2, 1))];
-    static HEADS: [u32; 3] = [0, 2, 3];
+    static HEADS: [u32; 4] = [0, 2, 3, 3];
     static LISTS: [u32; 3] = [0, 2, 1];
     let work = &[Work::Write, Work::Read, Work::Advance];
-    World { view: view(&TASKS, &HEADS, &LISTS), work, trigger }
+    World { view: view(&TASKS, &HEADS, &LISTS), work, orders, launcher: Launcher::Nobody }
+}
+
+/// w0 writes and ends the iteration; two tasks between that are launched when w0 has written; w1 has none of its own.
+fn launched(launcher: Launcher, orders: Orders) -> World {
+    const READ: TaskDesc = TaskDesc { flags: TaskFlags::JUST_IN_TIME, ..task((0, 1), (1, 1)) };
+    static EVENTS: [EventDesc; 4] = [event(1), event(2), event(1), event(2)];
+    static TASKS: [TaskDesc; 4] = [task((0, 0), (0, 1)), READ, READ, task((1, 2), (2, 1))];
+    static HEADS: [u32; 4] = [0, 2, 2, 4];
+    static LISTS: [u32; 4] = [0, 3, 1, 2];
+    let work = &[Work::Write, Work::ReadOnce, Work::ReadOnce, Work::Advance];
+    let view = ImageView { events: &EVENTS, ..view(&TASKS, &HEADS, &LISTS) };
+    World { view, work, orders, launcher }
 }
 
 /// w0 does all there is; only `EVENT_ARRIVED` says that w1 has seen the step. `waits`: how many of the two loop events
@@ -71,10 +112,11 @@ fn hand_over(trigger: Ordering) -> World {
 fn idle_worker(waits: u16) -> World {
     static ALL: [TaskDesc; 1] = [task((2, 1), (2, 1))];
     static NONE: [TaskDesc; 1] = [task((2, 0), (2, 1))];
-    static HEADS: [u32; 3] = [0, 1, 1];
+    static HEADS: [u32; 4] = [0, 1, 1, 1];
     static LISTS: [u32; 1] = [0];
     let tasks = if waits == 0 { &NONE } else { &ALL };
-    World { view: view(tasks, &HEADS, &LISTS), work: &[Work::Advance], trigger: Ordering::Release }
+    let launcher = Launcher::Nobody;
+    World { view: view(tasks, &HEADS, &LISTS), work: &[Work::Advance], orders: RIGHT, launcher }
 }
 
 fn view(tasks: &'static [TaskDesc], list_heads: &'static [u32], lists: &'static [u32]) -> ImageView<'static> {
@@ -92,28 +134,117 @@ fn view(tasks: &'static [TaskDesc], list_heads: &'static [u32], lists: &'static 
 }
 
 /// The words workers share.
-struct Words {
-    counters: [AtomicU32; 4],
+struct Shared {
+    counters: [AtomicU32; 8],
     step: UnsafeCell<Step>,
     data: UnsafeCell<u32>,
-    trigger: Ordering,
+    /// What each just-in-time task makes: how often it has run.
+    made: [UnsafeCell<u32>; 2],
+    /// How many passes w0 has told the scheduler of; `u32::MAX`: that there are no more.
+    passes: AtomicU32,
+    launches: Mutex<(u32, Scheduler)>,
+    orders: Orders,
 }
 
 struct Worker {
-    words: Arc<Words>,
+    words: Arc<Shared>,
+    number: u32,
+    view: ImageView<'static>,
     work: &'static [Work],
+    launcher: Launcher,
+}
+
+const SLOTS: u32 = 2;
+
+impl Words for Worker {
+    fn n_events(&self) -> u32 {
+        EVENTS.len() as u32
+    }
+
+    fn n_slots(&self) -> u32 {
+        SLOTS
+    }
+
+    fn load(&self, at: u32) -> u32 {
+        self.words.counters[at as usize].load(Ordering::Relaxed)
+    }
+
+    fn acquire(&self, at: u32) -> u32 {
+        let is_event = (at as usize) < EVENTS.len();
+        let order = if is_event { Ordering::Acquire } else { self.words.orders.acquire };
+        self.words.counters[at as usize].load(order)
+    }
+
+    fn publish(&self, at: u32, value: u32) {
+        self.words.counters[at as usize].store(value, self.words.orders.publish);
+    }
+
+    fn draw(&self, at: u32) -> u32 {
+        self.words.counters[at as usize].fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn claim(&self, at: u32, old: u32, new: u32) -> bool {
+        let word = &self.words.counters[at as usize];
+        if self.words.orders.is_claimed {
+            return word.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        }
+        let is_there = word.load(Ordering::Relaxed) == old;
+        if is_there {
+            word.store(new, Ordering::Relaxed);
+        }
+        is_there
+    }
+}
+
+impl Worker {
+    /// As CPU threads do: launches, unless another is about it, then takes.
+    fn look(&self, step: &Step) -> Option<TaskId> {
+        if self.launcher == Launcher::Workers
+            && let Ok(mut launches) = self.words.launches.try_lock()
+        {
+            if launches.0 < step.iteration + 1 {
+                *launches = (step.iteration + 1, Scheduler::new(0, 1, 2));
+            }
+            if launches.0 == step.iteration + 1 {
+                launches.1.round(&self.view, step, self);
+            }
+        }
+        queue::take(self)
+    }
+
+    /// A scheduler's life, as on a GPU: w0 tells it of each pass.
+    fn schedule(&self) {
+        for pass in 0.. {
+            while self.words.passes.load(Ordering::Acquire) <= pass {
+                loom::thread::yield_now();
+            }
+            if self.words.passes.load(Ordering::Acquire) == u32::MAX {
+                return;
+            }
+            let step = Step { program_runs: pass, ..Step::default() };
+            let mut scheduler = Scheduler::new(0, 1, 1);
+            while !scheduler.round(&self.view, &step, self).0 {
+                loom::thread::yield_now();
+            }
+        }
+    }
 }
 
 impl Sync for Worker {
-    fn wait(&self, event: EventId, target: u32) -> Result<(), Fault> {
-        while !reached(self.words.counters[event.idx()].load(Ordering::Acquire), target) {
+    fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
+        loop {
+            if let Some(task) = pass.and_then(|step| self.look(step)) {
+                return Ok(Some(task));
+            }
+            if reached(self.words.counters[event.idx()].load(Ordering::Acquire), target) {
+                return Ok(None);
+            }
             loom::thread::yield_now();
         }
-        Ok(())
     }
 
     fn trigger(&self, event: EventId) {
-        self.words.counters[event.idx()].fetch_add(1, self.words.trigger);
+        self.words.counters[event.idx()].fetch_add(1, self.words.orders.trigger);
     }
 
     fn step(&self) -> Step {
@@ -125,6 +256,13 @@ impl Sync for Worker {
 struct Tasks<'a>(&'a Worker);
 
 impl Body for Tasks<'_> {
+    fn begin(&mut self, step: &Step) {
+        if self.0.number == 0 && self.0.launcher == Launcher::Thread {
+            let passes = if step.program == NO_PROGRAM { u32::MAX } else { step.iteration + 1 };
+            self.0.words.passes.store(passes, Ordering::Release);
+        }
+    }
+
     fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step) -> Result<(), Fault> {
         let words = &self.0.words;
         match self.0.work[id.idx()] {
@@ -132,6 +270,12 @@ impl Body for Tasks<'_> {
             Work::Write => words.data.with_mut(|data| unsafe { *data = 10 + step.iteration }),
             // SAFETY: as above.
             Work::Read => words.data.with(|data| assert_eq!(unsafe { *data }, 10 + step.iteration)),
+            Work::ReadOnce => {
+                // SAFETY: as above.
+                words.data.with(|data| assert_eq!(unsafe { *data }, 10 + step.iteration));
+                // SAFETY: as above.
+                words.made[id.idx() - 1].with_mut(|made| unsafe { *made += 1 });
+            }
             Work::Advance => words.step.with_mut(|next| {
                 let iteration = step.iteration + 1;
                 let program = if iteration < ITERATIONS { 0 } else { NO_PROGRAM };
@@ -149,22 +293,41 @@ fn explore(world: fn() -> World) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
     builder.check(move || {
-        let World { view, work, trigger } = world();
-        let words = Arc::new(Words {
+        let World { view, work, orders, launcher } = world();
+        let words = Arc::new(Shared {
             counters: core::array::from_fn(|_| AtomicU32::new(0)),
             step: UnsafeCell::new(Step { rows: 1, ..Step::default() }),
             data: UnsafeCell::new(0),
-            trigger,
+            made: core::array::from_fn(|_| UnsafeCell::new(0)),
+            passes: AtomicU32::new(0),
+            launches: Mutex::new((0, Scheduler::new(0, 1, 1))),
+            orders,
         });
+        let worker = |number| Worker { words: words.clone(), number, view, work, launcher };
         let start = |number| {
-            let worker = Worker { words: words.clone(), work };
+            let worker = worker(number);
             move || run(&view, WorkerId(number), 0, &worker, &mut Tasks(&worker))
         };
         let other = loom::thread::spawn(start(1));
+        let scheduler = (launcher == Launcher::Thread).then(|| {
+            let scheduler = worker(2);
+            loom::thread::spawn(move || scheduler.schedule())
+        });
         assert_eq!(start(0)(), Ok(ITERATIONS));
         assert_eq!(other.join().expect("no panic"), Ok(ITERATIONS));
+        if let Some(scheduler) = scheduler {
+            scheduler.join().expect("no panic");
+        }
         let count = words.counters[EVENT_ITERATION.idx()].load(Ordering::Relaxed);
         assert_eq!(count, ITERATIONS, "no trigger is lost or counted twice");
+        if launcher != Launcher::Nobody {
+            for made in &words.made {
+                // SAFETY: loom judges it.
+                made.with(|made| {
+                    assert_eq!(unsafe { *made }, ITERATIONS, "every task is launched and taken once a pass")
+                });
+            }
+        }
     });
 }
 
@@ -175,7 +338,7 @@ fn refuses(world: fn() -> World) -> bool {
 
 #[test]
 fn workers_hand_over_and_go_on() {
-    explore(|| hand_over(Ordering::Release));
+    explore(|| hand_over(RIGHT));
 }
 
 #[test]
@@ -185,10 +348,35 @@ fn a_worker_without_tasks_keeps_up() {
 
 #[test]
 fn a_trigger_that_does_not_release_is_refused() {
-    assert!(refuses(|| hand_over(Ordering::Relaxed)));
+    assert!(refuses(|| hand_over(Orders { trigger: Ordering::Relaxed, ..RIGHT })));
 }
 
 #[test]
 fn a_step_nobody_waits_to_be_seen_is_refused() {
     assert!(refuses(|| idle_worker(0)));
+}
+
+#[test]
+fn a_scheduler_launches_and_idle_workers_take() {
+    explore(|| launched(Launcher::Thread, RIGHT));
+}
+
+#[test]
+fn waiting_workers_launch_and_take() {
+    explore(|| launched(Launcher::Workers, RIGHT));
+}
+
+#[test]
+fn a_queue_that_does_not_release_is_refused() {
+    assert!(refuses(|| launched(Launcher::Thread, Orders { publish: Ordering::Relaxed, ..RIGHT })));
+}
+
+#[test]
+fn a_taker_that_does_not_acquire_is_refused() {
+    assert!(refuses(|| launched(Launcher::Thread, Orders { acquire: Ordering::Relaxed, ..RIGHT })));
+}
+
+#[test]
+fn a_claim_in_two_steps_is_refused() {
+    assert!(refuses(|| launched(Launcher::Thread, Orders { is_claimed: false, ..RIGHT })));
 }

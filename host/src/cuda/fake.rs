@@ -218,7 +218,8 @@ struct Range {
 fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), String> {
     // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
     let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(launch.param.0 as usize).read() };
-    let rows = u64::from(params.n_programs) * (u64::from(params.n_workers) + 1);
+    let (n_programs, n_workers) = (u64::from(params.n_programs), u64::from(params.n_workers));
+    let n_queue = if params.n_slots == 0 { 0 } else { 2 + u64::from(params.n_slots) };
     let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
     let constant = |name, at, n: u32, size| section(name, at, u64::from(n), size, Access::Constant);
     let mut ranges = vec![
@@ -229,12 +230,12 @@ fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), Str
         constant("events", params.events, params.n_events, size_of::<EventDesc>()),
         constant("waits", params.waits, params.n_waits, 4),
         constant("triggers", params.triggers, params.n_triggers, 4),
-        section("list heads", params.list_heads, rows, 4, Access::Constant),
+        section("list heads", params.list_heads, n_programs * (n_workers + 2), 4, Access::Constant),
         constant("lists", params.lists, params.n_list_entries, 4),
-        section("data heads", params.data_heads, rows, 4, Access::Constant),
+        section("data heads", params.data_heads, n_programs * (n_workers + 1), 4, Access::Constant),
         constant("data ops", params.data, params.n_data, size_of::<DataOp>()),
         constant("tiles of tasks", params.task_tiles, params.n_tasks, 4),
-        section("e", params.counters, u64::from(params.n_events), 4, Access::Atomic),
+        section("e", params.counters, u64::from(params.n_events) + n_queue, 4, Access::Atomic),
     ];
     // The table of bindings has no count of its own: it lies where an allocation says, up to the next section.
     ranges.retain(|range| range.bytes > 0);

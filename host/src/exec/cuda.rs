@@ -20,6 +20,7 @@ use crate::cuda::{Gpu, GpuError, Piece, upload};
 use crate::device_image::device_image;
 use crate::image::Image;
 use bytemuck::Zeroable;
+use perpetua_device::queue;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, TILE_BYTES, TaskTrace};
@@ -102,7 +103,7 @@ impl Layout {
         layout.data_heads = place(size_of_val(&tiles.heads[..]), 1);
         layout.data = place(size_of_val(&tiles.data[..]), 1);
         layout.task_tiles = place(size_of_val(&tiles.of_task[..]), 1);
-        layout.counters = place(4 * view.events.len(), 1);
+        layout.counters = place(4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
         layout.trace = place(size_of::<TaskTrace>() * (options.n_trace * view.n_workers) as usize, 1);
@@ -304,6 +305,8 @@ impl Cuda {
             n_data: tiles.data.len() as u32,
             n_mail: n_mail as u32,
             n_trace: options.n_trace,
+            n_slots: queue::slots(view.max_just_in_time()),
+            reserved: 0,
         };
         let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
         let control = control.expect("every image has a control block: `compile` adds it");
