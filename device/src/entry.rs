@@ -135,12 +135,12 @@ struct BlockBody<'a> {
 }
 
 impl BlockBody<'_> {
-    /// Hands the scheduler a pass of `program`, or, with [`NO_PROGRAM`], sends it home.
+    /// Hands the scheduler the pass `step`, or, with [`NO_PROGRAM`], sends it home.
     #[inline(always)]
-    fn schedule(&self, program: u32, program_runs: u32) {
+    fn schedule(&self, step: &Step) {
         if self.block.thread == 0 {
             // SAFETY: thread 0; callers see that there is a scheduler.
-            unsafe { scheduler::begin(self.tiles.sync(), self.scheduled.get(), program, program_runs) };
+            unsafe { scheduler::begin(self.tiles.sync(), self.scheduled.get(), step) };
             self.scheduled.set(self.scheduled.get().wrapping_add(1));
         }
     }
@@ -239,7 +239,7 @@ impl Body for BlockBody<'_> {
         self.tiles.begin(step.program, n, self.block.thread == 0);
         let has_scheduler = param!(self.image, n_slots) > 0;
         if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
-            self.schedule(step.program, step.program_runs);
+            self.schedule(step);
         }
     }
 
@@ -335,7 +335,7 @@ pub unsafe fn worker(params: *const LaunchParams) {
         // SAFETY: faults are the whole block's.
         unsafe { body.tiles.leave(thread == 0) };
         if sync.n_slots > 0 {
-            body.schedule(NO_PROGRAM, 0);
+            body.schedule(&Step { program: NO_PROGRAM, ..Step::default() });
         }
     }
 }

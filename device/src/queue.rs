@@ -4,8 +4,8 @@
 //! next is put (`TAIL`), both counting on for ever, then a power of two of slots.
 //!
 //! ```text
-//! push    ticket = TAIL++ ── publish slot[ticket] = tag(ticket) | task
-//! take    HEAD != TAIL and slot[HEAD] has HEAD's tag? ── claim: HEAD == h -> h + 1 ── acquire slot[h]
+//! push    ticket = TAIL++ ── publish slot[ticket] = tag(ticket, pass) | task
+//! take    HEAD != TAIL and slot[HEAD] has the tag of HEAD and my pass? ── claim: HEAD == h -> h + 1 ── acquire slot[h]
 //! ```
 //! # Why one, and why a task is claimed
 //! A queue for each worker makes the scheduler guess who will be idle when the task is ready; a worker in a long task then
@@ -17,13 +17,15 @@
 //! - Tickets are drawn by addition, so a slot has one writer a lap; a claim succeeds for one worker a ticket.
 //! - A slot's tag is its lap, so what is left of the lap before is not taken for a task: a ticket that is drawn and not yet
 //!   published looks like the end of the queue. The scheduler publishes it with its next instruction.
+//! - A worker that has not yet seen its pass end may find tasks of the next. It has that pass's step, not the new one, so the tag
+//!   has a bit of the pass, too, and it leaves them: nobody can be two passes behind.
 //! - A slot has been read before it is written again: there are at least as many as a program has such tasks, all of them
 //!   end before their iteration does (a rule of the image), and a scheduler launches those of the next one later.
 //! - What the scheduler acquired from the events (all that the task waits for) it releases with the slot, and the worker
 //!   acquires it from there.
 
-use perpetua_shared::TaskId;
 use perpetua_shared::limits::MAX_TASKS;
+use perpetua_shared::{Step, TaskId};
 
 /// Words that workers and schedulers share: the event counters, by event, then those of the queue.
 pub trait Words {
@@ -73,10 +75,12 @@ pub const fn slots(n_tasks: u32) -> u32 {
     }
 }
 
-/// What a slot says in the lap of `ticket`, but for the task; never 0, what slots hold at first, in the first lap.
+/// What a slot says in the lap of `ticket` and the pass `step`, but for the task; never 0, what slots hold at first, in the
+/// first lap.
 #[inline(always)]
-fn tag(ticket: u32, n_slots: u32) -> u32 {
-    (ticket >> n_slots.trailing_zeros()).wrapping_add(1) << TASK_BITS
+fn tag(ticket: u32, n_slots: u32, step: &Step) -> u32 {
+    let lap = (ticket >> n_slots.trailing_zeros()).wrapping_add(1);
+    (lap << 1 | step.iteration & 1) << TASK_BITS
 }
 
 #[inline(always)]
@@ -84,16 +88,16 @@ fn slot<W: Words>(words: &W, ticket: u32) -> u32 {
     words.n_events() + SLOTS + (ticket & (words.n_slots() - 1))
 }
 
-/// Appends `task`, whose events have fired, as this thread has acquired.
+/// Appends `task` of the pass `step`, whose events have fired, as this thread has acquired.
 #[inline(always)]
-pub fn push<W: Words>(words: &W, task: TaskId) {
+pub fn push<W: Words>(words: &W, step: &Step, task: TaskId) {
     let ticket = words.draw(words.n_events() + TAIL);
-    words.publish(slot(words, ticket), tag(ticket, words.n_slots()) | task.0);
+    words.publish(slot(words, ticket), tag(ticket, words.n_slots(), step) | task.0);
 }
 
-/// Takes the task that has been there longest, if there is one.
+/// Takes the task that has been there longest, if there is one, and it is of the pass `step`.
 #[inline(always)]
-pub fn take<W: Words>(words: &W) -> Option<TaskId> {
+pub fn take<W: Words>(words: &W, step: &Step) -> Option<TaskId> {
     let first = words.n_events();
     loop {
         let (head, tail) = (words.load(first + HEAD), words.load(first + TAIL));
@@ -102,7 +106,7 @@ pub fn take<W: Words>(words: &W) -> Option<TaskId> {
         }
         let at = slot(words, head);
         let found = words.load(at);
-        if found >> TASK_BITS << TASK_BITS != tag(head, words.n_slots()) {
+        if found >> TASK_BITS << TASK_BITS != tag(head, words.n_slots(), step) {
             return None;
         }
         if words.claim(first + HEAD, head, head.wrapping_add(1)) {

@@ -61,7 +61,7 @@ impl Scheduler {
             }
             match pending(image, TaskId(id), step, words) {
                 None => {
-                    queue::push(words, TaskId(id));
+                    queue::push(words, step, TaskId(id));
                     self.launched |= 1 << i;
                     has_launched = true;
                 }

@@ -22,8 +22,9 @@ const TAKEN: u32 = STEP + 1;
 // Words of shared memory.
 const PROGRAM: u32 = tiles::WORDS_END;
 const RUNS: u32 = PROGRAM + 1;
+const ITERATION: u32 = RUNS + 1;
 /// The word in which thread 0 tells its block which task it took.
-pub(super) const TAKEN_TASK: u32 = RUNS + 1;
+pub(super) const TAKEN_TASK: u32 = ITERATION + 1;
 
 const _: () = assert!(TAKEN < mbarrier::COUNT && TAKEN_TASK < shared::WORDS);
 
@@ -39,19 +40,20 @@ pub(crate) unsafe fn init() {
     }
 }
 
-/// A pass with just-in-time tasks begins; or, with [`NO_PROGRAM`], none will. `passes` counts these calls.
+/// The pass `step`, with just-in-time tasks, begins; or, with [`NO_PROGRAM`], none will. `passes` counts these calls.
 ///
 /// # Safety
 /// Thread 0 of a block with a scheduler calls it.
 #[inline(always)]
-pub(crate) unsafe fn begin(sync: &Gpu, passes: u32, program: u32, program_runs: u32) {
+pub(crate) unsafe fn begin(sync: &Gpu, passes: u32, step: &Step) {
     // SAFETY: one thread of the block; the scheduler reads the words between the two barriers' phases.
     unsafe {
         if passes > 0 {
             wait(sync, TAKEN, passes.wrapping_sub(1) & 1);
         }
-        shared::store(PROGRAM, program);
-        shared::store(RUNS, program_runs);
+        shared::store(PROGRAM, step.program);
+        shared::store(RUNS, step.program_runs);
+        shared::store(ITERATION, step.iteration);
         mbarrier::arrive(STEP);
     }
 }
@@ -69,7 +71,8 @@ pub(crate) unsafe fn schedule<I: Image>(image: &I, worker: WorkerId, n_workers: 
         // SAFETY: `init` has made the barriers; thread 0 wrote the words before it arrived.
         let step = unsafe {
             wait(&patient, STEP, pass & 1);
-            let step = Step { program: shared::load(PROGRAM), program_runs: shared::load(RUNS), ..Step::default() };
+            let (program, program_runs) = (shared::load(PROGRAM), shared::load(RUNS));
+            let step = Step { program, program_runs, iteration: shared::load(ITERATION), ..Step::default() };
             mbarrier::arrive(TAKEN);
             step
         };

@@ -41,12 +41,12 @@ impl Gpu {
         Gpu { counters, n_events: 0, n_slots: 0, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
     }
 
-    /// Polls by the calling thread alone; looks for a just-in-time task, too, if there may be any.
+    /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some.
     #[inline(always)]
-    fn poll(&self, event: EventId, target: u32, may_take: bool) -> Result<Option<TaskId>, Fault> {
+    fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
         let mut patience = Patience::default();
         loop {
-            if may_take && let Some(task) = take(self) {
+            if let Some(task) = pass.and_then(|step| take(self, step)) {
                 return Ok(Some(task));
             }
             let count = self.load(event.0);
@@ -170,7 +170,7 @@ impl Sync for Gpu {
         // written by one before the first of two barriers, and read by all between them.
         unsafe {
             if thread::thread_idx() == 0 {
-                outcome = self.poll(event, target, pass.is_some());
+                outcome = self.poll(event, target, pass);
                 if pass.is_some() {
                     // One more than its number; 0: none.
                     shared::store(TAKEN_TASK, outcome.as_ref().map_or(0, |taken| taken.map_or(0, |task| task.0 + 1)));

@@ -454,7 +454,7 @@ impl Waiting<'_> {
                 (*is_done, _) = scheduler.round(&self.view, step, self);
             }
         }
-        queue::take(self)
+        queue::take(self, step)
     }
 }
 
