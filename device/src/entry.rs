@@ -4,9 +4,9 @@
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
 //! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
 //! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
-//! parameter is the address of a [`LaunchParams`] in device memory. `data_heads`, `data` and `task_tiles` say which
-//! weights the loader brings; with `n_data = 0` and all of `data_heads` and `task_tiles` zero it brings none, and bodies read weights from
-//! global memory.
+//! parameter is the address of a [`LaunchParams`] in device memory. `data_heads` and `data` say which
+//! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; with `n_data = 0` and all heads zero it
+//! brings none, and bodies read weights from global memory.
 //!
 //! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
@@ -23,7 +23,7 @@ use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
-use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
+use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskId, WorkerId};
 
 /// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
 /// would keep them all in registers); they stay in L1.
@@ -57,13 +57,25 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
     unsafe { memory::constant(start.add(first as usize), count as usize) }
 }
 
+impl DeviceImage {
+    /// Where a worker's entries of a program start and end, by the section of heads at `heads`, with so many `lists` a program.
+    ///
+    /// # Safety
+    /// The section is the image's, as are program and worker.
+    #[inline(always)]
+    unsafe fn ends(&self, heads: u64, lists: u32, program: u32, worker: WorkerId) -> [u32; 2] {
+        let row = program * (lists + 1) + worker.0;
+        // SAFETY: a row of heads has an entry for each list and one more.
+        unsafe { memory::load(core::ptr::with_exposed_provenance::<[u32; 2]>(heads as usize + 4 * row as usize)) }
+    }
+}
+
 impl Image for DeviceImage {
     #[inline(always)]
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
-        let row = program as u32 * (param!(self, n_workers) + 2);
         // SAFETY: see `DeviceImage`.
         unsafe {
-            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2).as_ptr().cast::<[u32; 2]>();
+            let [first, end] = self.ends(param!(self, list_heads), param!(self, n_workers) + 1, program as u32, worker);
             entries(param!(self, lists), first, end - first)
         }
     }
@@ -105,12 +117,20 @@ impl Lists for (DeviceImage, WorkerId) {
         let (image, worker) = *self;
         // SAFETY: see `DeviceImage`; the heads are two words at least.
         unsafe {
-            let row = program * (param!(image, n_workers) + 1) + worker.0;
-            let [first, end] = memory::load(core::ptr::with_exposed_provenance::<[u32; 2]>(
-                param!(image, data_heads) as usize + 4 * row as usize,
-            ));
+            let [first, end] = image.ends(param!(image, data_heads), param!(image, n_workers), program, worker);
             let data: *const DataOp = core::ptr::with_exposed_provenance(param!(image, data) as usize);
             (data.wrapping_add(first as usize), end - first)
+        }
+    }
+
+    #[inline(always)]
+    fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32) {
+        let (image, worker) = *self;
+        // SAFETY: see `DeviceImage`; the heads are two words at least.
+        unsafe {
+            let [first, end] = image.ends(param!(image, prefetch_heads), param!(image, n_workers), program, worker);
+            let ops: *const PrefetchOp = core::ptr::with_exposed_provenance(param!(image, prefetches) as usize);
+            (ops.wrapping_add(first as usize), end - first)
         }
     }
 
@@ -130,8 +150,6 @@ struct BlockBody<'a> {
     tiles: Tiles<'a>,
     /// Entries of the worker's row of the trace that have been written.
     traced: Cell<u32>,
-    /// Passes the block's scheduler has been given.
-    scheduled: Cell<u32>,
 }
 
 impl BlockBody<'_> {
@@ -140,15 +158,13 @@ impl BlockBody<'_> {
     fn schedule(&self, step: &Step) {
         if self.block.thread == 0 {
             // SAFETY: thread 0; callers see that there is a scheduler.
-            unsafe { scheduler::begin(self.tiles.sync(), self.scheduled.get(), step) };
-            self.scheduled.set(self.scheduled.get().wrapping_add(1));
+            unsafe { scheduler::begin(self.tiles.sync(), step) };
         }
     }
 
     #[inline(always)]
-    fn task_tiles(&self, id: TaskId) -> u32 {
-        // SAFETY: see `DeviceImage`.
-        unsafe { *entries(param!(self.image, task_tiles), id.0, 1).get_unchecked(0) }
+    fn task_tiles(&self, task: &TaskDesc) -> u32 {
+        if param!(self.image, n_data) == 0 { 0 } else { task.tiles }
     }
 
     /// The call of a task.
@@ -236,7 +252,7 @@ impl Body for BlockBody<'_> {
     #[inline(always)]
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
-        self.tiles.begin(step.program, n, self.block.thread == 0);
+        self.tiles.begin(step.program, step.first_pos, n, self.block.thread == 0);
         let has_scheduler = param!(self.image, n_slots) > 0;
         if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
             self.schedule(step);
@@ -245,7 +261,7 @@ impl Body for BlockBody<'_> {
 
     #[inline(always)]
     fn skip(&mut self, id: TaskId) {
-        self.tiles.begin_task(self.task_tiles(id));
+        self.tiles.begin_task(self.task_tiles(self.image.task(id.0)));
         // SAFETY: the loop brings every thread of the block here.
         unsafe { self.tiles.drain() };
     }
@@ -257,8 +273,10 @@ impl Body for BlockBody<'_> {
         unsafe {
             let began_ns = self.begin_task(id);
             thread::at_task(id.0);
-            self.tiles.begin_task(self.task_tiles(id));
-            let outcome = run_gpu(&self.call(task, step), &self.block);
+            self.tiles.begin_task(self.task_tiles(task));
+            // What bodies compute from who they are stays in them.
+            let block = Block { thread: memory::opaque_word(self.block.thread), threads: self.block.threads };
+            let outcome = run_gpu(&self.call(task, step), &block);
             self.tiles.drain();
             // The worker's next task may read what this one wrote. A trigger begins with the block's barrier, so does a wait's
             // end; a task whose users all come later in the same list may have neither before them.
@@ -280,8 +298,7 @@ impl Body for BlockBody<'_> {
 fn gpu_sync(image: &DeviceImage) -> Gpu {
     Gpu {
         counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
-        n_events: param!(image, n_events),
-        n_slots: param!(image, n_slots),
+        params: image.params,
         step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
         fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
         timeout_ns: param!(image, timeout_ns),
@@ -305,7 +322,7 @@ pub unsafe fn worker(params: *const LaunchParams) {
     unsafe {
         if thread == 0 {
             tiles::init(block.threads);
-            if sync.n_slots > 0 {
+            if param!(image, n_slots) > 0 {
                 scheduler::init();
             }
         }
@@ -313,20 +330,13 @@ pub unsafe fn worker(params: *const LaunchParams) {
         if thread >= block.threads {
             if thread == block.threads {
                 tiles::load(&(image, worker), &sync);
-            } else if thread == block.threads + 1 && sync.n_slots > 0 {
+            } else if thread == block.threads + 1 && param!(image, n_slots) > 0 {
                 scheduler::schedule(&image, worker, param!(image, n_workers), &sync);
             }
             return;
         }
     }
-    let mut body = BlockBody {
-        image,
-        worker,
-        block,
-        tiles: Tiles::new(&sync, block.lane()),
-        traced: Cell::new(0),
-        scheduled: Cell::new(0),
-    };
+    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -334,7 +344,7 @@ pub unsafe fn worker(params: *const LaunchParams) {
         }
         // SAFETY: faults are the whole block's.
         unsafe { body.tiles.leave(thread == 0) };
-        if sync.n_slots > 0 {
+        if param!(image, n_slots) > 0 {
             body.schedule(&Step { program: NO_PROGRAM, ..Step::default() });
         }
     }
@@ -351,16 +361,9 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody {
-        image,
-        worker,
-        block,
-        tiles: Tiles::new(&sync, block.lane()),
-        traced: Cell::new(0),
-        scheduled: Cell::new(0),
-    };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
     let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
-    body.tiles.begin_task(body.task_tiles(TaskId(id)));
+    body.tiles.begin_task(body.task_tiles(task));
     let call = body.call(task, &step);
     // SAFETY: the caller's promise.
     let outcome = unsafe { K::gpu(&crate::kernels::params(&task.params), &call, &block) };

@@ -57,8 +57,10 @@ pub struct LaunchParams {
     pub data_heads: u64,
     /// [`DataOp`](crate::DataOp)s, their sources bindings.
     pub data: u64,
-    /// `[u32; n_tasks]`: how many data ops each task takes, in the order of its worker's list.
-    pub task_tiles: u64,
+    /// `[u32; n_programs * (n_workers + 1)]`: likewise of prefetches.
+    pub prefetch_heads: u64,
+    /// [`PrefetchOp`](crate::PrefetchOp)s.
+    pub prefetches: u64,
     /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed: entry `i` is written when iteration
     /// `iteration + i` has ended, and the host may read it while the kernel runs.
     pub mailbox: u64,
@@ -86,19 +88,19 @@ pub struct LaunchParams {
     pub n_workers: u32,
     /// Iterations that have run since the counters were zeroed.
     pub iteration: u32,
-    /// See [`LaunchParams::n_programs`].
+    /// See [`LaunchParams::n_programs`]; 0: whatever tasks say, none has tiles.
     pub n_data: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_prefetches: u32,
     /// See [`LaunchParams::mailbox`]; iterations beyond it are not reported.
     pub n_mail: u32,
     /// See [`LaunchParams::trace`]; 0: no times are taken.
     pub n_trace: u32,
     /// Slots of the queue, a power of two, at least as many as a program has just-in-time tasks; 0: none has any.
     pub n_slots: u32,
-    /// 0.
-    pub reserved: u32,
 }
 
-const _: () = assert!(size_of::<LaunchParams>() == 19 * 8 + 14 * 4);
+const _: () = assert!(size_of::<LaunchParams>() == 20 * 8 + 14 * 4);
 
 /// How an iteration ended, in the mailbox. The word is written at once, so a host that sees it not zero sees all of it,
 /// and no fence is needed; the time may come later, though not after the kernel's end.

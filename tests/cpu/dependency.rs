@@ -24,7 +24,7 @@ fn cut(tensor: TensorId, kind: AccessKind, map: [i8; 3]) -> Access {
     Access { tensor, kind, map: map.map(|d| u8::try_from(d).ok()) }
 }
 
-use AccessKind::{Append, Read, ReadWrite, ReduceAdd, Write};
+use AccessKind::{Read, ReadWrite, ReduceAdd, Write};
 
 /// Sets of tasks, as rows of bits.
 #[derive(Clone, PartialEq)]
@@ -98,7 +98,7 @@ fn truth(graph: &ThreadBlockGraph) -> Truth {
                 }
                 let row = match access.kind {
                     Read => 0,
-                    ReduceAdd | Append => 1,
+                    ReduceAdd | AccessKind::Append => 1,
                     Write | ReadWrite => 2,
                 };
                 for element in elements {

@@ -561,6 +561,12 @@ pub(crate) mod memory {
         backend::opaque(pointer)
     }
 
+    /// [`opaque`] for a number.
+    #[inline(always)]
+    pub(crate) fn opaque_word(word: u32) -> u32 {
+        backend::opaque_word(word)
+    }
+
     /// Sixteen bytes that are read once: weights, which would only push activations out of L1.
     ///
     /// # Safety

@@ -374,6 +374,13 @@ pub(super) fn opaque(mut pointer: *mut u8) -> *mut u8 {
 }
 
 #[inline(always)]
+pub(super) fn opaque_word(mut word: u32) -> u32 {
+    // SAFETY: does nothing.
+    unsafe { asm!("/* {} */", inout(reg32) word, options(nostack, preserves_flags)) };
+    word
+}
+
+#[inline(always)]
 pub(super) unsafe fn load<T: Copy>(from: *const T) -> T {
     // SAFETY: the caller's promise.
     unsafe { from.read() }

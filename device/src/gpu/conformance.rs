@@ -16,7 +16,7 @@ use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::TILE_BARRIERS;
 use perpetua_shared::task::Operand;
-use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, Step, TaskDesc};
+use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc};
 
 /// SplitMix64.
 struct Random(u64);
@@ -80,6 +80,10 @@ struct OneList<'a> {
 impl Lists for OneList<'_> {
     fn data(&self, _: u32) -> (*const DataOp, u32) {
         (self.data.as_ptr(), self.data.len() as u32)
+    }
+
+    fn prefetches(&self, _: u32) -> (*const PrefetchOp, u32) {
+        (core::ptr::null(), 0)
     }
 
     fn binding(&self, binding: u32) -> *const u8 {
@@ -172,7 +176,7 @@ impl Case {
                     after,
                     used_by,
                     barrier: (self.data.len() as u32 % TILE_BARRIERS) as u16,
-                    flags: 0,
+                    reserved: 0,
                 });
                 head += bytes;
             }
@@ -320,7 +324,7 @@ impl Case {
                 }
                 let tiles = Tiles::new(&gpu, block.lane());
                 if n_data > 0 {
-                    tiles.begin(0, n_data, me == 0);
+                    tiles.begin(0, 0, n_data, me == 0);
                     tiles.begin_task(n_data);
                 }
                 let call = Call {
@@ -337,7 +341,7 @@ impl Case {
                 }
                 if n_data > 0 {
                     assert_eq!(tiles.left(), 0, "the body takes all its tiles");
-                    tiles.begin(NO_PROGRAM, 0, me == 0);
+                    tiles.begin(NO_PROGRAM, 0, 0, me == 0);
                 }
             });
             match launched {

@@ -5,7 +5,7 @@
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
 use super::math::rsqrt;
-use super::tiles::Tiles;
+use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
@@ -266,21 +266,21 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
         let scale = rsqrt(block.sum(squares) / k as f32 + eps);
         let weights = call.tensor(norm);
         let tile = match call.tiles {
-            Some(tiles) if tiles.left() > 0 => Some((tiles, tiles.take())),
-            _ => None,
+            Some(tiles) if tiles.left() > 0 => tiles.take(),
+            _ => Tile::NONE,
         };
         for at in block.mine(k) {
-            let weight = match &tile {
-                None => weights.get([at]),
-                Some((_, tile)) => match weights.dtype() {
-                    F32 => Single::tile_one(tile.at + 4 * at),
-                    BF16 => Brain::tile_one(tile.at + 2 * at),
-                    _ => Half::tile_one(tile.at + 2 * at),
-                },
+            let weight = match (tile.bytes, weights.dtype()) {
+                (0, _) => weights.get([at]),
+                (_, F32) => Single::tile_one(tile.at + 4 * at),
+                (_, BF16) => Brain::tile_one(tile.at + 2 * at),
+                _ => Half::tile_one(tile.at + 2 * at),
             };
             shared::store(STAGE + at, (x.get([0, at]) * scale * weight).to_bits());
         }
-        if let Some((tiles, tile)) = tile {
+        if tile.bytes > 0
+            && let Some(tiles) = call.tiles
+        {
             tiles.release(tile);
         }
         block.sync();

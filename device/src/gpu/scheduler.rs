@@ -23,8 +23,10 @@ const TAKEN: u32 = STEP + 1;
 const PROGRAM: u32 = tiles::WORDS_END;
 const RUNS: u32 = PROGRAM + 1;
 const ITERATION: u32 = RUNS + 1;
+/// Passes that have been handed over: thread 0's own.
+const PASSES: u32 = ITERATION + 1;
 /// The word in which thread 0 tells its block which task it took.
-pub(super) const TAKEN_TASK: u32 = ITERATION + 1;
+pub(super) const TAKEN_TASK: u32 = PASSES + 1;
 
 const _: () = assert!(TAKEN < mbarrier::COUNT && TAKEN_TASK < shared::WORDS);
 
@@ -37,17 +39,20 @@ pub(crate) unsafe fn init() {
     unsafe {
         mbarrier::init(STEP, 1);
         mbarrier::init(TAKEN, 1);
+        shared::store(PASSES, 0);
     }
 }
 
-/// The pass `step`, with just-in-time tasks, begins; or, with [`NO_PROGRAM`], none will. `passes` counts these calls.
+/// The pass `step`, with just-in-time tasks, begins; or, with [`NO_PROGRAM`], none will.
 ///
 /// # Safety
 /// Thread 0 of a block with a scheduler calls it.
 #[inline(always)]
-pub(crate) unsafe fn begin(sync: &Gpu, passes: u32, step: &Step) {
+pub(crate) unsafe fn begin(sync: &Gpu, step: &Step) {
     // SAFETY: one thread of the block; the scheduler reads the words between the two barriers' phases.
     unsafe {
+        let passes = shared::load(PASSES);
+        shared::store(PASSES, passes.wrapping_add(1));
         if passes > 0 {
             wait(sync, TAKEN, passes.wrapping_sub(1) & 1);
         }

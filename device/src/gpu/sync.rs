@@ -10,6 +10,7 @@ use crate::arch::{atomic, memory, shared, thread};
 use crate::queue::{Words, take};
 use crate::sync::Sync;
 use perpetua_shared::event::reached;
+use perpetua_shared::launch::LaunchParams;
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
 /// A worker's view of the words it shares with the others.
@@ -17,9 +18,8 @@ use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 pub struct Gpu {
     /// Event counters, then the queue of just-in-time tasks.
     pub(crate) counters: *mut u32,
-    /// How many of them are events', and slots of the queue.
-    pub(crate) n_events: u32,
-    pub(crate) n_slots: u32,
+    /// Says how many of them are events', and how many slots the queue has: asked where it is needed, to keep no registers.
+    pub(crate) params: *const LaunchParams,
     /// The step in the control block.
     pub(crate) step: *const Step,
     /// The fault record; its first word is also the flag that sends everyone home.
@@ -37,8 +37,8 @@ impl Gpu {
     /// That of a block without others, which has a fault record and nothing to wait for.
     #[cfg(test)]
     pub(crate) fn alone(fault: *mut Fault) -> Gpu {
-        let counters = core::ptr::null_mut();
-        Gpu { counters, n_events: 0, n_slots: 0, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
+        let (counters, params) = (core::ptr::null_mut(), core::ptr::null());
+        Gpu { counters, params, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
     }
 
     /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some.
@@ -118,12 +118,14 @@ impl Patience {
 impl Words for Gpu {
     #[inline(always)]
     fn n_events(&self) -> u32 {
-        self.n_events
+        // SAFETY: the launch block, which nobody writes.
+        unsafe { memory::load_volatile(&raw const (*self.params).n_events) }
     }
 
     #[inline(always)]
     fn n_slots(&self) -> u32 {
-        self.n_slots
+        // SAFETY: as above.
+        unsafe { memory::load_volatile(&raw const (*self.params).n_slots) }
     }
 
     #[inline(always)]

@@ -37,12 +37,7 @@ impl Params {
 
     /// The positions, of `visible`, that split `number` attends to: first and end.
     pub(super) fn share(&self, visible: u32, number: u32) -> (u32, u32) {
-        if self.splits <= 1 {
-            return (0, visible);
-        }
-        let len = visible.div_ceil(self.splits);
-        let (first, end) = (number * len, (number + 1) * len);
-        (if first < visible { first } else { visible }, if end < visible { end } else { visible })
+        perpetua_shared::data::share(visible, self.splits, number)
     }
 }
 

@@ -40,8 +40,13 @@ pub struct Target {
     pub column_granule: u32,
     /// How operators over one row are cut.
     pub cut: Cut,
+    /// Whether workers have loaders, which bring weights into their shared memory.
+    pub has_loaders: bool,
     /// Positions of the cache that a worker should have at least, where several share a head's ([`Cut::PerWorker`]).
     pub split_positions: u32,
+    /// Bytes of splits that every block which reads an attention may merge for itself ([`Cut::PerWorker`]): beyond that a merge
+    /// of its own, a hop between workers, costs less.
+    pub merge_bytes: u64,
 }
 
 impl Target {
@@ -53,7 +58,9 @@ impl Target {
             task_bytes: 192 << 10,
             column_granule: 8,
             cut: Cut::TaskBytes,
+            has_loaders: false,
             split_positions: u32::MAX,
+            merge_bytes: 0,
         }
     }
 
@@ -71,7 +78,9 @@ impl Target {
             task_bytes: 64 << 10,
             column_granule: 8,
             cut: Cut::PerWorker,
+            has_loaders: true,
             split_positions: 64,
+            merge_bytes: 128 << 10,
         }
     }
 
@@ -83,7 +92,9 @@ impl Target {
             task_bytes: 64 << 10,
             column_granule: 8,
             cut: Cut::TaskBytes,
+            has_loaders: true,
             split_positions: u32::MAX,
+            merge_bytes: 0,
         }
     }
 
@@ -95,7 +106,9 @@ impl Target {
             task_bytes: u64::MAX,
             column_granule: 1,
             cut: Cut::TaskBytes,
+            has_loaders: false,
             split_positions: u32::MAX,
+            merge_bytes: 0,
         }
     }
 }

@@ -185,10 +185,6 @@ fn copy_out(
 /// Splits of a head's positions at most: what a merge reads grows with them, what they save does not.
 const MAX_SPLITS: u32 = 16;
 
-/// Bytes of splits that every block of the next product may read for itself: below that a merge of its own would cost
-/// more, a hop between workers.
-const MAX_COPIED_MERGE: u64 = 128 << 10;
-
 /// The operands of an attention of one row that the cut asks for: query, keys and result.
 fn attention_slots(op: &Operator) -> Option<[usize; 3]> {
     match op.kernel.task_type {
@@ -214,7 +210,7 @@ fn n_splits(table: &TensorTable, op: &Operator, target: &Target) -> u32 {
         head_bytes / u64::from(splits) + merged
     };
     let few = (1..=most.min(positions / target.split_positions).max(1)).min_by_key(|splits| read(*splits)).unwrap_or(1);
-    if u64::from(few) * found_bytes <= MAX_COPIED_MERGE {
+    if u64::from(few) * found_bytes <= target.merge_bytes {
         return few;
     }
     most.min(positions / (SEPARATE_MERGE * target.split_positions)).max(1)
@@ -236,7 +232,7 @@ fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
             number += 1;
             lowered.ops.insert(number, merge);
             ops.insert(number, None);
-            copy_merge(graph, lowered, &ops, number, y);
+            copy_merge(graph, lowered, &ops, number, y, target);
         }
         number += 1;
     }
@@ -283,11 +279,12 @@ fn copy_merge(
     ops: &[Option<&Operator>],
     number: usize,
     y: TensorId,
+    target: &Target,
 ) {
     let parts = lowered.ops[number].accesses[0].as_ref().map(|access| lowered.table[access.tensor].len_elems());
     let bytes = parts.map_or(u64::MAX, |elems| (elems * DType::F32.size_bytes()) as u64);
     let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == lowered.table[y].buffer);
-    if bytes > MAX_COPIED_MERGE || is_output {
+    if bytes > target.merge_bytes || is_output {
         return;
     }
     let Some((readers, copies)) = only_products(ops, lowered, number, y, &graph.table) else { return };
