@@ -14,6 +14,7 @@ const COPIES: &str = "perpetua_probe_copy";
 /// What may only get better silently. A block of this size may have 255 registers a thread; convergent
 /// instructions are counted in the source after inlining, so a number that changes with no change in the kernels is a
 /// compiler that copies barriers. Change a number together with the source that explains it.
+// 231 before waits could end with a just-in-time task.
 const REGISTERS: u32 = 234;
 ///
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; attention 2; decode_attention 3; linear and
