@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let target = Target::h200();
         let machine = Machine::of(&target);
         let source = Source { name: "decode".to_owned(), graph, in_token_loop: true };
-        let compiled = compile(vec![source], &Config { target, check: false })?;
+        let compiled = compile(vec![source], &Config { check: false, ..Config::new(target) })?;
         let program = &compiled.programs[0];
         let plan = &program.plan;
         prefetch::check(plan, &program.lists, &program.reads).map_err(|broken| broken[0].clone())?;

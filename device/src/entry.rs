@@ -3,7 +3,8 @@
 //!
 //! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
-//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks and the next is the loader ([`tiles`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
+//! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
+//! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
 //! parameter is the address of a [`LaunchParams`] in device memory. `data_heads` and `data` say which
 //! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; with `n_data = 0` and all heads zero it
 //! brings none, and bodies read weights from global memory.
@@ -14,6 +15,7 @@
 
 use crate::arch::{memory, thread};
 use crate::block::Block;
+use crate::gpu::scheduler;
 use crate::gpu::tiles::{self, Lists, Tiles};
 use crate::gpu::{Call, sync::Gpu};
 use crate::kernels::{Advance, Numbered, run_gpu};
@@ -57,14 +59,14 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
 }
 
 impl DeviceImage {
-    /// Where a worker's entries of a program start and end, by the section of heads at `heads`.
+    /// Where a worker's entries of a program start and end, by the section of heads at `heads`, with so many `lists` a program.
     ///
     /// # Safety
     /// The section is the image's, as are program and worker.
     #[inline(always)]
-    unsafe fn ends(&self, heads: u64, program: u32, worker: WorkerId) -> [u32; 2] {
-        let row = program * (param!(self, n_workers) + 1) + worker.0;
-        // SAFETY: a row of heads has an entry for each worker and one more.
+    unsafe fn ends(&self, heads: u64, lists: u32, program: u32, worker: WorkerId) -> [u32; 2] {
+        let row = program * (lists + 1) + worker.0;
+        // SAFETY: a row of heads has an entry for each list and one more.
         unsafe { memory::load(core::ptr::with_exposed_provenance::<[u32; 2]>(heads as usize + 4 * row as usize)) }
     }
 }
@@ -74,9 +76,15 @@ impl Image for DeviceImage {
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
         // SAFETY: see `DeviceImage`.
         unsafe {
-            let [first, end] = self.ends(param!(self, list_heads), program as u32, worker);
+            let [first, end] = self.ends(param!(self, list_heads), param!(self, n_workers) + 1, program as u32, worker);
             entries(param!(self, lists), first, end - first)
         }
+    }
+
+    #[inline(always)]
+    fn just_in_time(&self, program: usize) -> &[u32] {
+        // Without any in the image, its lists need not be looked at.
+        if param!(self, n_slots) == 0 { &[] } else { self.list(program, WorkerId(param!(self, n_workers))) }
     }
 
     #[inline(always)]
@@ -110,7 +118,7 @@ impl Lists for (DeviceImage, WorkerId) {
         let (image, worker) = *self;
         // SAFETY: see `DeviceImage`; the heads are two words at least.
         unsafe {
-            let [first, end] = image.ends(param!(image, data_heads), program, worker);
+            let [first, end] = image.ends(param!(image, data_heads), param!(image, n_workers), program, worker);
             let data: *const DataOp = core::ptr::with_exposed_provenance(param!(image, data) as usize);
             (data.wrapping_add(first as usize), end - first)
         }
@@ -121,7 +129,7 @@ impl Lists for (DeviceImage, WorkerId) {
         let (image, worker) = *self;
         // SAFETY: see `DeviceImage`; the heads are two words at least.
         unsafe {
-            let [first, end] = image.ends(param!(image, prefetch_heads), program, worker);
+            let [first, end] = image.ends(param!(image, prefetch_heads), param!(image, n_workers), program, worker);
             let ops: *const PrefetchOp = core::ptr::with_exposed_provenance(param!(image, prefetches) as usize);
             (ops.wrapping_add(first as usize), end - first)
         }
@@ -146,6 +154,15 @@ struct BlockBody<'a> {
 }
 
 impl BlockBody<'_> {
+    /// Hands the scheduler the pass `step`, or, with [`NO_PROGRAM`], sends it home.
+    #[inline(always)]
+    fn schedule(&self, step: &Step) {
+        if self.block.thread == 0 {
+            // SAFETY: thread 0; callers see that there is a scheduler.
+            unsafe { scheduler::begin(self.tiles.sync(), step) };
+        }
+    }
+
     #[inline(always)]
     fn task_tiles(&self, task: &TaskDesc) -> u32 {
         if param!(self.image, n_data) == 0 { 0 } else { task.tiles }
@@ -237,6 +254,10 @@ impl Body for BlockBody<'_> {
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
         self.tiles.begin(step.program, step.first_pos, n, self.block.thread == 0);
+        let has_scheduler = param!(self.image, n_slots) > 0;
+        if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
+            self.schedule(step);
+        }
     }
 
     #[inline(always)]
@@ -278,6 +299,7 @@ impl Body for BlockBody<'_> {
 fn gpu_sync(image: &DeviceImage) -> Gpu {
     Gpu {
         counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
+        params: image.params,
         step: core::ptr::with_exposed_provenance(param!(image, control) as usize + offset_of!(Control, step)),
         fault: core::ptr::with_exposed_provenance_mut(param!(image, fault) as usize),
         timeout_ns: param!(image, timeout_ns),
@@ -297,15 +319,20 @@ pub unsafe fn worker(params: *const LaunchParams) {
     let (thread, threads) = (thread::thread_idx(), thread::block_dim());
     let block = Block { thread, threads: thread::task_threads() };
     // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. The warps beyond the
-    // task threads' are no task's, and the first of their lanes is the loader.
+    // task threads' are no task's: the first of their lanes is the loader, the second the scheduler.
     unsafe {
         if thread == 0 {
             tiles::init(block.threads);
+            if param!(image, n_slots) > 0 {
+                scheduler::init();
+            }
         }
         thread::sync_some(1, threads);
         if thread >= block.threads {
             if thread == block.threads {
                 tiles::load(&(image, worker), &sync);
+            } else if thread == block.threads + 1 && param!(image, n_slots) > 0 {
+                scheduler::schedule(&image, worker, param!(image, n_workers), &sync);
             }
             return;
         }
@@ -318,6 +345,9 @@ pub unsafe fn worker(params: *const LaunchParams) {
         }
         // SAFETY: faults are the whole block's.
         unsafe { body.tiles.leave(thread == 0) };
+        if param!(image, n_slots) > 0 {
+            body.schedule(&Step { program: NO_PROGRAM, ..Step::default() });
+        }
     }
 }
 

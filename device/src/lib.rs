@@ -19,6 +19,8 @@
 
 pub mod advance;
 pub mod kernels;
+pub mod queue;
+pub mod scheduler;
 pub mod sync;
 pub mod worker;
 

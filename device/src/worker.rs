@@ -4,10 +4,16 @@
 //! repeat: read the step ── trigger ARRIVED ── for each task of my list: wait on its events, run it, trigger its events
 //!         └──────────────────────────────────────── wait on ITERATION ◀──────────────── last task: advance, trigger ITERATION
 //! ```
+//! Where a program has just-in-time tasks, every wait may end with one of these from the [queue](crate::queue) instead; the
+//! worker runs it and waits on. A program without takes no look at the queue.
+//!
 //! # Why it neither hangs nor overtakes
 //! - *Order in an iteration.* The lists and events of a program are live (law 3, judged when the image is made): with
 //!   every worker resident, the earliest unfinished task in program order is always either running or next on its
-//!   worker's list with all its events fired.
+//!   worker's list with all its events fired, or just-in-time and launched, or about to be ([scheduler](crate::scheduler)).
+//! - *Just in time.* A worker that waits, be it for the event of its next task, for which the launched task may be what
+//!   is missing, or for the iteration's end, takes launched tasks meanwhile. So a launched task is left in the queue
+//!   only while all workers run others, which end.
 //! - *Between iterations.* `advance`, the last task, transitively waits on every other task of the program and on
 //!   `EVENT_ARRIVED`, which every worker triggers after it has read the step. So when it overwrites the step, everyone
 //!   has read the old one; when it triggers `EVENT_ITERATION`, no task of the iteration is unfinished. A task of the next
@@ -18,7 +24,7 @@
 
 use crate::sync::Sync;
 use perpetua_shared::control::NO_PROGRAM;
-use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc};
+use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{EventId, Fault, Step, TaskId, WorkerId};
@@ -39,9 +45,10 @@ pub struct ImageView<'a> {
     pub waits: &'a [u32],
     /// Event ids.
     pub triggers: &'a [u32],
-    /// Row `p` (of `n_workers + 1` entries): where worker `w`'s list of program `p` starts, and the end.
+    /// Row `p` (of `n_workers + 2` entries): where worker `w`'s list of program `p` starts, where that of its just-in-time
+    /// tasks does, and the end.
     pub list_heads: &'a [u32],
-    /// Task ids in execution order.
+    /// Task ids: in execution order, and just-in-time tasks in program order.
     pub lists: &'a [u32],
     /// Workers.
     pub n_workers: u32,
@@ -50,8 +57,18 @@ pub struct ImageView<'a> {
 impl<'a> ImageView<'a> {
     /// Worker `worker`'s tasks of program `program`, in execution order.
     pub fn list(&self, program: usize, worker: WorkerId) -> &'a [u32] {
-        let at = program * (self.n_workers as usize + 1) + worker.idx();
+        let at = program * (self.n_workers as usize + 2) + worker.idx();
         &self.lists[self.list_heads[at] as usize..self.list_heads[at + 1] as usize]
+    }
+
+    /// The tasks of program `program` that schedulers launch, in program order.
+    pub fn just_in_time(&self, program: usize) -> &'a [u32] {
+        self.list(program, WorkerId(self.n_workers))
+    }
+
+    /// The most just-in-time tasks of a program: what the [queue](crate::queue) is made for.
+    pub fn max_just_in_time(&self) -> u32 {
+        (0..self.programs.len()).map(|program| self.just_in_time(program).len() as u32).max().unwrap_or(0)
     }
 
     /// The events `task` waits on.
@@ -75,6 +92,8 @@ impl<'a> ImageView<'a> {
 pub trait Image {
     /// See [`ImageView::list`].
     fn list(&self, program: usize, worker: WorkerId) -> &[u32];
+    /// See [`ImageView::just_in_time`].
+    fn just_in_time(&self, program: usize) -> &[u32];
     /// The task numbered `id`.
     fn task(&self, id: u32) -> &TaskDesc;
     /// See [`ImageView::waits`].
@@ -88,6 +107,10 @@ pub trait Image {
 impl Image for ImageView<'_> {
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
         ImageView::list(self, program, worker)
+    }
+
+    fn just_in_time(&self, program: usize) -> &[u32] {
+        ImageView::just_in_time(self, program)
     }
 
     fn task(&self, id: u32) -> &TaskDesc {
@@ -147,38 +170,76 @@ pub fn run<I: Image, S: Sync, B: Body>(
             return Ok(iteration);
         }
         sync.trigger(EVENT_ARRIVED);
-        for &id in image.list(step.program as usize, worker) {
-            let task = image.task(id);
-            run_task(image, TaskId(id), task, &step, iteration, sync, body).map_err(|mut fault| {
+        let list = image.list(step.program as usize, worker);
+        // Asked once a pass: without such tasks nobody looks at the queue.
+        let pass = (!image.just_in_time(step.program as usize).is_empty()).then_some(&step);
+        let mut at = 0;
+        loop {
+            let next = list.get(at).copied();
+            let taken = await_next(image, next, &step, pass, iteration, sync).map_err(|mut fault| {
+                fault.worker = worker.0;
+                fault.task = next.unwrap_or(fault.task);
+                fault
+            })?;
+            let id = match (taken, next) {
+                (Some(taken), _) => taken.0,
+                (None, Some(next)) => {
+                    at += 1;
+                    next
+                }
+                (None, None) => break,
+            };
+            run_task(image, TaskId(id), &step, sync, body).map_err(|mut fault| {
                 fault.worker = worker.0;
                 fault.task = id;
                 fault
             })?;
         }
         iteration = iteration.wrapping_add(1);
-        sync.wait(EVENT_ITERATION, iteration).map_err(|mut fault| {
-            fault.worker = worker.0;
-            fault
-        })?;
     }
+}
+
+/// At how many triggers `event` fires in the pass `step`, which is iteration `iteration`.
+#[inline(always)]
+pub(crate) fn target<I: Image>(image: &I, event: u32, step: &Step, iteration: u32) -> u32 {
+    // The loop's own events count iterations of every program, a program's events its own runs.
+    let fired_before = if event < FIRST_PROGRAM_EVENT.0 { iteration } else { step.program_runs };
+    fired_before.wrapping_add(1).wrapping_mul(image.num_triggers(event))
+}
+
+/// Waits for the events of `next`, or, at the list's end, for that of the iteration; or until there is a just-in-time task
+/// to run first, which it returns.
+#[inline(always)]
+fn await_next<I: Image, S: Sync>(
+    image: &I,
+    next: Option<u32>,
+    step: &Step,
+    pass: Option<&Step>,
+    iteration: u32,
+    sync: &S,
+) -> Result<Option<TaskId>, Fault> {
+    let waits = match next {
+        Some(id) => image.waits(image.task(id)),
+        None => &[EVENT_ITERATION.0],
+    };
+    for &event in waits {
+        let taken = sync.wait(EventId(event), target(image, event, step, iteration), pass)?;
+        if taken.is_some() {
+            return Ok(taken);
+        }
+    }
+    Ok(None)
 }
 
 #[inline(always)]
 fn run_task<I: Image, S: Sync, B: Body>(
     image: &I,
     id: TaskId,
-    task: &TaskDesc,
     step: &Step,
-    iteration: u32,
     sync: &S,
     body: &mut B,
 ) -> Result<(), Fault> {
-    for &event in image.waits(task) {
-        // The loop's own events count iterations of every program, a program's events its own runs.
-        let fired_before = if event == EVENT_ARRIVED.0 { iteration } else { step.program_runs };
-        let target = fired_before.wrapping_add(1).wrapping_mul(image.num_triggers(event));
-        sync.wait(EventId(event), target)?;
-    }
+    let task = image.task(id.0);
     if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
         body.run(id, task, step)?;
     } else {

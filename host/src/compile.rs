@@ -2,7 +2,7 @@
 
 use crate::graph::kernel::{GraphError, KernelGraph};
 use crate::graph::lower::{self, Cut, Target, block_operand};
-use crate::graph::task::{self, TaskError, TaskGraph, WorkerLists};
+use crate::graph::task::{self, TaskClass, TaskError, TaskGraph, WorkerLists};
 use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
@@ -12,7 +12,7 @@ use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec, TILED_ROWS};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
-use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -96,6 +96,14 @@ pub enum CompileError {
     /// The events do not order what they must: a defect of this library.
     #[error("{} ordering(s) missing; first: {}", .0.len(), .0[0])]
     Dependencies(Vec<task::Violation>),
+    /// An operator cannot be launched just in time.
+    #[error("just-in-time operator {op}: {why}")]
+    JustInTime {
+        /// The operator, or the name that no operator has.
+        op: String,
+        /// Why not.
+        why: &'static str,
+    },
     /// A task's tiles do not fit a worker.
     #[error(transparent)]
     Plan(#[from] prefetch::PlanError),
@@ -126,12 +134,15 @@ pub struct Config {
     pub target: Target,
     /// Judge that every overlap is ordered, in the arena too, by the independent checker.
     pub check: bool,
+    /// Operators whose tasks a scheduler launches when their events fire, for whichever worker is idle then; the others
+    /// stand in workers' lists. Each entry is an operator's name, or a macro kernel's for all operators of that kernel.
+    pub just_in_time: Vec<String>,
 }
 
 impl Config {
     /// For `target`, checked in debug builds.
     pub fn new(target: Target) -> Config {
-        Config { target, check: cfg!(debug_assertions) }
+        Config { target, check: cfg!(debug_assertions), just_in_time: Vec::new() }
     }
 }
 
@@ -150,7 +161,9 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         let mut clock = Clock::new();
         let blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
         clock.lap("cut");
-        let mut tasks = task::lower(&blocks, &task::Config::default())?;
+        let mut tasks =
+            task::lower(&blocks, &task::Config { classes: classes(&blocks, config), ..Default::default() })?;
+        check_launches(&blocks, &tasks)?;
         clock.lap("dependencies");
         let costs = costs(&blocks, &tasks);
         // Tiles pay where weights are read once for few rows.
@@ -216,6 +229,14 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         layout.sources.push((source.graph.rows, in_token_loop));
         programs.push(program);
     }
+    for name in &config.just_in_time {
+        if !programs.iter().any(|program| program.blocks.ops.iter().any(|op| is_named(op, name))) {
+            return Err(CompileError::JustInTime {
+                op: name.clone(),
+                why: "there is no operator or kernel of that name",
+            });
+        }
+    }
     let mut clock = Clock::new();
     let image = encode(&layout.parts(&programs, config.target.n_workers))?;
     clock.lap("image");
@@ -223,6 +244,38 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         last.stages.append(&mut clock.laps);
     }
     Ok(Compiled { image, bindings: layout.bindings, programs })
+}
+
+/// Whether `op` is called `name`, or its kernel is.
+fn is_named(op: &threadblock::BlockOp, name: &str) -> bool {
+    op.name == name || op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).is_some_and(|spec| spec.name == name)
+}
+
+/// The classes of operators that `config` asks for, and that of the last, `advance`.
+fn classes(blocks: &ThreadBlockGraph, config: &Config) -> Vec<(u32, TaskClass)> {
+    let is_launched = |op: &threadblock::BlockOp| config.just_in_time.iter().any(|name| is_named(op, name));
+    let launched = blocks.ops.iter().enumerate().filter(|(_, op)| is_launched(op));
+    let mut classes: Vec<_> = launched.map(|(op, _)| (op as u32, TaskClass::JustInTime)).collect();
+    if let Some(last) = blocks.ops.len().checked_sub(1) {
+        classes.insert(0, (last as u32, TaskClass::EndIteration));
+    }
+    classes
+}
+
+/// Every just-in-time task has an event that launches it, and is not the last.
+fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), CompileError> {
+    for (op, class) in tasks.classes.iter().enumerate().filter(|(_, class)| **class == TaskClass::JustInTime) {
+        debug_assert_eq!(*class, TaskClass::JustInTime);
+        let why = if op + 1 == tasks.classes.len() {
+            "it ends the iteration, which is for a worker's list"
+        } else if tasks.tasks_of(op).any(|task| tasks.waits.of(task as usize).is_empty()) {
+            "a task of it waits for no other, so no event would launch it"
+        } else {
+            continue;
+        };
+        return Err(CompileError::JustInTime { op: blocks.ops[op].name.clone(), why });
+    }
+    Ok(())
 }
 
 struct Clock {
@@ -384,7 +437,7 @@ impl Layout {
             self.add_program(&mut parts, program, *rows, *in_token_loop);
         }
         // Each program's row of heads ends where the next one's starts.
-        debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 1));
+        debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 2));
         parts
     }
 
@@ -421,9 +474,11 @@ impl Layout {
                 threadblock::part(op.rows as usize, task.block[axis as usize], op.grid[axis as usize]).start as u32
             });
             let kernel = op.kernel.expect("a kernel graph's operators have macro kernels");
+            let is_launched = graph.classes[task.op as usize] == TaskClass::JustInTime;
+            let flags = kernel.flags | if is_launched { TaskFlags::JUST_IN_TIME } else { 0 };
             parts.tasks.push(TaskDesc {
                 task_type: kernel.task_type,
-                flags: kernel.flags,
+                flags,
                 op: op_first + task.op,
                 block: task.block,
                 row_first,
@@ -448,6 +503,10 @@ impl Layout {
             parts.prefetch_heads.push(parts.prefetches.len() as u32);
             parts.prefetches.extend(plan.prefetches.iter().map(|op| PrefetchOp { source: binding(op.source), ..*op }));
         }
+        parts.list_heads.push(parts.lists.len() as u32);
+        let is_launched = |task: &u32| graph.classes[graph.tasks[*task as usize].op as usize] == TaskClass::JustInTime;
+        let launched = (0..graph.tasks.len() as u32).filter(is_launched);
+        parts.lists.extend(launched.map(|task| task + task_first));
         parts.list_heads.push(parts.lists.len() as u32);
         parts.data_heads.push(parts.data.len() as u32);
         parts.prefetch_heads.push(parts.prefetches.len() as u32);

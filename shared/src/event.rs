@@ -7,7 +7,7 @@
 use crate::EventId;
 use bytemuck::{Pod, Zeroable};
 
-/// One event. MPK: `EventDesc` without the task range, since every task is launched ahead of time here.
+/// One event. MPK: `EventDesc` without the task range: what is launched just in time names its events, not they it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct EventDesc {

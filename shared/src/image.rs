@@ -2,10 +2,11 @@
 //!
 //! ```text
 //! ImageHeader | BindingDesc* | Operand* | ProgramDesc* | TaskDesc* | EventDesc* | waits u32* | triggers u32*
-//!             | list heads u32* (programs x (workers + 1)) | lists u32* (task ids) | data heads u32* (likewise) | DataOp*
-//!             | prefetch heads u32* (likewise) | PrefetchOp* | name heads u32* | names (utf-8)
+//!             | list heads u32* (programs x (workers + 2)) | lists u32* (task ids)
+//!             | data heads u32* (programs x (workers + 1)) | DataOp* | prefetch heads u32* (likewise) | PrefetchOp*
+//!             | name heads u32* | names (utf-8)
 //! ```
-//! Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
+//! A program's lists are those of its workers, then that of its just-in-time tasks. Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
 //! The host's `image::encode` and `image::decode` are its only makers; both check every index in it.
 
 use bytemuck::{Pod, Zeroable};

@@ -45,13 +45,14 @@ pub struct LaunchParams {
     pub waits: u64,
     /// `[u32; n_triggers]`.
     pub triggers: u64,
-    /// `[u32; n_programs * (n_workers + 1)]`.
+    /// `[u32; n_programs * (n_workers + 2)]`.
     pub list_heads: u64,
     /// `[u32; n_list_entries]`.
     pub lists: u64,
     /// `[u64; bindings]`: where each binding lies, each aligned to 16 bytes at least.
     pub bindings: u64,
-    /// `[u32; n_events]`: the event counters, zeroed when `iteration` is 0.
+    /// `[u32; n_events]`: the event counters, then, if `n_slots` is not 0, `[u32; 2 + n_slots]`: the queue of just-in-time
+    /// tasks. All zeroed when `iteration` is 0.
     pub counters: u64,
     /// The [`Control`](crate::control::Control) block: the image's binding of that kind.
     pub control: u64,
@@ -100,8 +101,8 @@ pub struct LaunchParams {
     pub n_mail: u32,
     /// See [`LaunchParams::trace`]; 0: no times are taken.
     pub n_trace: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Slots of the queue, a power of two, at least as many as a program has just-in-time tasks; 0: none has any.
+    pub n_slots: u32,
 }
 
 const _: () = assert!(size_of::<LaunchParams>() == 20 * 8 + 14 * 4);

@@ -66,6 +66,8 @@ pub struct TaskFlags;
 impl TaskFlags {
     /// The body runs only in a pass that samples; the task still waits and triggers in every pass.
     pub const ONLY_WHEN_SAMPLING: u16 = 1;
+    /// The task stands in no worker's list: a scheduler launches it when its last event fires.
+    pub const JUST_IN_TIME: u16 = 2;
 
     /// The flags of a task that belongs to sequence `sequence` of a batch: it sees that sequence's step.
     pub const fn of_sequence(sequence: usize) -> u16 {

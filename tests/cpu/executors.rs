@@ -130,10 +130,25 @@ fn run(
     workers: usize,
     dawdle: Option<u64>,
 ) -> Vec<f32> {
+    run_launching(graph, weights, outputs, rows, device, workers, dawdle, &[])
+}
+
+/// [`run`] with the operators `just_in_time` launched so.
+#[allow(clippy::too_many_arguments, reason = "a graph, where it runs and how")]
+fn run_launching(
+    graph: &KernelGraph,
+    weights: &Weights,
+    outputs: &[(String, usize)],
+    rows: usize,
+    device: Device,
+    workers: usize,
+    dawdle: Option<u64>,
+    just_in_time: &[String],
+) -> Vec<f32> {
     let options = Options { dawdle, ..Options::default() };
     let sources = vec![source(graph)];
     let resident = match device {
-        Device::Cpu => Resident::with_options(sources, weights, Some(workers), options),
+        Device::Cpu => Resident::with_options(sources, weights, Some(workers), options, just_in_time),
         device => Resident::new(sources, weights, device, Some(workers)),
     };
     let mut resident = resident.unwrap();
@@ -167,12 +182,39 @@ proptest! {
         }
     }
 
+    /// Each operator is just-in-time or not, by a bit of `launched`.
+    #[test]
+    fn who_launches_a_task_changes_no_bit(
+        (rows, columns, ops) in ops(),
+        workers in 1usize..7,
+        launched in any::<u16>(),
+        seed in any::<u64>(),
+    ) {
+        let (graph, weights, outputs) = build(rows, columns, &ops);
+        // One that reads nothing but `x` has no event to launch it.
+        let config = Config { check: false, ..Config::new(Target::cpu(workers as u32)) };
+        let listed = compile(vec![source(&graph)], &config).unwrap();
+        let tasks = &listed.programs[0].tasks;
+        let names: Vec<String> = (0..ops.len())
+            .filter(|op| launched >> op & 1 == 1 && tasks.tasks_of(*op).all(|t| !tasks.waits.of(t as usize).is_empty()))
+            .map(|op| listed.programs[0].blocks.ops[op].name.clone())
+            .collect();
+        let compiled = compile(vec![source(&graph)], &Config { check: true, just_in_time: names.clone(), ..config }).unwrap();
+        let view = compiled.image.view();
+        let of_names = |task: &&perpetua_shared::TaskDesc| names.iter().any(|name| name == compiled.image.op_name(task.op));
+        prop_assert_eq!(view.just_in_time(0).len(), view.tasks.iter().filter(of_names).count());
+        let cpu = |dawdle, names: &[String]| run_launching(&graph, &weights, &outputs, rows, Device::Cpu, workers, dawdle, names);
+        let (expected, found) = (cpu(None, &[]), cpu(Some(seed), &names));
+        let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        prop_assert_eq!(bits(&expected), bits(&found));
+    }
+
     #[test]
     fn compiled_graphs_keep_every_law((rows, columns, ops) in ops(), workers in 1u32..40) {
         let (graph, _, _) = build(rows, columns, &ops);
         let target = Target { task_bytes: 512, column_granule: 1, ..Target::workers(workers) };
         // `check` judges law 1 on bytes, in the arena too; encoding judges the rest.
-        let compiled = compile(vec![source(&graph)], &Config { target, check: true }).unwrap();
+        let compiled = compile(vec![source(&graph)], &Config { check: true, ..Config::new(target) }).unwrap();
         let again = Image::decode(compiled.image.bytes()).unwrap();
         prop_assert_eq!(&again, &compiled.image);
         let arena = &compiled.programs[0].arena;
@@ -182,7 +224,7 @@ proptest! {
     #[test]
     fn damaged_images_are_refused_or_harmless((rows, columns, ops) in ops(), at in any::<prop::sample::Index>(), flip in 1u8..=255) {
         let (graph, _, _) = build(rows, columns, &ops);
-        let compiled = compile(vec![source(&graph)], &Config { target: Target::workers(3), check: false }).unwrap();
+        let compiled = compile(vec![source(&graph)], &Config { check: false, ..Config::new(Target::workers(3)) }).unwrap();
         let mut bytes = compiled.image.bytes().to_vec();
         let at = at.index(bytes.len());
         bytes[at] ^= flip;
@@ -209,7 +251,7 @@ fn broken_rules_are_named() {
     let ops: Vec<Op> = (0..6).map(|i| Op { kind: i % 4, a: i as usize, b: 0, columns: 40 }).collect();
     let (graph, _, _) = build(3, 64, &ops);
     let target = Target { task_bytes: 512, ..Target::workers(3) };
-    let image = compile(vec![source(&graph)], &Config { target, check: true }).unwrap().image;
+    let image = compile(vec![source(&graph)], &Config { check: true, ..Config::new(target) }).unwrap().image;
     let header = *image.header();
     // Sections in order; see perpetua_shared::image.
     let mut at = size_of::<perpetua_shared::image::ImageHeader>();
@@ -225,7 +267,7 @@ fn broken_rules_are_named() {
     let events = section(header.n_events, 4);
     let waits = section(header.n_waits, 4);
     let triggers = section(header.n_triggers, 4);
-    let _heads = section(header.n_programs * (header.n_workers + 1), 4);
+    let _heads = section(header.n_programs * (header.n_workers + 2), 4);
     let lists = section(header.n_list_entries, 4);
     let changed = |at: usize, word: u32| {
         let mut bytes = image.bytes().to_vec();

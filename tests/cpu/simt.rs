@@ -111,6 +111,52 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
     }
 }
 
+/// Attention and the products after it launched by the blocks' schedulers: the logits have the bits they have when every task
+/// stands in a list, with four workers and with more schedulers than there are tasks to launch.
+#[test]
+fn who_launches_a_task_changes_no_bit() {
+    let (_dir, model) = small();
+    for workers in [1, 4, 9] {
+        let source = || decoder_sources(&model, &[IDS.len()], Cache::bf16(32), Head::AllLogits).expect("a sound model");
+        let target = Target { task_bytes: 1 << 10, ..Target::workers(workers) };
+        let config = Config { check: true, ..Config::new(target) };
+        let listed = compile(source(), &config).expect("it compiles");
+        let expected = run_simt(&model, &listed, listed.image.clone(), Options::default()).expect("it runs").0;
+        let just_in_time = vec!["attention".to_owned(), "gated_linear".to_owned()];
+        let launched = compile(source(), &Config { just_in_time, ..config }).expect("it compiles");
+        assert!(launched.image.view().just_in_time(0).len() >= 4);
+        for seed in 1..4 {
+            let options = Options { seed, ..Options::default() };
+            let (logits, simt) = run_simt(&model, &launched, launched.image.clone(), options)
+                .unwrap_or_else(|error| panic!("{workers} workers, seed {seed}: {error}"));
+            assert!(logits == expected, "{workers} workers, seed {seed}: other bits");
+            assert_eq!(simt.report().stall, None, "{workers} workers, seed {seed}: somebody slept through a change");
+        }
+    }
+}
+
+/// The whole token loop, where passes with and without just-in-time tasks take turns.
+#[test]
+fn the_token_loop_launches_attention_just_in_time() {
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-qwen3");
+    let model = Model::load(fixture).expect("committed");
+    let tokens = |just_in_time: &[&str]| {
+        let config = EngineConfig {
+            device: Device::Simt,
+            threads: Some(4),
+            max_context: Some(16),
+            chunks: vec![4],
+            just_in_time: just_in_time.iter().map(|name| name.to_string()).collect(),
+            ..EngineConfig::default()
+        };
+        let mut engine = Engine::new(&model, &config).expect("it compiles");
+        let options = GenerateOptions { max_new_tokens: 3, stop_tokens: Some(vec![]), ..GenerateOptions::default() };
+        let made = engine.generate(&IDS[..5], &options).expect("it starts");
+        made.map(|token| token.expect("it runs").id).collect::<Vec<_>>()
+    };
+    assert_eq!(tokens(&["attention"]), tokens(&[]));
+}
+
 /// Two heads and nine workers: several splits of a head's positions, some of them without any in the first passes, merged by
 /// every block of the product that reads them, or by tasks of their own.
 #[test]

@@ -438,6 +438,28 @@ pub(crate) mod atomic {
         unsafe { backend::add_release(word, value) }
     }
 
+    /// Writes `word`, after everything this thread wrote or has seen by an acquire or a barrier.
+    ///
+    /// # Safety
+    /// As [`load_relaxed`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store_release(word: *mut u32, value: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::store_release(word, value) }
+    }
+
+    /// Adds to `word`, ordering nothing; returns what it was.
+    ///
+    /// # Safety
+    /// As [`load_relaxed`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { backend::fetch_add(word, value) }
+    }
+
     /// Sets `word` to `new` if it is `old`; returns what it was.
     ///
     /// # Safety

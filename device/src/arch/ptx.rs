@@ -335,6 +335,25 @@ pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
 }
 
 #[inline(always)]
+pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
+    // SAFETY: the caller promises a word of global memory.
+    unsafe { asm!("st.release.gpu.global.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
+    let was;
+    // SAFETY: the caller promises a word of global memory.
+    unsafe {
+        asm!(
+            "atom.relaxed.gpu.global.add.u32 {}, [{}], {};",
+            out(reg32) was, in(reg64) word, in(reg32) value, options(nostack)
+        );
+    }
+    was
+}
+
+#[inline(always)]
 pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
     let was;
     // SAFETY: the caller promises a word of global memory.

@@ -7,6 +7,7 @@
 
 pub(crate) mod math;
 pub(crate) mod rows;
+pub(crate) mod scheduler;
 pub mod sync;
 pub(crate) mod tiles;
 pub(crate) mod wide;

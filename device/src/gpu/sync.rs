@@ -5,16 +5,21 @@
 //! meets at the barrier. Release and acquire order the two threads, the barriers carry that order to their blocks, so
 //! plain loads after the wait see plain stores from before the trigger.
 
-use crate::arch::{atomic, memory, thread};
+use super::scheduler::TAKEN_TASK;
+use crate::arch::{atomic, memory, shared, thread};
+use crate::queue::{Words, take};
 use crate::sync::Sync;
 use perpetua_shared::event::reached;
-use perpetua_shared::{EventId, Fault, FaultCode, Step};
+use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
 /// A worker's view of the words it shares with the others.
 #[derive(Clone, Copy, Debug)]
 pub struct Gpu {
-    /// Event counters.
+    /// Event counters, then the queue of just-in-time tasks.
     pub(crate) counters: *mut u32,
+    /// Says how many of them are events', and how many slots the queue has: asked where it is needed, to keep no registers.
+    pub(crate) params: *const LaunchParams,
     /// The step in the control block.
     pub(crate) step: *const Step,
     /// The fault record; its first word is also the flag that sends everyone home.
@@ -32,36 +37,27 @@ impl Gpu {
     /// That of a block without others, which has a fault record and nothing to wait for.
     #[cfg(test)]
     pub(crate) fn alone(fault: *mut Fault) -> Gpu {
-        Gpu { counters: core::ptr::null_mut(), step: core::ptr::null(), fault, timeout_ns: u64::MAX }
+        let (counters, params) = (core::ptr::null_mut(), core::ptr::null());
+        Gpu { counters, params, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
     }
 
-    /// Polls by the calling thread alone.
-    fn poll(&self, event: EventId, target: u32) -> Result<(), Fault> {
-        // SAFETY: events of a checked image have a counter each.
-        let counter = unsafe { self.counters.add(event.idx()) };
-        let mut started = 0;
-        let mut polls = 0u32;
+    /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some.
+    #[inline(always)]
+    fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
+        let mut patience = Patience::default();
         loop {
-            // SAFETY: a word of global memory; pairs with `add_release` in `trigger`, through the acquire.
-            let count = unsafe { atomic::load_relaxed(counter) };
+            if let Some(task) = pass.and_then(|step| take(self, step)) {
+                return Ok(Some(task));
+            }
+            let count = self.load(event.0);
             if reached(count, target) {
-                // SAFETY: as above.
-                unsafe { atomic::load_acquire(counter) };
-                return Ok(());
+                // Pairs with `add_release` in `trigger`.
+                self.acquire(event.0);
+                return Ok(None);
             }
-            if polls.is_multiple_of(POLLS_PER_LOOK) {
-                let now = thread::timer_ns();
-                if polls == 0 {
-                    started = now;
-                } else if now.wrapping_sub(started) > self.timeout_ns {
-                    return Err(Fault::new(FaultCode::Timeout, event.0, count, target));
-                }
-                if self.has_fault() {
-                    return Err(Fault::new(FaultCode::Aborted, event.0, count, target));
-                }
+            if let Some(code) = patience.ends(self) {
+                return Err(Fault::new(code, event.0, count, target));
             }
-            polls = polls.wrapping_add(1);
-            thread::sleep_ns(SLEEP_NS);
         }
     }
 
@@ -96,20 +92,112 @@ impl Gpu {
     }
 }
 
-impl Sync for Gpu {
-    fn wait(&self, event: EventId, target: u32) -> Result<(), Fault> {
-        let mut outcome = Ok(());
-        if thread::thread_idx() == 0 {
-            outcome = self.poll(event, target);
+/// How long a poller has polled.
+#[derive(Default)]
+pub(crate) struct Patience {
+    started: u64,
+    polls: u32,
+}
+
+impl Patience {
+    /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, and why.
+    #[inline(always)]
+    pub(crate) fn ends(&mut self, sync: &Gpu) -> Option<FaultCode> {
+        if self.polls.is_multiple_of(POLLS_PER_LOOK) {
+            let now = thread::timer_ns();
+            if self.polls == 0 {
+                self.started = now;
+            } else if now.wrapping_sub(self.started) > sync.timeout_ns {
+                return Some(FaultCode::Timeout);
+            }
+            if sync.has_fault() {
+                return Some(FaultCode::Aborted);
+            }
         }
-        // SAFETY: the worker loop is the same on every thread of the block.
-        if unsafe { thread::sync_or(outcome.is_err()) } {
-            // Thread 0 knows what happened; the others only that they must leave.
-            outcome = outcome.and(Err(Fault::new(FaultCode::Aborted, event.0, 0, target)));
-        }
-        outcome
+        self.polls = self.polls.wrapping_add(1);
+        thread::sleep_ns(SLEEP_NS);
+        None
+    }
+}
+
+// SAFETY, of all of them: events of a checked image have a counter each, and the queue's words come after.
+impl Words for Gpu {
+    #[inline(always)]
+    fn n_events(&self) -> u32 {
+        // SAFETY: the launch block, which nobody writes.
+        unsafe { memory::load_anew(&raw const (*self.params).n_events) }
     }
 
+    #[inline(always)]
+    fn n_slots(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { memory::load_anew(&raw const (*self.params).n_slots) }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn load(&self, at: u32) -> u32 {
+        // SAFETY: see above.
+        unsafe { atomic::load_relaxed(self.counters.add(at as usize)) }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn acquire(&self, at: u32) -> u32 {
+        // SAFETY: see above.
+        unsafe { atomic::load_acquire(self.counters.add(at as usize)) }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn publish(&self, at: u32, value: u32) {
+        // SAFETY: see above.
+        unsafe { atomic::store_release(self.counters.add(at as usize), value) }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn draw(&self, at: u32) -> u32 {
+        // SAFETY: see above.
+        unsafe { atomic::fetch_add(self.counters.add(at as usize), 1) }
+    }
+
+    #[inline(always)]
+    #[track_caller]
+    fn claim(&self, at: u32, old: u32, new: u32) -> bool {
+        // SAFETY: see above.
+        unsafe { atomic::compare_exchange(self.counters.add(at as usize), old, new) == old }
+    }
+}
+
+impl Sync for Gpu {
+    #[inline(always)]
+    fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
+        let mut outcome = Ok(None);
+        // SAFETY: the worker loop is the same on every thread of the block, which all come to each barrier. The word is
+        // written by one before the first of two barriers, and read by all between them.
+        unsafe {
+            if thread::thread_idx() == 0 {
+                outcome = self.poll(event, target, pass);
+                if pass.is_some() {
+                    // One more than its number; 0: none.
+                    shared::store(TAKEN_TASK, outcome.as_ref().map_or(0, |taken| taken.map_or(0, |task| task.0 + 1)));
+                }
+            }
+            if thread::sync_or(outcome.is_err()) {
+                // Thread 0 knows what happened; the others only that they must leave.
+                return outcome.and(Err(Fault::new(FaultCode::Aborted, event.0, 0, target)));
+            }
+            if pass.is_none() {
+                return Ok(None);
+            }
+            let taken = shared::load(TAKEN_TASK).checked_sub(1).map(TaskId);
+            thread::sync();
+            Ok(taken)
+        }
+    }
+
+    #[inline(always)]
     fn trigger(&self, event: EventId) {
         // SAFETY: the worker loop is the same on every thread of the block; events of a checked image have a counter each.
         unsafe {

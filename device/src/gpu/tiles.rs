@@ -37,6 +37,10 @@ const PLACES: u32 = shared::KEPT;
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
 
+/// What is there beyond these: barriers, and words of shared memory.
+pub(super) const BARRIERS: u32 = TAKEN + 1;
+pub(super) const WORDS_END: u32 = POSITION + 1;
+
 const _: () = assert!(TAKEN < mbarrier::COUNT && POSITION < shared::WORDS && TILE_BARRIERS == 32);
 
 /// Makes the barriers, for `task_threads` threads that take tiles.
@@ -59,7 +63,7 @@ pub(crate) unsafe fn init(task_threads: u32) {
 /// Waits until the phase of parity `parity` of `barrier` has ended. Nobody can go on without it, so when that takes too
 /// long the grid ends with a fault recorded.
 #[inline(always)]
-unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
+pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
     const POLLS_PER_LOOK: u32 = 64;
     let mut started = 0;
     let mut polls = 0u32;
@@ -252,6 +256,11 @@ impl<'a> Tiles<'a> {
             shared::store(POSITION, position);
             mbarrier::arrive(STEP);
         }
+    }
+
+    /// The words its worker shares with the others.
+    pub(crate) fn sync(&self) -> &Gpu {
+        self.sync
     }
 
     /// The next task has `n` of them.

@@ -78,7 +78,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
         return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
     }
-    let compiled = compile(sources(args)?, &Config { target: args.target.clone(), check: args.check })?;
+    let compiled = compile(sources(args)?, &Config { check: args.check, ..Config::new(args.target.clone()) })?;
     let program = &compiled.programs[0];
     let planned = Planned::new(program, &args.target, args.check)?;
     summary(&compiled, program, &planned, args);

@@ -280,7 +280,8 @@ fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn
     // SAFETY: who queued the launch has seen that there are as many bytes on the device, which nobody writes while the lock is
     // held.
     let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(param.0 as usize).read() };
-    let rows = u64::from(params.n_programs) * (u64::from(params.n_workers) + 1);
+    let (n_programs, n_workers) = (u64::from(params.n_programs), u64::from(params.n_workers));
+    let n_queue = if params.n_slots == 0 { 0 } else { 2 + u64::from(params.n_slots) };
     let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
     let constant = |name, at, n: u32, size| section(name, at, u64::from(n), size, Access::Constant);
     let mut ranges = vec![
@@ -291,13 +292,13 @@ fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn
         constant("events", params.events, params.n_events, size_of::<EventDesc>()),
         constant("waits", params.waits, params.n_waits, 4),
         constant("triggers", params.triggers, params.n_triggers, 4),
-        section("list heads", params.list_heads, rows, 4, Access::Constant),
+        section("list heads", params.list_heads, n_programs * (n_workers + 2), 4, Access::Constant),
         constant("lists", params.lists, params.n_list_entries, 4),
-        section("data heads", params.data_heads, rows, 4, Access::Constant),
+        section("data heads", params.data_heads, n_programs * (n_workers + 1), 4, Access::Constant),
         constant("data ops", params.data, params.n_data, size_of::<DataOp>()),
-        section("prefetch heads", params.prefetch_heads, rows, 4, Access::Constant),
+        section("prefetch heads", params.prefetch_heads, n_programs * (n_workers + 1), 4, Access::Constant),
         constant("prefetches", params.prefetches, params.n_prefetches, size_of::<PrefetchOp>()),
-        section("e", params.counters, u64::from(params.n_events), 4, Access::Atomic),
+        section("e", params.counters, u64::from(params.n_events) + n_queue, 4, Access::Atomic),
     ];
     // The table of bindings has no count of its own: it lies where an allocation says, up to the next section.
     ranges.retain(|range| range.bytes > 0);

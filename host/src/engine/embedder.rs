@@ -26,7 +26,7 @@ impl Embedder {
         let mut rows: Vec<usize> = SENTENCE_ROWS.into_iter().filter(|rows| *rows < max).collect();
         rows.push(max);
         let sources = sentence_sources(model, &rows)?;
-        let resident = Resident::at(sources, model, place, |_| {})?;
+        let resident = Resident::at(sources, model, place, &config.just_in_time, |_| {})?;
         Ok(Embedder { model: model.clone(), resident })
     }
 

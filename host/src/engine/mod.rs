@@ -142,6 +142,9 @@ pub struct EngineConfig {
     pub gpu: Option<Gpu>,
     /// How the kernel on the GPU behaves.
     pub cuda: cuda::Options,
+    /// Operators launched just in time, by their names or their macro kernels': see
+    /// [`compile::Config::just_in_time`](crate::compile::Config::just_in_time).
+    pub just_in_time: Vec<String>,
 }
 
 /// The context an engine has unless told otherwise: what a KV cache may take without being asked for.
@@ -396,7 +399,7 @@ impl Engine {
         if let Some(sequences) = config.sequences {
             sources.push(decoder_source(model, sequences, cache, Head::SampleEach)?);
         }
-        let resident = Resident::at(sources, model, place, progress)?;
+        let resident = Resident::at(sources, model, place, &config.just_in_time, progress)?;
         let sequences = config.sequences.unwrap_or(0);
         Ok(Engine { model: model.clone(), resident, context, sequences, all_logits: config.all_logits })
     }

@@ -42,10 +42,11 @@ impl Resident {
         n_threads: Option<usize>,
     ) -> Result<Resident, EngineError> {
         let place = Place::of(&EngineConfig { device, threads: n_threads, ..EngineConfig::default() })?;
-        Resident::at(sources, weights, place, |_| {})
+        Resident::at(sources, weights, place, &[], |_| {})
     }
 
-    /// As [`Resident::new`], on CPU workers with other than the usual habits.
+    /// As [`Resident::new`], on CPU workers with other than the usual habits; `just_in_time` are operators as
+    /// [`Config::just_in_time`] has them.
     ///
     /// # Errors
     /// As [`Resident::new`].
@@ -54,9 +55,10 @@ impl Resident {
         weights: &dyn WeightSource,
         n_threads: Option<usize>,
         options: threads::Options,
+        just_in_time: &[String],
     ) -> Result<Resident, EngineError> {
         let n_workers = workers(n_threads, threads::allowed_cores().len(), perpetua_shared::limits::MAX_WORKERS)?;
-        Resident::at(sources, weights, Place::Cpu { n_workers, options }, |_| {})
+        Resident::at(sources, weights, Place::Cpu { n_workers, options }, just_in_time, |_| {})
     }
 
     /// As [`Resident::new`], on `gpu`; `progress` is called with the bytes of weights that have been handed over.
@@ -71,17 +73,19 @@ impl Resident {
         progress: impl FnMut(u64),
     ) -> Result<Resident, EngineError> {
         let n_workers = gpu.info().n_sms;
-        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, progress)
+        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, &[], progress)
     }
 
     pub(super) fn at(
         sources: Vec<Source>,
         weights: &dyn WeightSource,
         place: Place,
+        just_in_time: &[String],
         progress: impl FnMut(u64),
     ) -> Result<Resident, EngineError> {
         let began = Instant::now();
-        let compiled = compile(sources, &Config::new(place.target()))?;
+        let compiled =
+            compile(sources, &Config { just_in_time: just_in_time.to_vec(), ..Config::new(place.target()) })?;
         let compile_time = began.elapsed();
         let executor = match place {
             Place::Gpu { gpu, options, .. } => {

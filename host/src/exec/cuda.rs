@@ -28,7 +28,7 @@ use crate::cuda::{Entered, Gpu, GpuError, Piece, upload};
 use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
-use perpetua_device::advance;
+use perpetua_device::{advance, queue};
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{
@@ -134,7 +134,7 @@ impl Layout {
         layout.data = place(size_of_val(loads.data), 1);
         layout.prefetch_heads = place(size_of_val(&loads.prefetch_heads[..]), 1);
         layout.prefetches = place(size_of_val(loads.prefetches), 1);
-        layout.counters = place(4 * view.events.len(), 1);
+        layout.counters = place(4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
         layout.trace = place(size_of::<TaskTrace>() * options.n_trace as usize * view.n_workers as usize, 1);
@@ -384,7 +384,7 @@ impl Cuda {
             n_prefetches: loads.prefetches.len() as u32,
             n_mail: n_mail as u32,
             n_trace: options.n_trace,
-            reserved: 0,
+            n_slots: queue::slots(view.max_just_in_time()),
         };
         let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
         let control = control.expect("every image has a control block: `compile` adds it");

@@ -9,6 +9,7 @@
 use super::RunError;
 use super::memory::Memory;
 use crate::image::Image;
+use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::BindingKind;
@@ -58,7 +59,8 @@ const TIMEOUT_NS: u64 = 1 << 41;
 impl Simt {
     /// Runs `image` on `memory`, a simulated SM for each of its workers.
     pub fn new(image: Image, memory: Memory, options: Options) -> Simt {
-        let counters = vec![0; image.view().events.len()];
+        let view = image.view();
+        let counters = vec![0; view.events.len() + queue::words(view.max_just_in_time()) as usize];
         let (outcome, report) = (None, Report::default());
         let mut bases = memory.bases().to_vec();
         let mut copies = Vec::new();
@@ -201,7 +203,7 @@ impl Simt {
             n_prefetches: loads.prefetches.len() as u32,
             n_mail: mailbox.len() as u32,
             n_trace: 0,
-            reserved: 0,
+            n_slots: queue::slots(view.max_just_in_time()),
         };
         constant("the launch block", bytemuck::bytes_of(&params));
         for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
@@ -220,7 +222,7 @@ impl Simt {
         let counters: *mut u32 = self.counters.as_mut_ptr();
         // SAFETY: both outlive the launch and are touched by it alone.
         unsafe {
-            allocations.push(Allocation::new("e", counters.cast(), 4 * view.events.len(), Access::Atomic));
+            allocations.push(Allocation::new("e", counters.cast(), 4 * self.counters.len(), Access::Atomic));
             let fault = (&raw mut fault).cast();
             allocations.push(Allocation::new("the fault record", fault, size_of::<Fault>(), Access::Written));
         }

@@ -4,6 +4,10 @@
 //! and rings the bell; every worker then runs the device crate's [worker loop](perpetua_device::worker) until a step says
 //! that the loop has ended, and goes back to waiting for the bell. Event counters go on counting from run to run.
 //!
+//! Just-in-time tasks have no thread of their own to launch them: a worker that looks for something to do first plays the
+//! [scheduler](perpetua_device::scheduler), unless another does so at that moment. The one that has triggered a task's last
+//! event is the next to look.
+//!
 //! Waiting inside a run spins for a while and then yields the core, so that more workers than cores still move. Every
 //! wait is bounded: a worker that has waited longer than [`Options::timeout`] while no task anywhere finished writes a
 //! fault; so does one whose body fails or panics; the others see the flag in their next wait, everyone leaves the loop,
@@ -16,6 +20,8 @@ use perpetua_device::advance::step_of;
 use perpetua_device::cpu::Scratch;
 use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::{Advance, Numbered, Spec};
+use perpetua_device::queue::{self, Words};
+use perpetua_device::scheduler::Scheduler;
 use perpetua_device::sync::Sync as WorkerSync;
 use perpetua_device::worker::{self, Body, ImageView};
 use perpetua_shared::control::{Control, End, PRODUCED, STOP, Sequence};
@@ -25,7 +31,7 @@ use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerI
 use std::mem::offset_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
@@ -58,7 +64,9 @@ struct Shared {
     image: Image,
     memory: Memory,
     options: Options,
+    /// Of the events; then the queue's words.
     counters: Box<[Counter]>,
+    launches: Mutex<Launches>,
     /// Set with the first fault.
     aborted: AtomicBool,
     fault: Mutex<Option<Fault>>,
@@ -73,6 +81,17 @@ struct Shared {
     /// When each iteration of the last run ended.
     stamps: Mutex<Vec<Instant>>,
 }
+
+/// The scheduler that all workers share.
+#[derive(Debug, Default)]
+struct Launches {
+    /// The pass it is in, by its iteration, and what it has left to launch.
+    pass: Option<(u32, Scheduler)>,
+    is_done: bool,
+}
+
+/// Just-in-time tasks it looks at: their events' counters are in the caches of this machine.
+const WINDOW: u32 = 32;
 
 #[derive(Debug, Default)]
 struct Bell {
@@ -104,12 +123,15 @@ impl Threads {
     /// When the system gives no more threads.
     pub fn new(image: Image, memory: Memory, options: Options) -> std::io::Result<Threads> {
         let n_workers = image.header().n_workers;
-        let counters = image.view().events.iter().map(|_| Counter::default()).collect();
+        let view = image.view();
+        let n_counters = view.events.len() + queue::words(view.max_just_in_time()) as usize;
+        let counters = (0..n_counters).map(|_| Counter::default()).collect();
         let shared = Arc::new(Shared {
             image,
             memory,
             options,
             counters,
+            launches: Mutex::new(Launches::default()),
             aborted: AtomicBool::new(false),
             fault: Mutex::new(None),
             iteration: AtomicU32::new(0),
@@ -230,6 +252,7 @@ impl Threads {
         if let Some(fault) = lock(&self.shared.fault).take() {
             // Nobody runs: start over with clean counters.
             self.shared.counters.iter().for_each(|counter| counter.0.store(0, Ordering::Relaxed));
+            *lock(&self.shared.launches) = Launches::default();
             self.shared.iteration.store(0, Ordering::Relaxed);
             self.shared.aborted.store(false, Ordering::Relaxed);
             let base = self.shared.memory.control_base();
@@ -297,8 +320,9 @@ fn resident(shared: &Shared, worker: WorkerId) {
         }
         heard = bell.run;
         drop(bell);
-        let mut waiting = Waiting { shared, waited: std::cell::Cell::new(Duration::ZERO) };
         let view = shared.image.view();
+        let n_slots = queue::slots(view.max_just_in_time());
+        let mut waiting = Waiting { shared, view, n_slots, waited: std::cell::Cell::new(Duration::ZERO) };
         let mut body = CpuBody { shared, view, scratch: &mut scratch };
         let started = shared.iteration.load(Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| worker::run(&view, worker, started, &waiting, &mut body)));
@@ -368,6 +392,8 @@ pub fn allowed_cores() -> Vec<usize> {
 /// Waits and triggers on the shared counters.
 struct Waiting<'a> {
     shared: &'a Shared,
+    view: ImageView<'a>,
+    n_slots: u32,
     waited: std::cell::Cell<Duration>,
 }
 
@@ -375,22 +401,81 @@ struct Waiting<'a> {
 /// scheduler's time slice by far.
 const SPINS: u32 = 2000;
 
+impl Words for Waiting<'_> {
+    fn n_events(&self) -> u32 {
+        self.view.events.len() as u32
+    }
+
+    fn n_slots(&self) -> u32 {
+        self.n_slots
+    }
+
+    fn load(&self, at: u32) -> u32 {
+        self.shared.counters[at as usize].0.load(Ordering::Relaxed)
+    }
+
+    fn acquire(&self, at: u32) -> u32 {
+        // Acquire: partners are the release add in `trigger` and the release store in `publish`.
+        self.shared.counters[at as usize].0.load(Ordering::Acquire)
+    }
+
+    fn publish(&self, at: u32, value: u32) {
+        self.shared.counters[at as usize].0.store(value, Ordering::Release);
+    }
+
+    fn draw(&self, at: u32) -> u32 {
+        self.shared.counters[at as usize].0.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn claim(&self, at: u32, old: u32, new: u32) -> bool {
+        let word = &self.shared.counters[at as usize].0;
+        word.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+}
+
+impl Waiting<'_> {
+    /// Launches what is ready in the pass `step`, unless another worker is about it, and takes a task.
+    fn look(&self, step: &Step) -> Option<TaskId> {
+        let launches = match self.shared.launches.try_lock() {
+            Ok(launches) => Some(launches),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        if let Some(mut launches) = launches {
+            if launches.pass.is_none_or(|(iteration, _)| !reached(iteration, step.iteration)) {
+                *launches = Launches { pass: Some((step.iteration, Scheduler::new(0, 1, WINDOW))), is_done: false };
+            }
+            let Launches { pass, is_done } = &mut *launches;
+            // A worker that has not seen the end of its iteration finds that of the next; its own has nothing left.
+            if let Some((iteration, scheduler)) = pass
+                && *iteration == step.iteration
+                && !*is_done
+            {
+                (*is_done, _) = scheduler.round(&self.view, step, self);
+            }
+        }
+        queue::take(self, step)
+    }
+}
+
 impl WorkerSync for Waiting<'_> {
-    fn wait(&self, event: EventId, target: u32) -> Result<(), Fault> {
+    fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
         let counter = &self.shared.counters[event.idx()].0;
+        let taken = pass.and_then(|step| self.look(step));
         // Acquire: partner is the release add in `trigger`.
-        if reached(counter.load(Ordering::Acquire), target) {
-            return Ok(());
+        if taken.is_some() || reached(counter.load(Ordering::Acquire), target) {
+            return Ok(taken);
         }
         let began = Instant::now();
         let mut since = began;
         let mut seen = None;
         let mut spins = 0u32;
         loop {
+            let taken = pass.and_then(|step| self.look(step));
             let count = counter.load(Ordering::Acquire);
-            if reached(count, target) {
+            if taken.is_some() || reached(count, target) {
                 self.waited.set(self.waited.get() + began.elapsed());
-                return Ok(());
+                return Ok(taken);
             }
             if self.shared.aborted.load(Ordering::Acquire) {
                 return Err(Fault::new(FaultCode::Aborted, event.0, count, target));

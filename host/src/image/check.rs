@@ -5,8 +5,10 @@
 //! 2. *Indices.* Every range of operands, waits and triggers lies in its table; every event belongs to the program of the
 //!    task that names it, except the loop's own, which only `advance` uses.
 //! 3. *Counts.* An event is triggered exactly `num_triggers` times in a run of its program. Each task stands in exactly
-//!    one worker's list, once.
-//! 4. *Live.* The lists and the events of each program admit a complete run with every worker resident (simulated).
+//!    one list, once: a just-in-time task, which waits on an event at least, in the program's list of these, in program order,
+//!    any other in a worker's. `advance` is a worker's.
+//! 4. *Live.* The lists and the events of each program admit a complete run with every worker resident (simulated), even if
+//!    just-in-time tasks are launched one after the other, in order.
 //! 5. *End.* `advance` is each program's last task and comes after every other: no task of an iteration can be running
 //!    when the next begins.
 //!
@@ -220,6 +222,10 @@ impl Judge<'_> {
             self.operand(operand, slot.usage).map_err(|what| format!("operand `{}`: {what}", slot.name))?;
         }
         spec.check(&task.params, view.operands(task))?;
+        if task.flags & TaskFlags::JUST_IN_TIME != 0 && (is_last || view.waits(task).is_empty()) {
+            return Err("is just-in-time, and nothing or everything comes before it: it would be launched by no event"
+                .to_owned());
+        }
         let foreign = |event: &&u32, loops_own: u32| !(own.contains(event) || is_last && **event == loops_own);
         if let Some(event) = view.waits(task).iter().find(|e| foreign(e, EVENT_ARRIVED.0)) {
             return Err(format!("waits on e{event}, which is not its program's"));
@@ -315,7 +321,7 @@ impl Judge<'_> {
 
     fn lists(&mut self) {
         let view = self.image.view();
-        let per_program = view.n_workers as usize + 1;
+        let per_program = view.n_workers as usize + 2;
         if view.list_heads.first() != Some(&0) || !view.list_heads.is_sorted() {
             return self.report("lists", "their heads do not ascend from 0".to_owned());
         }
@@ -341,7 +347,20 @@ impl Judge<'_> {
             }
             if let Some(missing) = seen.iter().position(|seen| !seen) {
                 let id = program.task_first as usize + missing;
-                self.report(format_args!("t{id}"), "stands in no worker's list".to_owned());
+                self.report(format_args!("t{id}"), "stands in no list".to_owned());
+            }
+            let launched = view.just_in_time(number);
+            if !launched.is_sorted() {
+                self.report(format_args!("p{number}"), "its just-in-time tasks are not in program order".to_owned());
+            }
+            let n_flagged = (program.task_first..program.task_first + program.task_count)
+                .filter(|id| view.tasks[*id as usize].flags & TaskFlags::JUST_IN_TIME != 0)
+                .count();
+            let is_flagged = |id: &&u32| view.tasks[**id as usize].flags & TaskFlags::JUST_IN_TIME != 0;
+            let in_range = |id: &&u32| (**id as usize) < view.tasks.len();
+            if n_flagged != launched.len() || launched.iter().filter(in_range).filter(is_flagged).count() != n_flagged {
+                let what = format!("{n_flagged} tasks say they are just-in-time, and its list of these is another");
+                self.report(format_args!("p{number}"), what);
             }
         }
     }
@@ -370,7 +389,8 @@ impl Judge<'_> {
         for (number, program) in view.programs.iter().enumerate() {
             let mut counts = vec![0u32; view.events.len()];
             counts[EVENT_ARRIVED.idx()] = view.n_workers;
-            let lists: Vec<&[u32]> = (0..view.n_workers).map(|w| view.list(number, WorkerId(w))).collect();
+            // The last is the scheduler's, and launched tasks run at once: workers that wait take them.
+            let lists: Vec<&[u32]> = (0..=view.n_workers).map(|w| view.list(number, WorkerId(w))).collect();
             let mut next = vec![0usize; lists.len()];
             // Workers blocked on an event, and workers that may go on.
             let mut blocked: Vec<Vec<usize>> = vec![Vec::new(); view.events.len()];
@@ -397,7 +417,8 @@ impl Judge<'_> {
             if done != program.task_count {
                 let stuck =
                     lists.iter().zip(&next).enumerate().filter_map(|(w, (list, at))| Some((w, *list.get(*at)?)));
-                let stuck: Vec<String> = stuck.take(4).map(|(w, id)| format!("w{w} at t{id}")).collect();
+                let name = |w| if w == view.n_workers as usize { "the scheduler".to_owned() } else { format!("w{w}") };
+                let stuck: Vec<String> = stuck.take(4).map(|(w, id)| format!("{} at t{id}", name(w))).collect();
                 let what = format!("stops after {done} of {} tasks: {}", program.task_count, stuck.join(", "));
                 return self.report(format_args!("p{number}"), what);
             }

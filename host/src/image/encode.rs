@@ -29,7 +29,7 @@ pub struct Parts {
     pub list_heads: Vec<u32>,
     /// Task ids.
     pub lists: Vec<u32>,
-    /// Where each worker's data ops of each program start, and a program's end: as `list_heads`.
+    /// Where each worker's data ops of each program start, and a program's end.
     pub data_heads: Vec<u32>,
     /// Copies of all workers, sources bindings.
     pub data: Vec<DataOp>,
@@ -98,9 +98,12 @@ pub fn encode(parts: &Parts) -> Result<Image, ImageError> {
         checksum: 0,
     };
     let sections = Sections::of(&header);
-    for (what, heads) in [("list", &parts.list_heads), ("data", &parts.data_heads), ("prefetch", &parts.prefetch_heads)]
-    {
-        let expected = sections.list_heads.len() / 4;
+    for (what, heads, section) in [
+        ("list", &parts.list_heads, &sections.list_heads),
+        ("data", &parts.data_heads, &sections.data_heads),
+        ("prefetch", &parts.prefetch_heads, &sections.prefetch_heads),
+    ] {
+        let expected = section.len() / 4;
         if heads.len() != expected {
             return Err(ImageError::Format(format!("{} {what} heads, expected {expected}", heads.len())));
         }

@@ -81,7 +81,7 @@ impl Sections {
             events: section(n(header.n_events), size_of::<EventDesc>()),
             waits: section(n(header.n_waits), 4),
             triggers: section(n(header.n_triggers), 4),
-            list_heads: section(programs * (n(header.n_workers) + 1), 4),
+            list_heads: section(programs * (n(header.n_workers) + 2), 4),
             lists: section(n(header.n_list_entries), 4),
             data_heads: section(programs * (n(header.n_workers) + 1), 4),
             data: section(n(header.n_data), size_of::<DataOp>()),

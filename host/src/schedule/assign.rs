@@ -4,7 +4,7 @@
 //! always next on its worker's list with nothing left to wait for). The tasks of one operator are given out in runs of
 //! neighbours, so that a worker streams neighbouring weights, balanced by what they cost rather than by their number.
 
-use crate::graph::task::{TaskGraph, WorkerLists};
+use crate::graph::task::{TaskClass, TaskGraph, WorkerLists};
 use crate::graph::tensor::{DTensor, row_major};
 use crate::graph::threadblock::{Access, ThreadBlockGraph};
 use std::cmp::Reverse;
@@ -13,7 +13,10 @@ use std::collections::BinaryHeap;
 /// Gives the tasks of `graph` to `n_workers` workers; `cost[t]` is what task `t` costs, in any unit.
 pub fn assign(graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
     let mut lists = vec![Vec::new(); n_workers as usize];
-    for ends in graph.op_first.windows(2) {
+    for (op, ends) in graph.op_first.windows(2).enumerate() {
+        if is_launched(graph, op) {
+            continue;
+        }
         let tasks = ends[0]..ends[1];
         let total: u128 = cost[tasks.start as usize..tasks.end as usize].iter().map(|c| u128::from(*c) + 1).sum();
         let few = tasks.len() < n_workers as usize;
@@ -33,14 +36,22 @@ pub fn assign(graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
     WorkerLists { lists }
 }
 
+/// Whether a scheduler launches the tasks of operator `op`: they are in no list.
+fn is_launched(graph: &TaskGraph, op: usize) -> bool {
+    graph.classes.get(op) == Some(&TaskClass::JustInTime)
+}
+
 /// Per operator, the earlier operator whose blocks its own go with: block `b` reads what block `b` there wrote, so that on
 /// one worker the two need no hop between them. Itself, where there is none.
-fn leaders(blocks: &ThreadBlockGraph) -> Vec<usize> {
+fn leaders(blocks: &ThreadBlockGraph, graph: &TaskGraph) -> Vec<usize> {
     let mut writers: Vec<Option<(usize, &Access)>> = vec![None; blocks.table.buffers.len()];
     let mut leaders: Vec<usize> = (0..blocks.ops.len()).collect();
     for (number, op) in blocks.ops.iter().enumerate() {
         for access in op.accesses.iter().flatten().filter(|access| access.kind.reads()) {
             let Some((writer, written)) = writers[blocks.table[access.tensor].buffer.idx()] else { continue };
+            if is_launched(graph, number) || is_launched(graph, writer) {
+                continue;
+            }
             let cut_apart = access.map.iter().zip(op.grid).all(|(dim, n)| n == 1 || dim.is_some());
             let alike = written.map == access.map && sees_alike(blocks, written, access);
             if alike && cut_apart && blocks.ops[writer].grid == op.grid && op.n_blocks() > 1 {
@@ -69,7 +80,7 @@ fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
 /// only at the end: the costliest block goes to the worker with the least so far. Blocks that read what a block of the
 /// same number wrote follow it, and are part of its cost. Lists are in program order, as those of [`assign`].
 pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
-    let leaders = leaders(blocks);
+    let leaders = leaders(blocks, graph);
     let mut group_cost: Vec<Vec<u64>> = vec![Vec::new(); leaders.len()];
     for (op, leader) in leaders.iter().enumerate() {
         let of_leader = &mut group_cost[*leader];
@@ -80,7 +91,7 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
     let mut load: BinaryHeap<Reverse<(u64, u32)>> = (0..n_workers).map(|worker| Reverse((0, worker))).collect();
     let mut places: Vec<Vec<u32>> = vec![Vec::new(); leaders.len()];
     let mut order = Vec::new();
-    for (op, &leader) in leaders.iter().enumerate() {
+    for (op, &leader) in leaders.iter().enumerate().filter(|(op, _)| !is_launched(graph, *op)) {
         let n = graph.tasks_of(op).len();
         if leader == op {
             order.clear();

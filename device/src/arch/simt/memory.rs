@@ -289,6 +289,11 @@ impl Order {
         self.released.insert(address, clock);
     }
 
+    /// What has been released to the word at `address` is overwritten.
+    pub(super) fn forget(&mut self, address: usize) {
+        self.released.remove(&address);
+    }
+
     /// `thread` acquires from the word at `address`.
     pub(super) fn acquire(&mut self, thread: u32, address: usize) {
         let Some(clock) = self.released.remove(&address) else { return };

@@ -295,6 +295,22 @@ pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
 }
 
 #[track_caller]
+pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
+    atomic(word).store(value, Ordering::Release);
+    with(|world| {
+        world.release_anew(word.addr());
+        world.changed(word.addr());
+    });
+}
+
+#[track_caller]
+pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
+    let was = atomic(word).fetch_add(value, Ordering::Relaxed);
+    with(|world| world.changed(word.addr()));
+    was
+}
+
+#[track_caller]
 pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
     let outcome = atomic(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
     with(|world| {

@@ -1094,6 +1094,12 @@ impl World {
         self.order.release(self.ordinal(), word);
     }
 
+    /// The current thread releases to `word`, which carries nothing else any more.
+    pub(super) fn release_anew(&mut self, word: usize) {
+        self.order.forget(word);
+        self.release(word);
+    }
+
     /// `word` has changed: who polls it goes on.
     pub(super) fn changed(&mut self, word: usize) {
         for thread in self.pollers.remove(&word).unwrap_or_default() {

@@ -129,11 +129,11 @@ pub enum TaskClass {
     AheadOfTime,
     /// A scheduler gives it to a worker when its last event fires; it stands in no worker's list.
     JustInTime,
-    /// Starts an iteration: everything else comes after it.
+    /// Starts an iteration: everything else comes after it. No task of a compiled program: the loop does it (`EVENT_ARRIVED`).
     BeginIteration,
-    /// Ends an iteration: it comes after everything else.
+    /// Ends an iteration: it comes after everything else. A compiled program's last operator, `advance`.
     EndIteration,
-    /// Ends the run.
+    /// Ends the run. No task of a compiled program: `advance` writes a step without a program.
     Terminate,
 }
 
