@@ -76,12 +76,12 @@ impl<E> Weights<E> {
     /// # Safety
     /// The level exists.
     #[inline(always)]
-    pub(crate) unsafe fn prefetch<S: Simd>(&self) {
+    pub(crate) unsafe fn prefetch<S: Simd, D: Dot<S, Elem = E>>(&self) {
         let lines = (self.k * size_of::<E>() / 64).min(AHEAD_LINES);
         for line in 0..lines {
             for j in 0..TILE_ROWS.min(self.all_rows()) {
                 // SAFETY: any address may be asked for.
-                unsafe { S::prefetch(self.row(j).0.wrapping_byte_add(64 * line).cast()) };
+                unsafe { D::prefetch(self.row(j).0, line) };
             }
         }
     }
@@ -199,21 +199,15 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 let lines = k / line_elems;
                 let offset = AHEAD_LINES.min(lines);
                 let turn = lines - offset;
-                let mut r = 0;
-                while r < R {
-                    D::prefetch_tail(next[r], k);
-                    r += 1;
-                }
                 let mut line = 0;
                 while line < lines {
                     let mut r = 0;
                     while r < R {
-                        let at = if line < turn {
-                            w[r].wrapping_add((line + offset) * line_elems)
+                        if line < turn {
+                            D::prefetch(w[r], line + offset);
                         } else {
-                            next[r].wrapping_add((line - turn) * line_elems)
-                        };
-                        S::prefetch(at.cast());
+                            D::prefetch(next[r], line - turn);
+                        }
                         r += 1;
                     }
                     let mut u = 0;

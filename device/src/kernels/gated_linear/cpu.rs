@@ -72,7 +72,7 @@ impl Gated<'_> {
             // SAFETY: the areas are as large as the plan says; both boxes hold n rows of k (as do rows of `x`, or
             // `Row::of` panics); the level exists (caller).
             unsafe {
-                weights.prefetch::<S>();
+                weights.prefetch::<S, D>();
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
                 gemm::multiply::<S, D>(&weights, packed, cols, sums, 2 * n);
                 let mut m = 0;

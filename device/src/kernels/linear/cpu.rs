@@ -62,7 +62,7 @@ impl Linear<'_> {
             // SAFETY: the areas are as large as the plan says; the weights' box holds n rows of k (rows of `x` are of
             // that length, or `Row::of` panics); the level exists (caller).
             unsafe {
-                weights.prefetch::<S>();
+                weights.prefetch::<S, D>();
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
                 gemm::multiply::<S, D>(&weights, packed, cols, sums, n);
                 let mut m = 0;
