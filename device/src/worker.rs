@@ -119,6 +119,11 @@ pub trait Body {
         let _ = id;
     }
 
+    /// The task numbered `id` comes next: its events are about to be waited for.
+    fn ahead(&mut self, id: TaskId) {
+        let _ = id;
+    }
+
     /// Runs `task` in the pass `step`.
     ///
     /// # Errors
@@ -173,6 +178,7 @@ fn run_task<I: Image, S: Sync, B: Body>(
     sync: &S,
     body: &mut B,
 ) -> Result<(), Fault> {
+    body.ahead(id);
     for &event in image.waits(task) {
         // The loop's own events count iterations of every program, a program's events its own runs.
         let fired_before = if event == EVENT_ARRIVED.0 { iteration } else { step.program_runs };

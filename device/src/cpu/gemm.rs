@@ -33,6 +33,10 @@ pub(crate) const TILE_ROWS: usize = 4;
 /// Bytes of packed activations that are passed over at once: half of L2, so that the weights of a task fit beside them.
 const BLOCK_BYTES: usize = 1 << 20;
 
+/// Bytes of weights that pass by the groups of a block at once, so that they come from L2 after the first: with as much of
+/// the next part and the sums of both beside the packed block.
+const PART_BYTES: usize = 192 << 10;
+
 /// How far ahead weights are asked for, in cache lines of each row: 2 KiB.
 /// PERF: without prefetch a matrix-vector product reached 72 % of the read bandwidth, with it 93 % (Emerald Rapids, 2
 /// cores, 2026-11-20).
@@ -69,6 +73,24 @@ impl<E> Weights<E> {
             return core::ptr::NonNull::dangling().as_ptr();
         }
         w.address([0, 0]).cast()
+    }
+
+    /// Rows (of each matrix) of the parts that `cols` activation rows are multiplied with in turn: all where they are one
+    /// group, which sees every weight once.
+    pub(crate) fn part_rows(&self, cols: usize) -> usize {
+        if cols <= 6 {
+            return self.rows;
+        }
+        let matrices = 1 + usize::from(self.paired);
+        let parts = (self.rows * matrices * self.k * size_of::<E>()).div_ceil(PART_BYTES).max(1);
+        self.rows.div_ceil(parts).next_multiple_of(8).min(self.rows)
+    }
+
+    /// Rows `first..first + rows` of each matrix.
+    pub(crate) fn part(&self, first: usize, rows: usize) -> Weights<E> {
+        debug_assert!(first + rows <= self.rows);
+        let base = core::array::from_fn(|i| self.base[i].wrapping_add(first * self.stride[i]));
+        Weights { base, rows, ..*self }
     }
 
     /// Asks for the start of the first tile's rows: the activations are packed while they come.
