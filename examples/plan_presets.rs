@@ -33,11 +33,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let source = Source { name: "decode".to_owned(), graph, in_token_loop: true };
         let compiled = compile(vec![source], &Config { target, check: false })?;
         let program = &compiled.programs[0];
-        let streams = prefetch::streams(&program.blocks, &program.tasks, &program.costs);
-        let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &streams, &machine)?;
-        prefetch::check(&plan, &program.lists, &streams).map_err(|broken| broken[0].clone())?;
+        let plan = &program.plan;
+        prefetch::check(plan, &program.lists, &program.reads).map_err(|broken| broken[0].clone())?;
         let run = |prefetch| {
-            predict(&program.tasks, &program.lists, &plan, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.lists, plan, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);

@@ -143,8 +143,8 @@ fn gemv() {
                             let y = y.tensor(DType::F32, t * 4096, &[1, n]);
                             for task in 0..tasks {
                                 let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
-                                let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y];
-                                let p = param_words(&linear::Params { activation: 0 });
+                                let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
+                                let p = param_words(&linear::Params { activation: 0, eps: 0.0 });
                                 call::<Linear>(&io, p, Step { rows: 1, ..Step::default() }, &mut scratch);
                             }
                         });
@@ -184,8 +184,8 @@ fn gemm() {
                             let w = weights.tensor(dtype, task * n * k, &[n, k]);
                             let x = x.tensor(DType::F32, 0, &[rows, k]);
                             let y = y.tensor(DType::F32, 0, &[rows, n]);
-                            let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y];
-                            let p = param_words(&linear::Params { activation: 0 });
+                            let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
+                            let p = param_words(&linear::Params { activation: 0, eps: 0.0 });
                             call::<Linear>(&io, p, Step { rows: rows as u32, ..Step::default() }, &mut scratch);
                         }
                     });

@@ -3,9 +3,9 @@
 //! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
 //! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks and the next is the loader ([`tiles`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
-//! parameter is the address of a [`LaunchParams`] in device memory. `data_heads`, `data` and `task_tiles` say which
-//! weights the loader brings; with `n_data = 0` and all of `data_heads` and `task_tiles` zero it brings none, and bodies read weights from
-//! global memory.
+//! parameter is the address of a [`LaunchParams`] in device memory. `data_heads` and `data` say which
+//! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; with `n_data = 0` and all heads zero it
+//! brings none, and bodies read weights from global memory.
 //!
 //! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
@@ -21,7 +21,7 @@ use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
-use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
+use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskId, WorkerId};
 
 /// The image where the launch block says it is. Every call reads the addresses it needs anew (volatile, or the compiler
 /// would keep them all in registers); they stay in L1.
@@ -55,13 +55,25 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
     unsafe { memory::constant(start.add(first as usize), count as usize) }
 }
 
+impl DeviceImage {
+    /// Where a worker's entries of a program start and end, by the section of heads at `heads`.
+    ///
+    /// # Safety
+    /// The section is the image's, as are program and worker.
+    #[inline(always)]
+    unsafe fn ends(&self, heads: u64, program: u32, worker: WorkerId) -> [u32; 2] {
+        let row = program * (param!(self, n_workers) + 1) + worker.0;
+        // SAFETY: a row of heads has an entry for each worker and one more.
+        unsafe { memory::load(core::ptr::with_exposed_provenance::<[u32; 2]>(heads as usize + 4 * row as usize)) }
+    }
+}
+
 impl Image for DeviceImage {
     #[inline(always)]
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
-        let row = program as u32 * (param!(self, n_workers) + 1);
         // SAFETY: see `DeviceImage`.
         unsafe {
-            let [first, end] = *entries::<u32>(param!(self, list_heads), row + worker.0, 2).as_ptr().cast::<[u32; 2]>();
+            let [first, end] = self.ends(param!(self, list_heads), program as u32, worker);
             entries(param!(self, lists), first, end - first)
         }
     }
@@ -97,12 +109,20 @@ impl Lists for (DeviceImage, WorkerId) {
         let (image, worker) = *self;
         // SAFETY: see `DeviceImage`; the heads are two words at least.
         unsafe {
-            let row = program * (param!(image, n_workers) + 1) + worker.0;
-            let [first, end] = memory::load(core::ptr::with_exposed_provenance::<[u32; 2]>(
-                param!(image, data_heads) as usize + 4 * row as usize,
-            ));
+            let [first, end] = image.ends(param!(image, data_heads), program, worker);
             let data: *const DataOp = core::ptr::with_exposed_provenance(param!(image, data) as usize);
             (data.wrapping_add(first as usize), end - first)
+        }
+    }
+
+    #[inline(always)]
+    fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32) {
+        let (image, worker) = *self;
+        // SAFETY: see `DeviceImage`; the heads are two words at least.
+        unsafe {
+            let [first, end] = image.ends(param!(image, prefetch_heads), program, worker);
+            let ops: *const PrefetchOp = core::ptr::with_exposed_provenance(param!(image, prefetches) as usize);
+            (ops.wrapping_add(first as usize), end - first)
         }
     }
 
@@ -126,9 +146,8 @@ struct BlockBody<'a> {
 
 impl BlockBody<'_> {
     #[inline(always)]
-    fn task_tiles(&self, id: TaskId) -> u32 {
-        // SAFETY: see `DeviceImage`.
-        unsafe { *entries(param!(self.image, task_tiles), id.0, 1).get_unchecked(0) }
+    fn task_tiles(&self, task: &TaskDesc) -> u32 {
+        if param!(self.image, n_data) == 0 { 0 } else { task.tiles }
     }
 
     /// The call of a task.
@@ -216,12 +235,12 @@ impl Body for BlockBody<'_> {
     #[inline(always)]
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
-        self.tiles.begin(step.program, n, self.block.thread == 0);
+        self.tiles.begin(step.program, step.first_pos, n, self.block.thread == 0);
     }
 
     #[inline(always)]
     fn skip(&mut self, id: TaskId) {
-        self.tiles.begin_task(self.task_tiles(id));
+        self.tiles.begin_task(self.task_tiles(self.image.task(id.0)));
         // SAFETY: the loop brings every thread of the block here.
         unsafe { self.tiles.drain() };
     }
@@ -233,8 +252,10 @@ impl Body for BlockBody<'_> {
         unsafe {
             let began_ns = self.begin_task(id);
             thread::at_task(id.0);
-            self.tiles.begin_task(self.task_tiles(id));
-            let outcome = run_gpu(&self.call(task, step), &self.block);
+            self.tiles.begin_task(self.task_tiles(task));
+            // What bodies compute from who they are stays in them.
+            let block = Block { thread: memory::opaque_word(self.block.thread), threads: self.block.threads };
+            let outcome = run_gpu(&self.call(task, step), &block);
             self.tiles.drain();
             // The worker's next task may read what this one wrote. A trigger begins with the block's barrier, so does a wait's
             // end; a task whose users all come later in the same list may have neither before them.
@@ -312,7 +333,7 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
     let sync = gpu_sync(&image);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
     let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
-    body.tiles.begin_task(body.task_tiles(TaskId(id)));
+    body.tiles.begin_task(body.task_tiles(task));
     let call = body.call(task, &step);
     // SAFETY: the caller's promise.
     let outcome = unsafe { K::gpu(&crate::kernels::params(&task.params), &call, &block) };

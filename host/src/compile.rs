@@ -7,12 +7,13 @@ use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
+use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
-use perpetua_device::kernels::{Cost, Spec};
+use perpetua_device::kernels::{Cost, Spec, TILED_ROWS};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
 use perpetua_shared::task::{Operand, TaskDesc};
-use perpetua_shared::{BindingId, ProgramId};
+use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -60,6 +61,10 @@ pub struct Program {
     pub lists: WorkerLists,
     /// Per task, bytes and flops.
     pub costs: Vec<Cost>,
+    /// Per task, what it reads of weights and caches, where workers have loaders.
+    pub reads: Vec<prefetch::Reads>,
+    /// What each worker's loader does; without workers where they have none.
+    pub plan: prefetch::Plan,
     /// Where the intermediates lie.
     pub arena: arena::Arena,
     /// How long each stage took.
@@ -92,6 +97,12 @@ pub enum CompileError {
     /// The events do not order what they must: a defect of this library.
     #[error("{} ordering(s) missing; first: {}", .0.len(), .0[0])]
     Dependencies(Vec<task::Violation>),
+    /// A task's tiles do not fit a worker.
+    #[error(transparent)]
+    Plan(#[from] prefetch::PlanError),
+    /// A plan of shared memory breaks laws: a defect of this library.
+    #[error("{} law(s) of the shared-memory plan broken; first: {}", .0.len(), .0[0])]
+    Tiles(Vec<prefetch::Violation>),
     /// The image breaks rules.
     #[error(transparent)]
     Image(#[from] ImageError),
@@ -195,6 +206,9 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut tasks = task::lower(&blocks, &task::Config::default())?;
     clock.lap("dependencies");
     let costs = costs(&blocks, &tasks);
+    // Tiles pay where weights are read once for few rows.
+    let has_loaders = config.target.has_loaders && source.graph.rows.is_some_and(|rows| rows <= TILED_ROWS);
+    let reads = if has_loaders { prefetch::reads(&blocks, &tasks, &costs) } else { Vec::new() };
     let lists = match config.target.cut {
         Cut::TaskBytes => {
             let weight: Vec<u64> =
@@ -202,9 +216,8 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
             assign::assign(&tasks, &weight, config.target.n_workers)
         }
         Cut::PerWorker => {
-            let streams = prefetch::streams(&blocks, &tasks, &costs);
-            let streamed = |task: usize| streams[task].iter().map(prefetch::Stream::bytes).sum::<u64>();
-            let weight: Vec<u64> = (0..costs.len()).map(|task| streamed(task) + costs[task].flops / 64).collect();
+            let bytes = |task: usize| reads.get(task).map_or(costs[task].bytes_read, prefetch::Reads::bytes);
+            let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
             assign::balance(&blocks, &tasks, &weight, config.target.n_workers)
         }
     };
@@ -217,9 +230,18 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         task::elide(&mut tasks, &lists);
     }
     clock.lap("last");
+    let machine = Machine::of(&config.target);
+    let plan = match has_loaders {
+        true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
+        false => prefetch::Plan::default(),
+    };
+    clock.lap("tiles");
     if config.check {
         task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
         task::check(&arena::in_arena(&blocks, &arena), &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
+        if has_loaders {
+            prefetch::check(&plan, &lists, &reads).map_err(CompileError::Tiles)?;
+        }
         clock.lap("check");
     }
     let program = Program {
@@ -230,6 +252,8 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         tasks,
         lists,
         costs,
+        reads,
+        plan,
         arena,
         stages: clock.laps,
     };
@@ -388,15 +412,12 @@ impl Layout {
                 .map(|b| BindingDesc { bytes: b.bytes, kind: b.kind as u32, align_bytes: b.align_bytes })
                 .collect(),
             events: vec![EventDesc { num_triggers: 1 }, EventDesc { num_triggers: n_workers }],
-            list_heads: Vec::new(),
             ..Parts::default()
         };
         debug_assert_eq!(parts.events.len(), FIRST_PROGRAM_EVENT.idx());
         for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
             self.add_program(&mut parts, program, *rows, *in_token_loop);
         }
-        let end = parts.lists.len() as u32;
-        parts.list_heads.push(end);
         // Each program's row of heads ends where the next one's starts.
         debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 1));
         parts
@@ -408,6 +429,10 @@ impl Layout {
         let graph = &program.tasks;
         parts.op_names.extend(program.blocks.ops.iter().map(|op| op.name.clone()));
         parts.events.extend(graph.events.iter().map(|n| EventDesc { num_triggers: *n }));
+        let mut tiles = vec![0; graph.tasks.len()];
+        for compute in program.plan.workers.iter().flat_map(|worker| &worker.computes) {
+            tiles[compute.task as usize] += compute.data_end - compute.data_first;
+        }
         let mut buffer = Vec::new();
         for (number, task) in graph.tasks.iter().enumerate() {
             let op = &program.blocks.ops[task.op as usize];
@@ -443,16 +468,24 @@ impl Layout {
                 wait_count: (parts.waits.len() - wait_first) as u16,
                 trigger_count: (parts.triggers.len() - trigger_first) as u16,
                 trigger_first: trigger_first as u32,
+                tiles: tiles[number],
                 params: kernel.params,
             });
         }
+        let binding = |buffer: u32| self.of_buffer[program.id.idx()][buffer as usize].0;
+        let idle = prefetch::WorkerPlan::default();
         for (worker, list) in program.lists.lists.iter().enumerate() {
-            if worker == 0 && !parts.list_heads.is_empty() {
-                parts.list_heads.push(parts.lists.len() as u32);
-            }
             parts.list_heads.push(parts.lists.len() as u32);
             parts.lists.extend(list.iter().map(|task| task + task_first));
+            let plan = program.plan.workers.get(worker).unwrap_or(&idle);
+            parts.data_heads.push(parts.data.len() as u32);
+            parts.data.extend(plan.data.iter().map(|op| DataOp { source: binding(op.source), ..*op }));
+            parts.prefetch_heads.push(parts.prefetches.len() as u32);
+            parts.prefetches.extend(plan.prefetches.iter().map(|op| PrefetchOp { source: binding(op.source), ..*op }));
         }
+        parts.list_heads.push(parts.lists.len() as u32);
+        parts.data_heads.push(parts.data.len() as u32);
+        parts.prefetch_heads.push(parts.prefetches.len() as u32);
         parts.programs.push(ProgramDesc {
             max_rows: rows.unwrap_or(u32::MAX),
             task_first,

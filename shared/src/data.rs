@@ -1,4 +1,4 @@
-//! Data moves into a worker's shared memory.
+//! Data moves of a worker's loader: into its shared memory, and into the cache all workers share.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -24,18 +24,47 @@ pub struct DataOp {
     pub used_by: u32,
     /// The barrier that is full when the bytes have arrived.
     pub barrier: u16,
-    /// See [`DataFlags`].
-    pub flags: u16,
+    /// 0.
+    pub reserved: u16,
 }
 
-/// Bits of [`DataOp::flags`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DataFlags;
-
-impl DataFlags {
-    /// The source is a cache that this very pass appends to. The copy ends at the first position of the pass, whatever
-    /// its `bytes`; rows from there on are read by the compute op, from memory, after its task's events.
-    pub const UP_TO_POSITION: u16 = 1;
+/// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there: small
+/// weights, and the rows of a KV cache, which rows being known at run time. 40 bytes. Nobody waits for them and nothing
+/// depends on them but time.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct PrefetchOp {
+    /// Byte offset of the first byte, or row, from the source's start.
+    pub source_offset_bytes: u64,
+    /// The memory it comes from: a buffer of the graph in a plan, a binding in an image.
+    pub source: u32,
+    /// Bytes at most; exactly, if there are no rows.
+    pub bytes: u32,
+    /// Bytes of a row, one a position; 0: no rows. Of rows, those before the pass's first position that are in [`share`] `split`
+    /// of `splits` of all that the pass sees are asked for.
+    pub row_bytes: u32,
+    /// See [`PrefetchOp::row_bytes`].
+    pub splits: u32,
+    /// See [`PrefetchOp::row_bytes`].
+    pub split: u32,
+    /// The data op of the worker's list before which it is issued.
+    pub before: u32,
+    /// The compute op of this worker that reads them.
+    pub used_by: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
-const _: () = assert!(size_of::<DataOp>() == 32);
+/// The positions, of `visible`, that split `number` of `splits` has: first and end. Shares are equal but for the last ones, which
+/// may be empty.
+#[inline(always)]
+pub const fn share(visible: u32, splits: u32, number: u32) -> (u32, u32) {
+    if splits <= 1 {
+        return (0, visible);
+    }
+    let len = visible.div_ceil(splits);
+    let (first, end) = (number * len, (number + 1) * len);
+    (if first < visible { first } else { visible }, if end < visible { end } else { visible })
+}
+
+const _: () = assert!(size_of::<DataOp>() == 32 && size_of::<PrefetchOp>() == 40);

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! ImageHeader | BindingDesc* | Operand* | ProgramDesc* | TaskDesc* | EventDesc* | waits u32* | triggers u32*
-//!             | list heads u32* (programs x (workers + 1)) | lists u32* (task ids) | name heads u32* | names (utf-8)
+//!             | list heads u32* (programs x (workers + 1)) | lists u32* (task ids) | data heads u32* (likewise) | DataOp*
+//!             | prefetch heads u32* (likewise) | PrefetchOp* | name heads u32* | names (utf-8)
 //! ```
 //! Each section starts at a multiple of 8 bytes. The first two events are the loop's own ([`crate::event`]).
 //! The host's `image::encode` and `image::decode` are its only makers; both check every index in it.
@@ -12,7 +13,7 @@ use bytemuck::{Pod, Zeroable};
 /// First bytes of every image.
 pub const MAGIC: [u8; 8] = *b"PERPIMG\0";
 /// Format version; an image of another version is refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// What a binding is for: how an executor provides it.
 #[repr(u32)]
@@ -68,6 +69,10 @@ pub struct ImageHeader {
     pub n_triggers: u32,
     /// See [`ImageHeader::n_bindings`].
     pub n_list_entries: u32,
+    /// See [`ImageHeader::n_bindings`].
+    pub n_data: u32,
+    /// See [`ImageHeader::n_bindings`].
+    pub n_prefetches: u32,
     /// Bytes of operator names.
     pub n_name_bytes: u32,
     /// Operators; the name heads are one more.
@@ -111,4 +116,4 @@ pub struct ProgramDesc {
 pub const EVERY_SEQUENCE: u32 = 2;
 
 const _: () =
-    assert!(size_of::<ImageHeader>() == 64 && size_of::<BindingDesc>() == 16 && size_of::<ProgramDesc>() == 24);
+    assert!(size_of::<ImageHeader>() == 72 && size_of::<BindingDesc>() == 16 && size_of::<ProgramDesc>() == 24);

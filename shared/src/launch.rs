@@ -17,8 +17,8 @@ pub const BLOCK_THREADS: u32 = 256;
 /// Those of them that run tasks and meet at the block's barrier. The last warp is the loader's.
 pub const TASK_THREADS: u32 = BLOCK_THREADS - 32;
 
-/// Dynamic shared memory of a block, all of it tiles. With 17 KiB of static shared memory that is what a block may have on
-/// sm_90, 227 KiB, but for 2.
+/// Dynamic shared memory of a block, all of it tiles. With 17.2 KiB of static shared memory that is what a block may have on
+/// sm_90, 227 KiB, but for 1.8.
 pub const TILE_BYTES: u32 = 208 << 10;
 
 /// Barriers of tiles: as many are under way or unread at most. Data op `d` of a list goes by barrier `d % TILE_BARRIERS`.
@@ -56,8 +56,10 @@ pub struct LaunchParams {
     pub data_heads: u64,
     /// [`DataOp`](crate::DataOp)s, their sources bindings.
     pub data: u64,
-    /// `[u32; n_tasks]`: how many data ops each task takes, in the order of its worker's list.
-    pub task_tiles: u64,
+    /// `[u32; n_programs * (n_workers + 1)]`: likewise of prefetches.
+    pub prefetch_heads: u64,
+    /// [`PrefetchOp`](crate::PrefetchOp)s.
+    pub prefetches: u64,
     /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed: entry `i` is written when iteration
     /// `iteration + i` has ended, and the host may read it while the kernel runs.
     pub mailbox: u64,
@@ -85,15 +87,19 @@ pub struct LaunchParams {
     pub n_workers: u32,
     /// Iterations that have run since the counters were zeroed.
     pub iteration: u32,
-    /// See [`LaunchParams::n_programs`].
+    /// See [`LaunchParams::n_programs`]; 0: whatever tasks say, none has tiles.
     pub n_data: u32,
+    /// See [`LaunchParams::n_programs`].
+    pub n_prefetches: u32,
     /// See [`LaunchParams::mailbox`]; iterations beyond it are not reported.
     pub n_mail: u32,
     /// See [`LaunchParams::trace`]; 0: no times are taken.
     pub n_trace: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
-const _: () = assert!(size_of::<LaunchParams>() == 19 * 8 + 12 * 4);
+const _: () = assert!(size_of::<LaunchParams>() == 20 * 8 + 14 * 4);
 
 /// How an iteration ended, in the mailbox. The word is written at once, so a host that sees it not zero sees all of it,
 /// and no fence is needed; the time may come later, though not after the kernel's end.

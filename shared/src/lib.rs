@@ -19,7 +19,7 @@ pub mod probe;
 pub mod task;
 
 pub use control::Step;
-pub use data::{DataFlags, DataOp};
+pub use data::{DataOp, PrefetchOp};
 pub use dtype::DType;
 pub use event::EventDesc;
 pub use fault::{Fault, FaultCode};

@@ -78,7 +78,7 @@ impl TaskFlags {
     }
 }
 
-/// One task: a macro kernel, its operands, what it waits on and what it triggers. 76 bytes.
+/// One task: a macro kernel, its operands, what it waits on and what it triggers. 80 bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct TaskDesc {
@@ -104,6 +104,8 @@ pub struct TaskDesc {
     pub trigger_count: u16,
     /// `triggers[trigger_first..][..trigger_count]`: the events it triggers when done. MPK: `trigger_event`.
     pub trigger_first: u32,
+    /// Data ops of its worker that bring its tiles, in the order of the worker's list.
+    pub tiles: u32,
     /// The macro kernel's parameters, a `Pod` of its own.
     pub params: [u32; PARAM_WORDS],
 }
@@ -115,4 +117,4 @@ impl TaskDesc {
     }
 }
 
-const _: () = assert!(size_of::<Operand>() == 48 && size_of::<TaskDesc>() == 76);
+const _: () = assert!(size_of::<Operand>() == 48 && size_of::<TaskDesc>() == 80);

@@ -1,8 +1,8 @@
 //! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone.
 
 use perpetua::engine::EngineError;
+use perpetua::image::ImageError;
 use perpetua::image::encode::{Parts, encode};
-use perpetua::image::{Image, ImageError};
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Numbered, Rope};
@@ -179,32 +179,15 @@ fn what_a_batch_cannot_be_is_refused_in_a_line() {
     assert!(error.to_string().contains("was not compiled for batches"), "{error}");
 }
 
-fn parts(image: &Image) -> Parts {
-    let view = image.view();
-    Parts {
-        n_workers: view.n_workers,
-        bindings: image.bindings().to_vec(),
-        programs: view.programs.to_vec(),
-        tasks: view.tasks.to_vec(),
-        operands: view.operands.to_vec(),
-        events: view.events.to_vec(),
-        waits: view.waits.to_vec(),
-        triggers: view.triggers.to_vec(),
-        list_heads: view.list_heads.to_vec(),
-        lists: view.lists.to_vec(),
-        op_names: (0..image.header().n_ops).map(|op| image.op_name(op).to_owned()).collect(),
-    }
-}
-
 /// A task can only reach its own sequence's cache and tokens.
 #[test]
 fn sequences_are_kept_apart_by_the_image() {
     let engine = Engine::new(&fixture("tiny-qwen3"), &config(Device::Cpu, 2, Some(3))).unwrap();
     let image = &engine.resident().compiled().image;
     assert_eq!(image.sequences(), 3);
-    assert_eq!(encode(&parts(image)).as_ref(), Ok(image));
+    assert_eq!(encode(&Parts::of(image)).as_ref(), Ok(image));
     let broken = |change: &dyn Fn(&mut Parts)| {
-        let mut parts = parts(image);
+        let mut parts = Parts::of(image);
         change(&mut parts);
         match encode(&parts) {
             Err(ImageError::Rules(broken)) => broken[0].to_string(),

@@ -98,7 +98,7 @@ fn truth(graph: &ThreadBlockGraph) -> Truth {
                 }
                 let row = match access.kind {
                     Read => 0,
-                    ReduceAdd => 1,
+                    ReduceAdd | AccessKind::Append => 1,
                     Write | ReadWrite => 2,
                 };
                 for element in elements {

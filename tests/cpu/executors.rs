@@ -221,7 +221,7 @@ fn broken_rules_are_named() {
     let _bindings = section(header.n_bindings, 16);
     let operands = section(header.n_operands, 48);
     let programs = section(header.n_programs, 24);
-    let tasks = section(header.n_tasks, 76);
+    let tasks = section(header.n_tasks, size_of::<perpetua_shared::TaskDesc>());
     let events = section(header.n_events, 4);
     let waits = section(header.n_waits, 4);
     let triggers = section(header.n_triggers, 4);

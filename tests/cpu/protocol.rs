@@ -26,6 +26,7 @@ const fn task(waits: (u32, u16), triggers: (u32, u16)) -> TaskDesc {
         wait_count: waits.1,
         trigger_count: triggers.1,
         trigger_first: triggers.0,
+        tiles: 0,
         params: [0; 8],
     }
 }

@@ -7,8 +7,8 @@ use perpetua::exec::RunError;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::simt::{Options, Simt};
 use perpetua::graph::lower::Target;
-use perpetua::image::Image;
 use perpetua::image::encode::{Parts, encode};
+use perpetua::image::{Image, ImageError};
 use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
@@ -111,10 +111,19 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
     }
 }
 
-/// Two heads and nine workers: four splits of a head's positions, some of them without any in the first passes.
+/// Two heads and nine workers: several splits of a head's positions, some of them without any in the first passes, merged by
+/// every block of the product that reads them, or by tasks of their own.
 #[test]
 fn attention_split_over_workers_computes_what_the_cpu_does() {
-    let (_dir, model) = small();
+    for ((_dir, model), splits, merges, target) in [
+        (model(WIDE), 3, 9, Target { split_positions: 8, ..Target::gpu(9) }),
+        (small(), 4, 2, Target { split_positions: 1, merge_bytes: 0, ..Target::gpu(9) }),
+    ] {
+        split_attention(&model, splits, merges, target);
+    }
+}
+
+fn split_attention(model: &Model, splits: u32, merges: u32, target: Target) {
     let config = EngineConfig {
         device: Device::Cpu,
         threads: Some(2),
@@ -123,8 +132,8 @@ fn attention_split_over_workers_computes_what_the_cpu_does() {
         chunks: vec![IDS.len()],
         ..EngineConfig::default()
     };
-    let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
-    let compiled = compiled_for(&model, Target { split_positions: 8, ..Target::gpu(9) }, 1);
+    let expected = Engine::new(model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
+    let compiled = compiled_for(model, target, 1);
     let program = &compiled.programs[0];
     let of = |kernel: &str| {
         let is = |op: &&perpetua::graph::threadblock::BlockOp| {
@@ -132,10 +141,13 @@ fn attention_split_over_workers_computes_what_the_cpu_does() {
         };
         program.blocks.ops.iter().filter(is).map(|op| op.grid).collect::<Vec<_>>()
     };
-    assert_eq!((of("attention"), of("attention_merge")), (vec![[2, 4, 1]; 2], vec![[2, 1, 1]; 2]));
+    let attention = (of("decode_attention"), of("attention_merge"));
+    assert_eq!(attention, (vec![[2, splits, 1]; 2], vec![[merges, 1, 1]; 2]));
+    // Norms and rotations are done by who needs them.
+    assert!(of("rms_norm").is_empty() && of("rope").is_empty());
     let (_, output) = program.outputs.iter().find(|(name, _)| name == "logits").expect("an output");
     for seed in 1..4 {
-        let memory = Memory::new(&compiled, &model).expect("a small model");
+        let memory = Memory::new(&compiled, model).expect("a small model");
         let options = Options { seed, block_threads: 64, ..Options::default() };
         let mut simt = Simt::new(compiled.image.clone(), memory, options);
         simt.set_tokens(&IDS);
@@ -177,25 +189,6 @@ fn the_token_loop_runs_inside_the_kernel() {
     assert_eq!(make(Device::Simt, 2, &drawn), make(Device::Cpu, 2, &drawn));
 }
 
-/// The sections of an image, to make another of.
-fn parts(image: &Image) -> Parts {
-    let view = image.view();
-    let ops = view.tasks.iter().map(|task| task.op + 1).max().unwrap_or(0);
-    Parts {
-        n_workers: view.n_workers,
-        bindings: image.bindings().to_vec(),
-        programs: view.programs.to_vec(),
-        tasks: view.tasks.to_vec(),
-        operands: view.operands.to_vec(),
-        events: view.events.to_vec(),
-        waits: view.waits.to_vec(),
-        triggers: view.triggers.to_vec(),
-        list_heads: view.list_heads.to_vec(),
-        lists: view.lists.to_vec(),
-        op_names: (0..ops).map(|op| image.op_name(op).to_owned()).collect(),
-    }
-}
-
 /// Lets one task at a time go without its waits (the program's last task waits for those events in its stead, so the
 /// image breaks no rule): what the task reads is then read too early, or what it writes is still read, and the simulator
 /// must say so, unless the worker's own order is enough.
@@ -207,7 +200,7 @@ fn a_wait_left_out_is_a_race() {
     let (mut caught, mut harmless) = (0, 0);
     let last = compiled.image.view().tasks.len() - 1;
     for task in 0..last {
-        let mut parts = parts(&compiled.image);
+        let mut parts = Parts::of(&compiled.image);
         let waits = compiled.image.view().waits(&parts.tasks[task]);
         if waits.is_empty() {
             continue;
@@ -344,4 +337,49 @@ fn loaders_keep_64_kib_under_way() {
         assert!(report.peak_in_flight >= 64 << 10, "{report:?}");
         assert_eq!(report.stall, None);
     }
+}
+
+/// Each rule of the loaders' sections refuses an image that breaks it.
+#[test]
+fn broken_loads_are_named() {
+    let (_dir, model) = model(WIDE);
+    let compiled = compiled_for(&model, Target { split_positions: 8, ..Target::gpu(2) }, 1);
+    let whole = Parts::of(&compiled.image);
+    assert!(encode(&whole).is_ok() && whole.data.len() > 40 && !whole.prefetches.is_empty());
+    let broken = |change: &dyn Fn(&mut Parts)| {
+        let mut parts = whole.clone();
+        change(&mut parts);
+        match encode(&parts) {
+            Err(ImageError::Rules(broken)) => broken[0].to_string(),
+            other => panic!("expected broken rules, found {other:?}"),
+        }
+    };
+    let says = |change: &dyn Fn(&mut Parts), expected: &str| {
+        let found = broken(change);
+        assert!(found.contains(expected), "{found}, expected {expected}");
+    };
+    // A copy that waits for what it overwrites, in the first worker's list.
+    let late = (0..whole.data.len()).find(|at| whole.data[*at].after > 0).expect("a ring that wraps");
+    assert!(late < whole.data_heads[1] as usize);
+    says(&|parts| parts.data[late..].iter_mut().for_each(|op| op.after = 0), "still to be read");
+    says(&|parts| parts.data[late].after = parts.data[late].used_by + 1, "nothing would move");
+    says(&|parts| parts.data[1].used_by = 0, "nothing would move");
+    says(&|parts| parts.data[2].barrier = 7, "barrier 7, expected 2");
+    says(&|parts| parts.data[0].dest_offset_bytes = 212_990, "of 212992");
+    says(&|parts| parts.data[0].source_offset_bytes += 8, "bytes from 8");
+    says(&|parts| parts.data[0].source_offset_bytes = 1 << 40, "which has");
+    says(&|parts| parts.data[0].source = 999, "does not exist");
+    says(&|parts| parts.data[0].bytes -= 16, "begin with the vector");
+    says(&|parts| parts.data[1].bytes -= 16, "neither whole rows");
+    says(&|parts| parts.data[1].source_offset_bytes += 256, "no tile for byte 0");
+    says(&|parts| parts.data_heads[1] = parts.data_heads[2] + 1, "expected to ascend");
+    says(&|parts| parts.prefetches[0].bytes += 8, "which has");
+    let rows = whole.prefetches.iter().position(|op| op.row_bytes > 0).expect("a cache");
+    says(&|parts| parts.prefetches[rows].split = 99, "no whole rows");
+    says(&|parts| parts.prefetches[rows].before = u32::MAX, "out of order");
+    let with_tiles = whole.tasks.iter().position(|task| task.tiles > 1).expect("a product");
+    says(&|parts| parts.tasks[with_tiles].tiles -= 1, "no tile for byte");
+    let without = whole.tasks.iter().position(|task| task.tiles == 0).expect("the embedding");
+    says(&|parts| parts.tasks[without].tiles = 1, "takes none");
+    says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
 }

@@ -217,7 +217,7 @@ pub(crate) mod shared {
     use super::backend;
 
     /// How many words there are.
-    pub(crate) const WORDS: u32 = 4096;
+    pub(crate) const WORDS: u32 = 4256;
 
     /// Words from here on outlive a task; those below are a task's own.
     pub(crate) const KEPT: u32 = WORDS - 72;
@@ -537,6 +537,12 @@ pub(crate) mod memory {
     #[inline(always)]
     pub(crate) fn opaque(pointer: *mut u8) -> *mut u8 {
         backend::opaque(pointer)
+    }
+
+    /// [`opaque`] for a number.
+    #[inline(always)]
+    pub(crate) fn opaque_word(word: u32) -> u32 {
+        backend::opaque_word(word)
     }
 
     /// Sixteen bytes that are read once: weights, which would only push activations out of L1.

@@ -11,10 +11,10 @@
 use core::arch::{asm, global_asm};
 
 // The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
-global_asm!(".shared .align 16 .b8 perpetua_shared[16384];");
+global_asm!(".shared .align 16 .b8 perpetua_shared[17024];");
 global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
 global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
-const _: () = assert!(super::shared::WORDS * 4 == 16384 && super::mbarrier::COUNT * 8 == 576);
+const _: () = assert!(super::shared::WORDS * 4 == 17024 && super::mbarrier::COUNT * 8 == 576);
 
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
@@ -352,6 +352,13 @@ pub(super) fn opaque(mut pointer: *mut u8) -> *mut u8 {
     // SAFETY: does nothing.
     unsafe { asm!("/* {} */", inout(reg64) pointer, options(nostack, preserves_flags)) };
     pointer
+}
+
+#[inline(always)]
+pub(super) fn opaque_word(mut word: u32) -> u32 {
+    // SAFETY: does nothing.
+    unsafe { asm!("/* {} */", inout(reg32) word, options(nostack, preserves_flags)) };
+    word
 }
 
 #[inline(always)]

@@ -243,8 +243,8 @@ mod linear {
             let bias = optional(bias, &[n]);
             let residual = optional(residual, &[rows + extra_rows, n]);
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
-            let io = [x, w, bias, residual, y];
-            let p = Params { activation: ACTIVATIONS[activation] as u32 };
+            let io = [x, w, bias, residual, y, Memory::absent()];
+            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0 };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
             let (expected, got) = (expected[4].values(), got[4].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -285,13 +285,13 @@ mod linear {
             let y = Memory::new(DType::F32, &[rows, n], gap, 0, |_| 77.0);
             let (w, up) = (weights(2), weights(4));
             let (expected, got) = if gated {
-                let io = [x.clone(), w.clone(), up.clone(), Memory::absent(), Memory::absent(), y];
-                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32 };
+                let io = [x.clone(), w.clone(), up.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
+                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0 };
                 let [e, g] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
                 (e[5].values(), g[5].values())
             } else {
-                let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y];
-                let [e, g] = both::<Linear>(isa, &Params { activation: 0 }, &io, step(0, rows as u32), 0);
+                let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
+                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0 }, &io, step(0, rows as u32), 0);
                 (e[4].values(), g[4].values())
             };
             let product = |w: &Memory, r: usize, c: usize| -> f32 {
@@ -323,8 +323,8 @@ mod linear {
                 false => Memory::absent(),
             };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
-            let io = [x, gate, up, bias(3), bias(4), y];
-            let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32 };
+            let io = [x, gate, up, bias(3), bias(4), y, Memory::absent()];
+            let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0 };
             let [expected, got] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
             let (expected, got) = (expected[5].values(), got[5].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -345,8 +345,8 @@ mod linear {
                 let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
                 let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
-                let io = [x, w, Memory::absent(), Memory::absent(), y];
-                let [_, got] = both::<Linear>(*isa, &Params { activation: 0 }, &io, step(0, 1), 0);
+                let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
+                let [_, got] = both::<Linear>(*isa, &Params { activation: 0, eps: 0.0 }, &io, step(0, 1), 0);
                 assert!(got[4].values().iter().all(|y| !y.is_finite()), "{} {bad}", isa.name());
             }
         }
@@ -372,15 +372,15 @@ mod linear {
                     };
                     let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
-                    let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y];
-                    let p = Params { activation: 0 };
+                    let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
+                    let p = Params { activation: 0, eps: 0.0 };
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {
                             let x = Memory::new(DType::F32, &[1, k], 0, 1, |i| noise(1, r * k + i));
                             let w = weights(c, 1);
                             let y = Memory::new(DType::F32, &[1, 1], 0, 0, |_| 0.0);
-                            let io = [x, w, Memory::absent(), Memory::absent(), y];
+                            let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
                             let one = both::<Linear>(*isa, &p, &io, step(0, 1), 0)[1][4].values();
                             assert_eq!(one[0].to_bits(), whole[r * n + c].to_bits(), "{} {dtype} {k}", isa.name());
                         }

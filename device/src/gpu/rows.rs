@@ -4,11 +4,14 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::tiles::Tiles;
+use super::math::rsqrt;
+use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32};
 use crate::arch::scalar::{f16_to_f32, fma};
-use crate::arch::{WARP, bulk, memory, warp};
-use crate::block::Block;
+use crate::arch::{WARP, bulk, memory, shared, warp};
+use crate::block::{Block, FREE_SHARED};
+use crate::kernels::MAX_NORMED;
+use core::marker::PhantomData;
 
 /// How an element type is loaded.
 trait Float {
@@ -51,8 +54,9 @@ fn widen_half(v: [u32; 4]) -> [f32; 8] {
     [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
 }
 
+/// The floats whose bits these are.
 #[inline(always)]
-fn singles(a: [u32; 4], b: [u32; 4]) -> [f32; 8] {
+pub(crate) fn singles(a: [u32; 4], b: [u32; 4]) -> [f32; 8] {
     let f = f32::from_bits;
     [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
 }
@@ -63,8 +67,11 @@ unsafe fn load16(from: *const u8, stream: bool) -> [u32; 4] {
     unsafe { if stream { memory::load16_stream(from) } else { memory::load16(from) } }
 }
 
+#[derive(Clone, Copy)]
 struct Single;
+#[derive(Clone, Copy)]
 struct Brain;
+#[derive(Clone, Copy)]
 struct Half;
 
 impl Float for Single {
@@ -151,6 +158,135 @@ impl Float for Half {
     }
 }
 
+/// Up to R rows of activations, as [`dots`] goes through them.
+trait Values<const R: usize>: Copy {
+    /// Whether eight elements may be fetched at once from element `at` on, and from every eighth after it.
+    fn by_eight(&self, at: usize) -> bool;
+
+    /// Element `at` of row `j`.
+    ///
+    /// # Safety
+    /// It is there.
+    unsafe fn one(&self, j: usize, at: usize) -> f32;
+
+    /// Eight elements of row `j` from `at` on.
+    ///
+    /// # Safety
+    /// They are there, and [`by_eight`](Values::by_eight).
+    unsafe fn eight(&self, j: usize, at: usize) -> [f32; 8];
+}
+
+/// Rows in global memory.
+#[derive(Clone, Copy)]
+struct Global<X, const R: usize>([*const u8; R], PhantomData<X>);
+
+impl<X: Float + Copy, const R: usize> Global<X, R> {
+    /// Those of operand 0 that count as `x.first` and on, from element `first` on.
+    #[inline(always)]
+    unsafe fn new(x: &Rows<'_>, first: u32) -> Global<X, R> {
+        let mut rows = [core::ptr::null::<u8>(); R];
+        for j in 0..R {
+            // SAFETY: operand 0 is a matrix with that element (caller).
+            rows[j] = unsafe { memory::opaque(x.call.tensor(0).address([row(x, j), first])).cast_const() };
+        }
+        Global(rows, PhantomData)
+    }
+}
+
+impl<X: Float + Copy, const R: usize> Values<R> for Global<X, R> {
+    #[inline(always)]
+    fn by_eight(&self, at: usize) -> bool {
+        let mut misplaced = 0;
+        for j in 0..R {
+            misplaced |= self.0[j].wrapping_add(at * X::BYTES).addr() % 16;
+        }
+        misplaced == 0
+    }
+
+    #[inline(always)]
+    unsafe fn one(&self, j: usize, at: usize) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { X::one(self.0[j].add(at * X::BYTES)) }
+    }
+
+    #[inline(always)]
+    unsafe fn eight(&self, j: usize, at: usize) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { X::eight(self.0[j].add(at * X::BYTES), false) }
+    }
+}
+
+/// The row that [`stage`] has put into shared memory, from a word on.
+#[derive(Clone, Copy)]
+struct Staged(u32);
+
+impl Values<1> for Staged {
+    #[inline(always)]
+    fn by_eight(&self, at: usize) -> bool {
+        (self.0 + at as u32) % 4 == 0
+    }
+
+    #[inline(always)]
+    unsafe fn one(&self, _: usize, at: usize) -> f32 {
+        // SAFETY: the caller's promise; nobody writes the row before the block's next barrier.
+        f32::from_bits(unsafe { shared::load(self.0 + at as u32) })
+    }
+
+    #[inline(always)]
+    unsafe fn eight(&self, _: usize, at: usize) -> [f32; 8] {
+        let at = self.0 + at as u32;
+        // SAFETY: as in `one`.
+        unsafe { singles(shared::load16(at), shared::load16(at + 4)) }
+    }
+}
+
+/// Where the staged row starts.
+const STAGE: u32 = FREE_SHARED;
+
+const _: () = assert!(STAGE % 4 == 0 && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
+
+/// Puts row 0 of operand 0 into shared memory, normalised by its root mean square and the weights that are operand `norm`:
+/// x * rsqrt(mean(x^2) + eps) * weight, the bits of [`RmsNorm`](crate::kernels::RmsNorm). The weights come from the task's
+/// next tile if it has tiles.
+///
+/// # Safety
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 has one row of
+/// at most [`MAX_NORMED`] elements, and operand `norm` as many.
+#[inline(always)]
+pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block) {
+    // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
+    unsafe {
+        let x = call.tensor(0);
+        let k = x.extent(1);
+        let mut squares = 0.0;
+        for at in block.mine(k) {
+            let value = x.get([0, at]);
+            squares = fma(value, value, squares);
+        }
+        let scale = rsqrt(block.sum(squares) / k as f32 + eps);
+        let weights = call.tensor(norm);
+        let tile = match call.tiles {
+            Some(tiles) if tiles.left() > 0 => tiles.take(),
+            _ => Tile::NONE,
+        };
+        for at in block.mine(k) {
+            let weight = match (tile.bytes, weights.dtype()) {
+                (0, _) => weights.get([at]),
+                (_, F32) => Single::tile_one(tile.at + 4 * at),
+                (_, BF16) => Brain::tile_one(tile.at + 2 * at),
+                _ => Half::tile_one(tile.at + 2 * at),
+            };
+            shared::store(STAGE + at, (x.get([0, at]) * scale * weight).to_bits());
+        }
+        if tile.bytes > 0
+            && let Some(tiles) = call.tiles
+        {
+            tiles.release(tile);
+        }
+        block.sync();
+    }
+}
+
 /// The activations that [`dots`] multiplies: up to R rows from `first` on.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
@@ -160,6 +296,8 @@ pub(crate) struct Rows<'a> {
     pub(crate) rows: u32,
     /// The first one.
     pub(crate) first: u32,
+    /// Whether the one row there is has been [staged](stage).
+    pub(crate) staged: bool,
 }
 
 /// `x[first + j, :] . w[n, :]` with operand `w` of the call, for j below R, the same in every lane; j beyond the rows that count repeat the last one.
@@ -171,14 +309,25 @@ pub(crate) struct Rows<'a> {
 pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
-        match (x.call.tensor(w).dtype(), x.call.tensor(0).dtype()) {
-            (BF16, F32) => typed::<Brain, Single, R>(x, w, n, lane),
-            (BF16, BF16) => typed::<Brain, Brain, R>(x, w, n, lane),
-            (F32, F32) => typed::<Single, Single, R>(x, w, n, lane),
-            (F16, F32) => typed::<Half, Single, R>(x, w, n, lane),
-            (F16, F16) => typed::<Half, Half, R>(x, w, n, lane),
-            // The other pairs are nobody's favourite.
-            _ => one_by_one::<R>(x, w, n, lane),
+        let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
+        if R == 1 && x.staged {
+            let staged = Staged(STAGE);
+            let [sum] = match types.0 {
+                BF16 => typed::<Brain, _, 1>(&x, staged, w, n, lane),
+                F16 => typed::<Half, _, 1>(&x, staged, w, n, lane),
+                _ => typed::<Single, _, 1>(&x, staged, w, n, lane),
+            };
+            [sum; R]
+        } else {
+            match types {
+                (BF16, F32) => typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
+                (BF16, BF16) => typed::<Brain, _, R>(&x, Global::<Brain, R>::new(&x, 0), w, n, lane),
+                (F32, F32) => typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
+                (F16, F32) => typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
+                (F16, F16) => typed::<Half, _, R>(&x, Global::<Half, R>::new(&x, 0), w, n, lane),
+                // The other pairs are nobody's favourite.
+                _ => one_by_one::<R>(&x, w, n, lane),
+            }
         }
     };
     for sum in &mut sums {
@@ -195,11 +344,18 @@ fn row(x: &Rows<'_>, j: usize) -> u32 {
     if row < x.rows { row } else { x.rows - 1 }
 }
 
+/// Element `at` of row `j`, however it lies.
+#[inline(always)]
+unsafe fn value(x: &Rows<'_>, j: usize, at: u32) -> f32 {
+    // SAFETY: the element is there (caller).
+    unsafe { if x.staged { Staged(STAGE).one(j, at as usize) } else { x.call.tensor(0).get([row(x, j), at]) } }
+}
+
 /// A lane's share of [`dots`] for any types and any alignment.
 #[inline(always)]
-unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
+unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: operand 0 is a matrix like operand `w` (caller).
-    let (matrix, w) = unsafe { (x.call.tensor(0), x.call.tensor(w)) };
+    let w = unsafe { x.call.tensor(w) };
     let mut sums = [0f32; R];
     let mut at = lane;
     while at < w.extent(1) {
@@ -207,7 +363,7 @@ unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -
         unsafe {
             let weight = w.get([n, at]);
             for j in 0..R {
-                sums[j] = fma(weight, matrix.get([row(&x, j), at]), sums[j]);
+                sums[j] = fma(weight, value(x, j, at), sums[j]);
             }
         }
         at += WARP;
@@ -217,20 +373,20 @@ unsafe fn one_by_one<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -
 
 /// A lane's share of [`dots`] in steps of eight elements.
 #[inline(always)]
-unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n: u32, lane: u32) -> [f32; R] {
+unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
+    x: &Rows<'_>,
+    values: V,
+    w_at: usize,
+    n: u32,
+    lane: u32,
+) -> [f32; R] {
     const LANES: usize = WARP as usize;
-    // SAFETY: operand 0 is a matrix like operand `w_at` (caller).
-    let (matrix, w) = unsafe { (x.call.tensor(0), x.call.tensor(w_at)) };
+    // SAFETY: the operand is a matrix (caller).
+    let w = unsafe { x.call.tensor(w_at) };
     let k = w.extent(1) as usize;
     let w_row: *const u8 = memory::opaque(w.address([n, 0]));
     let head = ((w_row.addr().wrapping_neg() % 16) / W::BYTES).min(k);
-    let mut x_rows = [core::ptr::null::<u8>(); R];
-    let mut misplaced = 0;
-    for j in 0..R {
-        x_rows[j] = memory::opaque(matrix.address([row(&x, j), 0])).cast_const().wrapping_add(head * X::BYTES);
-        misplaced |= x_rows[j].addr() % 16;
-    }
-    if misplaced != 0 {
+    if !values.by_eight(head) {
         // SAFETY: the caller's promises.
         return unsafe { one_by_one(x, w_at, n, lane) };
     }
@@ -248,16 +404,16 @@ unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n:
                 let b = W::eight(body.add(8 * (chunk + LANES) * W::BYTES), true);
                 let c = W::eight(body.add(8 * (chunk + 2 * LANES) * W::BYTES), true);
                 let d = W::eight(body.add(8 * (chunk + 3 * LANES) * W::BYTES), true);
-                multiply::<X, R>(&mut sums, &a, &x_rows, chunk);
-                multiply::<X, R>(&mut sums, &b, &x_rows, chunk + LANES);
-                multiply::<X, R>(&mut sums, &c, &x_rows, chunk + 2 * LANES);
-                multiply::<X, R>(&mut sums, &d, &x_rows, chunk + 3 * LANES);
+                multiply(&mut sums, &a, &values, head + 8 * chunk);
+                multiply(&mut sums, &b, &values, head + 8 * (chunk + LANES));
+                multiply(&mut sums, &c, &values, head + 8 * (chunk + 2 * LANES));
+                multiply(&mut sums, &d, &values, head + 8 * (chunk + 3 * LANES));
                 chunk += 4 * LANES;
             }
         }
         while chunk < chunks {
             let weights = W::eight(body.add(8 * chunk * W::BYTES), true);
-            multiply::<X, R>(&mut sums, &weights, &x_rows, chunk);
+            multiply(&mut sums, &weights, &values, head + 8 * chunk);
             chunk += LANES;
         }
         // What stands before the first chunk and after the last: fewer than 8 elements each, a lane to each.
@@ -266,8 +422,7 @@ unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n:
         if lane < head + k - tail {
             let weight = W::one(w_row.add(at * W::BYTES));
             for j in 0..R {
-                let value = X::one(x_rows[j].wrapping_sub(head * X::BYTES).add(at * X::BYTES));
-                sums[j] = fma(weight, value, sums[j]);
+                sums[j] = fma(weight, values.one(j, at), sums[j]);
             }
         }
     }
@@ -280,13 +435,14 @@ unsafe fn typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, w_at: usize, n:
 ///
 /// # Safety
 /// Every thread of the block makes this same call, with `rows` at most 32; operand 0 is a matrix of floats of `rows` rows and
-/// the tiles are those of a plan for this task.
+/// the tiles are those of a plan for this task; `staged` where there is one row and it has been [staged](stage).
 #[inline(always)]
 pub(crate) unsafe fn tiled<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,
     block: &Block,
     rows: u32,
+    staged: bool,
     finish: impl Fn(u32, u32, [f32; N]),
 ) {
     // SAFETY: the caller's promises; the conditions around `tile_dots` depend on the warp and the task alone.
@@ -313,12 +469,13 @@ pub(crate) unsafe fn tiled<const N: usize>(
                         let stretch = Stretch { at: taken[0].at + at * elem, first, len: part };
                         let mut sum = sums[0];
                         if rows == 1 {
-                            let [dot] = tile_dots::<1>(Rows { call, rows, first: 0 }, 1 + which, stretch, lane);
+                            let [dot] = tile_dots::<1>(Rows { call, rows, first: 0, staged }, 1 + which, stretch, lane);
                             sum += dot;
                         } else {
                             let mut r = 0;
                             while r < rows {
-                                let dots = tile_dots::<4>(Rows { call, rows, first: r }, 1 + which, stretch, lane);
+                                let dots =
+                                    tile_dots::<4>(Rows { call, rows, first: r, staged }, 1 + which, stretch, lane);
                                 if lane >= r && lane < r + 4 {
                                     sum += pick(dots, lane - r);
                                 }
@@ -378,13 +535,24 @@ struct Stretch {
 unsafe fn tile_dots<const R: usize>(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
-        match (x.call.tensor(w).dtype(), x.call.tensor(0).dtype()) {
-            (BF16, F32) => tile_typed::<Brain, Single, R>(x, part, lane),
-            (F32, F32) => tile_typed::<Single, Single, R>(x, part, lane),
-            (F16, F32) => tile_typed::<Half, Single, R>(x, part, lane),
-            (BF16, _) => tile_one_by_one::<Brain, R>(x, part, lane),
-            (F16, _) => tile_one_by_one::<Half, R>(x, part, lane),
-            _ => tile_one_by_one::<Single, R>(x, part, lane),
+        let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
+        if R == 1 && x.staged {
+            let staged = Staged(STAGE + part.first);
+            let [sum] = match types.0 {
+                BF16 => tile_typed::<Brain, _, 1>(&x, staged, part, lane),
+                F16 => tile_typed::<Half, _, 1>(&x, staged, part, lane),
+                _ => tile_typed::<Single, _, 1>(&x, staged, part, lane),
+            };
+            [sum; R]
+        } else {
+            match types {
+                (BF16, F32) => tile_typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (F32, F32) => tile_typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (F16, F32) => tile_typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (BF16, _) => tile_one_by_one::<Brain, R>(&x, part, lane),
+                (F16, _) => tile_one_by_one::<Half, R>(&x, part, lane),
+                _ => tile_one_by_one::<Single, R>(&x, part, lane),
+            }
         }
     };
     for sum in &mut sums {
@@ -396,16 +564,15 @@ unsafe fn tile_dots<const R: usize>(x: Rows<'_>, w: usize, part: Stretch, lane: 
 
 /// A lane's share of [`tile_dots`] for any x.
 #[inline(always)]
-unsafe fn tile_one_by_one<W: Float, const R: usize>(x: Rows<'_>, part: Stretch, lane: u32) -> [f32; R] {
-    // SAFETY: operand 0 is a matrix; `at` is below its columns.
+unsafe fn tile_one_by_one<W: Float, const R: usize>(x: &Rows<'_>, part: Stretch, lane: u32) -> [f32; R] {
+    // SAFETY: x has the elements the part goes by.
     unsafe {
-        let matrix = x.call.tensor(0);
         let mut sums = [0f32; R];
         let mut at = lane;
         while at < part.len {
             let weight = W::tile_one(part.at + at * W::BYTES as u32);
             for j in 0..R {
-                sums[j] = fma(weight, matrix.get([row(&x, j), part.first + at]), sums[j]);
+                sums[j] = fma(weight, value(x, j, part.first + at), sums[j]);
             }
             at += WARP;
         }
@@ -413,19 +580,17 @@ unsafe fn tile_one_by_one<W: Float, const R: usize>(x: Rows<'_>, part: Stretch, 
     }
 }
 
-/// A lane's share of [`tile_dots`] in steps of eight elements.
+/// A lane's share of [`tile_dots`] in steps of eight elements; `values` start where the part does.
 #[inline(always)]
-unsafe fn tile_typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, part: Stretch, lane: u32) -> [f32; R] {
-    // SAFETY: operand 0 is a matrix with the elements the part goes by (caller).
+unsafe fn tile_typed<W: Float, V: Values<R>, const R: usize>(
+    x: &Rows<'_>,
+    values: V,
+    part: Stretch,
+    lane: u32,
+) -> [f32; R] {
+    // SAFETY: the values are those the part goes by (caller).
     unsafe {
-        let matrix = x.call.tensor(0);
-        let mut x_rows = [core::ptr::null::<u8>(); R];
-        let mut misplaced = 0;
-        for j in 0..R {
-            x_rows[j] = memory::opaque(matrix.address([row(&x, j), part.first])).cast_const();
-            misplaced |= x_rows[j].addr() % 16;
-        }
-        if misplaced != 0 {
+        if !values.by_eight(0) {
             return tile_one_by_one::<W, R>(x, part, lane);
         }
         let chunks = part.len / 8;
@@ -433,31 +598,26 @@ unsafe fn tile_typed<W: Float, X: Float, const R: usize>(x: Rows<'_>, part: Stre
         let mut chunk = lane;
         while chunk < chunks {
             let weights = W::tile_eight(part.at + 8 * chunk * W::BYTES as u32);
-            multiply::<X, R>(&mut sums, &weights, &x_rows, chunk as usize);
+            multiply(&mut sums, &weights, &values, 8 * chunk as usize);
             chunk += WARP;
         }
         let at = 8 * chunks + lane;
         if at < part.len {
             let weight = W::tile_one(part.at + at * W::BYTES as u32);
             for j in 0..R {
-                sums[j] = fma(weight, X::one(x_rows[j].add(at as usize * X::BYTES)), sums[j]);
+                sums[j] = fma(weight, values.one(j, at as usize), sums[j]);
             }
         }
         sums
     }
 }
 
-/// Adds eight weights times the elements of chunk `chunk` of each row.
+/// Adds eight weights times the elements of each row from `at` on.
 #[inline(always)]
-unsafe fn multiply<X: Float, const R: usize>(
-    sums: &mut [f32; R],
-    weights: &[f32; 8],
-    x_rows: &[*const u8; R],
-    chunk: usize,
-) {
+unsafe fn multiply<V: Values<R>, const R: usize>(sums: &mut [f32; R], weights: &[f32; 8], values: &V, at: usize) {
     for j in 0..R {
-        // SAFETY: the caller promises that the rows have this chunk, aligned.
-        let values = unsafe { X::eight(x_rows[j].add(8 * chunk * X::BYTES), false) };
+        // SAFETY: the caller promises that the rows have these elements, aligned.
+        let values = unsafe { values.eight(j, at) };
         for i in 0..8 {
             sums[j] = fma(weights[i], values[i], sums[j]);
         }

@@ -5,7 +5,8 @@
 //! task warps  wait FULL[b]  ── read place and tile ── meet as a warp ── one lane arrives on EMPTY[b]
 //! ```
 //! The loader, a lane of a warp of its own, goes through its worker's [`DataOp`]s of the pass, across tasks and operators.
-//! It waits for room, never for an event: weights depend on no activation, so they arrive while the worker waits.
+//! It waits for room, never for an event: weights depend on no activation, so they arrive while the worker waits. In passing it
+//! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that.
 //!
 //! # Why it neither hangs nor overwrites
 //! - Data op `d` of a list goes by barrier `d % `[`TILE_BARRIERS`]. Every task warp waits on every tile, in order, and
@@ -21,20 +22,22 @@
 use crate::arch::{WARP, bulk, mbarrier, memory, shared, thread, trap, warp};
 use crate::gpu::sync::Gpu;
 use core::cell::Cell;
-use perpetua_shared::DataOp;
 use perpetua_shared::control::NO_PROGRAM;
+use perpetua_shared::data::share;
 use perpetua_shared::launch::TILE_BARRIERS;
+use perpetua_shared::{DataOp, PrefetchOp};
 
 const FULL: u32 = 0;
 const EMPTY: u32 = TILE_BARRIERS;
 const STEP: u32 = 2 * TILE_BARRIERS;
 const TAKEN: u32 = STEP + 1;
 
-// Words of shared memory: place and bytes of each barrier's tile, then the program of the pass.
+// Words of shared memory: place and bytes of each barrier's tile, then the program of the pass and its position.
 const PLACES: u32 = shared::KEPT;
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
+const POSITION: u32 = PROGRAM + 1;
 
-const _: () = assert!(TAKEN < mbarrier::COUNT && PROGRAM < shared::WORDS && TILE_BARRIERS == 32);
+const _: () = assert!(TAKEN < mbarrier::COUNT && POSITION < shared::WORDS && TILE_BARRIERS == 32);
 
 /// Makes the barriers, for `task_threads` threads that take tiles.
 ///
@@ -87,6 +90,8 @@ fn flip(bits: &mut u32, number: u32) -> u32 {
 pub(crate) trait Lists {
     /// The data ops of a program, and how many.
     fn data(&self, program: u32) -> (*const DataOp, u32);
+    /// Its prefetches, likewise.
+    fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32);
     /// Where binding `binding` lies.
     fn binding(&self, binding: u32) -> *const u8;
 }
@@ -106,16 +111,28 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     unsafe {
         loop {
             wait(sync, STEP, pass & 1);
-            let program = shared::load(PROGRAM);
+            let (program, position) = (shared::load(PROGRAM), shared::load(POSITION));
             mbarrier::arrive(TAKEN);
             if program == NO_PROGRAM {
                 return;
             }
             pass = pass.wrapping_add(1);
             let (ops, n) = lists.data(program);
-            // Tiles before this one have been released.
-            let mut freed = 0;
-            for at in 0..n {
+            let (prefetches, n_prefetches) = lists.prefetches(program);
+            // Tiles before this one have been released, prefetches issued.
+            let (mut freed, mut issued) = (0, 0);
+            for at in 0..=n {
+                while issued < n_prefetches {
+                    let op = prefetches.add(issued as usize);
+                    if memory::load(&raw const (*op).before) > at {
+                        break;
+                    }
+                    prefetch(op, lists, position);
+                    issued += 1;
+                }
+                if at == n {
+                    break;
+                }
                 let op = ops.add(at as usize);
                 let after = memory::load(&raw const (*op).after);
                 while freed < at && memory::load(&raw const (*ops.add(freed as usize)).used_by) < after {
@@ -142,6 +159,32 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     }
 }
 
+/// Asks the L2 cache for what `op` names in a pass at `position`.
+///
+/// # Safety
+/// As [`load`].
+#[inline(always)]
+unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
+    // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; rows before
+    // `position`, which the cache holds, do too.
+    unsafe {
+        let source = lists.binding(memory::load(&raw const (*op).source));
+        let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
+        let row_bytes = memory::load(&raw const (*op).row_bytes);
+        let (mut first, mut bytes) = (0, memory::load(&raw const (*op).bytes));
+        if row_bytes > 0 {
+            let (splits, split) = (memory::load(&raw const (*op).splits), memory::load(&raw const (*op).split));
+            let (from, to) = share(position + 1, splits, split);
+            let to = if to < position { to } else { position };
+            let to = if to <= bytes / row_bytes { to } else { bytes / row_bytes };
+            (first, bytes) = (from * row_bytes, if from < to { (to - from) * row_bytes } else { 0 });
+        }
+        if bytes > 0 {
+            bulk::prefetch(source.add(first as usize), bytes);
+        }
+    }
+}
+
 /// A tile that has arrived.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile {
@@ -150,6 +193,11 @@ pub(crate) struct Tile {
     /// How many there are.
     pub(crate) bytes: u32,
     barrier: u32,
+}
+
+impl Tile {
+    /// No tile: it has no bytes.
+    pub(crate) const NONE: Tile = Tile { at: 0, bytes: 0, barrier: 0 };
 }
 
 /// What a thread that runs tasks knows of its worker's tiles.
@@ -185,9 +233,9 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// A pass of `program` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
+    /// A pass of `program` at `position` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
     #[inline(always)]
-    pub(crate) fn begin(&self, program: u32, n: u32, is_first_thread: bool) {
+    pub(crate) fn begin(&self, program: u32, position: u32, n: u32, is_first_thread: bool) {
         self.next.set(0);
         self.of_list.set(n);
         if !is_first_thread {
@@ -201,6 +249,7 @@ impl<'a> Tiles<'a> {
                 wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
             }
             shared::store(PROGRAM, program);
+            shared::store(POSITION, position);
             mbarrier::arrive(STEP);
         }
     }
@@ -290,6 +339,6 @@ impl<'a> Tiles<'a> {
         self.of_task.set(self.of_list.get());
         // SAFETY: the caller's promise.
         unsafe { self.drain() };
-        self.begin(NO_PROGRAM, 0, is_first_thread);
+        self.begin(NO_PROGRAM, 0, 0, is_first_thread);
     }
 }

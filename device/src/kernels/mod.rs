@@ -22,6 +22,9 @@ pub enum Use {
     Write,
     /// Reads and writes it in place.
     Update,
+    /// Reads it up to the pass's position and appends there. Tasks of one operator may share it: exactly one of them, which
+    /// one being known at run time, writes what is appended, and it alone reads that.
+    Append,
 }
 
 /// One operand of a macro kernel's signature.
@@ -47,6 +50,10 @@ impl Slot {
     /// An operand that is written.
     pub const fn write(name: &'static str) -> Slot {
         Slot { name, usage: Use::Write, optional: false }
+    }
+    /// An operand that is appended to.
+    pub const fn append(name: &'static str) -> Slot {
+        Slot { name, usage: Use::Append, optional: false }
     }
     /// An operand that is updated in place.
     pub const fn update(name: &'static str) -> Slot {
@@ -115,6 +122,9 @@ pub trait MacroKernel {
 
 /// Rows of a pass up to which bodies take weights from tiles.
 pub const TILED_ROWS: u32 = 16;
+
+/// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
+pub const MAX_NORMED: u32 = 4096;
 
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
@@ -274,6 +284,7 @@ kernels! {
     12 => advance::Advance,
     13 => pool::Pool,
     14 => attention_merge::AttentionMerge,
+    15 => decode_attention::DecodeAttention,
 }
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -323,6 +334,22 @@ pub(crate) mod rules {
             return Ok(());
         }
         Err(format!("`{name}` has rank {}, expected {expected}", operand.rank))
+    }
+
+    /// The weights of a norm of `x` before a product.
+    pub(crate) fn norm(norm: &Operand, x: &Operand) -> Result<(), Violation> {
+        if !norm.is_present() {
+            return Ok(());
+        }
+        dtype("norm", norm, &FLOATS)?;
+        rank("norm", norm, 1)?;
+        unit_stride("norm", norm)?;
+        extent("norm", norm, 0, x.extent[1])?;
+        if x.extent[0] != 1 || x.extent[1] > super::MAX_NORMED {
+            let [rows, k, ..] = x.extent;
+            return Err(format!("`x` is {rows} x {k}, expected one row of at most {} to normalise", super::MAX_NORMED));
+        }
+        Ok(())
     }
 
     /// The last dimension is contiguous, so that bodies may take slices of it.

@@ -16,6 +16,13 @@ pub struct Params {
     pub eps: f32,
 }
 
+/// What row `r` of `x` is multiplied by.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn scale(x: &crate::io::Tensor, r: usize, eps: f32) -> f32 {
+    let squares: f32 = (0..x.extent(1)).map(|c| x.get([r, c]) * x.get([r, c])).sum();
+    1.0 / (squares / x.extent(1) as f32 + eps).sqrt()
+}
+
 impl MacroKernel for RmsNorm {
     const NAME: &'static str = "rms_norm";
     const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::read("w"), Slot::write("y")];
@@ -39,8 +46,7 @@ impl MacroKernel for RmsNorm {
         let [x, w, y] = core::array::from_fn(|i| call.tensor(i));
         let hidden = x.extent(1);
         for r in 0..call.rows(0) {
-            let squares: f32 = (0..hidden).map(|c| x.get([r, c]) * x.get([r, c])).sum();
-            let scale = 1.0 / (squares / hidden as f32 + p.eps).sqrt();
+            let scale = scale(&x, r, p.eps);
             for c in 0..hidden {
                 y.set([r, c], x.get([r, c]) * scale * w.get([c]));
             }

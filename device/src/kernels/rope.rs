@@ -11,6 +11,8 @@ use crate::{
     gpu::math::{rsqrt, sin_cos},
 };
 #[cfg(not(target_arch = "nvptx64"))]
+use crate::io;
+#[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
 /// See the module head.
@@ -23,6 +25,124 @@ pub struct Rope;
 pub struct Params {
     /// Added to the mean square of the head norms.
     pub eps: f32,
+}
+
+/// Judges [`Rope`]'s operands, the first eight of `io`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn check(io: &[Operand]) -> Result<(), Violation> {
+    let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, ..] = io else { unreachable!("slots were counted") };
+    let d = q.extent[3];
+    if d % 2 != 0 {
+        return Err(format!("head dimension {d} is odd, expected an even one"));
+    }
+    rules::rank("q", q, 4)?;
+    for (name, operand) in [("q_norm", q_norm), ("k_norm", k_norm)] {
+        rules::rank(name, operand, 1)?;
+        rules::extent(name, operand, 0, d)?;
+    }
+    for (name, operand) in [("k", k), ("v", v)] {
+        rules::rank(name, operand, 3)?;
+        rules::extent(name, operand, 0, q.extent[0])?;
+        rules::extent(name, operand, 1, q.extent[1])?;
+        rules::extent(name, operand, 2, d)?;
+    }
+    for (name, operand) in [("k_cache", k_cache), ("v_cache", v_cache)] {
+        rules::rank(name, operand, 3)?;
+        rules::extent(name, operand, 0, q.extent[1])?;
+        rules::extent(name, operand, 2, d)?;
+    }
+    for (name, operand) in [
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("q_norm", q_norm),
+        ("k_norm", k_norm),
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+    ] {
+        rules::dtype(name, operand, &rules::FLOATS)?;
+        rules::unit_stride(name, operand)?;
+    }
+    rules::dtype("frequencies", frequencies, &[DType::F32])?;
+    rules::rank("frequencies", frequencies, 1)?;
+    rules::extent("frequencies", frequencies, 0, d / 2)
+}
+
+/// `head`, normalised where there are weights and turned as position `pos` wants it.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn turned(head: &[f32], norm: &io::Tensor, eps: f32, frequencies: &io::Tensor, pos: usize) -> Vec<f32> {
+    let d = head.len();
+    let mut scale = 1.0;
+    if norm.is_present() {
+        let squares: f32 = head.iter().map(|x| x * x).sum();
+        scale = 1.0 / (squares / d as f32 + eps).sqrt();
+    }
+    let x = |i: usize| head[i] * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
+    let mut turned = vec![0.0; d];
+    for i in 0..d / 2 {
+        let (sin, cos) = (pos as f32 * frequencies.get([i])).sin_cos();
+        turned[i] = x(i) * cos - x(i + d / 2) * sin;
+        turned[i + d / 2] = x(i + d / 2) * cos + x(i) * sin;
+    }
+    turned
+}
+
+/// A warp's [`turned`]: gives `put` every element of the head that starts at `from`, of twice `half`, on one lane each. A
+/// lane has read its elements before it puts them, and with a norm every lane has.
+///
+/// # Safety
+/// Every lane of the warp makes this same call; the head is there, as are `norm`, if it is present, and `half` frequencies.
+#[allow(clippy::too_many_arguments)] // One more struct would only name them again.
+#[inline(always)]
+pub(super) unsafe fn turn(
+    from: &gpu::Row,
+    norm: &gpu::Tensor,
+    eps: f32,
+    frequencies: &gpu::Tensor,
+    pos: u32,
+    half: u32,
+    lane: u32,
+    put: impl Fn(u32, f32),
+) {
+    // SAFETY: the caller's promises; the condition around the shuffles is the same for all lanes.
+    unsafe {
+        let mut scale = 1.0;
+        if norm.is_present() {
+            let mut squares = 0.0;
+            let mut i = lane;
+            while i < 2 * half {
+                squares = fma(from.get(i), from.get(i), squares);
+                i += WARP;
+            }
+            scale = rsqrt(warp::sum(squares) / (2 * half) as f32 + eps);
+        }
+        let scaled = |i: u32| from.get(i) * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
+        let mut i = lane;
+        while i < half {
+            let (sin, cos) = sin_cos(pos as f32 * frequencies.get([i]));
+            let (low, high) = (scaled(i), scaled(i + half));
+            put(i, low * cos - high * sin);
+            put(i + half, high * cos + low * sin);
+            i += WARP;
+        }
+    }
+}
+
+/// Appends the value of row `r` and head `h`, operand 2, to the cache, operand 7: a lane's share.
+///
+/// # Safety
+/// The operands are [`Rope`]'s, the value is there, and the cache has position `pos`, which nobody else touches.
+#[inline(always)]
+pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32, d: u32, lane: u32) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        let (v, cached) = (call.tensor(2).row([r, h]), call.tensor(7).row([h, pos]));
+        let mut i = lane;
+        while i < d {
+            cached.set(i, v.get(i));
+            i += WARP;
+        }
+    }
 }
 
 impl MacroKernel for Rope {
@@ -41,42 +161,7 @@ impl MacroKernel for Rope {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = io else { unreachable!("slots were counted") };
-        let d = q.extent[3];
-        if d % 2 != 0 {
-            return Err(format!("head dimension {d} is odd, expected an even one"));
-        }
-        rules::rank("q", q, 4)?;
-        for (name, operand) in [("q_norm", q_norm), ("k_norm", k_norm)] {
-            rules::rank(name, operand, 1)?;
-            rules::extent(name, operand, 0, d)?;
-        }
-        for (name, operand) in [("k", k), ("v", v)] {
-            rules::rank(name, operand, 3)?;
-            rules::extent(name, operand, 0, q.extent[0])?;
-            rules::extent(name, operand, 1, q.extent[1])?;
-            rules::extent(name, operand, 2, d)?;
-        }
-        for (name, operand) in [("k_cache", k_cache), ("v_cache", v_cache)] {
-            rules::rank(name, operand, 3)?;
-            rules::extent(name, operand, 0, q.extent[1])?;
-            rules::extent(name, operand, 2, d)?;
-        }
-        for (name, operand) in [
-            ("q", q),
-            ("k", k),
-            ("v", v),
-            ("q_norm", q_norm),
-            ("k_norm", k_norm),
-            ("k_cache", k_cache),
-            ("v_cache", v_cache),
-        ] {
-            rules::dtype(name, operand, &rules::FLOATS)?;
-            rules::unit_stride(name, operand)?;
-        }
-        rules::dtype("frequencies", frequencies, &[DType::F32])?;
-        rules::rank("frequencies", frequencies, 1)?;
-        rules::extent("frequencies", frequencies, 0, d / 2)
+        check(io)
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
@@ -95,32 +180,15 @@ impl MacroKernel for Rope {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-        let mut head = vec![0.0f32; d];
-        let mut rotated = vec![0.0f32; d];
-        let mut turn = |head: &[f32], norm: &crate::io::Tensor, pos: usize| -> Vec<f32> {
-            let mut scale = 1.0;
-            if norm.is_present() {
-                let squares: f32 = head.iter().map(|x| x * x).sum();
-                scale = 1.0 / (squares / d as f32 + p.eps).sqrt();
-            }
-            let x = |i: usize| head[i] * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
-            for i in 0..d / 2 {
-                let (sin, cos) = (pos as f32 * frequencies.get([i])).sin_cos();
-                rotated[i] = x(i) * cos - x(i + d / 2) * sin;
-                rotated[i + d / 2] = x(i + d / 2) * cos + x(i) * sin;
-            }
-            rotated.clone()
-        };
+        let turn = |x: Vec<f32>, norm: &io::Tensor, pos: usize| turned(&x, norm, p.eps, &frequencies, pos);
         for r in 0..call.rows(0) {
             let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
             for h in 0..n_kv {
                 for g in 0..group {
-                    head.iter_mut().enumerate().for_each(|(i, x)| *x = q.get([r, h, g, i]));
-                    let turned = turn(&head, &q_norm, pos);
+                    let turned = turn((0..d).map(|i| q.get([r, h, g, i])).collect(), &q_norm, pos);
                     turned.iter().enumerate().for_each(|(i, x)| q.set([r, h, g, i], *x));
                 }
-                head.iter_mut().enumerate().for_each(|(i, x)| *x = k.get([r, h, i]));
-                let turned = turn(&head, &k_norm, pos);
+                let turned = turn((0..d).map(|i| k.get([r, h, i])).collect(), &k_norm, pos);
                 turned.iter().enumerate().for_each(|(i, x)| k_cache.set([h, pos, i], *x));
                 (0..d).for_each(|i| v_cache.set([h, pos, i], v.get([r, h, i])));
             }
@@ -146,34 +214,12 @@ impl MacroKernel for Rope {
                 let (r, h, g) = (item / ((group + 1) * heads), item / (group + 1) % heads, item % (group + 1));
                 let pos = call.step.first_pos + call.task.row_first + r;
                 let is_key = g == group;
-                let norm = call.tensor(if is_key { 4 } else { 3 });
-                let frequencies = call.tensor(5);
                 let from = if is_key { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
                 let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
-                let mut scale = 1.0;
-                if norm.is_present() {
-                    let mut squares = 0.0;
-                    let mut i = block.lane();
-                    while i < d {
-                        squares = fma(from.get(i), from.get(i), squares);
-                        i += WARP;
-                    }
-                    scale = rsqrt(warp::sum(squares) / d as f32 + p.eps);
-                }
-                let scaled = |i: u32| from.get(i) * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
-                let mut i = block.lane();
-                while i < half {
-                    let (sin, cos) = sin_cos(pos as f32 * frequencies.get([i]));
-                    let (low, high) = (scaled(i), scaled(i + half));
-                    let (low, high) = (low * cos - high * sin, high * cos + low * sin);
-                    to.set(i, low);
-                    to.set(i + half, high);
-                    if is_key {
-                        let (v, cached) = (call.tensor(2).row([r, h]), call.tensor(7).row([h, pos]));
-                        cached.set(i, v.get(i));
-                        cached.set(i + half, v.get(i + half));
-                    }
-                    i += WARP;
+                let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
+                turn(&from, &norm, p.eps, &frequencies, pos, half, block.lane(), |i, value| to.set(i, value));
+                if is_key {
+                    append_value(call, r, h, pos, d, block.lane());
                 }
                 item += block.warps();
             }

@@ -110,10 +110,11 @@ impl Planned {
     fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
         let machine = Machine::of(target);
         let start = Instant::now();
-        let streams = prefetch::streams(&program.blocks, &program.tasks, &program.costs);
-        let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &streams, &machine)?;
+        // Where workers have no loaders, as if they had.
+        let reads = prefetch::reads(&program.blocks, &program.tasks, &program.costs);
+        let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
         let took = start.elapsed();
-        if check && let Err(broken) = prefetch::check(&plan, &program.lists, &streams) {
+        if check && let Err(broken) = prefetch::check(&plan, &program.lists, &reads) {
             return Err(
                 format!("{} law(s) of the shared-memory plan broken; first: {}", broken.len(), broken[0]).into()
             );

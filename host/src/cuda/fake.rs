@@ -13,7 +13,7 @@ use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, TASK_THREADS, TILE_BYTES};
 use perpetua_shared::probe::{self, ProbeParams};
-use perpetua_shared::{DataOp, Operand, TaskDesc};
+use perpetua_shared::{DataOp, Operand, PrefetchOp, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -233,7 +233,8 @@ fn run(state: &State, launch: &Launch, seed: u64) -> std::result::Result<(), Str
         constant("lists", params.lists, params.n_list_entries, 4),
         section("data heads", params.data_heads, rows, 4, Access::Constant),
         constant("data ops", params.data, params.n_data, size_of::<DataOp>()),
-        constant("tiles of tasks", params.task_tiles, params.n_tasks, 4),
+        section("prefetch heads", params.prefetch_heads, rows, 4, Access::Constant),
+        constant("prefetches", params.prefetches, params.n_prefetches, size_of::<PrefetchOp>()),
         section("e", params.counters, u64::from(params.n_events), 4, Access::Atomic),
     ];
     // The table of bindings has no count of its own: it lies where an allocation says, up to the next section.

@@ -356,8 +356,7 @@ impl Place {
         match self {
             Place::Reference => Target::reference(),
             Place::Cpu { n_workers, .. } => Target::cpu(*n_workers),
-            Place::Simt { n_workers } => Target::workers(*n_workers),
-            Place::Gpu { n_workers, .. } => Target::gpu(*n_workers),
+            Place::Simt { n_workers } | Place::Gpu { n_workers, .. } => Target::gpu(*n_workers),
         }
     }
 }

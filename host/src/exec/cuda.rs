@@ -13,12 +13,12 @@
 
 use super::RunError;
 use super::memory::{MemoryError, WeightSource, read_f32};
-use super::tiles::Tiles;
 use crate::compile::Compiled;
 use crate::cuda::driver::{CudaError, DevicePtr, Driver, Function, Launch, Module, Pinned, Stream};
 use crate::cuda::{Gpu, GpuError, Piece, upload};
 use crate::device_image::device_image;
 use crate::image::Image;
+use crate::image::Loads;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::BindingKind;
@@ -68,7 +68,8 @@ struct Layout {
     lists: u64,
     data_heads: u64,
     data: u64,
-    task_tiles: u64,
+    prefetch_heads: u64,
+    prefetches: u64,
     /// Counters, the fault record and positions: zeroed together.
     counters: u64,
     fault: u64,
@@ -80,7 +81,7 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(compiled: &Compiled, tiles: &Tiles, options: &Options) -> Layout {
+    fn new(compiled: &Compiled, loads: &Loads<'_>, options: &Options) -> Layout {
         let view = compiled.image.view();
         let mut layout = Layout::default();
         let mut end = 0u64;
@@ -99,9 +100,10 @@ impl Layout {
         layout.triggers = place(size_of_val(view.triggers), 1);
         layout.list_heads = place(size_of_val(view.list_heads), 1);
         layout.lists = place(size_of_val(view.lists), 1);
-        layout.data_heads = place(size_of_val(&tiles.heads[..]), 1);
-        layout.data = place(size_of_val(&tiles.data[..]), 1);
-        layout.task_tiles = place(size_of_val(&tiles.of_task[..]), 1);
+        layout.data_heads = place(size_of_val(&loads.data_heads[..]), 1);
+        layout.data = place(size_of_val(loads.data), 1);
+        layout.prefetch_heads = place(size_of_val(&loads.prefetch_heads[..]), 1);
+        layout.prefetches = place(size_of_val(loads.prefetches), 1);
         layout.counters = place(4 * view.events.len(), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
@@ -240,9 +242,8 @@ impl Cuda {
         };
         let image = compiled.image.clone();
         let view = image.view();
-        let tiles = if options.tiles { Tiles::plan(&image) } else { Ok(Tiles::none(&image)) };
-        let tiles = tiles.expect("a task takes one tile of each matrix at once, which there is room for");
-        let layout = Layout::new(compiled, &tiles, &options);
+        let loads = if options.tiles { image.loads() } else { image.no_loads() };
+        let layout = Layout::new(compiled, &loads, &options);
         let entered = gpu.enter()?;
         let driver = gpu.driver();
         refuse_too_large(&gpu, compiled, &layout)?;
@@ -287,7 +288,8 @@ impl Cuda {
             fault: at(layout.fault),
             data_heads: at(layout.data_heads),
             data: at(layout.data),
-            task_tiles: at(layout.task_tiles),
+            prefetch_heads: at(layout.prefetch_heads),
+            prefetches: at(layout.prefetches),
             mailbox: mailbox.device.0,
             positions: at(layout.positions),
             trace: at(layout.trace),
@@ -301,9 +303,11 @@ impl Cuda {
             n_list_entries: view.lists.len() as u32,
             n_workers: view.n_workers,
             iteration: 0,
-            n_data: tiles.data.len() as u32,
+            n_data: loads.data.len() as u32,
+            n_prefetches: loads.prefetches.len() as u32,
             n_mail: n_mail as u32,
             n_trace: options.n_trace,
+            reserved: 0,
         };
         let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
         let control = control.expect("every image has a control block: `compile` adds it");
@@ -321,9 +325,10 @@ impl Cuda {
         piece(layout.triggers, bytemuck::cast_slice(view.triggers));
         piece(layout.list_heads, bytemuck::cast_slice(view.list_heads));
         piece(layout.lists, bytemuck::cast_slice(view.lists));
-        piece(layout.data_heads, bytemuck::cast_slice(&tiles.heads));
-        piece(layout.data, bytemuck::cast_slice(&tiles.data));
-        piece(layout.task_tiles, bytemuck::cast_slice(&tiles.of_task));
+        piece(layout.data_heads, bytemuck::cast_slice(&loads.data_heads));
+        piece(layout.data, bytemuck::cast_slice(loads.data));
+        piece(layout.prefetch_heads, bytemuck::cast_slice(&loads.prefetch_heads));
+        piece(layout.prefetches, bytemuck::cast_slice(loads.prefetches));
         for (binding, offset) in compiled.bindings.iter().zip(&layout.bindings) {
             match (binding.kind, &binding.contents) {
                 (BindingKind::Weight, _) => {

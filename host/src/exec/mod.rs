@@ -13,7 +13,6 @@ pub mod memory;
 pub mod reference;
 pub mod simt;
 pub mod threads;
-pub mod tiles;
 
 use crate::image::Image;
 use perpetua_shared::control::Control;

@@ -8,7 +8,6 @@
 
 use super::RunError;
 use super::memory::Memory;
-use super::tiles::Tiles;
 use crate::image::Image;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
 use perpetua_shared::control::{Control, NO_PROGRAM};
@@ -43,7 +42,6 @@ pub struct Simt {
     /// Where each binding lies: its memory, or a copy of a weight that is not aligned as device memory is.
     bases: Vec<*mut u8>,
     _copies: Vec<Vec<u128>>,
-    tiles: Tiles,
     options: Options,
     counters: Vec<u32>,
     /// Iterations since the counters were zeroed.
@@ -62,8 +60,6 @@ impl Simt {
     pub fn new(image: Image, memory: Memory, options: Options) -> Simt {
         let counters = vec![0; image.view().events.len()];
         let (outcome, report) = (None, Report::default());
-        let tiles = if options.tiles { Tiles::plan(&image) } else { Ok(Tiles::none(&image)) };
-        let tiles = tiles.expect("a task takes one tile of each matrix at once, which there is room for");
         let mut bases = memory.bases().to_vec();
         let mut copies = Vec::new();
         for (binding, base) in image.bindings().iter().zip(&mut bases) {
@@ -80,7 +76,6 @@ impl Simt {
             memory,
             bases,
             _copies: copies,
-            tiles,
             options,
             counters,
             iteration: 0,
@@ -161,6 +156,7 @@ impl Simt {
         let mut fault = Fault::default();
         let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
+        let loads = if self.options.tiles { self.image.loads() } else { self.image.no_loads() };
         // Nobody reads these here; the kernel writes them all the same.
         let mut mailbox = [Mail::default(); 4];
         let mut positions = vec![0u32; view.n_workers as usize];
@@ -181,9 +177,10 @@ impl Simt {
             list_heads: constant("list heads", bytemuck::cast_slice(view.list_heads)),
             lists: constant("lists", bytemuck::cast_slice(view.lists)),
             bindings: constant("the table of bindings", bytemuck::cast_slice(&bindings)),
-            data_heads: constant("data heads", bytemuck::cast_slice(&self.tiles.heads)),
-            data: constant("data ops", bytemuck::cast_slice(&self.tiles.data)),
-            task_tiles: constant("tiles of tasks", bytemuck::cast_slice(&self.tiles.of_task)),
+            data_heads: constant("data heads", bytemuck::cast_slice(&loads.data_heads)),
+            data: constant("data ops", bytemuck::cast_slice(loads.data)),
+            prefetch_heads: constant("prefetch heads", bytemuck::cast_slice(&loads.prefetch_heads)),
+            prefetches: constant("prefetches", bytemuck::cast_slice(loads.prefetches)),
             counters: self.counters.as_mut_ptr().expose_provenance() as u64,
             control: self.memory.control_base().expose_provenance() as u64,
             fault: (&raw mut fault).expose_provenance() as u64,
@@ -200,9 +197,11 @@ impl Simt {
             n_list_entries: view.lists.len() as u32,
             n_workers: view.n_workers,
             iteration: self.iteration,
-            n_data: self.tiles.data.len() as u32,
+            n_data: loads.data.len() as u32,
+            n_prefetches: loads.prefetches.len() as u32,
             n_mail: mailbox.len() as u32,
             n_trace: 0,
+            reserved: 0,
         };
         constant("the launch block", bytemuck::bytes_of(&params));
         for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {

@@ -13,7 +13,7 @@ use super::memory::Memory;
 use super::{RunError, check_sequences};
 use crate::image::Image;
 use crate::schedule::machine::Machine;
-use crate::schedule::prefetch::{self, Stream};
+use crate::schedule::prefetch::{self, Reads, Stream};
 use perpetua_device::advance::step_of;
 use perpetua_device::cpu::Scratch;
 use perpetua_device::cpu::ahead::Ahead;
@@ -381,16 +381,17 @@ fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
     let machine = Machine::CPU;
     let matrices = |task: &TaskDesc| {
         let (operands, tiled) = (view.operands(task), Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled));
-        tiled.iter().map(move |slot| operands[*slot])
+        tiled.iter().map(move |slot| operands[*slot]).filter(|operand| operand.rank == 2)
     };
-    let stream = |operand: Operand| Stream { source: operand.binding.0, flags: 0, operand };
-    let streams: Vec<Vec<Stream>> = view.tasks.iter().map(|task| matrices(task).map(stream).collect()).collect();
+    let stream = |operand: Operand| Stream { source: operand.binding.0, operand };
+    let streams = |task: &TaskDesc| Reads { tiles: matrices(task).map(stream).collect(), near: Vec::new() };
+    let reads: Vec<Reads> = view.tasks.iter().map(streams).collect();
     let mut ahead = vec![Ahead::default(); view.tasks.len()];
     let mut bytes = vec![0u64; view.tasks.len()];
     for (program, worker) in (0..view.programs.len()).flat_map(|p| (0..view.n_workers).map(move |w| (p, w))) {
         let list = view.list(program, WorkerId(worker));
         // A task that reads more at once than the cache holds streams as it runs, and nothing before.
-        let Ok(plan) = prefetch::plan_list(list, &streams, &machine, &|task| image.task_name(task)) else { continue };
+        let Ok(plan) = prefetch::plan_list(list, &reads, &machine, &|task| image.task_name(task)) else { continue };
         let mut begun = None;
         for (number, compute) in plan.computes.iter().enumerate() {
             let (task, first) =

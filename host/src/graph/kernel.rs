@@ -386,9 +386,14 @@ impl KernelGraph {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
-        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1)]);
-        let params = kernels::linear::Params { activation: activation as u32 };
-        self.add::<kernels::Linear>(name, &params, vec![Some(x), Some(w), bias, residual, Some(y)], vec![columns])?;
+        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None]);
+        let params = kernels::linear::Params { activation: activation as u32, eps: 0.0 };
+        self.add::<kernels::Linear>(
+            name,
+            &params,
+            vec![Some(x), Some(w), bias, residual, Some(y), None],
+            vec![columns],
+        )?;
         Ok(y)
     }
 
@@ -404,13 +409,13 @@ impl KernelGraph {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "gate", gate)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
-        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1)]);
-        let params = kernels::gated_linear::Params { activation: activation as u32 };
+        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1), None]);
+        let params = kernels::gated_linear::Params { activation: activation as u32, eps: 0.0 };
         let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
         self.add::<kernels::GatedLinear>(
             name,
             &params,
-            vec![Some(x), Some(gate), Some(up), gate_bias, up_bias, Some(y)],
+            vec![Some(x), Some(gate), Some(up), gate_bias, up_bias, Some(y), None],
             vec![columns],
         )?;
         Ok(y)
@@ -604,6 +609,16 @@ impl KernelGraph {
         };
         let slots = op.accesses.iter().map(|access| access.as_ref().map(|access| access.tensor)).collect();
         self.push(Operator { name: op.name.clone(), kernel, slots, axes: Vec::new(), cut: Some(op) })
+    }
+
+    /// This graph's tensors, outputs and passes with other operators.
+    ///
+    /// # Errors
+    /// An operator that is judged wrong.
+    pub(super) fn with_ops(&self, ops: impl IntoIterator<Item = Operator>) -> Result<KernelGraph, GraphError> {
+        let mut graph = KernelGraph { dag: DiGraph::new(), ..self.clone() };
+        ops.into_iter().try_for_each(|op| graph.push(op).map(|_| ()))?;
+        Ok(graph)
     }
 
     fn add<K: MacroKernel + Numbered>(

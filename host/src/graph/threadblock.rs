@@ -6,7 +6,7 @@
 //! operands' addresses, and (in [`crate::graph::task`]) the dependencies.
 //!
 //! Laws ([`ThreadBlockGraph::check`]): grids and maps are in range; no two axes cut one dimension of a tensor; a tensor
-//! that is written (other than by reduction) is cut by every grid axis with more than one block, so that no two blocks
+//! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that no two blocks
 //! write the same element.
 
 use super::tensor::{OpId, TensorId, TensorTable};
@@ -27,12 +27,19 @@ pub enum AccessKind {
     ReadWrite,
     /// Adds into it; several blocks may add into the same elements, in any order.
     ReduceAdd,
+    /// Reads what earlier passes left there and appends; of the blocks that share it, one, known at run time alone, writes
+    /// what is appended, and no other reads that.
+    Append,
 }
 
 impl AccessKind {
     /// Whether old contents matter to the block.
     pub fn reads(self) -> bool {
         self != AccessKind::Write
+    }
+    /// Whether blocks of one operator may change the same elements.
+    pub fn is_shared(self) -> bool {
+        matches!(self, AccessKind::ReduceAdd | AccessKind::Append)
     }
     /// Whether it changes the contents.
     pub fn writes(self) -> bool {
@@ -144,7 +151,7 @@ impl ThreadBlockGraph {
                 let mut seen = Vec::new();
                 for (axis, dim) in access.map.iter().enumerate() {
                     let Some(dim) = *dim else {
-                        if access.kind.writes() && access.kind != AccessKind::ReduceAdd && op.grid[axis] > 1 {
+                        if access.kind.writes() && !access.kind.is_shared() && op.grid[axis] > 1 {
                             report(format!(
                                 "writes tensor {} from {} blocks of axis {axis} that cuts none of its dimensions: two blocks would write the same element",
                                 tensor.name, op.grid[axis]
@@ -189,6 +196,7 @@ impl fmt::Display for ThreadBlockGraph {
                     AccessKind::Write => "writes",
                     AccessKind::ReadWrite => "updates",
                     AccessKind::ReduceAdd => "adds",
+                    AccessKind::Append => "appends",
                 };
                 let map = access.map.map(|dim| dim.map_or("-".to_owned(), |d| d.to_string())).join(",");
                 write!(f, " {kind} {}[{map}]", self.table[access.tensor].name)?;

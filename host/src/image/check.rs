@@ -14,6 +14,9 @@
 //!    rows. A task of a sequence, which only that program has, touches the sequence's part of them; a task of another
 //!    program the first, which stands for any; `advance` of the program for batches all, and no other task of it any.
 //!
+//! 7. *Loads.* See [`loads`](super::loads): a loader's copies come from weights, land where nothing is in use that is still to be
+//!    read, never wait for each other in a circle, and are, in order, the tiles that the tasks of its list take.
+//!
 //! That overlapping accesses are ordered (law 1) is judged on the graph, where their sizes are known.
 
 use super::Image;
@@ -64,6 +67,11 @@ pub(super) fn check(image: &Image) -> Result<(), Vec<Violation>> {
     }
     if judge.broken.is_empty() {
         judge.lists();
+    }
+    if judge.broken.is_empty()
+        && let Err((at, what)) = super::loads::check(image)
+    {
+        judge.report(at, what);
     }
     if judge.broken.is_empty() {
         judge.events();

@@ -4,6 +4,7 @@ use super::{Image, ImageError, Sections, checksum};
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::{BindingDesc, ImageHeader, MAGIC, ProgramDesc, VERSION};
 use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::{DataOp, PrefetchOp};
 
 /// An image's sections, before they are one block of bytes.
 #[derive(Clone, Debug, Default)]
@@ -28,8 +29,40 @@ pub struct Parts {
     pub list_heads: Vec<u32>,
     /// Task ids.
     pub lists: Vec<u32>,
+    /// Where each worker's data ops of each program start, and a program's end: as `list_heads`.
+    pub data_heads: Vec<u32>,
+    /// Copies of all workers, sources bindings.
+    pub data: Vec<DataOp>,
+    /// As `data_heads`, of prefetches.
+    pub prefetch_heads: Vec<u32>,
+    /// Prefetches of all workers.
+    pub prefetches: Vec<PrefetchOp>,
     /// Operator names.
     pub op_names: Vec<String>,
+}
+
+impl Parts {
+    /// Those of `image`, to make another of.
+    pub fn of(image: &Image) -> Parts {
+        let (view, loads) = (image.view(), image.loads());
+        Parts {
+            n_workers: view.n_workers,
+            bindings: image.bindings().to_vec(),
+            programs: view.programs.to_vec(),
+            tasks: view.tasks.to_vec(),
+            operands: view.operands.to_vec(),
+            events: view.events.to_vec(),
+            waits: view.waits.to_vec(),
+            triggers: view.triggers.to_vec(),
+            list_heads: view.list_heads.to_vec(),
+            lists: view.lists.to_vec(),
+            data_heads: loads.data_heads.to_vec(),
+            data: loads.data.to_vec(),
+            prefetch_heads: loads.prefetch_heads.to_vec(),
+            prefetches: loads.prefetches.to_vec(),
+            op_names: (0..image.header().n_ops).map(|op| image.op_name(op).to_owned()).collect(),
+        }
+    }
 }
 
 /// Writes `parts` as an image and checks it as [`Image::decode`] would.
@@ -58,17 +91,19 @@ pub fn encode(parts: &Parts) -> Result<Image, ImageError> {
         n_waits: count("waits", parts.waits.len())?,
         n_triggers: count("triggers", parts.triggers.len())?,
         n_list_entries: count("list entries", parts.lists.len())?,
+        n_data: count("data ops", parts.data.len())?,
+        n_prefetches: count("prefetches", parts.prefetches.len())?,
         n_name_bytes: count("bytes of names", names.len())?,
         n_ops: count("operators", parts.op_names.len())?,
         checksum: 0,
     };
     let sections = Sections::of(&header);
-    if parts.list_heads.len() * 4 != sections.list_heads.len() {
-        return Err(ImageError::Format(format!(
-            "{} list heads, expected {}",
-            parts.list_heads.len(),
-            sections.list_heads.len() / 4
-        )));
+    for (what, heads) in [("list", &parts.list_heads), ("data", &parts.data_heads), ("prefetch", &parts.prefetch_heads)]
+    {
+        let expected = sections.list_heads.len() / 4;
+        if heads.len() != expected {
+            return Err(ImageError::Format(format!("{} {what} heads, expected {expected}", heads.len())));
+        }
     }
     let mut words = vec![0u64; sections.end / 8];
     {
@@ -82,6 +117,10 @@ pub fn encode(parts: &Parts) -> Result<Image, ImageError> {
         bytes[sections.triggers.clone()].copy_from_slice(bytemuck::cast_slice(&parts.triggers));
         bytes[sections.list_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.list_heads));
         bytes[sections.lists.clone()].copy_from_slice(bytemuck::cast_slice(&parts.lists));
+        bytes[sections.data_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.data_heads));
+        bytes[sections.data.clone()].copy_from_slice(bytemuck::cast_slice(&parts.data));
+        bytes[sections.prefetch_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.prefetch_heads));
+        bytes[sections.prefetches.clone()].copy_from_slice(bytemuck::cast_slice(&parts.prefetches));
         bytes[sections.name_heads.clone()].copy_from_slice(bytemuck::cast_slice(&name_heads));
         bytes[sections.names.clone()].copy_from_slice(&names);
     }

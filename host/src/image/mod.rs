@@ -6,6 +6,7 @@
 
 pub mod check;
 pub mod encode;
+mod loads;
 
 use check::Violation;
 use perpetua_device::worker::ImageView;
@@ -13,6 +14,8 @@ use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ImageHeader, MAGIC, ProgramDesc, VERSION};
 use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::{DataOp, PrefetchOp};
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
@@ -22,6 +25,20 @@ pub struct Image {
     /// The bytes, in words so that every descriptor is aligned.
     words: Vec<u64>,
     sections: Sections,
+}
+
+/// The sections of loaders. Heads: row `p` (of `n_workers + 1` entries) says where worker `w`'s entries of program `p` start, and the
+/// end.
+#[derive(Clone, Debug)]
+pub struct Loads<'a> {
+    /// Heads of `data`.
+    pub data_heads: Cow<'a, [u32]>,
+    /// Copies into shared memory, in each worker's order.
+    pub data: &'a [DataOp],
+    /// Heads of `prefetches`.
+    pub prefetch_heads: Cow<'a, [u32]>,
+    /// What the L2 cache is asked for.
+    pub prefetches: &'a [PrefetchOp],
 }
 
 /// Byte range of each section.
@@ -36,6 +53,10 @@ struct Sections {
     triggers: Range<usize>,
     list_heads: Range<usize>,
     lists: Range<usize>,
+    data_heads: Range<usize>,
+    data: Range<usize>,
+    prefetch_heads: Range<usize>,
+    prefetches: Range<usize>,
     name_heads: Range<usize>,
     names: Range<usize>,
     end: usize,
@@ -49,7 +70,7 @@ impl Sections {
             at = range.end.next_multiple_of(8);
             range
         };
-        // Counts are u32 and elements at most 76 bytes, so nothing here overflows a 64-bit usize.
+        // Counts are u32 and elements at most 80 bytes, so nothing here overflows a 64-bit usize.
         let n = u64::from;
         let programs = n(header.n_programs);
         Sections {
@@ -62,6 +83,10 @@ impl Sections {
             triggers: section(n(header.n_triggers), 4),
             list_heads: section(programs * (n(header.n_workers) + 1), 4),
             lists: section(n(header.n_list_entries), 4),
+            data_heads: section(programs * (n(header.n_workers) + 1), 4),
+            data: section(n(header.n_data), size_of::<DataOp>()),
+            prefetch_heads: section(programs * (n(header.n_workers) + 1), 4),
+            prefetches: section(n(header.n_prefetches), size_of::<PrefetchOp>()),
             name_heads: section(n(header.n_ops) + 1, 4),
             names: section(n(header.n_name_bytes), 1),
             end: at,
@@ -194,6 +219,22 @@ impl Image {
             lists: self.section(&self.sections.lists),
             n_workers: self.header().n_workers,
         }
+    }
+
+    /// What the workers' loaders follow.
+    pub fn loads(&self) -> Loads<'_> {
+        Loads {
+            data_heads: Cow::Borrowed(self.section(&self.sections.data_heads)),
+            data: self.section(&self.sections.data),
+            prefetch_heads: Cow::Borrowed(self.section(&self.sections.prefetch_heads)),
+            prefetches: self.section(&self.sections.prefetches),
+        }
+    }
+
+    /// The same for loaders that bring nothing: bodies read weights from global memory.
+    pub fn no_loads(&self) -> Loads<'static> {
+        let heads: Cow<'static, [u32]> = Cow::Owned(vec![0; self.sections.data_heads.len() / 4]);
+        Loads { data_heads: heads.clone(), data: &[], prefetch_heads: heads, prefetches: &[] }
     }
 
     /// The name of operator `op`, for reports; empty when there is none.

@@ -5,6 +5,7 @@
 //! neighbours, so that a worker streams neighbouring weights, balanced by what they cost rather than by their number.
 
 use crate::graph::task::{TaskGraph, WorkerLists};
+use crate::graph::tensor::{DTensor, row_major};
 use crate::graph::threadblock::{Access, ThreadBlockGraph};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -41,7 +42,7 @@ fn leaders(blocks: &ThreadBlockGraph) -> Vec<usize> {
         for access in op.accesses.iter().flatten().filter(|access| access.kind.reads()) {
             let Some((writer, written)) = writers[blocks.table[access.tensor].buffer.idx()] else { continue };
             let cut_apart = access.map.iter().zip(op.grid).all(|(dim, n)| n == 1 || dim.is_some());
-            let alike = written.tensor == access.tensor && written.map == access.map;
+            let alike = written.map == access.map && sees_alike(blocks, written, access);
             if alike && cut_apart && blocks.ops[writer].grid == op.grid && op.n_blocks() > 1 {
                 leaders[number] = leaders[writer];
                 break;
@@ -52,6 +53,16 @@ fn leaders(blocks: &ThreadBlockGraph) -> Vec<usize> {
         }
     }
     leaders
+}
+
+/// Whether two accesses with the same map give a block the same bytes: of one tensor, or of two whose first dimension alone
+/// is cut, over all of one buffer.
+fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
+    let (x, y) = (&blocks.table[a.tensor], &blocks.table[b.tensor]);
+    let first_only = a.map.iter().flatten().all(|dim| *dim == 0);
+    let whole = |t: &DTensor| t.offset_elems == 0 && t.strides == row_major(&t.shape);
+    a.tensor == b.tensor
+        || first_only && whole(x) && whole(y) && x.shape[0] == y.shape[0] && x.len_elems() == y.len_elems()
 }
 
 /// Gives the tasks of `graph` to `n_workers` workers so that all have cost as even as can be after every operator, not

@@ -2,7 +2,7 @@
 //!
 //! Every worker has a loader and consumers. The loader follows the worker's [data ops](super::prefetch) in order, each as
 //! soon as the one before is off the bus and its bytes are free; a copy takes its bytes at the worker's share of the memory
-//! rate, and has arrived one latency later. The consumers follow the compute ops in order: the first of a task waits for
+//! rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the compute ops in order: the first of a task waits for
 //! its events, as seen from that worker (one hop after the last trigger of another worker, at once after its own); each
 //! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
 //! its activations at the near rate and a fixed cost.
@@ -11,7 +11,7 @@
 //! uneven work show.
 
 use super::machine::Machine;
-use super::prefetch::Plan;
+use super::prefetch::{Plan, prefetched_bytes};
 use crate::graph::task::{TaskGraph, WorkerLists};
 use perpetua_device::kernels::Cost;
 
@@ -124,6 +124,7 @@ impl Fired {
 #[derive(Clone, Debug, Default)]
 struct Worker {
     next: usize,
+    prefetched: usize,
     free_s: f64,
     bus_s: f64,
     /// Waits for events, in order; those before `passed` end before the bus's last gap.
@@ -190,6 +191,22 @@ pub fn predict(
             }
             let mut start_s = may_start_s;
             let mut bytes = 0;
+            while let Some(near) =
+                own.prefetches.get(worker.prefetched).filter(|near| near.used_by as usize == worker.next)
+            {
+                worker.prefetched += 1;
+                let from_s = match prefetch {
+                    Prefetch::AcrossTasks => worker.bus_s,
+                    Prefetch::WithinTask => worker.bus_s.max(may_start_s),
+                };
+                if from_s > worker.bus_s {
+                    worker.book_gap(from_s);
+                }
+                let copy_s = prefetched_bytes(near) as f64 / machine.bytes_per_s;
+                worker.loader.busy_s += copy_s;
+                worker.bus_s = from_s + copy_s;
+                start_s = start_s.max(worker.bus_s + machine.load_latency_s);
+            }
             for data in &own.data[op.data_first as usize..op.data_end as usize] {
                 let free_s = data.after.checked_sub(1).map_or(0.0, |op| retired[number][op as usize]);
                 let from_s = match prefetch {

@@ -307,6 +307,10 @@ pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32
     outcome.unwrap_or_else(|was| was)
 }
 
+pub(super) fn opaque_word(word: u32) -> u32 {
+    word
+}
+
 pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {
     pointer
 }

@@ -12,19 +12,80 @@ use crate::arch::scalar::fma;
 use crate::arch::{WARP, memory, shared, warp};
 use crate::block::FREE_SHARED;
 use crate::gpu::math::exp;
+use crate::gpu::rows::singles;
 use crate::gpu::{BF16, F32, Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
 const PER_LANE: usize = 8;
-const SLICE: u32 = PER_LANE as u32 * WARP;
+pub(in crate::kernels) const SLICE: u32 = PER_LANE as u32 * WARP;
 
 /// Words of a part in shared memory: maximum, total, sums; and how many parts there is room for.
-const PART: u32 = 2 + SLICE;
+pub(in crate::kernels) const PART: u32 = 2 + SLICE;
 const MAX_PARTS: u32 = (shared::KEPT - FREE_SHARED) / PART;
+
+/// A query row, wherever it lies.
+pub(in crate::kernels) trait Query: Copy {
+    /// Whether eight elements may be fetched at once.
+    fn by_eight(&self) -> bool;
+
+    /// Element `i`.
+    ///
+    /// # Safety
+    /// It is there.
+    unsafe fn get(&self, i: u32) -> f32;
+
+    /// Eight elements from `i`, a multiple of 8, on.
+    ///
+    /// # Safety
+    /// They are there, and [`by_eight`](Query::by_eight).
+    unsafe fn eight(&self, i: u32) -> [f32; 8];
+}
+
+impl Query for Row {
+    #[inline(always)]
+    fn by_eight(&self) -> bool {
+        self.is(F32) && self.is_aligned(16)
+    }
+
+    #[inline(always)]
+    unsafe fn get(&self, i: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { Row::get(self, i) }
+    }
+
+    #[inline(always)]
+    unsafe fn eight(&self, i: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { singles(self.load16(i), self.load16(i + 4)) }
+    }
+}
+
+/// A query row in shared memory, from a word on that is a multiple of four.
+#[derive(Clone, Copy)]
+pub(in crate::kernels) struct Kept(pub(in crate::kernels) u32);
+
+impl Query for Kept {
+    #[inline(always)]
+    fn by_eight(&self) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    unsafe fn get(&self, i: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        f32::from_bits(unsafe { shared::load(self.0 + i) })
+    }
+
+    #[inline(always)]
+    unsafe fn eight(&self, i: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { singles(shared::load16(self.0 + i), shared::load16(self.0 + i + 4)) }
+    }
+}
 
 /// What a part of the positions, or all, add up to, before the division by the total.
 #[derive(Clone, Copy)]
-struct Found {
+pub(in crate::kernels) struct Found {
     max: f32,
     total: f32,
     /// See [`dimension`].
@@ -68,14 +129,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 if parts == 1 {
                     put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
                 } else {
-                    let at = FREE_SHARED + unit * PART;
-                    if lane == 0 {
-                        shared::store(at, found.max.to_bits());
-                        shared::store(at + 1, found.total.to_bits());
-                    }
-                    for step in 0..PER_LANE {
-                        shared::store(at + 2 + dimension(step, lane), found.sums[step].to_bits());
-                    }
+                    keep(FREE_SHARED + unit * PART, &found, lane);
                 }
                 unit += block.warps();
             }
@@ -87,7 +141,8 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let (heads, group) = (q.extent(1), q.extent(2));
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
                     let visible = p.visible(call.step, call.task.row_first + r) as u32;
-                    let found = merge(item, parts, p.share(visible, call.task.block[1]), lane);
+                    let at = FREE_SHARED + item * parts * PART;
+                    let found = merge(at, parts, p.share(visible, call.task.block[1]), lane);
                     put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
                 }
                 block.sync();
@@ -100,7 +155,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
 
 /// The positions, of `from..to`, of part `number` of `parts`, whole 32s but for the last.
 #[inline(always)]
-fn part((from, to): (u32, u32), number: u32, parts: u32) -> (u32, u32) {
+pub(in crate::kernels) fn part((from, to): (u32, u32), number: u32, parts: u32) -> (u32, u32) {
     let len = (to - from).div_ceil(WARP).div_ceil(parts) * WARP;
     let (first, end) = (from + number * len, from + (number + 1) * len);
     (if first < to { first } else { to }, if end < to { end } else { to })
@@ -108,7 +163,15 @@ fn part((from, to): (u32, u32), number: u32, parts: u32) -> (u32, u32) {
 
 /// Writes a row's slice, or what a split found of it.
 #[inline(always)]
-unsafe fn put(p: &Params, y: &Tensor, [r, h, g]: [u32; 3], d: u32, slice: u32, lane: u32, found: &Found) {
+pub(in crate::kernels) unsafe fn put(
+    p: &Params,
+    y: &Tensor,
+    [r, h, g]: [u32; 3],
+    d: u32,
+    slice: u32,
+    lane: u32,
+    found: &Found,
+) {
     let split = p.splits > 1;
     // SAFETY: `i` is below the row's length, which is two more where that holds what a split found; elements are written by
     // one lane each.
@@ -128,9 +191,30 @@ unsafe fn put(p: &Params, y: &Tensor, [r, h, g]: [u32; 3], d: u32, slice: u32, l
     }
 }
 
-/// What the parts of `item` found, together; parts without positions have found nothing.
+/// Puts what a warp found into the [`PART`] words of shared memory from `at` on.
+///
+/// # Safety
+/// They are the warp's until the block's next barrier, and every lane makes this same call.
 #[inline(always)]
-unsafe fn merge(item: u32, parts: u32, positions: (u32, u32), lane: u32) -> Found {
+pub(in crate::kernels) unsafe fn keep(at: u32, found: &Found, lane: u32) {
+    // SAFETY: the caller's promises; a word is one lane's.
+    unsafe {
+        if lane == 0 {
+            shared::store(at, found.max.to_bits());
+            shared::store(at + 1, found.total.to_bits());
+        }
+        for step in 0..PER_LANE {
+            shared::store(at + 2 + dimension(step, lane), found.sums[step].to_bits());
+        }
+    }
+}
+
+/// What the parts kept from word `at` on found, together; parts without positions have found nothing.
+///
+/// # Safety
+/// They have been [kept](keep) before a barrier.
+#[inline(always)]
+pub(in crate::kernels) unsafe fn merge(at: u32, parts: u32, positions: (u32, u32), lane: u32) -> Found {
     let mut all = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
     // SAFETY: the parts' words have been written before a barrier.
     unsafe {
@@ -139,7 +223,7 @@ unsafe fn merge(item: u32, parts: u32, positions: (u32, u32), lane: u32) -> Foun
             if first == end {
                 break;
             }
-            let at = FREE_SHARED + (item * parts + number) * PART;
+            let at = at + number * PART;
             let max = f32::from_bits(shared::load(at));
             let largest = max_of(all.max, max);
             // With every score so far at -inf (a NaN or an overflow upstream) the weights are NaN, as in the reference.
@@ -156,22 +240,27 @@ unsafe fn merge(item: u32, parts: u32, positions: (u32, u32), lane: u32) -> Foun
 }
 
 /// A query row and the cache of its head.
-struct Heads {
-    q: Row,
-    k: Head,
-    v: Head,
-    d: u32,
-    scale: f32,
+pub(in crate::kernels) struct Heads<Q> {
+    pub(in crate::kernels) q: Q,
+    pub(in crate::kernels) k: Head,
+    pub(in crate::kernels) v: Head,
+    pub(in crate::kernels) d: u32,
+    pub(in crate::kernels) scale: f32,
 }
 
 /// Attends to positions `first..end`, adding up the dimensions from `slice` on.
 #[inline(always)]
-unsafe fn attend(head: &Heads, slice: u32, first: u32, end: u32, lane: u32) -> Found {
+pub(in crate::kernels) unsafe fn attend<Q: Query>(
+    head: &Heads<Q>,
+    slice: u32,
+    first: u32,
+    end: u32,
+    lane: u32,
+) -> Found {
     let Heads { q, k, v, d, scale } = *head;
     let mut found = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
     // Sixteen bytes of a key row at a time, four of a value row, where they lie so.
-    let by_eight =
-        q.is(F32) && k.first.is(BF16) && d % 8 == 0 && k.step % 8 == 0 && q.is_aligned(16) && k.first.is_aligned(16);
+    let by_eight = q.by_eight() && k.first.is(BF16) && d % 8 == 0 && k.step % 8 == 0 && k.first.is_aligned(16);
     let by_two = v.first.is(BF16) && d % 2 == 0 && v.step % 2 == 0 && v.first.is_aligned(4);
     // SAFETY: positions and dimensions are inside the rows (caller); whole warps shuffle.
     unsafe {
@@ -185,12 +274,11 @@ unsafe fn attend(head: &Heads, slice: u32, first: u32, end: u32, lane: u32) -> F
                 let mut i = 0;
                 if by_eight {
                     while i < d {
-                        let (keys, a, b) = (k.load16(i), q.load16(i), q.load16(i + 4));
+                        let (keys, query) = (k.load16(i), q.eight(i));
                         for j in 0..4 {
                             let (low, high) = (f32::from_bits(keys[j] << 16), f32::from_bits(keys[j] & 0xffff_0000));
-                            let (x, y) = if j < 2 { (a[2 * j], a[2 * j + 1]) } else { (b[2 * j - 4], b[2 * j - 3]) };
-                            dot = fma(f32::from_bits(x), low, dot);
-                            dot = fma(f32::from_bits(y), high, dot);
+                            dot = fma(query[2 * j], low, dot);
+                            dot = fma(query[2 * j + 1], high, dot);
                         }
                         i += 8;
                     }
@@ -240,14 +328,14 @@ unsafe fn attend(head: &Heads, slice: u32, first: u32, end: u32, lane: u32) -> F
 
 /// One head of a cache: its first row, and how far it is from one row to the next.
 #[derive(Clone, Copy)]
-struct Head {
+pub(in crate::kernels) struct Head {
     first: Row,
     step: u32,
 }
 
 impl Head {
     #[inline(always)]
-    fn new(cache: &Tensor, head: u32) -> Head {
+    pub(in crate::kernels) fn new(cache: &Tensor, head: u32) -> Head {
         Head { first: cache.row([head]), step: cache.stride(1) }
     }
 

@@ -11,7 +11,7 @@ use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
-mod gpu;
+pub(super) mod gpu;
 
 /// See the module head.
 #[derive(Debug)]
@@ -36,14 +36,27 @@ impl Params {
     }
 
     /// The positions, of `visible`, that split `number` attends to: first and end.
-    fn share(&self, visible: u32, number: u32) -> (u32, u32) {
-        if self.splits <= 1 {
-            return (0, visible);
-        }
-        let len = visible.div_ceil(self.splits);
-        let (first, end) = (number * len, (number + 1) * len);
-        (if first < visible { first } else { visible }, if end < visible { end } else { visible })
+    pub(super) fn share(&self, visible: u32, number: u32) -> (u32, u32) {
+        perpetua_shared::data::share(visible, self.splits, number)
     }
+}
+
+/// What query row `q` finds at `positions` of head `h`: the largest score, the sum of exp(score - largest), and the values
+/// summed with these weights.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn attended(
+    q: &[f32],
+    [k, v]: [&crate::io::Tensor; 2],
+    h: usize,
+    positions: core::ops::Range<usize>,
+    scale: f32,
+) -> (f32, f32, Vec<f32>) {
+    let score = |t| scale * q.iter().enumerate().map(|(i, q)| q * k.get([h, t, i])).sum::<f32>();
+    let mut scores: Vec<f32> = positions.clone().map(score).collect();
+    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    scores.iter_mut().for_each(|s| *s = (*s - max).exp());
+    let sum = |i| positions.clone().zip(&scores).map(|(t, s)| s * v.get([h, t, i])).sum::<f32>();
+    (max, scores.iter().sum(), (0..q.len()).map(sum).collect())
 }
 
 impl MacroKernel for Attention {
@@ -93,20 +106,14 @@ impl MacroKernel for Attention {
             let positions = first as usize..end as usize;
             for h in 0..n_kv {
                 for g in 0..group {
-                    let mut scores: Vec<f32> = positions
-                        .clone()
-                        .map(|t| p.scale * (0..d).map(|i| q.get([r, h, g, i]) * k.get([h, t, i])).sum::<f32>())
-                        .collect();
-                    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                    scores.iter_mut().for_each(|s| *s = (*s - max).exp());
-                    let total: f32 = scores.iter().sum();
-                    let sum = |i| positions.clone().zip(&scores).map(|(t, s)| s * v.get([h, t, i])).sum::<f32>();
+                    let q = (0..d).map(|i| q.get([r, h, g, i])).collect::<Vec<_>>();
+                    let (max, total, sums) = attended(&q, [&k, &v], h, positions.clone(), p.scale);
                     if p.splits <= 1 {
-                        (0..d).for_each(|i| y.set([r, h, g, i], sum(i) / total));
+                        (0..d).for_each(|i| y.set([r, h, g, i], sums[i] / total));
                     } else {
                         y.set([h, 0, g, 0], max);
                         y.set([h, 0, g, 1], total);
-                        (0..d).for_each(|i| y.set([h, 0, g, 2 + i], sum(i)));
+                        (0..d).for_each(|i| y.set([h, 0, g, 2 + i], sums[i]));
                     }
                 }
             }

@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, dots, pick, tiled};
+use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
 use crate::gpu::wide;
 
 /// # Safety
@@ -15,6 +15,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     unsafe {
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
+        let staged = call.tensor(6).is_present();
+        if staged {
+            stage(call, 6, p.eps, block);
+        }
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
             if gate_bias.is_present() {
@@ -29,7 +33,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            tiled::<2>(call, tiles, block, rows, |r, n, [g, u]| finish(r, n, g, u));
+            tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
             return Ok(());
         }
         if wide::is_for(call, block, rows) {
@@ -40,7 +44,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         while n < columns {
             let mut r = 0;
             while r < rows {
-                let x = Rows { call, rows, first: r };
+                let x = Rows { call, rows, first: r, staged };
                 let step = if rows == 1 { 1 } else { 4 };
                 // The same code serves both weights: once for the gate, once more for what it opens.
                 let (mut g, mut u) = (0.0, 0.0);

@@ -1,5 +1,6 @@
 //! y = act(x . gate^T) * (x . up^T): the first half of a gated MLP. x: [rows, k]; gate, up: [n, k]; y: [rows, n];
-//! f32 accumulation. Reads 2*n*k weight elements once.
+//! f32 accumulation. Reads 2*n*k weight elements once. With `norm`, [k], x is first normalised, as in
+//! [`linear`](super::linear).
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Activation;
@@ -19,6 +20,8 @@ pub struct GatedLinear;
 pub struct Params {
     /// An [`Activation`].
     pub activation: u32,
+    /// Added to the mean square of x, where it is normalised.
+    pub eps: f32,
 }
 
 impl MacroKernel for GatedLinear {
@@ -30,13 +33,14 @@ impl MacroKernel for GatedLinear {
         Slot::optional("gate_bias"),
         Slot::optional("up_bias"),
         Slot::write("y"),
+        Slot::optional("norm"),
     ];
     type Params = Params;
-    const TILED: &'static [usize] = &[1, 2];
+    const TILED: &'static [usize] = &[6, 1, 2];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, gate, up, gate_bias, up_bias, y] = io else { unreachable!("slots were counted") };
+        let [x, gate, up, gate_bias, up_bias, y, norm] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
@@ -53,6 +57,7 @@ impl MacroKernel for GatedLinear {
             rules::unit_stride(name, operand)?;
         }
         rules::extent("gate", gate, 1, x.extent[1])?;
+        rules::norm(norm, x)?;
         rules::extent("up", up, 0, gate.extent[0])?;
         rules::extent("up", up, 1, x.extent[1])?;
         rules::extent("gate_bias", gate_bias, 0, gate.extent[0])?;
@@ -69,15 +74,25 @@ impl MacroKernel for GatedLinear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, gate, up, gate_bias, up_bias, y] = core::array::from_fn(|i| call.tensor(i));
+        let [x, gate, up, gate_bias, up_bias, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        let dot = |w: &crate::io::Tensor, bias: &crate::io::Tensor, r: usize, n: usize| {
-            let sum: f32 = (0..x.extent(1)).map(|k| x.get([r, k]) * w.get([n, k])).sum();
+        let scale = |r: usize| match norm.is_present() {
+            true => super::rms_norm::scale(&x, r, p.eps),
+            false => 1.0,
+        };
+        let x_of = |r: usize, scale: f32, k: usize| match norm.is_present() {
+            true => x.get([r, k]) * scale * norm.get([k]),
+            false => x.get([r, k]),
+        };
+        let dot = |w: &crate::io::Tensor, bias: &crate::io::Tensor, r: usize, scale: f32, n: usize| {
+            let sum: f32 = (0..x.extent(1)).map(|k| x_of(r, scale, k) * w.get([n, k])).sum();
             if bias.is_present() { sum + bias.get([n]) } else { sum }
         };
         for r in 0..call.rows(0) {
+            let scale = scale(r);
             for n in 0..gate.extent(0) {
-                y.set([r, n], activation.apply(dot(&gate, &gate_bias, r, n)) * dot(&up, &up_bias, r, n));
+                let opened = activation.apply(dot(&gate, &gate_bias, r, scale, n));
+                y.set([r, n], opened * dot(&up, &up_bias, r, scale, n));
             }
         }
         Ok(())
@@ -85,6 +100,9 @@ impl MacroKernel for GatedLinear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        if call.tensor(6).is_present() {
+            return Self::reference(p, call);
+        }
         cpu::run(p, call, scratch)
     }
 

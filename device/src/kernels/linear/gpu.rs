@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, dots, pick, tiled};
+use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
 use crate::gpu::wide;
 
 /// # Safety
@@ -15,6 +15,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     unsafe {
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
+        let staged = call.tensor(5).is_present();
+        if staged {
+            stage(call, 5, p.eps, block);
+        }
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
         let finish = |r: u32, n: u32, mut sum: f32| {
             let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
@@ -31,7 +35,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            tiled::<1>(call, tiles, block, rows, |r, n, [sum]| finish(r, n, sum));
+            tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             return Ok(());
         }
         if wide::is_for(call, block, rows) {
@@ -41,14 +45,14 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         let mut n = block.warp();
         while n < columns {
             if rows == 1 {
-                let [sum] = dots::<1>(Rows { call, rows, first: 0 }, 1, n, block.lane());
+                let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
                 if block.lane() == 0 {
                     finish(0, n, sum);
                 }
             } else {
                 let mut r = 0;
                 while r < rows {
-                    let sums = dots::<4>(Rows { call, rows, first: r }, 1, n, block.lane());
+                    let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
                     let row = r + block.lane();
                     if block.lane() < 4 && row < rows {
                         finish(row, n, pick(sums, block.lane()));

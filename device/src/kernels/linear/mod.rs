@@ -1,5 +1,6 @@
 //! y = act(x . w^T + bias) + residual. x: [rows, k]; w: [n, k] (as checkpoints store it); bias: [n]; residual, y:
-//! [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops.
+//! [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops. With `norm`, [k], x is first
+//! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements.
 
 use super::*;
 
@@ -56,6 +57,8 @@ impl Activation {
 pub struct Params {
     /// An [`Activation`].
     pub activation: u32,
+    /// Added to the mean square of x, where it is normalised.
+    pub eps: f32,
 }
 
 impl MacroKernel for Linear {
@@ -66,13 +69,14 @@ impl MacroKernel for Linear {
         Slot::optional("bias"),
         Slot::optional("residual"),
         Slot::write("y"),
+        Slot::optional("norm"),
     ];
     type Params = Params;
-    const TILED: &'static [usize] = &[1];
+    const TILED: &'static [usize] = &[5, 1];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, w, bias, residual, y] = io else { unreachable!("slots were counted") };
+        let [x, w, bias, residual, y, norm] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
@@ -83,6 +87,7 @@ impl MacroKernel for Linear {
             rules::unit_stride(name, operand)?;
         }
         rules::extent("w", w, 1, x.extent[1])?;
+        rules::norm(norm, x)?;
         rules::extent("bias", bias, 0, w.extent[0])?;
         for (name, operand) in [("residual", residual), ("y", y)] {
             rules::extent(name, operand, 0, x.extent[0])?;
@@ -99,13 +104,22 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, bias, residual, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
+        let scale = |r: usize| match norm.is_present() {
+            true => super::rms_norm::scale(&x, r, p.eps),
+            false => 1.0,
+        };
+        let x_of = |r: usize, scale: f32, k: usize| match norm.is_present() {
+            true => x.get([r, k]) * scale * norm.get([k]),
+            false => x.get([r, k]),
+        };
         for r in 0..call.rows(0) {
+            let scale = scale(r);
             for n in 0..w.extent(0) {
                 let mut sum = 0.0;
                 for k in 0..x.extent(1) {
-                    sum += x.get([r, k]) * w.get([n, k]);
+                    sum += x_of(r, scale, k) * w.get([n, k]);
                 }
                 if bias.is_present() {
                     sum += bias.get([n]);
@@ -122,6 +136,10 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        // Lowered for workers that read x from afar: CPUs keep the norm an operator of its own.
+        if call.tensor(5).is_present() {
+            return Self::reference(p, call);
+        }
         cpu::run(p, call, scratch)
     }
 

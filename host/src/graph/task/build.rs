@@ -24,7 +24,7 @@ impl Use {
         match kind {
             AccessKind::Read => Use::Read,
             AccessKind::Write | AccessKind::ReadWrite => Use::Write,
-            AccessKind::ReduceAdd => Use::Add,
+            AccessKind::ReduceAdd | AccessKind::Append => Use::Add,
         }
     }
 

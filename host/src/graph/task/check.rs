@@ -222,7 +222,7 @@ enum Act {
 fn act(kind: AccessKind) -> Act {
     match kind {
         AccessKind::Read => Act::Read,
-        AccessKind::ReduceAdd => Act::Add,
+        AccessKind::ReduceAdd | AccessKind::Append => Act::Add,
         AccessKind::Write | AccessKind::ReadWrite => Act::Write,
     }
 }

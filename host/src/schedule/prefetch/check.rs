@@ -1,9 +1,9 @@
 //! The judge of shared-memory plans. It knows the laws, not the planner: it replays each worker's count of retired compute
 //! ops and keeps what is in memory in a map from address to tile.
 
-use super::{Plan, Stream, WorkerPlan};
+use super::{Plan, Reads, WorkerPlan};
 use crate::graph::task::WorkerLists;
-use perpetua_shared::Operand;
+use perpetua_shared::{Operand, PrefetchOp};
 use std::collections::{BTreeMap, HashMap};
 
 /// A law a plan breaks.
@@ -87,11 +87,11 @@ pub enum Violation {
     },
 }
 
-/// Judges `plan` for `lists`, whose tasks stream `streams`: every law broken, at most one a data op and kind.
+/// Judges `plan` for `lists`, whose tasks read `reads`: every law broken, at most one a data op and kind.
 ///
 /// # Errors
 /// What is wrong, by worker.
-pub fn check(plan: &Plan, lists: &WorkerLists, streams: &[Vec<Stream>]) -> Result<(), Vec<Violation>> {
+pub fn check(plan: &Plan, lists: &WorkerLists, reads: &[Reads]) -> Result<(), Vec<Violation>> {
     let mut broken = Vec::new();
     let empty = WorkerPlan::default();
     for worker in 0..lists.lists.len().max(plan.workers.len()) {
@@ -99,7 +99,8 @@ pub fn check(plan: &Plan, lists: &WorkerLists, streams: &[Vec<Stream>]) -> Resul
         let list = lists.lists.get(worker).map_or(&[][..], Vec::as_slice);
         let linked = tasks_in_order(worker, own, list, &mut broken) & readers(worker, own, &mut broken);
         if linked {
-            coverage(worker, own, streams, &mut broken);
+            coverage(worker, own, reads, &mut broken);
+            near(worker, own, reads, &mut broken);
         }
         memory(worker, plan, own, &mut broken);
     }
@@ -152,8 +153,8 @@ fn readers(worker: usize, plan: &WorkerPlan, broken: &mut Vec<Violation>) -> boo
     broken.len() == before
 }
 
-/// Every byte of every stream is copied once, for its task, with its flags; nothing else is.
-fn coverage(worker: usize, plan: &WorkerPlan, streams: &[Vec<Stream>], broken: &mut Vec<Violation>) {
+/// Every byte of every stream is copied once, for its task; nothing else is.
+fn coverage(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<Violation>) {
     let mut first = 0;
     while first < plan.computes.len() {
         let task = plan.computes[first].task;
@@ -162,14 +163,14 @@ fn coverage(worker: usize, plan: &WorkerPlan, streams: &[Vec<Stream>], broken: &
             end += 1;
         }
         let range = plan.computes[first].data_first as usize..plan.computes[end - 1].data_end as usize;
-        let mut copied: HashMap<(u32, u16), Vec<(u64, u64)>> = HashMap::new();
+        let mut copied: HashMap<u32, Vec<(u64, u64)>> = HashMap::new();
         for op in &plan.data[range] {
             let end = op.source_offset_bytes + u64::from(op.bytes);
-            copied.entry((op.source, op.flags)).or_default().push((op.source_offset_bytes, end));
+            copied.entry(op.source).or_default().push((op.source_offset_bytes, end));
         }
-        let mut needed: HashMap<(u32, u16), Vec<(u64, u64)>> = HashMap::new();
-        for stream in streams.get(task as usize).into_iter().flatten() {
-            rows(&stream.operand, needed.entry((stream.source, stream.flags)).or_default());
+        let mut needed: HashMap<u32, Vec<(u64, u64)>> = HashMap::new();
+        for stream in reads.get(task as usize).into_iter().flat_map(|reads| &reads.tiles) {
+            rows(&stream.operand, needed.entry(stream.source).or_default());
         }
         let mut report = |what: String| broken.push(Violation::Coverage { worker, task, what });
         for (key, ranges) in &mut copied {
@@ -178,15 +179,38 @@ fn coverage(worker: usize, plan: &WorkerPlan, streams: &[Vec<Stream>], broken: &
             if found != expected {
                 let total = |ranges: &[(u64, u64)]| ranges.iter().map(|(a, b)| b - a).sum::<u64>();
                 let (found, expected) = (total(&found), total(&expected));
-                report(format!("copies {found} bytes of buf{}, other than the {expected} it streams", key.0));
+                report(format!("copies {found} bytes of buf{key}, other than the {expected} it streams"));
             }
         }
         for (key, ranges) in needed {
             if ranges.iter().any(|(a, b)| a < b) {
-                report(format!("copies nothing of buf{}, which it streams", key.0));
+                report(format!("copies nothing of buf{key}, which it streams"));
             }
         }
         first = end;
+    }
+}
+
+/// What a task reads from global memory is asked for once, before the tiles of the task and after those of the ones before it.
+fn near(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<Violation>) {
+    let mut next = plan.prefetches.iter().peekable();
+    for (compute, op) in plan.computes.iter().enumerate() {
+        if compute > 0 && plan.computes[compute - 1].task == op.task {
+            continue;
+        }
+        for expected in reads.get(op.task as usize).into_iter().flat_map(|reads| &reads.near) {
+            let expected = PrefetchOp { before: op.data_first, used_by: compute as u32, ..*expected };
+            let found = next.next();
+            if found != Some(&expected) {
+                let what = format!("prefetches {found:?}, expected {expected:?}");
+                broken.push(Violation::Coverage { worker, task: op.task, what });
+                return;
+            }
+        }
+    }
+    if let Some(op) = next.next() {
+        let what = format!("prefetches {op:?}, which no task reads");
+        broken.push(Violation::Coverage { worker, task: u32::MAX, what });
     }
 }
 

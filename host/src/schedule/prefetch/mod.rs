@@ -7,19 +7,21 @@
 //! shared memory     [d0|d1|d2|d3]  then  [d4|d5|..]                  while q_proj may still wait for its event
 //! ```
 //!
-//! A task *streams* the weights and cache rows it reads: they are cut into tiles of whole rows where a row fits a tile.
-//! The task becomes as many compute ops as its longest stream has tiles; compute op `i` consumes tile `i` of each stream
-//! (gate with up, keys with values), and a task that streams nothing is one compute op. Data ops are all tiles of a
-//! worker's list in the order they are consumed, across tasks and operators: weights depend on no activation, so the
-//! loader waits on no event, only for room. Cache rows that this pass appends are the exception, and are left out of the
-//! copy ([`DataFlags::UP_TO_POSITION`]): the task reads those few rows itself, after its events.
+//! A task *streams* the weights that its macro kernel takes from tiles ([`Spec::tiled`]): they are cut into tiles of whole rows
+//! where a row fits a tile. The task becomes as many compute ops as its longest stream has tiles; compute op `i` consumes
+//! tile `i` of each stream (a norm's weights with the first rows, gate with up), and a task that streams nothing is one
+//! compute op. Data ops are all tiles of a worker's list in the order they are consumed, across tasks and operators:
+//! weights depend on no activation, so the loader waits on no event, only for room.
+//!
+//! What a body reads from global memory instead, small weights and the KV cache, is asked of the L2 cache by the loader in
+//! passing, between the tiles before and those after: a [`PrefetchOp`], which takes no shared memory and nobody waits for.
 //!
 //! Compute ops retire in the order in which their tiles were loaded, so a ring is the best allocator there is: a tile goes
 //! where the one before it ends, or to the start of memory, and may be loaded once the youngest tile it overwrites has
 //! been consumed. This is the feasible memory scheduler of [`super::plain`] with its data ops in consumption order and
 //! nothing ever spilled, in linear time.
 //!
-//! Laws, judged by [`check()`], which shares no code with the planner: a plan covers exactly the streams of its tasks; no two
+//! Laws, judged by [`check()`], which shares no code with the planner: a plan covers exactly what its tasks read; no two
 //! tiles that may be live together overlap or share a barrier; nothing leaves the capacity; no copy waits for its own
 //! reader or a later one, so that loader and consumer always get on.
 
@@ -28,13 +30,13 @@ mod check;
 pub use check::{Violation, check};
 
 use crate::compile::task_operands;
-use crate::graph::task::{TaskGraph, WorkerLists};
+use crate::graph::task::{Task, TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
-use crate::graph::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph, part};
+use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
-use perpetua_device::kernels::Cost;
+use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention};
 use perpetua_shared::limits::MAX_RANK;
-use perpetua_shared::{DataFlags, DataOp, Operand};
+use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
 use std::collections::VecDeque;
 use std::fmt;
 
@@ -57,12 +59,14 @@ pub struct ComputeOp {
 pub struct WorkerPlan {
     /// What its loader copies, in order.
     pub data: Vec<DataOp>,
+    /// What its loader asks the L2 cache for, in order.
+    pub prefetches: Vec<PrefetchOp>,
     /// What its consumers do, in order.
     pub computes: Vec<ComputeOp>,
 }
 
 /// The shared memory of every worker, over time.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Bytes tiles may occupy on a worker.
     pub capacity_bytes: u64,
@@ -106,8 +110,6 @@ pub enum PlanError {
 pub struct Stream {
     /// Its buffer.
     pub source: u32,
-    /// See [`DataFlags`].
-    pub flags: u16,
     /// Its box.
     pub operand: Operand,
 }
@@ -119,53 +121,121 @@ impl Stream {
     }
 }
 
-/// Buffers that some operator of `graph` writes.
-fn written(graph: &ThreadBlockGraph) -> Vec<bool> {
-    let mut written = vec![false; graph.table.buffers.len()];
-    for access in graph.ops.iter().flat_map(|op| op.accesses.iter().flatten()).filter(|access| access.kind.writes()) {
-        written[graph.table[access.tensor].buffer.idx()] = true;
+/// What a task reads of weights and caches.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Reads {
+    /// From tiles.
+    pub tiles: Vec<Stream>,
+    /// From global memory: prefetches yet without a place in a list.
+    pub near: Vec<PrefetchOp>,
+}
+
+impl Reads {
+    /// Bytes of all that.
+    pub fn bytes(&self) -> u64 {
+        self.tiles.iter().map(Stream::bytes).sum::<u64>() + self.near.iter().map(prefetched_bytes).sum::<u64>()
     }
-    written
 }
 
-/// Per task, the operands it streams: what it only reads, of weights and state. A task whose declared cost reads less
-/// than that looks rows up in a table and streams nothing.
-pub fn streams(graph: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> Vec<Vec<Stream>> {
-    let written = written(graph);
+/// Bytes that `op` asks for, of rows with a full cache.
+pub fn prefetched_bytes(op: &PrefetchOp) -> u64 {
+    match op.bytes.checked_div(op.row_bytes) {
+        None => u64::from(op.bytes),
+        Some(rows) => u64::from(rows.div_ceil(op.splits.max(1))) * u64::from(op.row_bytes),
+    }
+}
+
+/// Copies and prefetches move whole units of this.
+const UNIT_BYTES: u64 = 16;
+
+/// Per task, what it reads. A task whose declared cost reads less than its weights looks rows up in a table: it has none.
+pub fn reads(graph: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> Vec<Reads> {
     let mut buffer = Vec::new();
-    let of_task = |(task, cost): (&crate::graph::task::Task, &Cost)| {
-        let accesses = &graph.ops[task.op as usize].accesses;
-        let mut streams = Vec::new();
-        for (access, operand) in accesses.iter().zip(task_operands(graph, task, &mut buffer)) {
-            let Some(access) = access.as_ref().filter(|access| access.kind == AccessKind::Read) else { continue };
-            let buffer = graph.table[access.tensor].buffer.idx();
-            if !matches!(graph.table.buffers[buffer].kind, BufferKind::Weight | BufferKind::State) {
-                continue;
-            }
-            let flags = if written[buffer] { DataFlags::UP_TO_POSITION } else { 0 };
-            let mut operand = *operand;
-            if graph.table.buffers[buffer].kind == BufferKind::State {
-                narrow(&graph.ops[task.op as usize], access, task.block, &mut operand);
-            }
-            streams.push(Stream { source: buffer as u32, flags, operand });
-        }
-        if streams.iter().map(Stream::bytes).sum::<u64>() > cost.bytes_read {
-            streams.clear();
-        }
-        streams
-    };
-    tasks.tasks.iter().zip(costs).map(of_task).collect()
+    tasks.tasks.iter().zip(costs).map(|(task, cost)| task_reads(graph, task, cost, &mut buffer)).collect()
 }
 
-/// Narrows `operand`, a cache's rows, to the block's share of them where an axis other than the pass's rows cuts positions:
-/// which those are is known at run time, and with a full cache these.
-fn narrow(op: &BlockOp, access: &Access, block: [u32; GRID_AXES], operand: &mut Operand) {
-    let shares = |axis: &usize| op.grid[*axis] > 1 && access.map[*axis].is_none() && op.row_axis != Some(*axis as u8);
-    let Some(axis) = (0..GRID_AXES).find(shares) else { return };
-    let share = part(operand.extent[1] as usize, block[axis], op.grid[axis]);
-    let row_bytes = operand.stride_elems[1] as usize * operand.dtype().map_or(0, |dtype| dtype.size_bytes());
-    operand.offset_bytes += (share.start * row_bytes) as u64;
-    operand.extent[1] = share.len() as u32;
+fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut Vec<Operand>) -> Reads {
+    let op = &graph.ops[task.op as usize];
+    let operands = task_operands(graph, task, buffer);
+    let source = |slot: usize| -> Option<(u32, &BufferKind)> {
+        let buffer = graph.table[op.accesses[slot].as_ref()?.tensor].buffer;
+        Some((buffer.idx() as u32, &graph.table.buffers[buffer.idx()].kind))
+    };
+    let is_weight = |slot: &usize| {
+        let read = op.accesses[*slot].as_ref().is_some_and(|access| access.kind == AccessKind::Read);
+        read && source(*slot).is_some_and(|(_, kind)| *kind == BufferKind::Weight)
+    };
+    let mut reads = Reads::default();
+    let tiled = op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).map_or(&[][..], |spec| spec.tiled);
+    let present = || tiled.iter().copied().filter(|slot| op.accesses[*slot].is_some());
+    let are_carried = present().all(|slot| is_weight(&slot) && is_carried(&operands[slot]));
+    if are_carried {
+        let stream = |slot: usize| Some(Stream { source: source(slot)?.0, operand: operands[slot] });
+        reads.tiles.extend(present().filter_map(stream));
+    }
+    for slot in 0..op.accesses.len() {
+        let Some((source, kind)) = source(slot) else { continue };
+        let near = match kind {
+            BufferKind::Weight if is_weight(&slot) && !(are_carried && tiled.contains(&slot)) => whole(&operands[slot]),
+            BufferKind::State => rows(graph, task, slot, &operands[slot]),
+            _ => None,
+        };
+        reads.near.extend(near.map(|near| PrefetchOp { source, ..near }));
+    }
+    if reads.bytes() > cost.bytes_read {
+        reads = Reads::default();
+    }
+    reads
+}
+
+/// Whether bulk copies can carry `operand` row by row.
+fn is_carried(operand: &Operand) -> bool {
+    let elem = match operand.dtype() {
+        Some(dtype @ (DType::F32 | DType::Bf16 | DType::F16)) => dtype.size_bytes() as u64,
+        _ => return false,
+    };
+    let last = usize::from(operand.rank.max(1)) - 1;
+    let row_bytes = u64::from(operand.extent[last]) * elem;
+    let rows_follow = operand.rank < 2 || operand.extent[0] == 1 || operand.stride_elems[0] == operand.extent[1];
+    operand.rank <= 2
+        && (operand.stride_elems[last] == 1 || operand.extent[last] == 1)
+        && rows_follow
+        && row_bytes > 0
+        && row_bytes.is_multiple_of(UNIT_BYTES)
+        && operand.offset_bytes.is_multiple_of(UNIT_BYTES)
+}
+
+/// A prefetch of all of `operand`, from the unit its first byte is in; the last one only if all of it is the operand's.
+fn whole(operand: &Operand) -> Option<PrefetchOp> {
+    let first = operand.offset_bytes / UNIT_BYTES * UNIT_BYTES;
+    let bytes = (operand.offset_bytes + operand.span_bytes() - first) / UNIT_BYTES * UNIT_BYTES;
+    let bytes = u32::try_from(bytes).ok().filter(|bytes| *bytes > 0)?;
+    Some(PrefetchOp { source_offset_bytes: first, bytes, ..PrefetchOp::default() })
+}
+
+/// A prefetch of the rows that `task`, of an attention over one row, reads of `operand`, a cache of one head.
+fn rows(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -> Option<PrefetchOp> {
+    let op = &graph.ops[task.op as usize];
+    let kernel = op.kernel?;
+    let (is_read, splits) = match kernel.task_type {
+        Attention::TASK_TYPE => (slot == 1 || slot == 2, kernels::params::<attention::Params>(&kernel.params).splits),
+        DecodeAttention::TASK_TYPE => (true, kernels::params::<decode_attention::Params>(&kernel.params).splits),
+        _ => return None,
+    };
+    let one_row = op.row_axis.is_none() || op.rows == 1;
+    let [heads, positions, d, _] = operand.extent;
+    let row_bytes = d * operand.dtype()?.size_bytes() as u32;
+    let fits = is_read
+        && one_row
+        && (heads, operand.rank) == (1, 3)
+        && operand.stride_elems[1] == d
+        && u64::from(row_bytes).is_multiple_of(UNIT_BYTES)
+        && operand.offset_bytes.is_multiple_of(UNIT_BYTES);
+    let bytes = positions.checked_mul(row_bytes).filter(|bytes| fits && *bytes > 0)?;
+    let split = if splits > 1 { task.block[1] } else { 0 };
+    let splits = splits.max(1);
+    let first = operand.offset_bytes;
+    Some(PrefetchOp { source_offset_bytes: first, bytes, row_bytes, splits, split, ..PrefetchOp::default() })
 }
 
 /// The contiguous pieces of `stream`, none larger than `tile_bytes`, as offset and bytes in its source.
@@ -251,21 +321,18 @@ pub fn plan(
     graph: &ThreadBlockGraph,
     tasks: &TaskGraph,
     lists: &WorkerLists,
-    streams: &[Vec<Stream>],
+    reads: &[Reads],
     machine: &Machine,
 ) -> Result<Plan, PlanError> {
     let name = |task: u32| graph.ops[tasks.tasks[task as usize].op as usize].name.clone();
-    let workers = lists.lists.iter().map(|list| plan_list(list, streams, machine, &name)).collect::<Result<_, _>>()?;
+    let workers = lists.lists.iter().map(|list| plan_list(list, reads, machine, &name)).collect::<Result<_, _>>()?;
     Ok(Plan { capacity_bytes: machine.capacity_bytes(), n_barriers: machine.n_barriers, workers })
 }
 
 /// Plans the shared memory of the worker whose tasks are `list`; `name` says a task's operator for the error.
-///
-/// # Errors
-/// As [`plan`].
-pub fn plan_list(
+pub(crate) fn plan_list(
     list: &[u32],
-    streams: &[Vec<Stream>],
+    reads: &[Reads],
     machine: &Machine,
     name: &dyn Fn(u32) -> String,
 ) -> Result<WorkerPlan, PlanError> {
@@ -275,7 +342,9 @@ pub fn plan_list(
     let mut ring = Ring { capacity_bytes, head: 0, live: VecDeque::new(), after: 0 };
     let mut cut: Vec<Vec<(u64, u32)>> = Vec::new();
     for &task in list {
-        let streams = &streams[task as usize];
+        let streams = &reads[task as usize].tiles;
+        let (before, used_by) = (plan.data.len() as u32, plan.computes.len() as u32);
+        plan.prefetches.extend(reads[task as usize].near.iter().map(|op| PrefetchOp { before, used_by, ..*op }));
         cut.resize_with(cut.len().max(streams.len()), Vec::new);
         for (stream, tiles_of) in streams.iter().zip(&mut cut) {
             tiles(stream, machine.tile_bytes, tiles_of);
@@ -313,7 +382,7 @@ pub fn plan_list(
                     after,
                     used_by,
                     barrier: (number % barriers) as u16,
-                    flags: stream.flags,
+                    reserved: 0,
                 });
             }
             let (data_first, data_end) = (data_first as u32, plan.data.len() as u32);
@@ -329,7 +398,7 @@ impl Plan {
         self.workers.iter().map(|worker| worker.data.len()).sum()
     }
 
-    /// Bytes all workers copy.
+    /// Bytes all workers copy and prefetch.
     pub fn bytes(&self) -> u64 {
         self.workers.iter().map(WorkerPlan::bytes).sum()
     }
@@ -342,9 +411,10 @@ impl Plan {
 }
 
 impl WorkerPlan {
-    /// Bytes it copies.
+    /// Bytes it copies and prefetches.
     pub fn bytes(&self) -> u64 {
-        self.data.iter().map(|op| u64::from(op.bytes)).sum()
+        let copied: u64 = self.data.iter().map(|op| u64::from(op.bytes)).sum();
+        copied + self.prefetches.iter().map(prefetched_bytes).sum::<u64>()
     }
 }
 
@@ -353,18 +423,21 @@ impl fmt::Display for Plan {
         writeln!(f, "capacity {} bytes, {} barriers", self.capacity_bytes, self.n_barriers)?;
         for (number, worker) in self.workers.iter().enumerate() {
             writeln!(f, "w{number}")?;
+            let mut prefetches = worker.prefetches.iter().peekable();
             for (compute, op) in worker.computes.iter().enumerate() {
+                while let Some(near) = prefetches.next_if(|near| near.used_by as usize == compute) {
+                    let PrefetchOp { source, source_offset_bytes, bytes, split, splits, .. } = near;
+                    write!(f, "  prefetch buf{source}+{source_offset_bytes} {bytes} bytes")?;
+                    match near.row_bytes {
+                        0 => writeln!(f)?,
+                        _ => writeln!(f, ", rows up to position, share {split} of {splits}")?,
+                    }
+                }
                 for data in &worker.data[op.data_first as usize..op.data_end as usize] {
+                    let DataOp { source, source_offset_bytes, bytes, dest_offset_bytes, barrier, after, .. } = data;
                     writeln!(
                         f,
-                        "  load buf{}+{} {} bytes to {} barrier {} after {}{}",
-                        data.source,
-                        data.source_offset_bytes,
-                        data.bytes,
-                        data.dest_offset_bytes,
-                        data.barrier,
-                        data.after,
-                        if data.flags & DataFlags::UP_TO_POSITION != 0 { " up to position" } else { "" }
+                        "  load buf{source}+{source_offset_bytes} {bytes} bytes to {dest_offset_bytes} barrier {barrier} after {after}"
                     )?;
                 }
                 writeln!(f, "  c{compute} t{}", op.task)?;

@@ -1,0 +1,199 @@
+//! One position's attention, all of it: [`rope`](super::rope) of the query and the new key, the append of key and value to the
+//! cache, and causal [`attention`](super::attention) over it, in one task a head or, `split`, in several.
+//!
+//! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d]; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache, v_cache:
+//! [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in shared memory,
+//! group * d at most [`MAX_QUERY`]. Split as `attention` is, block axis 1 saying which share of the positions is the
+//! task's, y is [kv_heads, 1, group, 2 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with
+//! the pass's position appends. f32 accumulation; keys and values count as the cache keeps them.
+
+use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put};
+use super::*;
+use crate::arch::shared;
+use crate::block::FREE_SHARED;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct DecodeAttention;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// Added to the mean square of the head norms.
+    pub eps: f32,
+    /// Multiplies the scores; 1/sqrt(d) as a rule.
+    pub scale: f32,
+    /// Tasks that share the positions; 1: not split.
+    pub splits: u32,
+}
+
+impl Params {
+    #[inline(always)]
+    fn attention(&self) -> attention::Params {
+        attention::Params { scale: self.scale, causal: 1, splits: self.splits }
+    }
+}
+
+/// Elements of a key/value head's queries that a task may have.
+pub const MAX_QUERY: u32 = 2048;
+
+// Words of shared memory: the turned queries, then what warps found.
+const QUERY: u32 = FREE_SHARED;
+const PARTS: u32 = QUERY + MAX_QUERY;
+const MAX_PARTS: u32 = (shared::KEPT - PARTS) / PART;
+
+const _: () = assert!(QUERY % 4 == 0 && MAX_PARTS >= 7);
+
+impl MacroKernel for DecodeAttention {
+    const NAME: &'static str = "decode_attention";
+    const SLOTS: &'static [Slot] = &[
+        Slot::read("q"),
+        Slot::read("k"),
+        Slot::read("v"),
+        Slot::optional("q_norm"),
+        Slot::optional("k_norm"),
+        Slot::read("frequencies"),
+        Slot::append("k_cache"),
+        Slot::append("v_cache"),
+        Slot::write("y"),
+    ];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        rope::check(io)?;
+        let [q, .., k_cache, v_cache, y] = io else { unreachable!("slots were counted") };
+        rules::extent("q", q, 0, 1)?;
+        let [_, heads, group, d] = q.extent;
+        if group * d > MAX_QUERY {
+            return Err(format!("`q` has {group} x {d} elements a key/value head, expected at most {MAX_QUERY}"));
+        }
+        rules::extent("v_cache", v_cache, 1, k_cache.extent[1])?;
+        rules::rank("y", y, 4)?;
+        rules::unit_stride("y", y)?;
+        if p.splits <= 1 {
+            rules::dtype("y", y, &rules::FLOATS)?;
+            return (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]));
+        }
+        rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
+        let parts = [heads, 1, group, d + 2];
+        (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
+    }
+
+    fn cost(p: &Params, io: &[Operand]) -> Cost {
+        // Over the whole context: the length at run time is not known here.
+        let [q, k, v, .., k_cache, v_cache, y] = io else { return Cost::default() };
+        let bytes = |o: &Operand| o.dtype().map_or(0, |dtype| o.len_elems() * dtype.size_bytes() as u64);
+        let splits = u64::from(p.splits.max(1));
+        let share = |o: &Operand| bytes(o) / u64::from(o.extent[1].max(1)) * u64::from(o.extent[1]).div_ceil(splits);
+        Cost {
+            bytes_read: bytes(q) + bytes(k) + bytes(v) + share(k_cache) + share(v_cache),
+            bytes_written: bytes(y),
+            flops: 6 * (q.len_elems() + k.len_elems())
+                + 4 * q.len_elems() * u64::from(k_cache.extent[1]).div_ceil(splits),
+        }
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, y] = core::array::from_fn(|i| call.tensor(i));
+        let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
+        let pos = call.step.first_pos as usize;
+        let turn = |x: Vec<f32>, norm: &crate::io::Tensor| rope::turned(&x, norm, p.eps, &frequencies, pos);
+        let (first, end) = p.attention().share(pos as u32 + 1, call.task.block[1]);
+        let positions = first as usize..end as usize;
+        for h in 0..heads {
+            if positions.contains(&pos) {
+                let key = turn((0..d).map(|i| k.get([0, h, i])).collect(), &k_norm);
+                key.iter().enumerate().for_each(|(i, x)| k_cache.set([h, pos, i], *x));
+                (0..d).for_each(|i| v_cache.set([h, pos, i], v.get([0, h, i])));
+            }
+            for g in 0..group {
+                let q = turn((0..d).map(|i| q.get([0, h, g, i])).collect(), &q_norm);
+                let (max, total, sums) =
+                    attention::attended(&q, [&k_cache, &v_cache], h, positions.clone(), p.scale);
+                if p.splits <= 1 {
+                    (0..d).for_each(|i| y.set([0, h, g, i], sums[i] / total));
+                } else {
+                    y.set([h, 0, g, 0], max);
+                    y.set([h, 0, g, 1], total);
+                    (0..d).for_each(|i| y.set([h, 0, g, 2 + i], sums[i]));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots' and `check` has matched their extents; the position is below the context, as
+        // the token loop's steps are. Conditions around barriers are the same for all threads, those around shuffles for
+        // all lanes. Queries are written by their warp before a barrier and read after it, as is the appended row; what
+        // warps found stands between two barriers.
+        unsafe {
+            let lane = block.lane();
+            let (heads, group, d) = {
+                let q = call.tensor(0);
+                (q.extent(1), q.extent(2), q.extent(3))
+            };
+            let pos = call.step.first_pos;
+            let (first, end) = p.attention().share(pos + 1, call.task.block[1]);
+            let appends = first <= pos && pos < end;
+            let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
+            let parts = if group > warps { 1 } else { warps / group };
+            let mut h = 0;
+            while h < heads {
+                let mut g = block.warp();
+                while g < group + u32::from(appends) {
+                    let is_key = g == group;
+                    let from = if is_key { call.tensor(1).row([0, h]) } else { call.tensor(0).row([0, h, g]) };
+                    let to = call.tensor(6).row([h, pos]);
+                    let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
+                    rope::turn(&from, &norm, p.eps, &frequencies, pos, d / 2, lane, |i, value| {
+                        if is_key {
+                            to.set(i, value);
+                        } else {
+                            shared::store(QUERY + g * d + i, value.to_bits());
+                        }
+                    });
+                    if is_key {
+                        rope::append_value(call, 0, h, pos, d, lane);
+                    }
+                    g += block.warps();
+                }
+                block.sync();
+                let mut slice = 0;
+                while slice < d {
+                    let mut unit = block.warp();
+                    while unit < group * parts {
+                        // Fetched anew for every head: held over the loops they would cost them registers.
+                        let (k, v) = (Head::new(&call.tensor(6), h), Head::new(&call.tensor(7), h));
+                        let g = unit / parts;
+                        let head = Heads { q: Kept(QUERY + g * d), k, v, d, scale: p.scale };
+                        let (from, to) = part((first, end), unit % parts, parts);
+                        let found = attend(&head, slice, from, to, lane);
+                        if parts == 1 {
+                            put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
+                        } else {
+                            keep(PARTS + unit * PART, &found, lane);
+                        }
+                        unit += block.warps();
+                    }
+                    block.sync();
+                    if parts > 1 {
+                        let g = block.warp();
+                        if g < group {
+                            let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
+                            put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
+                        }
+                        block.sync();
+                    }
+                    slice += SLICE;
+                }
+                h += 1;
+            }
+        }
+        Ok(())
+    }
+}

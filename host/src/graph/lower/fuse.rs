@@ -1,0 +1,168 @@
+//! Operators of a pass over one row, made fewer: every one less is a wait less between workers.
+//!
+//! - A [`RmsNorm`] whose result only products read goes into them: each normalises its row itself.
+//! - [`Rope`] and the causal [`Attention`] over the cache it appends to become one [`DecodeAttention`].
+//!
+//! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read what
+//! it no longer makes. Tensors that nobody makes any more stay in the table, without bytes.
+
+use super::*;
+use crate::graph::kernel::GraphError;
+use perpetua_device::kernels::{
+    DecodeAttention, GatedLinear, Linear, MAX_NORMED, RmsNorm, Rope, decode_attention, gated_linear, linear, rms_norm,
+    rope,
+};
+
+/// The slots of a product and of its norm.
+const X: usize = 0;
+
+fn norm_slot(op: &Operator) -> Option<usize> {
+    match op.kernel.task_type {
+        Linear::TASK_TYPE => Some(5),
+        GatedLinear::TASK_TYPE => Some(6),
+        _ => None,
+    }
+}
+
+/// `graph`, a pass over one row, with what can be one operator made one.
+///
+/// # Errors
+/// None that a graph whose operators have been judged can give.
+pub(super) fn fuse(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
+    let mut ops: Vec<Option<Operator>> = graph.ops().cloned().map(Some).collect();
+    for at in 0..ops.len() {
+        norm(graph, &mut ops, at);
+        attend(graph, &mut ops, at);
+    }
+    graph.with_ops(ops.into_iter().flatten())
+}
+
+/// Whether `op` reads or writes the buffer of `tensor`, other than through `except`.
+fn touches(graph: &KernelGraph, op: &Operator, tensor: TensorId, except: Option<usize>) -> bool {
+    let buffer = graph.table[tensor].buffer;
+    op.slots
+        .iter()
+        .enumerate()
+        .any(|(slot, t)| Some(slot) != except && t.is_some_and(|t| graph.table[t].buffer == buffer))
+}
+
+fn writes(graph: &KernelGraph, op: &Operator, tensor: TensorId) -> bool {
+    let Some(spec) = Spec::of(op.kernel.task_type) else { return true };
+    let buffer = graph.table[tensor].buffer;
+    let mut slots = spec.slots.iter().zip(&op.slots);
+    slots.any(|(slot, t)| slot.usage != Use::Read && t.is_some_and(|t| graph.table[t].buffer == buffer))
+}
+
+/// Whether an operator of `ops[range]` writes what `of` reads.
+fn is_overwritten(
+    graph: &KernelGraph,
+    ops: &[Option<Operator>],
+    range: std::ops::Range<usize>,
+    of: &[TensorId],
+) -> bool {
+    ops[range].iter().flatten().any(|op| of.iter().any(|t| writes(graph, op, *t)))
+}
+
+fn is_output(graph: &KernelGraph, tensor: TensorId) -> bool {
+    graph.outputs().iter().any(|(_, t)| graph.table[*t].buffer == graph.table[tensor].buffer)
+}
+
+/// Puts operator `at`, if it is a norm that can go, into its readers.
+fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
+    let Some(op) = ops[at].as_ref().filter(|op| op.kernel.task_type == RmsNorm::TASK_TYPE && op.cut.is_none()) else {
+        return;
+    };
+    let ([Some(x), Some(w), Some(y)], flags) = (op.slots[..].try_into().unwrap_or([None; 3]), op.kernel.flags) else {
+        return;
+    };
+    let eps = kernels::params::<rms_norm::Params>(&op.kernel.params).eps;
+    if graph.table[x].shape[..] != graph.table[y].shape[..]
+        || graph.table[x].shape[0] != 1
+        || graph.table[x].shape[1] > MAX_NORMED as usize
+        || is_output(graph, y)
+    {
+        return;
+    }
+    let fits = |op: &Operator| {
+        norm_slot(op).is_some_and(|slot| {
+            op.slots[slot].is_none()
+                && op.slots[X] == Some(y)
+                && op.cut.is_none()
+                && op.kernel.flags == flags
+                && !touches(graph, op, y, Some(X))
+        })
+    };
+    let mut readers = Vec::new();
+    for (other, op) in ops.iter().enumerate() {
+        let Some(op) = op.as_ref().filter(|op| other != at && touches(graph, op, y, None)) else { continue };
+        if other < at || !fits(op) {
+            return;
+        }
+        readers.push(other);
+    }
+    let Some(&last) = readers.last() else { return };
+    if is_overwritten(graph, ops, at + 1..last, &[x]) {
+        return;
+    }
+    for reader in readers {
+        let Some(op) = ops[reader].as_mut() else { continue };
+        let Some(slot) = norm_slot(op) else { continue };
+        (op.slots[X], op.slots[slot]) = (Some(x), Some(w));
+        let words = &mut op.kernel.params;
+        *words = match op.kernel.task_type {
+            Linear::TASK_TYPE => param_words(&linear::Params { eps, ..kernels::params(words) }),
+            _ => param_words(&gated_linear::Params { eps, ..kernels::params(words) }),
+        };
+    }
+    ops[at] = None;
+}
+
+/// Makes operator `at`, if it is a rotation and append, one with the attention after it.
+fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
+    let Some(rope) = ops[at].as_ref().filter(|op| op.kernel.task_type == Rope::TASK_TYPE && op.cut.is_none()) else {
+        return;
+    };
+    let [Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)] = rope.slots[..]
+    else {
+        return;
+    };
+    // The next operator that has to do with the query or the caches.
+    let own = [q, k_cache, v_cache];
+    let next = (at + 1..ops.len())
+        .find(|next| ops[*next].as_ref().is_some_and(|op| own.iter().any(|t| touches(graph, op, *t, None))));
+    let Some((number, op)) = next.and_then(|next| Some((next, ops[next].as_ref()?))) else { return };
+    let (&[Some(query), Some(keys), Some(values), Some(y)], Attention::TASK_TYPE) =
+        (&op.slots[..], op.kernel.task_type)
+    else {
+        return;
+    };
+    let params: attention::Params = kernels::params(&op.kernel.params);
+    let [rows, heads, group, d] = graph.table[q].shape[..] else { return };
+    let fits = (query, keys, values) == (q, k_cache, v_cache)
+        && op.cut.is_none()
+        && op.kernel.flags == rope.kernel.flags
+        && (params.causal, params.splits) == (1, 1)
+        && rows == 1
+        && group * d <= decode_attention::MAX_QUERY as usize
+        && !is_output(graph, q)
+        && !is_overwritten(graph, ops, at + 1..number, &[k, v]);
+    // Nobody else may want the query turned.
+    let others = ops.iter().enumerate().filter(|(other, _)| *other > number);
+    if !fits || others.flat_map(|(_, op)| op).any(|op| touches(graph, op, q, None)) {
+        return;
+    }
+    let eps = kernels::params::<rope::Params>(&rope.kernel.params).eps;
+    let params = decode_attention::Params { eps, scale: params.scale, splits: 1 };
+    let slots =
+        vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache), Some(y)];
+    let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1)];
+    let one = Operator {
+        name: op.name.clone(),
+        kernel: KernelCall { task_type: DecodeAttention::TASK_TYPE, params: param_words(&params), ..op.kernel },
+        slots,
+        axes: vec![Axis { len: heads, dims, role: AxisRole::Heads }],
+        cut: None,
+    };
+    ops[at] = None;
+    ops[number] = Some(one);
+}

@@ -1,0 +1,255 @@
+//! Kernel graph to thread-block graph: every operator gets its grid, for a target.
+//!
+//! Under [`Cut::TaskBytes`] columns of a weight matrix are cut so that a task reads about [`Target::task_bytes`] of weights
+//! (small enough to balance, large enough that an event costs nothing beside it), but into at least one block per worker
+//! where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than workers;
+//! row-wise operators are cut into a block per worker once they have enough work.
+//!
+//! [`Cut::PerWorker`]: see [`per_worker`].
+
+mod fuse;
+mod per_worker;
+
+use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
+use super::tensor::{BufferKind, TensorId, TensorTable};
+use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
+use perpetua_device::kernels::{
+    self, Attention, AttentionMerge, DecodeAttention, Numbered, Spec, Use, attention, decode_attention, param_words,
+};
+use perpetua_shared::{DType, Operand};
+
+/// How operators over one row are cut. See the module head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Into tasks of about [`Target::task_bytes`].
+    TaskBytes,
+    /// Into one block per worker; passes of several rows as [`Cut::TaskBytes`].
+    PerWorker,
+}
+
+/// What a graph is compiled for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Its name, for reports: `cpu:2`, `h200`, `reference`.
+    pub name: String,
+    /// Resident workers.
+    pub n_workers: u32,
+    /// Bytes of weights a task should read.
+    pub task_bytes: u64,
+    /// How many times as many in a pass of 16 rows or more, where every task packs all activations for itself.
+    pub packed_times: u64,
+    /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
+    pub column_granule: u32,
+    /// How operators over one row are cut.
+    pub cut: Cut,
+    /// Whether workers have loaders, which bring weights into their shared memory.
+    pub has_loaders: bool,
+    /// Positions of the cache that a worker should have at least, where several share a head's ([`Cut::PerWorker`]).
+    pub split_positions: u32,
+    /// Bytes of splits that every block which reads an attention may merge for itself ([`Cut::PerWorker`]): beyond that a merge
+    /// of its own, a hop between workers, costs less.
+    pub merge_bytes: u64,
+}
+
+impl Target {
+    /// CPU threads: 192 KiB of weights are 6 to 12 us of one core's bandwidth, a hundred times the cost of an event.
+    ///
+    /// PERF: in passes of many rows packing took 10 % of the time with tasks of 192 KiB (MiniLM, 128 tokens); with tasks ten
+    /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173 (2 cores,
+    /// Sapphire Rapids, 2026-11-21).
+    pub fn cpu(n_workers: u32) -> Target {
+        Target {
+            name: format!("cpu:{n_workers}"),
+            n_workers,
+            task_bytes: 192 << 10,
+            packed_times: 10,
+            column_granule: 8,
+            cut: Cut::TaskBytes,
+            has_loaders: false,
+            split_positions: u32::MAX,
+            merge_bytes: 0,
+        }
+    }
+
+    /// An H200: 132 SMs, whose loaders prefetch across tasks. Where rows are several, 64 KiB are 2 us of an SM's share of
+    /// the memory bandwidth.
+    pub fn h200() -> Target {
+        Target { name: "h200".to_owned(), ..Target::gpu(132) }
+    }
+
+    /// As [`Target::h200`], with `n_workers` SMs.
+    pub fn gpu(n_workers: u32) -> Target {
+        Target {
+            name: format!("gpu:{n_workers}"),
+            n_workers,
+            task_bytes: 64 << 10,
+            packed_times: 1,
+            column_granule: 8,
+            cut: Cut::PerWorker,
+            has_loaders: true,
+            split_positions: 64,
+            merge_bytes: 128 << 10,
+        }
+    }
+
+    /// A generic target of `n_workers` workers.
+    pub fn workers(n_workers: u32) -> Target {
+        Target {
+            name: format!("workers:{n_workers}"),
+            n_workers,
+            task_bytes: 64 << 10,
+            packed_times: 1,
+            column_granule: 8,
+            cut: Cut::TaskBytes,
+            has_loaders: true,
+            split_positions: u32::MAX,
+            merge_bytes: 0,
+        }
+    }
+
+    /// One worker, nothing cut: what the reference executor runs.
+    pub fn reference() -> Target {
+        Target {
+            name: "reference".to_owned(),
+            n_workers: 1,
+            task_bytes: u64::MAX,
+            packed_times: 1,
+            column_granule: 1,
+            cut: Cut::TaskBytes,
+            has_loaders: false,
+            split_positions: u32::MAX,
+            merge_bytes: 0,
+        }
+    }
+}
+
+/// Rows from which on [`Target::packed_times`] counts.
+const PACKED_ROWS: u32 = 16;
+
+/// A matrix below this is not worth cutting.
+const SMALL_MATRIX_BYTES: u64 = 16 << 10;
+
+/// Elements a row-wise task should have before its operator is cut further.
+const ROW_TASK_ELEMS: usize = 2048;
+
+/// Cuts every operator of `graph` for `target`.
+///
+/// # Errors
+/// The laws of the thread-block graph that a cut given by hand breaks, and every block its macro kernel refuses.
+pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
+    if target.cut == Cut::PerWorker && graph.rows == Some(1) {
+        return per_worker::lower(graph, target);
+    }
+    let lowered = cut_all(graph, target);
+    lowered.check()?;
+    Ok(lowered)
+}
+
+fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
+    let times = if graph.rows.is_some_and(|rows| rows >= PACKED_ROWS) { target.packed_times } else { 1 };
+    let target = &Target { task_bytes: target.task_bytes.saturating_mul(times), ..target.clone() };
+    let ops = graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
+    ThreadBlockGraph { table: graph.table.clone(), ops }
+}
+
+fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {
+    let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
+    let mut grid = [1u32; GRID_AXES];
+    let heads = op.axes.iter().find(|axis| axis.role == AxisRole::Heads).map_or(1, |axis| axis.len);
+    for (axis, blocks) in op.axes.iter().zip(&mut grid) {
+        *blocks = match axis.role {
+            // Nothing is cut where nothing runs side by side, except what the tensors' shapes demand.
+            AxisRole::Blocks => axis.len as u32,
+            _ if target.n_workers == 1 && target.task_bytes == u64::MAX => 1,
+            AxisRole::Heads => axis.len as u32,
+            AxisRole::Columns => column_blocks(op, axis, table, target),
+            AxisRole::Rows => row_blocks(op, axis, table, target, heads),
+        };
+    }
+    let accesses = spec.slots.iter().zip(&op.slots).enumerate().map(|(slot, (declared, tensor))| {
+        let mut map = [None; GRID_AXES];
+        for (axis, entry) in op.axes.iter().zip(&mut map) {
+            *entry = axis.dims[slot];
+        }
+        let kind = match declared.usage {
+            Use::Read => AccessKind::Read,
+            Use::Write => AccessKind::Write,
+            Use::Update => AccessKind::ReadWrite,
+            Use::Append => AccessKind::Append,
+        };
+        tensor.map(|tensor| Access { tensor, kind, map })
+    });
+    let row_axis = op.axes.iter().position(|axis| axis.role == AxisRole::Rows);
+    BlockOp {
+        name: op.name.clone(),
+        grid,
+        accesses: accesses.collect(),
+        row_axis: row_axis.map(|axis| axis as u8),
+        rows: row_axis.map_or(0, |axis| op.axes[axis].len as u32),
+        kernel: Some(op.kernel),
+    }
+}
+
+/// Bytes of the tensors that the axis cuts and the operator only reads: what a task streams.
+fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
+    let cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some());
+    cut.filter_map(|(slot, _)| *slot)
+        .map(|t| (table[t].len_elems() * table[t].dtype.size_bytes()) as u64)
+        .max()
+        .unwrap_or(0)
+}
+
+/// Whether `op`'s only axis cuts the columns of a weight, as a linear's does.
+fn is_matrix(op: &Operator, table: &TensorTable) -> bool {
+    let [axis] = &op.axes[..] else { return false };
+    let mut cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
+    let is_weight =
+        |t: TensorId| table[t].shape.len() > 1 && table.buffers[table[t].buffer.idx()].kind == BufferKind::Weight;
+    op.cut.is_none() && axis.role == AxisRole::Columns && cut.any(is_weight)
+}
+
+fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target) -> u32 {
+    let workers = target.n_workers as usize;
+    let bytes = read_bytes(op, axis, table);
+    let granules = (axis.len / target.column_granule as usize).max(1);
+    let wanted = (bytes.div_ceil(target.task_bytes) as usize).next_multiple_of(workers).clamp(1, granules);
+    if bytes < SMALL_MATRIX_BYTES {
+        return 1;
+    }
+    // A count near the wanted one that divides the granules makes every block's columns whole granules.
+    let fits =
+        |blocks: &usize| granules.is_multiple_of(*blocks) && axis.len.is_multiple_of(target.column_granule as usize);
+    let near = (wanted..=wanted + wanted / 2).find(|b| fits(b) && b.is_multiple_of(workers));
+    near.or_else(|| (wanted..=wanted + wanted / 2).find(fits)).unwrap_or(wanted) as u32
+}
+
+fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, heads: usize) -> u32 {
+    let workers = target.n_workers as usize;
+    if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
+        return workers.div_ceil(heads).min(axis.len.div_ceil(16)).max(1) as u32;
+    }
+    let elems = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
+    let elems = elems.map(|t| table[t].len_elems()).max().unwrap_or(0);
+    (elems / ROW_TASK_ELEMS).clamp(1, workers).min(axis.len) as u32
+}
+
+/// The operand of a block: `access`'s box of its tensor, without an address (binding 0, offset from the buffer's start).
+pub fn block_operand(
+    graph: &ThreadBlockGraph,
+    op: super::tensor::OpId,
+    access: &Access,
+    block: [u32; GRID_AXES],
+) -> Operand {
+    let tensor = &graph.table[access.tensor];
+    let mut operand = super::kernel::whole_operand(tensor);
+    let grid = graph.ops[op.idx()].grid;
+    let mut first = tensor.offset_elems;
+    for (axis, dim) in access.map.iter().enumerate() {
+        let Some(dim) = dim.map(usize::from) else { continue };
+        let range = part(tensor.shape[dim], block[axis], grid[axis]);
+        first += range.start * tensor.strides[dim];
+        operand.extent[dim] = range.len() as u32;
+    }
+    operand.offset_bytes = (first * tensor.dtype.size_bytes()) as u64;
+    operand
+}

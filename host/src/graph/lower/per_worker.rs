@@ -1,0 +1,300 @@
+//! [`Cut::PerWorker`]: passes of one row whose workers prefetch across tasks, where bytes must be even and every wait costs a
+//! hop between workers.
+//!
+//! - Operators are [fused](super::fuse) first.
+//! - Products of one activation are cut into as many blocks as there are workers, all together: each into its share by
+//!   bytes, so that every worker has one block of one of them. Workers that attend get none of the projections before
+//!   when their keys and values are as many bytes as such a block: they load those meanwhile.
+//! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each making
+//!   its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
+//! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
+//!   `attention_merge` after it makes the result: replicated if it reads little, else a block per head.
+
+use super::*;
+
+/// Cuts `graph`, a pass over one row.
+pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
+    let fused =
+        fuse::fuse(graph).map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
+    let mut lowered = cut_all(&fused, target);
+    one_block_per_worker(&fused, &mut lowered, target);
+    replicate(&fused, &mut lowered);
+    split_positions(&fused, &mut lowered, target);
+    lowered.check()?;
+    Ok(lowered)
+}
+
+/// Bytes of the caches that `op` reads.
+fn cache_bytes(table: &TensorTable, op: &Operator) -> u64 {
+    let Some(spec) = Spec::of(op.kernel.task_type) else { return 0 };
+    let slots = spec.slots.iter().zip(&op.slots).filter(|(slot, _)| matches!(slot.usage, Use::Read | Use::Append));
+    let buffers = slots.filter_map(|(_, t)| t.map(|t| &table.buffers[table[t].buffer.idx()]));
+    buffers.filter(|buffer| buffer.kind == BufferKind::State).map(|buffer| buffer.bytes).sum()
+}
+
+fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    let table = &graph.table;
+    let ops: Vec<&Operator> = graph.ops().collect();
+    // From the end: the projections before an attention run beside it.
+    let mut attending = (0u32, 0u64);
+    let mut end = ops.len();
+    while end > 0 {
+        let op = ops[end - 1];
+        if !is_matrix(op, table) {
+            if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
+                let blocks = lowered.ops[end - 1].n_blocks() as u32 * n_splits(table, op, target);
+                let bytes = cache_bytes(table, op);
+                if bytes > 0 {
+                    attending = (blocks, bytes / u64::from(blocks));
+                }
+            } else {
+                attending = (0, 0);
+            }
+            end -= 1;
+            continue;
+        }
+        // The products of the same activation.
+        let alike = |at: &usize| is_matrix(ops[*at], table) && ops[*at].slots[0] == op.slots[0];
+        let first = (0..end).rev().take_while(alike).last().unwrap_or(end - 1);
+        let bytes: Vec<u64> = ops[first..end].iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
+        let total: u64 = bytes.iter().sum();
+        let (blocks, block_bytes) = attending;
+        let beside = blocks < target.n_workers / 2 && 2 * block_bytes * u64::from(target.n_workers) >= total;
+        let workers = target.n_workers - if beside { blocks } else { 0 };
+        // Those that read a replicated copy must be cut alike.
+        let apart = ops[first..end].len() > 1 && !is_rowwise(&ops, table, op.slots[0]);
+        let mut left = (workers, total);
+        for (at, bytes) in (first..end).zip(bytes) {
+            let share = (u64::from(left.0) * bytes + left.1 / 2) / left.1.max(1);
+            let n = if apart { (share as u32).max(1) } else { workers };
+            left = (left.0.saturating_sub(n), left.1 - bytes);
+            if bytes >= SMALL_MATRIX_BYTES {
+                lowered.ops[at].grid[0] = n.min(ops[at].axes[0].len as u32);
+            }
+        }
+        attending = (0, 0);
+        end = first;
+    }
+}
+
+/// Whether a row-wise operator makes `tensor`.
+fn is_rowwise(ops: &[&Operator], table: &TensorTable, tensor: Option<TensorId>) -> bool {
+    let Some(buffer) = tensor.map(|t| table[t].buffer) else { return false };
+    ops.iter().any(|op| {
+        let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
+        let mut written = slots.iter().zip(&op.slots).filter(|(slot, _)| slot.usage != Use::Read);
+        matches!(&op.axes[..], [axis] if axis.role == AxisRole::Rows)
+            && written.any(|(_, t)| t.is_some_and(|t| table[t].buffer == buffer))
+    })
+}
+
+/// The operators other than `number` that touch `buffer`, if all are products after it that read `made` whole, cut alike;
+/// and into how many blocks.
+fn only_products(
+    ops: &[Option<&Operator>],
+    lowered: &ThreadBlockGraph,
+    number: usize,
+    made: TensorId,
+    table: &TensorTable,
+) -> Option<(Vec<usize>, u32)> {
+    let buffer = lowered.table[made].buffer;
+    let (mut readers, mut copies) = (Vec::new(), None);
+    for (at, other) in lowered.ops.iter().enumerate().filter(|(at, _)| *at != number) {
+        for access in other.accesses.iter().flatten() {
+            if lowered.table[access.tensor].buffer != buffer {
+                continue;
+            }
+            let fits = access.kind == AccessKind::Read
+                && access.map == [None; GRID_AXES]
+                && lowered.table[access.tensor].len_elems() == lowered.table[made].len_elems()
+                && at > number
+                && ops[at].is_some_and(|op| is_matrix(op, table))
+                && *copies.get_or_insert(other.grid[0]) == other.grid[0];
+            if !fits {
+                return None;
+            }
+            readers.push(at);
+        }
+    }
+    copies.filter(|copies| *copies > 1).map(|copies| (readers, copies))
+}
+
+/// Gives every product its own copy of a row-wise operator's result. See the module head.
+fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
+    let ops: Vec<Option<&Operator>> = graph.ops().map(Some).collect();
+    for (number, op) in ops.iter().flatten().enumerate() {
+        let [axis] = &op.axes[..] else { continue };
+        if axis.role != AxisRole::Rows || op.cut.is_some() {
+            continue;
+        }
+        let writes = lowered.ops[number].accesses.iter().flatten().filter(|access| access.kind.writes());
+        let [made] = writes.map(|access| access.tensor).collect::<Vec<_>>()[..] else { continue };
+        let buffer = lowered.table[made].buffer;
+        let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == buffer);
+        if is_output || lowered.table.buffers[buffer.idx()].kind != BufferKind::Intermediate {
+            continue;
+        }
+        let Some((readers, copies)) = only_products(&ops, lowered, number, made, &graph.table) else { continue };
+        let Some((replicas, seen)) = copy_out(lowered, made, &readers, copies) else { continue };
+        let block = &mut lowered.ops[number];
+        (block.grid, block.row_axis, block.rows) = ([copies, 1, 1], None, 0);
+        for access in block.accesses.iter_mut().flatten() {
+            access.map = [None; GRID_AXES];
+            if access.tensor == made {
+                (access.tensor, access.map) = (seen, COPY);
+            }
+        }
+        debug_assert_eq!(lowered.table[replicas].shape[0], copies as usize);
+    }
+}
+
+/// A block has the copy whose number it has.
+const COPY: [Option<u8>; GRID_AXES] = [Some(0), None, None];
+
+/// A tensor of `copies` copies of `made`, of which each block of the `readers` reads its own from now on; and the same in
+/// `made`'s shape, copies in place of its one row.
+fn copy_out(
+    lowered: &mut ThreadBlockGraph,
+    made: TensorId,
+    readers: &[usize],
+    copies: u32,
+) -> Option<(TensorId, TensorId)> {
+    let tensor = &lowered.table[made];
+    let (buffer, name, dtype) = (tensor.buffer, format!("{} copies", tensor.name), tensor.dtype);
+    let mut shape = tensor.shape.clone();
+    let flat = [copies as usize, tensor.len_elems()];
+    if shape.first() != Some(&1) {
+        return None;
+    }
+    shape[0] = copies as usize;
+    let replicas = lowered.table.add(&name, &flat, dtype, BufferKind::Intermediate).ok()?;
+    let seen = match shape == flat {
+        true => replicas,
+        false => lowered.table.view(&name, replicas, 0, &shape, &crate::graph::tensor::row_major(&shape)).ok()?,
+    };
+    for at in readers {
+        for access in lowered.ops[*at].accesses.iter_mut().flatten() {
+            if lowered.table[access.tensor].buffer == buffer {
+                (access.tensor, access.map) = (replicas, COPY);
+            }
+        }
+    }
+    Some((replicas, seen))
+}
+
+/// Splits of a head's positions at most: what a merge reads grows with them, what they save does not.
+const MAX_SPLITS: u32 = 16;
+
+/// The operands of an attention of one row that the cut asks for: query, keys and result.
+fn attention_slots(op: &Operator) -> Option<[usize; 3]> {
+    match op.kernel.task_type {
+        Attention::TASK_TYPE => Some([0, 1, 3]),
+        DecodeAttention::TASK_TYPE => Some([0, 6, 8]),
+        _ => None,
+    }
+}
+
+/// How many ways the positions that `op` attends to are split for `target`: where bytes read one after the other are fewest,
+/// a split's keys and values and then all splits for the merge; or, where that would be more than is worth copying, as many
+/// as there are workers for a head and positions for. 1 where it is no attention.
+fn n_splits(table: &TensorTable, op: &Operator, target: &Target) -> u32 {
+    let Some([q, keys, _]) = attention_slots(op).filter(|_| op.cut.is_none()) else { return 1 };
+    let (Some(q), Some(keys)) = (op.slots[q], op.slots[keys]) else { return 1 };
+    let [_, heads, group, d] = table[q].shape[..] else { return 1 };
+    let positions = table[keys].shape[1] as u32;
+    let most = (target.n_workers / heads as u32).clamp(1, MAX_SPLITS);
+    let head_bytes = cache_bytes(table, op) / heads as u64;
+    let found_bytes = (heads * group * (2 + d) * DType::F32.size_bytes()) as u64;
+    let read = |splits: u32| {
+        let merged = if splits > 1 { u64::from(splits) * found_bytes } else { 0 };
+        head_bytes / u64::from(splits) + merged
+    };
+    let few = (1..=most.min(positions / target.split_positions).max(1)).min_by_key(|splits| read(*splits)).unwrap_or(1);
+    if u64::from(few) * found_bytes <= target.merge_bytes {
+        return few;
+    }
+    most.min(positions / (SEPARATE_MERGE * target.split_positions)).max(1)
+}
+
+/// How many times more positions a split must have to pay for a merge with a hop of its own.
+const SEPARATE_MERGE: u32 = 8;
+
+/// Cuts attention along positions. See the module head.
+fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    // Operators of the graph by the lowered operator's number, which merges move.
+    let mut ops: Vec<Option<&Operator>> = graph.ops().map(Some).collect();
+    let mut number = 0;
+    while number < ops.len() {
+        if let Some(op) = ops[number]
+            && let splits @ 2.. = n_splits(&graph.table, op, target)
+            && let Some((merge, y)) = split(&mut lowered.table, op, &mut lowered.ops[number], splits)
+        {
+            number += 1;
+            lowered.ops.insert(number, merge);
+            ops.insert(number, None);
+            copy_merge(graph, lowered, &ops, number, y, target);
+        }
+        number += 1;
+    }
+}
+
+/// Cuts `block`, an attention of one row, `op`, `splits` ways along positions. What it finds goes to a tensor of its own, from
+/// which the operator returned makes the result, which is returned too.
+fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u32) -> Option<(BlockOp, TensorId)> {
+    let [q, _, y] = attention_slots(op)?;
+    let (q, kernel) = (op.slots[q]?, block.kernel.as_mut()?);
+    let [_, heads, group, d] = table[q].shape[..] else { return None };
+    let shape = [heads, splits as usize, group, 2 + d];
+    let parts = table.add(&format!("{} parts", block.name), &shape, DType::F32, BufferKind::Intermediate).ok()?;
+    kernel.params = match kernel.task_type {
+        Attention::TASK_TYPE => param_words(&attention::Params { splits, ..kernels::params(&kernel.params) }),
+        _ => param_words(&decode_attention::Params { splits, ..kernels::params(&kernel.params) }),
+    };
+    for access in block.accesses.iter_mut().flatten() {
+        access.map[1] = None;
+    }
+    let found = Access { tensor: parts, kind: AccessKind::Write, map: [Some(0), Some(1), None] };
+    let whole = block.accesses[y].replace(found)?;
+    (block.grid[1], block.row_axis, block.rows) = (splits, None, 0);
+    let by_head = |tensor, kind, dim| Some(Access { tensor, kind, map: [Some(dim), None, None] });
+    let merge = BlockOp {
+        name: format!("{} merge", block.name),
+        grid: [block.grid[0], 1, 1],
+        accesses: vec![by_head(parts, AccessKind::Read, 0), by_head(whole.tensor, AccessKind::Write, 1)],
+        row_axis: None,
+        rows: 0,
+        kernel: Some(KernelCall {
+            task_type: AttentionMerge::TASK_TYPE,
+            flags: kernel.flags,
+            params: param_words(&kernels::attention_merge::Params {}),
+        }),
+    };
+    Some((merge, whole.tensor))
+}
+
+/// Gives every block of the product that reads the result `y` of the merge `number` a merge of its own, if that reads little.
+fn copy_merge(
+    graph: &KernelGraph,
+    lowered: &mut ThreadBlockGraph,
+    ops: &[Option<&Operator>],
+    number: usize,
+    y: TensorId,
+    target: &Target,
+) {
+    let parts = lowered.ops[number].accesses[0].as_ref().map(|access| lowered.table[access.tensor].len_elems());
+    let bytes = parts.map_or(u64::MAX, |elems| (elems * DType::F32.size_bytes()) as u64);
+    let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == lowered.table[y].buffer);
+    if bytes > target.merge_bytes || is_output {
+        return;
+    }
+    let Some((readers, copies)) = only_products(ops, lowered, number, y, &graph.table) else { return };
+    let Some((_, seen)) = copy_out(lowered, y, &readers, copies) else { return };
+    let merge = &mut lowered.ops[number];
+    merge.grid = [copies, 1, 1];
+    for access in merge.accesses.iter_mut().flatten() {
+        match access.kind {
+            AccessKind::Read => access.map = [None; GRID_AXES],
+            _ => (access.tensor, access.map) = (seen, COPY),
+        }
+    }
+}

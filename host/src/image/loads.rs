@@ -1,0 +1,178 @@
+//! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
+
+use super::Image;
+use perpetua_device::kernels::{Spec, TILED_ROWS};
+use perpetua_shared::image::{BindingKind, ProgramDesc};
+use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::task::{Operand, TaskDesc};
+use perpetua_shared::{DataOp, PrefetchOp, WorkerId};
+
+/// Bulk copies and prefetches go by whole units of this.
+const UNIT_BYTES: u64 = 16;
+
+/// The first thing wrong with the loaders' sections, and where.
+pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
+    let (view, loads) = (image.view(), image.loads());
+    let per_program = view.n_workers as usize + 1;
+    for (what, heads, len) in
+        [("data", &loads.data_heads, loads.data.len()), ("prefetch", &loads.prefetch_heads, loads.prefetches.len())]
+    {
+        let mut at = 0;
+        for (number, row) in heads.chunks(per_program).enumerate() {
+            if row[0] as usize != at
+                || row.windows(2).any(|pair| pair[0] > pair[1])
+                || row[per_program - 1] as usize > len
+            {
+                let found = "expected to ascend from where the program before ends, to the section's end at most";
+                return Err((format!("p{number}"), format!("its {what} heads are {row:?}, {found}")));
+            }
+            at = row[per_program - 1] as usize;
+        }
+        if at != len {
+            return Err(("image".to_owned(), format!("{len} {what} ops, but its heads end at {at}")));
+        }
+    }
+    for (number, program) in view.programs.iter().enumerate() {
+        for worker in 0..view.n_workers {
+            let at = number * per_program + worker as usize;
+            let own = |heads: &[u32]| heads[at] as usize..heads[at + 1] as usize;
+            let data = &loads.data[own(&loads.data_heads)];
+            let prefetches = &loads.prefetches[own(&loads.prefetch_heads)];
+            let place = |what: String| (format!("p{number} w{worker}"), what);
+            memory(image, data).map_err(place)?;
+            near(image, data.len(), prefetches).map_err(place)?;
+            let mut left = data;
+            for &id in view.list(number, WorkerId(worker)) {
+                let task = &view.tasks[id as usize];
+                let Some((own, rest)) = left.split_at_checked(task.tiles as usize) else {
+                    return Err((image.task_name(id), format!("{} tiles, w{worker} has {}", task.tiles, left.len())));
+                };
+                tiles(image, program, task, own).map_err(|what| (image.task_name(id), what))?;
+                left = rest;
+            }
+            if !left.is_empty() {
+                return Err(place(format!("{} data ops that no task takes", left.len())));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Copies are issued in order, each when as many compute ops as it says have retired; what it overwrites must be one of theirs.
+fn memory(image: &Image, data: &[DataOp]) -> Result<(), String> {
+    let mut after = 0;
+    for (number, op) in data.iter().enumerate() {
+        let fail = |what: String| Err(format!("data op {number} {what}"));
+        inside(image, op.source, op.source_offset_bytes, op.bytes, &[BindingKind::Weight])
+            .map_err(|what| format!("data op {number} {what}"))?;
+        let end = u64::from(op.dest_offset_bytes) + u64::from(op.bytes);
+        if end > u64::from(TILE_BYTES) || !u64::from(op.dest_offset_bytes).is_multiple_of(UNIT_BYTES) {
+            return fail(format!("goes to bytes {}..{end} of {TILE_BYTES}", op.dest_offset_bytes));
+        }
+        if u32::from(op.barrier) != number as u32 % TILE_BARRIERS {
+            return fail(format!("has barrier {}, expected {}", op.barrier, number as u32 % TILE_BARRIERS));
+        }
+        if op.after > op.used_by || number > 0 && data[number - 1].used_by > op.used_by {
+            return fail(format!(
+                "waits for {} compute ops and is for number {}: nothing would move",
+                op.after, op.used_by
+            ));
+        }
+        after = after.max(op.after);
+        if number >= TILE_BARRIERS as usize && data[number - TILE_BARRIERS as usize].used_by >= after {
+            return fail(format!("takes barrier {} before its last tile has been read", op.barrier));
+        }
+        // Older ones have given their barriers away.
+        for other in &data[number.saturating_sub(TILE_BARRIERS as usize)..number] {
+            let (start, other_end) =
+                (u64::from(other.dest_offset_bytes), u64::from(other.dest_offset_bytes) + u64::from(other.bytes));
+            if other.used_by >= after && start < end && u64::from(op.dest_offset_bytes) < other_end {
+                return fail(format!(
+                    "goes to bytes {}..{end}, where one lies that is still to be read",
+                    op.dest_offset_bytes
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn near(image: &Image, n_data: usize, prefetches: &[PrefetchOp]) -> Result<(), String> {
+    for (number, op) in prefetches.iter().enumerate() {
+        inside(image, op.source, op.source_offset_bytes, op.bytes, &[BindingKind::Weight, BindingKind::State])
+            .map_err(|what| format!("prefetch {number} {what}"))?;
+        let rows_fit = op.row_bytes == 0
+            || op.bytes.is_multiple_of(op.row_bytes)
+                && u64::from(op.row_bytes).is_multiple_of(UNIT_BYTES)
+                && op.split < op.splits;
+        let in_order = op.before as usize <= n_data && (number == 0 || prefetches[number - 1].before <= op.before);
+        if !rows_fit || !in_order {
+            return Err(format!("prefetch {number} is out of order or of no whole rows: {op:?}"));
+        }
+    }
+    Ok(())
+}
+
+fn inside(image: &Image, source: u32, first: u64, bytes: u32, kinds: &[BindingKind]) -> Result<(), String> {
+    let Some(binding) = image.bindings().get(source as usize) else {
+        return Err(format!("reads binding {source}, which does not exist"));
+    };
+    let kind = BindingKind::from_u32(binding.kind);
+    if !kind.is_some_and(|kind| kinds.contains(&kind)) {
+        return Err(format!("reads binding {source}, which is of kind {kind:?}, expected one of {kinds:?}"));
+    }
+    let in_units = first.is_multiple_of(UNIT_BYTES) && u64::from(bytes).is_multiple_of(UNIT_BYTES) && bytes > 0;
+    match first.checked_add(u64::from(bytes)) {
+        Some(end) if end <= binding.bytes && in_units => Ok(()),
+        _ => Err(format!("reads {bytes} bytes from {first} of binding {source}, which has {}", binding.bytes)),
+    }
+}
+
+/// A task's tiles are what its kernel takes, in the order in which it does: a vector first, whole; then of each matrix a tile in
+/// turn, whole rows or, of longer rows, pieces, one after the other until all are there.
+fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp]) -> Result<(), String> {
+    if data.is_empty() {
+        return Ok(());
+    }
+    let view = image.view();
+    let slots = Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled);
+    let operands: Vec<&Operand> =
+        slots.iter().map(|slot| &view.operands(task)[*slot]).filter(|operand| operand.is_present()).collect();
+    if operands.is_empty() || program.max_rows > TILED_ROWS {
+        return Err("has tiles, but its kernel takes none here".to_owned());
+    }
+    let bytes = |operand: &Operand| operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
+    let (vectors, matrices): (Vec<&Operand>, Vec<&Operand>) = operands.into_iter().partition(|o| o.rank < 2);
+    let is_at = |op: &DataOp, operand: &Operand, at: u64| {
+        (op.source, op.source_offset_bytes) == (operand.binding.0, operand.offset_bytes + at)
+    };
+    let mut data = data.iter();
+    for vector in vectors {
+        let fits = |op: &&DataOp| is_at(op, vector, 0) && u64::from(op.bytes) == bytes(vector);
+        data.next().filter(fits).ok_or("does not begin with the vector it takes whole")?;
+    }
+    let Some(first) = matrices.first() else { return Err("takes no matrix".to_owned()) };
+    let row = bytes(first) / u64::from(first.extent[0].max(1));
+    let dense = |o: &&Operand| o.extent[0] == 1 || o.stride_elems[0] == o.extent[1];
+    if !matrices.iter().all(|o| bytes(o) == bytes(first) && o.extent == first.extent && dense(&o)) || row == 0 {
+        return Err("takes matrices that tiles cannot carry".to_owned());
+    }
+    let mut at = 0;
+    while at < bytes(first) {
+        let mut len = None;
+        for matrix in &matrices {
+            let op = data.next().filter(|op| is_at(op, matrix, at) && *len.get_or_insert(op.bytes) == op.bytes);
+            op.ok_or_else(|| format!("has no tile for byte {at} of its matrices"))?;
+        }
+        let len = u64::from(len.unwrap_or(0));
+        let whole_rows = at.is_multiple_of(row) && len.is_multiple_of(row);
+        if at + len > bytes(first) || !whole_rows && at % row + len > row {
+            return Err(format!("has a tile of {len} bytes from {at}, neither whole rows of {row} nor part of one"));
+        }
+        at += len;
+    }
+    match data.next() {
+        None => Ok(()),
+        Some(_) => Err("has more tiles than its matrices".to_owned()),
+    }
+}
