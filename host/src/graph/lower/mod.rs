@@ -36,7 +36,7 @@ pub struct Target {
     pub n_workers: u32,
     /// Bytes of weights a task should read.
     pub task_bytes: u64,
-    /// How many times as many in a pass of 16 rows or more, where every task packs all activations for itself.
+    /// How many times as many in a pass of 8 rows or more, where every task packs all activations for itself.
     pub packed_times: u64,
     /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
     pub column_granule: u32,
@@ -124,7 +124,7 @@ impl Target {
 }
 
 /// Rows from which on [`Target::packed_times`] counts.
-const PACKED_ROWS: u32 = 16;
+const PACKED_ROWS: u32 = 8;
 
 /// A matrix below this is not worth cutting.
 const SMALL_MATRIX_BYTES: u64 = 16 << 10;
