@@ -117,7 +117,7 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
 fn attention_split_over_workers_computes_what_the_cpu_does() {
     for ((_dir, model), splits, merges, target) in [
         (model(WIDE), 3, 9, Target { split_positions: 8, ..Target::gpu(9) }),
-        (small(), 4, 2, Target { split_positions: 1, merge_bytes: 0, ..Target::gpu(9) }),
+        (small(), 4, 2, Target { split_positions: 8, hop_bytes: 0, ..Target::gpu(9) }),
     ] {
         split_attention(&model, splits, merges, target);
     }

@@ -223,7 +223,7 @@ struct Staged(u32);
 impl Values<1> for Staged {
     #[inline(always)]
     fn by_eight(&self, at: usize) -> bool {
-        (self.0 + at as u32) % 4 == 0
+        (self.0 + at as u32).is_multiple_of(4)
     }
 
     #[inline(always)]
@@ -243,7 +243,7 @@ impl Values<1> for Staged {
 /// Where the staged row starts.
 const STAGE: u32 = FREE_SHARED;
 
-const _: () = assert!(STAGE % 4 == 0 && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
+const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
 /// Puts row 0 of operand 0 into shared memory, normalised by its root mean square and the weights that are operand `norm`:
 /// x * rsqrt(mean(x^2) + eps) * weight, the bits of [`RmsNorm`](crate::kernels::RmsNorm). The weights come from the task's

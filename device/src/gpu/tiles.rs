@@ -172,11 +172,11 @@ unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
         let row_bytes = memory::load(&raw const (*op).row_bytes);
         let (mut first, mut bytes) = (0, memory::load(&raw const (*op).bytes));
-        if row_bytes > 0 {
+        if let Some(rows) = bytes.checked_div(row_bytes) {
             let (splits, split) = (memory::load(&raw const (*op).splits), memory::load(&raw const (*op).split));
             let (from, to) = share(position + 1, splits, split);
             let to = if to < position { to } else { position };
-            let to = if to <= bytes / row_bytes { to } else { bytes / row_bytes };
+            let to = if to < rows { to } else { rows };
             (first, bytes) = (from * row_bytes, if from < to { (to - from) * row_bytes } else { 0 });
         }
         if bytes > 0 {

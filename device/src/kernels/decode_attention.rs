@@ -43,7 +43,7 @@ const QUERY: u32 = FREE_SHARED;
 const PARTS: u32 = QUERY + MAX_QUERY;
 const MAX_PARTS: u32 = (shared::KEPT - PARTS) / PART;
 
-const _: () = assert!(QUERY % 4 == 0 && MAX_PARTS >= 7);
+const _: () = assert!(QUERY.is_multiple_of(4) && MAX_PARTS >= 7);
 
 impl MacroKernel for DecodeAttention {
     const NAME: &'static str = "decode_attention";

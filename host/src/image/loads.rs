@@ -153,8 +153,8 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     }
     let Some(first) = matrices.first() else { return Err("takes no matrix".to_owned()) };
     let row = bytes(first) / u64::from(first.extent[0].max(1));
-    let dense = |o: &&Operand| o.extent[0] == 1 || o.stride_elems[0] == o.extent[1];
-    if !matrices.iter().all(|o| bytes(o) == bytes(first) && o.extent == first.extent && dense(&o)) || row == 0 {
+    let dense = |o: &Operand| o.extent[0] == 1 || o.stride_elems[0] == o.extent[1];
+    if !matrices.iter().all(|o| bytes(o) == bytes(first) && o.extent == first.extent && dense(o)) || row == 0 {
         return Err("takes matrices that tiles cannot carry".to_owned());
     }
     let mut at = 0;

@@ -3,12 +3,11 @@
 //!
 //! - Operators are [fused](super::fuse) first.
 //! - Products of one activation are cut into as many blocks as there are workers, all together: each into its share by
-//!   bytes, so that every worker has one block of one of them. Workers that attend get none of the projections before
-//!   when their keys and values are as many bytes as such a block: they load those meanwhile.
+//!   bytes, so that every worker has one block of one of them.
 //! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each making
 //!   its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
-//!   `attention_merge` after it makes the result: replicated if it reads little, else a block per head.
+//!   `attention_merge` after it makes the result: replicated where that reads less than a hop costs, else a block per head.
 
 use super::*;
 
@@ -35,45 +34,29 @@ fn cache_bytes(table: &TensorTable, op: &Operator) -> u64 {
 fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     let table = &graph.table;
     let ops: Vec<&Operator> = graph.ops().collect();
-    // From the end: the projections before an attention run beside it.
-    let mut attending = (0u32, 0u64);
-    let mut end = ops.len();
-    while end > 0 {
-        let op = ops[end - 1];
-        if !is_matrix(op, table) {
-            if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
-                let blocks = lowered.ops[end - 1].n_blocks() as u32 * n_splits(table, op, target);
-                let bytes = cache_bytes(table, op);
-                if bytes > 0 {
-                    attending = (blocks, bytes / u64::from(blocks));
-                }
-            } else {
-                attending = (0, 0);
-            }
-            end -= 1;
+    let mut first = 0;
+    while first < ops.len() {
+        if !is_matrix(ops[first], table) {
+            first += 1;
             continue;
         }
         // The products of the same activation.
-        let alike = |at: &usize| is_matrix(ops[*at], table) && ops[*at].slots[0] == op.slots[0];
-        let first = (0..end).rev().take_while(alike).last().unwrap_or(end - 1);
+        let x = ops[first].slots[0];
+        let end = (first..ops.len()).find(|at| !is_matrix(ops[*at], table) || ops[*at].slots[0] != x);
+        let end = end.unwrap_or(ops.len());
         let bytes: Vec<u64> = ops[first..end].iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
-        let total: u64 = bytes.iter().sum();
-        let (blocks, block_bytes) = attending;
-        let beside = blocks < target.n_workers / 2 && 2 * block_bytes * u64::from(target.n_workers) >= total;
-        let workers = target.n_workers - if beside { blocks } else { 0 };
         // Those that read a replicated copy must be cut alike.
-        let apart = ops[first..end].len() > 1 && !is_rowwise(&ops, table, op.slots[0]);
-        let mut left = (workers, total);
+        let apart = end - first > 1 && !is_rowwise(&ops, table, x);
+        let (mut workers, mut left) = (target.n_workers, bytes.iter().sum::<u64>());
         for (at, bytes) in (first..end).zip(bytes) {
-            let share = (u64::from(left.0) * bytes + left.1 / 2) / left.1.max(1);
-            let n = if apart { (share as u32).max(1) } else { workers };
-            left = (left.0.saturating_sub(n), left.1 - bytes);
+            let share = (u64::from(workers) * bytes + left / 2) / left.max(1);
+            let n = if apart { (share as u32).max(1) } else { target.n_workers };
+            (workers, left) = (workers.saturating_sub(n), left - bytes);
             if bytes >= SMALL_MATRIX_BYTES {
                 lowered.ops[at].grid[0] = n.min(ops[at].axes[0].len as u32);
             }
         }
-        attending = (0, 0);
-        end = first;
+        first = end;
     }
 }
 
@@ -194,30 +177,38 @@ fn attention_slots(op: &Operator) -> Option<[usize; 3]> {
     }
 }
 
-/// How many ways the positions that `op` attends to are split for `target`: where bytes read one after the other are fewest,
-/// a split's keys and values and then all splits for the merge; or, where that would be more than is worth copying, as many
-/// as there are workers for a head and positions for. 1 where it is no attention.
-fn n_splits(table: &TensorTable, op: &Operator, target: &Target) -> u32 {
-    let Some([q, keys, _]) = attention_slots(op).filter(|_| op.cut.is_none()) else { return 1 };
-    let (Some(q), Some(keys)) = (op.slots[q], op.slots[keys]) else { return 1 };
-    let [_, heads, group, d] = table[q].shape[..] else { return 1 };
-    let positions = table[keys].shape[1] as u32;
-    let most = (target.n_workers / heads as u32).clamp(1, MAX_SPLITS);
-    let head_bytes = cache_bytes(table, op) / heads as u64;
-    let found_bytes = (heads * group * (2 + d) * DType::F32.size_bytes()) as u64;
-    let read = |splits: u32| {
-        let merged = if splits > 1 { u64::from(splits) * found_bytes } else { 0 };
-        head_bytes / u64::from(splits) + merged
-    };
-    let few = (1..=most.min(positions / target.split_positions).max(1)).min_by_key(|splits| read(*splits)).unwrap_or(1);
-    if u64::from(few) * found_bytes <= target.merge_bytes {
-        return few;
-    }
-    most.min(positions / (SEPARATE_MERGE * target.split_positions)).max(1)
+/// How the positions that an attention attends to are shared.
+#[derive(Clone, Copy, Debug)]
+struct Splits {
+    /// Ways a head's are split; 1: not.
+    n: u32,
+    /// Whether every block that reads the result merges for itself.
+    copied: bool,
 }
 
-/// How many times more positions a split must have to pay for a merge with a hop of its own.
-const SEPARATE_MERGE: u32 = 8;
+/// How `op` is split for `target`: so that the bytes read one after the other are fewest, a split's keys and values, then the
+/// splits to merge, all heads' by who wants them all, or a head's and a hop's worth. Not at all where it is no attention.
+fn splits_of(table: &TensorTable, op: &Operator, target: &Target) -> Splits {
+    let whole = Splits { n: 1, copied: true };
+    let Some([q, keys, _]) = attention_slots(op).filter(|_| op.cut.is_none()) else { return whole };
+    let (Some(q), Some(keys)) = (op.slots[q], op.slots[keys]) else { return whole };
+    let [_, heads, group, d] = table[q].shape[..] else { return whole };
+    let positions = table[keys].shape[1] as u32;
+    let most = (target.n_workers / heads as u32).min(positions / target.split_positions).clamp(1, MAX_SPLITS);
+    let head_bytes = cache_bytes(table, op) / heads as u64;
+    let found_bytes = (group * (2 + d) * DType::F32.size_bytes()) as u64;
+    let read = |splits: &Splits| {
+        let n = u64::from(splits.n);
+        head_bytes / n
+            + match (n, splits.copied) {
+                (1, _) => 0,
+                (_, true) => n * heads as u64 * found_bytes,
+                (_, false) => n * found_bytes + target.hop_bytes,
+            }
+    };
+    let ways = (1..=most).flat_map(|n| [true, false].map(|copied| Splits { n, copied }));
+    ways.min_by_key(read).unwrap_or(whole)
+}
 
 /// Cuts attention along positions. See the module head.
 fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
@@ -226,13 +217,15 @@ fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
     let mut number = 0;
     while number < ops.len() {
         if let Some(op) = ops[number]
-            && let splits @ 2.. = n_splits(&graph.table, op, target)
-            && let Some((merge, y)) = split(&mut lowered.table, op, &mut lowered.ops[number], splits)
+            && let splits @ Splits { n: 2.., copied } = splits_of(&graph.table, op, target)
+            && let Some((merge, y)) = split(&mut lowered.table, op, &mut lowered.ops[number], splits.n)
         {
             number += 1;
             lowered.ops.insert(number, merge);
             ops.insert(number, None);
-            copy_merge(graph, lowered, &ops, number, y, target);
+            if copied {
+                copy_merge(graph, lowered, &ops, number, y);
+            }
         }
         number += 1;
     }
@@ -272,19 +265,16 @@ fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u3
     Some((merge, whole.tensor))
 }
 
-/// Gives every block of the product that reads the result `y` of the merge `number` a merge of its own, if that reads little.
+/// Gives every block of the product that reads the result `y` of the merge `number` a merge of its own.
 fn copy_merge(
     graph: &KernelGraph,
     lowered: &mut ThreadBlockGraph,
     ops: &[Option<&Operator>],
     number: usize,
     y: TensorId,
-    target: &Target,
 ) {
-    let parts = lowered.ops[number].accesses[0].as_ref().map(|access| lowered.table[access.tensor].len_elems());
-    let bytes = parts.map_or(u64::MAX, |elems| (elems * DType::F32.size_bytes()) as u64);
     let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == lowered.table[y].buffer);
-    if bytes > target.merge_bytes || is_output {
+    if is_output {
         return;
     }
     let Some((readers, copies)) = only_products(ops, lowered, number, y, &graph.table) else { return };
