@@ -1,7 +1,7 @@
 //! Tensors as the CPU bodies and references see them: a base address, a dtype and a strided box.
 
 use half::{bf16, f16};
-use perpetua_shared::dtype::Q8_BLOCK;
+use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
@@ -78,7 +78,7 @@ impl Tensor {
     pub fn get<const N: usize>(&self, at: [usize; N]) -> f32 {
         let p = self.address(at);
         // SAFETY: `address` checked the index; alignment is the constructor's promise. A row of Q8 is whole (the rule of
-        // the kernels that take it), so its scales follow it.
+        // the kernels that take it): `p` counts its elements from its start, where blocks and scales lie.
         unsafe {
             match self.dtype() {
                 DType::F32 => p.cast::<f32>().read(),
@@ -90,8 +90,9 @@ impl Tensor {
                 DType::I64 => p.cast::<i64>().read() as f32,
                 DType::Q8 => {
                     let column = at[N - 1];
-                    let scales = p.sub(column).add(self.extent[N - 1].next_multiple_of(Q8_BLOCK)).cast::<f32>();
-                    f32::from(p.cast::<i8>().read()) * scales.add(column / Q8_BLOCK).read()
+                    let (row, [bytes, scale]) = (p.sub(column), q8_block_at(column / Q8_BLOCK));
+                    let byte = row.add(bytes + column % Q8_BLOCK).cast::<i8>().read();
+                    f32::from(byte) * row.add(scale).cast::<f32>().read()
                 }
             }
         }

@@ -142,6 +142,11 @@ pub trait Body {
         let _ = id;
     }
 
+    /// The task numbered `id` comes next: its events are about to be waited for.
+    fn ahead(&mut self, id: TaskId) {
+        let _ = id;
+    }
+
     /// Runs `task` in the pass `step`.
     ///
     /// # Errors
@@ -176,6 +181,9 @@ pub fn run<I: Image, S: Sync, B: Body>(
         let mut at = 0;
         loop {
             let next = list.get(at).copied();
+            if let Some(next) = next {
+                body.ahead(TaskId(next));
+            }
             let taken = await_next(image, next, &step, pass, iteration, sync).map_err(|mut fault| {
                 fault.worker = worker.0;
                 fault.task = next.unwrap_or(fault.task);

@@ -15,6 +15,7 @@ use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDe
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
 use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// One program to compile.
@@ -148,83 +149,22 @@ impl Config {
 
 /// Compiles `sources` into one image. The stages of each program, in order:
 /// kernel graph → thread-block graph → tasks and events → worker lists → arena → (checks); then one image of all.
+/// Programs know nothing of each other before the image, so they are compiled side by side.
 ///
 /// # Errors
 /// The first stage that fails, with what is wrong.
 pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, CompileError> {
-    let mut programs = Vec::with_capacity(sources.len());
     let mut layout = Layout::default();
-    for (number, mut source) in sources.into_iter().enumerate() {
-        if !source.graph.is_ended() {
-            source.graph.advance()?;
-        }
-        let mut clock = Clock::new();
-        let blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
-        clock.lap("cut");
-        let mut tasks =
-            task::lower(&blocks, &task::Config { classes: classes(&blocks, config), ..Default::default() })?;
-        check_launches(&blocks, &tasks)?;
-        clock.lap("dependencies");
-        let costs = costs(&blocks, &tasks);
-        // Tiles pay where weights are read once for few rows.
-        let has_loaders = config.target.has_loaders && source.graph.rows.is_some_and(|rows| rows <= TILED_ROWS);
-        let reads = if has_loaders { prefetch::reads(&blocks, &tasks, &costs) } else { Vec::new() };
-        let lists = match config.target.cut {
-            Cut::TaskBytes => {
-                let weight: Vec<u64> =
-                    costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
-                assign::assign(&tasks, &weight, config.target.n_workers)
-            }
-            Cut::PerWorker => {
-                let bytes = |task: usize| reads.get(task).map_or(costs[task].bytes_read, prefetch::Reads::bytes);
-                let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
-                assign::balance(&blocks, &tasks, &weight, config.target.n_workers)
-            }
-        };
-        clock.lap("workers");
-        let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
-        let arena = arena::plan(&blocks, &tasks, &outputs);
-        clock.lap("arena");
-        end_with_last_task(&mut tasks);
-        if config.target.cut == Cut::PerWorker {
-            task::elide(&mut tasks, &lists);
-        }
-        clock.lap("last");
-        let machine = Machine::of(&config.target);
-        let plan = match has_loaders {
-            true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
-            false => prefetch::Plan::default(),
-        };
-        clock.lap("tiles");
-        if config.check {
-            task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
-            task::check(&arena::in_arena(&blocks, &arena), &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
-            if has_loaders {
-                prefetch::check(&plan, &lists, &reads).map_err(CompileError::Tiles)?;
-            }
-            clock.lap("check");
-        }
-        layout.add(&source, &blocks, &arena)?;
-        let mut program = Program {
-            name: source.name.clone(),
-            id: ProgramId(number as u32),
-            outputs: Vec::new(),
-            blocks,
-            tasks,
-            lists,
-            costs,
-            reads,
-            plan,
-            arena,
-            stages: Vec::new(),
-        };
+    let mut programs = Vec::with_capacity(sources.len());
+    for planned in side_by_side(sources, |number, source| plan(number, source, config)) {
+        let (source, mut program) = planned?;
+        layout.add(&source, &program.blocks, &program.arena)?;
         for (name, tensor) in source.graph.outputs() {
             let whole = crate::graph::kernel::whole_operand(&program.blocks.table[*tensor]);
             program
                 .outputs
                 .push((name.clone(), layout.place(&program, program.blocks.table[*tensor].buffer.idx(), whole)));
         }
-        program.stages = clock.laps;
         let in_token_loop = if source.graph.is_batch { EVERY_SEQUENCE } else { u32::from(source.in_token_loop) };
         layout.sources.push((source.graph.rows, in_token_loop));
         programs.push(program);
@@ -276,6 +216,100 @@ fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), Co
         return Err(CompileError::JustInTime { op: blocks.ops[op].name.clone(), why });
     }
     Ok(())
+}
+
+/// `f` of every item and its number, on as many threads as there are cores; the results in the items' order.
+fn side_by_side<T: Send, U: Send>(items: Vec<T>, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {
+    let n_threads = std::thread::available_parallelism().map_or(1, usize::from).min(items.len());
+    if n_threads <= 1 {
+        return items.into_iter().enumerate().map(|(number, item)| f(number, item)).collect();
+    }
+    let queue = Mutex::new(items.into_iter().enumerate());
+    let work = || {
+        let mut done = Vec::new();
+        loop {
+            // A statement of its own: the lock is not held while `f` runs.
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((number, item)) = next else { return done };
+            done.push((number, f(number, item)));
+        }
+    };
+    let mut done = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..n_threads).map(|_| scope.spawn(work)).collect();
+        let mut done = work();
+        for other in others {
+            done.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        done
+    });
+    done.sort_by_key(|(number, _)| *number);
+    done.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Everything about program `number` that the others do not matter to.
+fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, Program), CompileError> {
+    if !source.graph.is_ended() {
+        source.graph.advance()?;
+    }
+    let mut clock = Clock::new();
+    let blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
+    clock.lap("cut");
+    let mut tasks = task::lower(&blocks, &task::Config { classes: classes(&blocks, config), ..Default::default() })?;
+    check_launches(&blocks, &tasks)?;
+    clock.lap("dependencies");
+    let costs = costs(&blocks, &tasks);
+    // Tiles pay where weights are read once for few rows.
+    let has_loaders = config.target.has_loaders && source.graph.rows.is_some_and(|rows| rows <= TILED_ROWS);
+    let reads = if has_loaders { prefetch::reads(&blocks, &tasks, &costs) } else { Vec::new() };
+    let lists = match config.target.cut {
+        Cut::TaskBytes => {
+            let weight: Vec<u64> =
+                costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
+            assign::assign(&tasks, &weight, config.target.n_workers)
+        }
+        Cut::PerWorker => {
+            let bytes = |task: usize| reads.get(task).map_or(costs[task].bytes_read, prefetch::Reads::bytes);
+            let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
+            assign::balance(&blocks, &tasks, &weight, config.target.n_workers)
+        }
+    };
+    clock.lap("workers");
+    let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
+    let arena = arena::plan(&blocks, &tasks, &outputs);
+    clock.lap("arena");
+    end_with_last_task(&mut tasks);
+    if config.target.cut == Cut::PerWorker {
+        task::elide(&mut tasks, &lists);
+    }
+    clock.lap("last");
+    let machine = Machine::of(&config.target);
+    let plan = match has_loaders {
+        true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
+        false => prefetch::Plan::default(),
+    };
+    clock.lap("tiles");
+    if config.check {
+        task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
+        task::check(&arena::in_arena(&blocks, &arena), &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
+        if has_loaders {
+            prefetch::check(&plan, &lists, &reads).map_err(CompileError::Tiles)?;
+        }
+        clock.lap("check");
+    }
+    let program = Program {
+        name: source.name.clone(),
+        id: ProgramId(number as u32),
+        outputs: Vec::new(),
+        blocks,
+        tasks,
+        lists,
+        costs,
+        reads,
+        plan,
+        arena,
+        stages: clock.laps,
+    };
+    Ok((source, program))
 }
 
 struct Clock {

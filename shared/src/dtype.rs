@@ -20,19 +20,29 @@ pub enum DType {
     U8 = 6,
     /// Signed 64-bit integer.
     I64 = 7,
-    /// Signed bytes with a scale per [`Q8_BLOCK`]: weight matrices only, whose rows are laid out as [`q8_row_bytes`] says.
+    /// Signed bytes with a scale per [`Q8_BLOCK`]: weight matrices only, whose rows are laid out as [`q8_block_at`] says.
     Q8 = 8,
 }
 
 /// Elements of a row that share a scale: a cache line of them.
 pub const Q8_BLOCK: usize = 64;
 
-/// Bytes of a row of `k` elements in [`DType::Q8`]: whole blocks of bytes, zero beyond element `k`, then the blocks' scales
-/// in f32, rounded up to a multiple of 16. Element i is `byte[i] * scale[i / 64]`, which is exact in f32 where the scale
-/// has at most 17 significant bits.
+/// Blocks whose scales lie together, before them: a cache line of scales in f32.
+pub const Q8_GROUP: usize = 16;
+
+/// Bytes of a row of `k` elements in [`DType::Q8`]: whole cache lines, one for each block and one for each group's scales.
 pub const fn q8_row_bytes(k: usize) -> usize {
     let blocks = k.div_ceil(Q8_BLOCK);
-    (blocks * (Q8_BLOCK + 4)).next_multiple_of(16)
+    (blocks + blocks.div_ceil(Q8_GROUP)) * Q8_BLOCK
+}
+
+/// Where block `block` of a row in [`DType::Q8`] is: the offsets in bytes of its elements, zero beyond the row's last, and
+/// of its scale, an f32. Element i is `byte * scale`, which is exact in f32 where the scale has at most 17 significant
+/// bits. Read block by block, a row is read in the order of its addresses.
+#[inline(always)]
+pub const fn q8_block_at(block: usize) -> [usize; 2] {
+    let group = block / Q8_GROUP;
+    [(block + group + 1) * Q8_BLOCK, group * (Q8_GROUP + 1) * Q8_BLOCK + block % Q8_GROUP * 4]
 }
 
 impl DType {
@@ -53,8 +63,8 @@ impl DType {
     /// Alignment that memory of it must have.
     pub const fn align_bytes(self) -> usize {
         match self {
-            // What its rows are rounded up to.
-            DType::Q8 => 16,
+            // Rows are whole cache lines.
+            DType::Q8 => Q8_BLOCK,
             _ => self.size_bytes(),
         }
     }

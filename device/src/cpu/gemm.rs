@@ -33,6 +33,10 @@ pub(crate) const TILE_ROWS: usize = 4;
 /// Bytes of packed activations that are passed over at once: half of L2, so that the weights of a task fit beside them.
 const BLOCK_BYTES: usize = 1 << 20;
 
+/// Bytes of weights that pass by the groups of a block at once, so that they come from L2 after the first: with as much of
+/// the next part and the sums of both beside the packed block.
+const PART_BYTES: usize = 192 << 10;
+
 /// How far ahead weights are asked for, in cache lines of each row: 2 KiB.
 /// PERF: without prefetch a matrix-vector product reached 72 % of the read bandwidth, with it 93 % (Emerald Rapids, 2
 /// cores, 2026-11-20).
@@ -71,17 +75,35 @@ impl<E> Weights<E> {
         w.address([0, 0]).cast()
     }
 
+    /// Rows (of each matrix) of the parts that `cols` activation rows are multiplied with in turn: all where they are one
+    /// group, which sees every weight once.
+    pub(crate) fn part_rows(&self, cols: usize) -> usize {
+        if cols <= 6 {
+            return self.rows;
+        }
+        let matrices = 1 + usize::from(self.paired);
+        let parts = (self.rows * matrices * self.k * size_of::<E>()).div_ceil(PART_BYTES).max(1);
+        self.rows.div_ceil(parts).next_multiple_of(8).min(self.rows)
+    }
+
+    /// Rows `first..first + rows` of each matrix.
+    pub(crate) fn part(&self, first: usize, rows: usize) -> Weights<E> {
+        debug_assert!(first + rows <= self.rows);
+        let base = core::array::from_fn(|i| self.base[i].wrapping_add(first * self.stride[i]));
+        Weights { base, rows, ..*self }
+    }
+
     /// Asks for the start of the first tile's rows: the activations are packed while they come.
     ///
     /// # Safety
     /// The level exists.
     #[inline(always)]
-    pub(crate) unsafe fn prefetch<S: Simd>(&self) {
+    pub(crate) unsafe fn prefetch<S: Simd, D: Dot<S, Elem = E>>(&self) {
         let lines = (self.k * size_of::<E>() / 64).min(AHEAD_LINES);
         for line in 0..lines {
             for j in 0..TILE_ROWS.min(self.all_rows()) {
                 // SAFETY: any address may be asked for.
-                unsafe { S::prefetch(self.row(j).0.wrapping_byte_add(64 * line).cast()) };
+                unsafe { D::prefetch(self.row(j).0, line) };
             }
         }
     }
@@ -199,21 +221,15 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 let lines = k / line_elems;
                 let offset = AHEAD_LINES.min(lines);
                 let turn = lines - offset;
-                let mut r = 0;
-                while r < R {
-                    D::prefetch_tail(next[r], k);
-                    r += 1;
-                }
                 let mut line = 0;
                 while line < lines {
                     let mut r = 0;
                     while r < R {
-                        let at = if line < turn {
-                            w[r].wrapping_add((line + offset) * line_elems)
+                        if line < turn {
+                            D::prefetch(w[r], line + offset);
                         } else {
-                            next[r].wrapping_add((line - turn) * line_elems)
-                        };
-                        S::prefetch(at.cast());
+                            D::prefetch(next[r], line - turn);
+                        }
                         r += 1;
                     }
                     let mut u = 0;

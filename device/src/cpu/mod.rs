@@ -5,8 +5,10 @@
 //! - [`gemm`]: dot products of weight rows with activation rows, from one row (decode) to hundreds (prefill).
 //! - [`rowwise`]: norms, element-wise functions, rotary embedding.
 //! - [`math`]: functions std does not have.
+//! - [`ahead`]: weights asked for before their task may run.
 //! - [`bandwidth`]: a plain read of memory, to measure the rest against.
 
+pub mod ahead;
 pub mod bandwidth;
 pub mod math;
 pub mod simd;

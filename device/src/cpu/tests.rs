@@ -5,7 +5,7 @@ use super::simd::Isa;
 use crate::io::{Call, Tensor};
 use crate::kernels::{MacroKernel, Numbered, Spec, param_words};
 use bytemuck::Zeroable;
-use perpetua_shared::dtype::{Q8_BLOCK, q8_row_bytes};
+use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at, q8_row_bytes};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use proptest::prelude::*;
@@ -58,11 +58,13 @@ impl Memory {
         let mut words = vec![PATTERN; n * row / 8];
         let blocks = k.div_ceil(Q8_BLOCK);
         for (r, bytes) in bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(row).enumerate() {
-            for i in 0..blocks * Q8_BLOCK {
-                bytes[i] = if i < k { byte(r, i) as u8 } else { 0 };
-            }
             for b in 0..blocks {
-                bytes[blocks * Q8_BLOCK + 4 * b..][..4].copy_from_slice(&scale(r, b).to_le_bytes());
+                let [elements, at] = q8_block_at(b);
+                for i in 0..Q8_BLOCK {
+                    let column = b * Q8_BLOCK + i;
+                    bytes[elements + i] = if column < k { byte(r, column) as u8 } else { 0 };
+                }
+                bytes[at..][..4].copy_from_slice(&scale(r, b).to_le_bytes());
             }
         }
         let operand = Operand {

@@ -305,10 +305,10 @@ pub(crate) mod rules {
             return dtype(name, operand, &FLOATS);
         }
         let row = q8_row_bytes(operand.extent[1] as usize);
-        if operand.stride_elems[0] as usize != row || !operand.offset_bytes.is_multiple_of(16) {
+        if operand.stride_elems[0] as usize != row || !operand.offset_bytes.is_multiple_of(64) {
             let (stride, offset) = (operand.stride_elems[0], operand.offset_bytes);
             return Err(format!(
-                "`{name}` has rows of {stride} bytes from byte {offset}, expected {row} from a multiple of 16"
+                "`{name}` has rows of {stride} bytes from byte {offset}, expected {row} from a multiple of 64"
             ));
         }
         Ok(())

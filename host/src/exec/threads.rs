@@ -16,8 +16,11 @@
 use super::memory::Memory;
 use super::{RunError, check_sequences};
 use crate::image::Image;
+use crate::schedule::machine::Machine;
+use crate::schedule::prefetch::{self, Reads, Stream};
 use perpetua_device::advance::step_of;
 use perpetua_device::cpu::Scratch;
+use perpetua_device::cpu::ahead::Ahead;
 use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::{Advance, Numbered, Spec};
 use perpetua_device::queue::{self, Words};
@@ -27,7 +30,8 @@ use perpetua_device::worker::{self, Body, ImageView};
 use perpetua_shared::control::{Control, End, PRODUCED, STOP, Sequence};
 use perpetua_shared::event::reached;
 use perpetua_shared::limits::{MAX_OPERANDS, MAX_SEQUENCES};
-use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskDesc, TaskId, WorkerId};
+use perpetua_shared::{EventId, Fault, FaultCode, Operand, Step, TaskDesc, TaskId, WorkerId};
+use std::cell::Cell;
 use std::mem::offset_of;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -67,6 +71,8 @@ struct Shared {
     /// Of the events; then the queue's words.
     counters: Box<[Counter]>,
     launches: Mutex<Launches>,
+    /// Per task, the weights its worker asks for before the task's events have fired.
+    ahead: Box<[Ahead]>,
     /// Set with the first fault.
     aborted: AtomicBool,
     fault: Mutex<Option<Fault>>,
@@ -126,7 +132,9 @@ impl Threads {
         let view = image.view();
         let n_counters = view.events.len() + queue::words(view.max_just_in_time()) as usize;
         let counters = (0..n_counters).map(|_| Counter::default()).collect();
+        let ahead = plan_ahead(&image, &memory);
         let shared = Arc::new(Shared {
+            ahead,
             image,
             memory,
             options,
@@ -322,8 +330,9 @@ fn resident(shared: &Shared, worker: WorkerId) {
         drop(bell);
         let view = shared.image.view();
         let n_slots = queue::slots(view.max_just_in_time());
-        let mut waiting = Waiting { shared, view, n_slots, waited: std::cell::Cell::new(Duration::ZERO) };
-        let mut body = CpuBody { shared, view, scratch: &mut scratch };
+        let ahead = Cell::new(Ahead::default());
+        let mut waiting = Waiting { shared, view, n_slots, ahead: &ahead, waited: Cell::new(Duration::ZERO) };
+        let mut body = CpuBody { shared, view, ahead: &ahead, scratch: &mut scratch };
         let started = shared.iteration.load(Ordering::Relaxed);
         let outcome = catch_unwind(AssertUnwindSafe(|| worker::run(&view, worker, started, &waiting, &mut body)));
         let fault = match outcome {
@@ -389,13 +398,57 @@ pub fn allowed_cores() -> Vec<usize> {
     (0..std::thread::available_parallelism().map_or(1, |n| n.get())).collect()
 }
 
+/// Per task of `image`, which weights its worker may ask for when its list comes to it: as far as the plan of this kind of
+/// machine ([`prefetch`]) runs ahead of the tasks done by then.
+fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
+    let view = image.view();
+    let machine = Machine::CPU;
+    let matrices = |task: &TaskDesc| {
+        let (operands, tiled) = (view.operands(task), Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled));
+        tiled.iter().map(move |slot| operands[*slot]).filter(|operand| operand.rank == 2)
+    };
+    let stream = |operand: Operand| Stream { source: operand.binding.0, operand };
+    let streams = |task: &TaskDesc| Reads { tiles: matrices(task).map(stream).collect(), near: Vec::new() };
+    let reads: Vec<Reads> = view.tasks.iter().map(streams).collect();
+    let mut ahead = vec![Ahead::default(); view.tasks.len()];
+    let mut bytes = vec![0u64; view.tasks.len()];
+    for (program, worker) in (0..view.programs.len()).flat_map(|p| (0..view.n_workers).map(move |w| (p, w))) {
+        let list = view.list(program, WorkerId(worker));
+        // A task that reads more at once than the cache holds streams as it runs, and nothing before.
+        let Ok(plan) = prefetch::plan_list(list, &reads, &machine, &|task| image.task_name(task)) else { continue };
+        let mut begun = None;
+        for (number, compute) in plan.computes.iter().enumerate() {
+            let (task, first) =
+                *begun.insert(begun.filter(|(task, _)| *task == compute.task).unwrap_or((compute.task, number)));
+            let early = plan.data[compute.data_first as usize..compute.data_end as usize].iter();
+            bytes[task as usize] +=
+                early.filter(|op| op.after as usize <= first).map(|op| u64::from(op.bytes)).sum::<u64>();
+        }
+        for &task in list {
+            let tensors: Vec<Tensor> = matrices(&view.tasks[task as usize])
+                // SAFETY: boxes lie inside their bindings (`image::check`); nothing is read or written through them.
+                .map(|operand| unsafe { Tensor::new(memory.base(operand.binding, 0), &operand) })
+                .collect();
+            ahead[task as usize] = Ahead::of(&tensors, bytes[task as usize]);
+        }
+    }
+    ahead.into()
+}
+
 /// Waits and triggers on the shared counters.
 struct Waiting<'a> {
     shared: &'a Shared,
     view: ImageView<'a>,
     n_slots: u32,
-    waited: std::cell::Cell<Duration>,
+    /// What may be asked for meanwhile.
+    ahead: &'a Cell<Ahead>,
+    waited: Cell<Duration>,
 }
+
+/// Cache lines of each stream that are asked for before a task's events are looked at; a worker that has to wait goes on.
+/// PERF: decode of qwen3-0.6b is 1 % faster with 8 than without, in bf16 and in 8 bits; with 32 it is slower, since what a
+/// task reads first then queues behind them (Sapphire Rapids, 2 cores, steps of four kinds in turn, 2026-11-21).
+const FIRST_LINES: usize = 8;
 
 /// Polls before the core is offered to others. About 10 us: longer than any balanced task's tail, shorter than a
 /// scheduler's time slice by far.
@@ -482,6 +535,9 @@ impl WorkerSync for Waiting<'_> {
             }
             spins += 1;
             if spins < SPINS {
+                let mut ahead = self.ahead.get();
+                ahead.ask(1);
+                self.ahead.set(ahead);
                 std::hint::spin_loop();
             } else {
                 std::thread::yield_now();
@@ -526,10 +582,17 @@ fn dawdle(seed: u64, task: TaskId, iteration: u32) {
 struct CpuBody<'a> {
     shared: &'a Shared,
     view: ImageView<'a>,
+    ahead: &'a Cell<Ahead>,
     scratch: &'a mut Scratch,
 }
 
 impl Body for CpuBody<'_> {
+    fn ahead(&mut self, id: TaskId) {
+        let mut ahead = self.shared.ahead[id.idx()];
+        ahead.ask(FIRST_LINES);
+        self.ahead.set(ahead);
+    }
+
     fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
         if let Some(seed) = self.shared.options.dawdle {
             dawdle(seed, id, step.iteration);

@@ -298,7 +298,7 @@ impl Judge<'_> {
             last += u128::from(n.saturating_sub(1)) * u128::from(*stride);
         }
         if dtype == DType::Q8 && operand.rank == 2 {
-            // Rows end with their scales.
+            // Scales lie in the row, too.
             last = u128::from(operand.extent[0].saturating_sub(1)) * u128::from(operand.stride_elems[0])
                 + q8_row_bytes(operand.extent[1] as usize) as u128
                 - 1;

@@ -1,7 +1,7 @@
 //! Weights in 8 bits: half the bytes of bf16, chosen when a model is opened.
 //!
 //! Every matrix of a text generation model (projections, embedding table, head) is kept as [`DType::Q8`]: blocks of 64
-//! signed bytes along a row with a scale in f32 each, `scale = max |w| / 127` with its last mantissa bits cleared so that
+//! signed bytes along a row with a scale in f32 each (see [`q8_block_at`]), `scale = max |w| / 127` with its last mantissa bits cleared so that
 //! products of byte and scale are exact. Norms and biases stay as they are. Symmetric rounding to nearest; an element is
 //! off by at most half a scale, 0.4 % of its block's largest.
 //!
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use bytemuck::Zeroable;
 use half::{bf16, f16};
 use perpetua_shared::DType;
-use perpetua_shared::dtype::{Q8_BLOCK, q8_row_bytes};
+use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at, q8_row_bytes};
 
 use super::error::ModelError;
 use super::layout::TensorSpec;
@@ -138,9 +138,8 @@ fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Quantises one row, laid out as [`q8_row_bytes`] says; the first element that is not finite as the error.
+/// Quantises one row into zeros, laid out as [`q8_block_at`] says; the first element that is not finite as the error.
 fn row(weights: &[f32], out: &mut [u8]) -> Result<(), usize> {
-    let (bytes, scales) = out.split_at_mut(weights.len().next_multiple_of(Q8_BLOCK));
     for (i, block) in weights.chunks(Q8_BLOCK).enumerate() {
         let largest = block.iter().fold(0f32, |largest, w| largest.max(w.abs()));
         if let Some(bad) = block.iter().position(|w| !w.is_finite()) {
@@ -148,13 +147,14 @@ fn row(weights: &[f32], out: &mut [u8]) -> Result<(), usize> {
         }
         // 17 significant bits, rounded up so that no quotient passes 127.
         let scale = f32::from_bits((largest / 127.0).to_bits().next_multiple_of(1 << 7));
-        for (out, w) in bytes[i * Q8_BLOCK..].iter_mut().zip(block) {
+        let [bytes, at] = q8_block_at(i);
+        for (out, w) in out[bytes..].iter_mut().zip(block) {
             // Adding 1.5 * 2^23 rounds to a whole number, in one instruction on every machine. 0 / 0 is NaN, which the
             // cast makes zero.
             const SHIFT: f32 = 12_582_912.0;
             *out = ((w / scale + SHIFT) - SHIFT) as i8 as u8;
         }
-        scales[4 * i..][..4].copy_from_slice(&scale.to_le_bytes());
+        out[at..][..4].copy_from_slice(&scale.to_le_bytes());
     }
     Ok(())
 }
@@ -165,9 +165,10 @@ mod tests {
     use proptest::prelude::*;
 
     /// Element i of a quantised row, by the layout's description.
-    fn element(row: &[u8], k: usize, i: usize) -> f32 {
-        let at = k.next_multiple_of(Q8_BLOCK) + 4 * (i / Q8_BLOCK);
-        f32::from(row[i] as i8) * f32::from_le_bytes([row[at], row[at + 1], row[at + 2], row[at + 3]])
+    fn element(row: &[u8], i: usize) -> f32 {
+        let [bytes, at] = q8_block_at(i / Q8_BLOCK);
+        let scale = f32::from_le_bytes([row[at], row[at + 1], row[at + 2], row[at + 3]]);
+        f32::from(row[bytes + i % Q8_BLOCK] as i8) * scale
     }
 
     proptest! {
@@ -181,10 +182,11 @@ mod tests {
             for (i, w) in weights.iter().enumerate() {
                 let block = &weights[i / Q8_BLOCK * Q8_BLOCK..];
                 let largest = block[..block.len().min(Q8_BLOCK)].iter().fold(0f32, |l, w| l.max(w.abs()));
-                let off = (f64::from(element(&out, k, i)) - f64::from(*w)).abs();
+                let off = (f64::from(element(&out, i)) - f64::from(*w)).abs();
                 prop_assert!(off <= f64::from(largest) / 127.0 * 0.502, "element {i}: {w} is off by {off}");
             }
-            prop_assert!(out[k..k.next_multiple_of(Q8_BLOCK)].iter().all(|b| *b == 0), "padding must be zero");
+            let padding = (k..k.next_multiple_of(Q8_BLOCK)).map(|i| out[q8_block_at(i / Q8_BLOCK)[0] + i % Q8_BLOCK]);
+            prop_assert!(padding.into_iter().all(|b| b == 0), "padding must be zero");
         }
     }
 

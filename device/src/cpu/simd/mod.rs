@@ -22,7 +22,7 @@ mod vecmath;
 
 pub(crate) use vecmath::{activate, exp};
 
-use perpetua_shared::dtype::Q8_BLOCK;
+use perpetua_shared::dtype::{Q8_BLOCK, Q8_GROUP, q8_block_at};
 use std::sync::OnceLock;
 
 /// Vectors of f32 and what the bodies do with them.
@@ -183,9 +183,12 @@ pub(crate) trait Dot<S: Simd> {
         c: usize,
         sums: &mut [[S::F; M]; R],
     );
-    /// Asks for what follows the `k` weights of the row at `row`, which may be any address.
+    /// Asks for cache line `line` of the weights of the row at `row`, which may be any address, and for what is read with it.
     #[inline(always)]
-    unsafe fn prefetch_tail(_row: *const Self::Elem, _k: usize) {}
+    unsafe fn prefetch(row: *const Self::Elem, line: usize) {
+        // SAFETY: any address may be asked for.
+        unsafe { S::prefetch(row.wrapping_byte_add(64 * line).cast()) };
+    }
 
     /// Whether [`Dot::tile`] is there.
     const HAS_TILE: bool = false;
@@ -325,22 +328,23 @@ impl<S: Simd> Dot<S> for Q8 {
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const i8; R],
         x: *const f32,
-        k: usize,
+        _k: usize,
         c: usize,
         sums: &mut [[S::F; M]; R],
     ) {
-        // SAFETY: rows are padded with zeros to whole blocks, and their scales follow.
+        // SAFETY: rows are whole blocks, padded with zeros, with their scales.
         unsafe {
+            let [bytes, at_scale] = q8_block_at(c);
             let mut own = [[S::splat(0.0); M]; R];
             let mut at = 0;
             while at < Q8_BLOCK {
-                let load = |r: usize| S::load_i8(w[r].add(c * Q8_BLOCK + at));
+                let load = |r: usize| S::load_i8(w[r].add(bytes + at));
                 add_products::<S, R, M>(each(load), x.add(c * M * Q8_BLOCK + at), Q8_BLOCK, &mut own);
                 at += S::LANES;
             }
             let mut r = 0;
             while r < R {
-                let scale = S::splat(q8_scale(w[r], k, c));
+                let scale = S::splat(*w[r].add(at_scale).cast::<f32>());
                 let mut m = 0;
                 while m < M {
                     sums[r][m] = S::fma(scale, own[r][m], sums[r][m]);
@@ -351,27 +355,22 @@ impl<S: Simd> Dot<S> for Q8 {
         }
     }
     #[inline(always)]
-    unsafe fn prefetch_tail(row: *const i8, k: usize) {
+    unsafe fn prefetch(row: *const i8, line: usize) {
         // SAFETY: any address may be asked for.
-        unsafe { prefetch_scales::<S>(row, k) }
+        unsafe { prefetch_block::<S>(row, line) }
     }
 }
 
-/// The scale of block `c` of a row of `k` weights.
+/// Asks for block `block` of a row, and with the first of a group for the group's scales.
 #[inline(always)]
-unsafe fn q8_scale(row: *const i8, k: usize, c: usize) -> f32 {
-    // SAFETY: scales follow the row's whole blocks (caller); rows start at multiples of 16 bytes.
-    unsafe { *row.add(k.next_multiple_of(Q8_BLOCK)).cast::<f32>().add(c) }
-}
-
-#[inline(always)]
-unsafe fn prefetch_scales<S: Simd>(row: *const i8, k: usize) {
-    let scales = row.wrapping_add(k.next_multiple_of(Q8_BLOCK));
-    let mut line = 0;
-    while line < k.div_ceil(Q8_BLOCK * 16) {
-        // SAFETY: any address may be asked for.
-        unsafe { S::prefetch(scales.wrapping_add(64 * line).cast()) };
-        line += 1;
+unsafe fn prefetch_block<S: Simd>(row: *const i8, block: usize) {
+    let [bytes, scale] = q8_block_at(block);
+    // SAFETY: any address may be asked for.
+    unsafe {
+        if block.is_multiple_of(Q8_GROUP) {
+            S::prefetch(row.wrapping_add(scale).cast());
+        }
+        S::prefetch(row.wrapping_add(bytes).cast());
     }
 }
 

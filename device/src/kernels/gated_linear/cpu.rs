@@ -55,8 +55,6 @@ impl Gated<'_> {
         }
         assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
         let plan = Plan::new(self.rows, k);
-        let [packed, wide, sums] =
-            self.scratch.areas([plan.packed_floats, k, plan.block_rows * 2 * n]);
         let weights = Weights {
             base: [Weights::<D::Elem>::base_of(&self.gate), Weights::<D::Elem>::base_of(&self.up)],
             stride: [self.gate.stride(0), self.up.stride(0)],
@@ -64,23 +62,31 @@ impl Gated<'_> {
             paired: true,
             k,
         };
-        let gate_bias = self.gate_bias.is_present().then(|| Row::of(&self.gate_bias, [0], n));
-        let up_bias = self.up_bias.is_present().then(|| Row::of(&self.up_bias, [0], n));
+        let part = weights.part_rows(plan.block_rows);
+        let [packed, wide, sums] = self.scratch.areas([plan.packed_floats, k, plan.block_rows * 2 * part]);
         let mut first = 0;
         while first < self.rows {
             let cols = plan.block_rows.min(self.rows - first);
             // SAFETY: the areas are as large as the plan says; both boxes hold n rows of k (as do rows of `x`, or
             // `Row::of` panics); the level exists (caller).
             unsafe {
-                weights.prefetch::<S>();
+                weights.prefetch::<S, D>();
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
-                gemm::multiply::<S, D>(&weights, packed, cols, sums, 2 * n);
-                let mut m = 0;
-                while m < cols {
-                    let y = Row::of(&self.y, [first + m, 0], n);
-                    let sums = sums.add(m * 2 * n);
-                    S::call(Finish::<S> { sums, gate_bias, up_bias, activation: self.activation, y, set: PhantomData });
-                    m += 1;
+                let mut column = 0;
+                while column < n {
+                    let n = part.min(n - column);
+                    gemm::multiply::<S, D>(&weights.part(column, n), packed, cols, sums, 2 * n);
+                    let gate_bias = self.gate_bias.is_present().then(|| Row::of(&self.gate_bias, [column], n));
+                    let up_bias = self.up_bias.is_present().then(|| Row::of(&self.up_bias, [column], n));
+                    let activation = self.activation;
+                    let mut m = 0;
+                    while m < cols {
+                        let y = Row::of(&self.y, [first + m, column], n);
+                        let sums = sums.add(m * 2 * n);
+                        S::call(Finish::<S> { sums, gate_bias, up_bias, activation, y, set: PhantomData });
+                        m += 1;
+                    }
+                    column += n;
                 }
             }
             first += cols;

@@ -51,28 +51,33 @@ impl Linear<'_> {
             return;
         }
         let plan = Plan::new(self.rows, k);
-        let [packed, wide, sums] =
-            self.scratch.areas([plan.packed_floats, k, plan.block_rows * n]);
         let base = Weights::<D::Elem>::base_of(&self.w);
         let weights = Weights { base: [base; 2], stride: [self.w.stride(0); 2], rows: n, paired: false, k };
-        let bias = self.bias.is_present().then(|| Row::of(&self.bias, [0], n));
+        let part = weights.part_rows(plan.block_rows);
+        let [packed, wide, sums] = self.scratch.areas([plan.packed_floats, k, plan.block_rows * part]);
         let mut first = 0;
         while first < self.rows {
             let cols = plan.block_rows.min(self.rows - first);
             // SAFETY: the areas are as large as the plan says; the weights' box holds n rows of k (rows of `x` are of
             // that length, or `Row::of` panics); the level exists (caller).
             unsafe {
-                weights.prefetch::<S>();
+                weights.prefetch::<S, D>();
                 gemm::pack_rows::<S, D>(|m| Row::of(&self.x, [first + m, 0], k), cols, k, wide, packed);
-                gemm::multiply::<S, D>(&weights, packed, cols, sums, n);
-                let mut m = 0;
-                while m < cols {
-                    let y = Row::of(&self.y, [first + m, 0], n);
-                    let residual =
-                        self.residual.is_present().then(|| Row::of(&self.residual, [first + m, 0], n));
-                    let sums = sums.add(m * n);
-                    S::call(Finish::<S> { sums, bias, activation: self.activation, residual, y, set: PhantomData });
-                    m += 1;
+                let mut column = 0;
+                while column < n {
+                    let n = part.min(n - column);
+                    gemm::multiply::<S, D>(&weights.part(column, n), packed, cols, sums, n);
+                    let bias = self.bias.is_present().then(|| Row::of(&self.bias, [column], n));
+                    let mut m = 0;
+                    while m < cols {
+                        let y = Row::of(&self.y, [first + m, column], n);
+                        let residual =
+                            self.residual.is_present().then(|| Row::of(&self.residual, [first + m, column], n));
+                        let sums = sums.add(m * n);
+                        S::call(Finish::<S> { sums, bias, activation: self.activation, residual, y, set: PhantomData });
+                        m += 1;
+                    }
+                    column += n;
                 }
             }
             first += cols;

@@ -330,7 +330,7 @@ pub fn plan(
 }
 
 /// Plans the shared memory of the worker whose tasks are `list`; `name` says a task's operator for the error.
-fn plan_list(
+pub(crate) fn plan_list(
     list: &[u32],
     reads: &[Reads],
     machine: &Machine,
