@@ -385,9 +385,10 @@ fn explore(world: fn() -> World) {
         assert_eq!(count, ITERATIONS, "no trigger is lost or counted twice");
         if launcher != Launcher::Nobody {
             for made in &words.made {
-                // SAFETY: loom judges it.
                 made.with(|made| {
-                    assert_eq!(unsafe { *made }, ITERATIONS, "every task is launched and taken once a pass")
+                    // SAFETY: loom judges it.
+                    let made = unsafe { *made };
+                    assert_eq!(made, ITERATIONS, "every task is launched and taken once a pass");
                 });
             }
         }
