@@ -16,11 +16,16 @@ pub struct Params {
     pub eps: f32,
 }
 
-/// What row `r` of `x` is multiplied by.
+/// Row `r` of `x`, normalised if `weights` are present.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn scale(x: &crate::io::Tensor, r: usize, eps: f32) -> f32 {
-    let squares: f32 = (0..x.extent(1)).map(|c| x.get([r, c]) * x.get([r, c])).sum();
-    1.0 / (squares / x.extent(1) as f32 + eps).sqrt()
+pub(super) fn row(x: &crate::io::Tensor, r: usize, weights: &crate::io::Tensor, eps: f32) -> Vec<f32> {
+    let mut row: Vec<f32> = (0..x.extent(1)).map(|c| x.get([r, c])).collect();
+    if weights.is_present() {
+        let squares: f32 = row.iter().map(|x| x * x).sum();
+        let scale = 1.0 / (squares / row.len() as f32 + eps).sqrt();
+        row.iter_mut().enumerate().for_each(|(c, x)| *x = *x * scale * weights.get([c]));
+    }
+    row
 }
 
 impl MacroKernel for RmsNorm {
@@ -44,12 +49,8 @@ impl MacroKernel for RmsNorm {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, w, y] = core::array::from_fn(|i| call.tensor(i));
-        let hidden = x.extent(1);
         for r in 0..call.rows(0) {
-            let scale = scale(&x, r, p.eps);
-            for c in 0..hidden {
-                y.set([r, c], x.get([r, c]) * scale * w.get([c]));
-            }
+            row(&x, r, &w, p.eps).iter().enumerate().for_each(|(c, value)| y.set([r, c], *value));
         }
         Ok(())
     }

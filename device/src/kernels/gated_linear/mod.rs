@@ -76,23 +76,14 @@ impl MacroKernel for GatedLinear {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, gate, up, gate_bias, up_bias, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        let scale = |r: usize| match norm.is_present() {
-            true => super::rms_norm::scale(&x, r, p.eps),
-            false => 1.0,
-        };
-        let x_of = |r: usize, scale: f32, k: usize| match norm.is_present() {
-            true => x.get([r, k]) * scale * norm.get([k]),
-            false => x.get([r, k]),
-        };
-        let dot = |w: &crate::io::Tensor, bias: &crate::io::Tensor, r: usize, scale: f32, n: usize| {
-            let sum: f32 = (0..x.extent(1)).map(|k| x_of(r, scale, k) * w.get([n, k])).sum();
+        let dot = |x: &[f32], w: &crate::io::Tensor, bias: &crate::io::Tensor, n: usize| {
+            let sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
             if bias.is_present() { sum + bias.get([n]) } else { sum }
         };
         for r in 0..call.rows(0) {
-            let scale = scale(r);
+            let x = rms_norm::row(&x, r, &norm, p.eps);
             for n in 0..gate.extent(0) {
-                let opened = activation.apply(dot(&gate, &gate_bias, r, scale, n));
-                y.set([r, n], opened * dot(&up, &up_bias, r, scale, n));
+                y.set([r, n], activation.apply(dot(&x, &gate, &gate_bias, n)) * dot(&x, &up, &up_bias, n));
             }
         }
         Ok(())

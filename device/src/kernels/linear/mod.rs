@@ -106,21 +106,10 @@ impl MacroKernel for Linear {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, w, bias, residual, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        let scale = |r: usize| match norm.is_present() {
-            true => super::rms_norm::scale(&x, r, p.eps),
-            false => 1.0,
-        };
-        let x_of = |r: usize, scale: f32, k: usize| match norm.is_present() {
-            true => x.get([r, k]) * scale * norm.get([k]),
-            false => x.get([r, k]),
-        };
         for r in 0..call.rows(0) {
-            let scale = scale(r);
+            let x = rms_norm::row(&x, r, &norm, p.eps);
             for n in 0..w.extent(0) {
-                let mut sum = 0.0;
-                for k in 0..x.extent(1) {
-                    sum += x_of(r, scale, k) * w.get([n, k]);
-                }
+                let mut sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
                 if bias.is_present() {
                     sum += bias.get([n]);
                 }
