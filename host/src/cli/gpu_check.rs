@@ -8,11 +8,12 @@ use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::engine::{Resident, decoder_sources, sentence_sources};
 use perpetua::exec::RunError;
-use perpetua::graph::tensor::BufferKind;
+use perpetua::graph::kernel::Operator;
+use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
-use perpetua_device::kernels::{Spec, Use};
+use perpetua_device::kernels::{GatedLinear, Linear, Numbered, Spec, Use};
 use perpetua_shared::control::End;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::{DType, EventId, Operand, ProgramId};
@@ -418,8 +419,14 @@ impl Check<'_> {
         };
         for preset in ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"] {
             let (_dir, model) = self.synth_from(SynthSource::Preset(preset))?;
-            let all_rows: &[usize] = if self.args.simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };
-            for &rows in all_rows {
+            // Rows of the pass, and passes. With every tensor an output nothing is fused, so decoding, a row at a time,
+            // looks at those alone that stay when it is.
+            let mut cases =
+                if self.args.simulated { vec![(7, 1)] } else { [1, 2, 7, 16, 40, 100].map(|n| (n, 1)).to_vec() };
+            if preset != "tiny-bert" {
+                cases.push((1, if self.args.simulated { 3 } else { 120 }));
+            }
+            for (rows, passes) in cases {
                 let cache = Cache { dtype: DType::Bf16, context: 128, sequences: 1 };
                 let mut sources = match preset {
                     "tiny-bert" => sentence_sources(&model, &[rows])?,
@@ -434,15 +441,19 @@ impl Check<'_> {
                         let Some(tensor) = tensor.filter(|_| slot.usage != Use::Read) else { continue };
                         let written = &graph.table[tensor];
                         let kind = &graph.table.buffers[written.buffer.idx()].kind;
-                        if matches!(kind, BufferKind::Intermediate | BufferKind::State) {
+                        let is_seen = match passes {
+                            1 => matches!(kind, BufferKind::Intermediate | BufferKind::State),
+                            _ => stays_when_fused(&graph.table, &ops, op, tensor),
+                        };
+                        if is_seen {
                             let name = format!("check {} {}", op.name, slot.name);
                             graph.output(&name, tensor);
-                            names.push((name, op.name.clone(), spec.name));
+                            names.push((name, op.name.clone(), if passes == 1 { spec.name } else { "decoding" }));
                         }
                     }
                 }
                 let ids: Vec<u32> =
-                    (0..rows as u32).map(|i| (i * 7919 + 3) % model.config().vocab_size() as u32).collect();
+                    (0..(rows * passes) as u32).map(|i| (i * 7919 + 3) % model.config().vocab_size() as u32).collect();
                 let mut found = Vec::new();
                 for on_gpu in [false, true] {
                     let sources = sources.clone();
@@ -451,7 +462,14 @@ impl Check<'_> {
                         false => Resident::new(sources, &model, Device::Reference, None)?,
                     };
                     let at = |error| format!("{preset}, {rows} rows: {error}");
-                    resident.run_tokens(ProgramId(0), &ids).map_err(at)?;
+                    match passes {
+                        1 => resident.run_tokens(ProgramId(0), &ids).map_err(at)?,
+                        _ => {
+                            for n in 1..=ids.len() {
+                                resident.run_last(ProgramId(0), &ids[..n]).map_err(at)?;
+                            }
+                        }
+                    }
                     let values: Result<Vec<Vec<f32>>, EngineError> = names
                         .iter()
                         .map(|(name, ..)| {
@@ -795,4 +813,16 @@ fn ids(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<u32>, Box<
 fn floats(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
     let tensor = file.tensor(&format!("case{case}.{what}"))?;
     Ok(tensor.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+}
+
+/// Whether `op`, one of `ops`, is a product whose result `tensor` is what it wrote at the end of the pass, fused or not: nobody
+/// turns it in place.
+fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor: TensorId) -> bool {
+    let is_turned = |op: &Operator| {
+        let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
+        let mut slots = slots.iter().zip(&op.slots);
+        let same = |t: &Option<TensorId>| t.is_some_and(|t| table[t].buffer == table[tensor].buffer);
+        slots.any(|(slot, t)| slot.usage == Use::Update && same(t))
+    };
+    matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE) && !ops.iter().any(is_turned)
 }

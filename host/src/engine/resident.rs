@@ -305,6 +305,17 @@ impl Resident {
         self.finish().map(|_| ())
     }
 
+    /// Runs one pass of program `program` over the last of `tokens`; those before it have been run.
+    ///
+    /// # Errors
+    /// The first fault.
+    pub fn run_last(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
+        self.set_tokens(0, tokens);
+        let n = tokens.len() as u32;
+        self.start(one_pass(program, n.saturating_sub(1), n.min(1), n));
+        self.finish().map(|_| ())
+    }
+
     /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
     ///
     /// # Errors
