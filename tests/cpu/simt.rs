@@ -79,9 +79,8 @@ fn close(expected: &[f32], found: &[f32], what: &str) {
     }
 }
 
-#[test]
-fn every_number_of_workers_computes_what_the_cpu_does() {
-    let (_dir, model) = small();
+/// The logits of all of [`IDS`] on CPU threads.
+fn on_the_cpu(model: &Model) -> Vec<f32> {
     let config = EngineConfig {
         device: Device::Cpu,
         threads: Some(2),
@@ -90,7 +89,13 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
         chunks: vec![IDS.len()],
         ..EngineConfig::default()
     };
-    let expected = Engine::new(&model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
+    Engine::new(model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs")
+}
+
+#[test]
+fn every_number_of_workers_computes_what_the_cpu_does() {
+    let (_dir, model) = small();
+    let expected = on_the_cpu(&model);
     // Cut finely; and as for a GPU, where tasks whose users are all their own worker's have no event between them.
     let fine = [1, 4, 7].map(|workers| (workers, compiled(&model, workers, IDS.len())));
     let coarse = [3, 5].map(|workers| (workers, compiled_for(&model, Target::gpu(workers), IDS.len())));
@@ -170,15 +175,7 @@ fn attention_split_over_workers_computes_what_the_cpu_does() {
 }
 
 fn split_attention(model: &Model, splits: u32, merges: u32, target: Target) {
-    let config = EngineConfig {
-        device: Device::Cpu,
-        threads: Some(2),
-        all_logits: true,
-        max_context: Some(32),
-        chunks: vec![IDS.len()],
-        ..EngineConfig::default()
-    };
-    let expected = Engine::new(model, &config).expect("it compiles").logits(&IDS, |_| ()).expect("it runs");
+    let expected = on_the_cpu(model);
     let compiled = compiled_for(model, target, 1);
     let program = &compiled.programs[0];
     let of = |kernel: &str| {

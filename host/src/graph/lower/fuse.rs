@@ -63,10 +63,6 @@ fn is_overwritten(
     ops[range].iter().flatten().any(|op| of.iter().any(|t| writes(graph, op, *t)))
 }
 
-fn is_output(graph: &KernelGraph, tensor: TensorId) -> bool {
-    graph.outputs().iter().any(|(_, t)| graph.table[*t].buffer == graph.table[tensor].buffer)
-}
-
 /// Puts operator `at`, if it is a norm that can go, into its readers.
 fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     let Some(op) = ops[at].as_ref().filter(|op| op.kernel.task_type == RmsNorm::TASK_TYPE && op.cut.is_none()) else {
@@ -79,7 +75,7 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     if graph.table[x].shape[..] != graph.table[y].shape[..]
         || graph.table[x].shape[0] != 1
         || graph.table[x].shape[1] > MAX_NORMED as usize
-        || is_output(graph, y)
+        || is_output(graph, &graph.table, y)
     {
         return;
     }
@@ -144,7 +140,7 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         && (params.causal, params.splits) == (1, 1)
         && rows == 1
         && group * d <= decode_attention::MAX_QUERY as usize
-        && !is_output(graph, q)
+        && !is_output(graph, &graph.table, q)
         && !is_overwritten(graph, ops, at + 1..number, &[k, v]);
     // Nobody else may want the query turned.
     let others = ops.iter().enumerate().filter(|(other, _)| *other > number);

@@ -199,6 +199,11 @@ fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
         .unwrap_or(0)
 }
 
+/// Whether the buffer of `tensor`, of `table`, which begins with `graph`'s tensors, can be read back after a run.
+fn is_output(graph: &KernelGraph, table: &TensorTable, tensor: TensorId) -> bool {
+    graph.outputs().iter().any(|(_, t)| table[*t].buffer == table[tensor].buffer)
+}
+
 /// Whether `op`'s only axis cuts the columns of a weight, as a linear's does.
 fn is_matrix(op: &Operator, table: &TensorTable) -> bool {
     let [axis] = &op.axes[..] else { return false };

@@ -113,12 +113,13 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
         let writes = lowered.ops[number].accesses.iter().flatten().filter(|access| access.kind.writes());
         let [made] = writes.map(|access| access.tensor).collect::<Vec<_>>()[..] else { continue };
         let buffer = lowered.table[made].buffer;
-        let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == buffer);
-        if is_output || lowered.table.buffers[buffer.idx()].kind != BufferKind::Intermediate {
+        if is_output(graph, &lowered.table, made)
+            || lowered.table.buffers[buffer.idx()].kind != BufferKind::Intermediate
+        {
             continue;
         }
         let Some((readers, copies)) = only_products(&ops, lowered, number, made, &graph.table) else { continue };
-        let Some((replicas, seen)) = copy_out(lowered, made, &readers, copies) else { continue };
+        let Some(seen) = copy_out(lowered, made, &readers, copies) else { continue };
         let block = &mut lowered.ops[number];
         (block.grid, block.row_axis, block.rows) = ([copies, 1, 1], None, 0);
         for access in block.accesses.iter_mut().flatten() {
@@ -127,21 +128,15 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
                 (access.tensor, access.map) = (seen, COPY);
             }
         }
-        debug_assert_eq!(lowered.table[replicas].shape[0], copies as usize);
     }
 }
 
 /// A block has the copy whose number it has.
 const COPY: [Option<u8>; GRID_AXES] = [Some(0), None, None];
 
-/// A tensor of `copies` copies of `made`, of which each block of the `readers` reads its own from now on; and the same in
-/// `made`'s shape, copies in place of its one row.
-fn copy_out(
-    lowered: &mut ThreadBlockGraph,
-    made: TensorId,
-    readers: &[usize],
-    copies: u32,
-) -> Option<(TensorId, TensorId)> {
+/// Makes `copies` copies of `made`, of which each block of the `readers` reads its own from now on: a tensor of `made`'s shape,
+/// copies in place of its one row.
+fn copy_out(lowered: &mut ThreadBlockGraph, made: TensorId, readers: &[usize], copies: u32) -> Option<TensorId> {
     let tensor = &lowered.table[made];
     let (buffer, name, dtype) = (tensor.buffer, format!("{} copies", tensor.name), tensor.dtype);
     let mut shape = tensor.shape.clone();
@@ -162,7 +157,7 @@ fn copy_out(
             }
         }
     }
-    Some((replicas, seen))
+    Some(seen)
 }
 
 /// Splits of a head's positions at most: what a merge reads grows with them, what they save does not.
@@ -273,12 +268,11 @@ fn copy_merge(
     number: usize,
     y: TensorId,
 ) {
-    let is_output = graph.outputs().iter().any(|(_, t)| lowered.table[*t].buffer == lowered.table[y].buffer);
-    if is_output {
+    if is_output(graph, &lowered.table, y) {
         return;
     }
     let Some((readers, copies)) = only_products(ops, lowered, number, y, &graph.table) else { return };
-    let Some((_, seen)) = copy_out(lowered, y, &readers, copies) else { return };
+    let Some(seen) = copy_out(lowered, y, &readers, copies) else { return };
     let merge = &mut lowered.ops[number];
     merge.grid = [copies, 1, 1];
     for access in merge.accesses.iter_mut().flatten() {
