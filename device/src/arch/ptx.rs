@@ -251,9 +251,13 @@ pub(super) fn first_aligned() -> u32 {
     tile_address(0).next_multiple_of(super::warpgroup::ALIGN) - tile_address(0)
 }
 
-/// `$asm` with the 64 sums as operands 0 to 63.
+/// An instruction on a thread's sums, operands 0 to 31 or 63, which stand between `$before` and `$after`.
 macro_rules! with_sums {
-    ($sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+    (32 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+            23 24 25 26 27 28 29 30 31)
+    };
+    (64 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
         with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
             23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59
             60 61 62 63)
@@ -267,26 +271,48 @@ macro_rules! with_sums {
     };
 }
 
+/// The sums as an array of the length that they have.
+///
+/// # Safety
+/// `N == M`.
 #[inline(always)]
-pub(super) unsafe fn wgmma(sums: &mut [f32; 64], a: u64, b: u64) {
+unsafe fn of_length<const N: usize, const M: usize>(sums: &mut [f32; N]) -> &mut [f32; M] {
+    // SAFETY: the same type (caller).
+    unsafe { &mut *core::ptr::from_mut(sums).cast() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
     // SAFETY: the caller promises the matrices and the whole warpgroup. There is no intrinsic for it; a copy of this is
     // harmless where no branch parts the warp (caller).
     unsafe {
-        with_sums!(
-            sums,
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ",
-            ", {a}, {b}, 1, 1, 1, 0, 0;",
-            a = a,
-            b = b
-        );
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(sums);
+            with_sums!(
+                32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        } else {
+            let sums: &mut [f32; 64] = of_length(sums);
+            with_sums!(
+                64 sums, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        }
     }
 }
 
 #[inline(always)]
-pub(super) fn wgmma_taken(mut sums: [f32; 64]) -> [f32; 64] {
+pub(super) fn wgmma_taken<const N: usize>(mut sums: [f32; N]) -> [f32; N] {
     // Nothing moves from behind this, which depends on all of them, to before it, and this stays behind the wait.
     // SAFETY: does nothing.
-    unsafe { with_sums!(sums, "/* ", " */") };
+    unsafe {
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(&mut sums);
+            with_sums!(32 sums, "/* ", " */");
+        } else {
+            let sums: &mut [f32; 64] = of_length(&mut sums);
+            with_sums!(64 sums, "/* ", " */");
+        }
+    }
     sums
 }
 
