@@ -1,6 +1,7 @@
 //! `perpetua gpu-check`: one command that shows, on a machine with nothing but a driver, that the GPU computes what it
 //! should and how fast. A record per section, as JSON.
 
+use super::group::{self, Group};
 use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, write_whole};
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::fake::{Fake, Options as FakeOptions};
@@ -139,6 +140,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     std::fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
     let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
     if let (true, &[section]) = (args.alone, sections) {
+        group::follow();
         return Check { args, gpu, section, began: Instant::now() }.run();
     }
     drop(gpu);
@@ -170,7 +172,7 @@ fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn
     }
     command.args(args.torch_compile.then_some("--torch-compile")).args(args.simulated.then_some("--simulated"));
     let began = Instant::now();
-    let ended = within(limit, &mut command.spawn()?);
+    let ended = Group::spawn(&mut command)?.within(limit);
     let text = std::fs::read(&path).unwrap_or_default();
     let record: Option<Value> = serde_json::from_slice(&text).ok();
     if let Some(record) = record.as_ref().filter(|record| record["unfinished"].is_null()) {
@@ -458,7 +460,7 @@ impl Check<'_> {
                 for on_gpu in [false, true] {
                     let sources = sources.clone();
                     let mut resident = match on_gpu {
-                        true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), |_| {})?,
+                        true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), &[], |_| {})?,
                         false => Resident::new(sources, &model, Device::Reference, None)?,
                     };
                     let at = |error| format!("{preset}, {rows} rows: {error}");
