@@ -21,6 +21,8 @@ pub mod simt;
 #[cfg(not(target_arch = "nvptx64"))]
 use simt as backend;
 
+pub use backend::LaunchBlock;
+
 /// Lanes of a warp.
 pub(crate) const WARP: u32 = 32;
 
@@ -682,18 +684,6 @@ pub(crate) mod memory {
     pub(crate) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
         // SAFETY: the caller's promise.
         unsafe { backend::load_volatile(from) }
-    }
-
-    /// [`load`] of a word of four or eight bytes of global memory that nobody writes during the launch, every time it is asked
-    /// for: a register would be too dear for it, and L1 has it.
-    ///
-    /// # Safety
-    /// As [`load`].
-    #[inline(always)]
-    #[track_caller]
-    pub(crate) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-        // SAFETY: the caller's promise.
-        unsafe { backend::load_anew(from) }
     }
 
     /// [`store`], never left out.

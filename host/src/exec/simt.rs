@@ -9,6 +9,7 @@
 use super::RunError;
 use super::memory::Memory;
 use crate::image::Image;
+use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::kernels::TILED_ROWS;
 use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
@@ -206,7 +207,6 @@ impl Simt {
             n_trace: 0,
             n_slots: queue::slots(view.max_just_in_time()),
         };
-        constant("the launch block", bytemuck::bytes_of(&params));
         for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
             let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");
             let access = match kind {
@@ -244,7 +244,7 @@ impl Simt {
         };
         let launched = simt::launch(&options, allocations, || {
             // SAFETY: the launch block is as `LaunchParams` says, the image is checked, and the grid has its workers.
-            unsafe { perpetua_device::entry::worker(&raw const params) }
+            unsafe { entry::worker(LaunchBlock::new(&params)) }
         });
         // SAFETY: the launch is over; it wrote the record through its address.
         let fault = unsafe { (&raw const fault).read_volatile() };

@@ -20,7 +20,9 @@ pub use error::{SimtError, Wrong};
 pub use memory::{Access, Allocation};
 pub use world::{Options, Report, launch};
 
+use bytemuck::Pod;
 use memory::Touch;
+use perpetua_shared::launch::LaunchParams;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU32, Ordering};
 use world::{Purpose, World, demand, suspend, with};
@@ -446,10 +448,25 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
     unsafe { load(from) }
 }
 
-#[track_caller]
-pub(super) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-    // SAFETY: the caller's promise.
-    unsafe { load(from) }
+/// The launch block, which a simulated kernel, too, has by value: reading it is no access to memory.
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchBlock(*const LaunchParams);
+
+impl LaunchBlock {
+    /// Of a launch with `params`.
+    ///
+    /// # Safety
+    /// They outlive the launch, and nobody writes them meanwhile.
+    pub unsafe fn new(params: &LaunchParams) -> LaunchBlock {
+        LaunchBlock(params)
+    }
+
+    /// What `field` takes out of it, which lies `AT` bytes from its start.
+    #[inline(always)]
+    pub(crate) fn get<const AT: usize, T: Pod>(self, field: impl FnOnce(&LaunchParams) -> T) -> T {
+        // SAFETY: see `new`.
+        field(unsafe { &*self.0 })
+    }
 }
 
 #[track_caller]
