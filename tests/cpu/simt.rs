@@ -13,9 +13,9 @@ use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
-use perpetua_shared::WorkerId;
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
+use perpetua_shared::{TaskFlags, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 
@@ -485,4 +485,46 @@ fn broken_loads_are_named() {
     let without = whole.tasks.iter().position(|task| task.tiles == 0).expect("the embedding");
     says(&|parts| parts.tasks[without].tiles = 1, "takes none");
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
+}
+
+/// The rules of just-in-time tasks, each broken once.
+#[test]
+fn broken_launches_are_named() {
+    let (_dir, model) = small();
+    let sources = decoder_sources(&model, &[IDS.len()], Cache::bf16(32), Head::AllLogits).expect("a sound model");
+    let config = Config { just_in_time: vec!["attention".to_owned()], ..Config::new(Target::workers(3)) };
+    let compiled = compile(sources, &config).expect("it compiles");
+    let whole = Parts::of(&compiled.image);
+    // Of a program's lists the last is the schedulers'.
+    let end = whole.list_heads[4] as usize;
+    let first = whole.list_heads[3] as usize;
+    let launched: Vec<usize> = whole.lists[first..end].iter().map(|task| *task as usize).collect();
+    assert!(encode(&whole).is_ok() && launched.len() > 1);
+    let says = |change: &dyn Fn(&mut Parts), expected: &str| {
+        let mut parts = whole.clone();
+        change(&mut parts);
+        match encode(&parts) {
+            Err(ImageError::Rules(broken)) => {
+                assert!(broken[0].to_string().contains(expected), "{}, expected {expected}", broken[0]);
+            }
+            other => panic!("expected broken rules, found {other:?}"),
+        }
+    };
+    let (one, last) = (launched[0], whole.tasks.len() - 1);
+    let listed =
+        (0..last).find(|task| !launched.contains(task) && whole.tasks[*task].wait_count > 0).expect("a product");
+    says(&|parts| parts.tasks[one].wait_count = 0, "it would be launched by no event");
+    says(&|parts| parts.tasks[last].flags |= TaskFlags::JUST_IN_TIME, "it would be launched by no event");
+    says(&|parts| parts.lists.swap(first, first + 1), "its just-in-time tasks are not in program order");
+    let number = |n: usize| format!("{n} tasks say they are just-in-time, and its list of these is another");
+    says(&|parts| parts.tasks[one].flags ^= TaskFlags::JUST_IN_TIME, &number(launched.len() - 1));
+    says(&|parts| parts.tasks[listed].flags |= TaskFlags::JUST_IN_TIME, &number(launched.len() + 1));
+    let one_for_another = |parts: &mut Parts| {
+        [one, listed].into_iter().for_each(|task| parts.tasks[task].flags ^= TaskFlags::JUST_IN_TIME);
+    };
+    says(&one_for_another, &number(launched.len()));
+    says(&|parts| parts.lists[first] = parts.lists[first + 1], "stands in the lists twice");
+    // It waits on what it triggers itself.
+    let own = whole.triggers[whole.tasks[one].trigger_first as usize];
+    says(&|parts| parts.waits[parts.tasks[one].wait_first as usize] = own, &format!("the scheduler at t{one}"));
 }

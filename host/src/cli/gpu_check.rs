@@ -115,7 +115,8 @@ impl Section {
     fn limit(self, args: &Args) -> Duration {
         let compile = if args.torch_compile { 300 } else { 0 };
         Duration::from_secs(match self {
-            Section::Facts | Section::Ceiling | Section::Latency => 30,
+            // Half a minute of it for the driver's compiler, where it does not take the cubin and keeps no cache.
+            Section::Facts | Section::Ceiling | Section::Latency => 60,
             Section::Kernels | Section::Fixtures | Section::Drills | Section::Long => 90,
             Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
             Section::BenchLarge => 300 + compile,
@@ -355,7 +356,7 @@ impl Check<'_> {
             .arg("--format=csv,noheader")
             .output();
         let smi = smi.ok().filter(|output| output.status.success());
-        Ok(json!({
+        let mut facts = json!({
             "name": info.name,
             "compute_capability": format!("{}.{}", info.compute_capability.0, info.compute_capability.1),
             "sms": info.n_sms,
@@ -364,7 +365,13 @@ impl Check<'_> {
             "memory_free": bytes(free),
             "memory_total": bytes(total),
             "nvidia_smi": smi.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()),
-        }))
+        });
+        self.keep(facts.clone())?;
+        // The first load: the driver's compiler, if it comes to that, has it in its cache for the other sections.
+        let began = Instant::now();
+        drop(Prober::new(self.gpu.clone(), 1 << 20)?);
+        facts["gpu_code_loaded_in_s"] = json!(began.elapsed().as_secs_f64());
+        Ok(facts)
     }
 
     fn prober(&self) -> Result<Prober, GpuError> {
