@@ -2,14 +2,15 @@
 //!
 //! ```text
 //! tiles     [ x: 128 rows x 64 | w: 128 rows x 64 ] 32 KiB a stage, six stages, each swizzled as the tensor cores want it
-//! warps     all: copy the stage four steps ahead, sixteen bytes a time, zero where there is nothing
-//!           0 to 3, a warpgroup: 2 x (64 x 128) sums in registers, four products of 16 columns a step and half
+//! warps     0 to 3, a warpgroup: 2 x (64 x 128) sums in registers, four products of 16 columns a step and half
+//!           the others: copy the stage four steps ahead, sixteen bytes a time, zero where there is nothing
 //! ```
 //! With 64 rows of x or fewer the second half is left out; with 64 rows of the weights or fewer sums are 64 x 64.
 //!
-//! A step, of all warps: wait for this step's own copies, fence them for the tensor cores, meet; begin the copies of four steps
-//! on; the warpgroup begins its products and waits for those of the step before. So whoever has met in step i knows that the
-//! products of step i - 2 are done, whose stage the copies of step i take.
+//! A step: who copies waits for this step's own copies and fences them for the tensor cores; all meet; the copies of four steps on
+//! begin; the warpgroup begins its products and waits for those of the step before. So whoever has met in step i knows that
+//! the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply copy nothing: beside 128 sums they
+//! have no registers for it.
 //!
 //! Of two matrices (gate and up) half of w's rows are the one's, half the other's.
 //!
@@ -62,7 +63,7 @@ const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
-    if rows <= WIDE_ROWS || !is_free || block.warps() < MULTIPLYING {
+    if rows <= WIDE_ROWS || !is_free || block.warps() <= MULTIPLYING {
         return false;
     }
     // SAFETY: the operands are matrices (caller).
@@ -140,16 +141,12 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
     // Sums are kept where stages were once all warps have met after their last product.
     unsafe {
         let steps = call.tensor(1).extent(1).div_ceil(STEP);
-        let mut ahead = 0;
-        while ahead < AHEAD {
-            fetch::<N, M, S>(call, block, place, ahead, steps);
-            ahead += 1;
-        }
         let mut step = 0;
         if block.warp() < MULTIPLYING {
             let mut sums: [Sums<S>; M] = core::array::from_fn(|_| Sums::zero());
             while step < steps {
-                let stage = advance::<N, M, S>(call, block, place, step, steps);
+                block.sync();
+                let stage = stage_of(step);
                 let (a, b) = (Matrix::at(stage), Matrix::at(stage + W));
                 let second = Matrix::at(stage + warpgroup::M * warpgroup::ROW);
                 warpgroup::begin();
@@ -163,13 +160,19 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
                 warpgroup::wait::<1>();
                 step += 1;
             }
-            copy::wait::<0>();
             let sums = sums.map(|sums| sums.take());
             block.sync();
             keep(block, sums);
         } else {
-            while step < steps {
-                advance::<N, M, S>(call, block, place, step, steps);
+            while step < AHEAD {
+                fetch::<N, M, S>(call, block, place, step, steps);
+                step += 1;
+            }
+            while step < AHEAD + steps {
+                copy::wait::<{ AHEAD - 1 }>();
+                copy::fence_tiles();
+                block.sync();
+                fetch::<N, M, S>(call, block, place, step, steps);
                 step += 1;
             }
             copy::wait::<0>();
@@ -179,32 +182,13 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
     }
 }
 
-/// Waits for step `step`'s stage, whose place it returns, and begins the copies of the one that takes the place of the last but one.
-#[inline(always)]
-unsafe fn advance<const N: usize, const M: usize, const S: usize>(
-    call: &Call<'_>,
-    block: &Block,
-    place: &Place,
-    step: u32,
-    steps: u32,
-) -> u32 {
-    copy::wait::<{ AHEAD - 1 }>();
-    copy::fence_tiles();
-    // SAFETY: all warps come here as often: see `part`.
-    unsafe {
-        block.sync();
-        fetch::<N, M, S>(call, block, place, step + AHEAD, steps);
-    }
-    stage_of(step)
-}
-
 /// Where step `step`'s stage begins.
 #[inline(always)]
 fn stage_of(step: u32) -> u32 {
     warpgroup::first() + step % STAGES * STAGE
 }
 
-/// Begins this thread's copies of step `step`, a group, with nothing in it from `steps` on.
+/// Begins the copies of step `step` that are this thread's, of a warp that does not multiply: a group, with nothing in it from `steps` on.
 #[inline(always)]
 unsafe fn fetch<const N: usize, const M: usize, const S: usize>(
     call: &Call<'_>,
@@ -218,27 +202,28 @@ unsafe fn fetch<const N: usize, const M: usize, const S: usize>(
         if step < steps {
             let (stage, k0) = (stage_of(step), step * STEP);
             let x = call.tensor(0);
-            let mut unit = block.thread;
+            let (first, threads) = (block.thread - warpgroup::THREADS, block.threads - warpgroup::THREADS);
+            let mut unit = first;
             while unit < M as u32 * warpgroup::M * 8 {
                 let (row, chunk) = (unit / 8, unit % 8);
                 let (r, k) = (at.m0 + row, k0 + 8 * chunk);
                 let is_there = row < at.rows && k < x.extent(1);
                 let from = x.address(if is_there { [r, k] } else { [0, 0] });
                 copy::sixteen(stage + place(row, chunk), from, is_there);
-                unit += block.threads;
+                unit += threads;
             }
             let per = (2 * S / N) as u32;
             let mut which = 0;
             while which < N as u32 {
                 let w = call.tensor(1 + which as usize);
-                let mut unit = block.thread;
+                let mut unit = first;
                 while unit < per * 8 {
                     let (row, chunk) = (unit / 8, unit % 8);
                     let (n, k) = (at.n0 + row, k0 + 8 * chunk);
                     let is_there = row < at.columns && k < w.extent(1);
                     let from = w.address(if is_there { [n, k] } else { [0, 0] });
                     copy::sixteen(stage + W + place(which * per + row, chunk), from, is_there);
-                    unit += block.threads;
+                    unit += threads;
                 }
                 which += 1;
             }

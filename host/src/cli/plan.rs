@@ -6,12 +6,14 @@ use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
+use perpetua::graph::tensor::BufferKind;
 use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
+use perpetua_device::kernels::TILED_ROWS;
 use perpetua_shared::DType;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -112,14 +114,20 @@ struct Planned {
     took: Duration,
     across: Prediction,
     within: Prediction,
+    /// Of a pass of more rows than tiles are for: seconds it takes at least, by reading its weights once and by its flops.
+    many_rows: Option<[f64; 2]>,
 }
 
 impl Planned {
     fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
         let machine = Machine::of(target);
         let start = Instant::now();
-        // Where workers have no loaders, as if they had.
-        let reads = prefetch::reads(&program.blocks, &program.tasks, &program.costs);
+        // Where workers have no loaders, as if they had; where they have some, but nothing to do, bodies read for themselves.
+        let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > TILED_ROWS);
+        let reads = match is_long {
+            true => vec![prefetch::Reads::default(); program.tasks.tasks.len()],
+            false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),
+        };
         let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
         let took = start.elapsed();
         if check && let Err(broken) = prefetch::check(&plan, &program.lists, &reads) {
@@ -132,7 +140,13 @@ impl Planned {
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
-        Ok(Planned { machine, plan, took, across, within })
+        let n_workers = f64::from(target.n_workers);
+        let weights = program.blocks.table.buffers.iter().filter(|buffer| buffer.kind == BufferKind::Weight);
+        let bytes: u64 = weights.map(|buffer| buffer.bytes).sum();
+        let flops: u64 = program.costs.iter().map(|cost| cost.flops).sum();
+        let floors =
+            [bytes as f64 / (machine.bytes_per_s * n_workers), flops as f64 / (machine.flops_per_s * n_workers)];
+        Ok(Planned { machine, plan, took, across, within, many_rows: is_long.then_some(floors) })
     }
 }
 
@@ -173,7 +187,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
 }
 
 fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) {
-    let Planned { plan, across, within, machine, took } = planned;
+    let Planned { plan, across, within, machine, took, many_rows } = planned;
     let stats = &program.tasks.stats;
     let row = |what: &str, text: String| println!("{what:16} {text}");
     row("program", format!("{} for {}", program.name, args.target.name));
@@ -195,19 +209,12 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
         ),
     );
     row("image", bytes(compiled.image.bytes().len() as u64));
-    row(
-        "shared memory",
-        format!(
-            "{} copies of {}, at most {} of {} a worker, planned in {:.2} ms",
-            plan.n_data(),
-            bytes(plan.bytes()),
-            bytes(plan.peak_bytes()),
-            bytes(plan.capacity_bytes),
-            took.as_secs_f64() * 1e3
-        ),
-    );
+    if many_rows.is_none() {
+        let copied = format!("{} copies of {}", plan.n_data(), bytes(plan.bytes()));
+        let most = format!("at most {} of {} a worker", bytes(plan.peak_bytes()), bytes(plan.capacity_bytes));
+        row("shared memory", format!("{copied}, {most}, planned in {:.2} ms", took.as_secs_f64() * 1e3));
+    }
     let us = |s: f64| format!("{:.1} us", s * 1e6);
-    row("predicted step", format!("{} for {} (floor {})", us(across.step_s), bytes(across.bytes), us(across.floor_s)));
     let share = |s: f64, of: &Prediction| 100.0 * s / of.step_s.max(f64::MIN_POSITIVE);
     let bus = |of: &Prediction| {
         format!(
@@ -218,7 +225,17 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
             share(of.loader.tail_s, of)
         )
     };
-    row("memory bus", bus(across));
+    match many_rows {
+        None => {
+            let floor = us(across.floor_s);
+            row("predicted step", format!("{} for {} (floor {floor})", us(across.step_s), bytes(across.bytes)));
+            row("memory bus", bus(across));
+        }
+        Some([read_s, multiply_s]) => {
+            let floors = format!("floor {} by weights, {} by flops", us(*read_s), us(*multiply_s));
+            row("predicted step", format!("{} with all operands from the L2 cache ({floors})", us(across.step_s)));
+        }
+    }
     row(
         "consumers",
         format!(
@@ -229,7 +246,9 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
             share(across.consumer.tail_s, across)
         ),
     );
-    row("no prefetch", format!("across operators: {}; {}", us(within.step_s), bus(within)));
+    if many_rows.is_none() {
+        row("no prefetch", format!("across operators: {}; {}", us(within.step_s), bus(within)));
+    }
     row(
         "assumed",
         format!(

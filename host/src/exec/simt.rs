@@ -25,7 +25,7 @@ pub struct Options {
     /// Seed of the schedule; each run takes the next one.
     pub seed: u64,
     /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top. `None`: two warps, the
-    /// fewest that can race with each other, or, if the run begins with a pass of more rows than tiles are for, a warpgroup.
+    /// fewest that can race with each other, or, if the run begins with a pass of more rows than tiles are for, a warpgroup and a warp.
     pub block_threads: Option<u32>,
     /// Whether loaders bring weights into shared memory.
     pub tiles: bool,
@@ -236,7 +236,7 @@ impl Simt {
         }
         // SAFETY: the control block is aligned and nobody else touches it between launches.
         let is_long = unsafe { (*self.memory.control_base()).step.rows } > TILED_ROWS;
-        let block_threads = self.options.block_threads.unwrap_or(if is_long { 128 } else { 64 });
+        let block_threads = self.options.block_threads.unwrap_or(if is_long { 160 } else { 64 });
         let options = simt::Options {
             service_warps: 1,
             tile_bytes: TILE_BYTES,
