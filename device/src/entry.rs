@@ -334,7 +334,8 @@ pub unsafe fn worker(params: LaunchBlock) {
             return;
         }
     }
-    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let mut body =
+        BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -377,7 +378,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
         return;
     }
     thread::at_task(id);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), false), traced: Cell::new(0) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
     let outcome = unsafe { run_gpu(&body.call(task, &step), &block) };
     match outcome {
@@ -401,7 +402,7 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
     let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
     body.tiles.begin_task(body.task_tiles(task));
     let call = body.call(task, &step);

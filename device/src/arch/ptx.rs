@@ -31,6 +31,12 @@ unsafe extern "unadjusted" {
     fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
     fn nvvm_shfl_idx(members: i32, value: i32, lane: i32, clamp: i32) -> i32;
+    #[link_name = "llvm.nvvm.wgmma.fence.sync.aligned"]
+    fn nvvm_wgmma_fence();
+    #[link_name = "llvm.nvvm.wgmma.commit_group.sync.aligned"]
+    fn nvvm_wgmma_commit();
+    #[link_name = "llvm.nvvm.wgmma.wait_group.sync.aligned"]
+    fn nvvm_wgmma_wait(left: i64);
     #[link_name = "llvm.fma.f32"]
     fn llvm_fma(a: f32, b: f32, c: f32) -> f32;
     #[link_name = "llvm.fma.f64"]
@@ -180,7 +186,7 @@ pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
 }
 
 #[inline(always)]
-fn tile_address(at: u32) -> u32 {
+pub(super) fn tile_address(at: u32) -> u32 {
     let base: u32;
     // SAFETY: takes an address.
     unsafe { asm!("mov.u32 {}, perpetua_tiles;", out(reg32) base, options(pure, nomem, nostack)) };
@@ -211,6 +217,123 @@ pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
 pub(super) fn fence_proxy_async() {
     // SAFETY: orders memory accesses and does nothing else.
     unsafe { asm!("fence.proxy.async.global;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn fence_tiles() {
+    // SAFETY: orders memory accesses and does nothing else.
+    unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
+    // SAFETY: the caller's promises; of no bytes none is read.
+    unsafe {
+        asm!(
+            "cp.async.cg.shared.global [{}], [{}], 16, {};",
+            in(reg32) tile_address(to), in(reg64) from, in(reg32) if is_there { 16 } else { 0 }, options(nostack)
+        );
+    }
+}
+
+#[inline(always)]
+pub(super) fn copy_commit() {
+    // SAFETY: touches no memory.
+    unsafe { asm!("cp.async.commit_group;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn copy_wait<const LEFT: u32>() {
+    // SAFETY: waits.
+    unsafe { asm!("cp.async.wait_group {};", const LEFT, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn first_aligned() -> u32 {
+    tile_address(0).next_multiple_of(super::warpgroup::ALIGN) - tile_address(0)
+}
+
+/// An instruction on a thread's sums, operands 0 to 31 or 63, which stand between `$before` and `$after`.
+macro_rules! with_sums {
+    (32 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+            23 24 25 26 27 28 29 30 31)
+    };
+    (64 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+            23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59
+            60 61 62 63)
+    };
+    (@ $sums:ident, $before:literal, $after:literal, [$($operand:ident = $value:expr),*]; $($at:literal)*) => {
+        asm!(
+            concat!($before, "{{{0}" $(, ", {", $at, "}")*, "}}", $after),
+            inout(reg32) $sums[0], $(inout(reg32) $sums[$at],)* $($operand = in(reg64) $value,)*
+            options(nostack)
+        )
+    };
+}
+
+/// The sums as an array of the length that they have.
+///
+/// # Safety
+/// `N == M`.
+#[inline(always)]
+unsafe fn of_length<const N: usize, const M: usize>(sums: &mut [f32; N]) -> &mut [f32; M] {
+    // SAFETY: the same type (caller).
+    unsafe { &mut *core::ptr::from_mut(sums).cast() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
+    // SAFETY: the caller promises the matrices and the whole warpgroup. There is no intrinsic for it; a copy of this is
+    // harmless where no branch parts the warp (caller).
+    unsafe {
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(sums);
+            with_sums!(
+                32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        } else {
+            let sums: &mut [f32; 64] = of_length(sums);
+            with_sums!(
+                64 sums, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn wgmma_taken<const N: usize>(mut sums: [f32; N]) -> [f32; N] {
+    // Nothing moves from behind this, which depends on all of them, to before it, and this stays behind the wait.
+    // SAFETY: does nothing.
+    unsafe {
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(&mut sums);
+            with_sums!(32 sums, "/* ", " */");
+        } else {
+            let sums: &mut [f32; 64] = of_length(&mut sums);
+            with_sums!(64 sums, "/* ", " */");
+        }
+    }
+    sums
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma_fence() {
+    // SAFETY: the caller promises that the whole warpgroup is here.
+    unsafe { nvvm_wgmma_fence() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma_commit() {
+    // SAFETY: the caller promises that the whole warpgroup is here.
+    unsafe { nvvm_wgmma_commit() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
+    // SAFETY: the caller promises that the whole warpgroup is here.
+    unsafe { nvvm_wgmma_wait(const { LEFT as i64 }) }
 }
 
 #[inline(always)]
@@ -256,12 +379,24 @@ unsafe fn load16_at(at: u32) -> [u32; 4] {
 
 #[inline(always)]
 pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
-    let [a, b, c, d] = value;
     // SAFETY: the caller's promise.
+    unsafe { store16_at(shared_address(at), value) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn tile_store16(at: u32, value: [u32; 4]) {
+    // SAFETY: the caller's promise.
+    unsafe { store16_at(tile_address(at), value) }
+}
+
+#[inline(always)]
+unsafe fn store16_at(at: u32, value: [u32; 4]) {
+    let [a, b, c, d] = value;
+    // SAFETY: the caller promises sixteen aligned bytes of shared memory.
     unsafe {
         asm!(
             "st.shared.v4.u32 [{}], {{{}, {}, {}, {}}};",
-            in(reg32) shared_address(at), in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+            in(reg32) at, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
         );
     }
 }
