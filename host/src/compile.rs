@@ -270,7 +270,8 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         Cut::PerWorker => {
             let bytes = |task: usize| reads.get(task).map_or(costs[task].bytes_read, prefetch::Reads::bytes);
             let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
-            assign::balance(&blocks, &tasks, &weight, config.target.n_workers)
+            let ahead = Machine::of(&config.target).capacity_bytes();
+            assign::balance(&blocks, &tasks, &weight, config.target.n_workers, ahead)
         }
     };
     clock.lap("workers");

@@ -6,6 +6,7 @@ use perpetua::graph::task::{
 };
 use perpetua::graph::tensor::{BufferId, BufferKind, DTensor, OpId, TensorId, TensorTable};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
+use perpetua::schedule::assign::balance;
 use perpetua_shared::DType;
 use proptest::prelude::*;
 
@@ -621,6 +622,23 @@ fn just_in_time_tasks_stand_in_no_list_and_need_an_event() {
     let tasks = lower(&graph, &config).unwrap();
     let broken = check(&graph, &tasks, None).unwrap_err();
     assert!(matches!(broken[0], Violation::NeverLaunched { task: 0, .. }), "{broken:?}");
+}
+
+/// Workers 0 and 1 have a large block each, and worker 2 none: of what comes next, three operators of one block each, it takes as
+/// much more than the others as it can have taken in before.
+#[test]
+fn who_had_nothing_to_do_does_not_keep_the_others_waiting() {
+    let mut table = TensorTable::default();
+    let x = table.add("x", &[2], DType::F32, BufferKind::Intermediate).unwrap();
+    let next = |name| op(name, [1, 1, 1], vec![cut(x, Read, [-1, -1, -1])]);
+    let ops = vec![op("large", [2, 1, 1], vec![cut(x, Write, [0, -1, -1])]), next("q"), next("k"), next("v")];
+    let graph = ThreadBlockGraph { table, ops };
+    let tasks = lower(&graph, &Config::default()).unwrap();
+    let cost = [1000, 1000, 100, 100, 100];
+    let lists = |ahead| balance(&graph, &tasks, &cost, 3, ahead).lists;
+    assert_eq!(lists(u64::MAX), [vec![0], vec![1], vec![2, 3, 4]]);
+    assert_eq!(lists(150), [vec![0, 4], vec![1], vec![2, 3]]);
+    assert_eq!(lists(50), [vec![0, 3], vec![1, 4], vec![2]]);
 }
 
 #[test]

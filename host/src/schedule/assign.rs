@@ -79,7 +79,10 @@ fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
 /// Gives the tasks of `graph` to `n_workers` workers so that all have cost as even as can be after every operator, not
 /// only at the end: the costliest block goes to the worker with the least so far. Blocks that read what a block of the
 /// same number wrote follow it, and are part of its cost. Lists are in program order, as those of [`assign`].
-pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
+///
+/// Who has had less than another by more than `ahead`, what a worker can take in before its turn, had nothing to do meanwhile and
+/// cannot make up for that: given more than its part of what comes next, it would keep the others waiting.
+pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32, ahead: u64) -> WorkerLists {
     let leaders = leaders(blocks, graph);
     let mut group_cost: Vec<Vec<u64>> = vec![Vec::new(); leaders.len()];
     for (op, leader) in leaders.iter().enumerate() {
@@ -90,7 +93,7 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
     let mut lists = vec![Vec::new(); n_workers as usize];
     let mut load: BinaryHeap<Reverse<(u64, u32)>> = (0..n_workers).map(|worker| Reverse((0, worker))).collect();
     let mut places: Vec<Vec<u32>> = vec![Vec::new(); leaders.len()];
-    let mut order = Vec::new();
+    let (mut order, mut most) = (Vec::new(), 0u64);
     for (op, &leader) in leaders.iter().enumerate().filter(|(op, _)| !is_launched(graph, *op)) {
         let n = graph.tasks_of(op).len();
         if leader == op {
@@ -98,12 +101,15 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
             order.extend(0..n);
             order.sort_by_key(|block| Reverse(group_cost[op][*block]));
             places[op].resize(n, 0);
+            let least = most.saturating_sub(ahead);
             // No worker gets a second block before each has one.
             for round in order.chunks(n_workers as usize) {
-                let taken: Vec<_> = round.iter().filter_map(|block| load.pop().map(|least| (*block, least))).collect();
+                let taken: Vec<_> = round.iter().filter_map(|block| load.pop().map(|next| (*block, next))).collect();
                 for (block, Reverse((sum, worker))) in taken {
                     places[op][block] = worker;
-                    load.push(Reverse((sum + group_cost[op][block], worker)));
+                    let sum = sum.max(least) + group_cost[op][block];
+                    most = most.max(sum);
+                    load.push(Reverse((sum, worker)));
                 }
             }
         }
