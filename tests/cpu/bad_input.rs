@@ -186,6 +186,23 @@ fn the_library_refuses_what_the_program_refuses() {
     );
 }
 
+/// Without a tokenizer there are ids; with one that cannot be used, an error, not empty texts.
+#[test]
+fn a_broken_tokenizer_is_no_missing_one() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen2", temp.path());
+    let generate = || -> Result<usize, EngineError> {
+        let config = EngineConfig { device: Device::Cpu, max_context: Some(8), ..EngineConfig::default() };
+        let mut engine = Engine::new(&Model::load(&dir)?, &config)?;
+        let options = GenerateOptions { max_new_tokens: 2, stop_tokens: Some(vec![]), ..GenerateOptions::default() };
+        engine.generate(&[1, 2], &options)?.try_fold(0, |n, token| token.map(|_| n + 1))
+    };
+    std::fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    assert!(generate().unwrap_err().to_string().contains("tokenizer.json"));
+    std::fs::remove_file(dir.join("tokenizer.json")).unwrap();
+    assert_eq!(generate().unwrap(), 2);
+}
+
 #[test]
 fn batches_that_cannot_be_are_refused() {
     let model = fixture("tiny-qwen3").to_string_lossy().into_owned();
