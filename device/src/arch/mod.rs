@@ -21,6 +21,8 @@ pub mod simt;
 #[cfg(not(target_arch = "nvptx64"))]
 use simt as backend;
 
+pub use backend::LaunchBlock;
+
 /// Lanes of a warp.
 pub(crate) const WARP: u32 = 32;
 
@@ -465,9 +467,8 @@ pub(crate) mod warpgroup {
     pub(crate) const ROW: u32 = 128;
     pub(crate) const ALIGN: u32 = 1024;
 
-    /// Rows of a, and of b, in one product.
+    /// Rows of a in one product. Of b there are twice as many as [`Sums`] a thread has: 64 or 128.
     pub(crate) const M: u32 = 64;
-    pub(crate) const N: u32 = 128;
 
     /// The first tile byte at which a matrix may start.
     #[inline(always)]
@@ -501,25 +502,20 @@ pub(crate) mod warpgroup {
         }
     }
 
-    /// Sums of products, 64 x 128 a warpgroup, nobody's but the tensor cores' until they are taken.
+    /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken. `N` is 32 or
+    /// 64.
     #[derive(Debug)]
-    pub(crate) struct Sums([f32; 64]);
+    pub(crate) struct Sums<const N: usize>([f32; N]);
 
-    impl Sums {
+    impl<const N: usize> Sums<N> {
         /// All zero.
         #[inline(always)]
-        pub(crate) fn zero() -> Sums {
-            // Written out: a loop that fills them would have them in memory.
-            macro_rules! zeros {
-                ($($at:literal)*) => { [$({ let _ = $at; 0.0 }),*] };
-            }
-            Sums(
-                zeros!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36 37
-                38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59 60 61 62 63),
-            )
+        pub(crate) fn zero() -> Sums<N> {
+            const { assert!(N == 32 || N == 64) };
+            Sums([0.0; N])
         }
 
-        /// Adds, in time, a . b^T over sixteen columns of both: 64 rows of `a`, 128 of `b`.
+        /// Adds, in time, a . b^T over sixteen columns of both: 64 rows of `a`, `2 N` of `b`.
         ///
         /// # Safety
         /// Every thread of the warpgroup makes this same call, between [`begin`] and [`commit`]; the matrices are there: written by
@@ -539,7 +535,7 @@ pub(crate) mod warpgroup {
         /// As [`commit`]; nothing is uncommitted.
         #[inline(always)]
         #[track_caller]
-        pub(crate) unsafe fn take(self) -> [f32; 64] {
+        pub(crate) unsafe fn take(self) -> [f32; N] {
             // SAFETY: the caller's promise.
             unsafe { backend::wgmma_wait::<0>() }
             backend::wgmma_taken(self.0)
@@ -688,18 +684,6 @@ pub(crate) mod memory {
     pub(crate) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
         // SAFETY: the caller's promise.
         unsafe { backend::load_volatile(from) }
-    }
-
-    /// [`load`] of a word of four or eight bytes of global memory that nobody writes during the launch, every time it is asked
-    /// for: a register would be too dear for it, and L1 has it.
-    ///
-    /// # Safety
-    /// As [`load`].
-    #[inline(always)]
-    #[track_caller]
-    pub(crate) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-        // SAFETY: the caller's promise.
-        unsafe { backend::load_anew(from) }
     }
 
     /// [`store`], never left out.

@@ -20,7 +20,9 @@ pub use error::{SimtError, Wrong};
 pub use memory::{Access, Allocation};
 pub use world::{Options, Report, launch};
 
+use bytemuck::Pod;
 use memory::Touch;
+use perpetua_shared::launch::LaunchParams;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU32, Ordering};
 use world::{Purpose, World, demand, suspend, with};
@@ -214,8 +216,8 @@ fn place(matrix: u64, row: u32, column: u32) -> Option<u32> {
     (swizzle == 1 && offset == 0).then(|| address.checked_sub(TILES)).flatten()
 }
 
-/// The lane's part of a 64 x 128 product of sixteen columns, k in ascending order, which the chip does not promise.
-fn multiply_group(sums: &mut [f32; 64], a: u64, b: u64) {
+/// The lane's part of a 64 x `2 N` product of sixteen columns, k in ascending order, which the chip does not promise.
+fn multiply_group<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
     let row = |matrix: u64, row: u32| -> [f32; 16] {
         let half = |half: u32| with(|world| world.sixteen(place(matrix, row, 8 * half).expect("judged")));
         let halves = [half(0), half(1)];
@@ -224,7 +226,7 @@ fn multiply_group(sums: &mut [f32; 64], a: u64, b: u64) {
     let (thread, lane) = (thread_idx() % super::warpgroup::THREADS, thread_idx() % 32);
     let first = thread / 32 * 16 + lane / 4;
     let of_a = [row(a, first), row(a, first + 8)];
-    for group in 0..super::warpgroup::N / 8 {
+    for group in 0..N as u32 / 4 {
         let of_b = [0, 1].map(|i| row(b, 8 * group + lane % 4 * 2 + i));
         for i in 0..4 {
             let sum = &mut sums[4 * group as usize + i];
@@ -234,9 +236,9 @@ fn multiply_group(sums: &mut [f32; 64], a: u64, b: u64) {
 }
 
 #[track_caller]
-pub(super) unsafe fn wgmma(sums: &mut [f32; 64], a: u64, b: u64) {
+pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
     let at = Location::caller();
-    if !demand(with(|world| world.product([a, b], at))) {
+    if !demand(with(|world| world.product([a, b], 2 * N as u32, at))) {
         suspend();
     }
     multiply_group(sums, a, b);
@@ -265,7 +267,7 @@ pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
     products(Purpose::ProductsWait, LEFT);
 }
 
-pub(super) fn wgmma_taken(sums: [f32; 64]) -> [f32; 64] {
+pub(super) fn wgmma_taken<const N: usize>(sums: [f32; N]) -> [f32; N] {
     sums
 }
 
@@ -446,10 +448,25 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
     unsafe { load(from) }
 }
 
-#[track_caller]
-pub(super) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-    // SAFETY: the caller's promise.
-    unsafe { load(from) }
+/// The launch block, which a simulated kernel, too, has by value: reading it is no access to memory.
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchBlock(*const LaunchParams);
+
+impl LaunchBlock {
+    /// Of a launch with `params`.
+    ///
+    /// # Safety
+    /// They outlive the launch, and nobody writes them meanwhile.
+    pub unsafe fn new(params: &LaunchParams) -> LaunchBlock {
+        LaunchBlock(params)
+    }
+
+    /// What `field` takes out of it, which lies `AT` bytes from its start.
+    #[inline(always)]
+    pub(crate) fn get<const AT: usize, T: Pod>(self, field: impl FnOnce(&LaunchParams) -> T) -> T {
+        // SAFETY: see `new`.
+        field(unsafe { &*self.0 })
+    }
 }
 
 #[track_caller]

@@ -920,7 +920,7 @@ fn multiply(how: Multiply) -> impl Fn(Place) {
         let source: *const u8 = place.constant.wrapping_add(place.constant.align_offset(16)).cast();
         // SAFETY: see above.
         unsafe {
-            let mut sums = warpgroup::Sums::zero();
+            let mut sums = warpgroup::Sums::<64>::zero();
             for _ in 0..2 {
                 for unit in (me..192 * 8).step_by(128) {
                     let (row, chunk) = (unit / 8, unit % 8);
@@ -1008,7 +1008,7 @@ fn a_warpgroups_sums() {
             copy::fence_tiles();
             thread::sync();
             let matrix = |row: u32| warpgroup::Matrix::at(warpgroup::first() + row * warpgroup::ROW);
-            let mut sums = warpgroup::Sums::zero();
+            let mut sums = warpgroup::Sums::<64>::zero();
             warpgroup::begin();
             for step in 0..4 {
                 sums.add(matrix(0).step(step), matrix(64).step(step));

@@ -865,8 +865,13 @@ impl World {
         Ok(true)
     }
 
-    /// The current lane comes, with its warp, to a product of the matrices `a` and `b`; says whether it was the last.
-    pub(super) fn product(&mut self, [a, b]: [u64; 2], at: &'static Location<'static>) -> Result<bool, Box<SimtError>> {
+    /// The current lane comes, with its warp, to a product of the matrices `a` and `b`, of which it takes `rows_b` rows; says whether it was the last.
+    pub(super) fn product(
+        &mut self,
+        [a, b]: [u64; 2],
+        rows_b: u32,
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
         let (current, block, thread) = (self.current as usize, self.block_idx() as usize, self.ordinal());
         self.threads[current].words[..4].copy_from_slice(&[a as u32, (a >> 32) as u32, b as u32, (b >> 32) as u32]);
         if !self.come(Purpose::Product, at)? {
@@ -899,8 +904,8 @@ impl World {
         }
         self.warps[warp].n_products += 1;
         self.report.products += 1;
-        let (first, rows_a, rows_b) = (in_block as u32 % 4 * 16, 16, super::super::warpgroup::N);
-        let places = (first..first + rows_a).map(|row| (a, row)).chain((0..rows_b).map(|row| (b, row)));
+        let first = in_block as u32 % 4 * 16;
+        let places = (first..first + 16).map(|row| (a, row)).chain((0..rows_b).map(|row| (b, row)));
         let places: Vec<Option<u32>> =
             places.flat_map(|(matrix, row)| [0, 1].map(|half| super::place(matrix, row, 8 * half))).collect();
         for place in places {
