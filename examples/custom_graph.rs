@@ -4,12 +4,12 @@
 //! `cargo run --release --example custom_graph`
 
 use perpetua::compile::Source;
+use perpetua::device::kernels::linear::Activation;
 use perpetua::engine::Resident;
 use perpetua::graph::kernel::KernelGraph;
+use perpetua::shared::control::ALL_ROWS;
+use perpetua::shared::{DType, ProgramId};
 use perpetua::{Device, EngineError};
-use perpetua_device::kernels::linear::Activation;
-use perpetua_shared::control::ALL_ROWS;
-use perpetua_shared::{DType, ProgramId};
 use std::collections::HashMap;
 use std::sync::Arc;
 

@@ -44,6 +44,13 @@ pub struct Binding {
     pub contents: Option<Vec<u8>>,
 }
 
+impl Binding {
+    /// What an image says of it.
+    pub fn desc(&self) -> BindingDesc {
+        BindingDesc { bytes: self.bytes, kind: self.kind as u32, align_bytes: self.align_bytes }
+    }
+}
+
 /// One program, compiled.
 #[derive(Clone, Debug)]
 pub struct Program {
@@ -459,11 +466,7 @@ impl Layout {
     fn parts(&self, programs: &[Program], n_workers: u32) -> Parts {
         let mut parts = Parts {
             n_workers,
-            bindings: self
-                .bindings
-                .iter()
-                .map(|b| BindingDesc { bytes: b.bytes, kind: b.kind as u32, align_bytes: b.align_bytes })
-                .collect(),
+            bindings: self.bindings.iter().map(Binding::desc).collect(),
             events: vec![EventDesc { num_triggers: 1 }, EventDesc { num_triggers: n_workers }],
             ..Parts::default()
         };
@@ -508,6 +511,7 @@ impl Layout {
             let row_first = op.row_axis.map_or(0, |axis| {
                 threadblock::part(op.rows as usize, task.block[axis as usize], op.grid[axis as usize]).start as u32
             });
+            let count = |n: usize| u16::try_from(n).expect("a task waits on and triggers fewer than 2^16 events");
             let kernel = op.kernel.expect("a kernel graph's operators have macro kernels");
             let is_launched = graph.classes[task.op as usize] == TaskClass::JustInTime;
             let flags = kernel.flags | if is_launched { TaskFlags::JUST_IN_TIME } else { 0 };
@@ -520,8 +524,8 @@ impl Layout {
                 operand_first: operand_first as u32,
                 operand_count: op.accesses.len() as u32,
                 wait_first: wait_first as u32,
-                wait_count: (parts.waits.len() - wait_first) as u16,
-                trigger_count: (parts.triggers.len() - trigger_first) as u16,
+                wait_count: count(parts.waits.len() - wait_first),
+                trigger_count: count(parts.triggers.len() - trigger_first),
                 trigger_first: trigger_first as u32,
                 tiles: tiles[number],
                 params: kernel.params,

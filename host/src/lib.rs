@@ -23,4 +23,9 @@ mod pages {
     mod architecture {}
 }
 
+/// Macro kernels and what they are called with: activations, costs, the worker loop.
+pub use perpetua_device as device;
+/// What host and device agree on: element types, ids, the control block, the image's descriptors.
+pub use perpetua_shared as shared;
+
 pub use engine::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Token};

@@ -71,10 +71,11 @@ impl DType {
 
     /// Bytes of a row-major tensor of this shape; of Q8, a matrix.
     pub fn tensor_bytes(self, shape: &[usize]) -> u64 {
-        match (self, shape) {
-            (DType::Q8, [outer @ .., k]) => outer.iter().map(|n| *n as u64).product::<u64>() * q8_row_bytes(*k) as u64,
-            _ => shape.iter().map(|n| *n as u64).product::<u64>() * self.size_bytes() as u64,
-        }
+        let (outer, inner) = match (self, shape) {
+            (DType::Q8, [outer @ .., k]) => (outer, q8_row_bytes(*k)),
+            _ => (shape, self.size_bytes()),
+        };
+        outer.iter().fold(inner as u64, |bytes, n| bytes.saturating_mul(*n as u64))
     }
 
     /// The name used in text forms and JSON: `f32`, `bf16`, ...

@@ -43,19 +43,20 @@ impl Operand {
         self.dtype != 0
     }
 
-    /// Elements in the box.
+    /// Elements in the box; `u64::MAX` where that is too small a number, which it is not for an image's.
     pub fn len_elems(&self) -> u64 {
-        self.extent.iter().map(|n| u64::from(*n)).product()
+        self.extent.iter().fold(1, |len, n| len.saturating_mul(u64::from(*n)))
     }
 
-    /// Bytes from the first element's start to the last element's end; 0 for an empty box.
+    /// Bytes from the first element's start to the last element's end; 0 for an empty box. As [`Operand::len_elems`].
     pub fn span_bytes(&self) -> u64 {
         let Some(dtype) = self.dtype() else { return 0 };
         if self.extent.contains(&0) {
             return 0;
         }
-        let last: u64 = self.extent.iter().zip(&self.stride_elems).map(|(n, s)| u64::from(n - 1) * u64::from(*s)).sum();
-        (last + 1) * dtype.size_bytes() as u64
+        let steps = self.extent.iter().zip(&self.stride_elems).map(|(n, s)| u64::from(n - 1) * u64::from(*s));
+        let last = steps.fold(0, u64::saturating_add);
+        last.saturating_add(1).saturating_mul(dtype.size_bytes() as u64)
     }
 }
 

@@ -123,6 +123,43 @@ fn a_full_disk_leaves_no_file() {
     assert!(message.contains("/nonexistent/x"), "{message}");
 }
 
+/// A link stays a link; what stands for something open is written to, never replaced; what cannot be written is said before
+/// any work is done.
+#[cfg(target_os = "linux")]
+#[test]
+fn outputs_go_where_they_were_told_to() {
+    let temp = tempfile::tempdir().unwrap();
+    let model = fixture("tiny-qwen2").to_string_lossy().into_owned();
+    let generate = |ids_out: &Path, stdout: std::process::Stdio| {
+        let args = ["generate", "--model", &model, "--prompt", "- hi", "--max-new-tokens", "2", "--ids-out"];
+        Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).arg(ids_out).stdout(stdout).output().unwrap()
+    };
+    let [target, link, text] = ["target", "link", "text"].map(|name| temp.path().join(name));
+    std::fs::write(&target, "old").unwrap();
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    assert!(generate(&link, std::process::Stdio::null()).status.success());
+    assert!(link.is_symlink());
+    let ids = std::fs::read_to_string(&target).unwrap();
+    assert!(ids.starts_with('['), "{ids}");
+    // As `--ids-out /dev/stdout >text`.
+    let file = std::fs::File::create(&text).unwrap();
+    assert!(generate(Path::new("/proc/self/fd/1"), file.into()).status.success());
+    let text = std::fs::read(&text).unwrap();
+    assert!(text.ends_with(ids.as_bytes()) && text.len() > ids.len(), "the text, and then the ids");
+    for place in [temp.path(), &temp.path().join("none/ids")] {
+        let output = generate(place, std::process::Stdio::piped());
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count(), output.stdout.len()), (Some(1), 1, 0), "{message}");
+    }
+    assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 3, "no temporary file is left");
+    for args in [&["doctor"][..], &["plan", "--model", &model, "--target", "cpu:2"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).stdout(full).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+    }
+}
+
 #[test]
 fn the_library_refuses_what_the_program_refuses() {
     let model = Model::load(fixture("tiny-llama")).unwrap();
@@ -147,6 +184,23 @@ fn the_library_refuses_what_the_program_refuses() {
             .count(),
         1
     );
+}
+
+/// Without a tokenizer there are ids; with one that cannot be used, an error, not empty texts.
+#[test]
+fn a_broken_tokenizer_is_no_missing_one() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen2", temp.path());
+    let generate = || -> Result<usize, EngineError> {
+        let config = EngineConfig { device: Device::Cpu, max_context: Some(8), ..EngineConfig::default() };
+        let mut engine = Engine::new(&Model::load(&dir)?, &config)?;
+        let options = GenerateOptions { max_new_tokens: 2, stop_tokens: Some(vec![]), ..GenerateOptions::default() };
+        engine.generate(&[1, 2], &options)?.try_fold(0, |n, token| token.map(|_| n + 1))
+    };
+    std::fs::write(dir.join("tokenizer.json"), "{}").unwrap();
+    assert!(generate().unwrap_err().to_string().contains("tokenizer.json"));
+    std::fs::remove_file(dir.join("tokenizer.json")).unwrap();
+    assert_eq!(generate().unwrap(), 2);
 }
 
 #[test]

@@ -2,19 +2,30 @@
 //! the image decodes to what was encoded; damaged images are refused.
 
 use perpetua::Device;
-use perpetua::compile::{Config, Source, compile};
+use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::Resident;
+use perpetua::exec::memory::Memory;
+use perpetua::exec::reference::Reference;
 use perpetua::exec::threads::Options;
 use perpetua::graph::kernel::KernelGraph;
 use perpetua::graph::lower::Target;
-use perpetua::graph::tensor::TensorId;
+use perpetua::graph::tensor::{BufferKind, TensorId};
+use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, KernelCall};
 use perpetua::image::{Image, ImageError};
-use perpetua_device::kernels::elementwise::Function;
+use perpetua::model::ModelConfig;
+use perpetua::model::decoder::{self, Cache, Declared, Head};
+use perpetua::model::synth::preset_config;
+use perpetua_device::kernels::elementwise::{self, Function};
 use perpetua_device::kernels::linear::Activation;
-use perpetua_shared::control::ALL_ROWS;
+use perpetua_device::kernels::{Elementwise, Numbered, param_words};
+use perpetua_shared::control::{ALL_ROWS, Control, Step};
+use perpetua_shared::image::BindingKind;
 use perpetua_shared::{DType, ProgramId};
 use proptest::prelude::*;
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::Arc;
 
 /// One random operator: its kind and which of the tensors so far it takes.
@@ -234,6 +245,124 @@ proptest! {
         let _ = Image::decode(&damaged);
         let _ = Image::decode(&damaged[..at / 8 * 8]);
     }
+}
+
+/// A decoding pass and one of four rows of a small model, whose shapes are odd, and weights for it.
+fn small_model(n_workers: u32) -> (Compiled, Weights) {
+    let config = ModelConfig::from_value(Path::new("tiny-odd"), &preset_config("tiny-odd").unwrap()).unwrap();
+    let ModelConfig::Decoder(config) = config else { panic!("a model that makes text") };
+    let sources = [1, 4].map(|rows| {
+        let graph = decoder::build(&config, Declared::Assumed(DType::Bf16), rows, Cache::bf16(16), Head::Sample);
+        Source { name: format!("rows {rows}"), graph: graph.unwrap(), in_token_loop: true }
+    });
+    let config = Config { check: false, ..Config::new(Target { task_bytes: 16 << 10, ..Target::workers(n_workers) }) };
+    let compiled = compile(sources.into(), &config).unwrap();
+    let weights = compiled.bindings.iter().filter(|binding| binding.kind == BindingKind::Weight).map(|binding| {
+        let values = values(binding.bytes as usize / 2, binding.name.len());
+        (binding.name.clone(), values.into_iter().flat_map(|x| half::bf16::from_f32(x / 16.0).to_ne_bytes()).collect())
+    });
+    let weights = Arc::new(weights.collect());
+    (compiled, weights)
+}
+
+/// An image that is decoded can be run: whatever was changed in it, the reference ends, with a result or a fault, in memory
+/// that is its own. Positions are the engine's word, so what the caches and the token buffer hold is left as it is.
+#[test]
+fn what_is_decoded_can_be_run() {
+    let (compiled, weights) = small_model(3);
+    let header = *compiled.image.header();
+    let first = (size_of::<perpetua_shared::image::ImageHeader>() + header.n_bindings as usize * 16) / 4;
+    let words: Vec<u32> = bytemuck::cast_slice(compiled.image.bytes()).to_vec();
+    let mut random = SmallRng::seed_from_u64(1);
+    let (mut accepted, mut ran) = (0, 0);
+    for _ in 0..800 {
+        let mut changed = words.clone();
+        for _ in 0..random.random_range(1..3) {
+            let at = random.random_range(first..words.len());
+            changed[at] = match random.random_range(0..6) {
+                0 => words[at] ^ 1 << random.random_range(0..32),
+                1 => words[at].wrapping_add(1),
+                2 => words[at].wrapping_sub(1),
+                3 => words[random.random_range(first..words.len())],
+                4 => 0,
+                _ => u32::MAX,
+            };
+        }
+        let Ok(image) = Image::decode(&with_right_checksum(bytemuck::cast_slice(&changed).to_vec())) else { continue };
+        accepted += 1;
+        let control = Control {
+            n_tokens: 5,
+            max_new_tokens: 2,
+            max_context: 16,
+            step: Step { program: 1, rows: 4, ..Step::default() },
+            ..bytemuck::Zeroable::zeroed()
+        };
+        let memory = Memory::new(&compiled, &weights).unwrap();
+        let mut reference = Reference::new(image, memory);
+        reference.start(control);
+        ran += usize::from(reference.finish().is_ok());
+    }
+    assert!(accepted > 20 && ran > 20, "{accepted} of the changed images were accepted, {ran} ran to their end");
+}
+
+/// What an image's words cannot hold, and names that stand for two things.
+#[test]
+fn declarations_that_cannot_be_are_refused() {
+    let mut graph = KernelGraph::new();
+    let x = graph.input("x", &[4, 8], DType::F32).unwrap();
+    assert_eq!(graph.input("x", &[4, 8], DType::F32), Ok(x), "the same again");
+    let said = |outcome: Result<TensorId, perpetua::graph::kernel::GraphError>| outcome.unwrap_err().to_string();
+    assert!(said(graph.weight("x", &[4, 8], DType::F32)).contains("two purposes"));
+    graph.constant("table", &[1.0, 2.0]).unwrap();
+    assert!(said(graph.constant("table", &[1.0, 3.0])).contains("two contents"));
+    assert!(said(graph.input("huge", &[usize::MAX, usize::MAX], DType::F32)).contains("huge"));
+    assert!(said(graph.reshape(x, &[usize::MAX, 2])).contains("cannot be seen as"));
+    // Bytes there may be, but descriptors count elements in 32 bits.
+    let wide = graph.input("wide", &[1, 1 << 33], DType::F32).unwrap();
+    assert!(said(graph.elementwise("relu", Function::Activate, Activation::Relu, wide, None)).contains("4294967295"));
+    // A view with gaps between its columns is nothing that rows are read from.
+    let gaps = graph.view(x, 0, &[4, 4], &[8, 2]).unwrap();
+    assert!(said(graph.elementwise("relu", Function::Activate, Activation::Relu, gaps, None)).contains("stride 2"));
+}
+
+/// An operator cut by hand, as a user of the library writes one: relu over the columns of x, in uneven pieces.
+#[test]
+fn an_operator_cut_by_hand_is_run_and_judged() {
+    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Relu as u32 };
+    let kernel = KernelCall { task_type: Elementwise::TASK_TYPE, flags: 0, params: param_words(&params) };
+    let by_hand = |kind: AccessKind| {
+        let mut graph = KernelGraph::new();
+        let x = graph.input("x", &[5, 40], DType::F32).unwrap();
+        let w = graph.weight("w", &[40], DType::Bf16).unwrap();
+        let normed = graph.rms_norm("norm", x, w, 1e-5).unwrap();
+        let y = graph.table.add("y", &[5, 40], DType::F32, BufferKind::Intermediate).unwrap();
+        let access = |tensor, kind| Some(Access { tensor, kind, map: [Some(1), None, None] });
+        let accesses = vec![access(normed, AccessKind::Read), None, access(y, kind)];
+        let (name, grid) = ("relu".to_owned(), [7, 1, 1]);
+        graph.customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, kernel: Some(kernel) })?;
+        graph.output("y", y);
+        Ok::<_, perpetua::graph::kernel::GraphError>(graph)
+    };
+    let graph = by_hand(AccessKind::Write).unwrap();
+    let weights: Weights = Arc::new(HashMap::from([("w".to_owned(), vec![0x3f; 80])]));
+    let outputs = [("y".to_owned(), 40)];
+    let expected = run(&graph, &weights, &outputs, 5, Device::Reference, 1, None);
+    let found = run(&graph, &weights, &outputs, 5, Device::Cpu, 3, Some(1));
+    assert!(expected.iter().zip(&found).all(|(e, f)| (e - f).abs() < 1e-4));
+    assert!(expected.iter().any(|y| *y > 0.1) && expected.iter().all(|y| *y >= 0.0));
+    // Said to be read where the kernel writes, it would be ordered with nothing.
+    let error = by_hand(AccessKind::Read).unwrap_err().to_string();
+    assert!(error.contains("operand `y` is given as Read, expected Write"), "{error}");
+}
+
+/// Memory is made for one image, and no other is run on it.
+#[test]
+#[should_panic(expected = "memory of its own compilation")]
+fn an_image_runs_on_no_other_memory() {
+    let (compiled, weights) = small_model(2);
+    let (graph, _, _) = build(2, 8, &[]);
+    let other = compile(vec![source(&graph)], &Config::new(Target::workers(2))).unwrap();
+    Reference::new(other.image, Memory::new(&compiled, &weights).unwrap());
 }
 
 /// Puts the checksum the contents have into the header.

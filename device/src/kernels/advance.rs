@@ -34,6 +34,8 @@ impl MacroKernel for Advance {
         rules::dtype("tokens", tokens, &[DType::I32])?;
         rules::rank("tokens", tokens, 1)?;
         rules::dtype("control", control, &[DType::U32])?;
+        rules::rank("control", control, 1)?;
+        rules::unit_stride("control", control)?;
         rules::extent("control", control, 0, WORDS as u32)
     }
 

@@ -45,7 +45,7 @@ impl MacroKernel for AttentionMerge {
         rules::extent("y", y, 0, 1)?;
         rules::extent("y", y, 1, parts.extent[0])?;
         rules::extent("y", y, 2, parts.extent[2])?;
-        rules::extent("parts", parts, 3, y.extent[3] + 2)
+        rules::extent("parts", parts, 3, y.extent[3].saturating_add(2))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

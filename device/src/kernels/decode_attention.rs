@@ -66,7 +66,7 @@ impl MacroKernel for DecodeAttention {
         let [q, .., k_cache, v_cache, y] = io else { unreachable!("slots were counted") };
         rules::extent("q", q, 0, 1)?;
         let [_, heads, group, d] = q.extent;
-        if group * d > MAX_QUERY {
+        if group.saturating_mul(d) > MAX_QUERY {
             return Err(format!("`q` has {group} x {d} elements a key/value head, expected at most {MAX_QUERY}"));
         }
         rules::extent("v_cache", v_cache, 1, k_cache.extent[1])?;
@@ -77,7 +77,7 @@ impl MacroKernel for DecodeAttention {
             return (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]));
         }
         rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
-        let parts = [heads, 1, group, d + 2];
+        let parts = [heads, 1, group, d.saturating_add(2)];
         (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
     }
 

@@ -61,6 +61,7 @@ impl MacroKernel for Elementwise {
         for (name, operand) in [("a", a), ("b", b), ("y", y)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, 2)?;
+            rules::unit_stride(name, operand)?;
             rules::extent(name, operand, 0, a.extent[0])?;
             rules::extent(name, operand, 1, a.extent[1])?;
         }

@@ -38,6 +38,7 @@ impl MacroKernel for Embedding {
         for (name, operand) in [("positions", positions), ("kinds", kinds), ("y", y)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, 2)?;
+            rules::unit_stride(name, operand)?;
             rules::extent(name, operand, 1, y.extent[1])?;
         }
         Ok(())

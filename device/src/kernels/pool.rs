@@ -29,6 +29,7 @@ impl MacroKernel for Pool {
         for (name, operand) in [("x", x), ("y", y)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, 2)?;
+            rules::unit_stride(name, operand)?;
             rules::extent(name, operand, 1, x.extent[1])?;
         }
         rules::extent("y", y, 0, 1)

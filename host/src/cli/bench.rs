@@ -1,7 +1,7 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::loss::{self, Loss};
-use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, warm, write_whole};
+use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, print, progress, warm, writable, write_whole};
 use perpetua::cuda::probe::Prober;
 use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
@@ -19,16 +19,16 @@ pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// Prompt tokens before the measured ones.
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true)]
     context: usize,
     /// Tokens to measure (sentences, for an embedding model).
-    #[arg(long, value_name = "N", default_value_t = 32)]
+    #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true)]
     tokens: usize,
     /// Decode this many sequences together, every pass over the weights making a token for each (text models on the CPU).
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     batch: Option<usize>,
     /// Measure so often; the figures are those of the median run.
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     runs: usize,
     /// On a GPU: measure the same without loaders, and as one launch per operator under a CUDA graph, too.
     #[arg(long)]
@@ -53,13 +53,16 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if context == 0 || tokens == 0 || runs == 0 {
         return Err(format!("--context {context} --tokens {tokens} --runs {runs}: expected at least 1 of each").into());
     }
+    writable([&args.json, &args.trace].into_iter().flat_map(Option::as_deref))?;
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
     }
     let figures =
         if is_generator(&model) { generator(args, &model, &mut |_| Ok(()))? } else { embedder(args, &model)? };
-    print(&figures, "");
+    let mut text = String::new();
+    lines(&figures, "", &mut text);
+    print(&text)?;
     if let Some(path) = &args.json {
         write_whole(path, |file| writeln!(file, "{figures:#}"))?;
     }
@@ -67,20 +70,20 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 /// A line for each figure, those of a table further in.
-fn print(figures: &serde_json::Value, margin: &str) {
+fn lines(figures: &serde_json::Value, margin: &str, out: &mut String) {
     let width = 28 - margin.len();
     for (name, value) in figures.as_object().into_iter().flatten() {
-        match value {
-            serde_json::Value::Number(n) if n.is_f64() => {
-                println!("{margin}{name:width$} {:.3}", n.as_f64().unwrap_or(0.0));
-            }
-            serde_json::Value::String(text) => println!("{margin}{name:width$} {text}"),
+        let text = match value {
+            serde_json::Value::Number(n) if n.is_f64() => format!("{:.3}", n.as_f64().unwrap_or(0.0)),
+            serde_json::Value::String(text) => text.clone(),
             serde_json::Value::Object(_) => {
-                println!("{margin}{name}");
-                print(value, &format!("{margin}  "));
+                out.push_str(&format!("{margin}{name}\n"));
+                lines(value, &format!("{margin}  "), out);
+                continue;
             }
-            value => println!("{margin}{name:width$} {value}"),
-        }
+            value => value.to_string(),
+        };
+        out.push_str(&format!("{margin}{name:width$} {text}\n"));
     }
 }
 

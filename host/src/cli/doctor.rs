@@ -1,6 +1,6 @@
 //! `perpetua doctor`: what this machine has and lacks, and the one command that mends each lack.
 
-use super::{Outcome, bytes};
+use super::{Outcome, Rows, bytes, print};
 use perpetua::cuda;
 use perpetua::cuda::driver::{DeviceInfo, Driver};
 use perpetua::device_image::device_image;
@@ -11,7 +11,8 @@ use perpetua::exec::threads::allowed_cores;
 pub(crate) struct Args {}
 
 pub(crate) fn run(_: &Args) -> Outcome {
-    let row = |what: &str, found: String| println!("{what:14} {found}");
+    let mut rows = Rows::default();
+    let mut row = |what: &str, found: String| rows.row(what, found);
     row("perpetua", env!("CARGO_PKG_VERSION").to_owned());
     row("cores", format!("{} usable by this process", allowed_cores().len()));
     row("CPU features", perpetua_device::cpu::simd::Isa::best().name().to_owned());
@@ -21,9 +22,10 @@ pub(crate) fn run(_: &Args) -> Outcome {
     }
     match device_image() {
         Some(image) => {
-            let cubin = image.cubin.map_or("no cubin (the driver compiles the PTX)".to_owned(), |cubin| {
-                format!("cubin {}", bytes(cubin.len() as u64))
-            });
+            let cubin = image.cubin.map_or(
+                "no cubin (the driver compiles the PTX; mend: ./x setup, then build again)".to_owned(),
+                |cubin| format!("cubin {}", bytes(cubin.len() as u64)),
+            );
             row("device image", format!("PTX {}, {cubin}; {}", bytes(image.ptx.len() as u64), image.built_with));
         }
         None => row(
@@ -48,7 +50,7 @@ pub(crate) fn run(_: &Args) -> Outcome {
         Err(error) if module.is_some() => row("NVIDIA driver", error.to_string()),
         Err(_) => row("NVIDIA driver", "none: models run on CPU threads".to_owned()),
     }
-    Ok(())
+    print(&rows.0)
 }
 
 fn describe(device: &DeviceInfo) -> String {

@@ -1,6 +1,6 @@
 //! `perpetua embed`.
 
-use super::{Interrupted, ModelArgs, Outcome, interrupt_flag, progress, warm, write_whole};
+use super::{Interrupted, ModelArgs, Outcome, interrupt_flag, progress, warm, writable, write_whole};
 use perpetua::Embedder;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -23,6 +23,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let interrupted = interrupt_flag()?;
+    writable(args.out.as_deref())?;
     let model = args.model.open()?;
     model.encoder()?;
     let mut embedder = Embedder::new(&model, &args.model.config(&model, usize::MAX))?;

@@ -1,6 +1,6 @@
 //! `perpetua generate`.
 
-use super::{Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, warm, write_whole};
+use super::{Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, warm, writable, write_whole};
 use perpetua::model::chat::ChatMessage;
 use perpetua::{Engine, GenerateOptions};
 use std::io::{IsTerminal, Write};
@@ -13,25 +13,25 @@ pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// The prompt.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: String,
     /// Put the prompt into the model's chat template, as the user's turn.
     #[arg(long)]
     chat: bool,
     /// Tokens to make at most.
-    #[arg(long, value_name = "N", default_value_t = 128)]
+    #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true)]
     max_new_tokens: usize,
     /// Draw tokens at this temperature instead of taking the likeliest.
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f32,
     /// Draw from the smallest set of tokens that has this probability.
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
     /// Draw from the K likeliest tokens.
-    #[arg(long, value_name = "K", default_value_t = 0)]
+    #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
     top_k: usize,
     /// Seed of the draws.
-    #[arg(long, value_name = "S", default_value_t = 0)]
+    #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
     /// Write the new token ids there, as a JSON array.
     #[arg(long, value_name = "FILE")]
@@ -40,6 +40,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let interrupted = interrupt_flag()?;
+    writable(args.ids_out.as_deref())?;
     let model = args.model.open()?;
     model.decoder()?;
     let prompt = match args.chat {

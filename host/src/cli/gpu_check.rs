@@ -47,7 +47,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     scratch: Option<PathBuf>,
     /// Sections that have not begun after so many seconds are left out.
-    #[arg(long, value_name = "S", default_value_t = 500)]
+    #[arg(long, value_name = "S", default_value_t = 500, allow_negative_numbers = true)]
     budget: u64,
     /// Measure PyTorch through torch.compile as well, which takes minutes to compile.
     #[arg(long)]

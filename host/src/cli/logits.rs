@@ -1,6 +1,6 @@
 //! `perpetua logits`.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, write_whole};
+use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, writable, write_whole};
 use perpetua::EngineConfig;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -12,10 +12,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// Token ids, separated by commas.
-    #[arg(long, value_name = "1,2,3", value_delimiter = ',')]
+    #[arg(long, value_name = "1,2,3", value_delimiter = ',', allow_negative_numbers = true)]
     ids: Option<Vec<u32>>,
     /// A text to tokenize instead.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
     /// Where the logits go: safetensors with `input_ids` i64 [T] and `logits` f32 [T, vocab].
     #[arg(long, value_name = "FILE")]
@@ -26,6 +26,7 @@ pub(crate) struct Args {
 const CHUNK: usize = 128;
 
 pub(crate) fn run(args: &Args) -> Outcome {
+    writable([args.out.as_path()])?;
     let model = args.model.open()?;
     model.decoder()?;
     let ids = match (&args.ids, &args.prompt) {

@@ -126,13 +126,13 @@ struct ModelArgs {
     #[arg(long, value_enum, default_value = "auto")]
     device: DeviceName,
     /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     threads: Option<usize>,
     /// Keep the matrices of a text model in 8 bits, in memory of their own (CPU only).
     #[arg(long, value_enum, value_name = "HOW")]
     quantize: Option<QuantizeName>,
     /// Positions of the KV cache [default: what the request needs].
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_context: Option<usize>,
     /// The GPU, when it is not the system's first.
     #[arg(skip)]
@@ -244,20 +244,65 @@ fn interrupt_flag() -> Result<Arc<AtomicBool>, Box<dyn std::error::Error>> {
     Ok(flag)
 }
 
-/// Writes `path` whole or not at all: into a file beside it, then renamed.
-fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Outcome {
-    let fail = |error: std::io::Error| format!("{}: cannot write: {error}", path.display());
-    // A device or a pipe cannot be replaced by a file, and has no half-written state to hide.
-    if path.metadata().is_ok_and(|meta| !meta.is_file()) {
-        let mut file = std::fs::OpenOptions::new().write(true).open(path).map_err(fail)?;
-        write(&mut file).map_err(fail)?;
-        return Ok(file.flush().map_err(fail)?);
+/// Where an output goes.
+enum Place {
+    /// A device, a pipe, an open file descriptor: it cannot be replaced by a file, and has no half-written state to hide.
+    Stream,
+    /// A file, written beside its place (links followed) and then renamed.
+    File(PathBuf),
+}
+
+/// Where `path` leads, if something can be written there: asked before the work, so that none is done for nothing.
+fn place(path: &Path) -> Result<Place, String> {
+    let fail = |what: &str| format!("{}: cannot write: {what}", path.display());
+    if path.metadata().is_ok_and(|meta| meta.is_dir()) {
+        return Err(fail("it is a folder"));
     }
-    let folder = match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => folder,
-        _ => Path::new("."),
+    // `/dev/stdout` may lead to a file, but stands for what is open, which a new file in its place would not be. A pipe is
+    // not tried: its reader would take the end of the trial for the end of the output.
+    let descriptors = ["/dev/stdout", "/dev/stderr", "/dev/fd", "/proc"];
+    if descriptors.iter().any(|name| path.starts_with(name)) || path.metadata().is_ok_and(|meta| !meta.is_file()) {
+        return Ok(Place::Stream);
+    }
+    let target = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let folder = folder_of(&target);
+    if !folder.is_dir() {
+        return Err(fail(&format!("{} is no folder", folder.display())));
+    }
+    tempfile::NamedTempFile::new_in(folder).map_err(|error| fail(&plain(&error)))?;
+    Ok(Place::File(target))
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// The system's words alone: not its number of them, nor the name of a temporary file.
+fn plain(error: &std::io::Error) -> String {
+    let text = error.to_string();
+    text.split(" (os error").next().unwrap_or_default().to_lowercase()
+}
+
+/// Whether the outputs that were asked for can be written; see [`place`].
+fn writable<'a>(paths: impl IntoIterator<Item = &'a Path>) -> Outcome {
+    paths.into_iter().try_for_each(|path| place(path).map(drop))?;
+    Ok(())
+}
+
+/// Writes `path` whole or not at all.
+fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Outcome {
+    let fail = |error: std::io::Error| format!("{}: cannot write: {}", path.display(), plain(&error));
+    let target = match place(path)? {
+        Place::File(target) => target,
+        Place::Stream => {
+            // Appending: what has been printed to the same file stays.
+            let file = std::fs::OpenOptions::new().append(true).open(path).map_err(fail)?;
+            let mut buffered = std::io::BufWriter::new(file);
+            write(&mut buffered).map_err(fail)?;
+            return Ok(buffered.flush().map_err(fail)?);
+        }
     };
-    let mut file = tempfile::NamedTempFile::new_in(folder).map_err(fail)?;
+    let mut file = tempfile::NamedTempFile::new_in(folder_of(&target)).map_err(fail)?;
     {
         let mut buffered = std::io::BufWriter::new(file.as_file_mut());
         write(&mut buffered).map_err(fail)?;
@@ -266,7 +311,7 @@ fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Resul
     // A full disk may show only now.
     file.as_file().sync_all().map_err(fail)?;
     set_default_mode(file.as_file()).map_err(fail)?;
-    file.persist(path).map_err(|error| fail(error.error))?;
+    file.persist(&target).map_err(|error| fail(error.error))?;
     Ok(())
 }
 
@@ -286,6 +331,27 @@ fn set_default_mode(file: &std::fs::File) -> std::io::Result<()> {
 #[cfg(not(target_os = "linux"))]
 fn set_default_mode(_: &std::fs::File) -> std::io::Result<()> {
     Ok(())
+}
+
+/// Prints `text`, whole lines. Nobody's reading on is no reason to leave other outputs unwritten.
+fn print(text: &str) -> Outcome {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(format!("standard output: cannot write: {}", plain(&error)).into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Figures, a line for each.
+#[derive(Default)]
+struct Rows(String);
+
+impl Rows {
+    fn row(&mut self, what: &str, text: impl std::fmt::Display) {
+        self.0.push_str(&format!("{what:16} {text}\n"));
+    }
 }
 
 /// `1234567` bytes as `1.2 MB`.

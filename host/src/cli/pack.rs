@@ -1,6 +1,6 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
-use super::write_whole;
+use super::{writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
@@ -17,10 +17,10 @@ pub(crate) struct Args {
     #[arg(long = "in", value_name = "FILE.csv")]
     input: PathBuf,
     /// What all buffers have to fit into.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_negative_numbers = true)]
     capacity: u64,
     /// How long to look for a placement, in seconds.
-    #[arg(long, value_name = "S", default_value_t = 60.0)]
+    #[arg(long, value_name = "S", default_value_t = 60.0, allow_negative_numbers = true)]
     timeout: f64,
     /// The same rows, each with its offset.
     #[arg(long, value_name = "FILE.csv")]
@@ -29,6 +29,7 @@ pub(crate) struct Args {
 
 /// Packs, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+    writable([args.out.as_path()])?;
     let timeout = Duration::try_from_secs_f64(args.timeout)
         .map_err(|_| format!("--timeout is {}, expected a number of seconds from 0", args.timeout))?;
     let input = args.input.display();

@@ -1,6 +1,6 @@
 //! `perpetua plan`: compile without running, and say what came out.
 
-use super::{Outcome, bytes, plan_graph, write_whole};
+use super::{Outcome, Rows, bytes, plan_graph, print, writable, write_whole};
 use perpetua::Model;
 use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, sentence_sources};
@@ -37,10 +37,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "TARGET", default_value = "h200", value_parser = parse_target)]
     target: Target,
     /// Positions of the KV cache the pass attends over (models only).
-    #[arg(long, value_name = "N", default_value_t = 512)]
+    #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
     context: usize,
     /// Tokens of the pass: 1 is decode (models only).
-    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     rows: usize,
     /// Operators or macro kernels whose tasks are launched just in time (models only).
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
@@ -76,6 +76,7 @@ fn parse_target(text: &str) -> Result<Target, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
+    writable([&args.tasks_json, &args.dot, &args.svg, &args.trace].into_iter().flat_map(Option::as_deref))?;
     if let Some(graph) = &args.graph {
         if args.trace.is_some() {
             return Err("--trace needs a model: a plain graph does not say what its tasks cost".into());
@@ -91,7 +92,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let compiled = compile(sources(args)?, &config)?;
     let program = &compiled.programs[0];
     let planned = Planned::new(program, &args.target, args.check)?;
-    summary(&compiled, program, &planned, args);
+    print(&summary(&compiled, program, &planned, args))?;
     if let Some(path) = &args.tasks_json {
         write_whole(path, |file| json::write_tasks(&program.blocks, &program.tasks, &program.lists, file))?;
     }
@@ -186,10 +187,11 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     Ok(sources)
 }
 
-fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) {
+fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) -> String {
     let Planned { plan, across, within, machine, took, many_rows } = planned;
     let stats = &program.tasks.stats;
-    let row = |what: &str, text: String| println!("{what:16} {text}");
+    let mut rows = Rows::default();
+    let mut row = |what: &str, text: String| rows.row(what, text);
     row("program", format!("{} for {}", program.name, args.target.name));
     row("ops", program.blocks.ops.len().to_string());
     row("tasks", program.tasks.tasks.len().to_string());
@@ -268,6 +270,7 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
             "every overlap ordered, in the arena too; the image keeps its rules; no tile in another's way".to_owned(),
         );
     }
+    rows.0
 }
 
 /// The trace event format that Chrome's tracing and Perfetto read: complete events, two tracks per worker. Copies of one

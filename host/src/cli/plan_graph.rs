@@ -1,6 +1,6 @@
 //! `perpetua plan --graph`: tasks and events of a graph of cut operators that no model file describes.
 
-use super::{Outcome, write_whole};
+use super::{Outcome, Rows, print, write_whole};
 use perpetua::graph::task::{self, Violation, dot, json, svg};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -53,7 +53,8 @@ pub(crate) fn run(
     }
 
     let stats = &tasks.stats;
-    let row = |what: &str, text: String| println!("{what:16} {text}");
+    let mut rows = Rows::default();
+    let mut row = |what: &str, text: String| rows.row(what, text);
     row("ops", stats.ops.to_string());
     row("tasks", stats.tasks.to_string());
     row("events", stats.events.to_string());
@@ -70,7 +71,7 @@ pub(crate) fn run(
     if check {
         row("check", "every overlap ordered, no wait without need, the worker lists run to their end".to_owned());
     }
-    Ok(())
+    print(&rows.0)
 }
 
 fn report(broken: &[Violation]) -> String {

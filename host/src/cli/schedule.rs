@@ -1,6 +1,6 @@
 //! `perpetua schedule`: the feasible memory scheduler on a plain graph.
 
-use super::write_whole;
+use super::{writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
@@ -20,6 +20,7 @@ pub(crate) struct Args {
 
 /// Schedules, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
+    writable([args.out.as_path()])?;
     let input = args.input.display();
     let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
     let graph = plain::json::parse_graph(&text).map_err(|error| format!("{input}: {error}"))?;

@@ -2,13 +2,20 @@
 
 use super::resident::Resident;
 use super::{EngineError, Model, Token};
-use crate::model::DecodeStream;
+use crate::model::{DecodeStream, ModelError};
 use perpetua_shared::control::End;
 use std::time::{Duration, Instant};
 
 /// What turns a sequence's ids into text; a model without a tokenizer still generates ids.
-pub(super) fn text_stream(model: &Model) -> Option<DecodeStream<'_>> {
-    Some(model.folder.tokenizer().ok()?.decode_stream())
+///
+/// # Errors
+/// A tokenizer that cannot be used.
+pub(super) fn text_stream(model: &Model) -> Result<Option<DecodeStream<'_>>, EngineError> {
+    match model.folder.tokenizer() {
+        Ok(tokenizer) => Ok(Some(tokenizer.decode_stream())),
+        Err(ModelError::Absent { .. }) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// A generation of several sequences under way: iterate over `(sequence, token)`. Each sequence's tokens come in order.

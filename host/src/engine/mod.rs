@@ -453,6 +453,7 @@ impl Engine {
     /// A prompt that is empty, too long or has ids the model does not; options out of range.
     pub fn generate(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<Generation<'_>, EngineError> {
         self.check_prompt(prompt)?;
+        let text = text_stream(&self.model)?;
         let mut control = self.control(options)?;
         control.n_tokens = prompt.len() as u32;
         control.step =
@@ -462,7 +463,6 @@ impl Engine {
         if has_work {
             self.resident.start(control);
         }
-        let text = text_stream(&self.model);
         // Without a run, what is counted is an earlier run's.
         let taken = if has_work { 0 } else { self.resident.produced() as usize };
         let ended = !has_work;
@@ -510,13 +510,13 @@ impl Engine {
         }
         control.step = perpetua_device::advance::batch_step(&control, self.resident.compiled.image.view().programs, 0);
         let ended = options.max_new_tokens == 0;
-        if !ended {
-            self.resident.start(control);
-        }
         // Without a run there is nothing to take: what is counted then is an earlier run's.
         for (number, prompt) in prompts.iter().enumerate().filter(|_| !ended) {
             let next = number * part + prompt.len();
-            each.push(Made { text: text_stream(&self.model), next, taken: 0, end: None });
+            each.push(Made { text: text_stream(&self.model)?, next, taken: 0, end: None });
+        }
+        if !ended {
+            self.resident.start(control);
         }
         Ok(BatchGeneration { resident: &mut self.resident, each, ended })
     }

@@ -1,11 +1,12 @@
 //! The memory an image's bindings name: what the executor allocates, and the checkpoint's bytes where they lie.
 
-use crate::compile::Compiled;
-use perpetua_shared::BindingId;
+use crate::compile::{Binding, Compiled};
+use crate::image::Image;
 use perpetua_shared::control::{Control, Sequence};
-use perpetua_shared::image::BindingKind;
+use perpetua_shared::image::{BindingDesc, BindingKind};
 use perpetua_shared::limits::MAX_SEQUENCES;
 use perpetua_shared::task::Operand;
+use perpetua_shared::{BindingId, DType};
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -108,7 +109,8 @@ pub enum MemoryError {
 #[derive(Debug)]
 pub struct Memory {
     bases: Vec<*mut u8>,
-    bytes: Vec<u64>,
+    /// What the image says of each.
+    descs: Vec<BindingDesc>,
     /// Per binding, see [`Image::part_bytes`](crate::image::Image::part_bytes).
     parts: Vec<u64>,
     names: Vec<(BindingKind, String)>,
@@ -136,7 +138,12 @@ impl Memory {
     ///
     /// # Errors
     /// A weight that is missing or of another size, or more memory than there is.
+    ///
+    /// # Panics
+    /// When the bindings are not those of the image.
     pub fn new(compiled: &Compiled, source: &dyn WeightSource) -> Result<Memory, MemoryError> {
+        let described = compiled.bindings.iter().map(Binding::desc);
+        assert!(described.eq(compiled.image.bindings().iter().copied()), "the bindings must be those of the image");
         let own = |kind: BindingKind| !matches!(kind, BindingKind::Weight);
         let needed: u64 = compiled.bindings.iter().filter(|b| own(b.kind)).map(|b| b.bytes).sum();
         if let Some(available) = available_bytes()
@@ -147,7 +154,7 @@ impl Memory {
         }
         let mut memory = Memory {
             bases: Vec::new(),
-            bytes: Vec::new(),
+            descs: compiled.image.bindings().to_vec(),
             parts: (0..compiled.bindings.len()).map(|number| compiled.image.part_bytes(number)).collect(),
             names: Vec::new(),
             control: usize::MAX,
@@ -159,6 +166,7 @@ impl Memory {
             let mut owned = |contents: Option<&[u8]>| {
                 let own = Owned::zeroed(binding.bytes, binding.align_bytes);
                 if let Some(contents) = contents {
+                    assert!(contents.len() as u64 <= binding.bytes, "{} holds more than it has", binding.name);
                     // SAFETY: a fresh allocation of at least `contents.len()` bytes.
                     unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), own.base, contents.len()) };
                 }
@@ -191,10 +199,15 @@ impl Memory {
                 _ => {}
             }
             memory.bases.push(base);
-            memory.bytes.push(binding.bytes);
             memory.names.push((binding.kind, binding.name.clone()));
         }
         Ok(memory)
+    }
+
+    /// Whether this is memory for `image`: executors rely on it, whose boxes lie in bindings of its sizes.
+    pub(super) fn serves(&self, image: &Image) -> bool {
+        self.descs == image.bindings()
+            && (0..self.parts.len()).all(|number| self.parts[number] == image.part_bytes(number))
     }
 
     /// Start of every binding, by its number.
@@ -236,7 +249,7 @@ impl Memory {
     /// The token at `position`. Callers know it has been written: by them, or before a `produced` they have seen.
     pub(crate) fn token(&self, position: usize) -> u32 {
         assert!(
-            (position as u64 + 1) * 4 <= self.bytes[self.tokens],
+            (position as u64 + 1) * 4 <= self.descs[self.tokens].bytes,
             "position {position} is outside the token buffer"
         );
         // SAFETY: in range; written before (caller), and no token is written twice in a run.
@@ -245,7 +258,7 @@ impl Memory {
 
     /// Tokens the buffer holds.
     pub fn token_capacity(&self) -> usize {
-        (self.bytes[self.tokens] / 4) as usize
+        (self.descs[self.tokens].bytes / 4) as usize
     }
 
     /// Writes `tokens` at `position`.
@@ -271,22 +284,28 @@ impl Memory {
     pub(crate) unsafe fn set_input(&self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
         let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
         let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
-        if contents.len() as u64 != self.bytes[number] {
-            return Err(MemoryError::Size {
-                name: name.to_owned(),
-                found: contents.len() as u64,
-                expected: self.bytes[number],
-            });
+        let expected = self.descs[number].bytes;
+        if contents.len() as u64 != expected {
+            return Err(MemoryError::Size { name: name.to_owned(), found: contents.len() as u64, expected });
         }
         // SAFETY: the binding has exactly this many bytes and nobody else touches it (caller).
         unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), self.bases[number], contents.len()) };
         Ok(())
     }
 
-    /// Reads rows `rows` of an f32 output of rank 2, or its first `rows` elements when it has rank 1.
+    /// Reads rows `rows` of a float output of rank 2, or its first `rows` elements when it has rank 1.
+    ///
+    /// # Panics
+    /// When the output is not one of this memory's.
     pub fn read_f32(&self, output: &Operand, rows: usize) -> Vec<f32> {
-        // SAFETY: outputs come from the same compilation as the bindings, so they lie inside; no worker runs while the
-        // caller holds the executor.
+        let bytes = self.descs.get(output.binding.idx()).map_or(0, |desc| desc.bytes);
+        let dtype = output.dtype().filter(|dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16));
+        assert!(
+            dtype.is_some_and(|dtype| output.offset_bytes.is_multiple_of(dtype.align_bytes() as u64))
+                && output.offset_bytes.checked_add(output.span_bytes()).is_some_and(|end| end <= bytes),
+            "an output of another compilation: {output:?}"
+        );
+        // SAFETY: it lies inside its binding, aligned; no worker runs while the caller holds the executor.
         unsafe { read_f32(self.bases[output.binding.idx()], output, rows) }
     }
 

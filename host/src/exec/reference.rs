@@ -22,6 +22,7 @@ pub struct Reference {
 impl Reference {
     /// Runs `image` on `memory`.
     pub fn new(image: Image, memory: Memory) -> Reference {
+        assert!(memory.serves(&image), "an image runs on memory of its own compilation");
         Reference { image, memory, outcome: None, stamps: Vec::new() }
     }
 

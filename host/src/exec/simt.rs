@@ -61,6 +61,7 @@ const TIMEOUT_NS: u64 = 1 << 41;
 impl Simt {
     /// Runs `image` on `memory`, a simulated SM for each of its workers.
     pub fn new(image: Image, memory: Memory, options: Options) -> Simt {
+        assert!(memory.serves(&image), "an image runs on memory of its own compilation");
         let view = image.view();
         let counters = vec![0; view.events.len() + queue::words(view.max_just_in_time()) as usize];
         let (outcome, report) = (None, Report::default());

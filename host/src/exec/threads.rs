@@ -128,6 +128,7 @@ impl Threads {
     /// # Errors
     /// When the system gives no more threads.
     pub fn new(image: Image, memory: Memory, options: Options) -> std::io::Result<Threads> {
+        assert!(memory.serves(&image), "an image runs on memory of its own compilation");
         let n_workers = image.header().n_workers;
         let view = image.view();
         let n_counters = view.events.len() + queue::words(view.max_just_in_time()) as usize;

@@ -7,8 +7,8 @@
 //!
 //! Every operator is judged when it is added, by its macro kernel's own `check` on the whole tensors.
 
-use super::tensor::{BufferKind, DTensor, OpId, TensorError, TensorId, TensorTable, row_major};
-use super::threadblock::{BlockOp, GRID_AXES, KernelCall};
+use super::tensor::{BufferId, BufferKind, DTensor, OpId, TensorError, TensorId, TensorTable, row_major};
+use super::threadblock::{AccessKind, BlockOp, GRID_AXES, KernelCall};
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::{self, MacroKernel, Numbered, Spec, Use, elementwise::Function, param_words};
 use perpetua_shared::control::Control;
@@ -81,6 +81,8 @@ pub struct KernelGraph {
     dag: DiGraph<Operator, TensorId>,
     outputs: Vec<(String, TensorId)>,
     named: HashMap<String, TensorId>,
+    /// The last operator that writes each buffer.
+    writers: HashMap<BufferId, NodeIndex>,
     activations: DType,
     sampling_only: bool,
     /// Sequences that states and token buffers have room for, a part each.
@@ -107,6 +109,7 @@ impl KernelGraph {
             dag: DiGraph::new(),
             outputs: Vec::new(),
             named: HashMap::new(),
+            writers: HashMap::new(),
             activations: DType::F32,
             sampling_only: false,
             sequences: 1,
@@ -166,13 +169,15 @@ impl KernelGraph {
     fn named(&mut self, name: &str, shape: &[usize], dtype: DType, kind: BufferKind) -> Result<TensorId, GraphError> {
         if let Some(&tensor) = self.named.get(name) {
             let known = &self.table[tensor];
-            if known.shape == shape && known.dtype == dtype {
-                return Ok(tensor);
+            let fail = |what: String| Err(GraphError::Operator { op: name.to_owned(), what });
+            if known.shape != shape || known.dtype != dtype {
+                let before = format!("{:?} {}", known.shape, known.dtype);
+                return fail(format!("declared as {shape:?} {dtype}, before as {before}"));
             }
-            return Err(GraphError::Operator {
-                op: name.to_owned(),
-                what: format!("declared as {shape:?} {dtype}, before as {:?} {}", known.shape, known.dtype),
-            });
+            if self.table.buffer_of(tensor).kind != kind {
+                return fail("declared twice, for two purposes or with two contents".to_owned());
+            }
+            return Ok(tensor);
         }
         let tensor = self.table.add(name, shape, dtype, kind)?;
         self.named.insert(name.to_owned(), tensor);
@@ -243,7 +248,9 @@ impl KernelGraph {
     /// A contiguous tensor seen with another shape of as many elements.
     pub fn reshape(&mut self, base: TensorId, shape: &[usize]) -> Result<TensorId, GraphError> {
         let of = &self.table[base];
-        if of.strides != row_major(&of.shape) || of.len_elems() != shape.iter().product::<usize>() {
+        if of.strides != row_major(&of.shape)
+            || of.len_elems() != shape.iter().fold(1, |len: usize, n| len.saturating_mul(*n))
+        {
             return Err(GraphError::Operator {
                 op: of.name.clone(),
                 what: format!("shape {:?} strides {:?} cannot be seen as {shape:?}", of.shape, of.strides),
@@ -616,7 +623,7 @@ impl KernelGraph {
     /// # Errors
     /// An operator that is judged wrong.
     pub(super) fn with_ops(&self, ops: impl IntoIterator<Item = Operator>) -> Result<KernelGraph, GraphError> {
-        let mut graph = KernelGraph { dag: DiGraph::new(), ..self.clone() };
+        let mut graph = KernelGraph { dag: DiGraph::new(), writers: HashMap::new(), ..self.clone() };
         ops.into_iter().try_for_each(|op| graph.push(op).map(|_| ()))?;
         Ok(graph)
     }
@@ -642,39 +649,63 @@ impl KernelGraph {
         if let Some(missing) = op.slots.iter().flatten().find(|t| t.idx() >= self.table.tensors.len()) {
             return Err(fail(format!("tensor {missing} does not exist")));
         }
+        let too_long = |tensor: &&DTensor| tensor.shape.iter().chain(&tensor.strides).any(|n| *n > u32::MAX as usize);
+        if let Some(tensor) = op.slots.iter().flatten().map(|t| &self.table[*t]).find(too_long) {
+            let what = format!("tensor {tensor}, strides {:?}: expected at most {} of each", tensor.strides, u32::MAX);
+            return Err(fail(what));
+        }
         // A cut by hand is judged block by block when it is lowered; here only the signature counts.
-        if op.cut.is_none() {
+        if let Some(cut) = &op.cut {
+            judge_cut(spec, cut).map_err(fail)?;
+        } else {
             let io: Vec<Operand> =
                 op.slots.iter().map(|slot| slot.map_or(Operand::ABSENT, |t| whole_operand(&self.table[t]))).collect();
             spec.check(&op.kernel.params, &io).map_err(fail)?;
-        } else if op.slots.len() != spec.slots.len() {
-            return Err(fail(format!("{} tensors given, {} takes {}", op.slots.len(), spec.name, spec.slots.len())));
         }
         // An edge from the last writer of each tensor's buffer that this operator reads.
-        let mut edges = Vec::new();
-        for (slot, tensor) in spec.slots.iter().zip(&op.slots).filter_map(|(s, t)| t.map(|t| (s, t))) {
+        let node = self.dag.add_node(op);
+        let mut written = Vec::new();
+        let slots = self.dag[node].slots.clone();
+        for (slot, tensor) in spec.slots.iter().zip(slots).filter_map(|(s, t)| t.map(|t| (s, t))) {
+            let buffer = self.table[tensor].buffer;
             if slot.usage != Use::Write
-                && let Some(writer) = self.last_writer(tensor)
+                && let Some(&writer) = self.writers.get(&buffer)
             {
-                edges.push((writer, tensor));
+                self.dag.add_edge(writer, node, tensor);
+            }
+            if slot.usage != Use::Read {
+                written.push((buffer, node));
             }
         }
-        let node = self.dag.add_node(op);
-        for (writer, tensor) in edges {
-            self.dag.add_edge(writer, node, tensor);
-        }
+        self.writers.extend(written);
         Ok(OpId(node.index() as u32))
     }
+}
 
-    fn last_writer(&self, tensor: TensorId) -> Option<NodeIndex> {
-        let buffer = self.table[tensor].buffer;
-        self.dag.node_indices().rev().find(|node| {
-            let op = &self.dag[*node];
-            Spec::of(op.kernel.task_type).is_some_and(|spec| {
-                let mut slots = spec.slots.iter().zip(&op.slots);
-                slots.any(|(slot, t)| slot.usage != Use::Read && t.is_some_and(|t| self.table[t].buffer == buffer))
-            })
-        })
+/// Whether a cut given by hand has its macro kernel's signature: dependencies follow what it says of each tensor's use, and
+/// the kernel does what its slots say.
+fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
+    if cut.accesses.len() != spec.slots.len() {
+        return Err(format!("{} tensors given, {} takes {}", cut.accesses.len(), spec.name, spec.slots.len()));
+    }
+    for (slot, access) in spec.slots.iter().zip(&cut.accesses) {
+        let Some(access) = access else { continue };
+        let fitting = match slot.usage {
+            Use::Read => AccessKind::Read,
+            Use::Write => AccessKind::Write,
+            Use::Update => AccessKind::ReadWrite,
+            Use::Append => AccessKind::Append,
+        };
+        // Reading and writing covers all else.
+        if access.kind != fitting && access.kind != AccessKind::ReadWrite {
+            return Err(format!("operand `{}` is given as {:?}, expected {fitting:?}", slot.name, access.kind));
+        }
+    }
+    match cut.row_axis {
+        Some(axis) if usize::from(axis) >= GRID_AXES => {
+            Err(format!("rows are cut by axis {axis}, expected one of {GRID_AXES}"))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -110,9 +110,9 @@ impl fmt::Display for DTensor {
 
 /// Row-major strides of `shape`.
 pub fn row_major(shape: &[usize]) -> Vec<usize> {
-    let mut strides = vec![1; shape.len()];
+    let mut strides = vec![1usize; shape.len()];
     for dim in (1..shape.len()).rev() {
-        strides[dim - 1] = strides[dim] * shape[dim].max(1);
+        strides[dim - 1] = strides[dim].saturating_mul(shape[dim].max(1));
     }
     strides
 }
@@ -223,10 +223,9 @@ impl TensorTable {
         }
         let buffer = &self.buffers[tensor.buffer.idx()];
         if !tensor.shape.contains(&0) {
-            let dims = tensor.shape.iter().zip(&tensor.strides);
-            let last: u128 =
-                dims.map(|(n, s)| (*n as u128 - 1) * *s as u128).sum::<u128>() + tensor.offset_elems as u128;
-            let end = (last + 1) * tensor.dtype.size_bytes() as u128;
+            let steps = tensor.shape.iter().zip(&tensor.strides).map(|(n, s)| (*n as u128 - 1) * *s as u128);
+            let last = steps.fold(tensor.offset_elems as u128, u128::saturating_add);
+            let end = last.saturating_add(1).saturating_mul(tensor.dtype.size_bytes() as u128);
             if end > u128::from(buffer.bytes) {
                 return Err(TensorError::OutOfBounds {
                     name: name(),

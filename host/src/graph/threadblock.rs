@@ -87,9 +87,9 @@ pub struct BlockOp {
 }
 
 impl BlockOp {
-    /// Blocks in the grid.
+    /// Blocks in the grid; `u64::MAX` where that is too small a number.
     pub fn n_blocks(&self) -> u64 {
-        self.grid.iter().map(|n| u64::from(*n)).product()
+        self.grid.iter().fold(1, |n, axis| n.saturating_mul(u64::from(*axis)))
     }
 
     /// The block numbered `number`, x running fastest.

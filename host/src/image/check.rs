@@ -9,8 +9,8 @@
 //!    any other in a worker's. `advance` is a worker's.
 //! 4. *Live.* The lists and the events of each program admit a complete run with every worker resident (simulated), even if
 //!    just-in-time tasks are launched one after the other, in order.
-//! 5. *End.* `advance` is each program's last task and comes after every other: no task of an iteration can be running
-//!    when the next begins.
+//! 5. *End.* `advance` is each program's last task, turns the control block and comes after every other: no task of an
+//!    iteration can be running when the next begins.
 //!
 //! 6. *Sequences.* At most one program is for batches, and every `State` and `Tokens` binding is as many equal parts as it has
 //!    rows. A task of a sequence, which only that program has, touches the sequence's part of them; a task of another
@@ -233,6 +233,10 @@ impl Judge<'_> {
         if let Some(event) = view.triggers(task).iter().find(|e| foreign(e, EVENT_ITERATION.0)) {
             return Err(format!("triggers e{event}, which is not its program's"));
         }
+        let control = view.operands(task).last().filter(|_| is_last);
+        if control.is_some_and(|o| self.image.bindings()[o.binding.idx()].kind != BindingKind::Control as u32) {
+            return Err("must turn the control block, or the loop would not end".to_owned());
+        }
         if is_last && (!view.waits(task).contains(&EVENT_ARRIVED.0) || view.triggers(task) != [EVENT_ITERATION.0]) {
             return Err("must wait on the workers' arrival and trigger the iteration's event".to_owned());
         }
@@ -268,7 +272,9 @@ impl Judge<'_> {
 
     fn operand(&self, operand: &Operand, usage: Use) -> Result<(), String> {
         if !operand.is_present() {
-            return Ok(());
+            // Executors look up its binding before they see that it is not there.
+            let absent = *operand == Operand::ABSENT;
+            return absent.then_some(()).ok_or_else(|| "is absent, and says where it lies".to_owned());
         }
         let dtype = operand.dtype().ok_or_else(|| format!("dtype {} is unknown", operand.dtype))?;
         if operand.dtype > u16::from(u8::MAX) || usize::from(operand.rank) > MAX_RANK {

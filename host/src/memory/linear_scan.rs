@@ -98,7 +98,8 @@ impl LinearScan {
             return;
         }
         let end = offset + size_bytes;
-        let at = self.gaps.seek((offset, u64::MAX));
+        // The last gap that begins here or before; one may end at `u64::MAX`.
+        let at = self.gaps.seek((offset + 1, 0));
         let gap = self.gaps.before(at).filter(|&(_, (_, gap_end))| end <= gap_end);
         let (at, (gap_first, gap_end)) = gap.expect("bytes to be taken lie in one gap: the caller found them free");
         self.by_size.remove((gap_end - gap_first, gap_first));
@@ -293,6 +294,16 @@ mod tests {
         assert_eq!(scan.find(30, 1, Direction::Up), Some(60));
         assert_eq!(scan.find(41, 1, Direction::Up), None);
         assert_eq!((scan.free_bytes(), scan.largest_gap_bytes()), (60, 40));
+    }
+
+    #[test]
+    fn the_whole_address_range_is_a_gap_like_any_other() {
+        for direction in [Direction::Up, Direction::Down] {
+            let mut scan = LinearScan::new(u64::MAX);
+            let offset = scan.alloc(128, 1 << 63, direction).unwrap();
+            scan.free(offset, 128);
+            assert_eq!((scan.free_bytes(), scan.largest_gap_bytes()), (u64::MAX, u64::MAX));
+        }
     }
 
     #[test]

@@ -42,6 +42,9 @@ pub struct ChatTemplate {
 /// Larger than any real template.
 const MAX_TEMPLATE_BYTES: u64 = 16 << 20;
 const NAME: &str = "chat";
+/// Instructions a template may take to render: a template is the model's author's word, and must not hang who reads it. The
+/// largest of today's take a few hundred a message.
+const FUEL: u64 = 20_000_000;
 
 impl ChatTemplate {
     /// Reads a model folder's chat template.
@@ -70,6 +73,7 @@ impl ChatTemplate {
         special_tokens: Vec<(String, String)>,
     ) -> Result<ChatTemplate, ModelError> {
         let mut environment = Environment::new();
+        environment.set_fuel(Some(FUEL));
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
@@ -113,6 +117,9 @@ impl ChatTemplate {
                 &self.path,
                 match e.detail().and_then(|d| d.strip_prefix(REFUSED)) {
                     Some(message) => format!("the chat template refuses these messages: {message}"),
+                    None if e.kind() == ErrorKind::OutOfFuel => {
+                        format!("chat template: not rendered after {FUEL} steps: it does not seem to end")
+                    }
                     None => format!("chat template: {}", one_line(&e)),
                 },
             )
@@ -353,6 +360,16 @@ mod tests {
         let template = ChatTemplate::open(&dir).expect("the fixture");
         let text = template.render(&[ChatMessage::new("user", "Hi <you> & me")]).expect("renders");
         assert_eq!(text, "<|im_start|>user\nHi <you> & me<|im_end|>\n<|im_start|>assistant\n");
+    }
+
+    #[test]
+    fn a_template_without_end_is_refused() {
+        let source = "{% for a in range(9999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
+        let error = template(source).render(&turns()).expect_err("it would take minutes").to_string();
+        assert!(error.contains("does not seem to end") && error.lines().count() == 1, "{error}");
+        // A long conversation is no such thing.
+        let long = vec![ChatMessage::new("user", "Hi"); 20_000];
+        assert!(template("{% for m in messages %}{{ m.role }}{% endfor %}").render(&long).is_ok());
     }
 
     /// What published templates use, each with the text that the reference engine makes of it.

@@ -269,7 +269,7 @@ impl UnfinishedFolder {
             return Err(ModelError::write(out, std::io::Error::other("not the name of a new folder")));
         };
         let path = out.with_file_name(format!(".{}.unfinished-{}", name.to_string_lossy(), std::process::id()));
-        std::fs::create_dir(&path).map_err(|e| ModelError::write(&path, e))?;
+        std::fs::create_dir(&path).map_err(|e| ModelError::write(out, e))?;
         Ok(UnfinishedFolder { path, published: false })
     }
 

@@ -82,7 +82,7 @@ impl MacroKernel for Attention {
         }
         rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
         rules::extent("q", q, 0, 1)?;
-        let parts = [q.extent[1], 1, q.extent[2], q.extent[3] + 2];
+        let parts = [q.extent[1], 1, q.extent[2], q.extent[3].saturating_add(2)];
         (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
     }
 

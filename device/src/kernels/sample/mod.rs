@@ -57,6 +57,8 @@ impl MacroKernel for Sample {
         rules::dtype("indices", indices, &[DType::I32])?;
         rules::extent("indices", indices, 0, values.extent[0])?;
         rules::dtype("control", control, &[DType::U32])?;
+        rules::rank("control", control, 1)?;
+        rules::unit_stride("control", control)?;
         rules::extent("control", control, 0, (size_of::<Control>() / 4) as u32)?;
         rules::dtype("tokens", tokens, &[DType::I32])?;
         rules::rank("tokens", tokens, 1)

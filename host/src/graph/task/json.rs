@@ -412,5 +412,8 @@ mod tests {
         let text = EXAMPLE.replacen("[32, 1, 1]", "[0, 1, 1]", 1);
         let error = lower(&read_graph(&text).unwrap(), &Config::default()).unwrap_err().to_string();
         assert!(error.contains("operator linear") && error.contains("zero"), "{error}");
+        let text = EXAMPLE.replacen("[32, 1, 1]", "[4294967295, 4294967295, 4294967295]", 1);
+        let error = lower(&read_graph(&text).unwrap(), &Config::default()).unwrap_err().to_string();
+        assert!(error.contains("operator linear") && error.contains("blocks"), "{error}");
     }
 }
