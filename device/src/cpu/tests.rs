@@ -230,7 +230,7 @@ mod linear {
             isa in isas(), wd in dtypes(), xd in dtypes(), yd in dtypes(), activation in 0usize..5,
             rows in 0usize..20, extra_rows in 0usize..3, n in 1usize..23, k in 0usize..300, long in any::<bool>(),
             gap in 0usize..9, skew in 0usize..2, bias in any::<bool>(), residual in any::<bool>(), kind in 0u32..7,
-            seed in any::<u64>(),
+            order in 0u32..2, seed in any::<u64>(),
         ) {
             // Long rows pass the prefetch distance and the block of k.
             let k = if long { k * 23 } else { k };
@@ -244,7 +244,7 @@ mod linear {
             let residual = optional(residual, &[rows + extra_rows, n]);
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
             let io = [x, w, bias, residual, y, Memory::absent()];
-            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0 };
+            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
             let (expected, got) = (expected[4].values(), got[4].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -291,7 +291,7 @@ mod linear {
                 (e[5].values(), g[5].values())
             } else {
                 let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0 }, &io, step(0, rows as u32), 0);
+                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0, order: 0 }, &io, step(0, rows as u32), 0);
                 (e[4].values(), g[4].values())
             };
             let product = |w: &Memory, r: usize, c: usize| -> f32 {
@@ -346,7 +346,7 @@ mod linear {
                 let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
                 let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [_, got] = both::<Linear>(*isa, &Params { activation: 0, eps: 0.0 }, &io, step(0, 1), 0);
+                let [_, got] = both::<Linear>(*isa, &Params { activation: 0, eps: 0.0, order: 0 }, &io, step(0, 1), 0);
                 assert!(got[4].values().iter().all(|y| !y.is_finite()), "{} {bad}", isa.name());
             }
         }
@@ -373,7 +373,7 @@ mod linear {
                     let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
                     let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                    let p = Params { activation: 0, eps: 0.0 };
+                    let p = Params { activation: 0, eps: 0.0, order: 0 };
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {
