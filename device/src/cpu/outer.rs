@@ -92,6 +92,12 @@ impl<S: Simd> Leaf for Transpose<S> {
             unsafe {
                 if n == S::LANES {
                     while c + S::LANES <= columns {
+                        let mut i = 0;
+                        while i < S::LANES {
+                            // The next rows; another core may have written them.
+                            S::prefetch(src.wrapping_add((r + S::LANES + i) * src_stride + c).cast());
+                            i += 1;
+                        }
                         S::transpose(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride);
                         c += S::LANES;
                     }
