@@ -122,7 +122,7 @@ struct DeviceBuilder {
 
 impl DeviceBuilder {
     fn build(&self) -> Result<(), String> {
-        let (directives, compiled) = (entry_directives(&self.path)?, self.compile()?);
+        let (directives, compiled) = (entry_directives(&self.path)?, name_launch_blocks(&self.compile()?));
         let (rest, kernels) = split(&compiled, "perpetua_kernel_", &directives)?;
         write_if_new(&self.copy_to.join("kernels.ptx"), kernels.as_bytes())?;
         let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
@@ -237,6 +237,19 @@ fn entry_directives(device: &Path) -> Result<String, String> {
         .ok_or_else(|| format!("{}: BLOCK_THREADS is not where build.rs expects it", path.display()))?
         .0;
     Ok(format!(".maxntid {threads}, 1, 1\n.minnctapersm 1\n"))
+}
+
+/// `ptx` with each entry's own first parameter where its body says `perpetua_launch_block`: assembly in Rust cannot know which
+/// entry it ends up in.
+fn name_launch_blocks(ptx: &str) -> String {
+    let mut entries = ptx.split(".visible .entry ");
+    let mut named = entries.next().unwrap_or_default().to_owned();
+    for entry in entries {
+        let name = entry.split('(').next().unwrap_or_default();
+        named.push_str(".visible .entry ");
+        named.push_str(&entry.replace("perpetua_launch_block", &format!("{name}_param_0")));
+    }
+    named
 }
 
 /// `ptx` without the entries whose names start with `prefix`, and a module of those alone, each with `directives`.

@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let plan = &program.plan;
         prefetch::check(plan, &program.lists, &program.reads).map_err(|broken| broken[0].clone())?;
         let run = |prefetch| {
-            predict(&program.tasks, &program.lists, plan, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.lists, plan, &program.reads, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);

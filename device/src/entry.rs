@@ -5,7 +5,7 @@
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
 //! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
 //! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
-//! parameter is the address of a [`LaunchParams`] in device memory. `data_heads` and `data` say which
+//! parameter is a [`LaunchParams`], by value. `data_heads` and `data` say which
 //! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; with `n_data = 0` and all heads zero it
 //! brings none, and bodies read weights from global memory.
 //!
@@ -13,6 +13,7 @@
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
 //! whatever another worker or the host writes is reached by raw pointers.
 
+pub use crate::arch::LaunchBlock;
 use crate::arch::{memory, thread};
 use crate::block::Block;
 use crate::gpu::scheduler;
@@ -26,24 +27,20 @@ use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
 use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
 
-/// The image where the launch block says it is. Every call reads the addresses it needs anew, or the compiler would keep them
-/// all in registers; they are in L1, two lines that the first reads after an acquire bring back.
+/// The image where the launch block says it is.
 ///
 /// Its promise, which every method relies on: the host has checked the image, so every index in it is in range, and
-/// nobody writes it or the launch block while the kernel runs.
+/// nobody writes it while the kernel runs.
 #[derive(Clone, Copy)]
 struct DeviceImage {
-    params: *const LaunchParams,
+    params: LaunchBlock,
 }
 
 /// A field of the launch block.
 macro_rules! param {
-    ($image:expr, $field:ident) => {{
-        #[allow(unused_unsafe)] // Some of its users are unsafe blocks already.
-        // SAFETY: see `DeviceImage`.
-        let value = unsafe { memory::load_anew(&raw const (*$image.params).$field) };
-        value
-    }};
+    ($image:expr, $field:ident) => {
+        $image.params.get::<{ offset_of!(LaunchParams, $field) }, _>(|params| params.$field)
+    };
 }
 
 /// `count` entries from entry `first` of the section at `address`.
@@ -312,7 +309,7 @@ fn gpu_sync(image: &DeviceImage) -> Gpu {
 /// `params` and all it points to are as [`LaunchParams`] says, for an image that the host has checked; the grid has
 /// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
 #[inline(always)]
-pub unsafe fn worker(params: *const LaunchParams) {
+pub unsafe fn worker(params: LaunchBlock) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
     let worker = WorkerId(thread::block_idx());
@@ -337,7 +334,8 @@ pub unsafe fn worker(params: *const LaunchParams) {
             return;
         }
     }
-    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let mut body =
+        BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -362,7 +360,7 @@ pub unsafe fn worker(params: *const LaunchParams) {
 /// As [`worker`], but for the grid: a block of `TASK_THREADS` threads for each of an operator's tasks, none of which orders
 /// another; and whatever those tasks wait on has run in launches that have ended.
 #[inline(always)]
-pub unsafe fn operator(params: *const LaunchParams, program: u32, first: u32) {
+pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
     let (worker, block) =
@@ -380,7 +378,7 @@ pub unsafe fn operator(params: *const LaunchParams, program: u32, first: u32) {
         return;
     }
     thread::at_task(id);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), false), traced: Cell::new(0) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
     let outcome = unsafe { run_gpu(&body.call(task, &step), &block) };
     match outcome {
@@ -400,11 +398,11 @@ pub unsafe fn operator(params: *const LaunchParams, program: u32, first: u32) {
 /// As [`worker`]; `id` is a task of that kernel, whose waits have been met.
 #[cfg(target_arch = "nvptx64")]
 #[inline(always)]
-pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const LaunchParams, id: u32) {
+pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, id: u32) {
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane()), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
     let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
     body.tiles.begin_task(body.task_tiles(task));
     let call = body.call(task, &step);
@@ -418,7 +416,7 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: *const Launch
 #[cfg(target_arch = "nvptx64")]
 #[allow(unreachable_pub)] // Its functions are exported by name, not by path.
 mod ptx {
-    use crate::arch::{bulk, mbarrier, memory, shared, thread, trap, warp};
+    use crate::arch::{LaunchBlock, bulk, mbarrier, memory, shared, thread, trap, warp};
     use crate::probe;
     use perpetua_shared::launch::LaunchParams;
     use perpetua_shared::probe::ProbeParams;
@@ -431,41 +429,41 @@ mod ptx {
     /// # Safety
     /// As [`worker`](super::worker).
     #[unsafe(no_mangle)]
-    pub unsafe extern "ptx-kernel" fn perpetua_worker(params: *const LaunchParams) {
+    pub unsafe extern "ptx-kernel" fn perpetua_worker(_: LaunchParams) {
         // SAFETY: the caller's promise.
-        unsafe { super::worker(params) }
+        unsafe { super::worker(LaunchBlock::of_entry()) }
     }
 
     /// # Safety
     /// As [`operator`](super::operator).
     #[unsafe(no_mangle)]
-    pub unsafe extern "ptx-kernel" fn perpetua_operator(params: *const LaunchParams, program: u32, first: u32) {
+    pub unsafe extern "ptx-kernel" fn perpetua_operator(_: LaunchParams, program: u32, first: u32) {
         // SAFETY: the caller's promise.
-        unsafe { super::operator(params, program, first) }
+        unsafe { super::operator(LaunchBlock::of_entry(), program, first) }
     }
 
     /// # Safety
     /// As [`probe::read`].
     #[unsafe(no_mangle)]
-    pub unsafe extern "ptx-kernel" fn perpetua_probe_read(params: *const ProbeParams) {
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_read(params: ProbeParams) {
         // SAFETY: the caller's promise.
-        unsafe { probe::read(params) }
+        unsafe { probe::read(&params) }
     }
 
     /// # Safety
     /// As [`probe::hop`].
     #[unsafe(no_mangle)]
-    pub unsafe extern "ptx-kernel" fn perpetua_probe_hop(params: *const ProbeParams) {
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_hop(params: ProbeParams) {
         // SAFETY: the caller's promise.
-        unsafe { probe::hop(params) }
+        unsafe { probe::hop(&params) }
     }
 
     /// # Safety
     /// As [`probe::meet`].
     #[unsafe(no_mangle)]
-    pub unsafe extern "ptx-kernel" fn perpetua_probe_meet(params: *const ProbeParams) {
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_meet(params: ProbeParams) {
         // SAFETY: the caller's promise.
-        unsafe { probe::meet(params) }
+        unsafe { probe::meet(&params) }
     }
 
     /// Not a kernel anyone launches: `if c { A } barrier; if c { B }`, from which a compiler that does not know barriers makes

@@ -3,16 +3,6 @@
 use crate::arch::{atomic, bulk, mbarrier, memory, thread};
 use perpetua_shared::probe::{GAVE_UP, ProbeParams};
 
-/// A field of the parameters.
-macro_rules! param {
-    ($params:expr, $field:ident) => {{
-        #[allow(unused_unsafe)] // Some of its users are unsafe blocks already.
-        // SAFETY: the caller of every probe promises that they are there and that nobody writes them.
-        let value = unsafe { memory::load(&raw const (*$params).$field) };
-        value
-    }};
-}
-
 fn word(address: u64, at: u64) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut((address + at) as usize)
 }
@@ -22,8 +12,8 @@ fn word(address: u64, at: u64) -> *mut u32 {
 /// # Safety
 /// `out` has a word for every block, which it alone writes.
 #[inline(always)]
-unsafe fn tell(params: *const ProbeParams, ns: u64) {
-    let out = core::ptr::with_exposed_provenance_mut::<u64>(param!(params, out) as usize);
+unsafe fn tell(params: &ProbeParams, ns: u64) {
+    let out = core::ptr::with_exposed_provenance_mut::<u64>(params.out as usize);
     // SAFETY: the caller's promise.
     unsafe { memory::store(out.add(thread::block_idx() as usize), ns) };
 }
@@ -56,13 +46,13 @@ unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
 /// # Safety
 /// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles.
 #[inline(always)]
-pub unsafe fn read(params: *const ProbeParams) {
+pub unsafe fn read(params: &ProbeParams) {
     if thread::thread_idx() != 0 {
         return;
     }
-    let (tile_bytes, n_tiles) = (param!(params, tile_bytes), param!(params, n_tiles));
-    let bytes = param!(params, bytes);
-    let source = param!(params, source) + u64::from(thread::block_idx()) * bytes;
+    let (tile_bytes, n_tiles) = (params.tile_bytes, params.n_tiles);
+    let bytes = params.bytes;
+    let source = params.source + u64::from(thread::block_idx()) * bytes;
     let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
     let n = (bytes / u64::from(tile_bytes)) as u32;
     // SAFETY: the caller's promise; one thread makes the barriers and uses them. A tile's next copy begins after its last
@@ -96,17 +86,17 @@ pub unsafe fn read(params: *const ProbeParams) {
 /// # Safety
 /// As [`read`], all blocks resident.
 #[inline(always)]
-pub unsafe fn hop(params: *const ProbeParams) {
+pub unsafe fn hop(params: &ProbeParams) {
     let block = thread::block_idx();
     if thread::thread_idx() != 0 || block > 1 {
         return;
     }
-    let (counters, timeout_ns) = (param!(params, counters), param!(params, timeout_ns));
+    let (counters, timeout_ns) = (params.counters, params.timeout_ns);
     let (mine, other) = (word(counters, 128 * u64::from(block)), word(counters, 128 * u64::from(1 - block)));
     // SAFETY: the caller's promise.
     unsafe {
         let began = thread::timer_ns();
-        for round in 0..param!(params, rounds) {
+        for round in 0..params.rounds {
             if block == 0 {
                 atomic::add_release(mine, 1);
             }
@@ -127,17 +117,17 @@ pub unsafe fn hop(params: *const ProbeParams) {
 /// # Safety
 /// As [`hop`].
 #[inline(always)]
-pub unsafe fn meet(params: *const ProbeParams) {
+pub unsafe fn meet(params: &ProbeParams) {
     if thread::thread_idx() != 0 {
         return;
     }
-    let (counter, blocks) = (word(param!(params, counters), 0), param!(params, blocks));
+    let (counter, blocks) = (word(params.counters, 0), params.blocks);
     // SAFETY: the caller's promise.
     unsafe {
         let began = thread::timer_ns();
-        for round in 0..param!(params, rounds) {
+        for round in 0..params.rounds {
             atomic::add_release(counter, 1);
-            if !reach(counter, (round + 1) * blocks, param!(params, timeout_ns)) {
+            if !reach(counter, (round + 1) * blocks, params.timeout_ns) {
                 tell(params, GAVE_UP);
                 return;
             }

@@ -1,6 +1,7 @@
 //! The launch block: how the host tells the persistent kernel where everything lies.
 //!
-//! The kernel's only parameter is a pointer to one of these in device memory. Addresses are device addresses. The host
+//! The kernel's only parameter is one of these, by value: constant memory, which costs its readers neither registers nor a trip to
+//! any cache but their own. Addresses are device addresses. The host
 //! launches one block of [`BLOCK_THREADS`] threads per worker, all of them resident at once (a cooperative launch), with
 //! [`TILE_BYTES`] of dynamic shared memory (which is more than a kernel gets unasked: set its attribute).
 
@@ -9,8 +10,7 @@ use bytemuck::{Pod, Zeroable};
 /// Name of the kernel's entry in the PTX.
 pub const ENTRY: &str = "perpetua_worker";
 
-/// Name of the entry that runs one operator, for launches of it alone: its parameters are the address of a [`LaunchParams`], the
-/// program and the operator's first task, its grid a block of [`TASK_THREADS`] threads for each task, without dynamic shared
+/// Name of the entry that runs one operator, for launches of it alone: its parameters are a [`LaunchParams`], the program and the operator's first task, its grid a block of [`TASK_THREADS`] threads for each task, without dynamic shared
 /// memory.
 pub const OPERATOR: &str = "perpetua_operator";
 

@@ -16,7 +16,7 @@ pub const THREADS: u32 = 32;
 /// The block's time when it gave up waiting.
 pub const GAVE_UP: u64 = u64::MAX;
 
-/// What a probe is told; its only parameter is the address of one of these.
+/// What a probe is told: its only parameter, by value.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct ProbeParams {

@@ -93,16 +93,13 @@ fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
         assert_eq!(stamps.len(), 1 + 4);
         assert!(stamps.is_sorted());
 
-        // What a run is, call by call: the prompt, the launch block and the control block go in; the kernel is launched;
-        // the control block and the fault record come out.
+        // What a run is, call by call: the prompt and the control block go in; the kernel is launched; the control block and the fault record come out.
         let calls = driver.calls();
         let run: Vec<&str> = calls[loaded..].iter().map(String::as_str).collect();
         let launch = format!("cuLaunchCooperativeKernel blocks {N_SMS} threads {BLOCK_THREADS} shared {TILE_BYTES}");
         let control = size_of::<perpetua_shared::control::Control>();
         let expected = [
             format!("cuMemcpyHtoDAsync {}", 4 * PROMPT.len()),
-            "cuStreamSynchronize".to_owned(),
-            format!("cuMemcpyHtoDAsync {}", size_of::<perpetua_shared::launch::LaunchParams>()),
             "cuStreamSynchronize".to_owned(),
             format!("cuMemcpyHtoDAsync {control}"),
             "cuStreamSynchronize".to_owned(),

@@ -96,9 +96,46 @@ fn plan_prints_and_writes_what_it_is_asked_for() {
     assert_eq!(tasks["workers"].as_array().unwrap().len(), 7);
     let listed: usize = tasks["workers"].as_array().unwrap().iter().map(|w| w.as_array().unwrap().len()).sum();
     assert_eq!(listed, tasks["tasks"].as_array().unwrap().len());
+    // The last operator ends the iteration, and says so; no other has a class that is not the usual one.
+    let all = tasks["tasks"].as_array().unwrap();
+    let classes: Vec<_> = all.iter().filter_map(|task| task.get("class")).collect();
+    assert_eq!(classes, ["end"]);
+    assert_eq!(all.last().unwrap()["class"], "end");
     assert!(!json(&trace)["traceEvents"].as_array().unwrap().is_empty());
     assert!(std::fs::read_to_string(&svg).unwrap().starts_with("<svg"));
     assert!(std::fs::read_to_string(&dot).unwrap().contains("digraph"));
+}
+
+/// Tasks that a scheduler launches are in no list, and in the predicted run all the same.
+#[test]
+fn plan_predicts_what_is_launched_just_in_time() {
+    let temp = tempfile::tempdir().unwrap();
+    let [tasks, trace] = ["t.json", "trace.json"].map(|name| temp.path().join(name).to_string_lossy().into_owned());
+    let model = fixture("tiny-llama");
+    let args = ["plan", "--model", &model, "--target", "workers:7", "--check"];
+    let launched = ["--just-in-time", "attention", "--tasks-json", &tasks, "--trace", &trace, "--rows", "5"];
+    let text = String::from_utf8(perpetua(&[&args[..], &launched].concat()).stdout).unwrap();
+    assert!(text.contains("predicted step"), "{text}");
+    let json =
+        |path: &str| -> serde_json::Value { serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap() };
+    let (tasks, trace) = (json(&tasks), json(&trace));
+    let all = tasks["tasks"].as_array().unwrap();
+    let n_launched = all.iter().filter(|task| task["class"] == "just-in-time").count();
+    let listed: usize = tasks["workers"].as_array().unwrap().iter().map(|w| w.as_array().unwrap().len()).sum();
+    assert!(n_launched > 0 && listed + n_launched == all.len());
+    // Each ran once, and took its time.
+    let runs = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["args"]["block"].is_array());
+    let mut seen = vec![0; all.len()];
+    for event in runs {
+        seen[event["args"]["task"].as_u64().unwrap() as usize] += 1;
+        assert!(event["dur"].as_f64().unwrap() > 0.0, "{event}");
+    }
+    assert!(seen.iter().all(|n| *n == 1), "{seen:?}");
+    let none =
+        Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).args(["--just-in-time", "nothing"]).output().unwrap();
+    let message = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert_eq!((none.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+    assert!(message.contains("just-in-time operator nothing: there is no operator"), "{message}");
 }
 
 #[test]
@@ -211,6 +248,19 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
     }
 }
 
+/// The first process that `parent` starts.
+#[cfg(target_os = "linux")]
+fn child_of(parent: &mut std::process::Child) -> String {
+    let pid = parent.id();
+    loop {
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        if let Some(child) = children.split_whitespace().next() {
+            return child.to_owned();
+        }
+        assert!(parent.try_wait().unwrap().is_none(), "it ended before it started a process");
+    }
+}
+
 /// A section that dies leaves a record that says so, and takes no other with it; one that fails keeps what it had.
 #[cfg(target_os = "linux")]
 #[test]
@@ -231,14 +281,7 @@ fn a_gpu_check_outlives_its_sections() {
         .stderr(std::process::Stdio::null())
         .spawn()
         .unwrap();
-    let pid = check.id();
-    let section = loop {
-        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-        if let Some(child) = children.split_whitespace().next() {
-            break child.to_owned();
-        }
-        assert!(check.try_wait().unwrap().is_none(), "it ended before a section began");
-    };
+    let section = child_of(&mut check);
     assert!(Command::new("kill").args(["-KILL", &section]).status().unwrap().success());
     assert_eq!(check.wait().unwrap().code(), Some(1));
     let record = |section: &str| -> serde_json::Value {
@@ -249,4 +292,36 @@ fn a_gpu_check_outlives_its_sections() {
     assert!(said("kernels").contains("signal: 9"), "{}", said("kernels"));
     assert!(said("fixtures").contains("none/tiny-qwen3"), "{}", said("fixtures"));
     assert!(record("facts")["figures"].is_object() && record("facts")["error"].is_null());
+}
+
+/// However a check is ended, its section does not go on without it: it would have the GPU to itself, and nobody to end it.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_section_does_not_outlive_its_gpu_check() {
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    let temp = tempfile::tempdir().unwrap();
+    let mut check = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+        .args(["gpu-check", "--simulated", "kernels", "--out"])
+        .arg(temp.path())
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let section = child_of(&mut check);
+    check.kill().unwrap();
+    check.wait().unwrap();
+    // Whoever inherits it may be slow to clear it away: what is left then has no memory map.
+    let runs = || std::fs::read_to_string(format!("/proc/{section}/maps")).is_ok_and(|maps| !maps.is_empty());
+    for _ in 0..1000 {
+        if !runs() {
+            let record = std::fs::read_to_string(temp.path().join("kernels.json"));
+            assert!(record.is_err() || record.is_ok_and(|text| text.contains("unfinished")), "it was ended, not done");
+            return;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("process {section} goes on");
 }

@@ -1,19 +1,19 @@
-//! The worker loop under loom: every interleaving, and every value a relaxed load may see, of small worlds. The loop is
-//! the one that runs on the GPU and on CPU threads; only [`Sync`](perpetua_device::sync::Sync) is loom's. Twins with one
-//! ordering or one wait less must be refused.
+//! The worker loop under two model checkers. The loop is the one that runs on the GPU and on CPU threads; only
+//! [`Sync`](perpetua_device::sync::Sync) is theirs ([`Model`]). Twins with one ordering or one wait less must be refused.
 //!
 //! With just-in-time tasks there is a scheduler, a thread of its own as on a GPU, or whoever of the workers waits, as on CPU
 //! threads; queue and scheduler are the device crate's too.
 //!
-//! Who has polled a few times, enough to see every value, polls again only when a word has been written ([`Rest`]), or
-//! there would be no end of interleavings. Two workers beside a scheduler thread are too many all the same: there are one worker and
-//! the scheduler, and two workers that launch; the simulated GPU has the rest, by seeds.
+//! *loom*: every interleaving, and every value a relaxed load may see, of small worlds. Who has polled a few times, enough to
+//! see every value, polls again only when a word has been written ([`Rest`]), or there would be no end of interleavings. Two
+//! workers beside a scheduler thread are too many all the same: there are one worker and the scheduler, and two workers that
+//! launch. Bound: two preemptions a run (loom's advice: most bugs need no more), two iterations of the token loop.
 //!
-//! Bound: two preemptions a run (loom's advice: most bugs need no more), two iterations of the token loop.
+//! *shuttle*: two and three workers beside a scheduler thread, by seeds: schedules that are random, and such as preempt only a few
+//! times, at random places, which find a bug that takes `d` of them with a known probability (PCT, Burckhardt et al. 2010).
+//! Its atomics are sequentially consistent whatever they are asked for, so it judges interleavings and no orderings: those are
+//! loom's, in the smaller worlds, and the simulated GPU's.
 
-use loom::cell::UnsafeCell;
-use loom::sync::atomic::{AtomicU32, Ordering};
-use loom::sync::{Arc, Mutex};
 use perpetua_device::queue::{self, Words};
 use perpetua_device::scheduler::Scheduler;
 use perpetua_device::sync::Sync;
@@ -21,6 +21,182 @@ use perpetua_device::worker::{Body, ImageView, run};
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, reached};
 use perpetua_shared::{EventId, Fault, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What a model checker makes a world of.
+trait Model: Send + core::marker::Sync + 'static {
+    type Word: Send + core::marker::Sync;
+    type Cell<T: Send>: Send + core::marker::Sync;
+    type Lock<T: Send>: Send + core::marker::Sync;
+    type Thread<T>;
+
+    fn word() -> Self::Word;
+    fn load(word: &Self::Word, order: Ordering) -> u32;
+    fn store(word: &Self::Word, value: u32, order: Ordering);
+    fn add(word: &Self::Word, order: Ordering) -> u32;
+    fn exchange(word: &Self::Word, old: u32, new: u32) -> bool;
+
+    fn cell<T: Send>(value: T) -> Self::Cell<T>;
+    /// Reads; nobody may write meanwhile, nor have written unordered.
+    fn read<T: Send, R>(cell: &Self::Cell<T>, read: impl FnOnce(&T) -> R) -> R;
+    /// Writes; nobody else may touch it meanwhile.
+    fn write<T: Send>(cell: &Self::Cell<T>, write: impl FnOnce(&mut T));
+
+    fn lock<T: Send>(value: T) -> Self::Lock<T>;
+    fn try_lock<T: Send>(lock: &Self::Lock<T>, f: impl FnOnce(&mut T));
+
+    fn spawn<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Self::Thread<T>;
+    fn join<T>(thread: Self::Thread<T>) -> T;
+    fn yield_now();
+}
+
+struct Loom;
+
+impl Model for Loom {
+    type Word = loom::sync::atomic::AtomicU32;
+    type Cell<T: Send> = LoomCell<T>;
+    type Lock<T: Send> = loom::sync::Mutex<T>;
+    type Thread<T> = loom::thread::JoinHandle<T>;
+
+    fn word() -> Self::Word {
+        Self::Word::new(0)
+    }
+
+    fn load(word: &Self::Word, order: Ordering) -> u32 {
+        word.load(order)
+    }
+
+    fn store(word: &Self::Word, value: u32, order: Ordering) {
+        word.store(value, order);
+    }
+
+    fn add(word: &Self::Word, order: Ordering) -> u32 {
+        word.fetch_add(1, order)
+    }
+
+    fn exchange(word: &Self::Word, old: u32, new: u32) -> bool {
+        word.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
+    fn cell<T: Send>(value: T) -> Self::Cell<T> {
+        LoomCell(loom::cell::UnsafeCell::new(value))
+    }
+
+    fn read<T: Send, R>(cell: &Self::Cell<T>, read: impl FnOnce(&T) -> R) -> R {
+        // SAFETY: loom judges whether somebody writes it meanwhile.
+        cell.0.with(|value| read(unsafe { &*value }))
+    }
+
+    fn write<T: Send>(cell: &Self::Cell<T>, write: impl FnOnce(&mut T)) {
+        // SAFETY: loom judges whether somebody else touches it meanwhile.
+        cell.0.with_mut(|value| write(unsafe { &mut *value }));
+    }
+
+    fn lock<T: Send>(value: T) -> Self::Lock<T> {
+        loom::sync::Mutex::new(value)
+    }
+
+    fn try_lock<T: Send>(lock: &Self::Lock<T>, f: impl FnOnce(&mut T)) {
+        if let Ok(mut value) = lock.try_lock() {
+            f(&mut value);
+        }
+    }
+
+    fn spawn<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Self::Thread<T> {
+        loom::thread::spawn(f)
+    }
+
+    fn join<T>(thread: Self::Thread<T>) -> T {
+        thread.join().expect("no panic")
+    }
+
+    fn yield_now() {
+        loom::thread::yield_now();
+    }
+}
+
+struct LoomCell<T>(loom::cell::UnsafeCell<T>);
+
+// SAFETY: loom judges every access.
+unsafe impl<T: Send> core::marker::Sync for LoomCell<T> {}
+
+struct Shuttle;
+
+impl Model for Shuttle {
+    type Word = shuttle::sync::atomic::AtomicU32;
+    type Cell<T: Send> = ShuttleCell<T>;
+    type Lock<T: Send> = shuttle::sync::Mutex<T>;
+    type Thread<T> = shuttle::thread::JoinHandle<T>;
+
+    fn word() -> Self::Word {
+        Self::Word::new(0)
+    }
+
+    fn load(word: &Self::Word, _: Ordering) -> u32 {
+        word.load(Ordering::SeqCst)
+    }
+
+    fn store(word: &Self::Word, value: u32, _: Ordering) {
+        word.store(value, Ordering::SeqCst);
+    }
+
+    fn add(word: &Self::Word, _: Ordering) -> u32 {
+        word.fetch_add(1, Ordering::SeqCst)
+    }
+
+    fn exchange(word: &Self::Word, old: u32, new: u32) -> bool {
+        word.compare_exchange(old, new, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    fn cell<T: Send>(value: T) -> Self::Cell<T> {
+        ShuttleCell { touched: Self::word(), value: std::sync::Mutex::new(value) }
+    }
+
+    fn read<T: Send, R>(cell: &Self::Cell<T>, read: impl FnOnce(&T) -> R) -> R {
+        let before = cell.touched.fetch_add(2, Ordering::SeqCst);
+        assert!(before.is_multiple_of(2), "somebody writes what is read");
+        let result = read(&cell.value.lock().expect("no panic before"));
+        cell.touched.fetch_sub(2, Ordering::SeqCst);
+        result
+    }
+
+    fn write<T: Send>(cell: &Self::Cell<T>, write: impl FnOnce(&mut T)) {
+        assert_eq!(cell.touched.fetch_add(1, Ordering::SeqCst), 0, "somebody touches what is written");
+        write(&mut cell.value.lock().expect("no panic before"));
+        cell.touched.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn lock<T: Send>(value: T) -> Self::Lock<T> {
+        shuttle::sync::Mutex::new(value)
+    }
+
+    fn try_lock<T: Send>(lock: &Self::Lock<T>, f: impl FnOnce(&mut T)) {
+        if let Ok(mut value) = lock.try_lock() {
+            f(&mut value);
+        }
+    }
+
+    fn spawn<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> Self::Thread<T> {
+        shuttle::thread::spawn(f)
+    }
+
+    fn join<T>(thread: Self::Thread<T>) -> T {
+        thread.join().expect("no panic")
+    }
+
+    fn yield_now() {
+        shuttle::thread::yield_now();
+    }
+}
+
+/// A value, and who is at it: twice the readers, and one for a writer.
+struct ShuttleCell<T> {
+    touched: shuttle::sync::atomic::AtomicU32,
+    /// Never waited for: it is held between two of shuttle's switches.
+    value: std::sync::Mutex<T>,
+}
 
 const fn task(waits: (u32, u16), triggers: (u32, u16)) -> TaskDesc {
     TaskDesc {
@@ -100,14 +276,17 @@ fn hand_over(orders: Orders) -> World {
     World { view: view(&TASKS, &HEADS, &LISTS), work, orders, launcher: Launcher::Nobody }
 }
 
-/// w0 writes and ends the iteration; two tasks between that are launched when w0 has written; w1, if there is one, has none
-/// of its own.
+/// w0 writes and ends the iteration; two tasks between that are launched when w0 has written; the others, if there are any,
+/// have none of their own.
 fn launched(launcher: Launcher, n_workers: usize, orders: Orders) -> World {
     const READ: TaskDesc = TaskDesc { flags: TaskFlags::JUST_IN_TIME, ..task((0, 1), (1, 1)) };
-    static EVENTS: [[EventDesc; 4]; 2] =
-        [[event(1), event(1), event(1), event(2)], [event(1), event(2), event(1), event(2)]];
+    static EVENTS: [[EventDesc; 4]; 3] = [
+        [event(1), event(1), event(1), event(2)],
+        [event(1), event(2), event(1), event(2)],
+        [event(1), event(3), event(1), event(2)],
+    ];
     static TASKS: [TaskDesc; 4] = [task((0, 0), (0, 1)), READ, READ, task((1, 2), (2, 1))];
-    static HEADS: [&[u32]; 2] = [&[0, 2, 4], &[0, 2, 2, 4]];
+    static HEADS: [&[u32]; 3] = [&[0, 2, 4], &[0, 2, 2, 4], &[0, 2, 2, 2, 4]];
     static LISTS: [u32; 4] = [0, 3, 1, 2];
     let work = &[Work::Write, Work::ReadOnce, Work::ReadOnce, Work::Advance];
     let view = view(&TASKS, HEADS[n_workers - 1], &LISTS);
@@ -142,21 +321,21 @@ fn view(tasks: &'static [TaskDesc], list_heads: &'static [u32], lists: &'static 
 }
 
 /// The words workers share.
-struct Shared {
-    counters: [AtomicU32; 8],
-    step: UnsafeCell<Step>,
-    data: UnsafeCell<u32>,
+struct Shared<M: Model> {
+    counters: [M::Word; 8],
+    step: M::Cell<Step>,
+    data: M::Cell<u32>,
     /// What each just-in-time task makes: how often it has run.
-    made: [UnsafeCell<u32>; 2],
+    made: [M::Cell<u32>; 2],
     /// How many passes w0 has told the scheduler of; `u32::MAX`: that there are no more.
-    passes: AtomicU32,
-    launches: Mutex<(u32, Scheduler)>,
-    /// Counts what has been written. No word of loom's: it orders nothing, and loom need not try it in every order.
+    passes: M::Word,
+    launches: M::Lock<(u32, Scheduler)>,
+    /// Counts what has been written. No word of the model's: it orders nothing, and need not be tried in every order.
     changes: std::sync::atomic::AtomicU32,
     orders: Orders,
 }
 
-impl Shared {
+impl<M: Model> Shared<M> {
     fn changes(&self) -> u32 {
         self.changes.load(Ordering::Relaxed)
     }
@@ -179,12 +358,12 @@ struct Rest {
 impl Rest {
     const POLLS: u32 = 3;
 
-    fn rest(&mut self, words: &Shared) {
+    fn rest<M: Model>(&mut self, words: &Shared<M>) {
         self.polls = if self.changes == words.changes() { self.polls + 1 } else { 0 };
         self.changes = words.changes();
-        loom::thread::yield_now();
+        M::yield_now();
         while self.polls >= Rest::POLLS && self.changes == words.changes() {
-            loom::thread::yield_now();
+            M::yield_now();
         }
         if self.changes != words.changes() {
             *self = Rest { changes: words.changes(), polls: 0 };
@@ -192,8 +371,8 @@ impl Rest {
     }
 }
 
-struct Worker {
-    words: Arc<Shared>,
+struct Worker<M: Model> {
+    words: Arc<Shared<M>>,
     number: u32,
     view: ImageView<'static>,
     work: &'static [Work],
@@ -202,7 +381,7 @@ struct Worker {
 
 const SLOTS: u32 = 2;
 
-impl Words for Worker {
+impl<M: Model> Words for Worker<M> {
     fn n_events(&self) -> u32 {
         EVENTS.len() as u32
     }
@@ -212,22 +391,22 @@ impl Words for Worker {
     }
 
     fn load(&self, at: u32) -> u32 {
-        self.words.counters[at as usize].load(Ordering::Relaxed)
+        M::load(&self.words.counters[at as usize], Ordering::Relaxed)
     }
 
     fn acquire(&self, at: u32) -> u32 {
         let is_event = (at as usize) < EVENTS.len();
         let order = if is_event { Ordering::Acquire } else { self.words.orders.acquire };
-        self.words.counters[at as usize].load(order)
+        M::load(&self.words.counters[at as usize], order)
     }
 
     fn publish(&self, at: u32, value: u32) {
-        self.words.counters[at as usize].store(value, self.words.orders.publish);
+        M::store(&self.words.counters[at as usize], value, self.words.orders.publish);
         self.words.changed();
     }
 
     fn draw(&self, at: u32) -> u32 {
-        let was = self.words.counters[at as usize].fetch_add(1, Ordering::Relaxed);
+        let was = M::add(&self.words.counters[at as usize], Ordering::Relaxed);
         self.words.changed();
         was
     }
@@ -235,11 +414,11 @@ impl Words for Worker {
     fn claim(&self, at: u32, old: u32, new: u32) -> bool {
         let word = &self.words.counters[at as usize];
         let is_claimed = if self.words.orders.is_claimed {
-            word.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+            M::exchange(word, old, new)
         } else {
-            let is_there = word.load(Ordering::Relaxed) == old;
+            let is_there = M::load(word, Ordering::Relaxed) == old;
             if is_there {
-                word.store(new, Ordering::Relaxed);
+                M::store(word, new, Ordering::Relaxed);
             }
             is_there
         };
@@ -248,18 +427,18 @@ impl Words for Worker {
     }
 }
 
-impl Worker {
+impl<M: Model> Worker<M> {
     /// As CPU threads do: launches, unless another is about it, then takes.
     fn look(&self, step: &Step) -> Option<TaskId> {
-        if self.launcher == Launcher::Workers
-            && let Ok(mut launches) = self.words.launches.try_lock()
-        {
-            if launches.0 < step.iteration + 1 {
-                *launches = (step.iteration + 1, Scheduler::new(0, 1, 2));
-            }
-            if launches.0 == step.iteration + 1 {
-                launches.1.round(&self.view, step, self);
-            }
+        if self.launcher == Launcher::Workers {
+            M::try_lock(&self.words.launches, |launches| {
+                if launches.0 < step.iteration + 1 {
+                    *launches = (step.iteration + 1, Scheduler::new(0, 1, 2));
+                }
+                if launches.0 == step.iteration + 1 {
+                    launches.1.round(&self.view, step, self);
+                }
+            });
         }
         queue::take(self, step)
     }
@@ -269,7 +448,7 @@ impl Worker {
         for pass in 0.. {
             let mut rest = Rest::default();
             let passes = loop {
-                match self.words.passes.load(Ordering::Acquire) {
+                match M::load(&self.words.passes, Ordering::Acquire) {
                     passes if passes > pass => break passes,
                     _ => rest.rest(&self.words),
                 }
@@ -286,14 +465,14 @@ impl Worker {
     }
 }
 
-impl Sync for Worker {
+impl<M: Model> Sync for Worker<M> {
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
         let mut rest = Rest::default();
         loop {
             if let Some(task) = pass.and_then(|step| self.look(step)) {
                 return Ok(Some(task));
             }
-            if reached(self.words.counters[event.idx()].load(Ordering::Acquire), target) {
+            if reached(M::load(&self.words.counters[event.idx()], Ordering::Acquire), target) {
                 return Ok(None);
             }
             rest.rest(&self.words);
@@ -301,23 +480,22 @@ impl Sync for Worker {
     }
 
     fn trigger(&self, event: EventId) {
-        self.words.counters[event.idx()].fetch_add(1, self.words.orders.trigger);
+        M::add(&self.words.counters[event.idx()], self.words.orders.trigger);
         self.words.changed();
     }
 
     fn step(&self) -> Step {
-        // SAFETY: loom judges whether somebody writes it meanwhile.
-        self.words.step.with(|step| unsafe { *step })
+        M::read(&self.words.step, |step| *step)
     }
 }
 
-struct Tasks<'a>(&'a Worker);
+struct Tasks<'a, M: Model>(&'a Worker<M>);
 
-impl Body for Tasks<'_> {
+impl<M: Model> Body for Tasks<'_, M> {
     fn begin(&mut self, step: &Step) {
         if self.0.number == 0 && self.0.launcher == Launcher::Thread {
             let passes = if step.program == NO_PROGRAM { u32::MAX } else { step.iteration + 1 };
-            self.0.words.passes.store(passes, Ordering::Release);
+            M::store(&self.0.words.passes, passes, Ordering::Release);
             self.0.words.changed();
         }
     }
@@ -325,21 +503,16 @@ impl Body for Tasks<'_> {
     fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step) -> Result<(), Fault> {
         let words = &self.0.words;
         match self.0.work[id.idx()] {
-            // SAFETY: loom judges these accesses.
-            Work::Write => words.data.with_mut(|data| unsafe { *data = 10 + step.iteration }),
-            // SAFETY: as above.
-            Work::Read => words.data.with(|data| assert_eq!(unsafe { *data }, 10 + step.iteration)),
+            Work::Write => M::write(&words.data, |data| *data = 10 + step.iteration),
+            Work::Read => M::read(&words.data, |data| assert_eq!(*data, 10 + step.iteration)),
             Work::ReadOnce => {
-                // SAFETY: as above.
-                words.data.with(|data| assert_eq!(unsafe { *data }, 10 + step.iteration));
-                // SAFETY: as above.
-                words.made[id.idx() - 1].with_mut(|made| unsafe { *made += 1 });
+                M::read(&words.data, |data| assert_eq!(*data, 10 + step.iteration));
+                M::write(&words.made[id.idx() - 1], |made| *made += 1);
             }
-            Work::Advance => words.step.with_mut(|next| {
+            Work::Advance => M::write(&words.step, |next| {
                 let iteration = step.iteration + 1;
                 let program = if iteration < ITERATIONS { 0 } else { NO_PROGRAM };
-                // SAFETY: as above.
-                unsafe { *next = Step { program, iteration, program_runs: iteration, ..*step } };
+                *next = Step { program, iteration, program_runs: iteration, ..*step };
             }),
         }
         Ok(())
@@ -348,51 +521,64 @@ impl Body for Tasks<'_> {
 
 const ITERATIONS: u32 = 2;
 
+/// One run of `world`.
+fn play<M: Model>(world: fn() -> World) {
+    let World { view, work, orders, launcher } = world();
+    let words = Arc::new(Shared::<M> {
+        counters: core::array::from_fn(|_| M::word()),
+        step: M::cell(Step { rows: 1, ..Step::default() }),
+        data: M::cell(0),
+        made: core::array::from_fn(|_| M::cell(0)),
+        passes: M::word(),
+        launches: M::lock((0, Scheduler::new(0, 1, 1))),
+        changes: Default::default(),
+        orders,
+    });
+    let worker = |number| Worker { words: words.clone(), number, view, work, launcher };
+    let start = |number| {
+        let worker = worker(number);
+        move || run(&view, WorkerId(number), 0, &worker, &mut Tasks(&worker))
+    };
+    let workers: Vec<_> = (1..view.n_workers).map(|number| M::spawn(start(number))).collect();
+    let scheduler = (launcher == Launcher::Thread).then(|| {
+        let scheduler = worker(view.n_workers);
+        M::spawn(move || scheduler.schedule())
+    });
+    assert_eq!(start(0)(), Ok(ITERATIONS));
+    for worker in workers {
+        assert_eq!(M::join(worker), Ok(ITERATIONS));
+    }
+    if let Some(scheduler) = scheduler {
+        M::join(scheduler);
+    }
+    let count = M::load(&words.counters[EVENT_ITERATION.idx()], Ordering::Relaxed);
+    assert_eq!(count, ITERATIONS, "no trigger is lost or counted twice");
+    if launcher != Launcher::Nobody {
+        for made in &words.made {
+            M::read(made, |made| assert_eq!(*made, ITERATIONS, "every task is launched and taken once a pass"));
+        }
+    }
+}
+
+/// Every run of `world`.
 fn explore(world: fn() -> World) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(2);
     builder.max_branches = 20_000;
-    builder.check(move || {
-        let World { view, work, orders, launcher } = world();
-        let words = Arc::new(Shared {
-            counters: core::array::from_fn(|_| AtomicU32::new(0)),
-            step: UnsafeCell::new(Step { rows: 1, ..Step::default() }),
-            data: UnsafeCell::new(0),
-            made: core::array::from_fn(|_| UnsafeCell::new(0)),
-            passes: AtomicU32::new(0),
-            launches: Mutex::new((0, Scheduler::new(0, 1, 1))),
-            changes: Default::default(),
-            orders,
-        });
-        let worker = |number| Worker { words: words.clone(), number, view, work, launcher };
-        let start = |number| {
-            let worker = worker(number);
-            move || run(&view, WorkerId(number), 0, &worker, &mut Tasks(&worker))
-        };
-        let workers: Vec<_> = (1..view.n_workers).map(|number| loom::thread::spawn(start(number))).collect();
-        let scheduler = (launcher == Launcher::Thread).then(|| {
-            let scheduler = worker(2);
-            loom::thread::spawn(move || scheduler.schedule())
-        });
-        assert_eq!(start(0)(), Ok(ITERATIONS));
-        for worker in workers {
-            assert_eq!(worker.join().expect("no panic"), Ok(ITERATIONS));
-        }
-        if let Some(scheduler) = scheduler {
-            scheduler.join().expect("no panic");
-        }
-        let count = words.counters[EVENT_ITERATION.idx()].load(Ordering::Relaxed);
-        assert_eq!(count, ITERATIONS, "no trigger is lost or counted twice");
-        if launcher != Launcher::Nobody {
-            for made in &words.made {
-                made.with(|made| {
-                    // SAFETY: loom judges it.
-                    let made = unsafe { *made };
-                    assert_eq!(made, ITERATIONS, "every task is launched and taken once a pass");
-                });
-            }
-        }
-    });
+    builder.check(move || play::<Loom>(world));
+}
+
+/// Runs of `world`: random ones, and such as preempt at three places.
+fn sample(world: fn() -> World) {
+    const RUNS: usize = 2_000;
+    let mut config = shuttle::Config::new();
+    config.silence_warnings = true;
+    // Failures are asserted on; their schedules need no file.
+    config.failure_persistence = shuttle::FailurePersistence::None;
+    let random = RandomScheduler::new_from_seed(1, RUNS);
+    shuttle::Runner::new(random, config.clone()).run(move || play::<Shuttle>(world));
+    let few = PctScheduler::new_from_seed(2, 3, RUNS);
+    shuttle::Runner::new(few, config).run(move || play::<Shuttle>(world));
 }
 
 /// Whether loom finds something in `world`, other than that it is too large.
@@ -445,4 +631,19 @@ fn a_taker_that_does_not_acquire_is_refused() {
 #[test]
 fn a_claim_in_two_steps_is_refused() {
     assert!(refuses(|| launched(Launcher::Workers, 2, Orders { is_claimed: false, ..RIGHT })));
+}
+
+#[test]
+fn workers_beside_a_scheduler_run_what_it_launches() {
+    sample(|| launched(Launcher::Thread, 2, RIGHT));
+    sample(|| launched(Launcher::Thread, 3, RIGHT));
+}
+
+/// Its twin, and one of the worlds that loom has, lest it find nothing for want of looking.
+#[test]
+fn shuttle_refuses_what_is_wrong() {
+    let refuses = |world: fn() -> World| std::panic::catch_unwind(|| sample(world)).is_err();
+    assert!(refuses(|| launched(Launcher::Thread, 2, Orders { is_claimed: false, ..RIGHT })));
+    assert!(refuses(|| idle_worker(0)));
+    sample(|| idle_worker(1));
 }

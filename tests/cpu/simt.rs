@@ -13,9 +13,9 @@ use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
-use perpetua_shared::WorkerId;
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
+use perpetua_shared::{TaskFlags, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 
@@ -25,6 +25,14 @@ const CONFIG: &str = r#"{
     "intermediate_size": 54, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
     "max_position_embeddings": 64, "torch_dtype": "bfloat16"
+}"#;
+
+/// Another, whose rows bulk copies and warpgroups can carry.
+const MANY_ROWS: &str = r#"{
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 72,
+    "intermediate_size": 152, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
+    "max_position_embeddings": 256, "torch_dtype": "bfloat16"
 }"#;
 
 fn small() -> (tempfile::TempDir, Model) {
@@ -102,7 +110,7 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
     for (workers, compiled) in fine.into_iter().chain(coarse) {
         let mut first: Option<Vec<f32>> = None;
         for (seed, block_threads) in [(1, 64), (2, 64), (3, 64), (4, 32)] {
-            let options = Options { seed, block_threads, ..Options::default() };
+            let options = Options { seed, block_threads: Some(block_threads), ..Options::default() };
             let (logits, simt) = run_simt(&model, &compiled, compiled.image.clone(), options)
                 .unwrap_or_else(|error| panic!("{workers} workers, seed {seed}: {error}"));
             close(&expected, &logits, &format!("{workers} workers"));
@@ -113,6 +121,58 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
             }
             first = Some(logits);
         }
+    }
+}
+
+/// A prompt long enough for warpgroups, of sizes that fill no part: activations that only products read are bf16, products are
+/// cut along rows as well, and the logits are the CPU's but for that rounding. Blocks too small for a warpgroup multiply warp by warp;
+/// the blocks of rows that a shorter prompt lacks do nothing.
+#[test]
+fn many_rows_go_to_the_tensor_cores() {
+    let (_dir, model) = model(MANY_ROWS);
+    let (rows, context) = (150, 160);
+    let ids: Vec<u32> = (0..rows as u32).map(|at| (at * 37 + 11) % 269).collect();
+    let cpu = EngineConfig {
+        device: Device::Cpu,
+        threads: Some(2),
+        all_logits: true,
+        max_context: Some(context),
+        chunks: vec![rows],
+        ..EngineConfig::default()
+    };
+    let expected = Engine::new(&model, &cpu).expect("it compiles").logits(&ids, |_| ()).expect("it runs");
+    for (workers, tokens, block_threads) in [(7, rows, 224), (7, rows, 64), (3, 40, 128)] {
+        let sources = decoder_sources(&model, &[rows], Cache::bf16(context), Head::AllLogits).expect("a sound model");
+        let config = Config { check: true, ..Config::new(Target::gpu(workers)) };
+        let compiled = compile(sources, &config).expect("it compiles");
+        let blocks = &compiled.programs[0].blocks;
+        let products = blocks.ops.iter().filter(|op| op.row_axis == Some(1) && op.grid[1] > 1);
+        assert!(products.count() >= 7, "products cut along rows");
+        // Of each of two layers: both norms, the attention and what the gates open; and the last norm.
+        let rounded = |t: &&perpetua::graph::tensor::DTensor| {
+            let kind = &blocks.table.buffers[t.buffer.idx()].kind;
+            t.dtype == perpetua_shared::DType::Bf16 && *kind == perpetua::graph::tensor::BufferKind::Intermediate
+        };
+        assert!(blocks.table.tensors.iter().filter(rounded).count() >= 9);
+        let memory = Memory::new(&compiled, &model).expect("a small model");
+        let options = Options { block_threads: Some(block_threads), ..Options::default() };
+        let mut simt = Simt::new(compiled.image.clone(), memory, options);
+        simt.set_tokens(&ids[..tokens]);
+        let step = Step { rows: tokens as u32, ..Step::default() };
+        let control =
+            Control { n_tokens: tokens as u32, max_context: context as u32, step, ..bytemuck::Zeroable::zeroed() };
+        simt.start(control);
+        simt.finish().unwrap_or_else(|error| panic!("{workers} workers: {error}"));
+        let multiplied = simt.report().products > 0;
+        assert_eq!(multiplied, block_threads >= 128, "{:?}", simt.report());
+        let (_, output) = compiled.programs[0].outputs.iter().find(|(name, _)| name == "logits").expect("an output");
+        let logits = simt.memory().read_f32(output, tokens);
+        // bf16 has a relative error of 2^-9, and every product adds to it.
+        let rms =
+            |values: &mut dyn Iterator<Item = f32>| (values.map(|x| x * x).sum::<f32>() / logits.len() as f32).sqrt();
+        let off = rms(&mut expected.iter().zip(&logits).map(|(a, b)| a - b));
+        let size = rms(&mut expected[..logits.len()].iter().copied());
+        assert!(off <= 0.01 * size, "{workers} workers: logits off by {off}, of {size}");
     }
 }
 
@@ -191,7 +251,7 @@ fn split_attention(model: &Model, splits: u32, merges: u32, target: Target) {
     let (_, output) = program.outputs.iter().find(|(name, _)| name == "logits").expect("an output");
     for seed in 1..4 {
         let memory = Memory::new(&compiled, model).expect("a small model");
-        let options = Options { seed, block_threads: 64, ..Options::default() };
+        let options = Options { seed, block_threads: Some(64), ..Options::default() };
         let mut simt = Simt::new(compiled.image.clone(), memory, options);
         simt.set_tokens(&IDS);
         let mut logits = Vec::new();
@@ -359,7 +419,7 @@ fn loaders_keep_64_kib_under_way() {
     // One worker, so that its share is the whole network's weights, several times what it has of shared memory.
     let compiled = compiled(&model, 1, IDS.len());
     let run = |tiles: bool, seed: u64| {
-        let options = Options { tiles, seed, block_threads: 64 };
+        let options = Options { tiles, seed, block_threads: Some(64) };
         run_simt(&model, &compiled, compiled.image.clone(), options).unwrap_or_else(|error| panic!("{error}"))
     };
     let (without, _) = run(false, 1);
@@ -425,4 +485,46 @@ fn broken_loads_are_named() {
     let without = whole.tasks.iter().position(|task| task.tiles == 0).expect("the embedding");
     says(&|parts| parts.tasks[without].tiles = 1, "takes none");
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
+}
+
+/// The rules of just-in-time tasks, each broken once.
+#[test]
+fn broken_launches_are_named() {
+    let (_dir, model) = small();
+    let sources = decoder_sources(&model, &[IDS.len()], Cache::bf16(32), Head::AllLogits).expect("a sound model");
+    let config = Config { just_in_time: vec!["attention".to_owned()], ..Config::new(Target::workers(3)) };
+    let compiled = compile(sources, &config).expect("it compiles");
+    let whole = Parts::of(&compiled.image);
+    // Of a program's lists the last is the schedulers'.
+    let end = whole.list_heads[4] as usize;
+    let first = whole.list_heads[3] as usize;
+    let launched: Vec<usize> = whole.lists[first..end].iter().map(|task| *task as usize).collect();
+    assert!(encode(&whole).is_ok() && launched.len() > 1);
+    let says = |change: &dyn Fn(&mut Parts), expected: &str| {
+        let mut parts = whole.clone();
+        change(&mut parts);
+        match encode(&parts) {
+            Err(ImageError::Rules(broken)) => {
+                assert!(broken[0].to_string().contains(expected), "{}, expected {expected}", broken[0]);
+            }
+            other => panic!("expected broken rules, found {other:?}"),
+        }
+    };
+    let (one, last) = (launched[0], whole.tasks.len() - 1);
+    let listed =
+        (0..last).find(|task| !launched.contains(task) && whole.tasks[*task].wait_count > 0).expect("a product");
+    says(&|parts| parts.tasks[one].wait_count = 0, "it would be launched by no event");
+    says(&|parts| parts.tasks[last].flags |= TaskFlags::JUST_IN_TIME, "it would be launched by no event");
+    says(&|parts| parts.lists.swap(first, first + 1), "its just-in-time tasks are not in program order");
+    let number = |n: usize| format!("{n} tasks say they are just-in-time, and its list of these is another");
+    says(&|parts| parts.tasks[one].flags ^= TaskFlags::JUST_IN_TIME, &number(launched.len() - 1));
+    says(&|parts| parts.tasks[listed].flags |= TaskFlags::JUST_IN_TIME, &number(launched.len() + 1));
+    let one_for_another = |parts: &mut Parts| {
+        [one, listed].into_iter().for_each(|task| parts.tasks[task].flags ^= TaskFlags::JUST_IN_TIME);
+    };
+    says(&one_for_another, &number(launched.len()));
+    says(&|parts| parts.lists[first] = parts.lists[first + 1], "stands in the lists twice");
+    // It waits on what it triggers itself.
+    let own = whole.triggers[whole.tasks[one].trigger_first as usize];
+    says(&|parts| parts.waits[parts.tasks[one].wait_first as usize] = own, &format!("the scheduler at t{one}"));
 }

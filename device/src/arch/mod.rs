@@ -21,6 +21,8 @@ pub mod simt;
 #[cfg(not(target_arch = "nvptx64"))]
 use simt as backend;
 
+pub use backend::LaunchBlock;
+
 /// Lanes of a warp.
 pub(crate) const WARP: u32 = 32;
 
@@ -332,7 +334,7 @@ pub(crate) mod mbarrier {
 }
 
 /// Copies that engines make beside the threads, and the shared memory they fill: the *tiles*, by byte, apart from
-/// [`shared`]'s words. Nothing else writes tiles.
+/// [`shared`]'s words.
 pub(crate) mod bulk {
     use super::backend;
 
@@ -366,10 +368,21 @@ pub(crate) mod bulk {
         backend::fence_proxy_async();
     }
 
+    /// Sets sixteen bytes of the tiles, from byte `at` on, a multiple of 16.
+    ///
+    /// # Safety
+    /// They are there, and nobody else touches them between the barriers around this call.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store16(at: u32, value: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::tile_store16(at, value) }
+    }
+
     /// Sixteen bytes of the tiles, from byte `at` on, a multiple of 16.
     ///
     /// # Safety
-    /// A copy has filled them, and this thread has waited for the barrier that counted it.
+    /// A copy has filled them, and this thread has waited for the barrier that counted it; or another thread, met since.
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16(at: u32) -> [u32; 4] {
@@ -397,6 +410,169 @@ pub(crate) mod bulk {
     pub(crate) unsafe fn load2(at: u32) -> u16 {
         // SAFETY: the caller's promise.
         unsafe { backend::tile_load2(at) }
+    }
+}
+
+/// Copies of sixteen bytes that a thread begins by itself, from global memory into the tiles, and waits for by itself.
+pub(crate) mod copy {
+    use super::backend;
+
+    /// Begins to copy sixteen bytes from `from` to tile byte `to`; with `!is_there` they become zero, and nothing is read.
+    ///
+    /// # Safety
+    /// `to` is a multiple of 16 inside the tiles, which nobody else touches until this thread has waited and met them;
+    /// `from` is one too, of readable global memory if `is_there`, which nobody writes until then.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn sixteen(to: u32, from: *const u8, is_there: bool) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::copy_sixteen(to, from, is_there) }
+    }
+
+    /// What this thread has begun since it last said so is a group.
+    #[inline(always)]
+    pub(crate) fn commit() {
+        backend::copy_commit();
+    }
+
+    /// Waits until at most `LEFT` of this thread's groups are under way, the youngest ones.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) fn wait<const LEFT: u32>() {
+        backend::copy_wait::<LEFT>();
+    }
+
+    /// What this thread, and its copies, waited for, have written to the tiles, the tensor cores see once it has met who starts
+    /// them; so do bulk copies that overwrite it.
+    #[inline(always)]
+    pub(crate) fn fence_tiles() {
+        backend::fence_tiles();
+    }
+}
+
+/// What the four warps of a warpgroup, aligned by four, do together: products on the tensor cores, of matrices that lie in
+/// the tiles, beside the threads.
+///
+/// A matrix there has 64 columns of bf16 at a time, 128 bytes, its rows one after the other from a multiple of 1024 bytes on;
+/// sixteen bytes `c` of row `r` stand at [`place`](warpgroup::place)`(r, c)`, so that eight rows' fall into all banks (the
+/// 128-byte swizzle). [`begin`](warpgroup::begin), then products, then [`commit`](warpgroup::commit); nobody writes the
+/// matrices before every warp has [`wait`](warpgroup::wait)ed.
+pub(crate) mod warpgroup {
+    use super::backend;
+
+    /// Threads of a warpgroup.
+    pub(crate) const THREADS: u32 = 128;
+
+    /// Bytes that a row of a matrix in the tiles has, and what a matrix starts at a multiple of.
+    pub(crate) const ROW: u32 = 128;
+    pub(crate) const ALIGN: u32 = 1024;
+
+    /// Rows of a in one product. Of b there are twice as many as [`Sums`] a thread has: 64 or 128.
+    pub(crate) const M: u32 = 64;
+
+    /// The first tile byte at which a matrix may start.
+    #[inline(always)]
+    pub(crate) fn first() -> u32 {
+        backend::first_aligned()
+    }
+
+    /// Where sixteen bytes `chunk`, `0..8`, of row `row` stand, counted from the matrix's start.
+    #[inline(always)]
+    pub(crate) const fn place(row: u32, chunk: u32) -> u32 {
+        row * ROW + (chunk ^ row % 8) * 16
+    }
+
+    /// A matrix as the tensor cores are told of it: the address in units of sixteen bytes, from bit 32 on the units from
+    /// eight rows to the next, in bits 62 and 63 the swizzle, 1: of 128 bytes.
+    #[derive(Clone, Copy, Debug)]
+    pub(crate) struct Matrix(u64);
+
+    impl Matrix {
+        /// The one that starts at tile byte `at`.
+        #[inline(always)]
+        pub(crate) fn at(at: u32) -> Matrix {
+            let units = (backend::tile_address(at) / 16) as u64;
+            Matrix(units | 1 << 16 | (8 * ROW as u64 / 16) << 32 | 1 << 62)
+        }
+
+        /// The same from column `16 * step` on, `0..4`.
+        #[inline(always)]
+        pub(crate) fn step(self, step: u32) -> Matrix {
+            Matrix(self.0 + 2 * step as u64)
+        }
+    }
+
+    /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken. `N` is 32 or
+    /// 64.
+    #[derive(Debug)]
+    pub(crate) struct Sums<const N: usize>([f32; N]);
+
+    impl<const N: usize> Sums<N> {
+        /// All zero.
+        #[inline(always)]
+        pub(crate) fn zero() -> Sums<N> {
+            const { assert!(N == 32 || N == 64) };
+            Sums([0.0; N])
+        }
+
+        /// Adds, in time, a . b^T over sixteen columns of both: 64 rows of `a`, `2 N` of `b`.
+        ///
+        /// # Safety
+        /// Every thread of the warpgroup makes this same call, between [`begin`] and [`commit`]; the matrices are there: written by
+        /// copies that are waited for, fenced ([`super::copy::fence_tiles`]) and met. On a GPU LLVM may copy this call, so no
+        /// branch around it may part a warp.
+        #[inline(always)]
+        #[track_caller]
+        pub(crate) unsafe fn add(&mut self, a: Matrix, b: Matrix) {
+            // SAFETY: the caller's promise.
+            unsafe { backend::wgmma(&mut self.0, a.0, b.0) }
+        }
+
+        /// The sums, once all products are done. With `w` the warp in its group, `g = lane / 4` and `t = lane % 4`, number
+        /// `i` stands at row `16w + g + 8 (i / 2 % 2)`, column `8 (i / 4) + 2t + i % 2`.
+        ///
+        /// # Safety
+        /// As [`commit`]; nothing is uncommitted.
+        #[inline(always)]
+        #[track_caller]
+        pub(crate) unsafe fn take(self) -> [f32; N] {
+            // SAFETY: the caller's promise.
+            unsafe { backend::wgmma_wait::<0>() }
+            backend::wgmma_taken(self.0)
+        }
+    }
+
+    /// Orders what the threads did to sums before the products that follow.
+    ///
+    /// # Safety
+    /// As [`commit`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn begin() {
+        // SAFETY: the caller's promise.
+        unsafe { backend::wgmma_fence() }
+    }
+
+    /// The products since the last call are a group.
+    ///
+    /// # Safety
+    /// Every thread of the warpgroup makes this same call.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn commit() {
+        // SAFETY: the caller's promise.
+        unsafe { backend::wgmma_commit() }
+    }
+
+    /// Waits until at most `LEFT` groups are under way, the youngest ones.
+    ///
+    /// # Safety
+    /// As [`commit`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn wait<const LEFT: u32>() {
+        // SAFETY: the caller's promise.
+        unsafe { backend::wgmma_wait::<LEFT>() }
     }
 }
 
@@ -508,18 +684,6 @@ pub(crate) mod memory {
     pub(crate) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
         // SAFETY: the caller's promise.
         unsafe { backend::load_volatile(from) }
-    }
-
-    /// [`load`] of a word of four or eight bytes of global memory that nobody writes during the launch, every time it is asked
-    /// for: a register would be too dear for it, and L1 has it.
-    ///
-    /// # Safety
-    /// As [`load`].
-    #[inline(always)]
-    #[track_caller]
-    pub(crate) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-        // SAFETY: the caller's promise.
-        unsafe { backend::load_anew(from) }
     }
 
     /// [`store`], never left out.

@@ -8,7 +8,9 @@
 //!   on arithmetic of one lane.
 //! - No access is `.nc`.
 
+use bytemuck::Pod;
 use core::arch::{asm, global_asm};
+use perpetua_shared::launch::LaunchParams;
 
 // The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
 global_asm!(".shared .align 16 .b8 perpetua_shared[17024];");
@@ -29,6 +31,12 @@ unsafe extern "unadjusted" {
     fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
     fn nvvm_shfl_idx(members: i32, value: i32, lane: i32, clamp: i32) -> i32;
+    #[link_name = "llvm.nvvm.wgmma.fence.sync.aligned"]
+    fn nvvm_wgmma_fence();
+    #[link_name = "llvm.nvvm.wgmma.commit_group.sync.aligned"]
+    fn nvvm_wgmma_commit();
+    #[link_name = "llvm.nvvm.wgmma.wait_group.sync.aligned"]
+    fn nvvm_wgmma_wait(left: i64);
     #[link_name = "llvm.fma.f32"]
     fn llvm_fma(a: f32, b: f32, c: f32) -> f32;
     #[link_name = "llvm.fma.f64"]
@@ -178,7 +186,7 @@ pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
 }
 
 #[inline(always)]
-fn tile_address(at: u32) -> u32 {
+pub(super) fn tile_address(at: u32) -> u32 {
     let base: u32;
     // SAFETY: takes an address.
     unsafe { asm!("mov.u32 {}, perpetua_tiles;", out(reg32) base, options(pure, nomem, nostack)) };
@@ -209,6 +217,123 @@ pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
 pub(super) fn fence_proxy_async() {
     // SAFETY: orders memory accesses and does nothing else.
     unsafe { asm!("fence.proxy.async.global;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn fence_tiles() {
+    // SAFETY: orders memory accesses and does nothing else.
+    unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
+    // SAFETY: the caller's promises; of no bytes none is read.
+    unsafe {
+        asm!(
+            "cp.async.cg.shared.global [{}], [{}], 16, {};",
+            in(reg32) tile_address(to), in(reg64) from, in(reg32) if is_there { 16 } else { 0 }, options(nostack)
+        );
+    }
+}
+
+#[inline(always)]
+pub(super) fn copy_commit() {
+    // SAFETY: touches no memory.
+    unsafe { asm!("cp.async.commit_group;", options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn copy_wait<const LEFT: u32>() {
+    // SAFETY: waits.
+    unsafe { asm!("cp.async.wait_group {};", const LEFT, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) fn first_aligned() -> u32 {
+    tile_address(0).next_multiple_of(super::warpgroup::ALIGN) - tile_address(0)
+}
+
+/// An instruction on a thread's sums, operands 0 to 31 or 63, which stand between `$before` and `$after`.
+macro_rules! with_sums {
+    (32 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+            23 24 25 26 27 28 29 30 31)
+    };
+    (64 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
+            23 24 25 26 27 28 29 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 45 46 47 48 49 50 51 52 53 54 55 56 57 58 59
+            60 61 62 63)
+    };
+    (@ $sums:ident, $before:literal, $after:literal, [$($operand:ident = $value:expr),*]; $($at:literal)*) => {
+        asm!(
+            concat!($before, "{{{0}" $(, ", {", $at, "}")*, "}}", $after),
+            inout(reg32) $sums[0], $(inout(reg32) $sums[$at],)* $($operand = in(reg64) $value,)*
+            options(nostack)
+        )
+    };
+}
+
+/// The sums as an array of the length that they have.
+///
+/// # Safety
+/// `N == M`.
+#[inline(always)]
+unsafe fn of_length<const N: usize, const M: usize>(sums: &mut [f32; N]) -> &mut [f32; M] {
+    // SAFETY: the same type (caller).
+    unsafe { &mut *core::ptr::from_mut(sums).cast() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
+    // SAFETY: the caller promises the matrices and the whole warpgroup. There is no intrinsic for it; a copy of this is
+    // harmless where no branch parts the warp (caller).
+    unsafe {
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(sums);
+            with_sums!(
+                32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        } else {
+            let sums: &mut [f32; 64] = of_length(sums);
+            with_sums!(
+                64 sums, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        }
+    }
+}
+
+#[inline(always)]
+pub(super) fn wgmma_taken<const N: usize>(mut sums: [f32; N]) -> [f32; N] {
+    // Nothing moves from behind this, which depends on all of them, to before it, and this stays behind the wait.
+    // SAFETY: does nothing.
+    unsafe {
+        if N == 32 {
+            let sums: &mut [f32; 32] = of_length(&mut sums);
+            with_sums!(32 sums, "/* ", " */");
+        } else {
+            let sums: &mut [f32; 64] = of_length(&mut sums);
+            with_sums!(64 sums, "/* ", " */");
+        }
+    }
+    sums
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma_fence() {
+    // SAFETY: the caller promises that the whole warpgroup is here.
+    unsafe { nvvm_wgmma_fence() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma_commit() {
+    // SAFETY: the caller promises that the whole warpgroup is here.
+    unsafe { nvvm_wgmma_commit() }
+}
+
+#[inline(always)]
+pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
+    // SAFETY: the caller promises that the whole warpgroup is here.
+    unsafe { nvvm_wgmma_wait(const { LEFT as i64 }) }
 }
 
 #[inline(always)]
@@ -254,12 +379,24 @@ unsafe fn load16_at(at: u32) -> [u32; 4] {
 
 #[inline(always)]
 pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
-    let [a, b, c, d] = value;
     // SAFETY: the caller's promise.
+    unsafe { store16_at(shared_address(at), value) }
+}
+
+#[inline(always)]
+pub(super) unsafe fn tile_store16(at: u32, value: [u32; 4]) {
+    // SAFETY: the caller's promise.
+    unsafe { store16_at(tile_address(at), value) }
+}
+
+#[inline(always)]
+unsafe fn store16_at(at: u32, value: [u32; 4]) {
+    let [a, b, c, d] = value;
+    // SAFETY: the caller promises sixteen aligned bytes of shared memory.
     unsafe {
         asm!(
             "st.shared.v4.u32 [{}], {{{}, {}, {}, {}}};",
-            in(reg32) shared_address(at), in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+            in(reg32) at, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
         );
     }
 }
@@ -392,20 +529,40 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
     unsafe { from.read_volatile() }
 }
 
-#[inline(always)]
-pub(super) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-    const { assert!(size_of::<T>() == 4 || size_of::<T>() == 8) };
-    // Not `pure`: each call is a load where it stands.
-    // SAFETY: the caller's promise, of global memory; the bytes of the word are a value of the type.
-    unsafe {
-        if size_of::<T>() == 4 {
-            let word: u32;
-            asm!("ld.global.u32 {}, [{}];", out(reg32) word, in(reg64) from, options(nostack, readonly));
-            core::mem::transmute_copy(&word)
-        } else {
-            let word: u64;
-            asm!("ld.global.u64 {}, [{}];", out(reg64) word, in(reg64) from, options(nostack, readonly));
-            core::mem::transmute_copy(&word)
+/// The launch block, in the constant memory where an entry's parameters lie.
+///
+/// PERF: each field is read where it is wanted, by an instruction that names the parameter, which the assembler makes an
+/// operand of whoever uses it. Read as the fields of a struct they would be loaded where the entry begins, and kept: 238
+/// registers in place of 222 (ptxas 13.0; 236 when the block lay in global memory).
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchBlock(());
+
+impl LaunchBlock {
+    /// That of the entry which is running.
+    ///
+    /// # Safety
+    /// The entry's first parameter is a [`LaunchParams`], by value.
+    #[inline(always)]
+    pub(crate) unsafe fn of_entry() -> LaunchBlock {
+        LaunchBlock(())
+    }
+
+    /// What `field` takes out of it, which lies `AT` bytes from its start.
+    #[inline(always)]
+    pub(crate) fn get<const AT: usize, T: Pod>(self, _field: impl FnOnce(&LaunchParams) -> T) -> T {
+        const { assert!(AT + size_of::<T>() <= size_of::<LaunchParams>()) };
+        // build.rs puts each entry's own parameter for `perpetua_launch_block`. Not `pure`: each call is a load where it stands.
+        // SAFETY: see `of_entry`; any bytes are a value of the type.
+        unsafe {
+            if size_of::<T>() == 4 {
+                let word: u32;
+                asm!("ld.param.u32 {}, [perpetua_launch_block+{}];", out(reg32) word, const AT, options(nostack, nomem));
+                bytemuck::cast(word)
+            } else {
+                let word: u64;
+                asm!("ld.param.u64 {}, [perpetua_launch_block+{}];", out(reg64) word, const AT, options(nostack, nomem));
+                bytemuck::cast(word)
+            }
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::kernels::*;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::launch::TILE_BARRIERS;
+use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc};
 
@@ -68,6 +68,8 @@ struct Case {
     /// What a loader brings of the operands, if one does, and the memory there is for it.
     data: Vec<DataOp>,
     tile_bytes: u32,
+    /// Threads of the blocks to run it with.
+    threads: &'static [u32],
     report: Report,
 }
 
@@ -107,6 +109,7 @@ impl Case {
             seed: 0,
             data: Vec::new(),
             tile_bytes: 0,
+            threads: &[64, 32, 96],
             report: Report::default(),
         }
     }
@@ -269,8 +272,8 @@ impl Case {
 
         let mut bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
         let table = bindings.as_mut_ptr();
-        for threads in [64, 32, 96] {
-            if threads != 64 && self.updates() {
+        for &threads in self.threads {
+            if threads != self.threads[0] && self.updates() {
                 continue;
             }
             let faults = std::cell::RefCell::new(Vec::new());
@@ -322,7 +325,7 @@ impl Case {
                         }
                     }
                 }
-                let tiles = Tiles::new(&gpu, block.lane());
+                let tiles = Tiles::new(&gpu, block.lane(), self.tile_bytes == TILE_BYTES);
                 if n_data > 0 {
                     tiles.begin(0, 0, n_data, me == 0);
                     tiles.begin_task(n_data);
@@ -524,6 +527,44 @@ fn wide_linear() {
         // A product of two such sums.
         case.tolerance *= 4.0;
         case.judge("wide gated_linear");
+    }
+}
+
+/// Matrices of bf16 on multiples of sixteen bytes: a warpgroup's products, over one part and several, with tails of every kind.
+#[test]
+fn warpgroup_linear() {
+    let random = &mut Random(12);
+    for round in 0..8 {
+        let (rows, n) = (16 + random.one_to([40, 120, 200, 120][round % 4]), random.one_to([150, 40][round % 2]));
+        let k = 8 * random.one_to([12, 70][round / 2 % 2]);
+        let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
+            (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 128, 160], 2e-3);
+            case.push_carried(random, DType::Bf16, rows, k);
+            (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
+        };
+        let multiplied = |case: &Case| case.report.products > 0;
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0 });
+        begin(&mut case, random, 1);
+        case.maybe(random, &[n]);
+        case.maybe(random, &[rows, n]);
+        let dtype = random.dtype();
+        case.push(random, dtype, &[rows, n], |_| 7.0);
+        case.absent();
+        case.step.rows = 16 + random.one_to(rows - 16);
+        case.compare("warpgroup linear");
+        assert!(multiplied(&case));
+
+        let mut case =
+            Case::new::<GatedLinear>(gated_linear::Params { activation: linear::Activation::Relu as u32, eps: 0.0 });
+        begin(&mut case, random, 2);
+        case.maybe(random, &[n]);
+        case.maybe(random, &[n]);
+        case.push(random, DType::Bf16, &[rows, n], |_| 7.0);
+        case.absent();
+        // A product of two such sums.
+        case.tolerance *= 8.0;
+        case.compare("warpgroup gated_linear");
+        assert!(multiplied(&case));
     }
 }
 

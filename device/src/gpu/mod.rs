@@ -10,6 +10,7 @@ pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub mod sync;
 pub(crate) mod tiles;
+pub(crate) mod warpgroup;
 pub(crate) mod wide;
 
 #[cfg(test)]

@@ -6,9 +6,10 @@
 //! plain loads after the wait see plain stores from before the trigger.
 
 use super::scheduler::TAKEN_TASK;
-use crate::arch::{atomic, memory, shared, thread};
+use crate::arch::{LaunchBlock, atomic, memory, shared, thread};
 use crate::queue::{Words, take};
 use crate::sync::Sync;
+use core::mem::offset_of;
 use perpetua_shared::event::reached;
 use perpetua_shared::launch::LaunchParams;
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
@@ -19,7 +20,7 @@ pub struct Gpu {
     /// Event counters, then the queue of just-in-time tasks.
     pub(crate) counters: *mut u32,
     /// Says how many of them are events', and how many slots the queue has: asked where it is needed, to keep no registers.
-    pub(crate) params: *const LaunchParams,
+    pub(crate) params: LaunchBlock,
     /// The step in the control block.
     pub(crate) step: *const Step,
     /// The fault record; its first word is also the flag that sends everyone home.
@@ -37,7 +38,9 @@ impl Gpu {
     /// That of a block without others, which has a fault record and nothing to wait for.
     #[cfg(test)]
     pub(crate) fn alone(fault: *mut Fault) -> Gpu {
-        let (counters, params) = (core::ptr::null_mut(), core::ptr::null());
+        // SAFETY: zeroes are such a block, of a launch without events, and it lives for ever.
+        let params = unsafe { LaunchBlock::new(const { &core::mem::zeroed() }) };
+        let counters = core::ptr::null_mut();
         Gpu { counters, params, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
     }
 
@@ -124,14 +127,12 @@ impl Patience {
 impl Words for Gpu {
     #[inline(always)]
     fn n_events(&self) -> u32 {
-        // SAFETY: the launch block, which nobody writes.
-        unsafe { memory::load_anew(&raw const (*self.params).n_events) }
+        self.params.get::<{ offset_of!(LaunchParams, n_events) }, _>(|params| params.n_events)
     }
 
     #[inline(always)]
     fn n_slots(&self) -> u32 {
-        // SAFETY: as above.
-        unsafe { memory::load_anew(&raw const (*self.params).n_slots) }
+        self.params.get::<{ offset_of!(LaunchParams, n_slots) }, _>(|params| params.n_slots)
     }
 
     #[inline(always)]

@@ -209,6 +209,8 @@ impl Tile {
 pub(crate) struct Tiles<'a> {
     sync: &'a Gpu,
     lane: u32,
+    /// Whether there is memory for tiles.
+    has_memory: bool,
     /// The list's next tile, and how many of the list and of the task are left.
     next: Cell<u32>,
     of_list: Cell<u32>,
@@ -222,11 +224,12 @@ pub(crate) struct Tiles<'a> {
 }
 
 impl<'a> Tiles<'a> {
-    pub(crate) fn new(sync: &'a Gpu, lane: u32) -> Tiles<'a> {
+    pub(crate) fn new(sync: &'a Gpu, lane: u32, has_memory: bool) -> Tiles<'a> {
         let zero = || Cell::new(0);
         Tiles {
             sync,
             lane,
+            has_memory,
             next: zero(),
             of_list: zero(),
             of_task: zero(),
@@ -280,6 +283,12 @@ impl<'a> Tiles<'a> {
     #[inline(always)]
     pub(crate) fn waited_ns(&self) -> u32 {
         self.waited_ns.get()
+    }
+
+    /// Whether a body may use the tiles' memory for itself: there is some, and the pass has no more tiles for it.
+    #[inline(always)]
+    pub(crate) fn is_free(&self) -> bool {
+        self.has_memory && self.of_list.get() == 0
     }
 
     /// How many tiles the task has left.

@@ -225,9 +225,9 @@ macro_rules! kernels {
             /// # Safety
             /// As [`alone`](crate::entry::alone).
             #[unsafe(export_name = concat!("perpetua_kernel_", stringify!($module)))]
-            unsafe extern "ptx-kernel" fn alone(params: *const perpetua_shared::launch::LaunchParams, task: u32) {
+            unsafe extern "ptx-kernel" fn alone(_: perpetua_shared::launch::LaunchParams, task: u32) {
                 // SAFETY: the caller's promise.
-                unsafe { crate::entry::alone::<$kernel>(params, task) }
+                unsafe { crate::entry::alone::<$kernel>(crate::entry::LaunchBlock::of_entry(), task) }
             }
         };)*
 

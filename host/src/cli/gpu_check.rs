@@ -1,6 +1,7 @@
 //! `perpetua gpu-check`: one command that shows, on a machine with nothing but a driver, that the GPU computes what it
 //! should and how fast. A record per section, as JSON.
 
+use super::group::{self, Group};
 use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, write_whole};
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::fake::{Fake, Options as FakeOptions};
@@ -13,7 +14,7 @@ use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
-use perpetua_device::kernels::{GatedLinear, Linear, Numbered, Spec, Use};
+use perpetua_device::kernels::{GatedLinear, Linear, Numbered, Spec, TILED_ROWS, Use};
 use perpetua_shared::control::End;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::{DType, EventId, Operand, ProgramId};
@@ -114,7 +115,8 @@ impl Section {
     fn limit(self, args: &Args) -> Duration {
         let compile = if args.torch_compile { 300 } else { 0 };
         Duration::from_secs(match self {
-            Section::Facts | Section::Ceiling | Section::Latency => 30,
+            // Half a minute of it for the driver's compiler, where it does not take the cubin and keeps no cache.
+            Section::Facts | Section::Ceiling | Section::Latency => 60,
             Section::Kernels | Section::Fixtures | Section::Drills | Section::Long => 90,
             Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
             Section::BenchLarge => 300 + compile,
@@ -139,6 +141,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     std::fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
     let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
     if let (true, &[section]) = (args.alone, sections) {
+        group::follow();
         return Check { args, gpu, section, began: Instant::now() }.run();
     }
     drop(gpu);
@@ -170,7 +173,7 @@ fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn
     }
     command.args(args.torch_compile.then_some("--torch-compile")).args(args.simulated.then_some("--simulated"));
     let began = Instant::now();
-    let ended = within(limit, &mut command.spawn()?);
+    let ended = Group::spawn(&mut command)?.within(limit);
     let text = std::fs::read(&path).unwrap_or_default();
     let record: Option<Value> = serde_json::from_slice(&text).ok();
     if let Some(record) = record.as_ref().filter(|record| record["unfinished"].is_null()) {
@@ -353,7 +356,7 @@ impl Check<'_> {
             .arg("--format=csv,noheader")
             .output();
         let smi = smi.ok().filter(|output| output.status.success());
-        Ok(json!({
+        let mut facts = json!({
             "name": info.name,
             "compute_capability": format!("{}.{}", info.compute_capability.0, info.compute_capability.1),
             "sms": info.n_sms,
@@ -362,7 +365,13 @@ impl Check<'_> {
             "memory_free": bytes(free),
             "memory_total": bytes(total),
             "nvidia_smi": smi.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()),
-        }))
+        });
+        self.keep(facts.clone())?;
+        // The first load: the driver's compiler, if it comes to that, has it in its cache for the other sections.
+        let began = Instant::now();
+        drop(Prober::new(self.gpu.clone(), 1 << 20)?);
+        facts["gpu_code_loaded_in_s"] = json!(began.elapsed().as_secs_f64());
+        Ok(facts)
     }
 
     fn prober(&self) -> Result<Prober, GpuError> {
@@ -419,14 +428,16 @@ impl Check<'_> {
         };
         for preset in ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"] {
             let (_dir, model) = self.synth_from(SynthSource::Preset(preset))?;
-            // Rows of the pass, and passes. With every tensor an output nothing is fused, so decoding, a row at a time,
-            // looks at those alone that stay when it is.
-            let mut cases =
-                if self.args.simulated { vec![(7, 1)] } else { [1, 2, 7, 16, 40, 100].map(|n| (n, 1)).to_vec() };
+            // Rows of the pass, passes, and what is looked at. With every tensor an output nothing is fused or rounded, so
+            // decoding, a row at a time, looks at those alone that stay when it is, and so does a pass for the warpgroups.
+            let every = [1, 2, 7, 16, 40, 100].map(|rows| (rows, 1, Look::Every));
+            let mut cases = if self.args.simulated { vec![(7, 1, Look::Every)] } else { every.to_vec() };
             if preset != "tiny-bert" {
-                cases.push((1, if self.args.simulated { 3 } else { 120 }));
+                cases.push((1, if self.args.simulated { 3 } else { 120 }, Look::Fused));
+                let many: &[usize] = if self.args.simulated { &[20] } else { &[20, 60, 128] };
+                cases.extend(many.iter().map(|rows| (*rows, 1, Look::Rounded)));
             }
-            for (rows, passes) in cases {
+            for (rows, passes, look) in cases {
                 let cache = Cache { dtype: DType::Bf16, context: 128, sequences: 1 };
                 let mut sources = match preset {
                     "tiny-bert" => sentence_sources(&model, &[rows])?,
@@ -441,14 +452,20 @@ impl Check<'_> {
                         let Some(tensor) = tensor.filter(|_| slot.usage != Use::Read) else { continue };
                         let written = &graph.table[tensor];
                         let kind = &graph.table.buffers[written.buffer.idx()].kind;
-                        let is_seen = match passes {
-                            1 => matches!(kind, BufferKind::Intermediate | BufferKind::State),
-                            _ => stays_when_fused(&graph.table, &ops, op, tensor),
+                        let is_seen = match look {
+                            Look::Every => matches!(kind, BufferKind::Intermediate | BufferKind::State),
+                            Look::Fused => stays_when_fused(&graph.table, &ops, op, tensor),
+                            Look::Rounded => !is_read_by_a_product(&graph.table, &ops, tensor),
                         };
                         if is_seen {
                             let name = format!("check {} {}", op.name, slot.name);
                             graph.output(&name, tensor);
-                            names.push((name, op.name.clone(), if passes == 1 { spec.name } else { "decoding" }));
+                            let kernel = match look {
+                                Look::Every => spec.name,
+                                Look::Fused => "decoding",
+                                Look::Rounded => "many rows",
+                            };
+                            names.push((name, op.name.clone(), kernel));
                         }
                     }
                 }
@@ -458,7 +475,7 @@ impl Check<'_> {
                 for on_gpu in [false, true] {
                     let sources = sources.clone();
                     let mut resident = match on_gpu {
-                        true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), |_| {})?,
+                        true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), &[], |_| {})?,
                         false => Resident::new(sources, &model, Device::Reference, None)?,
                     };
                     let at = |error| format!("{preset}, {rows} rows: {error}");
@@ -487,8 +504,9 @@ impl Check<'_> {
                         expected.iter().zip(found).map(|(e, f)| if f.is_finite() { (e - f).abs() } else { f32::MAX });
                     let off = f64::from(off.fold(0.0, f32::max) / scale);
                     let place = format!("{preset}, {rows} rows, {op}");
+                    let tolerance = if rows > TILED_ROWS as usize { ROUNDED_TOLERANCE } else { KERNEL_TOLERANCE };
                     // What comes after it is wrong for that reason alone.
-                    if off > KERNEL_TOLERANCE && !std::mem::replace(&mut is_wrong, true) {
+                    if off > tolerance && !std::mem::replace(&mut is_wrong, true) {
                         wrong.push(format!("{kernel}: off by {off:.1e} of the largest value in {place}"));
                     }
                     let entry = worst.entry(kernel).or_insert((0.0, String::new()));
@@ -782,6 +800,9 @@ const SIMULATED_CONFIG: &str = r#"{
 /// grow from operator to operator.
 const KERNEL_TOLERANCE: f64 = 2e-2;
 
+/// The same where products round their input to bf16: those of many rows.
+const ROUNDED_TOLERANCE: f64 = 4e-2;
+
 /// `operand` with all its dimensions but the first as one; those the compiler makes are dense.
 fn flat(operand: &Operand) -> Operand {
     if operand.rank <= 2 {
@@ -813,6 +834,24 @@ fn ids(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<u32>, Box<
 fn floats(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
     let tensor = file.tensor(&format!("case{case}.{what}"))?;
     Ok(tensor.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+}
+
+/// Which intermediates are outputs, to be compared.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Look {
+    /// All.
+    Every,
+    /// Those that stay when operators over one row are fused.
+    Fused,
+    /// Those that stay f32 when a product of many rows would round them.
+    Rounded,
+}
+
+/// Whether one of `ops` is a product of `tensor`'s buffer, which with many rows is bf16 then.
+fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId) -> bool {
+    let is_product = |op: &&Operator| matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE);
+    let of = table[tensor].buffer;
+    ops.iter().filter(is_product).any(|op| op.slots[0].is_some_and(|x| table[x].buffer == of))
 }
 
 /// Whether `op`, one of `ops`, is a product whose result `tensor` is what it wrote at the end of the pass, fused or not: nobody

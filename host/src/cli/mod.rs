@@ -9,6 +9,7 @@ mod doctor;
 mod embed;
 mod generate;
 mod gpu_check;
+mod group;
 mod logits;
 mod loss;
 mod pack;

@@ -40,6 +40,9 @@ pub(crate) struct Args {
     /// Tokens of the pass: 1 is decode (models only).
     #[arg(long, value_name = "N", default_value_t = 1)]
     rows: usize,
+    /// Operators or macro kernels whose tasks are launched just in time (models only).
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    just_in_time: Vec<String>,
     /// Write tasks, events and worker lists as JSON.
     #[arg(long, value_name = "FILE")]
     tasks_json: Option<PathBuf>,
@@ -75,10 +78,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
         if args.trace.is_some() {
             return Err("--trace needs a model: a plain graph does not say what its tasks cost".into());
         }
+        if !args.just_in_time.is_empty() {
+            return Err("--just-in-time needs a model: in a plain graph operators say so themselves".into());
+        }
         let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
         return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
     }
-    let compiled = compile(sources(args)?, &Config { check: args.check, ..Config::new(args.target.clone()) })?;
+    let just_in_time = args.just_in_time.clone();
+    let config = Config { check: args.check, just_in_time, ..Config::new(args.target.clone()) };
+    let compiled = compile(sources(args)?, &config)?;
     let program = &compiled.programs[0];
     let planned = Planned::new(program, &args.target, args.check)?;
     summary(&compiled, program, &planned, args);
@@ -120,7 +128,7 @@ impl Planned {
             );
         }
         let run = |prefetch| {
-            predict(&program.tasks, &program.lists, &plan, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.lists, &plan, &program.reads, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);

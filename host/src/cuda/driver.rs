@@ -1,6 +1,7 @@
 //! The calls of the CUDA driver that perpetua makes, as a trait: libcuda is one implementation, a fake that runs the same
 //! kernel on the simulated GPU another.
 
+use perpetua_shared::launch::LaunchParams;
 use std::fmt;
 
 /// A failed call: which, what the driver said, and what to do about it.
@@ -148,9 +149,9 @@ pub struct DeviceInfo {
     pub has_cooperative_launch: bool,
 }
 
-/// A launch of one kernel whose only parameter is an address.
+/// A launch of one kernel with one parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launch {
+pub struct Launch<'a> {
     /// The kernel.
     pub function: Function,
     /// Blocks, all of them resident or the launch fails.
@@ -161,8 +162,8 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// The stream.
     pub stream: Stream,
-    /// The parameter.
-    pub param: DevicePtr,
+    /// The parameter's bytes: a [`LaunchParams`], or a [`ProbeParams`](perpetua_shared::probe::ProbeParams).
+    pub param: &'a [u8],
 }
 
 /// A node of a graph: a launch of the kernel [`OPERATOR`](perpetua_shared::launch::OPERATOR), without dynamic shared memory.
@@ -174,8 +175,8 @@ pub struct OperatorNode {
     pub blocks: u32,
     /// Threads of each.
     pub threads: u32,
-    /// Its first parameter: the launch block's address.
-    pub param: DevicePtr,
+    /// Its first parameter.
+    pub params: LaunchParams,
     /// Its second: the program.
     pub program: u32,
     /// Its third: the operator's first task.
@@ -224,7 +225,7 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// cuLaunchCooperativeKernel.
     ///
     /// # Safety
-    /// The kernel takes one address, what lies there is as the kernel wants it, and stays until it ends.
+    /// The kernel takes a parameter of so many bytes, and what that says is as the kernel wants it and stays until it ends.
     unsafe fn launch(&self, launch: &Launch) -> Result<()>;
     /// cuGraphCreate.
     fn create_graph(&self) -> Result<Graph>;

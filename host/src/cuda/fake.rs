@@ -9,6 +9,7 @@ use super::driver::{
     Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Graph, GraphExec, Launch, Module, Node, OperatorNode,
     Pinned, Result, Stream,
 };
+use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
@@ -78,12 +79,22 @@ impl Block {
     }
 }
 
+/// A [`Launch`] with the copy of its parameter that a driver makes.
+#[derive(Debug)]
+struct Launched {
+    kernel: String,
+    blocks: u32,
+    threads: u32,
+    shared_bytes: u32,
+    param: Vec<u8>,
+}
+
 #[derive(Debug)]
 enum Work {
     CopyIn { to: u64, from: usize, bytes: usize },
     CopyOut { to: usize, from: u64, bytes: usize },
     Set { at: u64, value: u8, bytes: usize },
-    Launch(Launch),
+    Launch(Launched),
     Operator(OperatorNode),
 }
 
@@ -228,19 +239,18 @@ impl Fake {
             Work::Launch(launch) => {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
-                let (name, _) = &state.functions[&launch.function.0];
-                let ran = if name == ENTRY {
+                let ran = if launch.kernel == ENTRY {
                     let options = simt::Options {
                         service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
                         tile_bytes: launch.shared_bytes,
                         began_ns: state.now_ns + 1,
                         ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
                     };
-                    let params = std::ptr::with_exposed_provenance(launch.param.0 as usize);
+                    let params = bytemuck::pod_read_unaligned(&launch.param);
                     // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
-                    run(&state, launch.param, &options, || unsafe { perpetua_device::entry::worker(params) })
+                    run(&state, &params, &options, || unsafe { entry::worker(LaunchBlock::new(&params)) })
                 } else {
-                    run_probe(&state, name, launch, seed)
+                    run_probe(&state, launch, seed)
                 };
                 state.outlive(ran, call)?;
             }
@@ -249,10 +259,9 @@ impl Fake {
                 let seed = self.options.seed.wrapping_add(state.launches);
                 let began_ns = state.now_ns + LAUNCH_NS;
                 let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
-                let params = std::ptr::with_exposed_provenance(node.param.0 as usize);
                 // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
-                let ran = run(&state, node.param, &options, || unsafe {
-                    perpetua_device::entry::operator(params, node.program, node.first_task);
+                let ran = run(&state, &node.params, &options, || unsafe {
+                    entry::operator(LaunchBlock::new(&node.params), node.program, node.first_task);
                 });
                 state.outlive(ran, call)?;
             }
@@ -275,17 +284,13 @@ struct Range {
     name: &'static str,
 }
 
-/// A launch of `kernel` on the simulated GPU, its launch block at `param`: what it objects to, in words.
-fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn()) -> Ran {
-    // SAFETY: who queued the launch has seen that there are as many bytes on the device, which nobody writes while the lock is
-    // held.
-    let params = unsafe { std::ptr::with_exposed_provenance::<LaunchParams>(param.0 as usize).read() };
+/// A launch of `kernel` on the simulated GPU with the launch block `params`: what it objects to, in words.
+fn run(state: &State, params: &LaunchParams, options: &simt::Options, kernel: impl Fn()) -> Ran {
     let (n_programs, n_workers) = (u64::from(params.n_programs), u64::from(params.n_workers));
     let n_queue = if params.n_slots == 0 { 0 } else { 2 + u64::from(params.n_slots) };
     let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
     let constant = |name, at, n: u32, size| section(name, at, u64::from(n), size, Access::Constant);
     let mut ranges = vec![
-        constant("the launch block", param.0, 1, size_of::<LaunchParams>()),
         constant("programs", params.programs, params.n_programs, size_of::<ProgramDesc>()),
         constant("tasks", params.tasks, params.n_tasks, size_of::<TaskDesc>()),
         constant("operands", params.operands, params.n_operands, size_of::<Operand>()),
@@ -341,18 +346,12 @@ fn run(state: &State, param: DevicePtr, options: &simt::Options, kernel: impl Fn
 }
 
 /// As [`run`], of a probe.
-fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> Ran {
-    let params: *const ProbeParams = std::ptr::with_exposed_provenance(launch.param.0 as usize);
-    // SAFETY: `launch` has seen that there are as many bytes on the device, which nobody writes while the lock is held.
-    let counters = unsafe { (*params).counters };
+fn run_probe(state: &State, launch: &Launched, seed: u64) -> Ran {
+    let params: ProbeParams = bytemuck::pod_read_unaligned(&launch.param);
     let mut allocations = Vec::new();
     for (base, block) in &state.device {
-        // What holds the parameters or the counters holds nothing else: the callers' side of the bargain.
-        let access = match *base {
-            at if at == launch.param.0 => Access::Constant,
-            at if at == counters => Access::Atomic,
-            _ => Access::Written,
-        };
+        // What holds the counters holds nothing else: the callers' side of the bargain.
+        let access = if *base == params.counters { Access::Atomic } else { Access::Written };
         let start = std::ptr::with_exposed_provenance_mut(*base as usize);
         // SAFETY: an allocation of this driver, which the launch alone touches while the lock is held.
         allocations.push(unsafe { Allocation::new("device memory", start, block.bytes, access) });
@@ -365,10 +364,10 @@ fn run_probe(state: &State, name: &str, launch: &Launch, seed: u64) -> Ran {
     let launched = simt::launch(&options, allocations, || {
         // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
         unsafe {
-            match name {
-                probe::READ => perpetua_device::probe::read(params),
-                probe::HOP => perpetua_device::probe::hop(params),
-                _ => perpetua_device::probe::meet(params),
+            match launch.kernel.as_str() {
+                probe::READ => perpetua_device::probe::read(&params),
+                probe::HOP => perpetua_device::probe::hop(&params),
+                _ => perpetua_device::probe::meet(&params),
             }
         }
     });
@@ -499,7 +498,7 @@ unsafe impl Driver for Fake {
         ))
     }
 
-    unsafe fn launch(&self, launch: &Launch) -> Result<()> {
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<()> {
         let Launch { function, blocks, threads, shared_bytes, stream, param } = *launch;
         let arguments = format!("blocks {blocks} threads {threads} shared {shared_bytes}");
         let mut state = self.begin("cuLaunchCooperativeKernel", &arguments, true)?;
@@ -512,17 +511,16 @@ unsafe impl Driver for Fake {
         if name == OPERATOR {
             return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
-        let (expected, params) = match name.as_str() {
+        let (expected, param_bytes) = match name.as_str() {
             ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
             _ => ((shared_bytes, probe::THREADS), size_of::<ProbeParams>()),
         };
         if shared_bytes > *most || (shared_bytes, threads) != expected {
             return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
-        if !State::has(&state.device, param.0, params) {
-            return Err(error("cuLaunchCooperativeKernel", 700, "CUDA_ERROR_ILLEGAL_ADDRESS"));
-        }
-        self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(*launch))
+        assert_eq!(param.len(), param_bytes, "a driver copies as many bytes as the kernel's parameter has");
+        let work = Launched { kernel: name.clone(), blocks, threads, shared_bytes, param: param.to_vec() };
+        self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(work))
     }
 
     fn create_graph(&self) -> Result<Graph> {
@@ -534,14 +532,14 @@ unsafe impl Driver for Fake {
 
     fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node> {
         const CALL: &str = "cuGraphAddKernelNode";
-        let OperatorNode { function, blocks, threads, param, program, first_task } = *node;
+        let OperatorNode { function, blocks, threads, program, first_task, .. } = *node;
         let place = if after.is_some() { "after a node" } else { "first" };
         let arguments = format!("{place}: blocks {blocks} threads {threads} program {program} task {first_task}");
         let mut state = self.begin(CALL, &arguments, true)?;
         if state.functions.get(&function.0).is_none_or(|(name, _)| name != OPERATOR) {
             return Err(error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE"));
         }
-        if blocks == 0 || threads != TASK_THREADS || !State::has(&state.device, param.0, size_of::<LaunchParams>()) {
+        if blocks == 0 || threads != TASK_THREADS {
             return Err(error(CALL, 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let handle = Node(state.handle());

@@ -361,11 +361,10 @@ unsafe impl Driver for LibCuda {
         Ok(blocks.max(0) as u32)
     }
 
-    unsafe fn launch(&self, launch: &Launch) -> Result<()> {
-        let mut param = launch.param.0;
-        let mut params: [Handle; 1] = [(&raw mut param).cast()];
-        let Launch { function, blocks, threads, shared_bytes, stream, .. } = *launch;
-        // SAFETY: see the impl; parameters are copied before the call returns.
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<()> {
+        let Launch { function, blocks, threads, shared_bytes, stream, param } = *launch;
+        let mut params: [Handle; 1] = [param.as_ptr().cast_mut().cast()];
+        // SAFETY: see the impl; parameters are only read, and copied before the call returns.
         let code = unsafe {
             let (function, stream) = (handle(function.0), handle(stream.0));
             (self.functions.launch)(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, params.as_mut_ptr())
@@ -381,9 +380,9 @@ unsafe impl Driver for LibCuda {
     }
 
     fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node> {
-        let OperatorNode { function, blocks, threads, mut param, mut program, mut first_task } = *node;
+        let OperatorNode { function, blocks, threads, mut params, mut program, mut first_task } = *node;
         let mut params: [Handle; 3] =
-            [(&raw mut param.0).cast(), (&raw mut program).cast(), (&raw mut first_task).cast()];
+            [(&raw mut params).cast(), (&raw mut program).cast(), (&raw mut first_task).cast()];
         let node = KernelNodeParams {
             function: handle(function.0),
             grid: [blocks, 1, 1],

@@ -12,7 +12,7 @@ pub struct Prober {
     gpu: Gpu,
     module: Module,
     stream: Stream,
-    /// Parameters, counters, times, and the bytes to read: allocations of their own.
+    /// Counters, times, and the bytes to read: allocations of their own.
     memory: Vec<DevicePtr>,
     source_bytes: u64,
     pinned: super::driver::Pinned,
@@ -34,11 +34,11 @@ impl Prober {
         let pinned = driver.alloc_pinned(SMALL as usize)?;
         let mut prober = Prober { gpu: gpu.clone(), module, stream, memory: Vec::new(), source_bytes, pinned };
         // From here on what has been made is given back when the prober is dropped.
-        for bytes in [SMALL, SMALL, SMALL, source_bytes] {
+        for bytes in [SMALL, SMALL, source_bytes] {
             prober.memory.push(driver.alloc(bytes)?);
         }
         // SAFETY: just allocated.
-        unsafe { driver.set(prober.memory[3], 1, source_bytes, stream)? };
+        unsafe { driver.set(prober.memory[2], 1, source_bytes, stream)? };
         driver.synchronize(stream)?;
         drop(entered);
         Ok(prober)
@@ -51,7 +51,7 @@ impl Prober {
         let driver = self.gpu.driver();
         let function = driver.function(self.module, name)?;
         driver.set_shared_bytes(function, TILE_BYTES)?;
-        let [param, counters, out, source] = self.memory[..] else { unreachable!("four allocations, see `new`") };
+        let [counters, out, source] = self.memory[..] else { unreachable!("three allocations, see `new`") };
         let params = ProbeParams {
             source: source.0,
             counters: counters.0,
@@ -60,14 +60,17 @@ impl Prober {
             blocks,
             ..params
         };
-        let launch =
-            Launch { function, blocks, threads: THREADS, shared_bytes: TILE_BYTES, stream: self.stream, param };
+        let launch = Launch {
+            function,
+            blocks,
+            threads: THREADS,
+            shared_bytes: TILE_BYTES,
+            stream: self.stream,
+            param: bytemuck::bytes_of(&params),
+        };
         let mut times = vec![0u64; blocks as usize];
-        // SAFETY: the pinned memory holds parameters and times and is used by one copy at a time; allocations are as large;
-        // the parameters are as the probe wants them (`read` and the others).
+        // SAFETY: the pinned memory holds the times and is used by one copy; allocations are as large; the parameters are as the probe wants them (`read` and the others).
         unsafe {
-            self.pinned.host.cast::<ProbeParams>().write(params);
-            driver.copy_in(param, self.pinned.host, size_of::<ProbeParams>(), self.stream)?;
             driver.set(counters, 0, SMALL, self.stream)?;
             driver.launch(&launch)?;
             driver.synchronize(self.stream)?;

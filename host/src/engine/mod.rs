@@ -132,7 +132,8 @@ pub struct EngineConfig {
     pub max_context: Option<usize>,
     /// Compile passes that give every row's logits instead of passes that choose tokens.
     pub all_logits: bool,
-    /// Rows of the passes to compile for prompts, each a program of its own; empty: [`DEFAULT_CHUNKS`].
+    /// Rows of the passes to compile for prompts, each a program of its own; empty: [`DEFAULT_CHUNKS`], or on a GPU
+    /// [`GPU_CHUNKS`].
     pub chunks: Vec<usize>,
     /// Compile a pass that decodes this many sequences together, each with a KV cache of its own, for
     /// [`Engine::generate_batch`]: 1 to [`MAX_SEQUENCES`].
@@ -152,6 +153,9 @@ pub const DEFAULT_MAX_CONTEXT: usize = 4096;
 
 /// Rows of the passes that read prompts: a short one for short prompts, a long one that reads the weights seldom.
 pub const DEFAULT_CHUNKS: [usize; 3] = [8, 32, 128];
+
+/// [`DEFAULT_CHUNKS`] where products are a tensor core's: a pass of 128 rows reads the weights for as long as it multiplies.
+pub const GPU_CHUNKS: [usize; 4] = [8, 32, 128, 512];
 
 /// Why an engine cannot be made or cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -392,7 +396,11 @@ impl Engine {
         }
         // The reference keeps its cache in f32; what users run keeps it in bf16, as every engine does.
         let cache_dtype = if config.device == Device::Reference { DType::F32 } else { DType::Bf16 };
-        let chunks = if config.chunks.is_empty() { &DEFAULT_CHUNKS[..] } else { &config.chunks };
+        let chunks = match &config.chunks[..] {
+            [] if matches!(place, Place::Gpu { .. }) => &GPU_CHUNKS[..],
+            [] => &DEFAULT_CHUNKS[..],
+            given => given,
+        };
         let head = if config.all_logits { Head::AllLogits } else { Head::Sample };
         let cache = Cache { sequences: config.sequences.unwrap_or(1), context, dtype: cache_dtype };
         let mut sources = decoder_sources(model, chunks, cache, head)?;

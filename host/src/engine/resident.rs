@@ -61,7 +61,8 @@ impl Resident {
         Resident::at(sources, weights, Place::Cpu { n_workers, options }, just_in_time, |_| {})
     }
 
-    /// As [`Resident::new`], on `gpu`; `progress` is called with the bytes of weights that have been handed over.
+    /// As [`Resident::new`], on `gpu`; `just_in_time` are operators as [`Config::just_in_time`] has them, and `progress` is
+    /// called with the bytes of weights that have been handed over.
     ///
     /// # Errors
     /// As [`Resident::new`].
@@ -70,10 +71,11 @@ impl Resident {
         weights: &dyn WeightSource,
         gpu: Gpu,
         options: cuda::Options,
+        just_in_time: &[String],
         progress: impl FnMut(u64),
     ) -> Result<Resident, EngineError> {
         let n_workers = gpu.info().n_sms;
-        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, &[], progress)
+        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, just_in_time, progress)
     }
 
     pub(super) fn at(

@@ -1,8 +1,8 @@
 //! The persistent kernel on an NVIDIA GPU: one launch per run of the token loop. Or, to see what that brings, the same bodies
 //! as a launch per operator ([`Mode::PerOperator`]).
 //!
-//! *Memory.* Everything the kernel touches lies in one allocation on the device: the launch block, the image, the counters,
-//! then the bindings. Weights are brought there once, as they lie in the checkpoint: the kernels read rows, so there is
+//! *Memory.* Everything the kernel touches lies in one allocation on the device: the image, the counters, then the bindings. The launch
+//! block that says where is the kernel's parameter. Weights are brought there once, as they lie in the checkpoint: the kernels read rows, so there is
 //! nothing to repack.
 //! *Talking.* Tokens come through the [mailbox](perpetua_shared::launch::Mail), pinned memory of the host that the kernel
 //! writes and never waits for. The control block lies on the device, where 132 workers read it every iteration; the word
@@ -86,7 +86,6 @@ const STAGE_BYTES: usize = 1 << 20;
 /// Where things lie in the one allocation, from its start.
 #[derive(Debug, Default)]
 struct Layout {
-    params: u64,
     table: u64,
     programs: u64,
     tasks: u64,
@@ -120,7 +119,6 @@ impl Layout {
             end = at + bytes as u64;
             at
         };
-        layout.params = place(size_of::<LaunchParams>(), 1);
         layout.table = place(8 * compiled.bindings.len(), 1);
         layout.programs = place(size_of_val(view.programs), 1);
         layout.tasks = place(size_of_val(view.tasks), 1);
@@ -317,17 +315,6 @@ impl Cuda {
         let function = kernel(&gpu, module, name, threads, shared_bytes)?;
         let base = driver.alloc(layout.bytes)?;
         resources.memory = Some(base);
-        let kernels = match options.mode {
-            Mode::Persistent => Kernels::Persistent(function),
-            Mode::PerOperator => {
-                let param = base.offset(layout.params);
-                for program in 0..view.programs.len() {
-                    let graph = program_graph(driver, &image, program as u32, function, param)?;
-                    resources.graphs.push(graph);
-                }
-                Kernels::PerOperator(resources.graphs.clone())
-            }
-        };
         let side = driver.create_stream()?;
         resources.streams.push(side);
         let stream = match gpu.stream() {
@@ -389,6 +376,18 @@ impl Cuda {
         let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
         let control = control.expect("every image has a control block: `compile` adds it");
         let params = LaunchParams { control: at(layout.bindings[control]), ..params };
+        let kernels = match options.mode {
+            Mode::Persistent => Kernels::Persistent(function),
+            Mode::PerOperator => {
+                // Nothing is counted or traced in launches of an operator.
+                let params = LaunchParams { iteration: 0, n_trace: 0, ..params };
+                for program in 0..view.programs.len() {
+                    let graph = program_graph(driver, &image, program as u32, function, &params)?;
+                    resources.graphs.push(graph);
+                }
+                Kernels::PerOperator(resources.graphs.clone())
+            }
+        };
 
         let table: Vec<u64> = layout.bindings.iter().map(|offset| at(*offset)).collect();
         let mut pieces = Vec::new();
@@ -625,10 +624,9 @@ impl Cuda {
             let _entered = self.gpu.enter()?;
             self.driver().synchronize(self.side)?;
         }
-        // SAFETY: both have their places in the layout and no kernel runs; the mailbox is the host's until one does.
+        // SAFETY: the control block has its place in the layout and no kernel runs; the mailbox is the host's until one does.
         unsafe {
             self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
-            self.write(self.base.offset(self.layout.params), bytemuck::bytes_of(&params))?;
             self.write(self.at(self.control), bytemuck::bytes_of(control))?;
         }
         let _entered = self.gpu.enter()?;
@@ -646,7 +644,7 @@ impl Cuda {
                     threads: BLOCK_THREADS,
                     shared_bytes: TILE_BYTES,
                     stream: self.stream,
-                    param: self.base.offset(self.layout.params),
+                    param: bytemuck::bytes_of(&params),
                 };
                 // SAFETY: the launch block is as `LaunchParams` says, of an image that its check has judged; all of it stays
                 // until the executor is dropped, which waits for the kernel's end.
@@ -839,7 +837,11 @@ impl Cuda {
         }
         if fault.code == FaultCode::None as u32 {
             self.program_runs = control.program_runs;
-            self.iteration = control.step.iteration;
+            self.iteration = match self.kernels {
+                Kernels::Persistent(_) => control.step.iteration,
+                // Nothing counts on from run to run, and the mail's first entry is that of iteration 0.
+                Kernels::PerOperator(_) => 0,
+            };
             return Ok(Ok(control));
         }
         let mut error = RunError::of(&fault, &self.image);
@@ -956,14 +958,14 @@ fn program_graph(
     image: &Image,
     program: u32,
     function: Function,
-    param: DevicePtr,
+    params: &LaunchParams,
 ) -> Result<GraphExec, CudaError> {
     let graph = driver.create_graph()?;
     let mut last = None;
     let mut chain = || {
         for tasks in operators(image, program as usize) {
             let (blocks, threads) = (tasks.end - tasks.start, TASK_THREADS);
-            let node = OperatorNode { function, blocks, threads, param, program, first_task: tasks.start };
+            let node = OperatorNode { function, blocks, threads, params: *params, program, first_task: tasks.start };
             last = Some(driver.add_node(graph, last, &node)?);
         }
         driver.instantiate(graph)

@@ -1,7 +1,7 @@
 //! The GPU's code without a GPU: the persistent kernel, launched as on one, every thread a coroutine.
 //!
 //! The launch block, the table of bindings, the counters and the fault record are those of a real launch; blocks are
-//! smaller ([`Options::block_threads`]), which the bodies cannot tell. The simulated GPU
+//! smaller ([`Options::block_threads`]), so that sums may have another order. The simulated GPU
 //! ([`perpetua_device::simt`]) judges every access and every meeting of threads: an image whose events do not order what
 //! they must, or a body that races, reads what nobody wrote or parts its lanes, ends the run with the task, block, lane
 //! and line.
@@ -9,6 +9,8 @@
 use super::RunError;
 use super::memory::Memory;
 use crate::image::Image;
+use perpetua_device::entry::{self, LaunchBlock};
+use perpetua_device::kernels::TILED_ROWS;
 use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
 use perpetua_shared::control::{Control, NO_PROGRAM};
@@ -22,16 +24,16 @@ use std::time::Instant;
 pub struct Options {
     /// Seed of the schedule; each run takes the next one.
     pub seed: u64,
-    /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top.
-    pub block_threads: u32,
+    /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top. `None`: two warps, the
+    /// fewest that can race with each other, or, if the run begins with a pass of more rows than tiles are for, a warpgroup.
+    pub block_threads: Option<u32>,
     /// Whether loaders bring weights into shared memory.
     pub tiles: bool,
 }
 
 impl Default for Options {
-    /// Two warps: the fewest that can race with each other.
     fn default() -> Options {
-        Options { seed: 0, block_threads: 64, tiles: true }
+        Options { seed: 0, block_threads: None, tiles: true }
     }
 }
 
@@ -205,7 +207,6 @@ impl Simt {
             n_trace: 0,
             n_slots: queue::slots(view.max_just_in_time()),
         };
-        constant("the launch block", bytemuck::bytes_of(&params));
         for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
             let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");
             let access = match kind {
@@ -233,14 +234,17 @@ impl Simt {
             let bytes = size_of_val(&positions[..]);
             allocations.push(Allocation::new("positions", positions.as_mut_ptr().cast(), bytes, Access::Written));
         }
+        // SAFETY: the control block is aligned and nobody else touches it between launches.
+        let is_long = unsafe { (*self.memory.control_base()).step.rows } > TILED_ROWS;
+        let block_threads = self.options.block_threads.unwrap_or(if is_long { 128 } else { 64 });
         let options = simt::Options {
             service_warps: 1,
             tile_bytes: TILE_BYTES,
-            ..simt::Options::new(view.n_workers, self.options.block_threads, self.options.seed)
+            ..simt::Options::new(view.n_workers, block_threads, self.options.seed)
         };
         let launched = simt::launch(&options, allocations, || {
             // SAFETY: the launch block is as `LaunchParams` says, the image is checked, and the grid has its workers.
-            unsafe { perpetua_device::entry::worker(&raw const params) }
+            unsafe { entry::worker(LaunchBlock::new(&params)) }
         });
         // SAFETY: the launch is over; it wrote the record through its address.
         let fault = unsafe { (&raw const fault).read_volatile() };

@@ -27,6 +27,9 @@ pub struct Machine {
     pub flops_per_s: f64,
     /// From the last trigger of an event to a waiting task's start on another worker.
     pub hop_s: f64,
+    /// From the last trigger of a just-in-time task's events to its start on a worker that waits: a scheduler sees the event, and
+    /// the worker the queue.
+    pub dispatch_s: f64,
     /// Cost of a task besides all that.
     pub task_s: f64,
 }
@@ -34,7 +37,8 @@ pub struct Machine {
 impl Machine {
     /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 13 pages of 16 KiB remain;
     /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival and 1.5 us a hop, to be measured; a tile of
-    /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; 6 TFLOP/s dense bf16.
+    /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; 6 TFLOP/s dense bf16. A dispatch is two
+    /// hops, from trigger to scheduler and from scheduler to worker.
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
         reserve_bytes: 19 << 10,
@@ -46,11 +50,13 @@ impl Machine {
         near_bytes_per_s: 100e9,
         flops_per_s: 6.0e12,
         hop_s: 1.5e-6,
+        dispatch_s: 3.0e-6,
         task_s: 0.2e-6,
     };
 
     /// One core of a cloud CPU with AVX-512: half its 2 MiB of L2 cache as the distance software prefetch may run ahead;
-    /// 16.5 GB/s from memory, three times that from the cache; 100 GFLOP/s; 0.2 us a hop.
+    /// 16.5 GB/s from memory, three times that from the cache; 100 GFLOP/s; 0.2 us a hop, and as much a dispatch, since who waits
+    /// is the scheduler.
     pub const CPU: Machine = Machine {
         shared_bytes: 2 << 20,
         reserve_bytes: 1 << 20,
@@ -62,6 +68,7 @@ impl Machine {
         near_bytes_per_s: 50e9,
         flops_per_s: 100e9,
         hop_s: 0.2e-6,
+        dispatch_s: 0.2e-6,
         task_s: 0.2e-6,
     };
 

@@ -7,13 +7,24 @@
 //! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
 //! its activations at the near rate and a fixed cost.
 //!
+//! Nobody waits for a prefetch: a body reads rows while they arrive, and itself what has not been asked for yet. So it ends when
+//! it has worked through them at the near rate, but not before it could read the last tile's worth of them after they are all
+//! there.
+//!
+//! Just-in-time tasks stand in no list. The schedulers deal them out in program order; each launches its share in order, a
+//! task one dispatch latency after the last trigger of its events, and whoever has waited longest takes it, or, when all are
+//! busy, whoever is done first: a worker that waits looks at the queue before it looks at its event. What such a task reads of
+//! weights and caches goes by its worker's share of the bus while it runs, since no loader knew where it would.
+//!
 //! A worker's share of the bus is fixed: bytes one worker leaves unused go to no other. That is pessimistic, and makes
 //! uneven work show.
 
 use super::machine::Machine;
-use super::prefetch::{Plan, prefetched_bytes};
-use crate::graph::task::{TaskGraph, WorkerLists};
+use super::prefetch::{Plan, Reads, prefetched_bytes};
+use crate::graph::task::{Lists, TaskClass, TaskGraph, WorkerLists};
 use perpetua_device::kernels::Cost;
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
 /// How far loaders run ahead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +83,7 @@ pub struct Prediction {
     pub retired_s: Vec<Vec<f64>>,
     /// Length of the pass.
     pub step_s: f64,
-    /// Bytes streamed from memory.
+    /// Bytes of weights and caches that come from memory.
     pub bytes: u64,
     /// The pass if memory were the only limit and never idle.
     pub floor_s: f64,
@@ -125,7 +136,10 @@ impl Fired {
 struct Worker {
     next: usize,
     prefetched: usize,
+    /// When its last task ended, or, while it runs one, will.
     free_s: f64,
+    /// Tasks it has begun.
+    begun: u32,
     bus_s: f64,
     /// Waits for events, in order; those before `passed` end before the bus's last gap.
     waits: Vec<(f64, f64)>,
@@ -147,118 +161,120 @@ impl Worker {
         self.loader.event_s += event_s;
         self.loader.full_s += until_s - from_s - event_s;
     }
+
+    /// Puts a copy of `copy_s` on the bus at `from_s` or as soon as it is free; when it begins.
+    fn copy(&mut self, from_s: f64, copy_s: f64) -> f64 {
+        let from_s = from_s.max(self.bus_s);
+        if from_s > self.bus_s {
+            self.book_gap(from_s);
+        }
+        self.loader.busy_s += copy_s;
+        self.bus_s = from_s + copy_s;
+        from_s
+    }
+
+    /// The consumers, idle so far, go on at `at_s`.
+    fn wake(&mut self, at_s: f64) {
+        if at_s > self.free_s {
+            self.waits.push((self.free_s, at_s));
+            self.consumer.event_s += at_s - self.free_s;
+        }
+        self.begun += 1;
+    }
 }
 
-/// Predicts one pass; `None` when the lists do not run to their end.
+/// What happens next. Of what happens at once, tasks end first, and who waits sees the queue before its event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Moment {
+    /// A worker ends a task.
+    Ended { worker: usize, task: u32 },
+    /// A just-in-time task comes into the queue.
+    Launched { task: u32 },
+    /// The events of a worker's next task have fired, as seen from it, and it has not begun another since.
+    Fired { worker: usize, begun: u32 },
+}
+
+/// The just-in-time tasks of a program.
+#[derive(Debug, Default)]
+struct Launches {
+    /// In program order.
+    tasks: Vec<u32>,
+    /// Per task of these, events that have not fired.
+    left: Vec<usize>,
+    /// Per event, which of these wait on it.
+    waiting: Lists,
+    /// Per scheduler, how many of its share it has launched.
+    launched: Vec<usize>,
+}
+
+impl Launches {
+    fn new(tasks: &TaskGraph, n_schedulers: usize) -> Launches {
+        let ops = tasks.classes.iter().enumerate().filter(|(_, class)| **class == TaskClass::JustInTime);
+        let launched: Vec<u32> = ops.flat_map(|(op, _)| tasks.tasks_of(op)).collect();
+        let mut waits = Lists::default();
+        launched.iter().for_each(|task| waits.push(tasks.waits.of(*task as usize)));
+        Launches {
+            left: launched.iter().map(|task| tasks.waits.of(*task as usize).len()).collect(),
+            tasks: launched,
+            waiting: waits.inverted(tasks.events.len()),
+            launched: vec![0; n_schedulers],
+        }
+    }
+
+    /// `event` has fired: what its schedulers launch now.
+    fn fire(&mut self, event: usize) -> Vec<u32> {
+        let mut ready = Vec::new();
+        let n = self.launched.len();
+        for &number in self.waiting.of(event) {
+            self.left[number as usize] -= 1;
+            let share = number as usize % n;
+            while let Some(0) = self.left.get(share + n * self.launched[share]) {
+                ready.push(self.tasks[share + n * self.launched[share]]);
+                self.launched[share] += 1;
+            }
+        }
+        ready
+    }
+}
+
+/// Predicts one pass; `reads` are the tasks' ([`reads`](super::prefetch::reads)). `None` when not all of it runs.
 pub fn predict(
     tasks: &TaskGraph,
     lists: &WorkerLists,
     plan: &Plan,
+    reads: &[Reads],
     costs: &[Cost],
     machine: &Machine,
     prefetch: Prefetch,
 ) -> Option<Prediction> {
     let n_workers = lists.lists.len();
-    let mut spans = vec![Span::default(); tasks.tasks.len()];
-    let mut loads: Vec<Vec<(f64, f64)>> = plan.workers.iter().map(|own| Vec::with_capacity(own.data.len())).collect();
-    let mut retired: Vec<Vec<f64>> = plan.workers.iter().map(|own| Vec::with_capacity(own.computes.len())).collect();
-    let streamed = streamed_bytes(tasks.tasks.len(), plan);
-    let mut left = tasks.events.clone();
-    let mut fired = vec![Fired::default(); tasks.events.len()];
-    let mut workers = vec![Worker::default(); n_workers];
-    let mut blocked: Vec<Vec<usize>> = vec![Vec::new(); tasks.events.len()];
-    let mut ready: Vec<usize> = (0..n_workers).collect();
-    // Order of processing does not matter: an op's times follow from its worker's and its events' alone.
-    while let Some(number) = ready.pop() {
-        let (own, worker) = (&plan.workers[number], &mut workers[number]);
-        while let Some(op) = own.computes.get(worker.next) {
-            let task = op.task as usize;
-            let is_first = worker.next == 0 || own.computes[worker.next - 1].task != op.task;
-            let is_last = own.computes.get(worker.next + 1).is_none_or(|next| next.task != op.task);
-            let mut may_start_s = worker.free_s;
-            if is_first {
-                let waits = tasks.waits.of(task);
-                if let Some(&event) = waits.iter().find(|event| left[**event as usize] > 0) {
-                    blocked[event as usize].push(number);
-                    break;
-                }
-                let seen = waits.iter().map(|event| fired[*event as usize].seen_s(number, machine.hop_s));
-                may_start_s = seen.fold(may_start_s, f64::max);
-                if may_start_s > worker.free_s {
-                    worker.waits.push((worker.free_s, may_start_s));
-                    worker.consumer.event_s += may_start_s - worker.free_s;
-                }
-            }
-            let mut start_s = may_start_s;
-            let mut bytes = 0;
-            while let Some(near) =
-                own.prefetches.get(worker.prefetched).filter(|near| near.used_by as usize == worker.next)
-            {
-                worker.prefetched += 1;
-                let from_s = match prefetch {
-                    Prefetch::AcrossTasks => worker.bus_s,
-                    Prefetch::WithinTask => worker.bus_s.max(may_start_s),
-                };
-                if from_s > worker.bus_s {
-                    worker.book_gap(from_s);
-                }
-                let copy_s = prefetched_bytes(near) as f64 / machine.bytes_per_s;
-                worker.loader.busy_s += copy_s;
-                worker.bus_s = from_s + copy_s;
-                start_s = start_s.max(worker.bus_s + machine.load_latency_s);
-            }
-            for data in &own.data[op.data_first as usize..op.data_end as usize] {
-                let free_s = data.after.checked_sub(1).map_or(0.0, |op| retired[number][op as usize]);
-                let from_s = match prefetch {
-                    Prefetch::AcrossTasks => free_s.max(worker.bus_s),
-                    Prefetch::WithinTask if is_first => free_s.max(worker.bus_s).max(may_start_s),
-                    // The task's first tile was held back, and tiles follow each other.
-                    Prefetch::WithinTask => free_s.max(worker.bus_s),
-                };
-                if from_s > worker.bus_s {
-                    worker.book_gap(from_s);
-                }
-                let copy_s = f64::from(data.bytes) / machine.bytes_per_s;
-                worker.loader.busy_s += copy_s;
-                worker.bus_s = from_s + copy_s;
-                let arrived_s = worker.bus_s + machine.load_latency_s;
-                loads[number].push((from_s, arrived_s));
-                start_s = start_s.max(arrived_s);
-                bytes += u64::from(data.bytes);
-            }
-            worker.consumer.data_s += start_s - may_start_s;
-            let cost = &costs[task];
-            let part = if streamed[task] > 0 { bytes as f64 / streamed[task] as f64 } else { 1.0 };
-            let mut busy_s =
-                (bytes as f64 / machine.tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
-            if is_first {
-                let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed[task]);
-                busy_s += machine.task_s + near as f64 / machine.near_bytes_per_s;
-                spans[task] = Span { worker: number as u32, start_s, end_s: start_s };
-            }
-            worker.consumer.busy_s += busy_s;
-            worker.free_s = start_s + busy_s;
-            retired[number].push(worker.free_s);
-            worker.next += 1;
-            if !is_last {
-                continue;
-            }
-            spans[task].end_s = worker.free_s;
-            for &event in tasks.triggers.of(task) {
-                let event = event as usize;
-                fired[event].trigger(number, worker.free_s, left[event] == tasks.events[event]);
-                left[event] -= 1;
-                if left[event] == 0 {
-                    ready.append(&mut blocked[event]);
-                }
-            }
-        }
-    }
-    if workers.iter().zip(&plan.workers).any(|(worker, own)| worker.next < own.computes.len()) {
+    let mut pass = Pass {
+        tasks,
+        plan,
+        reads,
+        costs,
+        machine,
+        prefetch,
+        streamed: streamed_bytes(tasks.tasks.len(), plan),
+        spans: vec![Span::default(); tasks.tasks.len()],
+        loads: plan.workers.iter().map(|own| Vec::with_capacity(own.data.len())).collect(),
+        retired: plan.workers.iter().map(|own| Vec::with_capacity(own.computes.len())).collect(),
+        left: tasks.events.clone(),
+        fired: vec![Fired::default(); tasks.events.len()],
+        workers: vec![Worker::default(); n_workers],
+        blocked: vec![Vec::new(); tasks.events.len()],
+        launches: Launches::new(tasks, n_workers),
+        queue: VecDeque::new(),
+        idle: BTreeSet::new(),
+        moments: BinaryHeap::new(),
+        launched_bytes: 0,
+    };
+    if pass.run() < tasks.tasks.len() {
         return None;
     }
+    let Pass { workers, spans, loads, retired, .. } = pass;
     let step_s = workers.iter().map(|worker| worker.free_s).fold(0.0, f64::max);
-    let bytes = plan.bytes();
+    let bytes = plan.bytes() + pass.launched_bytes;
     let mut prediction = Prediction {
         spans,
         loads,
@@ -283,6 +299,187 @@ pub fn predict(
     Some(prediction)
 }
 
+/// A pass under way.
+struct Pass<'a> {
+    tasks: &'a TaskGraph,
+    plan: &'a Plan,
+    reads: &'a [Reads],
+    costs: &'a [Cost],
+    machine: &'a Machine,
+    prefetch: Prefetch,
+    streamed: Vec<u64>,
+    spans: Vec<Span>,
+    loads: Vec<Vec<(f64, f64)>>,
+    retired: Vec<Vec<f64>>,
+    left: Vec<u32>,
+    fired: Vec<Fired>,
+    workers: Vec<Worker>,
+    /// Per event, workers that wait for it; some may have taken a just-in-time task since.
+    blocked: Vec<Vec<usize>>,
+    launches: Launches,
+    /// Launched, and taken by nobody yet.
+    queue: VecDeque<u32>,
+    /// Workers that run nothing, by since when, in bits, which times that are not negative are ordered by.
+    idle: BTreeSet<(u64, usize)>,
+    moments: BinaryHeap<Reverse<(u64, Moment)>>,
+    launched_bytes: u64,
+}
+
+impl Pass<'_> {
+    /// Runs what can run; how many tasks.
+    fn run(&mut self) -> usize {
+        for worker in 0..self.workers.len() {
+            self.idle.insert((0, worker));
+            self.look(worker);
+        }
+        let mut n_ended = 0;
+        while let Some(Reverse((at, moment))) = self.moments.pop() {
+            let at_s = f64::from_bits(at);
+            match moment {
+                Moment::Ended { worker, task } => {
+                    n_ended += 1;
+                    self.end(worker, task, at_s);
+                    match self.queue.pop_front() {
+                        Some(task) => self.run_launched(worker, task, at_s),
+                        None => {
+                            self.idle.insert((at, worker));
+                            self.look(worker);
+                        }
+                    }
+                }
+                Moment::Launched { task } => match self.idle.pop_first() {
+                    Some((_, worker)) => self.run_launched(worker, task, at_s),
+                    None => self.queue.push_back(task),
+                },
+                Moment::Fired { worker, begun } if begun == self.workers[worker].begun => {
+                    self.idle.remove(&(self.workers[worker].free_s.to_bits(), worker));
+                    self.run_listed(worker, at_s);
+                }
+                Moment::Fired { .. } => {}
+            }
+        }
+        n_ended
+    }
+
+    fn happens(&mut self, at_s: f64, moment: Moment) {
+        self.moments.push(Reverse((at_s.to_bits(), moment)));
+    }
+
+    /// Worker `number`, idle, looks whether its next task may begin, and when.
+    fn look(&mut self, number: usize) {
+        let worker = &self.workers[number];
+        let Some(op) = self.plan.workers[number].computes.get(worker.next) else { return };
+        let waits = self.tasks.waits.of(op.task as usize);
+        if let Some(&event) = waits.iter().find(|event| self.left[**event as usize] > 0) {
+            self.blocked[event as usize].push(number);
+            return;
+        }
+        let seen = waits.iter().map(|event| self.fired[*event as usize].seen_s(number, self.machine.hop_s));
+        let (at_s, begun) = (seen.fold(worker.free_s, f64::max), worker.begun);
+        self.happens(at_s, Moment::Fired { worker: number, begun });
+    }
+
+    /// Worker `number` has ended `task`: its triggers.
+    fn end(&mut self, number: usize, task: u32, at_s: f64) {
+        for &event in self.tasks.triggers.of(task as usize) {
+            let event = event as usize;
+            self.fired[event].trigger(number, at_s, self.left[event] == self.tasks.events[event]);
+            self.left[event] -= 1;
+            if self.left[event] > 0 {
+                continue;
+            }
+            for waiting in std::mem::take(&mut self.blocked[event]) {
+                if self.idle.contains(&(self.workers[waiting].free_s.to_bits(), waiting)) {
+                    self.look(waiting);
+                }
+            }
+            for task in self.launches.fire(event) {
+                self.happens(at_s + self.machine.dispatch_s, Moment::Launched { task });
+            }
+        }
+    }
+
+    /// Worker `number` runs `task`, launched just in time, from `at_s` on.
+    fn run_launched(&mut self, number: usize, task: u32, at_s: f64) {
+        let (cost, machine) = (&self.costs[task as usize], self.machine);
+        let worker = &mut self.workers[number];
+        worker.wake(at_s);
+        let bytes = self.reads[task as usize].bytes();
+        self.launched_bytes += bytes;
+        let mut busy_s = machine.task_s + cost.flops as f64 / machine.flops_per_s;
+        busy_s += (cost.bytes_read + cost.bytes_written) as f64 / machine.near_bytes_per_s;
+        let mut end_s = at_s + busy_s;
+        if bytes > 0 {
+            worker.copy(at_s, bytes as f64 / machine.bytes_per_s);
+            end_s = end_s.max(worker.bus_s + machine.load_latency_s);
+        }
+        worker.consumer.busy_s += busy_s;
+        worker.consumer.data_s += end_s - at_s - busy_s;
+        worker.free_s = end_s;
+        self.spans[task as usize] = Span { worker: number as u32, start_s: at_s, end_s };
+        self.happens(end_s, Moment::Ended { worker: number, task });
+    }
+
+    /// Worker `number` runs the next task of its list from `at_s` on.
+    fn run_listed(&mut self, number: usize, at_s: f64) {
+        let (own, machine) = (&self.plan.workers[number], self.machine);
+        let worker = &mut self.workers[number];
+        let first = worker.next;
+        let number_of_task = own.computes[first].task;
+        let task = number_of_task as usize;
+        let (cost, streamed) = (&self.costs[task], self.streamed[task]);
+        worker.wake(at_s);
+        worker.free_s = at_s;
+        while let Some(op) = own.computes.get(worker.next).filter(|op| op.task == number_of_task) {
+            let may_start_s = worker.free_s;
+            let mut start_s = may_start_s;
+            let (mut bytes, mut near_bytes) = (0, 0);
+            // Within a task nothing is loaded before its events have fired; its tiles follow each other.
+            let not_before_s = match self.prefetch {
+                Prefetch::WithinTask if worker.next == first => may_start_s,
+                Prefetch::WithinTask | Prefetch::AcrossTasks => 0.0,
+            };
+            while let Some(near) =
+                own.prefetches.get(worker.prefetched).filter(|near| near.used_by as usize == worker.next)
+            {
+                worker.prefetched += 1;
+                worker.copy(not_before_s, prefetched_bytes(near) as f64 / machine.bytes_per_s);
+                near_bytes += prefetched_bytes(near);
+            }
+            // When all has arrived that is read while it does, and the last of it has been read.
+            let last_bytes = near_bytes.min(machine.tile_bytes) as f64;
+            let near_s = worker.bus_s + machine.load_latency_s + last_bytes / machine.near_bytes_per_s;
+            for data in &own.data[op.data_first as usize..op.data_end as usize] {
+                let free_s = data.after.checked_sub(1).map_or(0.0, |op| self.retired[number][op as usize]);
+                let from_s = worker.copy(free_s.max(not_before_s), f64::from(data.bytes) / machine.bytes_per_s);
+                let arrived_s = worker.bus_s + machine.load_latency_s;
+                self.loads[number].push((from_s, arrived_s));
+                start_s = start_s.max(arrived_s);
+                bytes += u64::from(data.bytes);
+            }
+            let part = if streamed > 0 { bytes as f64 / streamed as f64 } else { 1.0 };
+            let mut busy_s =
+                (bytes as f64 / machine.tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
+            if worker.next == first {
+                let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed);
+                busy_s += machine.task_s + near as f64 / machine.near_bytes_per_s;
+                self.spans[task] = Span { worker: number as u32, start_s, end_s: start_s };
+            }
+            worker.free_s = start_s + busy_s;
+            if near_bytes > 0 {
+                worker.free_s = worker.free_s.max(near_s);
+            }
+            worker.consumer.busy_s += busy_s;
+            worker.consumer.data_s += worker.free_s - may_start_s - busy_s;
+            self.retired[number].push(worker.free_s);
+            worker.next += 1;
+        }
+        self.spans[task].end_s = worker.free_s;
+        let end_s = worker.free_s;
+        self.happens(end_s, Moment::Ended { worker: number, task: number_of_task });
+    }
+}
+
 fn streamed_bytes(n_tasks: usize, plan: &Plan) -> Vec<u64> {
     let mut bytes = vec![0; n_tasks];
     for worker in &plan.workers {
@@ -291,4 +488,117 @@ fn streamed_bytes(n_tasks: usize, plan: &Plan) -> Vec<u64> {
         }
     }
     bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::prefetch::{ComputeOp, WorkerPlan};
+    use super::*;
+    use crate::graph::task::Task;
+    use perpetua_shared::PrefetchOp;
+
+    /// A byte a second, from wherever, and seconds that can be added up by hand.
+    const MACHINE: Machine = Machine {
+        tile_bytes: 2,
+        bytes_per_s: 1.0,
+        load_latency_s: 1.0,
+        near_bytes_per_s: 1.0,
+        flops_per_s: 1.0,
+        hop_s: 2.0,
+        dispatch_s: 3.0,
+        task_s: 0.0,
+        ..Machine::H200
+    };
+
+    /// An operator a task: what it writes, which of two events it waits on and triggers, and whether it is just-in-time.
+    type Row = (u64, Option<u32>, Option<u32>, bool);
+
+    fn prediction(rows: &[Row], lists: &[&[u32]], near: &[(u32, u32)]) -> Option<Prediction> {
+        let mut tasks = TaskGraph::default();
+        let (mut costs, mut reads) = (Vec::new(), vec![Reads::default(); rows.len()]);
+        tasks.events = vec![0; 2];
+        for (op, (bytes, wait, trigger, is_launched)) in rows.iter().enumerate() {
+            tasks.op_first.push(op as u32);
+            tasks.tasks.push(Task { op: op as u32, block: Default::default() });
+            tasks.waits.push(wait.as_slice());
+            tasks.triggers.push(trigger.as_slice());
+            trigger.iter().for_each(|event| tasks.events[*event as usize] += 1);
+            tasks.classes.push(if *is_launched { TaskClass::JustInTime } else { TaskClass::AheadOfTime });
+            costs.push(Cost { bytes_written: *bytes, ..Cost::default() });
+        }
+        tasks.op_first.push(rows.len() as u32);
+        for &(task, bytes) in near {
+            reads[task as usize].near.push(PrefetchOp { bytes, ..PrefetchOp::default() });
+        }
+        let worker = |list: &&[u32]| {
+            let mut plan = WorkerPlan::default();
+            for (number, task) in list.iter().enumerate() {
+                let own = reads[*task as usize].near.iter();
+                plan.prefetches.extend(own.map(|op| PrefetchOp { used_by: number as u32, ..*op }));
+                plan.computes.push(ComputeOp { task: *task, data_first: 0, data_end: 0 });
+            }
+            plan
+        };
+        let plan = Plan { workers: lists.iter().map(worker).collect(), ..Plan::default() };
+        let lists = WorkerLists { lists: lists.iter().map(|list| list.to_vec()).collect() };
+        predict(&tasks, &lists, &plan, &reads, &costs, &MACHINE, Prefetch::AcrossTasks)
+    }
+
+    fn spans(prediction: &Prediction) -> Vec<(u32, f64, f64)> {
+        prediction.spans.iter().map(|span| (span.worker, span.start_s, span.end_s)).collect()
+    }
+
+    /// Task 0 launches 1 and 2, after which 3 comes.
+    const LAUNCHED: [Row; 4] = [
+        (10, None, Some(0), false),
+        (5, Some(0), Some(1), true),
+        (7, Some(0), Some(1), true),
+        (4, Some(1), None, false),
+    ];
+
+    #[test]
+    fn launched_tasks_go_to_whoever_has_waited_longest() {
+        // The event fires at 10, both tasks are launched at 13. Worker 1 has waited since 0, worker 0 since 10. Worker 1 sees
+        // the other's trigger of 20 at 22.
+        let two = prediction(&LAUNCHED, &[&[0], &[3]], &[]).expect("it runs");
+        assert_eq!(spans(&two), [(0, 0.0, 10.0), (1, 13.0, 18.0), (0, 13.0, 20.0), (1, 22.0, 26.0)]);
+        let Consumer { busy_s, event_s, data_s, tail_s } = two.consumer;
+        assert_eq!((two.step_s, two.bytes), (26.0, 0));
+        assert_eq!([busy_s, event_s, data_s, tail_s], [(17.0 + 9.0) / 2.0, (3.0 + 17.0) / 2.0, 0.0, 6.0 / 2.0]);
+    }
+
+    #[test]
+    fn launched_tasks_queue_where_all_are_busy() {
+        // One worker, one scheduler: 2 stands in the queue until 1 has ended.
+        let one = prediction(&LAUNCHED, &[&[0, 3]], &[]).expect("it runs");
+        assert_eq!(spans(&one), [(0, 0.0, 10.0), (0, 13.0, 18.0), (0, 18.0, 25.0), (0, 25.0, 29.0)]);
+        // A worker whose event has fired meanwhile takes what is in the queue first: 3 waits for task 0 alone.
+        let rows = [LAUNCHED[0], LAUNCHED[1], LAUNCHED[2], (4, Some(0), None, false)];
+        let one = prediction(&rows, &[&[0, 3]], &[]).expect("it runs");
+        assert_eq!(spans(&one), [(0, 0.0, 10.0), (0, 14.0, 19.0), (0, 19.0, 26.0), (0, 10.0, 14.0)]);
+        // Nobody triggers what they wait on.
+        let rows = [(10, None, None, false), LAUNCHED[1], LAUNCHED[2], (4, Some(1), None, false)];
+        assert_eq!(prediction(&rows, &[&[0, 3]], &[]), None);
+    }
+
+    #[test]
+    fn what_launched_tasks_read_goes_by_the_bus() {
+        // Task 1 reads 8 bytes from 13 on, the last of which are there at 22; that is when worker 1 triggers, too.
+        let two = prediction(&LAUNCHED, &[&[0], &[3]], &[(1, 8)]).expect("it runs");
+        assert_eq!(spans(&two), [(0, 0.0, 10.0), (1, 13.0, 22.0), (0, 13.0, 20.0), (1, 22.0, 26.0)]);
+        assert_eq!((two.bytes, two.floor_s), (8, 4.0));
+        assert_eq!((two.loader.busy_s, two.consumer.data_s), (8.0 / 2.0, 4.0 / 2.0));
+    }
+
+    #[test]
+    fn rows_are_read_while_they_arrive() {
+        // Six bytes asked for at once: off the bus at 6, there at 7; the last two take until 9.
+        let rows = |before| [(before, None, Some(0), false), (6, Some(0), None, false)];
+        let early = prediction(&rows(2), &[&[0, 1]], &[(1, 6)]).expect("it runs");
+        assert_eq!(spans(&early), [(0, 0.0, 2.0), (0, 2.0, 9.0)]);
+        assert_eq!(early.consumer.data_s, 1.0);
+        let late = prediction(&rows(5), &[&[0, 1]], &[(1, 6)]).expect("it runs");
+        assert_eq!(spans(&late), [(0, 0.0, 5.0), (0, 5.0, 11.0)]);
+        assert_eq!(late.consumer.data_s, 0.0);
+    }
 }

@@ -696,6 +696,9 @@ impl Global {
 /// The unit of bulk copies.
 pub(super) const COPY_UNIT: usize = 16;
 
+/// What stands in tiles that nothing has filled: NaN.
+const POISON: u128 = 0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead;
+
 /// A block's shared memory: its words, and the tiles that bulk copies fill.
 #[derive(Debug)]
 pub(super) struct Shared {
@@ -708,7 +711,25 @@ pub(super) struct Shared {
     tile_cells: Vec<Cell>,
     /// Per cell and warp, when it was last read; a copy into it needs to know all of them.
     tile_reads: Vec<u32>,
+    tile_states: Vec<TileState>,
+    /// Per cell, by how many warps' products it is being read.
+    multiplied: Vec<u32>,
+    /// Cells that threads' copies have written since the task began.
+    by_threads: Vec<u32>,
     warps: usize,
+}
+
+/// Through which proxy a cell of the tiles was written, and whether the other one sees it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TileState {
+    /// By a bulk copy, or not at all.
+    Bulk,
+    /// A thread's copy is on its way.
+    Landing,
+    /// It has landed, and its thread has waited for it.
+    Landed,
+    /// And fenced it.
+    Fenced,
 }
 
 impl Shared {
@@ -718,11 +739,35 @@ impl Shared {
             words: vec![0x7fc0_dead; words as usize],
             cells: vec![Cell::default(); words as usize],
             reads: vec![Epoch::default(); (words * warps) as usize],
-            tiles: vec![0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead; n],
+            tiles: vec![POISON; n],
             tile_cells: vec![Cell::default(); n],
             tile_reads: vec![0; n * warps as usize],
+            tile_states: vec![TileState::Bulk; n],
+            multiplied: vec![0; n],
+            by_threads: Vec::new(),
             warps: warps as usize,
         }
+    }
+
+    /// Judges a write of the tile cell `at` that `thread` begins: nobody reads it any more. Its reads are forgotten.
+    fn judge_tile_write(&mut self, order: &Order, thread: u32, at: usize, what: &str) -> Result<(), (Wrong, String)> {
+        let place = at * COPY_UNIT;
+        if self.multiplied[at] > 0 {
+            return Err((Wrong::Race, format!("{what} to tile byte {place}, which a product still reads")));
+        }
+        if self.tile_states[at] == TileState::Landing {
+            return Err((Wrong::Race, format!("{what} to tile byte {place}, where another one is on its way")));
+        }
+        let reads = &mut self.tile_reads[at * self.warps..][..self.warps];
+        let first = order.number(thread / order.threads / 2, 0);
+        let warp = |warp: usize| order.number(first / order.threads / 2, warp as u32 * 32) / 32;
+        let unseen = (0..reads.len()).find(|w| reads[*w] != 0 && !order.is_warp_seen(thread, warp(*w), reads[*w]));
+        if let Some(reader) = unseen {
+            let who = order.describe(warp(reader) * 32);
+            return Err((Wrong::Race, format!("{what} to tile byte {place}, read by {who}, and nothing between")));
+        }
+        reads.fill(0);
+        Ok(())
     }
 
     /// Judges the destination of a bulk copy. What was there is poison from now on.
@@ -744,23 +789,100 @@ impl Shared {
             return Err((Wrong::OutOfBounds, what));
         }
         for at in first..first + n {
-            let reads = &mut self.tile_reads[at * self.warps..][..self.warps];
-            let first = order.number(thread / order.threads / 2, 0);
-            let warp = |warp: usize| order.number(first / order.threads / 2, warp as u32 * 32) / 32;
-            let unseen = (0..reads.len()).find(|w| reads[*w] != 0 && !order.is_warp_seen(thread, warp(*w), reads[*w]));
-            let judged = match unseen {
-                Some(reader) => Err(("read", warp(reader) * 32)),
-                None => order.copy_to(&mut self.tile_cells[at], thread, barrier, time),
-            };
-            judged.map_err(|(did, who)| {
+            self.judge_tile_write(order, thread, at, "a bulk copy")?;
+            if self.tile_states[at] == TileState::Landed {
+                let what = format!("a bulk copy to tile byte {}, written by a thread without a fence", at * COPY_UNIT);
+                return Err((Wrong::Proxy, what));
+            }
+            order.copy_to(&mut self.tile_cells[at], thread, barrier, time).map_err(|(did, who)| {
                 let who = order.describe(who);
                 (
                     Wrong::Race,
                     format!("a bulk copy to tile byte {}, {did} by {who}, and nothing between", at * COPY_UNIT),
                 )
             })?;
-            reads.fill(0);
-            self.tiles[at] = 0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead;
+            self.tile_states[at] = TileState::Bulk;
+            self.tiles[at] = POISON;
+        }
+        Ok(())
+    }
+
+    /// Judges the destination of a copy of sixteen bytes that `thread` begins. What was there is poison from now on.
+    pub(super) fn copy_sixteen_to(&mut self, order: &mut Order, thread: u32, to: u32) -> Result<(), (Wrong, String)> {
+        if !to.is_multiple_of(COPY_UNIT as u32) {
+            return Err((Wrong::Misaligned, format!("a copy of sixteen bytes to tile byte {to}")));
+        }
+        let at = to as usize / COPY_UNIT;
+        if at >= self.tiles.len() {
+            let what = format!("a copy of sixteen bytes to tile byte {to} of {}", self.tiles.len() * COPY_UNIT);
+            return Err((Wrong::OutOfBounds, what));
+        }
+        self.judge_tile_write(order, thread, at, "a copy")?;
+        order.touch(&mut self.tile_cells[at], thread, true).map_err(|(did, who)| {
+            let who = order.describe(who);
+            (Wrong::Race, format!("a copy to tile byte {to}, {did} by {who}, and nothing between"))
+        })?;
+        self.tile_states[at] = TileState::Landing;
+        self.tiles[at] = POISON;
+        Ok(())
+    }
+
+    /// The sixteen bytes of a copy, which `thread` has begun, are there.
+    pub(super) fn land_sixteen(&mut self, order: &Order, thread: u32, to: u32, bytes: u128) {
+        let at = to as usize / COPY_UNIT;
+        self.tiles[at] = bytes;
+        self.tile_states[at] = TileState::Landed;
+        self.tile_cells[at].write = Epoch { who: thread, time: order.now(thread) };
+        self.by_threads.push(at as u32);
+    }
+
+    /// What threads have copied to tile byte `to`, products see.
+    pub(super) fn fence_sixteen(&mut self, to: u32) {
+        let state = &mut self.tile_states[to as usize / COPY_UNIT];
+        if *state == TileState::Landed {
+            *state = TileState::Fenced;
+        }
+    }
+
+    /// Judges a read of sixteen bytes at tile byte `at` by a product that `thread`'s warp begins.
+    pub(super) fn multiply(&mut self, order: &Order, thread: u32, at: u32) -> Result<(), (Wrong, String)> {
+        self.judge_tile_read(order, thread, at)?;
+        let cell = at as usize / COPY_UNIT;
+        if self.tile_states[cell] == TileState::Landed {
+            let what = format!("a product of tile byte {at}, written by a thread that has not fenced it");
+            return Err((Wrong::Proxy, what));
+        }
+        self.multiplied[cell] += 1;
+        Ok(())
+    }
+
+    /// The product is done, and `thread`'s warp has waited for it.
+    pub(super) fn multiplied(&mut self, order: &Order, thread: u32, at: u32) {
+        let cell = at as usize / COPY_UNIT;
+        self.multiplied[cell] -= 1;
+        self.tile_reads[cell * self.warps + order.warp_in_block(thread)] = order.now(thread);
+    }
+
+    /// The sixteen bytes at tile byte `at`, already judged.
+    pub(super) fn sixteen(&self, at: u32) -> u128 {
+        self.tiles[at as usize / COPY_UNIT]
+    }
+
+    fn judge_tile_read(&self, order: &Order, thread: u32, at: u32) -> Result<(), (Wrong, String)> {
+        let cell = at as usize / COPY_UNIT;
+        let Some(write) = self.tile_cells.get(cell).map(|cell| cell.write) else {
+            let all = self.tiles.len() * COPY_UNIT;
+            return Err((Wrong::OutOfBounds, format!("a read of tile byte {at} of {all}")));
+        };
+        if write.time == 0 {
+            return Err((Wrong::Poison, format!("a read of tile byte {at}, which no copy has filled")));
+        }
+        if self.tile_states[cell] == TileState::Landing {
+            return Err((Wrong::Poison, format!("a read of tile byte {at}, whose copy nobody has waited for")));
+        }
+        if !order.is_seen(thread, write.who, write.time) {
+            let who = order.describe(write.who);
+            return Err((Wrong::Race, format!("a read of tile byte {at}, written by {who}, and nothing between")));
         }
         Ok(())
     }
@@ -781,17 +903,7 @@ impl Shared {
         if !at.is_multiple_of(bytes) {
             return Err((Wrong::Misaligned, format!("{bytes} bytes at tile byte {at}")));
         }
-        let Some(cell) = self.tile_cells.get_mut(at as usize / COPY_UNIT) else {
-            let all = self.tiles.len() * COPY_UNIT;
-            return Err((Wrong::OutOfBounds, format!("{bytes} bytes at tile byte {at} of {all}")));
-        };
-        if cell.write.time == 0 {
-            return Err((Wrong::Poison, format!("a read of tile byte {at}, which no copy has filled")));
-        }
-        if !order.is_seen(thread, cell.write.who, cell.write.time) {
-            let who = order.describe(cell.write.who);
-            return Err((Wrong::Race, format!("a read of tile byte {at}, written by {who}, and nothing between")));
-        }
+        self.judge_tile_read(order, thread, at)?;
         self.tile_reads[at as usize / COPY_UNIT * self.warps + order.warp_in_block(thread)] = order.now(thread);
         Ok(self.tiles[at as usize / COPY_UNIT])
     }
@@ -804,6 +916,13 @@ impl Shared {
             // Time 0 marks what was never written; that it was is still needed to order the next write.
             if cell.write.time != 0 {
                 *cell = Cell { write: Epoch::default(), read: cell.write };
+            }
+        }
+        for at in std::mem::take(&mut self.by_threads) {
+            let (at, cell) = (at as usize, &mut self.tile_cells[at as usize]);
+            if matches!(self.tile_states[at], TileState::Landed | TileState::Fenced) && cell.write.time != 0 {
+                *cell = Cell { write: Epoch::default(), read: cell.write };
+                self.tiles[at] = POISON;
             }
         }
     }

@@ -20,7 +20,9 @@ pub use error::{SimtError, Wrong};
 pub use memory::{Access, Allocation};
 pub use world::{Options, Report, launch};
 
+use bytemuck::Pod;
 use memory::Touch;
+use perpetua_shared::launch::LaunchParams;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU32, Ordering};
 use world::{Purpose, World, demand, suspend, with};
@@ -172,6 +174,108 @@ pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
 
 pub(super) fn fence_proxy_async() {
     with(World::fence_proxy);
+}
+
+/// Where the tiles start in a block's shared memory: behind the words and mbarriers, as on the chip.
+const TILES: u32 = (super::shared::WORDS * 4 + super::mbarrier::COUNT * 8).next_multiple_of(128);
+
+pub(super) fn tile_address(at: u32) -> u32 {
+    TILES + at
+}
+
+pub(super) fn first_aligned() -> u32 {
+    TILES.next_multiple_of(super::warpgroup::ALIGN) - TILES
+}
+
+#[track_caller]
+pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
+    let at = Location::caller();
+    demand(with(|world| world.copy_sixteen(to, is_there.then(|| from.expose_provenance()), at)));
+}
+
+pub(super) fn copy_commit() {
+    with(World::copy_commit);
+}
+
+pub(super) fn copy_wait<const LEFT: u32>() {
+    with(|world| world.copy_wait(LEFT));
+}
+
+pub(super) fn fence_tiles() {
+    with(World::fence_tiles);
+}
+
+/// The tile byte at which column `column` (a multiple of eight, from the start of the sixteen that a product takes) of row
+/// `row` of a matrix stands, as the tensor cores find it: PTX ISA, "matrix descriptor", for K-major matrices of the
+/// 128-byte swizzle.
+fn place(matrix: u64, row: u32, column: u32) -> Option<u32> {
+    let field = |first: u32, bits: u32| (matrix >> first) as u32 & ((1 << bits) - 1);
+    let (start, stride, offset, swizzle) = (16 * field(0, 14), 16 * field(32, 14), field(49, 3), field(62, 2));
+    let address = start + row / 8 * stride + row % 8 * 128 + 2 * column;
+    let address = address ^ (address >> 7 & 7) << 4;
+    (swizzle == 1 && offset == 0).then(|| address.checked_sub(TILES)).flatten()
+}
+
+/// The lane's part of a 64 x `2 N` product of sixteen columns, k in ascending order, which the chip does not promise.
+fn multiply_group<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
+    let row = |matrix: u64, row: u32| -> [f32; 16] {
+        let half = |half: u32| with(|world| world.sixteen(place(matrix, row, 8 * half).expect("judged")));
+        let halves = [half(0), half(1)];
+        core::array::from_fn(|k| f32::from_bits(u32::from((halves[k / 8] >> (16 * (k % 8))) as u16) << 16))
+    };
+    let (thread, lane) = (thread_idx() % super::warpgroup::THREADS, thread_idx() % 32);
+    let first = thread / 32 * 16 + lane / 4;
+    let of_a = [row(a, first), row(a, first + 8)];
+    for group in 0..N as u32 / 4 {
+        let of_b = [0, 1].map(|i| row(b, 8 * group + lane % 4 * 2 + i));
+        for i in 0..4 {
+            let sum = &mut sums[4 * group as usize + i];
+            *sum = of_a[i / 2].iter().zip(&of_b[i % 2]).fold(*sum, |sum, (a, b)| a.mul_add(*b, sum));
+        }
+    }
+}
+
+#[track_caller]
+pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
+    let at = Location::caller();
+    if !demand(with(|world| world.product([a, b], 2 * N as u32, at))) {
+        suspend();
+    }
+    multiply_group(sums, a, b);
+}
+
+#[track_caller]
+fn products(purpose: Purpose, left: u32) {
+    let at = Location::caller();
+    if !demand(with(|world| world.products(purpose, left, at))) {
+        suspend();
+    }
+}
+
+#[track_caller]
+pub(super) unsafe fn wgmma_fence() {
+    products(Purpose::ProductsBegin, 0);
+}
+
+#[track_caller]
+pub(super) unsafe fn wgmma_commit() {
+    products(Purpose::ProductsCommit, 0);
+}
+
+#[track_caller]
+pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
+    products(Purpose::ProductsWait, LEFT);
+}
+
+pub(super) fn wgmma_taken<const N: usize>(sums: [f32; N]) -> [f32; N] {
+    sums
+}
+
+#[track_caller]
+pub(super) unsafe fn tile_store16(at: u32, value: [u32; 4]) {
+    let caller = Location::caller();
+    let bytes = value.iter().rev().fold(0, |bytes, word| bytes << 32 | u128::from(*word));
+    demand(with(|world| world.tile_store(at, bytes, caller)));
 }
 
 #[track_caller]
@@ -344,10 +448,25 @@ pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
     unsafe { load(from) }
 }
 
-#[track_caller]
-pub(super) unsafe fn load_anew<T: Copy>(from: *const T) -> T {
-    // SAFETY: the caller's promise.
-    unsafe { load(from) }
+/// The launch block, which a simulated kernel, too, has by value: reading it is no access to memory.
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchBlock(*const LaunchParams);
+
+impl LaunchBlock {
+    /// Of a launch with `params`.
+    ///
+    /// # Safety
+    /// They outlive the launch, and nobody writes them meanwhile.
+    pub unsafe fn new(params: &LaunchParams) -> LaunchBlock {
+        LaunchBlock(params)
+    }
+
+    /// What `field` takes out of it, which lies `AT` bytes from its start.
+    #[inline(always)]
+    pub(crate) fn get<const AT: usize, T: Pod>(self, field: impl FnOnce(&LaunchParams) -> T) -> T {
+        // SAFETY: see `new`.
+        field(unsafe { &*self.0 })
+    }
 }
 
 #[track_caller]

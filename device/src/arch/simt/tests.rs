@@ -7,7 +7,7 @@
 )]
 
 use super::{Access, Allocation, Options, Report, SimtError, Wrong, launch};
-use crate::arch::{atomic, bulk, mbarrier, memory, shared, thread, warp};
+use crate::arch::{atomic, bulk, copy, mbarrier, memory, shared, thread, warp, warpgroup};
 
 const WORDS: usize = 256;
 
@@ -881,4 +881,146 @@ fn a_warps_matrix_product() {
             warp::ldmatrix(4 * (lane ^ 1));
         }
     });
+}
+
+/// Four warps that multiply, and 26 KiB of tiles.
+const GROUP: Options =
+    Options { blocks: 1, threads: 128, service_warps: 0, tile_bytes: 26 << 10, seed: 0, began_ns: 1 };
+
+/// 64 and 128 rows brought to the tiles and multiplied, twice. What may be left out?
+#[derive(Clone, Copy)]
+struct Multiply {
+    wait: bool,
+    fence: bool,
+    meet: bool,
+    begin: bool,
+    commit: bool,
+    wait_products: bool,
+    same: bool,
+    aligned: bool,
+    wait_last: bool,
+}
+
+const MULTIPLY: Multiply = Multiply {
+    wait: true,
+    fence: true,
+    meet: true,
+    begin: true,
+    commit: true,
+    wait_products: true,
+    same: true,
+    aligned: true,
+    wait_last: true,
+};
+
+fn multiply(how: Multiply) -> impl Fn(Place) {
+    move |place| {
+        let me = thread::thread_idx();
+        let first = warpgroup::first() + if how.aligned { 0 } else { 128 };
+        let source: *const u8 = place.constant.wrapping_add(place.constant.align_offset(16)).cast();
+        // SAFETY: see above.
+        unsafe {
+            let mut sums = warpgroup::Sums::<64>::zero();
+            for _ in 0..2 {
+                for unit in (me..192 * 8).step_by(128) {
+                    let (row, chunk) = (unit / 8, unit % 8);
+                    // The last eight columns are nothing.
+                    copy::sixteen(first + warpgroup::place(row, chunk), source.add(16), chunk < 7);
+                }
+                copy::commit();
+                if how.wait {
+                    copy::wait::<0>();
+                }
+                if how.fence {
+                    copy::fence_tiles();
+                }
+                if how.meet {
+                    thread::sync();
+                }
+                let a = warpgroup::Matrix::at(first);
+                let b = warpgroup::Matrix::at(first + if how.same || me < 32 { 64 * 128 } else { 0 });
+                if how.begin {
+                    warpgroup::begin();
+                }
+                for step in 0..4 {
+                    sums.add(a.step(step), b.step(step));
+                }
+                if how.commit {
+                    warpgroup::commit();
+                }
+                if how.wait_products {
+                    warpgroup::wait::<0>();
+                    thread::sync();
+                }
+            }
+            let sums = sums.take();
+            // The words' high halves are 0, and 7 in the low ones is a denormal: squared it is nothing.
+            assert!(sums.iter().all(|sum| *sum == 0.0), "{sums:?}");
+            if !how.wait_last {
+                copy::sixteen(first, source, true);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_warpgroups_products() {
+    let report = passes_with(GROUP, multiply(MULTIPLY));
+    assert_eq!(report.products, 2 * 4 * 4);
+    let finds = |wrong, words, how| {
+        finds_with(wrong, words, GROUP, multiply(how));
+    };
+    finds(Wrong::Poison, "nobody has waited for", Multiply { wait: false, fence: false, ..MULTIPLY });
+    finds(Wrong::Proxy, "has not fenced it", Multiply { fence: false, ..MULTIPLY });
+    finds(Wrong::Race, "of tile byte", Multiply { meet: false, ..MULTIPLY });
+    finds(Wrong::Divergence, "outside a warpgroup's begin", Multiply { begin: false, ..MULTIPLY });
+    finds(Wrong::Divergence, "before their products are committed", Multiply { commit: false, ..MULTIPLY });
+    finds(Wrong::Race, "which a product still reads", Multiply { wait_products: false, ..MULTIPLY });
+    finds(Wrong::Divergence, "differ in product", Multiply { same: false, ..MULTIPLY });
+    finds(Wrong::Transactions, "copies that it has not waited for", Multiply { wait_last: false, ..MULTIPLY });
+    finds(Wrong::Misaligned, "a multiple of 1024", Multiply { aligned: false, ..MULTIPLY });
+}
+
+/// Each element where its descriptor says, 64 x 64 by 128 x 64.
+#[test]
+fn a_warpgroups_sums() {
+    let bf16 = |x: f32| u128::from(half::bf16::from_f32(x).to_bits());
+    let a = |row: u32, k: u32| (row % 16) as f32 + (k % 3) as f32;
+    let b = |row: u32, k: u32| (row % 11) as f32 - (k % 5) as f32;
+    let chunk = |of: &dyn Fn(u32, u32) -> f32, row: u32, at: u32| {
+        (0..8).rev().fold(0u128, |bits, i| bits << 16 | bf16(of(row, 8 * at + i)))
+    };
+    let mut matrices: Vec<u128> = (0..64 * 8).map(|at| chunk(&a, at / 8, at % 8)).collect();
+    matrices.extend((0..128 * 8).map(|at| chunk(&b, at / 8, at % 8)));
+    let source = matrices.as_mut_ptr();
+    // SAFETY: the memory outlives the launch, which only reads it.
+    let allocation = unsafe { Allocation::new("matrices", source.cast(), 16 * matrices.len(), Access::Constant) };
+    let launched = launch(&GROUP, vec![allocation], || {
+        let me = thread::thread_idx();
+        // SAFETY: see above.
+        unsafe {
+            for unit in (me..192 * 8).step_by(128) {
+                let from = source.wrapping_add(unit as usize).cast();
+                copy::sixteen(warpgroup::first() + warpgroup::place(unit / 8, unit % 8), from, true);
+            }
+            copy::commit();
+            copy::wait::<0>();
+            copy::fence_tiles();
+            thread::sync();
+            let matrix = |row: u32| warpgroup::Matrix::at(warpgroup::first() + row * warpgroup::ROW);
+            let mut sums = warpgroup::Sums::<64>::zero();
+            warpgroup::begin();
+            for step in 0..4 {
+                sums.add(matrix(0).step(step), matrix(64).step(step));
+            }
+            warpgroup::commit();
+            let (warp, g, t) = (me / 32, me % 32 / 4, me % 4);
+            for (i, sum) in (0..).zip(sums.take()) {
+                let (row, column) = (16 * warp + g + 8 * (i / 2 % 2), 8 * (i / 4) + 2 * t + i % 2);
+                let expected: f32 = (0..64).map(|k| a(row, k) * b(column, k)).sum();
+                assert_eq!(sum, expected, "row {row}, column {column}");
+            }
+        }
+    });
+    launched.unwrap_or_else(|error| panic!("{error}"));
 }

@@ -10,7 +10,7 @@ use super::memory::{Allocation, COPY_UNIT, Clock, Global, MBARRIERS, Order, Shar
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
 
@@ -55,6 +55,8 @@ pub struct Report {
     pub bytes_read: u64,
     /// Bytes written to global memory.
     pub bytes_written: u64,
+    /// Products that warps have begun as part of a warpgroup.
+    pub products: u64,
     /// Bulk copies into shared memory.
     pub copies: u64,
     /// Their bytes.
@@ -97,10 +99,21 @@ struct Thread {
     polled: Vec<usize>,
     /// Whether it has fenced the proxies since it last learnt of others' writes.
     is_fenced: bool,
+    /// Copies of sixteen bytes that it has begun, in groups, the last of which is not committed; those that it has waited for
+    /// and not fenced.
+    sixteens: VecDeque<Vec<Sixteen>>,
+    unfenced: Vec<u32>,
     /// Tasks it has come to, all threads of a block the same ones, and the last of them.
     n_tasks: u32,
     task: Option<u32>,
     yielder: *const Yielder<(), ()>,
+}
+
+/// A thread's copy of sixteen bytes to tile byte `to`, of zeros where there is no source.
+#[derive(Clone, Copy, Debug)]
+struct Sixteen {
+    from: Option<usize>,
+    to: u32,
 }
 
 /// Where lanes or threads meet.
@@ -122,6 +135,10 @@ pub(super) enum Purpose {
     WarpSync,
     Mma,
     LdMatrix,
+    ProductsBegin,
+    Product,
+    ProductsCommit,
+    ProductsWait,
 }
 
 #[derive(Debug, Default)]
@@ -136,6 +153,12 @@ struct Warp {
     barrier: Meeting,
     /// Lanes that have ended.
     gone: u32,
+    /// Whether products have been begun and not committed.
+    multiplies: bool,
+    /// Tile bytes that its products read, in groups, the last of which is not committed.
+    products: VecDeque<Vec<u32>>,
+    /// How many products it has begun.
+    n_products: usize,
 }
 
 /// Named barriers of a block.
@@ -153,6 +176,8 @@ struct Block {
     all_gone: u32,
     shared: Shared,
     mbarriers: Vec<Mbarrier>,
+    /// Per warpgroup, its products: each warp must begin the same ones.
+    products: Vec<Vec<(u64, u64)>>,
     /// Bytes of copies under way.
     in_flight: u64,
     /// The task that some thread has come to and none is beyond, and how many there were.
@@ -305,6 +330,7 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         all_gone: 0,
         shared: Shared::new(crate::arch::shared::WORDS, options.tile_bytes, threads / 32),
         mbarriers: (0..MBARRIERS).map(|_| mbarrier()).collect(),
+        products: vec![Vec::new(); threads.div_ceil(128) as usize],
         in_flight: 0,
         task: None,
         n_tasks: 0,
@@ -317,11 +343,13 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         words: [0; 10],
         polled: Vec::new(),
         is_fenced: false,
+        sixteens: VecDeque::from([Vec::new()]),
+        unfenced: Vec::new(),
         n_tasks: 0,
         task: None,
         yielder: core::ptr::null(),
     };
-    let warp = || Warp { ready: u32::MAX, queued: true, ..Warp::default() };
+    let warp = || Warp { ready: u32::MAX, queued: true, products: VecDeque::from([Vec::new()]), ..Warp::default() };
     let mut world = World {
         options: *options,
         random: seed,
@@ -495,6 +523,14 @@ impl World {
         if let Some((purpose, at)) = self.warps[thread as usize / 32].exchange.first {
             let what = format!("a lane ends while others of its warp wait at a {purpose:?}");
             return Err(self.error(Wrong::Divergence, what, Some(at)));
+        }
+        let is_copying = self.threads[thread as usize].sixteens.iter().any(|group| !group.is_empty());
+        if is_copying || self.warps[thread as usize / 32].products.iter().any(|group| !group.is_empty()) {
+            let what = format!(
+                "a thread ends with {} that it has not waited for",
+                if is_copying { "copies" } else { "products" }
+            );
+            return Err(self.error(Wrong::Transactions, what, None));
         }
         self.wait(Wait::Gone);
         self.warps[thread as usize / 32].gone += 1;
@@ -730,6 +766,164 @@ impl World {
     /// The current thread fences the proxies.
     pub(super) fn fence_proxy(&mut self) {
         self.threads[self.current as usize].is_fenced = true;
+    }
+
+    /// The current thread begins to copy sixteen bytes, of `from` or zeros, to tile byte `to`.
+    pub(super) fn copy_sixteen(
+        &mut self,
+        to: u32,
+        from: Option<usize>,
+        at: &'static Location<'static>,
+    ) -> Result<(), Box<SimtError>> {
+        if let Some(from) = from {
+            self.touch(from, COPY_UNIT, COPY_UNIT, Touch::Read, at)?;
+        }
+        let (block, thread) = (self.block_idx() as usize, self.ordinal());
+        let judged = self.blocks[block].shared.copy_sixteen_to(&mut self.order, thread, to);
+        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))?;
+        let groups = &mut self.threads[self.current as usize].sixteens;
+        groups.back_mut().expect("an open group").push(Sixteen { from, to });
+        let in_flight = &mut self.blocks[block].in_flight;
+        *in_flight += if from.is_some() { COPY_UNIT as u64 } else { 0 };
+        self.report.peak_in_flight = self.report.peak_in_flight.max(*in_flight);
+        Ok(())
+    }
+
+    /// The current thread writes sixteen bytes of the tiles.
+    pub(super) fn tile_store(
+        &mut self,
+        to: u32,
+        bytes: u128,
+        at: &'static Location<'static>,
+    ) -> Result<(), Box<SimtError>> {
+        let (block, thread) = (self.block_idx() as usize, self.ordinal());
+        let shared = &mut self.blocks[block].shared;
+        let judged = shared.copy_sixteen_to(&mut self.order, thread, to);
+        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))?;
+        self.blocks[block].shared.land_sixteen(&self.order, thread, to, bytes);
+        self.threads[self.current as usize].unfenced.push(to);
+        Ok(())
+    }
+
+    /// The current thread's copies so far are a group.
+    pub(super) fn copy_commit(&mut self) {
+        self.threads[self.current as usize].sixteens.push_back(Vec::new());
+    }
+
+    /// The current thread waits for all its groups but `left`: they land now, as late as they may.
+    pub(super) fn copy_wait(&mut self, left: u32) {
+        let (block, thread, current) = (self.block_idx() as usize, self.ordinal(), self.current as usize);
+        while self.threads[current].sixteens.len() > left as usize + 1 {
+            for Sixteen { from, to } in self.threads[current].sixteens.pop_front().unwrap_or_default() {
+                // SAFETY: aligned and inside a live allocation, as has been judged when the copy began.
+                let bytes = from.map_or(0, |from| unsafe { core::ptr::with_exposed_provenance::<u128>(from).read() });
+                self.blocks[block].shared.land_sixteen(&self.order, thread, to, bytes);
+                self.blocks[block].in_flight -= if from.is_some() { COPY_UNIT as u64 } else { 0 };
+                self.threads[current].unfenced.push(to);
+            }
+        }
+    }
+
+    /// The current thread's copies that have landed are fenced for products.
+    pub(super) fn fence_tiles(&mut self) {
+        let block = self.block_idx() as usize;
+        for to in std::mem::take(&mut self.threads[self.current as usize].unfenced) {
+            self.blocks[block].shared.fence_sixteen(to);
+        }
+    }
+
+    /// The current lane's warp comes to an instruction of its warpgroup's products; says whether it was the last.
+    pub(super) fn products(
+        &mut self,
+        purpose: Purpose,
+        left: u32,
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
+        if !self.exchange(purpose, left, 0, at)? {
+            return Ok(false);
+        }
+        let (number, block, thread) = (self.current as usize / 32, self.block_idx() as usize, self.ordinal());
+        let warp = &mut self.warps[number];
+        match purpose {
+            Purpose::ProductsBegin => warp.multiplies = true,
+            Purpose::ProductsCommit => {
+                warp.multiplies = false;
+                warp.products.push_back(Vec::new());
+            }
+            _ => {
+                while self.warps[number].products.len() > left as usize + 1 {
+                    for at in self.warps[number].products.pop_front().unwrap_or_default() {
+                        self.blocks[block].shared.multiplied(&self.order, thread, at);
+                    }
+                }
+                if left == 0 && self.warps[number].products.iter().any(|group| !group.is_empty()) {
+                    let what = "sums are taken before their products are committed".to_owned();
+                    return Err(self.error(Wrong::Divergence, what, Some(at)));
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// The current lane comes, with its warp, to a product of the matrices `a` and `b`, of which it takes `rows_b` rows; says whether it was the last.
+    pub(super) fn product(
+        &mut self,
+        [a, b]: [u64; 2],
+        rows_b: u32,
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
+        let (current, block, thread) = (self.current as usize, self.block_idx() as usize, self.ordinal());
+        self.threads[current].words[..4].copy_from_slice(&[a as u32, (a >> 32) as u32, b as u32, (b >> 32) as u32]);
+        if !self.come(Purpose::Product, at)? {
+            return Ok(false);
+        }
+        let warp = current / 32;
+        let lanes = &self.threads[warp * 32..][..32];
+        if lanes.iter().any(|lane| lane.words[..4] != self.threads[current].words[..4]) {
+            let what = "lanes of a warp name different matrices for one product".to_owned();
+            return Err(self.error(Wrong::Divergence, what, Some(at)));
+        }
+        if !self.warps[warp].multiplies {
+            let what = "a product outside a warpgroup's begin and commit".to_owned();
+            return Err(self.error(Wrong::Divergence, what, Some(at)));
+        }
+        if [a, b].iter().any(|matrix| matrix >> 3 & 7 != 0) {
+            let what = "a product of a matrix that does not start on a multiple of 1024 bytes".to_owned();
+            return Err(self.error(Wrong::Misaligned, what, Some(at)));
+        }
+        // All warps of the group make the same products, in the same order.
+        let in_block = self.thread_idx() as usize / 32;
+        let (n, of_group) = (self.warps[warp].n_products, &mut self.blocks[block].products[in_block / 4]);
+        match of_group.get(n) {
+            Some(other) if *other != (a, b) => {
+                let what = format!("warps of one warpgroup differ in product {n}: {other:x?} and {:x?}", (a, b));
+                return Err(self.error(Wrong::Divergence, what, Some(at)));
+            }
+            Some(_) => {}
+            None => of_group.push((a, b)),
+        }
+        self.warps[warp].n_products += 1;
+        self.report.products += 1;
+        let first = in_block as u32 % 4 * 16;
+        let places = (first..first + 16).map(|row| (a, row)).chain((0..rows_b).map(|row| (b, row)));
+        let places: Vec<Option<u32>> =
+            places.flat_map(|(matrix, row)| [0, 1].map(|half| super::place(matrix, row, 8 * half))).collect();
+        for place in places {
+            let Some(place) = place else {
+                let what = "a product of a matrix that is not one, or starts before the tiles".to_owned();
+                return Err(self.error(Wrong::OutOfBounds, what, Some(at)));
+            };
+            let judged = self.blocks[block].shared.multiply(&self.order, thread, place);
+            judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))?;
+            self.warps[warp].products.back_mut().expect("an open group").push(place);
+        }
+        self.part();
+        Ok(true)
+    }
+
+    /// Sixteen bytes of the tiles of the current thread's block, which have been judged.
+    pub(super) fn sixteen(&self, at: u32) -> u128 {
+        self.blocks[self.block_idx() as usize].shared.sixteen(at)
     }
 
     /// The current thread reads `bytes` bytes of the tiles; returns the sixteen they lie in.

@@ -5,7 +5,7 @@
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
-use crate::gpu::wide;
+use crate::gpu::{warpgroup, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -34,6 +34,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && rows <= TILED_ROWS
         {
             tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
+            return Ok(());
+        }
+        if warpgroup::is_for::<2>(call, block, rows) {
+            warpgroup::multiply::<2>(call, block, rows, |r, n, [g, u]| finish(r, n, g, u));
             return Ok(());
         }
         if wide::is_for(call, block, rows) {

@@ -4,7 +4,7 @@
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
-use crate::gpu::wide;
+use crate::gpu::{warpgroup, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -36,6 +36,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && rows <= TILED_ROWS
         {
             tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
+            return Ok(());
+        }
+        if warpgroup::is_for::<1>(call, block, rows) {
+            warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish(r, n, sum));
             return Ok(());
         }
         if wide::is_for(call, block, rows) {

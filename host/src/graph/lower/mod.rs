@@ -5,17 +5,18 @@
 //! where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than workers;
 //! row-wise operators are cut into a block per worker once they have enough work.
 //!
-//! [`Cut::PerWorker`]: see [`per_worker`].
+//! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for those of many.
 
 mod fuse;
+mod many_rows;
 mod per_worker;
 
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
-    self, Attention, AttentionMerge, DecodeAttention, Linear, Numbered, Spec, Use, attention, decode_attention, linear,
-    param_words,
+    self, Attention, AttentionMerge, DecodeAttention, Linear, Numbered, Spec, TILED_ROWS, Use, attention,
+    decode_attention, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 
@@ -24,7 +25,7 @@ use perpetua_shared::{DType, Operand};
 pub enum Cut {
     /// Into tasks of about [`Target::task_bytes`].
     TaskBytes,
-    /// Into one block per worker; passes of several rows as [`Cut::TaskBytes`].
+    /// Into one block per worker; passes of several rows, but no more than tiles are for, as [`Cut::TaskBytes`].
     PerWorker,
 }
 
@@ -138,8 +139,10 @@ const ROW_TASK_ELEMS: usize = 2048;
 /// # Errors
 /// The laws of the thread-block graph that a cut given by hand breaks, and every block its macro kernel refuses.
 pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
-    if target.cut == Cut::PerWorker && graph.rows == Some(1) {
-        return per_worker::lower(graph, target);
+    match graph.rows {
+        Some(1) if target.cut == Cut::PerWorker => return per_worker::lower(graph, target),
+        Some(rows) if target.cut == Cut::PerWorker && rows > TILED_ROWS => return many_rows::lower(graph, target),
+        _ => {}
     }
     let lowered = cut_all(graph, target);
     lowered.check()?;
