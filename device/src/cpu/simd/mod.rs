@@ -7,9 +7,9 @@
 //! An [`Isa`] beyond the portable one can only be had from detection; holding it is the proof that its instructions
 //! exist, which makes `run` safe.
 //!
-//! Law of the bodies: the order of summation of an output element is a function of the level, the dtypes and the
-//! length of the sum alone, never of how many rows or columns are computed beside it. Tasks may be cut in any way and
-//! decoding token by token gives the bits that reading the prompt in one pass gives.
+//! Law of the bodies: the order of summation of an output element is a function of the level, the dtypes, the length
+//! of the sum and the operator's parameters alone, never of how many rows or columns are computed beside it. Tasks may
+//! be cut in any way and decoding token by token gives the bits that reading the prompt in one pass gives.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
