@@ -144,7 +144,7 @@ fn gemv() {
                             for task in 0..tasks {
                                 let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
                                 let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                                let p = param_words(&linear::Params { activation: 0, eps: 0.0 });
+                                let p = param_words(&linear::Params { activation: 0, eps: 0.0, order: 0 });
                                 call::<Linear>(&io, p, Step { rows: 1, ..Step::default() }, &mut scratch);
                             }
                         });
@@ -163,18 +163,26 @@ fn gemm() {
     let y = Memory::new(64 << 20, 0);
     let mut lines = Vec::new();
     for isa in Isa::available() {
-        for (dtype, rows, n, k) in [
-            (DType::Bf16, 512, 256, 1024),
-            (DType::Bf16, 512, 256, 3072),
-            (DType::Bf16, 512, 128, 12288),
-            (DType::Bf16, 64, 256, 4096),
-            (DType::Bf16, 4, 256, 4096),
-            (DType::F32, 128, 96, 384),
-            (DType::F32, 512, 256, 1024),
+        use linear::Order::{Lanes, Sequential};
+        for (dtype, rows, n, k, order) in [
+            (DType::Bf16, 512, 256, 1024, Lanes),
+            (DType::Bf16, 512, 256, 3072, Lanes),
+            (DType::Bf16, 512, 128, 12288, Lanes),
+            (DType::Bf16, 64, 256, 4096, Lanes),
+            (DType::Bf16, 4, 256, 4096, Lanes),
+            (DType::F32, 512, 256, 1024, Lanes),
+            (DType::F32, 512, 256, 1024, Sequential),
+            (DType::F32, 128, 192, 384, Lanes),
+            (DType::F32, 128, 192, 384, Sequential),
+            (DType::F32, 128, 192, 1536, Lanes),
+            (DType::F32, 128, 192, 1536, Sequential),
+            (DType::F32, 16, 192, 384, Lanes),
+            (DType::F32, 16, 192, 384, Sequential),
+            (DType::F32, 48, 192, 384, Sequential),
         ] {
             let (weights, x, y) = (&weights, &x, &y);
             lines.push(Line {
-                name: format!("gemm {dtype} {rows}x{n}x{k}, 1 thread, {}", isa.name()),
+                name: format!("gemm {dtype} {rows}x{n}x{k}, {order:?}, 1 thread, {}", isa.name()),
                 unit: "GFLOP/s",
                 round: Box::new(move || {
                     let tasks = if *isa == Isa::PORTABLE { 1 } else { 8 };
@@ -185,7 +193,7 @@ fn gemm() {
                             let x = x.tensor(DType::F32, 0, &[rows, k]);
                             let y = y.tensor(DType::F32, 0, &[rows, n]);
                             let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                            let p = param_words(&linear::Params { activation: 0, eps: 0.0 });
+                            let p = param_words(&linear::Params { activation: 0, eps: 0.0, order: order as u32 });
                             call::<Linear>(&io, p, Step { rows: rows as u32, ..Step::default() }, &mut scratch);
                         }
                     });

@@ -208,7 +208,7 @@ fn special(kind: u32, seed: u64, i: usize) -> f32 {
 mod linear {
     use super::*;
     use crate::kernels::gated_linear::{self, GatedLinear};
-    use crate::kernels::linear::{Activation, Linear, Params};
+    use crate::kernels::linear::{Activation, Linear, Order, Params};
 
     const ACTIVATIONS: [Activation; 5] =
         [Activation::None, Activation::Gelu, Activation::Silu, Activation::Relu, Activation::GeluTanh];
@@ -230,7 +230,7 @@ mod linear {
             isa in isas(), wd in dtypes(), xd in dtypes(), yd in dtypes(), activation in 0usize..5,
             rows in 0usize..20, extra_rows in 0usize..3, n in 1usize..23, k in 0usize..300, long in any::<bool>(),
             gap in 0usize..9, skew in 0usize..2, bias in any::<bool>(), residual in any::<bool>(), kind in 0u32..7,
-            seed in any::<u64>(),
+            order in 0u32..2, seed in any::<u64>(),
         ) {
             // Long rows pass the prefetch distance and the block of k.
             let k = if long { k * 23 } else { k };
@@ -244,7 +244,7 @@ mod linear {
             let residual = optional(residual, &[rows + extra_rows, n]);
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
             let io = [x, w, bias, residual, y, Memory::absent()];
-            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0 };
+            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
             let (expected, got) = (expected[4].values(), got[4].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -291,7 +291,7 @@ mod linear {
                 (e[5].values(), g[5].values())
             } else {
                 let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0 }, &io, step(0, rows as u32), 0);
+                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0, order: 0 }, &io, step(0, rows as u32), 0);
                 (e[4].values(), g[4].values())
             };
             let product = |w: &Memory, r: usize, c: usize| -> f32 {
@@ -338,6 +338,30 @@ mod linear {
         }
     }
 
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(80))]
+        /// Tiles of every width and height, several panels of columns, and of `k` so long that rows come in several blocks.
+        #[test]
+        fn sums_in_order_agree_with_their_reference(
+            isa in isas(), xd in dtypes(), rows in 1usize..150, n in 1usize..220, k in 0usize..40, long in any::<bool>(),
+            gap in 0usize..9, skew in 0usize..2, bias in any::<bool>(), kind in 0u32..7, seed in any::<u64>(),
+        ) {
+            let (n, k) = if long { (n % 7 + 1, k + 2100) } else { (n, k) };
+            let x = Memory::new(xd, &[rows, k], gap, skew, |i| special(kind, seed, i));
+            let w = Memory::new(DType::F32, &[n, k], gap, skew, |i| special(kind, seed ^ 1, i + 5) * 0.5);
+            let bias = if bias { Memory::new(DType::F32, &[n], 0, skew, |i| noise(seed ^ 2, i)) } else { Memory::absent() };
+            let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
+            let io = [x, w, bias, Memory::absent(), y, Memory::absent()];
+            let p = Params { activation: 0, eps: 0.0, order: Order::Sequential as u32 };
+            let [expected, got] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
+            for (i, (e, g)) in expected[4].values().iter().zip(&got[4].values()).enumerate() {
+                let (r, c) = (i / n, i % n);
+                let tolerance = bound(&io[0], &io[1], r, c) + unit(DType::F32) * (e.abs() + 1.0);
+                prop_assert!(near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
+            }
+        }
+    }
+
     #[test]
     fn activations_that_are_not_finite_show_through_eight_bits() {
         for isa in Isa::available() {
@@ -346,7 +370,7 @@ mod linear {
                 let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
                 let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [_, got] = both::<Linear>(*isa, &Params { activation: 0, eps: 0.0 }, &io, step(0, 1), 0);
+                let [_, got] = both::<Linear>(*isa, &Params { activation: 0, eps: 0.0, order: 0 }, &io, step(0, 1), 0);
                 assert!(got[4].values().iter().all(|y| !y.is_finite()), "{} {bad}", isa.name());
             }
         }
@@ -356,7 +380,8 @@ mod linear {
     #[test]
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
-            for dtype in [DType::Bf16, DType::F16, DType::F32, DType::Q8] {
+            let orders = [(DType::Bf16, 0), (DType::F16, 0), (DType::F32, 0), (DType::F32, 1), (DType::Q8, 0)];
+            for (dtype, order) in orders {
                 for k in [64, 301, 8000] {
                     let (rows, n) = (29, 13);
                     let x = Memory::new(DType::F32, &[rows, k], 0, 0, |i| noise(1, i));
@@ -373,7 +398,7 @@ mod linear {
                     let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
                     let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                    let p = Params { activation: 0, eps: 0.0 };
+                    let p = Params { activation: 0, eps: 0.0, order };
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {

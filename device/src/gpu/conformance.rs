@@ -403,7 +403,7 @@ fn linear() {
     for round in 0..60 {
         let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
         let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
-        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5 });
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
         for extent in [[rows, k], [n, k]] {
             let dtype = random.dtype();
             case.floats(random, dtype, &extent);
@@ -455,7 +455,7 @@ fn tiled_linear() {
         let mut case = if gated {
             Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5 })
         } else {
-            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5 })
+            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
         };
         case.floats(random, x_dtype, &[rows, k]);
         for _ in 0..1 + u32::from(gated) {
@@ -505,7 +505,7 @@ fn wide_linear() {
             case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
             case.tolerance = if is_exact { 3e-4 } else { 0.05 };
         };
-        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0 });
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0 });
         x(&mut case, random);
         case.floats(random, DType::Bf16, &[n, k]);
         case.maybe(random, &[n]);
@@ -543,7 +543,7 @@ fn warpgroup_linear() {
             (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
         };
         let multiplied = |case: &Case| case.report.products > 0;
-        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0 });
+        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0 });
         begin(&mut case, random, 1);
         case.maybe(random, &[n]);
         case.maybe(random, &[rows, n]);

@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::{Leaf, Simd};
+use super::{Leaf, Simd, each};
 use core::arch::x86_64::*;
 
 /// See the module head.
@@ -21,6 +21,7 @@ impl Simd for Avx2 {
     const LANES: usize = 8;
     // Twelve sums, three activations and a row fill the sixteen registers.
     const TILE_COLS: usize = 3;
+    const SUMS: usize = 12;
     type F = __m256;
 
     direct! {
@@ -126,5 +127,25 @@ impl Simd for Avx2 {
     unsafe fn prefetch(p: *const u8) {
         // SAFETY: a prefetch reads nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        let mut c = 0;
+        while c < 8 {
+            // SAFETY: the block is readable, its transpose writable (caller). Vector i holds four columns of rows i and i + 4.
+            unsafe {
+                let rows = each::<_, 4>(|i| {
+                    let quarter = |r: usize| _mm_loadu_ps(src.add(r * src_stride + c));
+                    _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(quarter(i)), quarter(i + 4))
+                });
+                let (ab, cd) = (_mm256_unpacklo_ps(rows[0], rows[1]), _mm256_unpacklo_ps(rows[2], rows[3]));
+                _mm256_storeu_ps(dst.add(c * dst_stride), _mm256_shuffle_ps::<0b01_00_01_00>(ab, cd));
+                _mm256_storeu_ps(dst.add((c + 1) * dst_stride), _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd));
+                let (ab, cd) = (_mm256_unpackhi_ps(rows[0], rows[1]), _mm256_unpackhi_ps(rows[2], rows[3]));
+                _mm256_storeu_ps(dst.add((c + 2) * dst_stride), _mm256_shuffle_ps::<0b01_00_01_00>(ab, cd));
+                _mm256_storeu_ps(dst.add((c + 3) * dst_stride), _mm256_shuffle_ps::<0b11_10_11_10>(ab, cd));
+            }
+            c += 4;
+        }
     }
 }

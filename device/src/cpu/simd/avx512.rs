@@ -51,6 +51,7 @@ impl Simd for Avx512 {
     const LANES: usize = 16;
     // Twenty-four sums, four rows and an activation: 29 of 32 registers.
     const TILE_COLS: usize = 6;
+    const SUMS: usize = 24;
     type F = __m512;
 
     direct! {
@@ -165,6 +166,30 @@ impl Simd for Avx512 {
         unsafe {
             let is_number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(v, v);
             _mm512_reduce_max_ps(_mm512_mask_blend_ps(is_number, _mm512_set1_ps(f32::NEG_INFINITY), v))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        let mut c = 0;
+        while c < 16 {
+            // SAFETY: the block is readable, its transpose writable (caller). Vector i holds four columns of rows i, i + 4,
+            // i + 8 and i + 12, so that what is left to do stays inside quarters.
+            unsafe {
+                let rows = each::<_, 4>(|i| {
+                    let quarter = |r: usize| _mm_loadu_ps(src.add(r * src_stride + c));
+                    let v = _mm512_castps128_ps512(quarter(i));
+                    let v = _mm512_insertf32x4::<1>(v, quarter(i + 4));
+                    let v = _mm512_insertf32x4::<2>(v, quarter(i + 8));
+                    _mm512_insertf32x4::<3>(v, quarter(i + 12))
+                });
+                let (ab, cd) = (_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpacklo_ps(rows[2], rows[3]));
+                _mm512_storeu_ps(dst.add(c * dst_stride), _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd));
+                _mm512_storeu_ps(dst.add((c + 1) * dst_stride), _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd));
+                let (ab, cd) = (_mm512_unpackhi_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[2], rows[3]));
+                _mm512_storeu_ps(dst.add((c + 2) * dst_stride), _mm512_shuffle_ps::<0b01_00_01_00>(ab, cd));
+                _mm512_storeu_ps(dst.add((c + 3) * dst_stride), _mm512_shuffle_ps::<0b11_10_11_10>(ab, cd));
+            }
+            c += 4;
         }
     }
     #[inline(always)]

@@ -7,9 +7,9 @@
 //! An [`Isa`] beyond the portable one can only be had from detection; holding it is the proof that its instructions
 //! exist, which makes `run` safe.
 //!
-//! Law of the bodies: the order of summation of an output element is a function of the level, the dtypes and the
-//! length of the sum alone, never of how many rows or columns are computed beside it. Tasks may be cut in any way and
-//! decoding token by token gives the bits that reading the prompt in one pass gives.
+//! Law of the bodies: the order of summation of an output element is a function of the level, the dtypes, the length
+//! of the sum and the operator's parameters alone, never of how many rows or columns are computed beside it. Tasks may
+//! be cut in any way and decoding token by token gives the bits that reading the prompt in one pass gives.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -34,6 +34,8 @@ pub(crate) trait Simd: Copy + 'static {
     const LANES: usize;
     /// Columns of the widest tile of dot products (its rows are four) that the registers hold.
     const TILE_COLS: usize;
+    /// Vectors of sums that a tile of outer products may keep: what the registers hold beside its operands.
+    const SUMS: usize;
     /// The vector.
     type F: Copy;
 
@@ -137,6 +139,24 @@ pub(crate) trait Simd: Copy + 'static {
         unsafe {
             let half = round::<Self>(Self::mul(n, Self::splat(0.5)));
             Self::mul(Self::mul(v, Self::pow2(half)), Self::pow2(Self::sub(n, half)))
+        }
+    }
+    /// dst[c][r] = src[r][c] for a square block of vectors; strides in elements.
+    #[inline(always)]
+    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        let mut c = 0;
+        while c < Self::LANES {
+            let mut lanes = [0f32; 16];
+            let mut r = 0;
+            // SAFETY: the block is readable, its transpose writable (caller).
+            unsafe {
+                while r < Self::LANES {
+                    lanes[r] = *src.add(r * src_stride + c);
+                    r += 1;
+                }
+                Self::store(dst.add(c * dst_stride), Self::load(lanes.as_ptr()));
+            }
+            c += 1;
         }
     }
     /// The sum of a vector, by the tree of [`Simd::sum4`].

@@ -20,6 +20,7 @@ macro_rules! direct {
 impl Simd for Neon {
     const LANES: usize = 4;
     const TILE_COLS: usize = 6;
+    const SUMS: usize = 24;
     type F = float32x4_t;
 
     direct! {

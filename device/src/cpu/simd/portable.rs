@@ -28,6 +28,7 @@ macro_rules! lanewise {
 impl Simd for Portable {
     const LANES: usize = N;
     const TILE_COLS: usize = 2;
+    const SUMS: usize = 4;
     type F = [f32; N];
 
     lanewise! {

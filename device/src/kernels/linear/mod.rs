@@ -51,6 +51,16 @@ impl Activation {
     }
 }
 
+/// How CPU bodies may add up an output's products. Each is one order, whatever is computed beside the output.
+#[repr(u32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// As is fast from one row on: in graphs that decode, where a prompt must give the bits of its rows one by one.
+    Lanes = 0,
+    /// One product after the other, as is fast for many rows; kept for f32 weights, others use [`Order::Lanes`].
+    Sequential = 1,
+}
+
 /// Parameters.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
@@ -59,6 +69,8 @@ pub struct Params {
     pub activation: u32,
     /// Added to the mean square of x, where it is normalised.
     pub eps: f32,
+    /// An [`Order`].
+    pub order: u32,
 }
 
 impl MacroKernel for Linear {
@@ -79,6 +91,9 @@ impl MacroKernel for Linear {
         let [x, w, bias, residual, y, norm] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
+        }
+        if p.order > Order::Sequential as u32 {
+            return Err(format!("order of summation {} is unknown", p.order));
         }
         rules::weights("w", w)?;
         for (name, operand, rank) in [("x", x, 2), ("bias", bias, 1), ("residual", residual, 2), ("y", y, 2)] {

@@ -15,8 +15,8 @@ use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
-    self, Attention, AttentionMerge, DecodeAttention, Numbered, Spec, TILED_ROWS, Use, attention, decode_attention,
-    param_words,
+    self, Attention, AttentionMerge, DecodeAttention, Linear, Numbered, Spec, TILED_ROWS, Use, attention,
+    decode_attention, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 
@@ -152,8 +152,21 @@ pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, V
 fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
     let times = if graph.rows.is_some_and(|rows| rows >= PACKED_ROWS) { target.packed_times } else { 1 };
     let target = &Target { task_bytes: target.task_bytes.saturating_mul(times), ..target.clone() };
-    let ops = graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
+    let mut ops: Vec<BlockOp> =
+        graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
+    if !decodes(graph) {
+        for op in &mut ops {
+            let Some(kernel) = op.kernel.as_mut().filter(|k| k.task_type == Linear::TASK_TYPE) else { continue };
+            let order = linear::Order::Sequential as u32;
+            kernel.params = param_words(&linear::Params { order, ..kernels::params(&kernel.params) });
+        }
+    }
     ThreadBlockGraph { table: graph.table.clone(), ops }
+}
+
+/// Whether passes of one row go on where passes of many ended, and must give the bits these would.
+fn decodes(graph: &KernelGraph) -> bool {
+    graph.table.buffers.iter().any(|buffer| buffer.kind == BufferKind::State)
 }
 
 fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {

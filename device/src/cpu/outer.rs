@@ -1,0 +1,305 @@
+//! Products as sums of outer products, where no pass of one row has to give the same bits: encoders.
+//!
+//! ```text
+//!             activations, packed: [k, rows], so that a vector is
+//!             one element of as many rows
+//!                     │ x0 │ x1 │ x2 │ x3 │  <- k
+//!  weights, in place  ├────┴────┴────┴────┤
+//!  w0 ───────── k ──▶ │  a tile: 6 x 4    │
+//!  ..                 │  vectors of sums, │
+//!  w5 ──────────────▶ │  a row per lane   │
+//! ```
+//! A lane is an output, so no lanes are added up in the end, which cost [`gemm`](super::gemm) a quarter of its time at
+//! k = 384. Every step broadcasts one element of each weight row. Both ways, into `[k, rows]` and of the sums back into
+//! rows, blocks of vectors are transposed in registers.
+//!
+//! An output is the sum of its products in the order of k, whatever stands beside it, so tasks may be cut in any way.
+
+use super::rows::Row;
+use super::simd::{Leaf, Simd};
+use crate::io::Tensor;
+use core::marker::PhantomData;
+
+/// Columns whose sums are kept at once: a multiple of every tile's rows.
+pub(crate) const PANEL: usize = 96;
+
+/// Bytes of packed activations that are passed over at once: half of L2.
+const BLOCK_BYTES: usize = 1 << 20;
+
+/// Weight rows of the tile that is `vectors` wide.
+const fn tile_rows<S: Simd>(vectors: usize) -> usize {
+    let rows = S::SUMS / vectors;
+    if rows > 12 { 12 } else { rows }
+}
+
+/// Vectors of the widest tile: a sixth of the sums, as far as that goes.
+const fn widest<S: Simd>() -> usize {
+    if S::SUMS < 12 { 1 } else { S::SUMS / 6 }
+}
+
+/// Activation rows that are packed at once, and the distance of the packed rows of k.
+pub(crate) struct Plan {
+    /// Rows.
+    pub(crate) block_rows: usize,
+    /// f32 between elements k and k + 1 of a row: `block_rows` in whole vectors.
+    pub(crate) stride: usize,
+}
+
+impl Plan {
+    /// For `rows` activation rows of `k` elements.
+    pub(crate) fn new(rows: usize, k: usize) -> Plan {
+        let in_cache = (BLOCK_BYTES / 4 / k.max(1)).clamp(64, 512) / 64 * 64;
+        let block_rows = in_cache.min(rows);
+        Plan { block_rows, stride: block_rows.next_multiple_of(16) }
+    }
+}
+
+/// dst[c][r] = src[r][c] for `rows` x `columns` elements; `dst`'s rows are filled up to whole vectors with zeros.
+///
+/// # Safety
+/// `src` is readable, and `dst` is writable up to whole vectors of `rows`, at most `dst_stride`; the level exists.
+pub(crate) unsafe fn transpose<S: Simd>(
+    src: *const f32,
+    src_stride: usize,
+    [rows, columns]: [usize; 2],
+    dst: *mut f32,
+    dst_stride: usize,
+) {
+    // SAFETY: the caller's promises are the type's.
+    unsafe { S::call(Transpose::<S> { src, src_stride, rows, columns, dst, dst_stride, set: PhantomData }) }
+}
+
+struct Transpose<S> {
+    src: *const f32,
+    src_stride: usize,
+    rows: usize,
+    columns: usize,
+    dst: *mut f32,
+    dst_stride: usize,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Transpose<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Transpose { src, src_stride, rows, columns, dst, dst_stride, .. } = self;
+        let mut r = 0;
+        while r < rows {
+            let n = S::LANES.min(rows - r);
+            let mut c = 0;
+            // SAFETY: blocks and elements are inside both matrices (see `transpose`).
+            unsafe {
+                if n == S::LANES {
+                    while c + S::LANES <= columns {
+                        let mut i = 0;
+                        while i < S::LANES {
+                            // The next rows; another core may have written them.
+                            S::prefetch(src.wrapping_add((r + S::LANES + i) * src_stride + c).cast());
+                            i += 1;
+                        }
+                        S::transpose(src.add(r * src_stride + c), src_stride, dst.add(c * dst_stride + r), dst_stride);
+                        c += S::LANES;
+                    }
+                }
+                while c < columns {
+                    let mut lanes = [0f32; 16];
+                    let mut i = 0;
+                    while i < n {
+                        lanes[i] = *src.add((r + i) * src_stride + c);
+                        i += 1;
+                    }
+                    S::store(dst.add(c * dst_stride + r), S::load(lanes.as_ptr()));
+                    c += 1;
+                }
+            }
+            r += S::LANES;
+        }
+    }
+}
+
+/// Packs rows `first..first + rows` of `x` as [`multiply`] expects them: [k, rows], in whole vectors. What is not f32
+/// passes through `wide`, as many f32 as 16 rows have.
+///
+/// # Safety
+/// `packed` has `k` rows of `stride`, at least `rows` in whole vectors; the level exists.
+pub(crate) unsafe fn pack<S: Simd>(
+    x: &Tensor,
+    first: usize,
+    [rows, k]: [usize; 2],
+    wide: *mut f32,
+    packed: *mut f32,
+    stride: usize,
+) {
+    let mut r = 0;
+    while r < rows {
+        let n = 16.min(rows - r);
+        let row = |i: usize| Row::of(x, [first + r + i, 0], k);
+        // SAFETY: the rows are of `k` elements; `wide` has room for n of them.
+        unsafe {
+            let (src, src_stride) = match row(0).as_f32() {
+                Some(own) => (own.cast_const(), x.stride(0)),
+                None => {
+                    for i in 0..n {
+                        S::call(Widened::<S> { row: row(i), to: wide.add(i * k), set: PhantomData });
+                    }
+                    (wide.cast_const(), k)
+                }
+            };
+            transpose::<S>(src, src_stride, [n, k], packed.add(r), stride);
+        }
+        r += n;
+    }
+}
+
+/// A row as f32.
+struct Widened<S> {
+    row: Row,
+    to: *mut f32,
+    set: PhantomData<S>,
+}
+
+impl<S: Simd> Leaf for Widened<S> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let mut i = 0;
+        while i < self.row.len() {
+            let n = S::LANES.min(self.row.len() - i);
+            // SAFETY: inside the row and the room for it (see `pack`).
+            unsafe { super::rows::store::<S>(self.to.add(i), n, self.row.load::<S>(i, n)) };
+            i += n;
+        }
+    }
+}
+
+/// sums[j][m] = weights[j] . x[m] for `n` weight rows of `k` elements, `w_stride` apart, and `rows` packed activation
+/// rows; `sums`' rows, `stride` apart as the packed ones, are written in whole vectors.
+///
+/// # Safety
+/// Weights are readable; `packed` is as [`pack`] left it, `sums` has `n` rows; the level exists.
+pub(crate) unsafe fn multiply<S: Simd>(
+    w: *const f32,
+    w_stride: usize,
+    [n, k, rows]: [usize; 3],
+    packed: *const f32,
+    stride: usize,
+    sums: *mut f32,
+) {
+    let vectors = rows.div_ceil(S::LANES);
+    // The widest tile sets how many weight rows are taken at once: they stay in L1 while the rows pass by.
+    let mut j = 0;
+    while j < n {
+        let taken = 24.min(n - j);
+        let mut v = 0;
+        while v < vectors {
+            let width = widest::<S>().min(vectors - v);
+            let tall = tile_rows::<S>(width);
+            let mut i = 0;
+            while i < taken {
+                let count = if taken - i >= tall { tall } else { 1 };
+                // SAFETY: the tile's rows and vectors are inside; what is asked for may be any address.
+                unsafe {
+                    let tile = Place {
+                        w: w.add((j + i) * w_stride),
+                        w_stride,
+                        k,
+                        x: packed.add(v * S::LANES),
+                        sums: sums.add((j + i) * stride + v * S::LANES),
+                        stride,
+                        // While the last vectors pass the rows taken, the next ones come.
+                        ahead: if v + width == vectors { 24 * w_stride } else { 0 },
+                    };
+                    any_tile::<S>(tile, count, width);
+                }
+                i += count;
+            }
+            v += width;
+        }
+        j += taken;
+    }
+}
+
+/// Where a tile finds its operands.
+#[derive(Clone, Copy)]
+struct Place {
+    w: *const f32,
+    w_stride: usize,
+    k: usize,
+    x: *const f32,
+    sums: *mut f32,
+    /// Of x and sums.
+    stride: usize,
+    /// How far behind its rows those lie that are asked for; 0: none.
+    ahead: usize,
+}
+
+/// The [`Tile`] of `rows` weight rows and `vectors` vectors.
+unsafe fn any_tile<S: Simd>(place: Place, rows: usize, vectors: usize) {
+    macro_rules! tiles {
+        ($($r:literal x $v:literal)*) => {
+            match (rows, vectors) {
+                // SAFETY: the caller's promises are the type's.
+                $(($r, $v) if $v <= widest::<S>() && ($r == 1 || $r == tile_rows::<S>($v)) => unsafe {
+                    S::call(Tile::<S, $r, $v>(place, PhantomData))
+                },)*
+                _ => unreachable!("a tile of {rows} rows and {vectors} vectors"),
+            }
+        };
+    }
+    tiles!(1 x 1 1 x 2 1 x 3 1 x 4 4 x 1 12 x 1 6 x 2 12 x 2 8 x 3 6 x 4);
+}
+
+/// sums[r][v] of `R` weight rows and `V` vectors.
+struct Tile<S, const R: usize, const V: usize>(Place, PhantomData<S>);
+
+impl<S: Simd, const R: usize, const V: usize> Leaf for Tile<S, R, V> {
+    type Output = ();
+    #[inline(always)]
+    unsafe fn run(self) {
+        let Place { w, w_stride, k, x, sums, stride, ahead } = self.0;
+        // SAFETY: elements below k of the rows, and vectors of the packed rows (see `multiply`).
+        unsafe {
+            let mut acc = [[S::splat(0.0); V]; R];
+            let mut at = 0;
+            while at < k {
+                let end = if k - at > 16 { at + 16 } else { k };
+                if ahead != 0 {
+                    let mut r = 0;
+                    while r < R {
+                        S::prefetch(w.wrapping_add(ahead + r * w_stride + at).cast());
+                        r += 1;
+                    }
+                }
+                while at < end {
+                    let mut xs = [S::splat(0.0); V];
+                    let mut v = 0;
+                    while v < V {
+                        xs[v] = S::load(x.add(at * stride + v * S::LANES));
+                        v += 1;
+                    }
+                    let mut r = 0;
+                    while r < R {
+                        let one = S::splat(*w.add(r * w_stride + at));
+                        let mut v = 0;
+                        while v < V {
+                            acc[r][v] = S::fma(one, xs[v], acc[r][v]);
+                            v += 1;
+                        }
+                        r += 1;
+                    }
+                    at += 1;
+                }
+            }
+            let mut r = 0;
+            while r < R {
+                let mut v = 0;
+                while v < V {
+                    S::store(sums.add(r * stride + v * S::LANES), acc[r][v]);
+                    v += 1;
+                }
+                r += 1;
+            }
+        }
+    }
+}
