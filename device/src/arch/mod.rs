@@ -479,7 +479,7 @@ pub(crate) mod warpgroup {
     /// Where sixteen bytes `chunk`, `0..8`, of row `row` stand, counted from the matrix's start.
     #[inline(always)]
     pub(crate) const fn place(row: u32, chunk: u32) -> u32 {
-        row * ROW + (chunk ^ row % 8) * 16
+        row * ROW + (chunk ^ (row % 8)) * 16
     }
 
     /// A matrix as the tensor cores are told of it: the address in units of sixteen bytes, from bit 32 on the units from

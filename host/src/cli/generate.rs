@@ -1,6 +1,8 @@
 //! `perpetua generate`.
 
-use super::{Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, warm, writable, write_whole};
+use super::{
+    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, warm, writable, write_whole,
+};
 use perpetua::model::chat::ChatMessage;
 use perpetua::{Engine, GenerateOptions};
 use std::io::{IsTerminal, Write};
@@ -39,7 +41,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let interrupted = interrupt_flag()?;
+    // The others run to their end once begun: there Ctrl-C is left what it is.
+    let stops = !matches!(args.model.device, DeviceName::Reference | DeviceName::Simt);
+    let interrupted = if stops { interrupt_flag()? } else { Default::default() };
     writable(args.ids_out.as_deref())?;
     let model = args.model.open()?;
     model.decoder()?;
