@@ -308,7 +308,7 @@ fn gpu_sync(image: &DeviceImage) -> Gpu {
 /// # Safety
 /// `params` and all it points to are as [`LaunchParams`] says, for an image that the host has checked; the grid has
 /// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub unsafe fn worker(params: LaunchBlock) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
@@ -359,7 +359,7 @@ pub unsafe fn worker(params: LaunchBlock) {
 /// # Safety
 /// As [`worker`], but for the grid: a block of `TASK_THREADS` threads for each of an operator's tasks, none of which orders
 /// another; and whatever those tasks wait on has run in launches that have ended.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);

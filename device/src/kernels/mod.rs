@@ -248,7 +248,8 @@ macro_rules! kernels {
         ///
         /// # Safety
         /// As [`MacroKernel::gpu`].
-        #[inline(always)]
+        // On the host once, not in every crate that simulates: the bodies take minutes to compile.
+        #[cfg_attr(target_arch = "nvptx64", inline(always))]
         pub unsafe fn run_gpu(call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
             // SAFETY: the caller's promise.
             unsafe {
