@@ -131,6 +131,12 @@ fn plan_predicts_what_is_launched_just_in_time() {
         assert!(event["dur"].as_f64().unwrap() > 0.0, "{event}");
     }
     assert!(seen.iter().all(|n| *n == 1), "{seen:?}");
+    // Where workers have no loaders, and where a pass is too long for them.
+    for target in [["--target", "cpu:2", "--context", "128"], ["--target", "h200", "--rows", "64"]] {
+        let preset = ["plan", "--preset", "tiny-qwen3", "--just-in-time", "attention"];
+        let text = String::from_utf8(perpetua(&[&preset[..], &target].concat()).stdout).unwrap();
+        assert!(text.contains("predicted step"), "{text}");
+    }
     let none =
         Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).args(["--just-in-time", "nothing"]).output().unwrap();
     let message = String::from_utf8_lossy(&none.stderr).into_owned();

@@ -137,7 +137,7 @@ impl Planned {
             );
         }
         let run = |prefetch| {
-            predict(&program.tasks, &program.lists, &plan, &program.reads, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.lists, &plan, &reads, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
