@@ -152,7 +152,7 @@ pub(crate) unsafe fn pack<S: Simd>(
     }
 }
 
-/// A row as f32.
+/// [`Row::widened`].
 struct Widened<S> {
     row: Row,
     to: *mut f32,
@@ -160,16 +160,11 @@ struct Widened<S> {
 }
 
 impl<S: Simd> Leaf for Widened<S> {
-    type Output = ();
+    type Output = *const f32;
     #[inline(always)]
-    unsafe fn run(self) {
-        let mut i = 0;
-        while i < self.row.len() {
-            let n = S::LANES.min(self.row.len() - i);
-            // SAFETY: inside the row and the room for it (see `pack`).
-            unsafe { super::rows::store::<S>(self.to.add(i), n, self.row.load::<S>(i, n)) };
-            i += n;
-        }
+    unsafe fn run(self) -> *const f32 {
+        // SAFETY: there is room for the row (see `pack`).
+        unsafe { self.row.widened::<S>(self.to) }
     }
 }
 
