@@ -40,6 +40,20 @@ macro_rules! butterfly {
 }
 pub(crate) use butterfly;
 
+/// A step for each of 0 to 3, written out as [`butterfly`] is.
+macro_rules! each_of_four {
+    ($i:ident => $step:expr) => {
+        $crate::arch::each_of_four!(@ $i $step; 0 1 2 3)
+    };
+    (@ $i:ident $step:expr; $($value:literal)*) => {
+        $({
+            let $i = $value;
+            $step
+        })*
+    };
+}
+pub(crate) use each_of_four;
+
 /// Which thread this is, and the block's barrier.
 pub(crate) mod thread {
     use super::backend;

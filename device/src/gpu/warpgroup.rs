@@ -1,4 +1,5 @@
-//! Products of many rows where both matrices are bf16: a warpgroup multiplies what all warps bring to shared memory.
+//! Products of many rows where both matrices are bf16: a warpgroup multiplies what the other warps bring to shared
+//! memory.
 //!
 //! ```text
 //! tiles     [ x: 128 rows x 64 | w: 128 rows x 64 ] 32 KiB a stage, six stages, each swizzled as the tensor cores want it
@@ -20,7 +21,7 @@
 use super::wide::WIDE_ROWS;
 use super::{BF16, Call};
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
-use crate::arch::{WARP, bulk, copy};
+use crate::arch::{WARP, bulk, copy, each_of_four};
 use crate::block::Block;
 
 /// Columns of k at a time, and of them those that one instruction takes.
@@ -45,18 +46,6 @@ const _: () = {
     assert!(2 * HALF <= STAGES * STAGE);
 };
 
-/// `at` from 0 to 3, written out: a loop around a convergent call is never unrolled.
-macro_rules! each_product {
-    ($at:ident => $step:expr) => {
-        each_product!(@ $at $step; 0 1 2 3)
-    };
-    (@ $at:ident $step:expr; $($value:literal)*) => {
-        $({
-            let $at: u32 = $value;
-            $step
-        })*
-    };
-}
 const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 
 /// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on.
@@ -150,7 +139,7 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
                 let (a, b) = (Matrix::at(stage), Matrix::at(stage + W));
                 let second = Matrix::at(stage + warpgroup::M * warpgroup::ROW);
                 warpgroup::begin();
-                each_product!(at => {
+                each_of_four!(at => {
                     sums[0].add(a.step(at), b.step(at));
                     if M == 2 {
                         sums[M - 1].add(second.step(at), b.step(at));

@@ -14,7 +14,7 @@
 
 use super::{BF16, Call, F32, Tensor};
 use crate::arch::scalar::f32_to_bf16;
-use crate::arch::{WARP, memory, shared, warp};
+use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 
 /// Passes of more rows than this are worth it.
@@ -34,19 +34,6 @@ const OWN: u32 = 16 * OWN_PITCH;
 /// Warps at most, since so many tiles fit the words a task has.
 const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PITCH) / (16 * PITCH);
 
-/// `m` from 0 to 3, written out: a loop around a convergent call is never unrolled, and an index known only at run time would
-/// put the sums into memory.
-macro_rules! each_fragment {
-    ($m:ident => $step:expr) => {
-        each_fragment!(@ $m $step; 0 1 2 3)
-    };
-    (@ $m:ident $step:expr; $($value:literal)*) => {
-        $({
-            let $m: usize = $value;
-            $step
-        })*
-    };
-}
 /// Whether [`multiply`] is for this call.
 #[inline(always)]
 pub(crate) unsafe fn is_for(call: &Call<'_>, block: &Block, rows: u32) -> bool {
@@ -99,7 +86,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     }
                     for half in 0..2 {
                         let b = warp::ldmatrix(b_at + 8 * half);
-                        each_fragment!(m => if m < fragments as usize {
+                        // Indices known as it is compiled: others would put the sums into memory.
+                        each_of_four!(m => if m < fragments as usize {
                             let a = warp::ldmatrix(a_at + m as u32 * 16 * PITCH + 8 * half);
                             sums[m][0] = warp::mma(a, [b[0], b[1]], sums[m][0]);
                             sums[m][1] = warp::mma(a, [b[2], b[3]], sums[m][1]);
