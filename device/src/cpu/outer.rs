@@ -169,10 +169,11 @@ impl<S: Simd> Leaf for Widened<S> {
 }
 
 /// sums[j][m] = weights[j] . x[m] for `n` weight rows of `k` elements, `w_stride` apart, and `rows` packed activation
-/// rows; `sums`' rows, `stride` apart as the packed ones, are written in whole vectors.
+/// rows; `sums`' rows are written in whole vectors.
 ///
 /// # Safety
-/// Weights are readable; `packed` is as [`pack`] left it, `sums` has `n` rows; the level exists.
+/// Weights are readable; `packed` has `k` rows, `stride` apart, of `rows` in whole vectors; `sums` has `n` such rows,
+/// `sums_stride` apart; the level exists.
 pub(crate) unsafe fn multiply<S: Simd>(
     w: *const f32,
     w_stride: usize,
@@ -180,6 +181,7 @@ pub(crate) unsafe fn multiply<S: Simd>(
     packed: *const f32,
     stride: usize,
     sums: *mut f32,
+    sums_stride: usize,
 ) {
     let vectors = rows.div_ceil(S::LANES);
     // The widest tile sets how many weight rows are taken at once: they stay in L1 while the rows pass by.
@@ -200,8 +202,9 @@ pub(crate) unsafe fn multiply<S: Simd>(
                         w_stride,
                         k,
                         x: packed.add(v * S::LANES),
-                        sums: sums.add((j + i) * stride + v * S::LANES),
-                        stride,
+                        x_stride: stride,
+                        sums: sums.add((j + i) * sums_stride + v * S::LANES),
+                        sums_stride,
                         // While the last vectors pass the rows taken, the next ones come.
                         ahead: if v + width == vectors { 24 * w_stride } else { 0 },
                     };
@@ -222,9 +225,9 @@ struct Place {
     w_stride: usize,
     k: usize,
     x: *const f32,
+    x_stride: usize,
     sums: *mut f32,
-    /// Of x and sums.
-    stride: usize,
+    sums_stride: usize,
     /// How far behind its rows those lie that are asked for; 0: none.
     ahead: usize,
 }
@@ -252,7 +255,7 @@ impl<S: Simd, const R: usize, const V: usize> Leaf for Tile<S, R, V> {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Place { w, w_stride, k, x, sums, stride, ahead } = self.0;
+        let Place { w, w_stride, k, x, x_stride, sums, sums_stride, ahead } = self.0;
         // SAFETY: elements below k of the rows, and vectors of the packed rows (see `multiply`).
         unsafe {
             let mut acc = [[S::splat(0.0); V]; R];
@@ -270,7 +273,7 @@ impl<S: Simd, const R: usize, const V: usize> Leaf for Tile<S, R, V> {
                     let mut xs = [S::splat(0.0); V];
                     let mut v = 0;
                     while v < V {
-                        xs[v] = S::load(x.add(at * stride + v * S::LANES));
+                        xs[v] = S::load(x.add(at * x_stride + v * S::LANES));
                         v += 1;
                     }
                     let mut r = 0;
@@ -290,7 +293,7 @@ impl<S: Simd, const R: usize, const V: usize> Leaf for Tile<S, R, V> {
             while r < R {
                 let mut v = 0;
                 while v < V {
-                    S::store(sums.add(r * stride + v * S::LANES), acc[r][v]);
+                    S::store(sums.add(r * sums_stride + v * S::LANES), acc[r][v]);
                     v += 1;
                 }
                 r += 1;

@@ -465,7 +465,7 @@ mod attention {
             seed in any::<u64>(),
         ) {
             // Bidirectional rows see the pass's rows.
-            let first_pos = if causal { first_pos } else { 0 };
+            let (first_pos, rows) = if causal { (first_pos, rows) } else { (0, 2 * rows) };
             let case = Case { dtype, rows, n_kv, group, d, first_pos, causal, sharp, kind, seed };
             let io = operands(&case);
             let [expected, got] = both::<Attention>(isa, &params(&case), &io, step(first_pos as u32, rows as u32), 0);

@@ -45,6 +45,11 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     let visible = p.visible(call.step, call.task.row_first + rows as u32 - 1);
     assert!(visible <= k.extent(1), "row sees {visible} positions of {}", k.extent(1));
     assert!(has_unit_stride::<3>(&k) && has_unit_stride::<3>(&v), "positions need unit stride");
+    if bidirectional::is_for(p, [&q, &k, &v]) {
+        let (positions, scale) = (visible, p.scale);
+        scratch.isa.run(bidirectional::Attend { rows, positions, scale, q, k, v, y, scratch });
+        return Ok(());
+    }
     scratch.isa.run(Attend { rows, first: p.visible(call.step, call.task.row_first), p: *p, q, k, v, y, scratch });
     Ok(())
 }
@@ -255,7 +260,7 @@ impl<S: Simd> Leaf for Softmax<S> {
 
 /// `v` with -inf from lane `n` on.
 #[inline(always)]
-unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
+pub(super) unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
     let mut lanes = [0f32; 16];
     // SAFETY: a vector fits.
     unsafe {
@@ -388,11 +393,11 @@ impl<S: Simd, E: Storage, const M: usize> Leaf for AddValues<S, E, M> {
 }
 
 /// y = sums / total, of the length of `y`.
-struct Divide<S> {
-    sums: *const f32,
-    total: f32,
-    y: Row,
-    set: PhantomData<S>,
+pub(super) struct Divide<S> {
+    pub(super) sums: *const f32,
+    pub(super) total: f32,
+    pub(super) y: Row,
+    pub(super) set: PhantomData<S>,
 }
 
 impl<S: Simd> Leaf for Divide<S> {

@@ -10,6 +10,8 @@
 use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
+mod bidirectional;
+#[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
 pub(super) mod gpu;
 

@@ -71,7 +71,7 @@ impl Linear<'_> {
                 while column < n {
                     let n = outer::PANEL.min(n - column);
                     let w = w.wrapping_add(column * self.w.stride(0));
-                    outer::multiply::<S>(w, self.w.stride(0), [n, k, cols], packed, plan.stride, sums);
+                    outer::multiply::<S>(w, self.w.stride(0), [n, k, cols], packed, plan.stride, sums, plan.stride);
                     outer::transpose::<S>(sums, plan.stride, [n, cols], rows, outer::PANEL);
                     self.finish::<S>([first, cols], [column, n], rows, outer::PANEL);
                     column += n;
