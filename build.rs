@@ -128,7 +128,7 @@ impl DeviceBuilder {
         let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
         let ptx_path = self.copy_to.join("perpetua.ptx");
         write_if_new(&ptx_path, ptx.as_bytes())?;
-        let assembler = self.assemble(&ptx_path);
+        let assembler = self.assemble(&ptx_path)?;
         let built_with = format!(
             "{}; {}; {}; ptx fnv-1a {:016x}",
             self.toolchain.version,
@@ -184,6 +184,12 @@ impl DeviceBuilder {
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_BOOTSTRAP", "1")
             .env("CARGO_ENCODED_RUSTFLAGS", self.flags().join("\u{1f}"));
+        let path = self.target_dir.join("nvptx64-nvidia-cuda/ptx/deps/perpetua_device.s");
+        // What the linker would have written: as long as it is missing, cargo takes the crate for changed.
+        let linked = path.with_extension("ptx");
+        if !path.is_file() {
+            let _ = fs::remove_file(&linked);
+        }
         let output = cargo.output().map_err(|e| format!("{cargo:?}: {e}"))?;
         if !output.status.success() {
             return Err(format!(
@@ -193,36 +199,53 @@ impl DeviceBuilder {
                 String::from_utf8_lossy(&output.stderr)
             ));
         }
-        let path = self.target_dir.join("nvptx64-nvidia-cuda/ptx/deps/perpetua_device.s");
+        fs::write(&linked, []).map_err(|e| format!("{}: {e}", linked.display()))?;
         fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
     }
 
-    /// Assembles the PTX where there is a ptxas; says which.
-    fn assemble(&self, ptx: &Path) -> Option<String> {
-        let local = self.target_dir.parent()?.join("ptxas/bin/ptxas");
+    /// Assembles the PTX where there is a ptxas; says which. What it made of the same PTX before, for whatever profile, is
+    /// taken again: it takes a minute.
+    fn assemble(&self, ptx: &Path) -> Result<Option<String>, String> {
+        let local = self.target_dir.parent().map(|target| target.join("ptxas/bin/ptxas")).unwrap_or_default();
         println!("cargo:rerun-if-changed={}", local.display());
         let ptxas = match env::var_os(PTXAS).filter(|name| !name.is_empty()) {
             Some(named) => PathBuf::from(named),
             None if local.is_file() => local,
             None => PathBuf::from("ptxas"),
         };
-        let version = Command::new(&ptxas).arg("--version").output().ok().filter(|o| o.status.success())?;
-        let version = String::from_utf8_lossy(&version.stdout).trim().lines().last()?.trim().to_string();
-        let cubin = self.copy_to.join("perpetua.cubin");
-        let output = Command::new(&ptxas)
-            .arg(format!("-arch={}", self.arch))
-            .args([ptx.as_os_str(), "-o".as_ref(), cubin.as_os_str()])
-            .output()
-            .ok()?;
-        if !output.status.success() {
-            println!(
-                "cargo:warning={} refuses the device PTX, so no cubin is embedded: {}",
-                ptxas.display(),
-                String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no reason given")
-            );
-            return None;
+        let Some(version) = Command::new(&ptxas).arg("--version").output().ok().filter(|o| o.status.success()) else {
+            return Ok(None);
+        };
+        let version = String::from_utf8_lossy(&version.stdout).trim().lines().last().unwrap_or_default().to_string();
+        let io = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
+        let source = fs::read(ptx).map_err(|e| io(ptx, e))?;
+        let made_of = fnv1a(&[&source, version.as_bytes(), self.arch.as_bytes()].concat());
+        let cubins = self.target_dir.join("cubins");
+        let cubin = cubins.join(format!("{made_of:016x}.cubin"));
+        if !cubin.is_file() {
+            // Only the last one is kept. It gets its name when it is whole: builds of two profiles may run at once.
+            fs::create_dir_all(&cubins).map_err(|e| io(&cubins, e))?;
+            let old = fs::read_dir(&cubins).map_err(|e| io(&cubins, e))?.flatten().map(|entry| entry.path());
+            old.filter(|path| path.extension().is_some_and(|e| e == "cubin"))
+                .for_each(|path| drop(fs::remove_file(path)));
+            let unfinished = cubins.join(format!("{}.tmp", std::process::id()));
+            let output = Command::new(&ptxas)
+                .arg(format!("-arch={}", self.arch))
+                .args([ptx.as_os_str(), "-o".as_ref(), unfinished.as_os_str()])
+                .output()
+                .map_err(|e| io(&ptxas, e))?;
+            if !output.status.success() {
+                println!(
+                    "cargo:warning={} refuses the device PTX, so no cubin is embedded: {}",
+                    ptxas.display(),
+                    String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no reason given")
+                );
+                return Ok(None);
+            }
+            fs::rename(&unfinished, &cubin).map_err(|e| io(&cubin, e))?;
         }
-        Some(format!("ptxas {version}"))
+        write_if_new(&self.copy_to.join("perpetua.cubin"), &fs::read(&cubin).map_err(|e| io(&cubin, e))?)?;
+        Ok(Some(format!("ptxas {version}")))
     }
 }
 
