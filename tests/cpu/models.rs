@@ -1,10 +1,11 @@
 //! Checkpoints in, the reference outputs of `transformers` out: logits, greedy tokens, decode against prefill.
 
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
-use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
-use safetensors::SafeTensors;
+use perpetua::{Device, Embedder, Engine, EngineConfig, GenerateOptions, Model};
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
 use std::ops::ControlFlow;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -254,4 +255,59 @@ fn eight_bit_weights_stay_near_the_checkpoint() {
         // Rounding must show: the same logits would mean that nothing was quantised.
         assert!(mean(&expected, &plain) > 1e-9, "{name}: nothing was rounded");
     }
+}
+
+/// Rows or columns are cut, as workers and lengths have it; nobody can tell.
+#[test]
+fn sentences_have_the_same_bits_on_any_number_of_workers() {
+    let dir = tempfile::tempdir().unwrap();
+    synth(
+        SynthSource::Preset("tiny-bert"),
+        dir.path(),
+        &SynthOptions::default(),
+        &mut |_, _| ControlFlow::Continue(()),
+    )
+    .unwrap();
+    let path = dir.path().join("model.safetensors");
+    for dtype in ["bf16", "f32"] {
+        if dtype == "f32" {
+            widen(&path);
+        }
+        let model = Model::load(dir.path()).unwrap();
+        let vocab = model.config().vocab_size() as u32;
+        let embed = |device, threads, n: u32| {
+            let config = EngineConfig { device, threads: Some(threads), ..EngineConfig::default() };
+            let mut embedder = Embedder::new(&model, &config).unwrap();
+            let ids: Vec<u32> = (0..n).map(|i| (i * 131 + 7) % vocab).collect();
+            embedder.embed_ids(&ids).unwrap()
+        };
+        for n in [1, 16, 33, 64, 70, 96, 128] {
+            let one = embed(Device::Cpu, 1, n);
+            for threads in [2, 3, 4] {
+                assert_eq!(embed(Device::Cpu, threads, n), one, "{dtype}, {n} tokens on {threads} workers");
+            }
+            if n % 16 != 0 {
+                let reference = embed(Device::Reference, 1, n);
+                let cosine: f32 = reference.iter().zip(&one).map(|(a, b)| a * b).sum();
+                assert!(cosine > 0.99999, "{dtype}, {n} tokens: cosine {cosine}");
+            }
+        }
+    }
+}
+
+/// Rewrites a checkpoint's bf16 as f32.
+fn widen(path: &Path) {
+    let bytes = std::fs::read(path).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let wide: Vec<(String, Vec<usize>, Vec<u8>)> = file
+        .iter()
+        .map(|(name, view)| {
+            let data = view.data().chunks_exact(2).flat_map(|b| [0, 0, b[0], b[1]]).collect();
+            (name.to_owned(), view.shape().to_vec(), data)
+        })
+        .collect();
+    let views = wide.iter().map(|(name, shape, data)| {
+        (name, TensorView::new(Dtype::F32, shape.clone(), data).expect("as many bytes as the shape says"))
+    });
+    std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
 }

@@ -12,8 +12,17 @@ pub struct Embedder {
     resident: Resident,
 }
 
-/// Rows of the passes compiled for sentences; the model's own maximum is added.
-const SENTENCE_ROWS: [usize; 4] = [16, 32, 64, 128];
+/// Rows of the passes compiled for sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
+/// that what is computed for nothing is a sixth at most of all but the shortest.
+fn sentence_rows(max: usize) -> Vec<usize> {
+    let steps = std::iter::successors(Some((16usize, 16usize)), |(rows, step)| {
+        let next = rows + step;
+        Some((next, if next.is_power_of_two() && next > 64 { next / 4 } else { *step }))
+    });
+    let mut rows: Vec<usize> = steps.map(|(rows, _)| rows).take_while(|rows| *rows < max).collect();
+    rows.push(max);
+    rows
+}
 
 impl Embedder {
     /// Compiles `model` and starts its workers.
@@ -23,9 +32,7 @@ impl Embedder {
     pub fn new(model: &Model, config: &EngineConfig) -> Result<Embedder, EngineError> {
         let place = Place::of(config)?;
         let max = model.max_tokens();
-        let mut rows: Vec<usize> = SENTENCE_ROWS.into_iter().filter(|rows| *rows < max).collect();
-        rows.push(max);
-        let sources = sentence_sources(model, &rows)?;
+        let sources = sentence_sources(model, &sentence_rows(max))?;
         let resident = Resident::at(sources, model, place, &config.just_in_time, |_| {})?;
         Ok(Embedder { model: model.clone(), resident })
     }
@@ -69,5 +76,18 @@ impl Embedder {
     /// The image and its executor.
     pub fn resident(&self) -> &Resident {
         &self.resident
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::sentence_rows;
+
+    #[test]
+    fn sentences_compute_little_for_nothing() {
+        assert_eq!(sentence_rows(100), [16, 32, 48, 64, 80, 96, 100]);
+        let rows = sentence_rows(512);
+        assert_eq!(rows, [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]);
+        assert_eq!(sentence_rows(8), [8]);
     }
 }

@@ -68,17 +68,9 @@ fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
 }
 
 fn cut_product(op: &Operator, table: &TensorTable, cut: &mut BlockOp, target: &Target) {
-    let ([columns], Some(x), Some(w)) = (&op.axes[..], op.slots[0], op.slots[1]) else { return };
+    let (Some(x), Some(w)) = (op.slots[0], op.slots[1]) else { return };
     let (rows, k, n) = (table[x].shape[0], table[x].shape[1], table[w].shape[0]);
-    let [row_blocks, column_blocks] = parts(rows as u64, n as u64, k as u64, n_matrices(op) as u64, target);
-    cut.grid = [column_blocks, row_blocks, 1];
-    (cut.row_axis, cut.rows) = (Some(1), rows as u32);
-    // What has rows of the pass: x, and whatever is cut along its second dimension.
-    for (slot, access) in cut.accesses.iter_mut().enumerate() {
-        if let Some(access) = access.as_mut().filter(|_| slot == 0 || columns.dims[slot] == Some(1)) {
-            access.map[1] = Some(0);
-        }
-    }
+    cut_in_two(op, table, cut, parts(rows as u64, n as u64, k as u64, n_matrices(op) as u64, target));
 }
 
 /// Into how many blocks a product of `rows` by `n` columns of each of `matrices` is cut, along rows and columns: those with which

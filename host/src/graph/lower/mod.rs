@@ -5,11 +5,13 @@
 //! where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than workers;
 //! row-wise operators are cut into a block per worker once they have enough work.
 //!
-//! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for those of many.
+//! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for those of many. Graphs that do not decode:
+//! [`whole_pass`].
 
 mod fuse;
 mod many_rows;
 mod per_worker;
+mod whole_pass;
 
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
@@ -155,11 +157,7 @@ fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
     let mut ops: Vec<BlockOp> =
         graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
     if !decodes(graph) {
-        for op in &mut ops {
-            let Some(kernel) = op.kernel.as_mut().filter(|k| k.task_type == Linear::TASK_TYPE) else { continue };
-            let order = linear::Order::Sequential as u32;
-            kernel.params = param_words(&linear::Params { order, ..kernels::params(&kernel.params) });
-        }
+        whole_pass::lower(graph, target, &mut ops);
     }
     ThreadBlockGraph { table: graph.table.clone(), ops }
 }
@@ -214,6 +212,19 @@ fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
         .map(|t| (table[t].len_elems() * table[t].dtype.size_bytes()) as u64)
         .max()
         .unwrap_or(0)
+}
+
+/// Cuts `op`, whose one axis is its columns, into `row_blocks` and `column_blocks` blocks.
+fn cut_in_two(op: &Operator, table: &TensorTable, cut: &mut BlockOp, [row_blocks, column_blocks]: [u32; 2]) {
+    let ([columns], Some(x)) = (&op.axes[..], op.slots[0]) else { return };
+    cut.grid = [column_blocks, row_blocks, 1];
+    (cut.row_axis, cut.rows) = (Some(1), table[x].shape[0] as u32);
+    // What has rows of the pass: x, and whatever is cut along its second dimension.
+    for (slot, access) in cut.accesses.iter_mut().enumerate() {
+        if let Some(access) = access.as_mut().filter(|_| slot == 0 || columns.dims[slot] == Some(1)) {
+            access.map[1] = Some(0);
+        }
+    }
 }
 
 /// Whether the buffer of `tensor`, of `table`, which begins with `graph`'s tensors, can be read back after a run.
