@@ -728,9 +728,9 @@ impl Check<'_> {
 
     /// What the script beside this program says of `model`; or why it says nothing.
     fn script(&self, model: &Path, arguments: &[&OsStr]) -> Value {
-        let script = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("peers.py")));
+        let script = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.join("pytorch.py")));
         let Some(script) = script.filter(|script| script.exists()) else {
-            return json!("no peers.py beside the program");
+            return json!("no pytorch.py beside the program");
         };
         let mut command = Command::new(std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()));
         command.arg(script).arg(model).args(arguments);

@@ -2,8 +2,8 @@
 """Batch-1 decode in PyTorch, on the weights of a checkpoint: one CUDA graph a step, and with --compile the same step through
 torch.compile first. Prints one JSON object: microseconds a step, median and extremes of five runs.
 
-    peers.py MODEL_DIR [--context N] [--tokens N] [--compile] [--device cpu]
-    peers.py MODEL_DIR --logits FILE [--device cpu]
+    pytorch.py MODEL_DIR [--context N] [--tokens N] [--compile] [--device cpu]
+    pytorch.py MODEL_DIR --logits FILE [--device cpu]
 
 With --logits: how far the logits of FILE (safetensors: input_ids [T], logits f32 [T, vocab]) and those of PyTorch in bf16 are
 from PyTorch's in float32 on the same weights.
