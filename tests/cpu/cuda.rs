@@ -17,25 +17,15 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A network small enough for blocks of 256 simulated threads.
-const CONFIG: &str = r#"{
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 40,
-    "intermediate_size": 54, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
-    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
-}"#;
-
 const PROMPT: [u32; 6] = [3, 80, 41, 5, 0, 66];
 const N_SMS: u32 = 3;
 const MEMORY: u64 = 64 << 20;
 
 fn small() -> (tempfile::TempDir, Model) {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let config = dir.path().join("small.json");
-    std::fs::write(&config, CONFIG).expect("written");
     let out = dir.path().join("small");
-    synth(SynthSource::Config(&config), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
-        .expect("the config is sound");
+    synth(SynthSource::Preset("tiny-simt"), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+        .expect("a folder of its own");
     let model = Model::load(&out).expect("just written");
     (dir, model)
 }

@@ -10,6 +10,7 @@ use perpetua::graph::lower::Target;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::image::{Image, ImageError};
 use perpetua::model::decoder::{Cache, Head};
+use perpetua::model::synth::preset_config;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
@@ -19,30 +20,42 @@ use perpetua_shared::{TaskFlags, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 
+/// Sizes of a network in which `tiny-simt`'s stand but for these.
+type Sizes = &'static [(&'static str, usize)];
+
 /// A network small enough for a debug build, of sizes that fit nothing.
-const CONFIG: &str = r#"{
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 40,
-    "intermediate_size": 54, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
-    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
-}"#;
+const SMALL: Sizes = &[("num_hidden_layers", 2)];
 
 /// Another, whose rows bulk copies and warpgroups can carry.
-const MANY_ROWS: &str = r#"{
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 72,
-    "intermediate_size": 152, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
-    "max_position_embeddings": 256, "torch_dtype": "bfloat16"
-}"#;
+const MANY_ROWS: Sizes = &[
+    ("num_hidden_layers", 2),
+    ("hidden_size", 72),
+    ("intermediate_size", 152),
+    ("head_dim", 16),
+    ("max_position_embeddings", 256),
+];
+
+/// A network of which a worker's share fills its shared memory more than once.
+const WIDE: Sizes = &[
+    ("num_hidden_layers", 2),
+    ("hidden_size", 128),
+    ("intermediate_size", 640),
+    ("head_dim", 32),
+    ("vocab_size", 512),
+];
 
 fn small() -> (tempfile::TempDir, Model) {
-    model(CONFIG)
+    model(SMALL)
 }
 
-fn model(config_json: &str) -> (tempfile::TempDir, Model) {
+fn model(sizes: Sizes) -> (tempfile::TempDir, Model) {
     let dir = tempfile::tempdir().expect("a temporary folder");
+    let mut json = preset_config("tiny-simt").expect("a preset");
+    for (key, size) in sizes {
+        json[key] = (*size).into();
+    }
     let config = dir.path().join("small.json");
-    std::fs::write(&config, config_json).expect("written");
+    std::fs::write(&config, json.to_string()).expect("written");
     let out = dir.path().join("small");
     synth(SynthSource::Config(&config), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
         .expect("the config is sound");
@@ -404,14 +417,6 @@ fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
     simt.start(one_pass(IDS.len() as u32));
     simt.finish().expect("it runs");
 }
-
-/// A network of which a worker's share fills its shared memory more than once.
-const WIDE: &str = r#"{
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512, "hidden_size": 128,
-    "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
-    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
-}"#;
 
 #[test]
 fn loaders_keep_64_kib_under_way() {

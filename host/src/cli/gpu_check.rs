@@ -326,23 +326,14 @@ impl Check<'_> {
 
     /// A model of the shapes of `preset`; of smaller ones than any on a simulated GPU.
     fn synth(&self, preset: &str) -> Result<(tempfile::TempDir, Model), Box<dyn std::error::Error>> {
-        if !self.args.simulated {
-            return self.synth_from(SynthSource::Preset(preset));
-        }
-        let config = tempfile::NamedTempFile::new_in(self.scratch())?;
-        std::fs::write(config.path(), SIMULATED_CONFIG)?;
-        self.synth_from(SynthSource::Config(config.path()))
+        self.synth_as_is(if self.args.simulated { "tiny-simt" } else { preset })
     }
 
-    fn scratch(&self) -> PathBuf {
-        self.args.scratch.clone().unwrap_or_else(std::env::temp_dir)
-    }
-
-    fn synth_from(&self, source: SynthSource<'_>) -> Result<(tempfile::TempDir, Model), Box<dyn std::error::Error>> {
-        let scratch = self.scratch();
+    fn synth_as_is(&self, preset: &str) -> Result<(tempfile::TempDir, Model), Box<dyn std::error::Error>> {
+        let scratch = self.args.scratch.clone().unwrap_or_else(std::env::temp_dir);
         let dir = tempfile::tempdir_in(&scratch).map_err(|error| format!("{}: {error}", scratch.display()))?;
         let out = dir.path().join("model");
-        synth(source, &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))?;
+        synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))?;
         Ok((dir, Model::load(&out)?))
     }
 
@@ -427,7 +418,7 @@ impl Check<'_> {
                 .collect()
         };
         for preset in ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"] {
-            let (_dir, model) = self.synth_from(SynthSource::Preset(preset))?;
+            let (_dir, model) = self.synth_as_is(preset)?;
             // Rows of the pass, passes, and what is looked at. With every tensor an output nothing is fused or rounded, so
             // decoding, a row at a time, looks at those alone that stay when it is, and so does a pass for the warpgroups.
             let every = [1, 2, 7, 16, 40, 100].map(|rows| (rows, 1, Look::Every));
@@ -787,14 +778,6 @@ impl Check<'_> {
         }
     }
 }
-
-/// What is computed on a simulated GPU, a thread at a time.
-const SIMULATED_CONFIG: &str = r#"{
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 269, "hidden_size": 40,
-    "intermediate_size": 54, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": true,
-    "max_position_embeddings": 64, "torch_dtype": "bfloat16"
-}"#;
 
 /// The most an intermediate may be off, as a part of the largest value of its tensor: the cache is bf16, and differences
 /// grow from operator to operator.
