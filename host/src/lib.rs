@@ -29,3 +29,4 @@ pub use perpetua_device as device;
 pub use perpetua_shared as shared;
 
 pub use engine::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Token};
+pub use perpetua_shared::control::End;

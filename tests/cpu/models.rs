@@ -1,11 +1,12 @@
 //! Checkpoints in, the reference outputs of `transformers` out: logits, greedy tokens, decode against prefill.
 
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
-use perpetua::{Device, Embedder, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, Embedder, End, Engine, EngineConfig, GenerateOptions, Model};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -310,4 +311,79 @@ fn widen(path: &Path) {
         (name, TensorView::new(Dtype::F32, shape.clone(), data).expect("as many bytes as the shape says"))
     });
     std::fs::write(path, safetensors::serialize(views, None).unwrap()).unwrap();
+}
+
+/// However a text ends, inside a character too, the tokens' texts are together what their ids decode to.
+#[test]
+fn no_text_is_lost_at_the_end() {
+    let model = Model::load(fixture("tiny-qwen3")).unwrap();
+    let prompt = model.encode("The licence").unwrap();
+    let decode = |ids: &[u32]| model.tokenizer().unwrap().decode(ids).unwrap();
+    // Hot, so that bytes come in any order.
+    let options = |max_new_tokens| GenerateOptions {
+        max_new_tokens,
+        temperature: 20.0,
+        stop_tokens: Some(vec![]),
+        ..GenerateOptions::default()
+    };
+    for device in [Device::Cpu, Device::Reference] {
+        let config =
+            EngineConfig { device, max_context: Some(64), threads: Some(2), sequences: Some(2), ..Default::default() };
+        let mut engine = Engine::new(&model, &config).unwrap();
+        let mut unfinished = 0;
+        for n in (1..24).step_by(if device == Device::Cpu { 1 } else { 7 }) {
+            let mut generation = engine.generate(&prompt, &options(n)).unwrap();
+            let made: Vec<_> = generation.by_ref().map(Result::unwrap).collect();
+            assert_eq!((generation.end(), generation.is_ended()), (Some(End::MaxTokens), true));
+            drop(generation);
+            let ids: Vec<u32> = made.iter().map(|token| token.id).collect();
+            let text: String = made.into_iter().map(|token| token.text).collect();
+            assert_eq!((ids.len(), &text), (n, &decode(&ids)));
+            unfinished += usize::from(text.ends_with('\u{fffd}'));
+
+            let mut texts = [(); 2].map(|()| (Vec::new(), String::new()));
+            for token in engine.generate_batch(&[&prompt, &prompt], &options(n)).unwrap() {
+                let (sequence, token) = token.unwrap();
+                texts[sequence].0.push(token.id);
+                texts[sequence].1.push_str(&token.text);
+            }
+            assert_eq!((&texts[0].0, &texts[0].1), (&ids, &text));
+            assert_eq!((texts[1].0.len(), &texts[1].1), (n, &decode(&texts[1].0)));
+        }
+        assert!(unfinished > 0 || device == Device::Reference, "none of these texts ends inside a character");
+    }
+}
+
+#[test]
+fn a_generation_says_why_it_ended() {
+    let model = Model::load(fixture("tiny-qwen2")).unwrap();
+    let config = EngineConfig { device: Device::Cpu, max_context: Some(8), threads: Some(2), ..Default::default() };
+    let mut engine = Engine::new(&model, &config).unwrap();
+    let mut end = |max_new_tokens: usize, stop: Vec<u32>| {
+        let options = GenerateOptions { max_new_tokens, stop_tokens: Some(stop), ..GenerateOptions::default() };
+        let mut generation = engine.generate(&[1, 2, 3], &options).unwrap();
+        let ids: Vec<u32> = generation.by_ref().map(|token| token.unwrap().id).collect();
+        (ids, generation.end())
+    };
+    let (ids, full) = end(100, vec![]);
+    // The last token made needs no place in the cache.
+    assert_eq!((ids.len(), full), (6, Some(End::ContextFull)));
+    assert_eq!(end(6, vec![]), (ids.clone(), Some(End::MaxTokens)));
+    assert_eq!(end(0, vec![]), (vec![], Some(End::MaxTokens)));
+    let first = ids.iter().position(|id| *id == ids[3]).unwrap();
+    assert_eq!(end(100, vec![ids[3]]), (ids[..=first].to_vec(), Some(End::StopToken)));
+
+    // The program says so where it was the context, and nothing about it elsewhere.
+    let said = |args: &[&str]| {
+        let dir = fixture("tiny-qwen2").to_string_lossy().into_owned();
+        let args = [&["generate", "--device", "cpu", "--prompt", "a", "--model", &dir], args].concat();
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let context = said(&["--max-context", "4"]);
+    let line =
+        "perpetua: the text ends where the context of 4 tokens is full (see --max-context; the model allows 4096)";
+    assert_eq!(context.lines().next(), Some(line));
+    assert!(!said(&["--max-new-tokens", "2"]).contains("context"));
 }

@@ -1,10 +1,10 @@
 //! `perpetua generate`.
 
 use super::{
-    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, warm, writable, write_whole,
+    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, say, warm, writable, write_whole,
 };
 use perpetua::model::chat::ChatMessage;
-use perpetua::{Engine, GenerateOptions};
+use perpetua::{End, Engine, GenerateOptions};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
@@ -85,12 +85,17 @@ pub(crate) fn run(args: &Args) -> Outcome {
         }
     }
     bar.finish_and_clear();
-    out.write_all(generation.rest_of_text()?.as_bytes())?;
     out.write_all(b"\n")?;
     out.flush()?;
+    let end = generation.end();
     drop(generation);
     if let Some(path) = &args.ids_out {
         write_whole(path, |file| writeln!(file, "{}", serde_json::json!(ids)))?;
+    }
+    if end == Some(End::ContextFull) {
+        let (context, allowed) = (engine.context(), model.max_tokens());
+        let more = if context < allowed { "see --max-context; the model allows" } else { "the model allows" };
+        say(&format!("the text ends where the context of {context} tokens is full ({more} {allowed})"));
     }
     report(&engine, prompt.len(), ids.len(), loaded);
     if asked_to_stop { Err(Interrupted.into()) } else { Ok(()) }

@@ -95,11 +95,15 @@ pub(crate) fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&*error) => ExitCode::SUCCESS,
         Err(error) => {
             // One line: what follows a line break would look like another message.
-            let line = error.to_string().replace('\n', " ");
-            let _ = writeln!(std::io::stderr(), "perpetua: {line}");
+            say(&error.to_string().replace('\n', " "));
             if error.is::<NoGpu>() { ExitCode::from(3) } else { ExitCode::FAILURE }
         }
     }
+}
+
+/// Says `line` to the user, if anybody listens.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "perpetua: {line}");
 }
 
 fn is_broken_pipe(error: &(dyn std::error::Error + 'static)) -> bool {

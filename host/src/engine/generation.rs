@@ -26,14 +26,49 @@ pub struct BatchGeneration<'a> {
     pub(super) ended: bool,
 }
 
-/// What one sequence of a batch has made.
+/// What one sequence has made.
 #[derive(Debug)]
 pub(super) struct Made<'a> {
     pub(super) text: Option<DecodeStream<'a>>,
     /// Where its next token lies in the token buffer.
     pub(super) next: usize,
     pub(super) taken: usize,
+    /// The last one taken, when its text ends inside a character: what follows may complete it, and where nothing follows
+    /// it is this one's text that has the rest.
+    pub(super) held: Option<Token>,
     pub(super) end: Option<End>,
+}
+
+impl Made<'_> {
+    /// The next of `produced` tokens.
+    fn take(&mut self, resident: &Resident, produced: u32) -> Result<Option<Token>, EngineError> {
+        while produced as usize > self.taken {
+            if let Some(token) = self.held.take() {
+                return Ok(Some(token));
+            }
+            let id = resident.token(self.next);
+            (self.next, self.taken) = (self.next + 1, self.taken + 1);
+            let (text, is_whole) = match &mut self.text {
+                Some(stream) => (stream.push(id)?, stream.is_whole()),
+                None => (String::new(), true),
+            };
+            let token = Token { id, text };
+            if is_whole {
+                return Ok(Some(token));
+            }
+            self.held = Some(token);
+        }
+        Ok(None)
+    }
+
+    /// The token that waited for another, which does not come.
+    fn take_last(&mut self) -> Result<Option<Token>, EngineError> {
+        let Some(mut token) = self.held.take() else { return Ok(None) };
+        if let Some(stream) = self.text.take() {
+            token.text.push_str(&stream.finish()?);
+        }
+        Ok(Some(token))
+    }
 }
 
 impl BatchGeneration<'_> {
@@ -48,15 +83,22 @@ impl BatchGeneration<'_> {
     }
 
     /// A token that has been made, of the sequence of which the fewest have been taken.
-    fn take(&mut self) -> Option<Result<(usize, Token), EngineError>> {
+    fn take(&mut self) -> Result<Option<(usize, Token)>, EngineError> {
         let resident = &self.resident;
-        let waiting = self.each.iter_mut().enumerate();
-        let waiting = waiting.filter(|(number, made)| resident.produced_of(*number) as usize > made.taken);
-        let (number, made) = waiting.min_by_key(|(_, made)| made.taken)?;
-        let id = resident.token(made.next);
-        (made.next, made.taken) = (made.next + 1, made.taken + 1);
-        let text = made.text.as_mut().map_or(Ok(String::new()), |stream| stream.push(id));
-        Some(text.map(|text| (number, Token { id, text })).map_err(EngineError::from))
+        loop {
+            let waiting = self.each.iter_mut().enumerate();
+            let waiting = waiting.filter(|(number, made)| resident.produced_of(*number) as usize > made.taken);
+            let Some((number, made)) = waiting.min_by_key(|(_, made)| made.taken) else { break };
+            if let Some(token) = made.take(resident, resident.produced_of(number))? {
+                return Ok(Some((number, token)));
+            }
+        }
+        for (number, made) in self.each.iter_mut().enumerate().filter(|_| self.ended) {
+            if let Some(token) = made.take_last()? {
+                return Ok(Some((number, token)));
+            }
+        }
+        Ok(None)
     }
 }
 
@@ -66,7 +108,7 @@ impl Iterator for BatchGeneration<'_> {
     fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
         loop {
             let is_over = self.ended || !self.resident.is_running();
-            if let Some(token) = self.take() {
+            if let Some(token) = self.take().transpose() {
                 return Some(token);
             }
             if self.ended {
@@ -100,15 +142,13 @@ impl Drop for BatchGeneration<'_> {
     }
 }
 
-/// A generation under way: iterate over its tokens.
+/// A generation under way: iterate over its tokens. Their texts are together the whole text.
 #[derive(Debug)]
 pub struct Generation<'a> {
     pub(super) resident: &'a mut Resident,
-    pub(super) text: Option<DecodeStream<'a>>,
+    pub(super) made: Made<'a>,
     pub(super) prompt_len: usize,
-    pub(super) taken: usize,
     pub(super) ended: bool,
-    pub(super) end: Option<End>,
 }
 
 impl Generation<'_> {
@@ -123,8 +163,20 @@ impl Generation<'_> {
     }
 
     /// Why it ended, once it has.
+    ///
+    /// ```no_run
+    /// # use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model};
+    /// # let model = Model::load("path/to/Qwen3-0.6B")?;
+    /// # let mut engine = Engine::new(&model, &EngineConfig::default())?;
+    /// let mut generation = engine.generate(&model.encode("A cat is")?, &GenerateOptions::default())?;
+    /// let text = generation.by_ref().map(|token| token.map(|token| token.text)).collect::<Result<String, _>>()?;
+    /// if generation.end() == Some(End::ContextFull) {
+    ///     eprintln!("there was no room for more than {text:?}");
+    /// }
+    /// # Ok::<(), perpetua::EngineError>(())
+    /// ```
     pub fn end(&self) -> Option<End> {
-        self.end
+        self.made.end
     }
 
     /// The next token if there is one within `patience`; `Ok(None)` says neither that there is one nor that it has ended
@@ -135,22 +187,17 @@ impl Generation<'_> {
     pub fn poll(&mut self, patience: Duration) -> Result<Option<Token>, EngineError> {
         let began = Instant::now();
         loop {
-            if self.resident.produced() as usize > self.taken {
-                let id = self.resident.token(self.prompt_len + self.taken);
-                self.taken += 1;
-                let text = match &mut self.text {
-                    Some(stream) => stream.push(id)?,
-                    None => String::new(),
-                };
-                return Ok(Some(Token { id, text }));
+            let is_over = self.ended || !self.resident.is_running();
+            if let Some(token) = self.made.take(self.resident, self.resident.produced())? {
+                return Ok(Some(token));
             }
             if self.ended {
-                return Ok(None);
+                return self.made.take_last();
             }
-            if !self.resident.is_running() && self.resident.produced() as usize == self.taken {
+            if is_over {
                 self.ended = true;
                 let control = self.resident.finish()?;
-                self.end = End::from_u32(control.end);
+                self.made.end = End::from_u32(control.end);
                 // The reference has run as a whole; its tokens are there only now.
                 continue;
             }
@@ -163,18 +210,7 @@ impl Generation<'_> {
 
     /// Whether the run is over and every token has been taken.
     pub fn is_ended(&self) -> bool {
-        self.ended && self.resident.produced() as usize <= self.taken
-    }
-
-    /// Text that was held back because a character might still have been completed; empty as a rule.
-    ///
-    /// # Errors
-    /// From the tokenizer.
-    pub fn rest_of_text(&mut self) -> Result<String, EngineError> {
-        match self.text.take() {
-            Some(stream) => Ok(stream.finish()?),
-            None => Ok(String::new()),
-        }
+        self.ended && self.made.held.is_none() && self.resident.produced() as usize <= self.made.taken
     }
 }
 

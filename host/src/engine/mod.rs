@@ -30,7 +30,7 @@ use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
 use crate::exec::{RunError, cuda};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelError, ModelFolder, Quantize, Quantized};
-use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::control::{Control, End, NO_PROGRAM};
 use perpetua_shared::image::EVERY_SEQUENCE;
 use perpetua_shared::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::{DType, ProgramId};
@@ -282,7 +282,8 @@ impl GenerateOptions {
 pub struct Token {
     /// Its id.
     pub id: u32,
-    /// The text it completes: valid UTF-8, possibly empty while a character is still half there.
+    /// The text it completes: valid UTF-8, possibly empty while a character is still half there. That of the last token
+    /// ends with U+FFFD where the tokens end inside a character.
     pub text: String,
 }
 
@@ -465,8 +466,9 @@ impl Engine {
         }
         // Without a run, what is counted is an earlier run's.
         let taken = if has_work { 0 } else { self.resident.produced() as usize };
-        let ended = !has_work;
-        Ok(Generation { resident: &mut self.resident, text, prompt_len: prompt.len(), taken, ended, end: None })
+        let end = (!has_work).then_some(End::MaxTokens);
+        let made = Made { text, next: prompt.len(), taken, held: None, end };
+        Ok(Generation { resident: &mut self.resident, made, prompt_len: prompt.len(), ended: !has_work })
     }
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
@@ -510,10 +512,12 @@ impl Engine {
         }
         control.step = perpetua_device::advance::batch_step(&control, self.resident.compiled.image.view().programs, 0);
         let ended = options.max_new_tokens == 0;
-        // Without a run there is nothing to take: what is counted then is an earlier run's.
-        for (number, prompt) in prompts.iter().enumerate().filter(|_| !ended) {
+        for (number, prompt) in prompts.iter().enumerate() {
             let next = number * part + prompt.len();
-            each.push(Made { text: text_stream(&self.model)?, next, taken: 0, end: None });
+            // Without a run, what is counted is an earlier run's.
+            let taken = if ended { self.resident.produced_of(number) as usize } else { 0 };
+            let end = ended.then_some(End::MaxTokens);
+            each.push(Made { text: text_stream(&self.model)?, next, taken, held: None, end });
         }
         if !ended {
             self.resident.start(control);

@@ -197,6 +197,11 @@ impl DecodeStream<'_> {
         Ok(new)
     }
 
+    /// Whether the tokens so far end with a whole character: nothing is withheld.
+    pub fn is_whole(&self) -> bool {
+        self.window.len() == self.clean.last().copied().unwrap_or(0)
+    }
+
     /// Gives what is still withheld: characters that were never finished, as U+FFFD.
     pub fn finish(mut self) -> Result<String, ModelError> {
         let text = self.tokenizer.decode(&self.window)?;
