@@ -203,6 +203,37 @@ fn a_broken_tokenizer_is_no_missing_one() {
     assert_eq!(generate().unwrap(), 2);
 }
 
+/// A bias that the configuration does not have changes what the network computes: said once, and on stderr alone.
+#[test]
+fn tensors_that_the_network_does_not_use_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-llama", temp.path());
+    let path = dir.join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let norm = file.tensor("model.norm.weight").unwrap();
+    let names = ["q_proj.bias", "rotary_emb.inv_freq", "v_proj.bias"];
+    let others = names.map(|name| (format!("model.layers.1.self_attn.{name}"), norm.clone()));
+    let all: Vec<_> = file.tensors().into_iter().chain(others).collect();
+    std::fs::write(&path, safetensors::serialize(all, None).unwrap()).unwrap();
+    let dir = dir.to_string_lossy().into_owned();
+    let line = format!(
+        "perpetua: {dir}: tensors that this network does not use: model.layers.1.self_attn.q_proj.bias and 1 more"
+    );
+    let whole = fixture("tiny-llama").to_string_lossy().into_owned();
+    for verb in [&["generate", "--prompt", "a", "--max-new-tokens", "2"][..], &["plan", "--target", "cpu:2"]] {
+        let run = |dir: &str| perpetua(&[verb, &["--model", dir]].concat());
+        let (found, expected) = (run(&dir), run(&whole));
+        let said = String::from_utf8_lossy(&found.stderr).into_owned();
+        assert!(found.status.success(), "{said}");
+        assert_eq!(said.lines().filter(|said| *said == line).count(), 1, "{said}");
+        assert!(!String::from_utf8_lossy(&expected.stderr).contains("does not use"));
+        if verb[0] == "generate" {
+            assert_eq!(found.stdout, expected.stdout);
+        }
+    }
+}
+
 #[test]
 fn batches_that_cannot_be_are_refused() {
     let model = fixture("tiny-qwen3").to_string_lossy().into_owned();

@@ -21,7 +21,8 @@ mod synth;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::cuda::Gpu;
-use perpetua::model::{ModelConfig, Quantize};
+use perpetua::model::layout::is_spare;
+use perpetua::model::{ModelConfig, ModelError, Quantize};
 use perpetua::{Device, Engine, EngineConfig, Model};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -101,9 +102,14 @@ pub(crate) fn main() -> ExitCode {
     }
 }
 
-/// Says `line` to the user, if anybody listens.
+/// Says `line` to the user on stderr, if anybody listens: `eprintln!` panics where nobody does.
+fn note(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// As [`note`], of what the user should know about their request.
 fn say(line: &str) {
-    let _ = writeln!(std::io::stderr(), "perpetua: {line}");
+    note(&format!("perpetua: {line}"));
 }
 
 fn is_broken_pipe(error: &(dyn std::error::Error + 'static)) -> bool {
@@ -158,7 +164,7 @@ impl ModelArgs {
     }
 
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
-        let model = Model::load(&self.model)?;
+        let model = load(&self.model)?;
         let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
         let bar = progress(model.weights()?.size_bytes() as u64, "quantizing", BYTES_BAR);
         let model = model.quantize(Quantize::Q8, |bytes| bar.inc(bytes))?;
@@ -183,6 +189,19 @@ impl ModelArgs {
             ..EngineConfig::default()
         }
     }
+}
+
+/// Opens the model in `folder`, and names what of its checkpoint is used by nothing for no known reason.
+fn load(folder: &Path) -> Result<Model, ModelError> {
+    let model = Model::load(folder)?;
+    // Where there are no weights to be had, whoever needs them says so.
+    let mut unused = model.unused_tensors().unwrap_or_default();
+    unused.retain(|name| !is_spare(model.config(), name));
+    if let [first, others @ ..] = &unused[..] {
+        let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
+        say(&format!("{}: tensors that this network does not use: {first}{others}", folder.display()));
+    }
+    Ok(model)
 }
 
 /// A progress bar of `len` steps on a terminal, nothing elsewhere.

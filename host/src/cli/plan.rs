@@ -1,7 +1,6 @@
 //! `perpetua plan`: compile without running, and say what came out.
 
 use super::{Outcome, Rows, bytes, plan_graph, print, writable, write_whole};
-use perpetua::Model;
 use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, sentence_sources};
 use perpetua::graph::lower::Target;
@@ -175,7 +174,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         let name = if rows == 1 { "decode".to_owned() } else { format!("prefill {rows}") };
         return Ok(vec![Source { name, graph, in_token_loop: true }]);
     };
-    let model = Model::load(dir)?;
+    let model = super::load(dir)?;
     let max = model.max_tokens();
     if !super::is_generator(&model) {
         return Ok(sentence_sources(&model, &[within("rows", args.rows, max)?])?);

@@ -49,6 +49,23 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     }
 }
 
+/// Whether `name` is a tensor that published checkpoints have and a network of this configuration has no use for. A tensor
+/// that neither this nor [`tensors`] knows may mean that the network was trained as another than its configuration says.
+pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
+    match config {
+        // Transformers ties whatever the file says; older versions of it saved what they computed from the configuration.
+        ModelConfig::Decoder(config) => {
+            config.tie_word_embeddings && name == "lm_head.weight" || name.ends_with(".rotary_emb.inv_freq")
+        }
+        // Positions counted from 0, and what stands on top of the encoder.
+        ModelConfig::Bert(_) => {
+            let name = name.strip_prefix("bert.").unwrap_or(name);
+            name == "embeddings.position_ids"
+                || ["pooler.", "cls.", "classifier.", "qa_outputs."].iter().any(|head| name.starts_with(head))
+        }
+    }
+}
+
 fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let (q_dim, kv_dim) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let mut list = Vec::new();

@@ -28,6 +28,7 @@ pub mod synth;
 pub mod tokenizer;
 pub mod weights;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -169,6 +170,28 @@ impl ModelFolder {
         Ok(self.weights.get_or_init(|| weights))
     }
 
+    /// Names of the checkpoint's tensors that the network does not read, in order; see [`layout::is_spare`].
+    ///
+    /// ```no_run
+    /// # use perpetua::model::{ModelFolder, layout};
+    /// let folder = ModelFolder::open("path/to/Qwen3-0.6B")?;
+    /// for name in folder.unused_tensors()?.into_iter().filter(|name| !layout::is_spare(folder.config(), name)) {
+    ///     eprintln!("{name} is not used");
+    /// }
+    /// # Ok::<(), perpetua::model::ModelError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`ModelFolder::weights`].
+    pub fn unused_tensors(&self) -> Result<Vec<&str>, ModelError> {
+        let weights = self.weights()?;
+        let prefix = if self.sentence.is_some() { self.bert_prefix()? } else { "" };
+        let specs = layout::tensors(&self.config);
+        let used = specs.iter().filter_map(|spec| weights.name_in_file(&format!("{prefix}{}", spec.name)));
+        let used: HashSet<&str> = used.collect();
+        Ok(weights.names().filter(|name| !used.contains(name)).collect())
+    }
+
     /// What stands before the names of a BERT's tensors: `bert.` where the model was saved with a head on top.
     pub fn bert_prefix(&self) -> Result<&'static str, ModelError> {
         let headed = self.weights()?.contains("bert.embeddings.word_embeddings.weight");
@@ -235,7 +258,7 @@ mod tests {
             for spec in layout::tensors(folder.config()) {
                 folder.weights().expect(name).expect(&spec.name, &spec.shape).expect(name);
             }
-            assert_eq!(layout::tensors(folder.config()).len(), folder.weights().expect(name).len());
+            assert_eq!(folder.unused_tensors().expect(name), [""; 0]);
             let ids = folder.encode_chat(&[ChatMessage::new("user", "Hi")]).expect(name);
             assert_eq!((ids[0], folder.decoder().is_ok(), folder.encoder().is_err()), (1, true, true));
         }
@@ -272,6 +295,59 @@ mod tests {
         let folder = ModelFolder::open(dir.path()).expect("a config");
         let message = folder.encode("zebra").expect_err("out of range").to_string();
         assert!(message.starts_with("token id ") && message.ends_with("expected 0 to 49"), "{message}");
+    }
+
+    /// Writes `from`'s tensors with others beside them, each of one f32, as the checkpoint of the folder `to`. A name of
+    /// `from` that ends with the first of `renamed` ends with the second instead.
+    fn add_tensors(from: &Weights, to: &Path, prefix: &str, renamed: [&str; 2], others: &[&str]) {
+        use safetensors::{Dtype, tensor::TensorView as View};
+        let rename = |name: &str| match name.strip_suffix(renamed[0]) {
+            Some(stem) => format!("{prefix}{stem}{}", renamed[1]),
+            None => format!("{prefix}{name}"),
+        };
+        let old = from.names().map(|name| {
+            let view = from.get(name).expect("its own name");
+            assert_eq!(view.dtype, perpetua_shared::DType::Bf16);
+            (rename(name), View::new(Dtype::BF16, view.shape.to_vec(), view.bytes).expect("as it was"))
+        });
+        let new = others.iter().map(|name| ((*name).to_owned(), View::new(Dtype::F32, vec![1], &[0; 4]).expect("one")));
+        let bytes = safetensors::serialize(old.chain(new), None).expect("a checkpoint");
+        fs::write(to.join("model.safetensors"), bytes).expect("a file");
+    }
+
+    #[test]
+    fn tensors_that_no_network_reads_are_listed() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let unused = |preset: &str, prefix: &str, renamed, others: &[&str]| {
+            let [whole, out] = ["whole", "out"].map(|part| dir.path().join(format!("{preset}-{prefix}{part}")));
+            for out in [&whole, &out] {
+                let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
+                synth(SynthSource::Preset(preset), out, &SynthOptions::default(), go_on).expect("a model");
+            }
+            let whole = ModelFolder::open(&whole).expect("a model");
+            assert_eq!(whole.unused_tensors().expect("weights"), [""; 0]);
+            add_tensors(whole.weights().expect("weights"), &out, prefix, renamed, others);
+            let folder = ModelFolder::open(&out).expect("the model");
+            let unused = folder.unused_tensors().expect("weights");
+            let spare = unused.iter().filter(|name| layout::is_spare(folder.config(), name)).count();
+            (unused.into_iter().map(str::to_owned).collect::<Vec<_>>(), spare)
+        };
+        // A tied head, what older versions of transformers saved, and a bias that the configuration does not have.
+        let others =
+            ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.mlp.up_proj.bias"];
+        assert_eq!(unused("tiny-qwen3", "", ["", ""], &others), (others.map(str::to_owned).to_vec(), 2));
+        // As bert-base-uncased and all-MiniLM-L6-v2 have them; and a layer too many.
+        let others = [
+            "bert.embeddings.position_ids",
+            "bert.encoder.layer.3.output.dense.bias",
+            "bert.pooler.dense.bias",
+            "bert.pooler.dense.weight",
+            "cls.predictions.bias",
+        ];
+        let renamed = ["LayerNorm.weight", "LayerNorm.gamma"];
+        assert_eq!(unused("tiny-bert", "bert.", renamed, &others), (others.map(str::to_owned).to_vec(), 4));
+        let others = ["embeddings.position_ids", "pooler.dense.weight"];
+        assert_eq!(unused("tiny-bert", "", ["", ""], &others), (others.map(str::to_owned).to_vec(), 2));
     }
 
     #[test]

@@ -191,6 +191,11 @@ impl Weights {
         self.locate(name).is_some()
     }
 
+    /// What the files call the tensor of this name, if there is one.
+    pub fn name_in_file(&self, name: &str) -> Option<&str> {
+        self.entry(name).map(|(name, _)| name.as_str())
+    }
+
     /// The tensor of this name, if there is one and its dtype is one of [`DType`].
     pub fn get(&self, name: &str) -> Option<TensorView<'_>> {
         let location = self.locate(name)?;
@@ -248,8 +253,12 @@ impl Weights {
     }
 
     fn locate(&self, name: &str) -> Option<&Location> {
-        if let Some(location) = self.tensors.get(name) {
-            return Some(location);
+        self.entry(name).map(|(_, location)| location)
+    }
+
+    fn entry(&self, name: &str) -> Option<(&String, &Location)> {
+        if let Some(entry) = self.tensors.get_key_value(name) {
+            return Some(entry);
         }
         // BERT checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta.
         let old = if let Some(stem) = name.strip_suffix("LayerNorm.weight") {
@@ -257,7 +266,7 @@ impl Weights {
         } else {
             format!("{}LayerNorm.beta", name.strip_suffix("LayerNorm.bias")?)
         };
-        self.tensors.get(&old)
+        self.tensors.get_key_value(&old)
     }
 }
 
