@@ -12,6 +12,7 @@ use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec, TILED_ROWS};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
+use perpetua_shared::limits::MAX_TASK_EVENTS;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
 use std::collections::HashMap;
@@ -111,6 +112,18 @@ pub enum CompileError {
         op: String,
         /// Why not.
         why: &'static str,
+    },
+    /// A task waits on more events than its descriptor counts, or triggers more.
+    #[error("operator {op}, block {block:?}: {what} {given} events, expected at most {MAX_TASK_EVENTS}")]
+    TaskEvents {
+        /// The task's operator.
+        op: String,
+        /// Which of its blocks.
+        block: [u32; 3],
+        /// `waits on` or `triggers`.
+        what: &'static str,
+        /// How many.
+        given: usize,
     },
     /// A task's tiles do not fit a worker.
     #[error(transparent)]
@@ -289,6 +302,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     if config.target.cut == Cut::PerWorker {
         task::elide(&mut tasks, &lists);
     }
+    check_task_events(&blocks, &tasks)?;
     clock.lap("last");
     let machine = Machine::of(&config.target);
     let plan = match has_loaders {
@@ -370,6 +384,22 @@ fn end_with_last_task(tasks: &mut TaskGraph) {
     tasks.events.push(leaves.len() as u32);
     tasks.waits = with_entry(&tasks.waits, &[last as u32], event);
     tasks.triggers = with_entry(&tasks.triggers, &leaves, event);
+}
+
+/// No task waits on, or triggers, more events than its descriptor counts.
+fn check_task_events(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), CompileError> {
+    for (number, task) in tasks.tasks.iter().enumerate() {
+        // The last task has an event more of each: see `Layout::add_program`.
+        let more = usize::from(number + 1 == tasks.tasks.len());
+        for (what, lists) in [("waits on", &tasks.waits), ("triggers", &tasks.triggers)] {
+            let given = lists.of(number).len() + more;
+            if given > MAX_TASK_EVENTS {
+                let op = blocks.ops[task.op as usize].name.clone();
+                return Err(CompileError::TaskEvents { op, block: task.block, what, given });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// `lists` with `entry` added to each of the lists `to`, which ascend.
@@ -511,7 +541,7 @@ impl Layout {
             let row_first = op.row_axis.map_or(0, |axis| {
                 threadblock::part(op.rows as usize, task.block[axis as usize], op.grid[axis as usize]).start as u32
             });
-            let count = |n: usize| u16::try_from(n).expect("a task waits on and triggers fewer than 2^16 events");
+            let count = |n: usize| u16::try_from(n).expect("check_task_events has counted");
             let kernel = op.kernel.expect("a kernel graph's operators have macro kernels");
             let is_launched = graph.classes[task.op as usize] == TaskClass::JustInTime;
             let flags = kernel.flags | if is_launched { TaskFlags::JUST_IN_TIME } else { 0 };
@@ -557,5 +587,46 @@ impl Layout {
             event_count: graph.events.len() as u32,
             in_token_loop,
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two tasks, the second of which waits on `waits` events; the first triggers `triggers`.
+    fn judged(waits: usize, triggers: usize) -> Result<(), String> {
+        let op = threadblock::BlockOp {
+            name: "split".to_owned(),
+            grid: [2, 1, 1],
+            accesses: Vec::new(),
+            row_axis: None,
+            rows: 0,
+            kernel: None,
+        };
+        let blocks = ThreadBlockGraph { ops: vec![op], ..Default::default() };
+        let events: Vec<u32> = (0..waits.max(triggers) as u32).collect();
+        let lists = |first: &[u32], second: &[u32]| {
+            let mut lists = task::Lists::default();
+            [first, second].into_iter().for_each(|list| lists.push(list));
+            lists
+        };
+        let task = |x| task::Task { op: 0, block: [x, 0, 0] };
+        let tasks = TaskGraph {
+            tasks: vec![task(0), task(1)],
+            waits: lists(&[], &events[..waits]),
+            triggers: lists(&events[..triggers], &[]),
+            ..Default::default()
+        };
+        check_task_events(&blocks, &tasks).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn more_events_than_a_task_counts_are_refused() {
+        // The second is the last, and waits for the iteration's start too.
+        assert_eq!(judged(65_534, 65_535), Ok(()));
+        let said = |what| Err(format!("operator split, block {what} events, expected at most 65535"));
+        assert_eq!(judged(65_535, 1), said("[1, 0, 0]: waits on 65536"));
+        assert_eq!(judged(1, 65_536), said("[0, 0, 0]: triggers 65536"));
     }
 }

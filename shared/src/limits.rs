@@ -18,6 +18,10 @@ pub const MAX_PROGRAMS: usize = 32;
 /// Tasks of one image. A million is two orders above Qwen3-8B; the bound keeps index arithmetic inside `u32`.
 pub const MAX_TASKS: usize = 1 << 24;
 
+/// Events one task waits on, and events it triggers: what its descriptor counts in 16 bits. A task of today's models has
+/// ten at most.
+pub const MAX_TASK_EVENTS: usize = u16::MAX as usize;
+
 /// Token ids that end a generation, as `generation_config.json` lists them (Llama 3 has three).
 pub const MAX_STOP_TOKENS: usize = 16;
 
