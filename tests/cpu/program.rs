@@ -254,6 +254,33 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
     }
 }
 
+/// Nobody's reading on, be it what is printed or what is said beside it, is no failure of what was asked for.
+#[test]
+fn closed_pipes_end_it_quietly() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = |name: &str| temp.path().join(name).to_string_lossy().into_owned();
+    let [csv, packed, synth, records] = ["in.csv", "out.csv", "synth", "records"].map(path);
+    std::fs::write(&csv, "id,lower,upper,size\n1,0,3,4\n").unwrap();
+    let model = fixture("tiny-qwen2");
+    let check = ["gpu-check", "--simulated", "--out", &records, "facts"];
+    let mut requests = vec![
+        vec!["generate", "--model", &model, "--prompt", "a", "--max-new-tokens", "2"],
+        vec!["plan", "--model", &model, "--target", "cpu:2"],
+        vec!["doctor"],
+        vec!["pack", "--in", &csv, "--capacity", "8", "--out", &packed],
+        vec!["synth", "--preset", "tiny-simt", "--out", &synth],
+    ];
+    if perpetua::device_image::device_image().is_some() {
+        requests.extend([check.to_vec(), [&check[..], &["--budget", "0"]].concat()]);
+    }
+    for args in requests {
+        let closed = || std::io::pipe().unwrap().1;
+        let status =
+            Command::new(env!("CARGO_BIN_EXE_perpetua")).args(&args).stdout(closed()).stderr(closed()).status();
+        assert_eq!(status.unwrap().code(), Some(0), "{args:?}");
+    }
+}
+
 /// The first process that `parent` starts.
 #[cfg(target_os = "linux")]
 fn child_of(parent: &mut std::process::Child) -> String {

@@ -1,7 +1,8 @@
 //! `perpetua generate`.
 
 use super::{
-    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, progress, say, warm, writable, write_whole,
+    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, note, progress, say, warm, writable,
+    write_whole,
 };
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, GenerateOptions};
@@ -112,7 +113,7 @@ fn report(engine: &Engine, prompt: usize, made: usize, loaded: Duration) {
     let decode = stamps[stamps.len() - 1] - stamps[first];
     let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
     let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
-    eprintln!(
+    note(&format!(
         "{}load {:.0} ms (compile {:.1} ms) | prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {} tokens in {:.1} ms ({:.1}/s){}",
         dim.0,
         loaded.as_secs_f64() * 1e3,
@@ -123,5 +124,5 @@ fn report(engine: &Engine, prompt: usize, made: usize, loaded: Duration) {
         decode.as_secs_f64() * 1e3,
         rate(made - 1, decode),
         dim.1
-    );
+    ));
 }

@@ -2,7 +2,7 @@
 //! should and how fast. A record per section, as JSON.
 
 use super::group::{self, Group};
-use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, write_whole};
+use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, print, write_whole};
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::fake::{Fake, Options as FakeOptions};
 use perpetua::cuda::probe::Prober;
@@ -151,7 +151,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let mut failed = Vec::new();
     for section in sections {
         if began.elapsed() > Duration::from_secs(args.budget) {
-            println!("{:14} left out: {} s are over", section.name(), args.budget);
+            print(&format!("{:14} left out: {} s are over\n", section.name(), args.budget))?;
         } else if !apart(args, *section, section.limit(args).min(end.saturating_sub(began.elapsed())))? {
             failed.push(section.name());
         }
@@ -186,8 +186,8 @@ fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn
     let mut record = record.unwrap_or_else(|| json!({"section": name, "simulated": args.simulated}));
     record["seconds"] = json!(began.elapsed().as_secs_f64());
     record["error"] = what.clone().into();
-    print_figures(&name, began.elapsed().as_secs_f64(), "error", &what.into());
     write_whole(&path, |file| writeln!(file, "{record:#}"))?;
+    print_figures(&name, began.elapsed().as_secs_f64(), "error", &what.into())?;
     Ok(false)
 }
 
@@ -248,12 +248,15 @@ fn open(args: &Args) -> Result<Gpu, GpuError> {
     Gpu::with_driver(Arc::new(Fake::new(options)))
 }
 
-fn print_figures(name: &str, seconds: f64, key: &str, value: &Value) {
-    println!("{name:14} {} in {seconds:.1} s", if key == "error" { "FAILED" } else { "done" });
+fn print_figures(name: &str, seconds: f64, key: &str, value: &Value) -> Outcome {
+    let mut text = format!("{name:14} {} in {seconds:.1} s\n", if key == "error" { "FAILED" } else { "done" });
     match value {
-        Value::Object(figures) => figures.iter().for_each(|(what, value)| println!("    {what:28} {value}")),
-        other => println!("    {other}"),
+        Value::Object(figures) => {
+            figures.iter().for_each(|(what, value)| text.push_str(&format!("    {what:28} {value}\n")));
+        }
+        other => text.push_str(&format!("    {other}\n")),
     }
+    print(&text)
 }
 
 impl Check<'_> {
@@ -264,7 +267,6 @@ impl Check<'_> {
             Ok(figures) => ("figures", figures),
             Err(error) => ("error", Value::from(error.to_string())),
         };
-        print_figures(&name, seconds, key, &value);
         // What was kept before something failed stays.
         let kept = std::fs::read(self.args.record(self.section)).ok();
         let kept: Option<Value> = kept.and_then(|text| serde_json::from_slice(&text).ok());
@@ -274,7 +276,8 @@ impl Check<'_> {
         }
         record[key] = value;
         // The record tells how it went.
-        self.write(&record)
+        self.write(&record)?;
+        print_figures(&name, seconds, key, &record[key])
     }
 
     fn record(&self) -> Value {

@@ -1,6 +1,6 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
-use super::{writable, write_whole};
+use super::{note, writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
@@ -53,7 +53,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     write_whole(&args.out, |file| file.write_all(table.with_offsets(&placement).as_bytes()))?;
     let load_bytes = lower_bound(problem.buffers());
     let n_buffers = problem.buffers().len();
-    eprintln!("{n_buffers} buffers: peak {} bytes, lower bound {load_bytes}", placement.peak_bytes);
+    note(&format!("{n_buffers} buffers: peak {} bytes, lower bound {load_bytes}", placement.peak_bytes));
     Ok(())
 }
 

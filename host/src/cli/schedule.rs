@@ -1,6 +1,6 @@
 //! `perpetua schedule`: the feasible memory scheduler on a plain graph.
 
-use super::{writable, write_whole};
+use super::{note, writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
@@ -31,7 +31,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         );
     }
     write_whole(&args.out, |file| file.write_all(plain::json::write_schedule(&graph, &schedule).as_bytes()))?;
-    eprintln!(
+    note(&format!(
         "{} ops: makespan {} cycles, lower bound {}, without prefetch {}; peak {} of {} bytes, {} spills",
         graph.ops().len(),
         schedule.makespan,
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         schedule.peak_bytes,
         graph.capacity_bytes(),
         schedule.spills.len(),
-    );
+    ));
     Ok(())
 }
 

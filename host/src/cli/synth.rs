@@ -1,6 +1,6 @@
 //! `perpetua synth`.
 
-use super::{BYTES_BAR, Interrupted, Outcome, bytes, interrupt_flag, progress};
+use super::{BYTES_BAR, Interrupted, Outcome, bytes, interrupt_flag, note, progress};
 use perpetua::model::synth::PRESETS;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use std::ops::ControlFlow;
@@ -43,12 +43,12 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Err(Interrupted.into());
     }
     let summary = written?;
-    eprintln!(
+    note(&format!(
         "{}: {:.1} million weights, {} in {} file(s)",
         args.out.display(),
         summary.n_params as f64 / 1e6,
         bytes(summary.size_bytes),
         summary.weight_files.len()
-    );
+    ));
     Ok(())
 }
