@@ -14,13 +14,15 @@ pub mod memory;
 pub mod model;
 pub mod schedule;
 
-/// README.md and ARCHITECTURE.md: their examples are compiled as tests.
+/// README.md, ARCHITECTURE.md and docs/kernels.md: their examples are compiled as tests.
 #[cfg(doctest)]
 mod pages {
     #[doc = include_str!("../../README.md")]
     mod readme {}
     #[doc = include_str!("../../ARCHITECTURE.md")]
     mod architecture {}
+    #[doc = include_str!("../../docs/kernels.md")]
+    mod kernels {}
 }
 
 /// Macro kernels and what they are called with: activations, costs, the worker loop.

@@ -609,7 +609,10 @@ impl KernelGraph {
     }
 
     /// Adds an operator the library has no method for: any macro kernel, with the cut given by hand. `op.accesses` are
-    /// the macro kernel's operands in order, `op.kernel` must be set. (MPK: `KN_CUSTOMIZED_OP`.)
+    /// the macro kernel's operands in order, `op.kernel` must be set. docs/kernels.md has an example. (MPK: `KN_CUSTOMIZED_OP`.)
+    ///
+    /// # Errors
+    /// An operand or a kernel that does not exist, or is not used as the macro kernel uses it.
     pub fn customized(&mut self, op: BlockOp) -> Result<OpId, GraphError> {
         let Some(kernel) = op.kernel else {
             return Err(GraphError::Operator { op: op.name, what: "has no macro kernel to run".to_owned() });
