@@ -163,22 +163,26 @@ fn gemm() {
     let y = Memory::new(64 << 20, 0);
     let mut lines = Vec::new();
     for isa in Isa::available() {
-        use linear::Order::{Lanes, Sequential};
+        use linear::Order::{Free, Lanes};
         for (dtype, rows, n, k, order) in [
             (DType::Bf16, 512, 256, 1024, Lanes),
             (DType::Bf16, 512, 256, 3072, Lanes),
             (DType::Bf16, 512, 128, 12288, Lanes),
             (DType::Bf16, 64, 256, 4096, Lanes),
             (DType::Bf16, 4, 256, 4096, Lanes),
+            (DType::Bf16, 512, 256, 1024, Free),
+            (DType::Bf16, 128, 1024, 1024, Free),
+            (DType::Bf16, 128, 1024, 3072, Free),
+            (DType::Bf16, 32, 1024, 1024, Free),
             (DType::F32, 512, 256, 1024, Lanes),
-            (DType::F32, 512, 256, 1024, Sequential),
+            (DType::F32, 512, 256, 1024, Free),
             (DType::F32, 128, 192, 384, Lanes),
-            (DType::F32, 128, 192, 384, Sequential),
+            (DType::F32, 128, 192, 384, Free),
             (DType::F32, 128, 192, 1536, Lanes),
-            (DType::F32, 128, 192, 1536, Sequential),
+            (DType::F32, 128, 192, 1536, Free),
             (DType::F32, 16, 192, 384, Lanes),
-            (DType::F32, 16, 192, 384, Sequential),
-            (DType::F32, 48, 192, 384, Sequential),
+            (DType::F32, 16, 192, 384, Free),
+            (DType::F32, 48, 192, 384, Free),
         ] {
             let (weights, x, y) = (&weights, &x, &y);
             lines.push(Line {

@@ -3,7 +3,7 @@
 //! - [`simd`]: the instruction sets, found once at run time, behind one trait.
 //! - [`rows`]: runs of elements of any float dtype, as the bodies read and write them.
 //! - [`gemm`]: dot products of weight rows with activation rows, from one row (decode) to hundreds (prefill).
-//! - [`outer`]: products as sums of outer products, faster where no single row has to be.
+//! - [`outer`]: products as sums of outer products, faster where no single row has to be; [`amx`]: on a matrix unit.
 //! - [`rowwise`]: norms, element-wise functions, rotary embedding.
 //! - [`math`]: functions std does not have.
 //! - [`ahead`]: weights asked for before their task may run.
@@ -14,6 +14,8 @@ pub mod bandwidth;
 pub mod math;
 pub mod simd;
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod amx;
 pub(crate) mod gemm;
 pub(crate) mod outer;
 pub(crate) mod rows;

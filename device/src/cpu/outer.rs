@@ -54,6 +54,63 @@ impl Plan {
     }
 }
 
+/// Products of whole blocks of activation rows, in an order of their own, whatever is computed beside an output.
+pub(crate) trait Products<S: Simd> {
+    /// Storage of a weight.
+    type Elem;
+    /// Whether [`Products::pack`] wants `wide` whatever the activations are.
+    const ALWAYS_WIDE: bool;
+
+    /// Packs rows `first..first + rows` of `x`, of `k` elements, as [`Products::multiply`] expects them.
+    ///
+    /// # Safety
+    /// `packed` has room for `k * stride` f32, `stride` at least `rows` in blocks of 16, `wide` for 16 rows of f32 unless
+    /// the activations are f32 and it is not [always](Products::ALWAYS_WIDE) wanted; the level exists.
+    unsafe fn pack(x: &Tensor, first: usize, shape: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize);
+
+    /// sums[j][m] = weights[j] . x[m] for `n` weight rows of `k` elements, `w_stride` apart, and `rows` packed activation
+    /// rows; `sums`' rows are written in blocks of 16.
+    ///
+    /// # Safety
+    /// Weights are readable; `packed` is as [`Products::pack`] left it for as many rows and `stride`; `sums` has `n` rows of
+    /// such blocks, `sums_stride` apart; the level exists.
+    unsafe fn multiply(
+        w: *const Self::Elem,
+        w_stride: usize,
+        shape: [usize; 3],
+        packed: *const f32,
+        stride: usize,
+        sums: *mut f32,
+        sums_stride: usize,
+    );
+}
+
+/// [`Products`] of f32 weights: the module's own.
+pub(crate) struct Outer;
+
+impl<S: Simd> Products<S> for Outer {
+    type Elem = f32;
+    const ALWAYS_WIDE: bool = false;
+
+    unsafe fn pack(x: &Tensor, first: usize, shape: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { pack::<S>(x, first, shape, wide, packed, stride) }
+    }
+
+    unsafe fn multiply(
+        w: *const f32,
+        w_stride: usize,
+        shape: [usize; 3],
+        packed: *const f32,
+        stride: usize,
+        sums: *mut f32,
+        sums_stride: usize,
+    ) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { multiply::<S>(w, w_stride, shape, packed, stride, sums, sums_stride) }
+    }
+}
+
 /// dst[c][r] = src[r][c] for `rows` x `columns` elements; `dst`'s rows are filled up to whole vectors with zeros.
 ///
 /// # Safety
@@ -118,12 +175,11 @@ impl<S: Simd> Leaf for Transpose<S> {
     }
 }
 
-/// Packs rows `first..first + rows` of `x` as [`multiply`] expects them: [k, rows], in whole vectors. What is not f32
-/// passes through `wide`, as many f32 as 16 rows have.
+/// [`Products::pack`]: [k, rows], in whole vectors. What is not f32 passes through `wide`.
 ///
 /// # Safety
 /// `packed` has `k` rows of `stride`, at least `rows` in whole vectors; the level exists.
-pub(crate) unsafe fn pack<S: Simd>(
+unsafe fn pack<S: Simd>(
     x: &Tensor,
     first: usize,
     [rows, k]: [usize; 2],

@@ -223,6 +223,11 @@ mod linear {
         size * ORDER + 1e-30
     }
 
+    /// [`bound`], or what a matrix unit may be off, which has activations in two terms and takes subnormal numbers for zeros.
+    fn bound_by(on_unit: bool, x: &Memory, w: &Memory, r: usize, n: usize) -> f32 {
+        bound(x, w, r, n) * if on_unit { 4.0 } else { 1.0 } + if on_unit { 1e-36 } else { 0.0 }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(400))]
         #[test]
@@ -230,10 +235,14 @@ mod linear {
             isa in isas(), wd in dtypes(), xd in dtypes(), yd in dtypes(), activation in 0usize..5,
             rows in 0usize..20, extra_rows in 0usize..3, n in 1usize..23, k in 0usize..300, long in any::<bool>(),
             gap in 0usize..9, skew in 0usize..2, bias in any::<bool>(), residual in any::<bool>(), kind in 0u32..7,
-            order in 0u32..2, seed in any::<u64>(),
+            order in 0u32..3, seed in any::<u64>(),
         ) {
-            // Long rows pass the prefetch distance and the block of k.
-            let k = if long { k * 23 } else { k };
+            // Long rows pass the prefetch distance and the block of k; whole tiles and several of them are a matrix unit's.
+            let (rows, n, k) = match order {
+                2 => (3 * rows, 4 * n, k.next_multiple_of(32)),
+                _ => (rows, n, if long { k * 23 } else { k }),
+            };
+            let on_unit = wd == DType::Bf16 && order > 0;
             let x = Memory::new(xd, &[rows + extra_rows, k], gap, skew, |i| special(kind, seed, i));
             let w = Memory::new(wd, &[n, k], gap, skew, |i| special(kind, seed ^ 1, i + 5) * 0.5);
             let optional = |there: bool, extents: &[usize]| match there {
@@ -254,9 +263,11 @@ mod linear {
                     continue;
                 }
                 // No activation is steeper than 1.13.
-                let tolerance = 1.2 * bound(&io[0], &io[1], r, c) + unit(yd) * (e.abs() + 1.0);
-                // An infinite output may come of a finite sum's rounding only where f16 ends.
-                prop_assert!(near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
+                let tolerance = 1.2 * bound_by(on_unit, &io[0], &io[1], r, c) + unit(yd) * (e.abs() + 1.0);
+                // An infinite output may come of a finite sum's rounding only where f16 ends. With activations in two terms an
+                // infinite weight may give NaN.
+                let is_lost = on_unit && !e.is_finite() && !g.is_finite();
+                prop_assert!(is_lost || near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
             }
         }
 
@@ -286,7 +297,7 @@ mod linear {
             let (w, up) = (weights(2), weights(4));
             let (expected, got) = if gated {
                 let io = [x.clone(), w.clone(), up.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0 };
+                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0, order: 0 };
                 let [e, g] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
                 (e[5].values(), g[5].values())
             } else {
@@ -313,8 +324,11 @@ mod linear {
         #[test]
         fn gated_agrees_with_its_reference(
             isa in isas(), wd in dtypes(), xd in dtypes(), rows in 0usize..14, n in 1usize..23, k in 1usize..500,
-            gap in 0usize..9, skew in 0usize..2, biased in any::<bool>(), activation in 0usize..5, seed in any::<u64>(),
+            gap in 0usize..9, skew in 0usize..2, biased in any::<bool>(), activation in 0usize..5, order in 0u32..3,
+            seed in any::<u64>(),
         ) {
+            let (rows, n, k) = if order == 2 { (3 * rows, 4 * n, k.next_multiple_of(32)) } else { (rows, n, k) };
+            let on_unit = wd == DType::Bf16 && order > 0;
             let x = Memory::new(xd, &[rows, k], gap, skew, |i| noise(seed, i));
             let gate = Memory::new(wd, &[n, k], gap, skew, |i| noise(seed ^ 1, i));
             let up = Memory::new(wd, &[n, k], 0, skew, |i| noise(seed ^ 2, i));
@@ -324,12 +338,13 @@ mod linear {
             };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
             let io = [x, gate, up, bias(3), bias(4), y, Memory::absent()];
-            let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0 };
+            let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order };
             let [expected, got] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
             let (expected, got) = (expected[5].values(), got[5].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
                 let (r, c) = (i / n, i % n);
-                let (dg, du) = (1.2 * bound(&io[0], &io[1], r, c) + 1e-5, bound(&io[0], &io[2], r, c) + 1e-5);
+                let bound = |i: usize| bound_by(on_unit, &io[0], &io[i], r, c);
+                let (dg, du) = (1.2 * bound(1) + 1e-5, bound(2) + 1e-5);
                 // Each factor is off by its bound; both factors are at most their bound's sum in size.
                 let size = |d: f32| d / ORDER + 1.0;
                 let tolerance = dg * size(du) + du * size(dg) + dg * du;
@@ -352,7 +367,7 @@ mod linear {
             let bias = if bias { Memory::new(DType::F32, &[n], 0, skew, |i| noise(seed ^ 2, i)) } else { Memory::absent() };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
             let io = [x, w, bias, Memory::absent(), y, Memory::absent()];
-            let p = Params { activation: 0, eps: 0.0, order: Order::Sequential as u32 };
+            let p = Params { activation: 0, eps: 0.0, order: Order::Free as u32 };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
             for (i, (e, g)) in expected[4].values().iter().zip(&got[4].values()).enumerate() {
                 let (r, c) = (i / n, i % n);
@@ -380,8 +395,11 @@ mod linear {
     #[test]
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
-            let orders = [(DType::Bf16, 0), (DType::F16, 0), (DType::F32, 0), (DType::F32, 1), (DType::Q8, 0)];
+            let orders =
+                [(DType::Bf16, 0), (DType::Bf16, 2), (DType::F16, 0), (DType::F32, 0), (DType::F32, 1), (DType::Q8, 0)];
             for (dtype, order) in orders {
+                // A prompt of one row is read as decode reads.
+                let few = if order == 2 { 2 } else { 1 };
                 for k in [64, 301, 8000] {
                     let (rows, n) = (29, 13);
                     let x = Memory::new(DType::F32, &[rows, k], 0, 0, |i| noise(1, i));
@@ -402,11 +420,11 @@ mod linear {
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {
-                            let x = Memory::new(DType::F32, &[1, k], 0, 1, |i| noise(1, r * k + i));
+                            let x = Memory::new(DType::F32, &[few, k], 0, 1, |i| noise(1, r * k + i));
                             let w = weights(c, 1);
-                            let y = Memory::new(DType::F32, &[1, 1], 0, 0, |_| 0.0);
+                            let y = Memory::new(DType::F32, &[few, 1], 0, 0, |_| 0.0);
                             let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
-                            let one = both::<Linear>(*isa, &p, &io, step(0, 1), 0)[1][4].values();
+                            let one = both::<Linear>(*isa, &p, &io, step(0, few as u32), 0)[1][4].values();
                             assert_eq!(one[0].to_bits(), whole[r * n + c].to_bits(), "{} {dtype} {k}", isa.name());
                         }
                     }

@@ -424,7 +424,8 @@ fn gated_linear() {
     let random = &mut Random(2);
     for round in 0..30 {
         let (rows, n, k) = (if round % 3 == 0 { 1 } else { random.one_to(6) }, random.one_to(9), random.one_to(400));
-        let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5 });
+        let mut case =
+            Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
         for extent in [[rows, k], [n, k], [n, k]] {
             let dtype = random.dtype();
             case.floats(random, dtype, &extent);
@@ -453,7 +454,7 @@ fn tiled_linear() {
         let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
         let gated = round % 2 == 1;
         let mut case = if gated {
-            Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5 })
+            Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
         } else {
             Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
         };
@@ -515,8 +516,11 @@ fn wide_linear() {
         case.step.rows = 16 + random.one_to(rows - 16);
         case.judge("wide linear");
 
-        let mut case =
-            Case::new::<GatedLinear>(gated_linear::Params { activation: linear::Activation::Relu as u32, eps: 0.0 });
+        let mut case = Case::new::<GatedLinear>(gated_linear::Params {
+            activation: linear::Activation::Relu as u32,
+            eps: 0.0,
+            order: 0,
+        });
         x(&mut case, random);
         case.floats(random, DType::Bf16, &[n, k]);
         case.floats(random, DType::Bf16, &[n, k]);
@@ -554,8 +558,11 @@ fn warpgroup_linear() {
         case.compare("warpgroup linear");
         assert!(multiplied(&case));
 
-        let mut case =
-            Case::new::<GatedLinear>(gated_linear::Params { activation: linear::Activation::Relu as u32, eps: 0.0 });
+        let mut case = Case::new::<GatedLinear>(gated_linear::Params {
+            activation: linear::Activation::Relu as u32,
+            eps: 0.0,
+            order: 0,
+        });
         begin(&mut case, random, 2);
         case.maybe(random, &[n]);
         case.maybe(random, &[n]);

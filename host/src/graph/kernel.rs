@@ -417,7 +417,7 @@ impl KernelGraph {
         let [n, _] = self.matrix(name, "gate", gate)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
         let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1), None]);
-        let params = kernels::gated_linear::Params { activation: activation as u32, eps: 0.0 };
+        let params = kernels::gated_linear::Params { activation: activation as u32, eps: 0.0, order: 0 };
         let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
         self.add::<kernels::GatedLinear>(
             name,

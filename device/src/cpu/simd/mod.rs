@@ -493,6 +493,8 @@ enum Known {
     Avx512,
     #[cfg(target_arch = "x86_64")]
     Avx512Vnni,
+    #[cfg(target_arch = "x86_64")]
+    Avx512Amx,
     #[cfg(target_arch = "aarch64")]
     Neon,
 }
@@ -526,6 +528,9 @@ impl Isa {
                         sets.push(Isa(Known::Avx512));
                         if has!("avx512vnni") {
                             sets.push(Isa(Known::Avx512Vnni));
+                            if super::amx::is_available() {
+                                sets.push(Isa(Known::Avx512Amx));
+                            }
                         }
                     }
                 }
@@ -553,9 +558,19 @@ impl Isa {
             Known::Avx512 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Known::Avx512Vnni => "avx512-vnni",
+            #[cfg(target_arch = "x86_64")]
+            Known::Avx512Amx => "avx512-amx",
             #[cfg(target_arch = "aarch64")]
             Known::Neon => "neon",
         }
+    }
+
+    /// Whether the core has a matrix unit beside the vectors, for [`amx`](super::amx).
+    pub(crate) fn has_matrix_unit(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        return self.0 == Known::Avx512Amx;
+        #[cfg(not(target_arch = "x86_64"))]
+        false
     }
 
     /// Runs `body` with this set.
@@ -570,7 +585,7 @@ impl Isa {
                 #[cfg(target_arch = "x86_64")]
                 Known::Avx512 => body.run::<Avx512>(),
                 #[cfg(target_arch = "x86_64")]
-                Known::Avx512Vnni => body.run::<Avx512Vnni>(),
+                Known::Avx512Vnni | Known::Avx512Amx => body.run::<Avx512Vnni>(),
                 #[cfg(target_arch = "aarch64")]
                 Known::Neon => body.run::<Neon>(),
             }

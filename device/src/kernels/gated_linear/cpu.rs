@@ -2,7 +2,9 @@
 //! `cpu::gemm`; the tolerance is `linear`'s for each factor.
 
 use super::*;
+use super::super::linear::cpu::By;
 use crate::cpu::gemm::{self, Plan, Weights};
+use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
 use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
@@ -16,7 +18,8 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         return GatedLinear::reference(p, call);
     }
     let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-    scratch.isa.run(Gated { rows: call.rows(0), x, gate, up, gate_bias, up_bias, y, activation, scratch });
+    let by = By::of(p.order, &x, &gate, scratch);
+    scratch.isa.run(Gated { rows: call.rows(0), x, gate, up, gate_bias, up_bias, y, activation, by, scratch });
     Ok(())
 }
 
@@ -29,6 +32,7 @@ struct Gated<'a> {
     up_bias: Tensor,
     y: Tensor,
     activation: Activation,
+    by: By,
     scratch: &'a mut Scratch,
 }
 
@@ -37,6 +41,12 @@ impl Body for Gated<'_> {
     unsafe fn run<L: Level>(self) {
         // SAFETY: the level exists (caller).
         unsafe {
+            match self.by {
+                By::Lanes => {}
+                By::Outer => return self.in_panels::<L::S, Outer>(),
+                #[cfg(target_arch = "x86_64")]
+                By::Tiles => return self.in_panels::<L::S, crate::cpu::amx::Tiles>(),
+            }
             match self.gate.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>>(),
@@ -76,16 +86,7 @@ impl Gated<'_> {
                 while column < n {
                     let n = part.min(n - column);
                     gemm::multiply::<S, D>(&weights.part(column, n), packed, cols, sums, 2 * n);
-                    let gate_bias = self.gate_bias.is_present().then(|| Row::of(&self.gate_bias, [column], n));
-                    let up_bias = self.up_bias.is_present().then(|| Row::of(&self.up_bias, [column], n));
-                    let activation = self.activation;
-                    let mut m = 0;
-                    while m < cols {
-                        let y = Row::of(&self.y, [first + m, column], n);
-                        let sums = sums.add(m * 2 * n);
-                        S::call(Finish::<S> { sums, gate_bias, up_bias, activation, y, set: PhantomData });
-                        m += 1;
-                    }
+                    self.finish::<S>([first, cols], [column, n], [sums, sums.add(n)], 2 * n);
                     column += n;
                 }
             }
@@ -94,9 +95,69 @@ impl Gated<'_> {
     }
 }
 
-/// y = act(gate sums + bias) * (up sums + bias); the up sums follow the gate's, all of the length of `y`.
+impl Gated<'_> {
+    /// As `linear`'s: panels of both matrices' columns, whose sums are transposed into rows.
+    unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
+        let (n, k) = (self.gate.extent(0), self.gate.extent(1));
+        if self.rows == 0 || n == 0 {
+            return;
+        }
+        assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
+        let plan = outer::Plan::new(self.rows, k);
+        let panel = outer::PANEL * plan.stride;
+        let wide = if P::ALWAYS_WIDE || self.x.dtype() != DType::F32 { 16 * k } else { 0 };
+        let [packed, wide, sums, gates, ups] = self.scratch.areas([plan.stride * k, wide, panel, panel, panel]);
+        let matrices = [(&self.gate, gates), (&self.up, ups)].map(|(w, to)| (Weights::<P::Elem>::base_of(w), w.stride(0), to));
+        let mut first = 0;
+        while first < self.rows {
+            let cols = plan.block_rows.min(self.rows - first);
+            // SAFETY: the areas are as large as the plan says; both boxes hold n rows of k (as do rows of `x`, or
+            // `Row::of` panics); the level exists (caller).
+            unsafe {
+                P::pack(&self.x, first, [cols, k], wide, packed, plan.stride);
+                let mut column = 0;
+                while column < n {
+                    let n = outer::PANEL.min(n - column);
+                    for (w, w_stride, to) in matrices {
+                        let w = w.wrapping_add(column * w_stride);
+                        P::multiply(w, w_stride, [n, k, cols], packed, plan.stride, sums, plan.stride);
+                        outer::transpose::<S>(sums, plan.stride, [n, cols], to, outer::PANEL);
+                    }
+                    self.finish::<S>([first, cols], [column, n], [gates, ups], outer::PANEL);
+                    column += n;
+                }
+            }
+            first += cols;
+        }
+    }
+
+    /// Writes columns `column..column + n` of `rows` rows from `first` on, of whose gates and ups there are sums, in rows `stride`
+    /// apart.
+    unsafe fn finish<S: Simd>(
+        &self,
+        [first, rows]: [usize; 2],
+        [column, n]: [usize; 2],
+        [gates, ups]: [*const f32; 2],
+        stride: usize,
+    ) {
+        let gate_bias = self.gate_bias.is_present().then(|| Row::of(&self.gate_bias, [column], n));
+        let up_bias = self.up_bias.is_present().then(|| Row::of(&self.up_bias, [column], n));
+        let activation = self.activation;
+        for m in 0..rows {
+            let y = Row::of(&self.y, [first + m, column], n);
+            // SAFETY: a row of `n` sums each; the level exists (caller).
+            unsafe {
+                let (gates, ups) = (gates.add(m * stride), ups.add(m * stride));
+                S::call(Finish::<S> { gates, ups, gate_bias, up_bias, activation, y, set: PhantomData });
+            }
+        }
+    }
+}
+
+/// y = act(gate sums + bias) * (up sums + bias); all of one length.
 struct Finish<S> {
-    sums: *const f32,
+    gates: *const f32,
+    ups: *const f32,
     gate_bias: Option<Row>,
     up_bias: Option<Row>,
     activation: Activation,
@@ -114,8 +175,8 @@ impl<S: Simd> Leaf for Finish<S> {
             let n = S::LANES.min(len - i);
             // SAFETY: inside all rows (see the type).
             unsafe {
-                let mut gate = rows::load::<S>(self.sums.add(i), n);
-                let mut up = rows::load::<S>(self.sums.add(len + i), n);
+                let mut gate = rows::load::<S>(self.gates.add(i), n);
+                let mut up = rows::load::<S>(self.ups.add(i), n);
                 if let Some(bias) = self.gate_bias {
                     gate = S::add(gate, bias.load::<S>(i, n));
                 }

@@ -3,7 +3,7 @@
 //! [`linear`](super::linear).
 
 #[cfg(not(target_arch = "nvptx64"))]
-use super::linear::Activation;
+use super::linear::{Activation, Order};
 use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
@@ -22,6 +22,8 @@ pub struct Params {
     pub activation: u32,
     /// Added to the mean square of x, where it is normalised.
     pub eps: f32,
+    /// An [`Order`](super::linear::Order).
+    pub order: u32,
 }
 
 impl MacroKernel for GatedLinear {
@@ -43,6 +45,9 @@ impl MacroKernel for GatedLinear {
         let [x, gate, up, gate_bias, up_bias, y, norm] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
+        }
+        if Order::from_u32(p.order).is_none() {
+            return Err(format!("order of summation {} is unknown", p.order));
         }
         rules::weights("gate", gate)?;
         rules::weights("up", up)?;

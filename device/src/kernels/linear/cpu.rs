@@ -1,11 +1,11 @@
-//! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` for [`Order::Sequential`].
+//! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` `cpu::amx` for those of other orders.
 //!
 //! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference.
-//! Tolerance per output: sum |x| |w| * 2^-18.
+//! Tolerance per output: sum |x| |w| * 2^-18, on a matrix unit 2^-16.
 
 use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
-use crate::cpu::outer;
+use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
 use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
@@ -15,9 +15,42 @@ use perpetua_shared::DType;
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
     let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-    let sequential = p.order == Order::Sequential as u32 && w.dtype() == DType::F32;
-    scratch.isa.run(Linear { rows: call.rows(0), x, w, bias, residual, y, activation, sequential, scratch });
+    let by = By::of(p.order, &x, &w, scratch);
+    scratch.isa.run(Linear { rows: call.rows(0), x, w, bias, residual, y, activation, by, scratch });
     Ok(())
+}
+
+/// How products are formed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::kernels) enum By {
+    /// `cpu::gemm`.
+    Lanes,
+    /// `cpu::outer`.
+    Outer,
+    /// `cpu::amx`.
+    #[cfg(target_arch = "x86_64")]
+    Tiles,
+}
+
+impl By {
+    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut.
+    pub(in crate::kernels) fn of(order: u32, x: &Tensor, w: &Tensor, scratch: &Scratch) -> By {
+        let order = Order::from_u32(order).unwrap_or(Order::Lanes);
+        match w.dtype() {
+            DType::F32 if order == Order::Free => By::Outer,
+            // A row that was selected from many is read as decode reads its own: for the bandwidth.
+            #[cfg(target_arch = "x86_64")]
+            DType::Bf16
+                if order != Order::Lanes
+                    && x.extent(0) > 1
+                    && scratch.isa.has_matrix_unit()
+                    && crate::cpu::amx::takes(w.extent(1)) =>
+            {
+                By::Tiles
+            }
+            _ => By::Lanes,
+        }
+    }
 }
 
 struct Linear<'a> {
@@ -28,7 +61,7 @@ struct Linear<'a> {
     residual: Tensor,
     y: Tensor,
     activation: Activation,
-    sequential: bool,
+    by: By,
     scratch: &'a mut Scratch,
 }
 
@@ -37,8 +70,13 @@ impl Body for Linear<'_> {
     unsafe fn run<L: Level>(self) {
         // SAFETY: the level exists (caller).
         unsafe {
+            match self.by {
+                By::Lanes => {}
+                By::Outer => return self.in_panels::<L::S, Outer>(),
+                #[cfg(target_arch = "x86_64")]
+                By::Tiles => return self.in_panels::<L::S, crate::cpu::amx::Tiles>(),
+            }
             match self.w.dtype() {
-                DType::F32 if self.sequential => self.in_order::<L::S>(),
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, Widen<F16>>(),
                 DType::Q8 => self.with::<L::S, L::Q8>(),
@@ -49,29 +87,29 @@ impl Body for Linear<'_> {
 }
 
 impl Linear<'_> {
-    /// [`Order::Sequential`].
-    unsafe fn in_order<S: Simd>(self) {
+    /// Panels of columns, each of whose sums are transposed into rows.
+    unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
         let (n, k) = (self.w.extent(0), self.w.extent(1));
         if self.rows == 0 || n == 0 {
             return;
         }
         let plan = outer::Plan::new(self.rows, k);
         let panel = outer::PANEL * plan.stride;
-        let wide = if self.x.dtype() == DType::F32 { 0 } else { 16 * k };
+        let wide = if P::ALWAYS_WIDE || self.x.dtype() != DType::F32 { 16 * k } else { 0 };
         let [packed, wide, sums, rows] = self.scratch.areas([plan.stride * k, wide, panel, panel]);
-        let w = Weights::<f32>::base_of(&self.w);
+        let w = Weights::<P::Elem>::base_of(&self.w);
         let mut first = 0;
         while first < self.rows {
             let cols = plan.block_rows.min(self.rows - first);
             // SAFETY: the areas are as large as the plan says; the weights' box holds n rows of k (rows of `x` are of
             // that length, or `Row::of` panics); the level exists (caller).
             unsafe {
-                outer::pack::<S>(&self.x, first, [cols, k], wide, packed, plan.stride);
+                P::pack(&self.x, first, [cols, k], wide, packed, plan.stride);
                 let mut column = 0;
                 while column < n {
                     let n = outer::PANEL.min(n - column);
                     let w = w.wrapping_add(column * self.w.stride(0));
-                    outer::multiply::<S>(w, self.w.stride(0), [n, k, cols], packed, plan.stride, sums, plan.stride);
+                    P::multiply(w, self.w.stride(0), [n, k, cols], packed, plan.stride, sums, plan.stride);
                     outer::transpose::<S>(sums, plan.stride, [n, cols], rows, outer::PANEL);
                     self.finish::<S>([first, cols], [column, n], rows, outer::PANEL);
                     column += n;

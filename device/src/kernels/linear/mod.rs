@@ -5,7 +5,7 @@
 use super::*;
 
 #[cfg(not(target_arch = "nvptx64"))]
-mod cpu;
+pub(super) mod cpu;
 mod gpu;
 
 /// See the module head.
@@ -57,8 +57,18 @@ impl Activation {
 pub enum Order {
     /// As is fast from one row on: in graphs that decode, where a prompt must give the bits of its rows one by one.
     Lanes = 0,
-    /// One product after the other, as is fast for many rows; kept for f32 weights, others use [`Order::Lanes`].
-    Sequential = 1,
+    /// As is fast for many rows, whatever that is: in graphs that do not decode.
+    Free = 1,
+    /// In prompts: as [`Order::Lanes`], so that tokens one by one give the same bits, except where the core has a matrix unit
+    /// that takes the weights.
+    Prompt = 2,
+}
+
+impl Order {
+    /// The order numbered `number`.
+    pub fn from_u32(number: u32) -> Option<Order> {
+        [Order::Lanes, Order::Free, Order::Prompt].into_iter().find(|order| *order as u32 == number)
+    }
 }
 
 /// Parameters.
@@ -92,7 +102,7 @@ impl MacroKernel for Linear {
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
-        if p.order > Order::Sequential as u32 {
+        if Order::from_u32(p.order).is_none() {
             return Err(format!("order of summation {} is unknown", p.order));
         }
         rules::weights("w", w)?;

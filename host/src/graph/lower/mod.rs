@@ -17,8 +17,8 @@ use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
-    self, Attention, AttentionMerge, DecodeAttention, Linear, Numbered, Spec, TILED_ROWS, Use, attention,
-    decode_attention, linear, param_words,
+    self, Attention, AttentionMerge, DecodeAttention, GatedLinear, Linear, Numbered, Spec, TILED_ROWS, Use, attention,
+    decode_attention, gated_linear, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 
@@ -156,10 +156,30 @@ fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
     let target = &Target { task_bytes: target.task_bytes.saturating_mul(times), ..target.clone() };
     let mut ops: Vec<BlockOp> =
         graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
+    set_order(graph, &mut ops);
     if !decodes(graph) {
         whole_pass::lower(graph, target, &mut ops);
     }
     ThreadBlockGraph { table: graph.table.clone(), ops }
+}
+
+/// Rows from which on a pass that reads a prompt may sum as matrix units do.
+const PROMPT_ROWS: u32 = 16;
+
+/// Tells products how they may sum.
+fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
+    let order = match graph.rows {
+        _ if !decodes(graph) => linear::Order::Free,
+        Some(rows) if rows >= PROMPT_ROWS && !graph.is_batch => linear::Order::Prompt,
+        _ => return,
+    } as u32;
+    for kernel in ops.iter_mut().filter_map(|op| op.kernel.as_mut()) {
+        kernel.params = match kernel.task_type {
+            Linear::TASK_TYPE => param_words(&linear::Params { order, ..kernels::params(&kernel.params) }),
+            GatedLinear::TASK_TYPE => param_words(&gated_linear::Params { order, ..kernels::params(&kernel.params) }),
+            _ => kernel.params,
+        };
+    }
 }
 
 /// Whether passes of one row go on where passes of many ended, and must give the bits these would.
