@@ -29,6 +29,8 @@ fn config(device: Device, threads: usize, sequences: Option<usize>) -> EngineCon
         max_context: Some(64),
         chunks: vec![5, 16],
         sequences,
+        // A batch reads its prompts' last tokens by its own pass.
+        exact: true,
         ..EngineConfig::default()
     }
 }

@@ -144,6 +144,9 @@ struct ModelArgs {
     /// Positions of the KV cache [default: what the request needs].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_context: Option<usize>,
+    /// On the CPU, read prompts with the bits that their tokens give one by one: without matrix units (AMX), which are faster.
+    #[arg(long)]
+    exact: bool,
     /// The GPU, when it is not the system's first.
     #[arg(skip)]
     gpu: Option<Gpu>,
@@ -160,7 +163,7 @@ impl ModelArgs {
     /// The model in folder `model`, on `gpu`.
     fn on_gpu(model: PathBuf, gpu: Gpu) -> ModelArgs {
         let (device, gpu) = (DeviceName::Cuda, Some(gpu));
-        ModelArgs { model, device, threads: None, quantize: None, max_context: None, gpu }
+        ModelArgs { model, device, threads: None, quantize: None, max_context: None, exact: false, gpu }
     }
 
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
@@ -186,6 +189,7 @@ impl ModelArgs {
             threads: self.threads,
             max_context: Some(self.max_context.unwrap_or(needed)),
             gpu: self.gpu.clone(),
+            exact: self.exact,
             ..EngineConfig::default()
         }
     }

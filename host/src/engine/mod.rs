@@ -146,6 +146,9 @@ pub struct EngineConfig {
     /// Operators launched just in time, by their names or their macro kernels': see
     /// [`compile::Config::just_in_time`](crate::compile::Config::just_in_time).
     pub just_in_time: Vec<String>,
+    /// Reading a prompt gives the bits that its tokens give one by one, on the CPU. Otherwise a core's matrix unit (AMX), where
+    /// there is one, reads prompts, several times as fast.
+    pub exact: bool,
 }
 
 /// The context an engine has unless told otherwise: what a KV cache may take without being asked for.
@@ -408,6 +411,7 @@ impl Engine {
         if let Some(sequences) = config.sequences {
             sources.push(decoder_source(model, sequences, cache, Head::SampleEach)?);
         }
+        sources.iter_mut().for_each(|source| source.graph.is_exact = config.exact);
         let resident = Resident::at(sources, model, place, &config.just_in_time, progress)?;
         let sequences = config.sequences.unwrap_or(0);
         Ok(Engine { model: model.clone(), resident, context, sequences, all_logits: config.all_logits })
@@ -473,7 +477,8 @@ impl Engine {
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
     /// of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens are those
-    /// that [`Engine::generate`] makes from its prompt with that seed. Dropping the iterator stops the run.
+    /// that [`Engine::generate`] makes from its prompt with that seed, to the bit where prompts are read
+    /// [exactly](EngineConfig::exact). Dropping the iterator stops the run.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};

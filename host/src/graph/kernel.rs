@@ -93,6 +93,8 @@ pub struct KernelGraph {
     pub rows: Option<u32>,
     /// Whether each row of a pass is the next token of a sequence of its own: the decoding pass of a batch.
     pub is_batch: bool,
+    /// Whether a pass of many rows must give the bits that its rows give one by one: no core's matrix unit may read it.
+    pub is_exact: bool,
 }
 
 impl Default for KernelGraph {
@@ -116,6 +118,7 @@ impl KernelGraph {
             sequence: None,
             rows: None,
             is_batch: false,
+            is_exact: false,
         }
     }
 

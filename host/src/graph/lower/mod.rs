@@ -170,7 +170,7 @@ const PROMPT_ROWS: u32 = 16;
 fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
     let order = match graph.rows {
         _ if !decodes(graph) => linear::Order::Free,
-        Some(rows) if rows >= PROMPT_ROWS && !graph.is_batch => linear::Order::Prompt,
+        Some(rows) if rows >= PROMPT_ROWS && !graph.is_batch && !graph.is_exact => linear::Order::Prompt,
         _ => return,
     } as u32;
     for kernel in ops.iter_mut().filter_map(|op| op.kernel.as_mut()) {
