@@ -32,7 +32,7 @@ const TILE: usize = 16;
 /// Elements of k that a tile has.
 const STEP: usize = 32;
 
-/// f32 that two bf16 tiles' worth of bytes take: a tile is 1 KiB.
+/// f32 as large as a tile, 1 KiB.
 const TILE_FLOATS: usize = 256;
 
 /// Whether this process may use the unit: the processor has it and Linux lends it, which has to be asked once for its state of

@@ -33,7 +33,7 @@ pub(in crate::kernels) enum By {
 }
 
 impl By {
-    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut.
+    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut (nobody cuts rows one by one).
     pub(in crate::kernels) fn of(order: u32, x: &Tensor, w: &Tensor, scratch: &Scratch) -> By {
         let order = Order::from_u32(order).unwrap_or(Order::Lanes);
         match w.dtype() {
