@@ -239,7 +239,7 @@ mod linear {
         ) {
             // Long rows pass the prefetch distance and the block of k; whole tiles and several of them are a matrix unit's.
             let (rows, n, k) = match order {
-                2 => (3 * rows, 4 * n, k.next_multiple_of(32)),
+                2 => (3 * rows, 4 * n, if long { 3 * k } else { k }.next_multiple_of(32)),
                 _ => (rows, n, if long { k * 23 } else { k }),
             };
             let on_unit = wd == DType::Bf16 && order > 0;
