@@ -265,8 +265,8 @@ mod linear {
                 // No activation is steeper than 1.13.
                 let tolerance = 1.2 * bound_by(on_unit, &io[0], &io[1], r, c) + unit(yd) * (e.abs() + 1.0);
                 // An infinite output may come of a finite sum's rounding only where f16 ends. With activations in two terms an
-                // infinite weight may give NaN.
-                let is_lost = on_unit && !e.is_finite() && !g.is_finite();
+                // infinite weight may give NaN, of which activations make what they will.
+                let is_lost = on_unit && e.is_infinite();
                 prop_assert!(is_lost || near(*e, *g, tolerance), "{} [{r}, {c}]: {g}, expected {e} +- {tolerance}", isa.name());
             }
         }
