@@ -14,10 +14,10 @@
 //! Tolerance: as the causal body's.
 
 use super::Params;
-use super::cpu::{Divide, masked};
+use super::cpu::{Divide, exponentials, relative_to, scaled};
 use crate::cpu::outer;
 use crate::cpu::rows::Row;
-use crate::cpu::simd::{Body, Leaf, Level, Simd, exp};
+use crate::cpu::simd::{Body, Leaf, Level, Simd};
 use crate::cpu::Scratch;
 use crate::io::Tensor;
 use core::marker::PhantomData;
@@ -118,29 +118,8 @@ impl<S: Simd> Leaf for Softmax<S> {
         let Softmax { scores, positions, scale, total, .. } = self;
         // SAFETY: vectors of the scores (see the type); the level exists (caller).
         unsafe {
-            let scale = S::splat(scale);
-            let mut best = S::splat(f32::NEG_INFINITY);
-            let mut i = 0;
-            while i < positions {
-                // What stands beyond the last position counts as -inf: it changes no maximum, and its exponential is zero.
-                let scaled = S::mul(S::load(scores.add(i)), scale);
-                let scaled = if positions - i < S::LANES { masked::<S>(scaled, positions - i) } else { scaled };
-                S::store(scores.add(i), scaled);
-                best = S::max(scaled, best);
-                i += S::LANES;
-            }
-            let max = S::largest(best);
-            // As long as there is nothing but -inf (or NaN), exponentials are taken relative to 0: -inf gives 0, NaN stays.
-            let relative = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
-            let mut sum = S::splat(0.0);
-            let mut i = 0;
-            while i < positions {
-                let e = exp::<S>(S::sub(S::load(scores.add(i)), relative));
-                S::store(scores.add(i), e);
-                sum = S::add(sum, e);
-                i += S::LANES;
-            }
-            *total = S::sum(sum);
+            let max = scaled::<S>(scores, positions, scale);
+            *total = exponentials::<S>(scores, positions, relative_to(max));
         }
     }
 }

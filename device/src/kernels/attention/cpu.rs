@@ -213,31 +213,11 @@ impl<S: Simd> Leaf for Softmax<S> {
         // SAFETY: scores hold BLOCK elements a query, a multiple of the vector; the level exists (caller).
         unsafe {
             let scores = tile.scores.add(m * BLOCK);
-            let scale = S::splat(scale);
-            let mut best = S::splat(f32::NEG_INFINITY);
-            let mut i = 0;
-            while i < seen {
-                // The tail counts as -inf: it changes no maximum and its exponentials are zero.
-                let scaled = S::mul(S::load(scores.add(i)), scale);
-                let scaled = if seen - i < S::LANES { masked::<S>(scaled, seen - i) } else { scaled };
-                S::store(scores.add(i), scaled);
-                best = S::max(scaled, best);
-                i += S::LANES;
-            }
             let old = *tile.max.add(m);
-            let mut max = S::largest(best);
+            let mut max = scaled::<S>(scores, seen, scale);
             max = if max > old { max } else { old };
-            // While nothing but -inf (or NaN) has been seen, exponentials are taken relative to 0: -inf gives 0, NaN stays.
-            let relative = if max == f32::NEG_INFINITY { 0.0 } else { max };
-            let mut total = S::splat(0.0);
-            let mut i = 0;
-            while i < seen {
-                let e = exp::<S>(S::sub(S::load(scores.add(i)), S::splat(relative)));
-                S::store(scores.add(i), e);
-                total = S::add(total, e);
-                i += S::LANES;
-            }
-            let mut sum = S::sum(total);
+            let relative = relative_to(max);
+            let mut sum = exponentials::<S>(scores, seen, relative);
             if max != old {
                 let factor = exp::<S>(S::splat(old - relative));
                 let mut one = [0f32; 16];
@@ -258,9 +238,59 @@ impl<S: Simd> Leaf for Softmax<S> {
     }
 }
 
+/// Multiplies the first `n` scores with `scale`; the largest. What stands beyond them in the last vector becomes -inf: it
+/// changes no maximum, and its exponential is zero.
+///
+/// # Safety
+/// Scores are whole vectors; the level exists.
+#[inline(always)]
+pub(super) unsafe fn scaled<S: Simd>(scores: *mut f32, n: usize, scale: f32) -> f32 {
+    // SAFETY: vectors of the scores (caller).
+    unsafe {
+        let scale = S::splat(scale);
+        let mut best = S::splat(f32::NEG_INFINITY);
+        let mut i = 0;
+        while i < n {
+            let v = S::mul(S::load(scores.add(i)), scale);
+            let v = if n - i < S::LANES { masked::<S>(v, n - i) } else { v };
+            S::store(scores.add(i), v);
+            best = S::max(v, best);
+            i += S::LANES;
+        }
+        S::largest(best)
+    }
+}
+
+/// What exponentials are taken relative to, `max` being the largest score: as long as there is nothing but -inf (or NaN), 0, so
+/// that -inf gives 0 and NaN stays.
+#[inline(always)]
+pub(super) fn relative_to(max: f32) -> f32 {
+    if max == f32::NEG_INFINITY { 0.0 } else { max }
+}
+
+/// Turns the first `n` scores into exp(score - relative); their sum.
+///
+/// # Safety
+/// As [`scaled`], which has been called.
+#[inline(always)]
+pub(super) unsafe fn exponentials<S: Simd>(scores: *mut f32, n: usize, relative: f32) -> f32 {
+    // SAFETY: vectors of the scores (caller).
+    unsafe {
+        let mut total = S::splat(0.0);
+        let mut i = 0;
+        while i < n {
+            let e = exp::<S>(S::sub(S::load(scores.add(i)), S::splat(relative)));
+            S::store(scores.add(i), e);
+            total = S::add(total, e);
+            i += S::LANES;
+        }
+        S::sum(total)
+    }
+}
+
 /// `v` with -inf from lane `n` on.
 #[inline(always)]
-pub(super) unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
+unsafe fn masked<S: Simd>(v: S::F, n: usize) -> S::F {
     let mut lanes = [0f32; 16];
     // SAFETY: a vector fits.
     unsafe {
