@@ -13,11 +13,19 @@ pub struct Embedder {
 }
 
 /// Rows of the passes compiled for sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
-/// that what is computed for nothing is a sixth at most of all but the shortest.
+/// that what is computed for nothing is a fifth at most of all but the shortest; beyond 1024 one to each, so that an image has
+/// room for all.
 fn sentence_rows(max: usize) -> Vec<usize> {
     let steps = std::iter::successors(Some((16usize, 16usize)), |(rows, step)| {
         let next = rows + step;
-        Some((next, if next.is_power_of_two() && next > 64 { next / 4 } else { *step }))
+        Some((
+            next,
+            match next.is_power_of_two() {
+                true if next >= 1024 => next,
+                true if next > 64 => next / 4,
+                _ => *step,
+            },
+        ))
     });
     let mut rows: Vec<usize> = steps.map(|(rows, _)| rows).take_while(|rows| *rows < max).collect();
     rows.push(max);
@@ -82,6 +90,7 @@ impl Embedder {
 #[cfg(test)]
 mod tests {
     use super::sentence_rows;
+    use perpetua_shared::limits::MAX_PROGRAMS;
 
     #[test]
     fn sentences_compute_little_for_nothing() {
@@ -89,5 +98,7 @@ mod tests {
         let rows = sentence_rows(512);
         assert_eq!(rows, [16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512]);
         assert_eq!(sentence_rows(8), [8]);
+        assert_eq!(sentence_rows(5000)[18..], [896, 1024, 2048, 4096, 5000]);
+        assert!(sentence_rows(1 << 24).len() <= MAX_PROGRAMS);
     }
 }
