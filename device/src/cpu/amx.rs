@@ -24,6 +24,7 @@ use super::rows::Row;
 use super::simd::{Leaf, Simd};
 use crate::io::Tensor;
 use core::arch::asm;
+use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
 use core::marker::PhantomData;
 
 /// Rows of a tile, of weights and of activations.
@@ -50,7 +51,6 @@ pub(crate) fn is_available() -> bool {
         const BF16_AND_TILE: u32 = 1 << 22 | 1 << 24;
         // SAFETY: every x86-64 processor has `cpuid`; the call asks for a permission and touches no memory; std links the C
         // library that has it.
-        #[allow(unused_unsafe, reason = "newer compilers know that cpuid is safe")]
         unsafe {
             __cpuid(0).eax >= 7
                 && __cpuid_count(7, 0).edx & BF16_AND_TILE == BF16_AND_TILE
@@ -214,7 +214,7 @@ unsafe fn block<const N: usize, const M: usize>(place: Place) {
                 for tile in w.iter().take(N) {
                     for r in 0..TILE {
                         let line = tile.wrapping_add(ahead + r * w_stride);
-                        core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T1 }>(line.cast());
+                        _mm_prefetch::<_MM_HINT_T1>(line.cast());
                     }
                 }
             }
