@@ -15,10 +15,12 @@
 //!
 //! An output is the sum of its products in the order of k, whatever stands beside it, so tasks may be cut in any way.
 
+use super::gemm::Weights;
 use super::rows::Row;
 use super::simd::{Leaf, Simd};
 use crate::io::Tensor;
 use core::marker::PhantomData;
+use perpetua_shared::DType;
 
 /// Columns whose sums are kept at once: a multiple of every tile's rows.
 pub(crate) const PANEL: usize = 96;
@@ -38,16 +40,16 @@ const fn widest<S: Simd>() -> usize {
 }
 
 /// Activation rows that are packed at once, and the distance of the packed rows of k.
-pub(crate) struct Plan {
+struct Plan {
     /// Rows.
-    pub(crate) block_rows: usize,
+    block_rows: usize,
     /// f32 between elements k and k + 1 of a row: `block_rows` in whole vectors.
-    pub(crate) stride: usize,
+    stride: usize,
 }
 
 impl Plan {
     /// For `rows` activation rows of `k` elements.
-    pub(crate) fn new(rows: usize, k: usize) -> Plan {
+    fn new(rows: usize, k: usize) -> Plan {
         let in_cache = (BLOCK_BYTES / 4 / k.max(1)).clamp(64, 512) / 64 * 64;
         let block_rows = in_cache.min(rows);
         Plan { block_rows, stride: block_rows.next_multiple_of(16) }
@@ -85,6 +87,59 @@ pub(crate) trait Products<S: Simd> {
     );
 }
 
+/// Lengths of the scratch areas that [`panels`] wants for the same.
+pub(crate) fn panel_areas<S: Simd, P: Products<S>>(x: &Tensor, rows: usize, weights: &[&Tensor]) -> [usize; 4] {
+    let k = weights[0].extent(1);
+    let stride = Plan::new(rows, k).stride;
+    let wide = if P::ALWAYS_WIDE || x.dtype() != DType::F32 { 16 * k } else { 0 };
+    [stride * k, wide, PANEL * stride, weights.len() * PANEL * stride]
+}
+
+/// The products of the first `rows` rows of `x` with the rows of `N` matrices of one shape, a panel of at most [`PANEL`]
+/// columns after the other: calls `finish([first row, rows], [first column, columns], sums)`, each matrix's sums in rows
+/// [`PANEL`] apart.
+///
+/// # Safety
+/// The areas are as long as [`panel_areas`] says; the level exists.
+pub(crate) unsafe fn panels<S: Simd, P: Products<S>, const N: usize>(
+    x: &Tensor,
+    rows: usize,
+    weights: [&Tensor; N],
+    [packed, wide, sums, in_rows]: [*mut f32; 4],
+    finish: impl Fn([usize; 2], [usize; 2], [*const f32; N]),
+) {
+    let (n, k) = (weights[0].extent(0), weights[0].extent(1));
+    assert!(weights.iter().all(|w| w.extent(0) == n && w.extent(1) == k), "matrices must have one shape");
+    if rows == 0 || n == 0 {
+        return;
+    }
+    let plan = Plan::new(rows, k);
+    let bases = weights.map(Weights::<P::Elem>::base_of);
+    let mut first = 0;
+    while first < rows {
+        let cols = plan.block_rows.min(rows - first);
+        // SAFETY: the areas are as large as the plan says (caller); the weights' boxes hold n rows of k (rows of `x` are of
+        // that length, or `Row::of` panics); the level exists (caller).
+        unsafe {
+            P::pack(x, first, [cols, k], wide, packed, plan.stride);
+            let mut column = 0;
+            while column < n {
+                let n = PANEL.min(n - column);
+                let found = core::array::from_fn(|i| {
+                    let (w_stride, to) = (weights[i].stride(0), in_rows.add(i * PANEL * plan.stride));
+                    let w = bases[i].wrapping_add(column * w_stride);
+                    P::multiply(w, w_stride, [n, k, cols], packed, plan.stride, sums, plan.stride);
+                    transpose::<S>(sums, plan.stride, [n, cols], to, PANEL);
+                    to.cast_const()
+                });
+                finish([first, cols], [column, n], found);
+                column += n;
+            }
+        }
+        first += cols;
+    }
+}
+
 /// [`Products`] of f32 weights: the module's own.
 pub(crate) struct Outer;
 
@@ -92,9 +147,27 @@ impl<S: Simd> Products<S> for Outer {
     type Elem = f32;
     const ALWAYS_WIDE: bool = false;
 
-    unsafe fn pack(x: &Tensor, first: usize, shape: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize) {
-        // SAFETY: the caller's promises are the same.
-        unsafe { pack::<S>(x, first, shape, wide, packed, stride) }
+    /// Into [k, rows], in whole vectors.
+    unsafe fn pack(x: &Tensor, first: usize, [rows, k]: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize) {
+        let mut r = 0;
+        while r < rows {
+            let n = 16.min(rows - r);
+            let row = |i: usize| Row::of(x, [first + r + i, 0], k);
+            // SAFETY: the rows are of `k` elements; `wide` has room for n of them.
+            unsafe {
+                let (src, src_stride) = match row(0).as_f32() {
+                    Some(own) => (own.cast_const(), x.stride(0)),
+                    None => {
+                        for i in 0..n {
+                            S::call(Widened::<S> { row: row(i), to: wide.add(i * k), set: PhantomData });
+                        }
+                        (wide.cast_const(), k)
+                    }
+                };
+                transpose::<S>(src, src_stride, [n, k], packed.add(r), stride);
+            }
+            r += n;
+        }
     }
 
     unsafe fn multiply(
@@ -172,39 +245,6 @@ impl<S: Simd> Leaf for Transpose<S> {
             }
             r += S::LANES;
         }
-    }
-}
-
-/// [`Products::pack`]: [k, rows], in whole vectors. What is not f32 passes through `wide`.
-///
-/// # Safety
-/// `packed` has `k` rows of `stride`, at least `rows` in whole vectors; the level exists.
-unsafe fn pack<S: Simd>(
-    x: &Tensor,
-    first: usize,
-    [rows, k]: [usize; 2],
-    wide: *mut f32,
-    packed: *mut f32,
-    stride: usize,
-) {
-    let mut r = 0;
-    while r < rows {
-        let n = 16.min(rows - r);
-        let row = |i: usize| Row::of(x, [first + r + i, 0], k);
-        // SAFETY: the rows are of `k` elements; `wide` has room for n of them.
-        unsafe {
-            let (src, src_stride) = match row(0).as_f32() {
-                Some(own) => (own.cast_const(), x.stride(0)),
-                None => {
-                    for i in 0..n {
-                        S::call(Widened::<S> { row: row(i), to: wide.add(i * k), set: PhantomData });
-                    }
-                    (wide.cast_const(), k)
-                }
-            };
-            transpose::<S>(src, src_stride, [n, k], packed.add(r), stride);
-        }
-        r += n;
     }
 }
 

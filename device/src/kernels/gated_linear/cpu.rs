@@ -93,41 +93,15 @@ impl Gated<'_> {
             first += cols;
         }
     }
-}
 
-impl Gated<'_> {
-    /// As `linear`'s: panels of both matrices' columns, whose sums are transposed into rows.
     unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
-        let (n, k) = (self.gate.extent(0), self.gate.extent(1));
-        if self.rows == 0 || n == 0 {
-            return;
-        }
-        assert!(self.up.extent(0) == n && self.up.extent(1) == k, "gate and up must have one shape");
-        let plan = outer::Plan::new(self.rows, k);
-        let panel = outer::PANEL * plan.stride;
-        let wide = if P::ALWAYS_WIDE || self.x.dtype() != DType::F32 { 16 * k } else { 0 };
-        let [packed, wide, sums, gates, ups] = self.scratch.areas([plan.stride * k, wide, panel, panel, panel]);
-        let matrices = [(&self.gate, gates), (&self.up, ups)].map(|(w, to)| (Weights::<P::Elem>::base_of(w), w.stride(0), to));
-        let mut first = 0;
-        while first < self.rows {
-            let cols = plan.block_rows.min(self.rows - first);
-            // SAFETY: the areas are as large as the plan says; both boxes hold n rows of k (as do rows of `x`, or
-            // `Row::of` panics); the level exists (caller).
-            unsafe {
-                P::pack(&self.x, first, [cols, k], wide, packed, plan.stride);
-                let mut column = 0;
-                while column < n {
-                    let n = outer::PANEL.min(n - column);
-                    for (w, w_stride, to) in matrices {
-                        let w = w.wrapping_add(column * w_stride);
-                        P::multiply(w, w_stride, [n, k, cols], packed, plan.stride, sums, plan.stride);
-                        outer::transpose::<S>(sums, plan.stride, [n, cols], to, outer::PANEL);
-                    }
-                    self.finish::<S>([first, cols], [column, n], [gates, ups], outer::PANEL);
-                    column += n;
-                }
-            }
-            first += cols;
+        let matrices = [&self.gate, &self.up];
+        let areas = self.scratch.areas(outer::panel_areas::<S, P>(&self.x, self.rows, &matrices));
+        // SAFETY: the areas are as asked for, and a panel's sums lie as `finish` is told; the level exists (caller).
+        unsafe {
+            outer::panels::<S, P, 2>(&self.x, self.rows, matrices, areas, |rows, columns, sums| {
+                self.finish::<S>(rows, columns, sums, outer::PANEL);
+            });
         }
     }
 

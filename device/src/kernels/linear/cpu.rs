@@ -1,4 +1,5 @@
-//! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` `cpu::amx` for those of other orders.
+//! The CPU body of `linear`: see `cpu::gemm` for how the products are formed, and `cpu::outer` and
+//! `cpu::amx` for other orders.
 //!
 //! Activations are kept in f32 whatever the weights are, so only the order of summation differs from the reference.
 //! Tolerance per output: sum |x| |w| * 2^-18, on a matrix unit 2^-16.
@@ -33,7 +34,8 @@ pub(in crate::kernels) enum By {
 }
 
 impl By {
-    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut (nobody cuts rows one by one).
+    /// For weights `w` in order `order`, an [`Order`]. It must not depend on how rows and columns are cut (nobody cuts rows one
+    /// by one).
     pub(in crate::kernels) fn of(order: u32, x: &Tensor, w: &Tensor, scratch: &Scratch) -> By {
         let order = Order::from_u32(order).unwrap_or(Order::Lanes);
         match w.dtype() {
@@ -87,35 +89,13 @@ impl Body for Linear<'_> {
 }
 
 impl Linear<'_> {
-    /// Panels of columns, each of whose sums are transposed into rows.
     unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
-        let (n, k) = (self.w.extent(0), self.w.extent(1));
-        if self.rows == 0 || n == 0 {
-            return;
-        }
-        let plan = outer::Plan::new(self.rows, k);
-        let panel = outer::PANEL * plan.stride;
-        let wide = if P::ALWAYS_WIDE || self.x.dtype() != DType::F32 { 16 * k } else { 0 };
-        let [packed, wide, sums, rows] = self.scratch.areas([plan.stride * k, wide, panel, panel]);
-        let w = Weights::<P::Elem>::base_of(&self.w);
-        let mut first = 0;
-        while first < self.rows {
-            let cols = plan.block_rows.min(self.rows - first);
-            // SAFETY: the areas are as large as the plan says; the weights' box holds n rows of k (rows of `x` are of
-            // that length, or `Row::of` panics); the level exists (caller).
-            unsafe {
-                P::pack(&self.x, first, [cols, k], wide, packed, plan.stride);
-                let mut column = 0;
-                while column < n {
-                    let n = outer::PANEL.min(n - column);
-                    let w = w.wrapping_add(column * self.w.stride(0));
-                    P::multiply(w, self.w.stride(0), [n, k, cols], packed, plan.stride, sums, plan.stride);
-                    outer::transpose::<S>(sums, plan.stride, [n, cols], rows, outer::PANEL);
-                    self.finish::<S>([first, cols], [column, n], rows, outer::PANEL);
-                    column += n;
-                }
-            }
-            first += cols;
+        let areas = self.scratch.areas(outer::panel_areas::<S, P>(&self.x, self.rows, &[&self.w]));
+        // SAFETY: the areas are as asked for, and a panel's sums lie as `finish` is told; the level exists (caller).
+        unsafe {
+            outer::panels::<S, P, 1>(&self.x, self.rows, [&self.w], areas, |rows, columns, [sums]| {
+                self.finish::<S>(rows, columns, sums, outer::PANEL);
+            });
         }
     }
 
