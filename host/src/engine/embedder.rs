@@ -4,6 +4,7 @@ use super::resident::{Place, Resident, one_pass};
 use super::{EngineConfig, EngineError, Model, sentence_sources};
 use crate::model;
 use perpetua_shared::ProgramId;
+use perpetua_shared::limits::MAX_PROGRAMS;
 
 /// A sentence embedding model, resident.
 #[derive(Debug)]
@@ -16,18 +17,15 @@ pub struct Embedder {
 /// that what is computed for nothing is a fifth at most of all but the shortest; beyond 1024 one to each, so that an image has
 /// room for all.
 fn sentence_rows(max: usize) -> Vec<usize> {
-    let steps = std::iter::successors(Some((16usize, 16usize)), |(rows, step)| {
-        let next = rows + step;
-        Some((
-            next,
-            match next.is_power_of_two() {
-                true if next >= 1024 => next,
-                true if next > 64 => next / 4,
-                _ => *step,
-            },
-        ))
+    let lengths = std::iter::successors(Some(16usize), |rows| {
+        let step = match rows {
+            ..128 => 16,
+            128..1024 => (1 << rows.ilog2()) / 4,
+            _ => *rows,
+        };
+        Some(rows + step)
     });
-    let mut rows: Vec<usize> = steps.map(|(rows, _)| rows).take_while(|rows| *rows < max).collect();
+    let mut rows: Vec<usize> = lengths.take_while(|rows| *rows < max).take(MAX_PROGRAMS - 1).collect();
     rows.push(max);
     rows
 }
@@ -89,8 +87,7 @@ impl Embedder {
 
 #[cfg(test)]
 mod tests {
-    use super::sentence_rows;
-    use perpetua_shared::limits::MAX_PROGRAMS;
+    use super::{MAX_PROGRAMS, sentence_rows};
 
     #[test]
     fn sentences_compute_little_for_nothing() {
