@@ -126,7 +126,8 @@ struct LaneCopy {
 
 #[derive(Debug)]
 pub(super) struct Warp {
-    rows: Vec<Row>,
+    /// Of every register in turn; flat, so that those nobody uses take no memory.
+    rows: Vec<u64>,
     preds: Vec<u32>,
     parts: Vec<Part>,
     copies: Vec<LaneCopy>,
@@ -138,7 +139,7 @@ pub(super) struct Warp {
 impl Warp {
     fn new(entry: &Entry) -> Warp {
         Warp {
-            rows: vec![[0; WARP]; entry.rows as usize],
+            rows: vec![0; entry.rows as usize * WARP],
             preds: vec![0; entry.preds as usize],
             parts: vec![Part { pc: 0, lanes: ALL, state: State::Ready }],
             copies: Vec::new(),
@@ -152,11 +153,12 @@ impl Warp {
     }
 
     pub(super) fn row<'a>(&'a self, entry: &'a Entry, slot: Slot) -> &'a Row {
-        self.rows.get(slot as usize).unwrap_or_else(|| &entry.constants[(slot - entry.rows) as usize])
+        let registers = self.rows.as_chunks::<WARP>().0;
+        registers.get(slot as usize).unwrap_or_else(|| &entry.constants[(slot - entry.rows) as usize])
     }
 
     pub(super) fn set(&mut self, slot: Slot, lanes: u32, value: &Row) {
-        let row = &mut self.rows[slot as usize];
+        let row = &mut self.rows.as_chunks_mut::<WARP>().0[slot as usize];
         if lanes == ALL {
             *row = *value;
             return;
