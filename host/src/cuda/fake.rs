@@ -142,6 +142,8 @@ struct State {
     retained: u32,
     last_handle: usize,
     launches: u64,
+    /// Of the last launch of PTX.
+    report: ptx::Report,
     /// The GPU's clock.
     now_ns: u64,
     has_failed: bool,
@@ -157,6 +159,12 @@ impl State {
     fn handle(&mut self) -> usize {
         self.last_handle += 1;
         self.last_handle
+    }
+
+    /// Keeps the report, and returns when its launch ended.
+    fn keep(&mut self, report: ptx::Report) -> u64 {
+        self.report = report;
+        self.report.ended_ns
     }
 
     /// After a kernel that went wrong nothing works any more.
@@ -184,6 +192,11 @@ impl Fake {
     /// Every call so far, with its arguments; addresses and handles are left out.
     pub fn calls(&self) -> Vec<String> {
         self.state().calls.clone()
+    }
+
+    /// What the last launch did, where launches run PTX; its phases are tasks, one more than their numbers.
+    pub fn report(&self) -> ptx::Report {
+        self.state().report.clone()
     }
 
     /// What was made and not given back: contexts, streams, modules, graphs, allocations on the device and of pinned memory.
@@ -274,7 +287,13 @@ impl Fake {
                         } else {
                             memory_of_probe(&state, &bytemuck::pod_read_unaligned(&launch.param))
                         };
+                        // Where workers say which task they are at.
+                        let marks = match bytemuck::try_pod_read_unaligned::<LaunchParams>(&launch.param) {
+                            Ok(params) if launch.kernel == ENTRY => (params.positions, params.n_workers),
+                            _ => (0, 0),
+                        };
                         run_ptx(&module, memory, &ptx::Launch {
+                            marks,
                             entry: &launch.kernel,
                             blocks: launch.blocks,
                             threads: launch.threads,
@@ -284,6 +303,7 @@ impl Fake {
                             began_ns: state.now_ns + 1,
                             most_instructions: u64::MAX,
                         })
+                        .map(|report| state.keep(report))
                     }
                     None if launch.kernel == ENTRY => {
                         let options = simt::Options {
@@ -310,6 +330,7 @@ impl Fake {
                 let module = module.and_then(|module| state.modules.get(&module)).and_then(|module| module.ptx.clone());
                 let ran = match module {
                     Some(module) => run_ptx(&module, memory, &ptx::Launch {
+                        marks: (0, 0),
                         entry: OPERATOR,
                         blocks: node.blocks,
                         threads: node.threads,
@@ -322,7 +343,8 @@ impl Fake {
                         seed,
                         began_ns,
                         most_instructions: u64::MAX,
-                    }),
+                    })
+                    .map(|report| state.keep(report)),
                     None => {
                         let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
                         // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
@@ -432,15 +454,18 @@ fn run_source(memory: Vec<Range>, options: &simt::Options, kernel: impl Fn()) ->
 }
 
 /// A launch of what `module` is.
-fn run_ptx(module: &ptx::Module, ranges: Vec<Range>, launch: &ptx::Launch<'_>) -> Ran {
+fn run_ptx(
+    module: &ptx::Module,
+    ranges: Vec<Range>,
+    launch: &ptx::Launch<'_>,
+) -> std::result::Result<ptx::Report, String> {
     let mut memory = ptx::Memory::default();
     for Range { at, bytes, access, name } in ranges {
         let host = std::ptr::with_exposed_provenance_mut(at as usize);
         // SAFETY: as in `run_source`.
         unsafe { memory.add(name, at, host, bytes, access == Access::Constant) };
     }
-    let ran = module.launch(launch, &memory);
-    ran.map(|report| report.ended_ns).map_err(|error| format!("the PTX of {}: {error}", launch.entry))
+    module.launch(launch, &memory).map_err(|error| format!("the PTX of {}: {error}", launch.entry))
 }
 
 /// A launch of a probe on the simulated GPU.

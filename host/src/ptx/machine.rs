@@ -32,6 +32,8 @@ pub struct Launch<'a> {
     pub seed: u64,
     /// What the clock says at first.
     pub began_ns: u64,
+    /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number.
+    pub marks: (u64, u32),
     /// Instructions of warps after which it is given up; `u64::MAX`: never.
     pub most_instructions: u64,
 }
@@ -47,6 +49,9 @@ pub struct Report {
     pub copies: u64,
     /// What the clock says at the end.
     pub ended_ns: u64,
+    /// For each value that a block wrote to one of [`Launch::marks`]: the instructions that each of its warps ran until it wrote
+    /// another, of all blocks together.
+    pub phases: BTreeMap<u32, Vec<u64>>,
 }
 
 /// Runs `launch` of `entry`.
@@ -84,6 +89,7 @@ pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &
         asleep: Vec::new(),
         copies: VecDeque::new(),
         warps,
+        marks: vec![0; launch.blocks as usize],
         turn: 0,
         leapt_ns: 0,
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
@@ -282,6 +288,8 @@ pub(super) struct Machine<'a> {
     copies: VecDeque<BulkCopy>,
     /// Of a block.
     warps: usize,
+    /// What each block wrote last to a mark.
+    marks: Vec<u32>,
     turn: u64,
     leapt_ns: u64,
     random: u64,
@@ -462,12 +470,23 @@ impl Machine<'_> {
         }
     }
 
-    fn run_part(&mut self, b: usize, w: usize, mut part: Part, most: u64) -> Result<(), PtxError> {
+    fn run_part(&mut self, b: usize, w: usize, part: Part, most: u64) -> Result<(), PtxError> {
+        let (before, mark) = (self.report.instructions, self.marks[b]);
+        let ran = self.run_instructions(b, w, part, most);
+        if self.launch.marks.1 > 0 {
+            let phase = self.report.phases.entry(mark).or_insert_with(|| vec![0; self.warps]);
+            phase[w] += self.report.instructions - before;
+        }
+        ran
+    }
+
+    fn run_instructions(&mut self, b: usize, w: usize, mut part: Part, most: u64) -> Result<(), PtxError> {
         let entry = self.entry;
         // Where another part is, the two become one.
         let others: Vec<Pc> = self.blocks[b].warps[w].parts.iter().map(|other| other.pc).collect();
         let mut done = 0;
-        while done < most {
+        let mark = self.marks[b];
+        while done < most && self.marks[b] == mark {
             let Some(instruction) = entry.code.get(part.pc as usize) else {
                 return Err(self.fault(b, w, part, "runs beyond the entry's end".to_owned()));
             };
@@ -816,6 +835,12 @@ impl Machine<'_> {
 
     fn write(&mut self, b: usize, space: Space, at: u64, bytes: &[u8]) -> Result<(), String> {
         if space == Space::Global {
+            let (first, n) = self.launch.marks;
+            if at.wrapping_sub(first) < 4 * u64::from(n)
+                && let Ok(word) = bytes.try_into()
+            {
+                self.marks[b] = u32::from_le_bytes(word);
+            }
             return self.memory.write(at, bytes);
         }
         let block = &mut self.blocks[b];

@@ -25,6 +25,7 @@ fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32
         params: &[&OUT.to_le_bytes()],
         seed,
         began_ns: 7,
+        marks: (0, 0),
         most_instructions: 100_000,
     };
     module.launch(&launch, &memory)
