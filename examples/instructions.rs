@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
     let steps = 2;
     let model = Model::load(&folder)?;
-    let driver = Arc::new(Fake::new(Options { runs: Runs::Ptx, ..Options::new(sms, 1 << 40) }));
+    let driver = Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, ..Options::new(sms, 1 << 40) }));
     let config = EngineConfig {
         device: Device::Cuda,
         gpu: Some(Gpu::with_driver(driver.clone())?),

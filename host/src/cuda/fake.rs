@@ -39,6 +39,8 @@ pub struct Options {
     pub runs: Runs,
     /// Seed of the simulated schedule; each launch takes the next one.
     pub seed: u64,
+    /// Of PTX, see [`ptx::Launch::stray`].
+    pub stray: u64,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
     /// Launches never end.
@@ -61,7 +63,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, runs: Runs::Source, seed: 0, fails: None, hangs: false }
+        Options { device, runs: Runs::Source, seed: 0, stray: 8, fails: None, hangs: false }
     }
 }
 
@@ -300,6 +302,7 @@ impl Fake {
                             shared_bytes: launch.shared_bytes,
                             params: &[&launch.param],
                             seed,
+                            stray: self.options.stray,
                             began_ns: state.now_ns + 1,
                             most_instructions: u64::MAX,
                         })
@@ -341,6 +344,7 @@ impl Fake {
                             &node.first_task.to_le_bytes(),
                         ],
                         seed,
+                        stray: self.options.stray,
                         began_ns,
                         most_instructions: u64::MAX,
                     })

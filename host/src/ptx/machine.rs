@@ -30,6 +30,8 @@ pub struct Launch<'a> {
     pub params: &'a [&'a [u8]],
     /// Seed of the schedule.
     pub seed: u64,
+    /// Of how many turns one is that of a part which is not the furthest behind: how far lanes stray from each other.
+    pub stray: u64,
     /// What the clock says at first.
     pub began_ns: u64,
     /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number.
@@ -415,7 +417,7 @@ impl Machine<'_> {
     fn take_turn(&mut self, number: usize) -> Result<bool, PtxError> {
         let (b, w) = (number / self.warps, number % self.warps);
         let now = self.now_ns();
-        let (seldom, pick, turn) = (self.random(8) == 0, self.random(32) as usize, 1 + self.random(TURN));
+        let (seldom, pick, turn) = (self.random(self.launch.stray) == 0, self.random(32) as usize, 1 + self.random(TURN));
         let warp = &mut self.blocks[b].warps[w];
         for part in &mut warp.parts {
             if matches!(part.state, State::Asleep(until) if until <= now) {

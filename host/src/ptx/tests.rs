@@ -24,6 +24,7 @@ fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32
         shared_bytes: 0,
         params: &[&OUT.to_le_bytes()],
         seed,
+        stray: 8,
         began_ns: 7,
         marks: (0, 0),
         most_instructions: 100_000,
