@@ -4,6 +4,8 @@ use super::PtxError;
 use super::machine::WARP;
 use super::parse::{EntryText, Operand, Statement, Variable};
 use super::rows::{self, Row};
+use petgraph::algo::dominators::simple_fast;
+use petgraph::graph::DiGraph;
 use std::collections::HashMap;
 
 /// Number of a row: a register's, or, from [`Entry::rows`] on, a constant's.
@@ -118,6 +120,8 @@ pub(super) struct Instruction {
     /// Lanes whose predicate is this.
     pub(super) guard: Option<(bool, Pred)>,
     pub(super) line: u32,
+    /// Of a branch that may part lanes: where they meet again, its immediate post-dominator.
+    pub(super) join: Option<Pc>,
 }
 
 /// An entry that can be run.
@@ -231,10 +235,11 @@ pub(super) fn decode(text: &EntryText<'_>, layout: &Layout) -> Result<Entry, Ptx
                 let guard = guard.map(|(is, name)| decoder.pred(name).map(|pred| (is, pred))).transpose();
                 let guard = guard.map_err(unread)?;
                 let op = decoder.op(opcode, operands).map_err(unread)?;
-                code.push(Instruction { op, guard, line: *line });
+                code.push(Instruction { op, guard, line: *line, join: None });
             }
         }
     }
+    find_joins(&mut code);
     Ok(Entry {
         name: text.name.to_owned(),
         params,
@@ -244,6 +249,35 @@ pub(super) fn decode(text: &EntryText<'_>, layout: &Layout) -> Result<Entry, Ptx
         preds: decoder.preds,
         constants: decoder.constants,
     })
+}
+
+/// Where lanes that a branch parts meet again: the first instruction on every way from it to the end, as ptxas has it.
+fn find_joins(code: &mut [Instruction]) {
+    let mut ways = DiGraph::<(), ()>::with_capacity(code.len() + 1, 2 * code.len());
+    let nodes: Vec<_> = (0..=code.len()).map(|_| ways.add_node(())).collect();
+    let end = nodes[code.len()];
+    for (pc, instruction) in code.iter().enumerate() {
+        let mut from = |next: usize| {
+            ways.add_edge(nodes[next], nodes[pc], ());
+        };
+        let may_go_on = instruction.guard.is_some();
+        match &instruction.op {
+            Op::Branch(to) => from(*to as usize),
+            Op::BranchIndex(_, targets) => targets.iter().for_each(|to| from(*to as usize)),
+            Op::Exit | Op::Trap => from(code.len()),
+            _ => from(pc + 1),
+        }
+        if may_go_on && matches!(instruction.op, Op::Branch(_) | Op::BranchIndex(..) | Op::Exit | Op::Trap) {
+            from(pc + 1);
+        }
+    }
+    let dominators = simple_fast(&ways, end);
+    for (pc, instruction) in code.iter_mut().enumerate() {
+        let parts = matches!(instruction.op, Op::Branch(_)) && instruction.guard.is_some()
+            || matches!(instruction.op, Op::BranchIndex(..));
+        let join = dominators.immediate_dominator(nodes[pc]).filter(|join| parts && *join != end);
+        instruction.join = join.map(|join| join.index() as Pc);
+    }
 }
 
 fn is_register_kind(kind: &str) -> bool {

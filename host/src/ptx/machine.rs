@@ -5,7 +5,7 @@
 //! several parts the one that is furthest behind runs, most of the time: with the order of blocks that LLVM writes, lanes then
 //! meet again where their ways do. A seed decides the rest.
 
-use super::decode::{Access, Atomic, Entry, Instruction, Layout, Op, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special};
+use super::decode::{Access, Atomic, Entry, Layout, Op, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special};
 use super::matrix::Groups;
 use super::rows::Row;
 use super::{Memory, PtxError};
@@ -108,17 +108,35 @@ enum State {
     Ready,
     /// Not all lanes that its instruction names are here.
     Meeting,
+    /// Not all lanes that a branch has parted are here, where they meet again.
+    Joining,
     /// It waits at a named barrier of the block.
     AtBarrier(u32),
     Asleep(u64),
 }
 
 /// Lanes at the same instruction.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Part {
     pc: Pc,
     lanes: u32,
     state: State,
+    /// Where it waits for others, and who all of them are: a branch's lanes, the innermost last.
+    joins: Vec<(Pc, u32)>,
+}
+
+impl Part {
+    /// It goes on from where lanes meet again, if all of those of `alive` are here; else it waits.
+    fn join(&mut self, alive: u32) {
+        self.state = State::Ready;
+        while let Some((_, lanes)) = self.joins.pop_if(|(pc, _)| *pc == self.pc) {
+            if lanes & alive & !self.lanes != 0 {
+                self.joins.push((self.pc, lanes));
+                self.state = State::Joining;
+                return;
+            }
+        }
+    }
 }
 
 /// A copy of sixteen bytes that a lane has asked for, of which the first `there` are read and the others zero.
@@ -149,7 +167,7 @@ impl Warp {
         Warp {
             rows: vec![0; entry.rows as usize * WARP],
             preds: vec![0; entry.preds as usize],
-            parts: vec![Part { pc: 0, lanes: ALL, state: State::Ready }],
+            parts: vec![Part { pc: 0, lanes: ALL, state: State::Ready, joins: Vec::new() }],
             copies: Vec::new(),
             closed: [0; WARP],
             groups: Groups::default(),
@@ -181,24 +199,33 @@ impl Warp {
         *old = *old & !lanes | value & lanes;
     }
 
-    /// Parts at the same instruction become one.
+    /// Parts at the same instruction become one: those that meet there, and those that wait for the same.
     fn merge(&mut self) {
+        let alive = self.lanes();
         let mut at = 0;
         while at < self.parts.len() {
-            let Part { pc, state, .. } = self.parts[at];
-            let is_open = |state| matches!(state, State::Ready | State::Meeting);
+            let part = &self.parts[at];
+            let is_open = |part: &Part| matches!(part.state, State::Ready | State::Meeting | State::Joining);
             let other = (at + 1..self.parts.len()).find(|other| {
-                let other = self.parts[*other];
-                other.pc == pc && is_open(other.state) && is_open(state)
+                let other = &self.parts[*other];
+                let same = other.joins == part.joins || other.state == State::Meeting || part.state == State::Meeting;
+                other.pc == part.pc && is_open(other) && is_open(part) && same
             });
             match other {
                 Some(other) => {
-                    let lanes = self.parts.swap_remove(other).lanes;
-                    self.parts[at].lanes |= lanes;
-                    self.parts[at].state = State::Ready;
+                    let other = self.parts.swap_remove(other);
+                    let part = &mut self.parts[at];
+                    part.lanes |= other.lanes;
+                    let common = part.joins.iter().zip(&other.joins).take_while(|(a, b)| a == b).count();
+                    part.joins.truncate(common);
+                    part.join(alive);
                 }
                 None => at += 1,
             }
+        }
+        // Those they wait for may have ended.
+        for part in self.parts.iter_mut().filter(|part| part.state == State::Joining) {
+            part.join(alive);
         }
     }
 }
@@ -304,8 +331,6 @@ enum Next {
     On,
     /// Another one.
     To(Pc),
-    /// Lanes that branch, and where to; the others go on.
-    Split(u32, Pc),
     /// Lanes to places of their own.
     Spread(Vec<(u32, Pc)>),
     /// The same again, later.
@@ -419,23 +444,31 @@ impl Machine<'_> {
         let now = self.now_ns();
         let (seldom, pick, turn) = (self.random(self.launch.stray) == 0, self.random(32) as usize, 1 + self.random(TURN));
         let warp = &mut self.blocks[b].warps[w];
+        let alive = warp.lanes();
         for part in &mut warp.parts {
             if matches!(part.state, State::Asleep(until) if until <= now) {
-                part.state = State::Ready;
+                part.join(alive);
             }
         }
         if warp.parts.len() > 1 {
             warp.merge();
         }
-        let ready = |part: &&Part| part.state == State::Ready;
-        let n = warp.parts.iter().filter(ready).count();
-        let behind = warp.parts.iter().filter(ready).map(|part| part.pc).min();
-        let chosen = if seldom && n > 1 { warp.parts.iter().filter(ready).nth(pick % n).map(|part| part.pc) } else { behind };
-        let Some(pc) = chosen else {
+        // Who waits for others may have to go on for them to come: seldom, or when nobody else can.
+        let is_stuck = !warp.parts.iter().any(|part| part.state == State::Ready);
+        let can = |part: &Part| part.state == State::Ready || part.state == State::Joining && (seldom || is_stuck);
+        let able: Vec<usize> = (0..warp.parts.len()).filter(|at| can(&warp.parts[*at])).collect();
+        let chosen = match seldom {
+            true => able.get(pick % able.len().max(1)).copied(),
+            false => able.into_iter().min_by_key(|at| warp.parts[*at].pc),
+        };
+        let Some(at) = chosen else {
             return self.rest(number);
         };
-        let at = warp.parts.iter().position(|part| part.pc == pc && part.state == State::Ready).expect("just chosen");
-        let part = warp.parts.swap_remove(at);
+        let mut part = warp.parts.swap_remove(at);
+        if part.state == State::Joining {
+            part.joins.pop();
+            part.state = State::Ready;
+        }
         self.run_part(b, w, part, turn)?;
         Ok(true)
     }
@@ -457,12 +490,12 @@ impl Machine<'_> {
                 format!("lanes {:#010x} at line {}", part.lanes, self.entry.code[part.pc as usize].line)
             });
             let what = format!("lanes that must meet do not: {}", places.collect::<Vec<_>>().join(", "));
-            return Err(self.fault(b, w, parts[0], what));
+            return Err(self.fault(b, w, &parts[0], what));
         }
         Ok(false)
     }
 
-    fn fault(&self, block: usize, warp: usize, part: Part, what: String) -> PtxError {
+    fn fault(&self, block: usize, warp: usize, part: &Part, what: String) -> PtxError {
         PtxError::Fault {
             line: self.entry.code.get(part.pc as usize).map_or(0, |instruction| instruction.line),
             block: block as u32,
@@ -484,32 +517,32 @@ impl Machine<'_> {
 
     fn run_instructions(&mut self, b: usize, w: usize, mut part: Part, most: u64) -> Result<(), PtxError> {
         let entry = self.entry;
-        // Where another part is, the two become one.
+        // Where another part is, the two may become one.
         let others: Vec<Pc> = self.blocks[b].warps[w].parts.iter().map(|other| other.pc).collect();
         let mut done = 0;
         let mark = self.marks[b];
         while done < most && self.marks[b] == mark {
             let Some(instruction) = entry.code.get(part.pc as usize) else {
-                return Err(self.fault(b, w, part, "runs beyond the entry's end".to_owned()));
+                return Err(self.fault(b, w, &part, "runs beyond the entry's end".to_owned()));
             };
-            let next = match self.step(b, w, part.lanes, instruction) {
+            let next = match self.step(b, w, part.lanes, part.pc) {
                 Ok(next) => next,
-                Err(what) => return Err(self.fault(b, w, part, what)),
+                Err(what) => return Err(self.fault(b, w, &part, what)),
             };
             self.report.instructions += 1;
             done += 1;
             match next {
                 Next::On => part.pc += 1,
                 Next::To(pc) => part.pc = pc,
-                Next::Split(lanes, pc) => {
-                    let parts = &mut self.blocks[b].warps[w].parts;
-                    parts.push(Part { pc, lanes, ..part });
-                    parts.push(Part { pc: part.pc + 1, lanes: part.lanes & !lanes, ..part });
-                    return Ok(());
-                }
                 Next::Spread(places) => {
-                    let parts = &mut self.blocks[b].warps[w].parts;
-                    parts.extend(places.into_iter().map(|(lanes, pc)| Part { pc, lanes, ..part }));
+                    part.joins.extend(instruction.join.map(|join| (join, part.lanes)));
+                    let warp = &mut self.blocks[b].warps[w];
+                    let alive = warp.lanes() | part.lanes;
+                    warp.parts.extend(places.into_iter().map(|(lanes, pc)| {
+                        let mut one = Part { pc, lanes, ..part.clone() };
+                        one.join(alive);
+                        one
+                    }));
                     return Ok(());
                 }
                 Next::Wait(state) => {
@@ -518,10 +551,20 @@ impl Machine<'_> {
                 }
                 Next::Yield(state) => {
                     part.pc += 1;
-                    part.state = state;
+                    part.join(self.blocks[b].warps[w].lanes() | part.lanes);
+                    if state != State::Ready {
+                        part.state = state;
+                    }
                     break;
                 }
                 Next::Exit => return Ok(()),
+            }
+            if part.joins.last().is_some_and(|(pc, _)| *pc == part.pc) {
+                let alive = self.blocks[b].warps[w].lanes() | part.lanes;
+                part.join(alive);
+                if part.state == State::Joining {
+                    break;
+                }
             }
             if others.contains(&part.pc) {
                 break;
@@ -533,8 +576,9 @@ impl Machine<'_> {
 
     /// All `lanes` of a part run `instruction`.
     #[inline]
-    fn step(&mut self, b: usize, w: usize, part: u32, instruction: &Instruction) -> Result<Next, String> {
+    fn step(&mut self, b: usize, w: usize, part: u32, pc: Pc) -> Result<Next, String> {
         let entry = self.entry;
+        let instruction = &entry.code[pc as usize];
         let warp = &mut self.blocks[b].warps[w];
         let lanes = match instruction.guard {
             Some((is, pred)) => {
@@ -622,7 +666,7 @@ impl Machine<'_> {
                 warp.set(*to, lanes, &[u64::from_le_bytes(value); WARP]);
             }
             Op::Branch(to) if lanes == part => return Ok(Next::To(*to)),
-            Op::Branch(to) => return Ok(Next::Split(lanes, *to)),
+            Op::Branch(to) => return Ok(Next::Spread(vec![(lanes, *to), (part & !lanes, pc + 1)])),
             Op::BranchIndex(index, targets) => {
                 let index = *warp.row(entry, *index);
                 let mut places: Vec<(u32, Pc)> = Vec::new();
@@ -971,7 +1015,9 @@ impl Machine<'_> {
             if let Op::Barrier { vote, .. } = entry.code[pc as usize].op {
                 settle(warp, lanes, vote);
             }
-            warp.parts[at] = Part { pc: pc + 1, lanes, state: State::Ready };
+            let alive = warp.lanes();
+            warp.parts[at].pc = pc + 1;
+            warp.parts[at].join(alive);
             let number = b * self.warps + other;
             // Another part of that warp may have kept it among those that run.
             if !self.ready.contains(&number) {
