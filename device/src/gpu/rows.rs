@@ -251,7 +251,7 @@ pub(super) const GAP: u32 = 16;
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
 /// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
-/// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, the bits of [`RmsNorm`](crate::kernels::RmsNorm). The weights
+/// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
 /// come from the task's next tile if it has tiles. With `in_terms` an element is hi + lo, two bf16.
 ///
 /// # Safety
@@ -265,11 +265,22 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
         let k = x.extent(1);
         let weights = call.tensor(norm);
         let (mut scale, mut tile) = (1.0, Tile::NONE);
+        let from = x.address([0, 0]);
+        let by_eight = in_terms && x.dtype() == F32 && k.is_multiple_of(8) && from.addr().is_multiple_of(16);
+        let eight = |unit: u32| Single::eight(from.add(32 * unit as usize), false);
         if weights.is_present() {
             let mut squares = 0.0;
-            for at in block.mine(k) {
-                let value = x.get([0, at]);
-                squares = fma(value, value, squares);
+            if by_eight {
+                for unit in block.mine(k / 8) {
+                    for value in eight(unit) {
+                        squares = fma(value, value, squares);
+                    }
+                }
+            } else {
+                for at in block.mine(k) {
+                    let value = x.get([0, at]);
+                    squares = fma(value, value, squares);
+                }
             }
             scale = rsqrt(block.sum(squares) / k as f32 + eps);
             if let Some(tiles) = call.tiles
@@ -288,9 +299,34 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
             };
             x.get([0, at]) * scale * weight
         };
+        let mut left = k;
+        if by_eight {
+            left = 0;
+            for unit in block.mine(k / 8) {
+                let mut values = eight(unit);
+                if weights.is_present() {
+                    let weight = match (tile.bytes, weights.dtype()) {
+                        (0, _) => core::array::from_fn(|i| weights.get([8 * unit + i as u32])),
+                        (_, F32) => Single::tile_eight(tile.at + 32 * unit),
+                        (_, BF16) => Brain::tile_eight(tile.at + 16 * unit),
+                        _ => Half::tile_eight(tile.at + 16 * unit),
+                    };
+                    for i in 0..8 {
+                        values[i] *= scale * weight[i];
+                    }
+                }
+                let high = values.map(|value| u32::from(f32_to_bf16(value)));
+                let low: [u32; 8] = core::array::from_fn(|i| {
+                    u32::from(f32_to_bf16(values[i] - f32::from_bits(high[i] << 16)))
+                });
+                let pairs = |half: [u32; 8]| core::array::from_fn(|i| half[2 * i] | half[2 * i + 1] << 16);
+                shared::store16(TERMS + 4 * unit, pairs(high));
+                shared::store16(TERMS + k / 2 + GAP + 4 * unit, pairs(low));
+            }
+        }
         // One by one, or two at a time; the same code fetches both.
         let step = if in_terms { 2 } else { 1 };
-        for unit in block.mine(k / step) {
+        for unit in block.mine(left / step) {
             let (mut high, mut low, mut whole, mut at) = (0, 0, 0, step * unit);
             while at < step * (unit + 1) {
                 let value = value(at);
