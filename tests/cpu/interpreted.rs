@@ -219,7 +219,10 @@ fn drills_end_in_their_errors() {
     let last = engine.resident().compiled().image.view().events.len() as u32 - 1;
     engine.resident_mut().cuda().expect("a GPU").miscount(EventId(last)).expect("idle");
     let error = tokens(&mut engine, &prompt, &greedy(2)).expect_err("an event never fires");
-    assert!(matches!(&error, EngineError::Run(RunError::Stalled { event, .. }) if *event == format!("e{last}")), "{error}");
+    assert!(
+        matches!(&error, EngineError::Run(RunError::Stalled { event, .. }) if *event == format!("e{last}")),
+        "{error}"
+    );
     assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
 
     let error = engine.resident_mut().run_tokens(perpetua_shared::ProgramId(1), &[1, u32::MAX]).expect_err("no token");

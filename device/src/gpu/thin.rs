@@ -32,7 +32,8 @@ fn room<const N: usize>(parts: u32, warps: u32) -> u32 {
     (shared::KEPT - parts) / (16 * warps) * 16
 }
 
-const _: () = assert!((shared::KEPT - (TERMS + MAX_NORMED + GAP)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
+const _: () =
+    assert!((shared::KEPT - (TERMS + MAX_NORMED + GAP)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
 
 /// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on and an operand `norm` or none.
 ///

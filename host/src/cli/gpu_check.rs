@@ -4,7 +4,7 @@
 use super::group::{self, Group};
 use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, print, write_whole};
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
-use perpetua::cuda::fake::{Fake, Options as FakeOptions};
+use perpetua::cuda::fake::{Fake, Options as FakeOptions, Runs};
 use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::engine::{Resident, decoder_sources, sentence_sources};
@@ -55,6 +55,9 @@ pub(crate) struct Args {
     /// On a simulated GPU of 4 SMs: what can be tried before the chip. Its times mean nothing.
     #[arg(long)]
     simulated: bool,
+    /// As --simulated, with the kernels' PTX, instruction by instruction, instead of their source.
+    #[arg(long, requires = "simulated")]
+    interpreted: bool,
     /// Do the one section in this process: what a section's own process is told.
     #[arg(long, hide = true)]
     alone: bool,
@@ -172,6 +175,7 @@ fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn
         command.arg("--scratch").arg(scratch);
     }
     command.args(args.torch_compile.then_some("--torch-compile")).args(args.simulated.then_some("--simulated"));
+    command.args(args.interpreted.then_some("--interpreted"));
     let began = Instant::now();
     let ended = Group::spawn(&mut command)?.within(limit);
     let text = std::fs::read(&path).unwrap_or_default();
@@ -245,6 +249,9 @@ fn open(args: &Args) -> Result<Gpu, GpuError> {
     let mut options = FakeOptions::new(4, 1 << 30);
     // What must be more than the cache holds is then soon read.
     options.device.l2_bytes = 64 << 10;
+    if args.interpreted {
+        options.runs = Runs::Ptx;
+    }
     Gpu::with_driver(Arc::new(Fake::new(options)))
 }
 

@@ -294,18 +294,22 @@ impl Fake {
                             Ok(params) if launch.kernel == ENTRY => (params.positions, params.n_workers),
                             _ => (0, 0),
                         };
-                        run_ptx(&module, memory, &ptx::Launch {
-                            marks,
-                            entry: &launch.kernel,
-                            blocks: launch.blocks,
-                            threads: launch.threads,
-                            shared_bytes: launch.shared_bytes,
-                            params: &[&launch.param],
-                            seed,
-                            stray: self.options.stray,
-                            began_ns: state.now_ns + 1,
-                            most_instructions: u64::MAX,
-                        })
+                        run_ptx(
+                            &module,
+                            memory,
+                            &ptx::Launch {
+                                marks,
+                                entry: &launch.kernel,
+                                blocks: launch.blocks,
+                                threads: launch.threads,
+                                shared_bytes: launch.shared_bytes,
+                                params: &[&launch.param],
+                                seed,
+                                stray: self.options.stray,
+                                began_ns: state.now_ns + 1,
+                                most_instructions: u64::MAX,
+                            },
+                        )
                         .map(|report| state.keep(report))
                     }
                     None if launch.kernel == ENTRY => {
@@ -332,22 +336,26 @@ impl Fake {
                 let module = state.functions.get(&node.function.0).map(|known| known.module);
                 let module = module.and_then(|module| state.modules.get(&module)).and_then(|module| module.ptx.clone());
                 let ran = match module {
-                    Some(module) => run_ptx(&module, memory, &ptx::Launch {
-                        marks: (0, 0),
-                        entry: OPERATOR,
-                        blocks: node.blocks,
-                        threads: node.threads,
-                        shared_bytes: 0,
-                        params: &[
-                            bytemuck::bytes_of(&node.params),
-                            &node.program.to_le_bytes(),
-                            &node.first_task.to_le_bytes(),
-                        ],
-                        seed,
-                        stray: self.options.stray,
-                        began_ns,
-                        most_instructions: u64::MAX,
-                    })
+                    Some(module) => run_ptx(
+                        &module,
+                        memory,
+                        &ptx::Launch {
+                            marks: (0, 0),
+                            entry: OPERATOR,
+                            blocks: node.blocks,
+                            threads: node.threads,
+                            shared_bytes: 0,
+                            params: &[
+                                bytemuck::bytes_of(&node.params),
+                                &node.program.to_le_bytes(),
+                                &node.first_task.to_le_bytes(),
+                            ],
+                            seed,
+                            stray: self.options.stray,
+                            began_ns,
+                            most_instructions: u64::MAX,
+                        },
+                    )
                     .map(|report| state.keep(report)),
                     None => {
                         let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
@@ -575,7 +583,8 @@ unsafe impl Driver for Fake {
         let mut loaded = Loaded { image: image.to_vec(), ptx: None };
         if self.options.runs == Runs::Ptx {
             // Machine code is for chips.
-            let text = image.strip_suffix(&[0]).filter(|_| kind == "PTX").and_then(|text| std::str::from_utf8(text).ok());
+            let text =
+                image.strip_suffix(&[0]).filter(|_| kind == "PTX").and_then(|text| std::str::from_utf8(text).ok());
             let text = text.ok_or_else(|| error("cuModuleLoadDataEx", 209, "CUDA_ERROR_NO_BINARY_FOR_GPU"))?;
             let parsed = ptx::Module::parse(text).map_err(|what| CudaError {
                 text: Some(what.to_string()),
@@ -624,7 +633,8 @@ unsafe impl Driver for Fake {
         let arguments = format!("threads {threads} shared {shared_bytes}");
         let state = self.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor", &arguments, true)?;
         Ok(u32::from(
-            threads <= BLOCK_THREADS && state.functions.get(&function.0).is_some_and(|known| shared_bytes <= known.most),
+            threads <= BLOCK_THREADS
+                && state.functions.get(&function.0).is_some_and(|known| shared_bytes <= known.most),
         ))
     }
 

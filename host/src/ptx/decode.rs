@@ -70,44 +70,118 @@ pub(super) enum Op {
     Binary(rows::Binary, Slot, [Slot; 2]),
     Ternary(rows::Ternary, Slot, [Slot; 3]),
     Compare(rows::Compare, Pred, [Slot; 2]),
-    Select { d: Slot, yes: Slot, no: Slot, when: Pred },
+    Select {
+        d: Slot,
+        yes: Slot,
+        no: Slot,
+        when: Pred,
+    },
     /// Two predicates to one: and, or, xor.
     Logic(fn(u32, u32) -> u32, Pred, [Pred; 2]),
     Not(Pred, Pred),
     Constant(Pred, bool),
     /// Parts of a value, the lowest first, each of so many bits.
-    Unpack { d: Vec<Option<Slot>>, from: Slot, bits: u32 },
+    Unpack {
+        d: Vec<Option<Slot>>,
+        from: Slot,
+        bits: u32,
+    },
     /// A value of parts, the lowest first.
-    Pack { d: Slot, from: Vec<Slot>, bits: u32 },
+    Pack {
+        d: Slot,
+        from: Vec<Slot>,
+        bits: u32,
+    },
     Special(Slot, Special),
-    Param { d: Slot, at: u32, bytes: u32 },
-    Load { d: Vec<Option<Slot>>, from: Access },
-    Store { to: Access, values: Vec<Slot> },
-    Atomic { d: Option<Slot>, at: Access, atomic: Atomic, values: Vec<Slot> },
+    Param {
+        d: Slot,
+        at: u32,
+        bytes: u32,
+    },
+    Load {
+        d: Vec<Option<Slot>>,
+        from: Access,
+    },
+    Store {
+        to: Access,
+        values: Vec<Slot>,
+    },
+    Atomic {
+        d: Option<Slot>,
+        at: Access,
+        atomic: Atomic,
+        values: Vec<Slot>,
+    },
     Branch(Pc),
     BranchIndex(Slot, Vec<Pc>),
     Exit,
     Trap,
     /// `bar.sync`, and with a vote `bar.red.or.pred`.
-    Barrier { id: Slot, threads: Slot, vote: Option<(Pred, Pred, bool)> },
+    Barrier {
+        id: Slot,
+        threads: Slot,
+        vote: Option<(Pred, Pred, bool)>,
+    },
     WarpSync(Slot),
-    Shuffle { how: Shuffle, d: Slot, value: Slot, by: Slot, clamp: Slot, members: Slot },
-    LoadMatrices { d: Vec<Slot>, from: Access },
+    Shuffle {
+        how: Shuffle,
+        d: Slot,
+        value: Slot,
+        by: Slot,
+        clamp: Slot,
+        members: Slot,
+    },
+    LoadMatrices {
+        d: Vec<Slot>,
+        from: Access,
+    },
     /// m16n8k16, bf16, sums f32.
-    Product { d: [Slot; 4], a: [Slot; 4], b: [Slot; 2], c: [Slot; 4] },
+    Product {
+        d: [Slot; 4],
+        a: [Slot; 4],
+        b: [Slot; 2],
+        c: [Slot; 4],
+    },
     /// m64nNk16 of a warpgroup, bf16, sums f32, both matrices in shared memory.
-    GroupProduct { d: Vec<Slot>, a: Slot, b: Slot },
+    GroupProduct {
+        d: Vec<Slot>,
+        a: Slot,
+        b: Slot,
+    },
     GroupFence,
     GroupCommit,
     GroupWait(u32),
     /// An access's order is that of the schedule, which is sequential: fences of generic memory do nothing here.
     Fence,
-    BarrierInit { at: Access, count: Slot },
-    BarrierArrive { at: Access, expect: Option<Slot> },
-    BarrierTry { d: Pred, at: Access, parity: Slot },
-    BulkCopy { to: Access, from: Access, bytes: Slot, barrier: Access },
-    BulkPrefetch { from: Access, bytes: Slot },
-    Copy { to: Access, from: Access, bytes: u32, there: Option<Slot> },
+    BarrierInit {
+        at: Access,
+        count: Slot,
+    },
+    BarrierArrive {
+        at: Access,
+        expect: Option<Slot>,
+    },
+    BarrierTry {
+        d: Pred,
+        at: Access,
+        parity: Slot,
+    },
+    BulkCopy {
+        to: Access,
+        from: Access,
+        bytes: Slot,
+        barrier: Access,
+    },
+    BulkPrefetch {
+        from: Access,
+        bytes: Slot,
+    },
+    Copy {
+        to: Access,
+        from: Access,
+        bytes: u32,
+        there: Option<Slot>,
+    },
     CopyCommit,
     CopyWait(u32),
     Sleep(Slot),
@@ -440,8 +514,7 @@ impl<'a> Decoder<'a> {
             ("bra" | "bra.uni", [to]) => Op::Branch(self.label(to)?),
             ("brx.idx", [index, Operand::Name(table)]) => {
                 let labels = *self.targets.get(table).ok_or_else(|| format!("there is no table {table}"))?;
-                let targets: Decoded<Vec<Pc>> =
-                    labels.iter().map(|label| self.label(&Operand::Name(label))).collect();
+                let targets: Decoded<Vec<Pc>> = labels.iter().map(|label| self.label(&Operand::Name(label))).collect();
                 Op::BranchIndex(self.source(index, 32)?, targets?)
             }
             ("ret" | "exit", []) => Op::Exit,
@@ -635,15 +708,14 @@ impl<'a> Decoder<'a> {
                 at: self.access(Space::Shared, at, 8)?,
                 parity: self.source(parity, 32)?,
             },
-            (
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
-                [to, from, bytes, barrier],
-            ) => Op::BulkCopy {
-                to: self.access(Space::Shared, to, 16)?,
-                from: self.access(Space::Global, from, 16)?,
-                bytes: self.source(bytes, 32)?,
-                barrier: self.access(Space::Shared, barrier, 8)?,
-            },
+            ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", [to, from, bytes, barrier]) => {
+                Op::BulkCopy {
+                    to: self.access(Space::Shared, to, 16)?,
+                    from: self.access(Space::Global, from, 16)?,
+                    bytes: self.source(bytes, 32)?,
+                    barrier: self.access(Space::Shared, barrier, 8)?,
+                }
+            }
             ("cp.async.bulk.prefetch.L2.global", [from, bytes]) => {
                 Op::BulkPrefetch { from: self.access(Space::Global, from, 16)?, bytes: self.source(bytes, 32)? }
             }

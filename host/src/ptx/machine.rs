@@ -442,7 +442,8 @@ impl Machine<'_> {
     fn take_turn(&mut self, number: usize) -> Result<bool, PtxError> {
         let (b, w) = (number / self.warps, number % self.warps);
         let now = self.now_ns();
-        let (seldom, pick, turn) = (self.random(self.launch.stray) == 0, self.random(32) as usize, 1 + self.random(TURN));
+        let (seldom, pick, turn) =
+            (self.random(self.launch.stray) == 0, self.random(32) as usize, 1 + self.random(TURN));
         let warp = &mut self.blocks[b].warps[w];
         let alive = warp.lanes();
         for part in &mut warp.parts {
@@ -486,9 +487,9 @@ impl Machine<'_> {
         } else if parts.iter().any(|part| part.state == State::Meeting)
             && !parts.iter().any(|part| matches!(part.state, State::AtBarrier(_)))
         {
-            let places = parts.iter().map(|part| {
-                format!("lanes {:#010x} at line {}", part.lanes, self.entry.code[part.pc as usize].line)
-            });
+            let places = parts
+                .iter()
+                .map(|part| format!("lanes {:#010x} at line {}", part.lanes, self.entry.code[part.pc as usize].line));
             let what = format!("lanes that must meet do not: {}", places.collect::<Vec<_>>().join(", "));
             return Err(self.fault(b, w, &parts[0], what));
         }
@@ -787,7 +788,9 @@ impl Machine<'_> {
                 for lane in lanes_of(lanes) {
                     let (to, from, bytes) = (to[lane], from[lane], bytes[lane] as u32);
                     if bytes == 0 || !(to | from | u64::from(bytes)).is_multiple_of(16) {
-                        return Err(format!("a bulk copy of {bytes} bytes from {from:#x} to {to}: not all multiples of 16"));
+                        return Err(format!(
+                            "a bulk copy of {bytes} bytes from {from:#x} to {to}: not all multiples of 16"
+                        ));
                     }
                     self.blocks[b].place(to, bytes)?;
                     self.memory.check(from, u64::from(bytes))?;
@@ -801,7 +804,10 @@ impl Machine<'_> {
                 let (from, bytes) = (self.addresses(b, w, from)?, *self.blocks[b].warps[w].row(entry, *bytes));
                 for lane in lanes_of(lanes) {
                     if bytes[lane] == 0 || !(from[lane] | bytes[lane]).is_multiple_of(16) {
-                        return Err(format!("a prefetch of {} bytes at {:#x}: not multiples of 16", bytes[lane], from[lane]));
+                        return Err(format!(
+                            "a prefetch of {} bytes at {:#x}: not multiples of 16",
+                            bytes[lane], from[lane]
+                        ));
                     }
                     self.memory.check(from[lane], bytes[lane])?;
                 }
@@ -828,9 +834,8 @@ impl Machine<'_> {
             Op::CopyCommit => lanes_of(lanes).for_each(|lane| warp.closed[lane] += 1),
             Op::CopyWait(left) => {
                 let closed = warp.closed;
-                let is_over = |copy: &LaneCopy| {
-                    lanes >> copy.lane & 1 == 1 && copy.group + u64::from(*left) < closed[copy.lane]
-                };
+                let is_over =
+                    |copy: &LaneCopy| lanes >> copy.lane & 1 == 1 && copy.group + u64::from(*left) < closed[copy.lane];
                 let (over, rest): (Vec<_>, Vec<_>) = std::mem::take(&mut warp.copies).into_iter().partition(is_over);
                 warp.copies = rest;
                 for copy in over {
@@ -1031,7 +1036,11 @@ impl Machine<'_> {
 
 /// Fails unless `bytes` bytes at `at` are aligned.
 fn aligned(at: u64, bytes: usize) -> Result<(), String> {
-    if at.is_multiple_of(bytes as u64) { Ok(()) } else { Err(format!("{bytes} bytes at {at:#x}, which is not aligned")) }
+    if at.is_multiple_of(bytes as u64) {
+        Ok(())
+    } else {
+        Err(format!("{bytes} bytes at {at:#x}, which is not aligned"))
+    }
 }
 
 /// The lanes that `members` names, the same in all of `lanes`.

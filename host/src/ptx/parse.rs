@@ -233,7 +233,8 @@ fn operand(text: &str) -> Option<Operand<'_>> {
 }
 
 fn number(text: &str) -> Option<u64> {
-    if let Some(bits) = text.strip_prefix("0f").or_else(|| text.strip_prefix("0d")).or_else(|| text.strip_prefix("0x")) {
+    if let Some(bits) = text.strip_prefix("0f").or_else(|| text.strip_prefix("0d")).or_else(|| text.strip_prefix("0x"))
+    {
         return u64::from_str_radix(bits, 16).ok();
     }
     text.parse::<i64>().map(i64::cast_unsigned).or_else(|_| text.parse()).ok()
@@ -315,7 +316,8 @@ mod tests {
     fn text_is_taken_apart() {
         let (variables, entries) = parse(TEXT).expect("it is PTX");
         let sizes: Vec<_> = variables.iter().map(|it| (it.name, it.space, it.align, it.bytes, it.init.len())).collect();
-        let expected = [("words", ".shared", 16, 64, 0), ("tiles", ".shared", 128, 0, 0), ("table", ".global", 4, 4, 3)];
+        let expected =
+            [("words", ".shared", 16, 64, 0), ("tiles", ".shared", 128, 0, 0), ("table", ".global", 4, 4, 3)];
         assert_eq!(sizes, expected);
         let [entry] = &entries[..] else { panic!("one entry: {entries:?}") };
         assert_eq!((entry.name, entry.most_threads), ("double", Some(64)));
@@ -333,10 +335,7 @@ mod tests {
                 instruction(
                     None,
                     "ld.v2.b32",
-                    vec![
-                        Operand::Vector(vec![Operand::Name("%r1"), Operand::Nothing]),
-                        Operand::Address("%rd1", -8),
-                    ],
+                    vec![Operand::Vector(vec![Operand::Name("%r1"), Operand::Nothing]), Operand::Address("%rd1", -8)],
                 ),
             ),
             (23, instruction(None, "mov.b32", vec![Operand::Name("%r2"), Operand::Number(0x3f80_0000)])),

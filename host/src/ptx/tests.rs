@@ -53,7 +53,8 @@ fn lanes_part_and_meet_again() {
 
 #[test]
 fn a_barrier_that_was_copied_is_seen() {
-    let body = "setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $other;\nbar.sync 0, 64;\nbra.uni $done;\n$other:\nbar.sync 0, 64;\n$done:";
+    let body =
+        "setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $other;\nbar.sync 0, 64;\nbra.uni $done;\n$other:\nbar.sync 0, 64;\n$done:";
     let error = run("", body, 64, 1, &mut [0; 64]).expect_err("one warp is at both");
     assert!(what(error.clone()).contains("lanes that must meet do not"), "{error}");
     // Of whole warps it is one barrier.
@@ -74,9 +75,15 @@ fn who_waits_for_nobody_is_named() {
 fn addresses_are_checked() {
     let refused = |body: &str| what(run("", body, 32, 0, &mut [0; 32]).expect_err("refused"));
     let error = refused("ld.b32 %r2, [%rd3+4];");
-    assert!(error.ends_with("4 bytes at 0x100080 are in no allocation, 128 bytes into words, which has 128"), "{error}");
+    assert!(
+        error.ends_with("4 bytes at 0x100080 are in no allocation, 128 bytes into words, which has 128"),
+        "{error}"
+    );
     let error = refused("ld.b32 %r2, [%rd3+2];");
-    assert!(error.starts_with("line 19, block 0, warp 0, lanes 0xffffffff: ") && error.contains("not aligned"), "{error}");
+    assert!(
+        error.starts_with("line 19, block 0, warp 0, lanes 0xffffffff: ") && error.contains("not aligned"),
+        "{error}"
+    );
     let error = refused("mov.b32 %r2, 0;\nst.shared.u32 [%r2], %r1;");
     assert!(error.contains("4 bytes at 0 of shared memory"), "{error}");
     let error = refused("frob.b32 %r2, %r1;");
