@@ -10,6 +10,8 @@
 //! hi = bf16(x), lo = bf16(x - hi), so that activations keep 16 significant bits: an output is off by sum |x| |w| * 2^-17, where
 //! with bf16 activations it would be 2^-9. Twice the products, still several times as many as vectors do.
 //!
+//! Attention's products of prompts are formed so, too: keys stand where weights do, values transposed.
+//!
 //! The order of summation is the unit's, 32 of k at a time, hi before lo, whatever stands beside an output: tasks may be cut
 //! in any way. It takes subnormal numbers for zeros, and an infinite weight may give NaN (times a lo of zero).
 //!
@@ -25,16 +27,16 @@ use crate::io::Tensor;
 use core::arch::{asm, x86_64::*};
 
 /// Rows of a tile, of weights and of activations.
-const TILE: usize = 16;
+pub(crate) const TILE: usize = 16;
 
 /// Elements of k that a tile has.
-const STEP: usize = 32;
+pub(crate) const STEP: usize = 32;
 
 /// f32 as large as a tile, 1 KiB.
 const TILE_FLOATS: usize = 256;
 
 /// The vectors of every core that has the unit.
-type Vectors = <simd::Avx512 as Level>::S;
+pub(crate) type Vectors = <simd::Avx512 as Level>::S;
 
 /// Whether this process may use the unit: the processor has it and Linux lends it, which has to be asked once for its state of
 /// 8 KiB a thread.
@@ -226,7 +228,7 @@ unsafe fn block<const N: usize, const M: usize>(place: Place) {
 ///
 /// # Safety
 /// The rows are readable, `k` is whole [tiles](takes), `block` has room for 16 * k f32; the unit is there.
-unsafe fn split(rows: [*const f32; TILE], [n, k]: [usize; 2], block: *mut f32) {
+pub(crate) unsafe fn split(rows: [*const f32; TILE], [n, k]: [usize; 2], block: *mut f32) {
     // SAFETY: the unit is there, and `Isa` looks for these conversions beside it.
     unsafe { simd::with_avx512_bf16(Split { rows, n, k, block }) }
 }
@@ -252,11 +254,7 @@ impl Leaf for Split {
             unsafe {
                 for r in 0..n {
                     let x = rows[r].add(step * STEP);
-                    let (low, high) = (_mm512_loadu_ps(x), _mm512_loadu_ps(x.add(16)));
-                    let hi: __m512i = core::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
-                    let low = rest(low, _mm512_castsi512_si256(hi));
-                    let high = rest(high, _mm512_extracti64x4_epi64::<1>(hi));
-                    let lo: __m512i = core::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                    let [hi, lo] = self::terms(_mm512_loadu_ps(x), _mm512_loadu_ps(x.add(16)));
                     _mm512_store_si512(his[r].as_mut_ptr().cast(), hi);
                     _mm512_store_si512(los[r].as_mut_ptr().cast(), lo);
                 }
@@ -272,6 +270,29 @@ impl Leaf for Split {
 /// A step of rows in two terms: rows of whole cache lines.
 #[repr(align(64))]
 struct Terms([[[u16; STEP]; TILE]; 2]);
+
+/// 32 elements, of both vectors, in two terms: hi and lo.
+#[inline(always)]
+pub(crate) unsafe fn terms(low: __m512, high: __m512) -> [__m512i; 2] {
+    // SAFETY: arithmetic only; 32 bf16 are 64 bytes.
+    unsafe {
+        let hi = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let low = rest(low, _mm512_castsi512_si256(hi));
+        let high = rest(high, _mm512_extracti64x4_epi64::<1>(hi));
+        [hi, core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))]
+    }
+}
+
+/// Of 32 elements, 0 and 16, 1 and 17, ...
+#[inline(always)]
+pub(crate) unsafe fn in_pairs(elements: __m512i) -> __m512i {
+    // SAFETY: arithmetic only.
+    unsafe {
+        let first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        let second = _mm512_slli_epi32::<16>(_mm512_add_epi32(first, _mm512_set1_epi32(16)));
+        _mm512_permutexvar_epi16(_mm512_or_si512(first, second), elements)
+    }
+}
 
 /// x - hi; 0 where hi is not finite, and the difference NaN.
 #[inline(always)]

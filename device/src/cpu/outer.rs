@@ -189,7 +189,7 @@ pub(super) unsafe fn rows_of_f32<S: Simd>(
     }
     for i in 0..n {
         // SAFETY: there is room for the row (caller).
-        unsafe { S::call(Widened::<S> { row: row(i), to: wide.add(i * k), set: PhantomData }) };
+        unsafe { widened::<S>(row(i), wide.add(i * k)) };
     }
     (wide, k)
 }
@@ -258,7 +258,15 @@ impl<S: Simd> Leaf for Transpose<S> {
     }
 }
 
-/// [`Row::widened`].
+/// [`Row::widened`], with the set enabled.
+///
+/// # Safety
+/// `to` has room for the row, unless it is of f32; the level exists.
+pub(crate) unsafe fn widened<S: Simd>(row: Row, to: *mut f32) -> *const f32 {
+    // SAFETY: the caller's promises are the type's.
+    unsafe { S::call(Widened::<S> { row, to, set: PhantomData }) }
+}
+
 struct Widened<S> {
     row: Row,
     to: *mut f32,
@@ -269,7 +277,7 @@ impl<S: Simd> Leaf for Widened<S> {
     type Output = *const f32;
     #[inline(always)]
     unsafe fn run(self) -> *const f32 {
-        // SAFETY: there is room for the row (see `pack`).
+        // SAFETY: there is room for the row (see `widened`).
         unsafe { self.row.widened::<S>(self.to) }
     }
 }

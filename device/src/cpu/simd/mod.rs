@@ -599,7 +599,7 @@ macro_rules! with_features {
         #[cfg(target_arch = $arch)]
         #[target_feature(enable = $features)]
         #[inline(never)]
-        pub(super) unsafe fn $name<T: Leaf>(leaf: T) -> T::Output {
+        pub(crate) unsafe fn $name<T: Leaf>(leaf: T) -> T::Output {
             // SAFETY: the features are enabled here, so the caller has found them.
             unsafe { leaf.run() }
         }

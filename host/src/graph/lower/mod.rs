@@ -177,6 +177,7 @@ fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
         kernel.params = match kernel.task_type {
             Linear::TASK_TYPE => param_words(&linear::Params { order, ..kernels::params(&kernel.params) }),
             GatedLinear::TASK_TYPE => param_words(&gated_linear::Params { order, ..kernels::params(&kernel.params) }),
+            Attention::TASK_TYPE => param_words(&attention::Params { order, ..kernels::params(&kernel.params) }),
             _ => kernel.params,
         };
     }
