@@ -10,6 +10,8 @@ mod cuda;
 mod dependency;
 #[path = "cpu/executors.rs"]
 mod executors;
+#[path = "cpu/interpreted.rs"]
+mod interpreted;
 #[path = "cpu/memory.rs"]
 mod memory;
 #[path = "cpu/models.rs"]

@@ -12,6 +12,7 @@ pub mod graph;
 pub mod image;
 pub mod memory;
 pub mod model;
+pub mod ptx;
 pub mod schedule;
 
 /// README.md, ARCHITECTURE.md and docs/kernels.md: their examples are compiled as tests.

@@ -39,20 +39,20 @@ const GROUP_PRODUCTS: [usize; 2] = [24, 8];
 /// since the launch block is constant memory, which others gave back.)
 const KERNELS: &[(&str, u32, usize, usize, usize, usize, u32)] = &[
     ("embedding", 56, 0, 0, 0, 0, 0),
-    ("rms_norm", 42, 2, 5, 0, 0, 17024),
-    ("linear", 176, 22, 55, 4, 16, 17664),
-    ("gated_linear", 176, 22, 55, 5, 16, 17664),
+    ("rms_norm", 42, 2, 5, 0, 0, 18048),
+    ("linear", 176, 22, 55, 4, 16, 18688),
+    ("gated_linear", 176, 22, 55, 5, 16, 18688),
     ("rope", 63, 0, 5, 0, 0, 0),
-    ("attention", 156, 2, 11, 0, 0, 17024),
-    ("layer_norm", 58, 4, 10, 0, 0, 17024),
+    ("attention", 156, 2, 11, 0, 0, 18048),
+    ("layer_norm", 58, 4, 10, 0, 0, 18048),
     ("elementwise", 39, 0, 0, 0, 0, 0),
     ("select_row", 26, 0, 0, 0, 0, 0),
-    ("argmax", 32, 2, 10, 0, 0, 17024),
-    ("sample", 56, 50, 175, 0, 0, 17024),
+    ("argmax", 32, 2, 10, 0, 0, 18048),
+    ("sample", 56, 50, 175, 0, 0, 18048),
     ("advance", 40, 0, 0, 0, 0, 0),
-    ("pool", 40, 2, 5, 0, 0, 17024),
+    ("pool", 40, 2, 5, 0, 0, 18048),
     ("attention_merge", 64, 0, 18, 0, 0, 0),
-    ("decode_attention", 144, 3, 16, 0, 0, 17024),
+    ("decode_attention", 144, 3, 16, 0, 0, 18048),
 ];
 
 fn ptx() -> Option<&'static str> {

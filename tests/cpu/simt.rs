@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use std::ops::ControlFlow;
 
 /// Sizes of a network in which `tiny-simt`'s stand but for these.
-type Sizes = &'static [(&'static str, usize)];
+pub(crate) type Sizes = &'static [(&'static str, usize)];
 
 /// A network small enough for a debug build, of sizes that fit nothing.
 const SMALL: Sizes = &[("num_hidden_layers", 2)];
@@ -48,7 +48,7 @@ fn small() -> (tempfile::TempDir, Model) {
     model(SMALL)
 }
 
-fn model(sizes: Sizes) -> (tempfile::TempDir, Model) {
+pub(crate) fn model(sizes: Sizes) -> (tempfile::TempDir, Model) {
     let dir = tempfile::tempdir().expect("a temporary folder");
     let mut json = preset_config("tiny-simt").expect("a preset");
     for (key, size) in sizes {

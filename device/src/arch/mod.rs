@@ -233,7 +233,7 @@ pub(crate) mod shared {
     use super::backend;
 
     /// How many words there are.
-    pub(crate) const WORDS: u32 = 4256;
+    pub(crate) const WORDS: u32 = 4512;
 
     /// Words from here on outlive a task; those below are a task's own.
     pub(crate) const KEPT: u32 = WORDS - 72;

@@ -450,47 +450,71 @@ fn tiled_linear() {
         let (rows, n) = (if round % 3 == 0 { 1 } else { random.one_to(16) }, random.one_to(20));
         let k = per_16 * random.one_to(if round % 4 == 0 { 120 } else { 20 });
         let tile = 16 * (1 + random.below(40));
-        let capacity = 4 * tile + 16 * random.below(400);
-        let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
-        let gated = round % 2 == 1;
-        let mut case = if gated {
-            Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
-        } else {
-            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
-        };
-        case.floats(random, x_dtype, &[rows, k]);
-        for _ in 0..1 + u32::from(gated) {
-            case.push_carried(random, dtype, n, k);
-        }
-        case.maybe(random, &[n]);
-        if gated {
-            case.maybe(random, &[n]);
-        } else {
-            case.maybe(random, &[rows, n]);
-        }
-        case.push(random, DType::F32, &[rows, n], |_| 7.0);
-        let normed = rows == 1 && random.flip();
-        let mut norm_bytes = 0;
-        let mut capacity = capacity;
-        if normed {
-            case.push_carried(random, dtype, 1, k);
-            let norm = case.operands.last_mut().expect("just pushed");
-            (norm.rank, norm.extent, norm.stride_elems) = (1, [k, 1, 1, 1], [1, 1, 1, 1]);
-            norm_bytes = k * dtype.size_bytes() as u32;
-            // The whole of it is one tile.
-            capacity = capacity.max(norm_bytes);
-            case.stream(&[case.operands.len() - 1], norm_bytes, capacity);
-        } else {
-            case.absent();
-        }
-        case.step.rows = random.one_to(rows);
-        case.tolerance = 2e-3;
-        case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
-        case.compare("tiled linear");
-        // Each byte of the weights is read from memory once, as the cost says.
-        let weights = u64::from(n * k) * dtype.size_bytes() as u64 * (1 + u64::from(gated)) + u64::from(norm_bytes);
-        assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
+        judge_tiled(random, dtype, [rows, n, k], tile, round % 2 == 1, &[64, 32, 96]);
     }
+}
+
+/// One row and bf16 weights in whole rows: the tensor cores', more rows than a warp keeps sums of among them.
+#[test]
+fn thin_linear() {
+    let random = &mut Random(19);
+    for round in 0..24 {
+        let k = 32 * random.one_to(if round % 6 == 0 { 128 } else { 20 });
+        let n = random.one_to(if round % 4 == 1 { 400 } else { 60 });
+        let n = if k > 1000 { n.min(40) } else { n };
+        let tile = 2 * k * random.one_to(20);
+        judge_tiled(random, DType::Bf16, [1, n, k], tile, round % 2 == 1, &[96, 224, 32]);
+    }
+}
+
+/// A product of `[rows, k]` with matrices of `[n, k]`, which come in tiles of at most `tile` bytes.
+fn judge_tiled(
+    random: &mut Random,
+    dtype: DType,
+    [rows, n, k]: [u32; 3],
+    tile: u32,
+    gated: bool,
+    threads: &'static [u32],
+) {
+    let mut capacity = 4 * tile + 16 * random.below(400);
+    let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
+    let mut case = if gated {
+        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
+    } else {
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
+    };
+    case.threads = threads;
+    case.floats(random, x_dtype, &[rows, k]);
+    for _ in 0..1 + u32::from(gated) {
+        case.push_carried(random, dtype, n, k);
+    }
+    case.maybe(random, &[n]);
+    if gated {
+        case.maybe(random, &[n]);
+    } else {
+        case.maybe(random, &[rows, n]);
+    }
+    case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    let normed = rows == 1 && random.flip();
+    let mut norm_bytes = 0;
+    if normed {
+        case.push_carried(random, dtype, 1, k);
+        let norm = case.operands.last_mut().expect("just pushed");
+        (norm.rank, norm.extent, norm.stride_elems) = (1, [k, 1, 1, 1], [1, 1, 1, 1]);
+        norm_bytes = k * dtype.size_bytes() as u32;
+        // The whole of it is one tile.
+        capacity = capacity.max(norm_bytes);
+        case.stream(&[case.operands.len() - 1], norm_bytes, capacity);
+    } else {
+        case.absent();
+    }
+    case.step.rows = random.one_to(rows);
+    case.tolerance = 2e-3;
+    case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
+    case.compare("tiled linear");
+    // Each byte of the weights is read from memory once, as the cost says.
+    let weights = u64::from(n * k) * dtype.size_bytes() as u64 * (1 + u64::from(gated)) + u64::from(norm_bytes);
+    assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
 }
 
 /// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.

@@ -9,6 +9,7 @@ pub(crate) mod math;
 pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub mod sync;
+pub(crate) mod thin;
 pub(crate) mod tiles;
 pub(crate) mod warpgroup;
 pub(crate) mod wide;

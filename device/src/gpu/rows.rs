@@ -7,7 +7,7 @@
 use super::math::rsqrt;
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32};
-use crate::arch::scalar::{f16_to_f32, fma};
+use crate::arch::scalar::{f16_to_f32, f32_to_bf16, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
@@ -243,40 +243,106 @@ impl Values<1> for Staged {
 /// Where the staged row starts.
 const STAGE: u32 = FREE_SHARED;
 
+/// Where it starts as two terms, which `gpu::thin` multiplies: pairs of hi, then, so many words further, pairs of lo. The words
+/// between make that a warp's lanes find both in different banks.
+pub(super) const TERMS: u32 = STAGE;
+pub(super) const GAP: u32 = 16;
+
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
-/// Puts row 0 of operand 0 into shared memory, normalised by its root mean square and the weights that are operand `norm`:
-/// x * rsqrt(mean(x^2) + eps) * weight, the bits of [`RmsNorm`](crate::kernels::RmsNorm). The weights come from the task's
-/// next tile if it has tiles.
+/// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
+/// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
+/// come from the task's next tile if it has tiles. With `in_terms` an element is hi + lo, two bf16.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 has one row of
-/// at most [`MAX_NORMED`] elements, and operand `norm` as many.
+/// at most [`MAX_NORMED`] elements, an even number of them if they are terms, and operand `norm` as many.
 #[inline(always)]
-pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block) {
+pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block, in_terms: bool) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let x = call.tensor(0);
         let k = x.extent(1);
-        let mut squares = 0.0;
-        for at in block.mine(k) {
-            let value = x.get([0, at]);
-            squares = fma(value, value, squares);
-        }
-        let scale = rsqrt(block.sum(squares) / k as f32 + eps);
         let weights = call.tensor(norm);
-        let tile = match call.tiles {
-            Some(tiles) if tiles.left() > 0 => tiles.take(),
-            _ => Tile::NONE,
-        };
-        for at in block.mine(k) {
+        let (mut scale, mut tile) = (1.0, Tile::NONE);
+        let from = x.address([0, 0]);
+        let by_eight = in_terms && x.dtype() == F32 && k.is_multiple_of(8) && from.addr().is_multiple_of(16);
+        let eight = |unit: u32| Single::eight(from.add(32 * unit as usize), false);
+        if weights.is_present() {
+            let mut squares = 0.0;
+            if by_eight {
+                for unit in block.mine(k / 8) {
+                    for value in eight(unit) {
+                        squares = fma(value, value, squares);
+                    }
+                }
+            } else {
+                for at in block.mine(k) {
+                    let value = x.get([0, at]);
+                    squares = fma(value, value, squares);
+                }
+            }
+            scale = rsqrt(block.sum(squares) / k as f32 + eps);
+            if let Some(tiles) = call.tiles
+                && tiles.left() > 0
+            {
+                tile = tiles.take();
+            }
+        }
+        let value = |at: u32| {
             let weight = match (tile.bytes, weights.dtype()) {
+                _ if !weights.is_present() => 1.0,
                 (0, _) => weights.get([at]),
                 (_, F32) => Single::tile_one(tile.at + 4 * at),
                 (_, BF16) => Brain::tile_one(tile.at + 2 * at),
                 _ => Half::tile_one(tile.at + 2 * at),
             };
-            shared::store(STAGE + at, (x.get([0, at]) * scale * weight).to_bits());
+            x.get([0, at]) * scale * weight
+        };
+        let mut left = k;
+        if by_eight {
+            left = 0;
+            for unit in block.mine(k / 8) {
+                let mut values = eight(unit);
+                if weights.is_present() {
+                    let weight = match (tile.bytes, weights.dtype()) {
+                        (0, _) => core::array::from_fn(|i| weights.get([8 * unit + i as u32])),
+                        (_, F32) => Single::tile_eight(tile.at + 32 * unit),
+                        (_, BF16) => Brain::tile_eight(tile.at + 16 * unit),
+                        _ => Half::tile_eight(tile.at + 16 * unit),
+                    };
+                    for i in 0..8 {
+                        values[i] *= scale * weight[i];
+                    }
+                }
+                let high = values.map(|value| u32::from(f32_to_bf16(value)));
+                let low: [u32; 8] = core::array::from_fn(|i| {
+                    u32::from(f32_to_bf16(values[i] - f32::from_bits(high[i] << 16)))
+                });
+                let pairs = |half: [u32; 8]| core::array::from_fn(|i| half[2 * i] | half[2 * i + 1] << 16);
+                shared::store16(TERMS + 4 * unit, pairs(high));
+                shared::store16(TERMS + k / 2 + GAP + 4 * unit, pairs(low));
+            }
+        }
+        // One by one, or two at a time; the same code fetches both.
+        let step = if in_terms { 2 } else { 1 };
+        for unit in block.mine(left / step) {
+            let (mut high, mut low, mut whole, mut at) = (0, 0, 0, step * unit);
+            while at < step * (unit + 1) {
+                let value = value(at);
+                let bits = f32_to_bf16(value);
+                let rest = f32_to_bf16(value - f32::from_bits(u32::from(bits) << 16));
+                // The first of two ends in the low half.
+                (high, low) = (high >> 16 | u32::from(bits) << 16, low >> 16 | u32::from(rest) << 16);
+                whole = value.to_bits();
+                at += 1;
+            }
+            if in_terms {
+                shared::store(TERMS + unit, high);
+                shared::store(TERMS + k / 2 + GAP + unit, low);
+            } else {
+                shared::store(STAGE + unit, whole);
+            }
         }
         if tile.bytes > 0
             && let Some(tiles) = call.tiles

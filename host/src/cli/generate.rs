@@ -43,7 +43,7 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     // The others run to their end once begun: there Ctrl-C is left what it is.
-    let stops = !matches!(args.model.device, DeviceName::Reference | DeviceName::Simt);
+    let stops = !matches!(args.model.device, DeviceName::Reference | DeviceName::Simt | DeviceName::Ptx);
     let interrupted = if stops { interrupt_flag()? } else { Default::default() };
     writable(args.ids_out.as_deref())?;
     let model = args.model.open()?;

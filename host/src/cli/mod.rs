@@ -119,10 +119,17 @@ fn is_broken_pipe(error: &(dyn std::error::Error + 'static)) -> bool {
 /// Where a model runs.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum DeviceName {
+    /// A GPU where there is one, else the CPU.
     Auto,
+    /// CPU threads.
     Cpu,
+    /// An NVIDIA GPU.
     Cuda,
+    /// The GPU's code on a simulated GPU that judges every access.
     Simt,
+    /// The PTX of the GPU's code, instruction by instruction.
+    Ptx,
+    /// One thread, plain loops.
     Reference,
 }
 
@@ -184,6 +191,7 @@ impl ModelArgs {
                 DeviceName::Cpu => Device::Cpu,
                 DeviceName::Cuda => Device::Cuda,
                 DeviceName::Simt => Device::Simt,
+                DeviceName::Ptx => Device::Ptx,
                 DeviceName::Reference => Device::Reference,
             },
             threads: self.threads,

@@ -1,5 +1,5 @@
 //! A driver without a GPU: it keeps a record of every call, does the work of a stream only when somebody waits for it, and
-//! runs the persistent kernel on the simulated GPU.
+//! runs the persistent kernel: its source on the simulated GPU, or the PTX that it was handed ([`Runs`]).
 //!
 //! It holds its callers to what the driver's reference demands: a context is current, pointers lie in what was allocated
 //! and copies between host and device use pinned memory, nothing is freed twice, blocks fit. What a caller gets wrong is an
@@ -9,6 +9,7 @@ use super::driver::{
     Context, CudaError, DeviceInfo, DevicePtr, Driver, Function, Graph, GraphExec, Launch, Module, Node, OperatorNode,
     Pinned, Result, Stream,
 };
+use crate::ptx;
 use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::event::EventDesc;
@@ -17,16 +18,29 @@ use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, TASK
 use perpetua_shared::probe::{self, ProbeParams};
 use perpetua_shared::{DataOp, Operand, PrefetchOp, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
+
+/// What a launch runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Runs {
+    /// The kernels' source, compiled for the host, on the simulated GPU, which judges every access.
+    Source,
+    /// The PTX of the module that was loaded, instruction by instruction ([`ptx`]).
+    Ptx,
+}
 
 /// The device that the fake has.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// What it says of itself.
     pub device: DeviceInfo,
+    /// What launches run.
+    pub runs: Runs,
     /// Seed of the simulated schedule; each launch takes the next one.
     pub seed: u64,
+    /// Of PTX, see [`ptx::Launch::stray`].
+    pub stray: u64,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
     /// Launches never end.
@@ -34,7 +48,7 @@ pub struct Options {
 }
 
 /// Shared memory of the kernels that is not dynamic: words and barriers.
-const STATIC_SHARED: u32 = 17_024;
+const STATIC_SHARED: u32 = 18_048 + 576;
 
 impl Options {
     /// An H200 cut down to `n_sms` SMs and `memory_bytes`.
@@ -49,7 +63,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, seed: 0, fails: None, hangs: false }
+        Options { device, runs: Runs::Source, seed: 0, stray: 8, fails: None, hangs: false }
     }
 }
 
@@ -83,10 +97,27 @@ impl Block {
 #[derive(Debug)]
 struct Launched {
     kernel: String,
+    module: usize,
     blocks: u32,
     threads: u32,
     shared_bytes: u32,
     param: Vec<u8>,
+}
+
+/// A module: its image, and, where that is run, what it is.
+#[derive(Debug)]
+struct Loaded {
+    image: Vec<u8>,
+    ptx: Option<Arc<ptx::Module>>,
+}
+
+/// A function.
+#[derive(Debug)]
+struct Known {
+    name: String,
+    module: usize,
+    /// The dynamic shared memory it may have.
+    most: u32,
 }
 
 #[derive(Debug)]
@@ -104,9 +135,8 @@ struct State {
     device: BTreeMap<u64, Block>,
     pinned: BTreeMap<u64, Block>,
     streams: HashMap<usize, VecDeque<Work>>,
-    modules: HashMap<usize, Vec<u8>>,
-    /// Their names, and the dynamic shared memory they may have.
-    functions: HashMap<usize, (String, u32)>,
+    modules: HashMap<usize, Loaded>,
+    functions: HashMap<usize, Known>,
     /// Their nodes, each with the one it depends on.
     graphs: HashMap<usize, Vec<(Node, Option<Node>, OperatorNode)>>,
     execs: HashMap<usize, Vec<OperatorNode>>,
@@ -114,6 +144,8 @@ struct State {
     retained: u32,
     last_handle: usize,
     launches: u64,
+    /// Of the last launch of PTX.
+    report: ptx::Report,
     /// The GPU's clock.
     now_ns: u64,
     has_failed: bool,
@@ -131,9 +163,15 @@ impl State {
         self.last_handle
     }
 
+    /// Keeps the report, and returns when its launch ended.
+    fn keep(&mut self, report: ptx::Report) -> u64 {
+        self.report = report;
+        self.report.ended_ns
+    }
+
     /// After a kernel that went wrong nothing works any more.
     fn outlive(&mut self, ran: Ran, call: &'static str) -> Result<()> {
-        ran.map(|report| self.now_ns = report.ended_ns).map_err(|what| {
+        ran.map(|ended_ns| self.now_ns = ended_ns).map_err(|what| {
             let lost = CudaError { text: Some(what), ..error(call, 719, "CUDA_ERROR_LAUNCH_FAILED") };
             self.lost = Some(lost.clone());
             lost
@@ -156,6 +194,11 @@ impl Fake {
     /// Every call so far, with its arguments; addresses and handles are left out.
     pub fn calls(&self) -> Vec<String> {
         self.state().calls.clone()
+    }
+
+    /// What the last launch did, where launches run PTX; its phases are tasks, one more than their numbers.
+    pub fn report(&self) -> ptx::Report {
+        self.state().report.clone()
     }
 
     /// What was made and not given back: contexts, streams, modules, graphs, allocations on the device and of pinned memory.
@@ -239,18 +282,45 @@ impl Fake {
             Work::Launch(launch) => {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
-                let ran = if launch.kernel == ENTRY {
-                    let options = simt::Options {
-                        service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
-                        tile_bytes: launch.shared_bytes,
-                        began_ns: state.now_ns + 1,
-                        ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
-                    };
-                    let params = bytemuck::pod_read_unaligned(&launch.param);
-                    // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
-                    run(&state, &params, &options, || unsafe { entry::worker(LaunchBlock::new(&params)) })
-                } else {
-                    run_probe(&state, launch, seed)
+                let ran = match state.modules.get(&launch.module).and_then(|module| module.ptx.clone()) {
+                    Some(module) => {
+                        let memory = if launch.kernel == ENTRY {
+                            memory_of(&state, &bytemuck::pod_read_unaligned(&launch.param))
+                        } else {
+                            memory_of_probe(&state, &bytemuck::pod_read_unaligned(&launch.param))
+                        };
+                        // Where workers say which task they are at.
+                        let marks = match bytemuck::try_pod_read_unaligned::<LaunchParams>(&launch.param) {
+                            Ok(params) if launch.kernel == ENTRY => (params.positions, params.n_workers),
+                            _ => (0, 0),
+                        };
+                        run_ptx(&module, memory, &ptx::Launch {
+                            marks,
+                            entry: &launch.kernel,
+                            blocks: launch.blocks,
+                            threads: launch.threads,
+                            shared_bytes: launch.shared_bytes,
+                            params: &[&launch.param],
+                            seed,
+                            stray: self.options.stray,
+                            began_ns: state.now_ns + 1,
+                            most_instructions: u64::MAX,
+                        })
+                        .map(|report| state.keep(report))
+                    }
+                    None if launch.kernel == ENTRY => {
+                        let options = simt::Options {
+                            service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
+                            tile_bytes: launch.shared_bytes,
+                            began_ns: state.now_ns + 1,
+                            ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
+                        };
+                        let params = bytemuck::pod_read_unaligned(&launch.param);
+                        // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
+                        let kernel = || unsafe { entry::worker(LaunchBlock::new(&params)) };
+                        run_source(memory_of(&state, &params), &options, kernel)
+                    }
+                    None => run_probe(&state, launch, seed),
                 };
                 state.outlive(ran, call)?;
             }
@@ -258,11 +328,35 @@ impl Fake {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
                 let began_ns = state.now_ns + LAUNCH_NS;
-                let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
-                // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
-                let ran = run(&state, &node.params, &options, || unsafe {
-                    entry::operator(LaunchBlock::new(&node.params), node.program, node.first_task);
-                });
+                let memory = memory_of(&state, &node.params);
+                let module = state.functions.get(&node.function.0).map(|known| known.module);
+                let module = module.and_then(|module| state.modules.get(&module)).and_then(|module| module.ptx.clone());
+                let ran = match module {
+                    Some(module) => run_ptx(&module, memory, &ptx::Launch {
+                        marks: (0, 0),
+                        entry: OPERATOR,
+                        blocks: node.blocks,
+                        threads: node.threads,
+                        shared_bytes: 0,
+                        params: &[
+                            bytemuck::bytes_of(&node.params),
+                            &node.program.to_le_bytes(),
+                            &node.first_task.to_le_bytes(),
+                        ],
+                        seed,
+                        stray: self.options.stray,
+                        began_ns,
+                        most_instructions: u64::MAX,
+                    })
+                    .map(|report| state.keep(report)),
+                    None => {
+                        let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
+                        // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
+                        run_source(memory, &options, || unsafe {
+                            entry::operator(LaunchBlock::new(&node.params), node.program, node.first_task);
+                        })
+                    }
+                };
                 state.outlive(ran, call)?;
             }
         }
@@ -273,8 +367,8 @@ impl Fake {
 /// From a launch's end to the begin of the next in a graph.
 const LAUNCH_NS: u64 = 1000;
 
-/// How a kernel ended: or what the simulated GPU objects to, in words.
-type Ran = std::result::Result<simt::Report, String>;
+/// When a kernel ended: or what was objected to, in words.
+type Ran = std::result::Result<u64, String>;
 
 /// Bytes of an allocation with what the kernel may do there.
 struct Range {
@@ -284,8 +378,8 @@ struct Range {
     name: &'static str,
 }
 
-/// A launch of `kernel` on the simulated GPU with the launch block `params`: what it objects to, in words.
-fn run(state: &State, params: &LaunchParams, options: &simt::Options, kernel: impl Fn()) -> Ran {
+/// All memory of `state`, cut where the launch block `params` says what it holds.
+fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
     let (n_programs, n_workers) = (u64::from(params.n_programs), u64::from(params.n_workers));
     let n_queue = if params.n_slots == 0 { 0 } else { 2 + u64::from(params.n_slots) };
     let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
@@ -311,57 +405,82 @@ fn run(state: &State, params: &LaunchParams, options: &simt::Options, kernel: im
     let table_end = |end: u64| {
         ranges.iter().map(|range| range.at).find(|at| *at > params.bindings).unwrap_or(end).min(end) - params.bindings
     };
-    let mut allocations = Vec::new();
-    let mut add = |name: String, at: u64, bytes: u64, access| {
+    let mut all = Vec::new();
+    let mut add = |name, at, bytes, access| {
         if bytes > 0 {
-            let base = std::ptr::with_exposed_provenance_mut(at as usize);
-            // SAFETY: inside an allocation of this driver, which the launch alone touches while the lock is held.
-            allocations.push(unsafe { Allocation::new(name, base, bytes as usize, access) });
+            all.push(Range { at, bytes, access, name });
         }
     };
     for (base, block) in &state.device {
         let end = base + block.bytes as u64;
-        let mut inside: Vec<(u64, u64, Access, String)> = ranges
+        let mut inside: Vec<(u64, u64, Access, &'static str)> = ranges
             .iter()
             .filter(|range| (*base..end).contains(&range.at))
-            .map(|range| (range.at, range.bytes, range.access, range.name.to_owned()))
+            .map(|range| (range.at, range.bytes, range.access, range.name))
             .collect();
         if (*base..end).contains(&params.bindings) {
-            let bytes = table_end(end);
-            inside.push((params.bindings, bytes, Access::Constant, "the table of bindings".to_owned()));
+            inside.push((params.bindings, table_end(end), Access::Constant, "the table of bindings"));
         }
         inside.sort_by_key(|range| range.0);
         let mut at = *base;
         for (start, bytes, access, name) in inside {
-            add("device memory".to_owned(), at, start.saturating_sub(at), Access::Written);
+            add("device memory", at, start.saturating_sub(at), Access::Written);
             add(name, start, bytes, access);
             at = start + bytes;
         }
-        add("device memory".to_owned(), at, end.saturating_sub(at), Access::Written);
+        add("device memory", at, end.saturating_sub(at), Access::Written);
     }
     for (base, block) in &state.pinned {
-        add("mapped memory".to_owned(), *base, block.bytes as u64, Access::Written);
+        add("mapped memory", *base, block.bytes as u64, Access::Written);
     }
-    simt::launch(options, allocations, kernel).map_err(|error| format!("the simulated GPU says: {error}"))
+    all
 }
 
-/// As [`run`], of a probe.
-fn run_probe(state: &State, launch: &Launched, seed: u64) -> Ran {
-    let params: ProbeParams = bytemuck::pod_read_unaligned(&launch.param);
-    let mut allocations = Vec::new();
-    for (base, block) in &state.device {
+/// As [`memory_of`], of a probe.
+fn memory_of_probe(state: &State, params: &ProbeParams) -> Vec<Range> {
+    let range = |(base, block): (&u64, &Block)| {
         // What holds the counters holds nothing else: the callers' side of the bargain.
         let access = if *base == params.counters { Access::Atomic } else { Access::Written };
-        let start = std::ptr::with_exposed_provenance_mut(*base as usize);
-        // SAFETY: an allocation of this driver, which the launch alone touches while the lock is held.
-        allocations.push(unsafe { Allocation::new("device memory", start, block.bytes, access) });
+        Range { at: *base, bytes: block.bytes as u64, access, name: "device memory" }
+    };
+    state.device.iter().map(range).collect()
+}
+
+/// A launch of `kernel` on the simulated GPU.
+fn run_source(memory: Vec<Range>, options: &simt::Options, kernel: impl Fn()) -> Ran {
+    let allocation = |range: Range| {
+        let base = std::ptr::with_exposed_provenance_mut(range.at as usize);
+        // SAFETY: inside an allocation of this driver, which the launch alone touches while the lock is held.
+        unsafe { Allocation::new(range.name, base, range.bytes as usize, range.access) }
+    };
+    let ran = simt::launch(options, memory.into_iter().map(allocation).collect(), kernel);
+    ran.map(|report| report.ended_ns).map_err(|error| format!("the simulated GPU says: {error}"))
+}
+
+/// A launch of what `module` is.
+fn run_ptx(
+    module: &ptx::Module,
+    ranges: Vec<Range>,
+    launch: &ptx::Launch<'_>,
+) -> std::result::Result<ptx::Report, String> {
+    let mut memory = ptx::Memory::default();
+    for Range { at, bytes, access, name } in ranges {
+        let host = std::ptr::with_exposed_provenance_mut(at as usize);
+        // SAFETY: as in `run_source`.
+        unsafe { memory.add(name, at, host, bytes, access == Access::Constant) };
     }
+    module.launch(launch, &memory).map_err(|error| format!("the PTX of {}: {error}", launch.entry))
+}
+
+/// A launch of a probe on the simulated GPU.
+fn run_probe(state: &State, launch: &Launched, seed: u64) -> Ran {
+    let params: ProbeParams = bytemuck::pod_read_unaligned(&launch.param);
     let options = simt::Options {
         tile_bytes: launch.shared_bytes,
         began_ns: state.now_ns + 1,
         ..simt::Options::new(launch.blocks, launch.threads, seed)
     };
-    let launched = simt::launch(&options, allocations, || {
+    run_source(memory_of_probe(state, &params), &options, || {
         // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
         unsafe {
             match launch.kernel.as_str() {
@@ -370,8 +489,7 @@ fn run_probe(state: &State, launch: &Launched, seed: u64) -> Ran {
                 _ => perpetua_device::probe::meet(&params),
             }
         }
-    });
-    launched.map_err(|error| format!("the simulated GPU says: {error}"))
+    })
 }
 
 // SAFETY: allocations are real memory that lives until it is freed; work is done in order.
@@ -454,8 +572,19 @@ unsafe impl Driver for Fake {
         if kind == "PTX" {
             assert_eq!(image.last(), Some(&0), "PTX ends with a zero byte");
         }
+        let mut loaded = Loaded { image: image.to_vec(), ptx: None };
+        if self.options.runs == Runs::Ptx {
+            // Machine code is for chips.
+            let text = image.strip_suffix(&[0]).filter(|_| kind == "PTX").and_then(|text| std::str::from_utf8(text).ok());
+            let text = text.ok_or_else(|| error("cuModuleLoadDataEx", 209, "CUDA_ERROR_NO_BINARY_FOR_GPU"))?;
+            let parsed = ptx::Module::parse(text).map_err(|what| CudaError {
+                text: Some(what.to_string()),
+                ..error("cuModuleLoadDataEx", 218, "CUDA_ERROR_INVALID_PTX")
+            })?;
+            loaded.ptx = Some(Arc::new(parsed));
+        }
         let handle = state.handle();
-        state.modules.insert(handle, image.to_vec());
+        state.modules.insert(handle, loaded);
         Ok(Module(handle))
     }
 
@@ -471,12 +600,13 @@ unsafe impl Driver for Fake {
             .modules
             .get(&module.0)
             .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
-        let has_name = image.windows(name.len()).any(|window| window == name.as_bytes());
+        let has_name = image.image.windows(name.len()).any(|window| window == name.as_bytes());
         if !has_name || ![ENTRY, OPERATOR, probe::READ, probe::HOP, probe::MEET].contains(&name) {
             return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
         }
         let handle = state.handle();
-        state.functions.insert(handle, (name.to_owned(), 48 << 10));
+        let known = Known { name: name.to_owned(), module: module.0, most: 48 << 10 };
+        state.functions.insert(handle, known);
         Ok(Function(handle))
     }
 
@@ -486,7 +616,7 @@ unsafe impl Driver for Fake {
             return Err(error("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let known = state.functions.get_mut(&function.0);
-        known.ok_or_else(|| error("cuFuncSetAttribute", 400, "CUDA_ERROR_INVALID_HANDLE"))?.1 = bytes;
+        known.ok_or_else(|| error("cuFuncSetAttribute", 400, "CUDA_ERROR_INVALID_HANDLE"))?.most = bytes;
         Ok(())
     }
 
@@ -494,7 +624,7 @@ unsafe impl Driver for Fake {
         let arguments = format!("threads {threads} shared {shared_bytes}");
         let state = self.begin("cuOccupancyMaxActiveBlocksPerMultiprocessor", &arguments, true)?;
         Ok(u32::from(
-            threads <= BLOCK_THREADS && state.functions.get(&function.0).is_some_and(|(_, most)| shared_bytes <= *most),
+            threads <= BLOCK_THREADS && state.functions.get(&function.0).is_some_and(|known| shared_bytes <= known.most),
         ))
     }
 
@@ -505,7 +635,7 @@ unsafe impl Driver for Fake {
         if blocks > self.options.device.n_sms {
             return Err(error("cuLaunchCooperativeKernel", 720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"));
         }
-        let Some((name, most)) = state.functions.get(&function.0) else {
+        let Some(Known { name, module, most }) = state.functions.get(&function.0) else {
             return Err(error("cuLaunchCooperativeKernel", 400, "CUDA_ERROR_INVALID_HANDLE"));
         };
         if name == OPERATOR {
@@ -519,7 +649,8 @@ unsafe impl Driver for Fake {
             return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         assert_eq!(param.len(), param_bytes, "a driver copies as many bytes as the kernel's parameter has");
-        let work = Launched { kernel: name.clone(), blocks, threads, shared_bytes, param: param.to_vec() };
+        let (kernel, module) = (name.clone(), *module);
+        let work = Launched { kernel, module, blocks, threads, shared_bytes, param: param.to_vec() };
         self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(work))
     }
 
@@ -536,7 +667,7 @@ unsafe impl Driver for Fake {
         let place = if after.is_some() { "after a node" } else { "first" };
         let arguments = format!("{place}: blocks {blocks} threads {threads} program {program} task {first_task}");
         let mut state = self.begin(CALL, &arguments, true)?;
-        if state.functions.get(&function.0).is_none_or(|(name, _)| name != OPERATOR) {
+        if state.functions.get(&function.0).is_none_or(|known| known.name != OPERATOR) {
             return Err(error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE"));
         }
         if blocks == 0 || threads != TASK_THREADS {

@@ -119,6 +119,8 @@ pub enum Device {
     Cuda,
     /// The GPU's code on a simulated GPU that judges every access: for those who write it, and slow.
     Simt,
+    /// What rustc made of the GPU's code, its PTX, run instruction by instruction: for those who write it.
+    Ptx,
 }
 
 /// How an engine is made.

@@ -2,6 +2,7 @@
 
 use super::{Device, EngineConfig, EngineError};
 use crate::compile::{Compiled, Config, Source, compile};
+use crate::cuda::fake::{self, Fake, Runs};
 use crate::cuda::{Gpu, GpuError};
 use crate::device_image::device_image;
 use crate::exec::cuda::Cuda;
@@ -11,6 +12,7 @@ use crate::graph::lower::Target;
 use perpetua_shared::ProgramId;
 use perpetua_shared::control::{Control, Step};
 use perpetua_shared::task::Operand;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// What runs the image.
@@ -361,6 +363,12 @@ impl Place {
             (Device::Reference, _) => Ok(Place::Reference),
             (Device::Simt, _) => Ok(Place::Simt { n_workers: workers(config.threads, SIMT_WORKERS, max)? }),
             (Device::Cpu, _) => cpu(),
+            (Device::Ptx, _) => {
+                let n_workers = workers(config.threads, SIMT_WORKERS, max)?;
+                let options = fake::Options { runs: Runs::Ptx, ..fake::Options::new(n_workers, u64::MAX) };
+                let gpu = Gpu::with_driver(Arc::new(Fake::new(options)))?;
+                Ok(Place::Gpu { gpu, n_workers, options: config.cuda })
+            }
             (Device::Cuda | Device::Auto, Some(gpu)) => on(gpu.clone()),
             (Device::Cuda, None) if device_image().is_none() => Err(GpuError::NoImage.into()),
             (Device::Cuda, None) => on(Gpu::open()?),

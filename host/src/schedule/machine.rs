@@ -42,7 +42,7 @@ impl Machine {
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
         reserve_bytes: 19 << 10,
-        tile_bytes: 16 << 10,
+        tile_bytes: 32 << 10,
         n_barriers: 32,
         bytes_per_s: 4.3e12 / 132.0,
         load_latency_s: 0.8e-6,

@@ -5,7 +5,7 @@
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
-use crate::gpu::{warpgroup, wide};
+use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -16,8 +16,9 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(6).is_present();
-        if staged {
-            stage(call, 6, p.eps, block);
+        let is_thin = thin::is_for::<2>(call, rows, 6);
+        if staged || is_thin {
+            stage(call, 6, p.eps, block, is_thin);
         }
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
@@ -33,7 +34,11 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
+            if is_thin {
+                thin::multiply::<2>(call, tiles, block, |n, [g, u]| finish(0, n, g, u));
+            } else {
+                tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
+            }
             return Ok(());
         }
         if warpgroup::is_for::<2>(call, block, rows) {

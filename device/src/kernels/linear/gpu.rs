@@ -1,10 +1,11 @@
 //! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time; the weights from tiles where the
-//! worker's loader brings them, else from global memory. Passes of many rows go to the tensor cores (`gpu::wide`).
+//! worker's loader brings them, else from global memory. One row with tiles of bf16 and passes of many rows go to the tensor
+//! cores (`gpu::thin`, `gpu::wide`).
 
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
-use crate::gpu::{warpgroup, wide};
+use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -16,8 +17,9 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(5).is_present();
-        if staged {
-            stage(call, 5, p.eps, block);
+        let is_thin = thin::is_for::<1>(call, rows, 5);
+        if staged || is_thin {
+            stage(call, 5, p.eps, block, is_thin);
         }
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
         let finish = |r: u32, n: u32, mut sum: f32| {
@@ -35,7 +37,11 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
+            if is_thin {
+                thin::multiply::<1>(call, tiles, block, |n, [sum]| finish(0, n, sum));
+            } else {
+                tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
+            }
             return Ok(());
         }
         if warpgroup::is_for::<1>(call, block, rows) {

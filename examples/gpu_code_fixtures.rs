@@ -1,7 +1,9 @@
-//! The committed fixtures on the simulated GPU with as many SMs as asked for: the whole pass, several tokens, through the
-//! persistent kernel's own code, against what `transformers` made of the same prompt.
+//! The committed fixtures through the persistent kernel, on no GPU, with as many SMs as asked for: the whole pass, several
+//! tokens, against what `transformers` made of the same prompt. Either its source on the simulated GPU (`simt`), or what rustc
+//! made of it, instruction by instruction (`ptx`).
 //!
-//! `cargo run --release --example simt_fixtures [-- SMS [TOKENS]]`; 132 SMs and 4 tokens unless told otherwise.
+//! `cargo run --release --example gpu_code_fixtures [-- simt|ptx [SMS [TOKENS]]]`; simt, 132 SMs and 4 tokens unless told
+//! otherwise.
 
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use safetensors::SafeTensors;
@@ -10,6 +12,11 @@ use std::time::Instant;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
+    let device = match args.next().as_deref() {
+        None | Some("simt") => Device::Simt,
+        Some("ptx") => Device::Ptx,
+        Some(other) => return Err(format!("{other}: expected simt or ptx").into()),
+    };
     let sms: usize = args.next().map_or(Ok(132), |arg| arg.parse())?;
     let tokens: usize = args.next().map_or(Ok(4), |arg| arg.parse())?;
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
@@ -27,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
         let began = Instant::now();
         let config = EngineConfig {
-            device: Device::Simt,
+            device,
             threads: Some(sms),
             max_context: Some(prompt.len() + tokens),
             chunks: vec![prompt.len()],

@@ -1,0 +1,157 @@
+//! Small kernels in PTX as LLVM writes it, and the whole of what this crate was built with.
+
+use super::{Launch, Memory, Module, PtxError, Report};
+use crate::device_image::{device_image, device_kernels};
+
+const OUT: u64 = 0x10_0000;
+
+/// Runs the one entry of `body`, whose only parameter is the address of `words`, on a block of `threads`.
+fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32]) -> Result<Report, PtxError> {
+    let text = format!(
+        ".version 8.6\n.target sm_90a\n.address_size 64\n.shared .align 16 .b8 words[4096];\n.shared .align 8 .b8 phases[64];\n\
+         .visible .entry kernel(\n.param .u64 kernel_param_0\n)\n{{\n.reg .pred %p<8>;\n.reg .b16 %rs<8>;\n.reg .b32 %r<200>;\n\
+         .reg .b64 %rd<32>;\n{declarations}\nld.param.b64 %rd1, [kernel_param_0];\nmov.u32 %r1, %tid.x;\n\
+         mul.wide.u32 %rd2, %r1, 4;\nadd.s64 %rd3, %rd1, %rd2;\n{body}\nret;\n}}\n"
+    );
+    let module = Module::parse(&text)?;
+    let mut memory = Memory::default();
+    // SAFETY: the words are borrowed until the launch is over.
+    unsafe { memory.add("words", OUT, words.as_mut_ptr().cast(), 4 * words.len() as u64, false) };
+    let launch = Launch {
+        entry: "kernel",
+        blocks: 1,
+        threads,
+        shared_bytes: 0,
+        params: &[&OUT.to_le_bytes()],
+        seed,
+        stray: 8,
+        began_ns: 7,
+        marks: (0, 0),
+        most_instructions: 100_000,
+    };
+    module.launch(&launch, &memory)
+}
+
+fn what(error: PtxError) -> String {
+    error.to_string()
+}
+
+#[test]
+fn lanes_part_and_meet_again() {
+    // Odd lanes count down from their number, even ones do not; all add up their neighbours'.
+    let body = "mov.b32 %r2, %r1;\nand.b32 %r3, %r1, 1;\nsetp.eq.b32 %p1, %r3, 0;\n@%p1 bra $done;\n\
+        $loop:\nadd.s32 %r2, %r2, -1;\nsetp.gt.u32 %p2, %r2, 3;\n@%p2 bra $loop;\n\
+        $done:\nshfl.sync.bfly.b32 %r4, %r2, 1, 31, -1;\nst.global.b32 [%rd3], %r4;";
+    for seed in 0..20 {
+        let mut words = [0; 32];
+        run("", body, 32, seed, &mut words).expect("all lanes come to the shuffle");
+        let left = |lane: u32| if lane % 2 == 0 { lane } else { lane.saturating_sub(1).min(3) };
+        let expected: Vec<u32> = (0..32).map(|lane| left(lane ^ 1)).collect();
+        assert_eq!(words[..], expected, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_barrier_that_was_copied_is_seen() {
+    let body = "setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $other;\nbar.sync 0, 64;\nbra.uni $done;\n$other:\nbar.sync 0, 64;\n$done:";
+    let error = run("", body, 64, 1, &mut [0; 64]).expect_err("one warp is at both");
+    assert!(what(error.clone()).contains("lanes that must meet do not"), "{error}");
+    // Of whole warps it is one barrier.
+    let body = body.replace("%r1, 5", "%r1, 32");
+    run("", &body, 64, 1, &mut [0; 64]).expect("two warps at two places");
+}
+
+#[test]
+fn who_waits_for_nobody_is_named() {
+    let error = run("", "bar.sync 0, 64;", 32, 0, &mut [0; 32]).expect_err("one of two warps");
+    assert_eq!(what(error), "nobody can go on: 32 threads at line 19 (AtBarrier(0))");
+    let poll = "$again:\nld.relaxed.gpu.global.u32 %r2, [%rd1];\nsetp.eq.b32 %p1, %r2, 0;\n@%p1 bra $again;";
+    let error = run("", poll, 32, 0, &mut [0; 32]).expect_err("nobody writes the word");
+    assert!(what(error.clone()).contains("instructions, and no end"), "{error}");
+}
+
+#[test]
+fn addresses_are_checked() {
+    let refused = |body: &str| what(run("", body, 32, 0, &mut [0; 32]).expect_err("refused"));
+    let error = refused("ld.b32 %r2, [%rd3+4];");
+    assert!(error.ends_with("4 bytes at 0x100080 are in no allocation, 128 bytes into words, which has 128"), "{error}");
+    let error = refused("ld.b32 %r2, [%rd3+2];");
+    assert!(error.starts_with("line 19, block 0, warp 0, lanes 0xffffffff: ") && error.contains("not aligned"), "{error}");
+    let error = refused("mov.b32 %r2, 0;\nst.shared.u32 [%r2], %r1;");
+    assert!(error.contains("4 bytes at 0 of shared memory"), "{error}");
+    let error = refused("frob.b32 %r2, %r1;");
+    assert_eq!(error, "line 19: `frob.b32`: is not understood");
+    assert!(refused("trap;").contains("trap"));
+}
+
+/// Bytes land when the copy does, never before the phase is over; a second phase has the other parity.
+#[test]
+fn bulk_copies_land_before_their_phase_is_over() {
+    let body = "mov.u32 %r2, words;\nmov.u32 %r3, phases;\nsetp.ne.b32 %p1, %r1, 0;\n@%p1 bra $wait;\n\
+        mov.b32 %r4, 1;\nmbarrier.init.shared::cta.b64 [%r3], %r4;\nfence.mbarrier_init.release.cluster;\nmov.b32 %r5, 128;\n\
+        mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], %r5;\n\
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%rd1], %r5, [%r3];\n\
+        $wait:\nbar.warp.sync -1;\nmov.b32 %r6, 0;\n\
+        $again:\n{\n.reg .pred over;\nmbarrier.try_wait.parity.shared::cta.b64 over, [%r3], %r6;\nselp.u32 %r7, 1, 0, over;\n}\n\
+        setp.eq.b32 %p2, %r7, 0;\n@%p2 bra $again;\nshl.b32 %r8, %r1, 2;\nadd.s32 %r9, %r2, %r8;\nld.shared.u32 %r10, [%r9];\n\
+        add.s32 %r11, %r10, 1;\nst.global.b32 [%rd3], %r11;";
+    for seed in 0..20 {
+        let mut words: [u32; 32] = std::array::from_fn(|at| 100 + at as u32);
+        let report = run("", body, 32, seed, &mut words).expect("it ends");
+        assert_eq!(words, std::array::from_fn(|at| 101 + at as u32));
+        assert_eq!(report.copies, 1);
+    }
+    let early = body.replace("%r6, 0;", "%r6, 1;");
+    let mut words = [5; 32];
+    run("", &early, 32, 3, &mut words).expect("the phase before the first is over");
+    assert_eq!(words, [0; 32], "NaNs plus one: nothing had landed");
+    let lost = body.replace("%r5, 128;", "%r5, 128;\nmov.b32 %r12, 64;").replace("[%rd1], %r5", "[%rd1], %r12");
+    let error = run("", &lost, 32, 0, &mut [0; 32]).expect_err("64 bytes never come");
+    assert!(what(error.clone()).contains("no end"), "{error}");
+    let odd = body.replace("%r5, 128;", "%r5, 120;");
+    assert!(what(run("", &odd, 32, 0, &mut [0; 32]).expect_err("refused")).contains("not all multiples of 16"));
+}
+
+/// Sums are in their registers once they have been waited for, and not before.
+#[test]
+fn sums_of_a_warpgroup_are_there_when_waited_for() {
+    let sums: Vec<String> = (100..132).map(|at| format!("%r{at}")).collect();
+    let sums = sums.join(", ");
+    let zero: String = (100..132).map(|at| format!("mov.b32 %r{at}, 0f3F000000;\n")).collect();
+    // Both matrices are 64 rows of 16 ones, without swizzle: core matrices of 128 bytes, 128 and 256 apart.
+    let fill = "mov.u32 %r2, words;\nshl.b32 %r3, %r1, 4;\nadd.s32 %r4, %r2, %r3;\nmov.b32 %r5, 0x3F803F80;\n\
+        st.shared.v4.u32 [%r4], {%r5, %r5, %r5, %r5};\nfence.proxy.async.shared::cta;\nbar.sync 0, 128;\n\
+        cvt.u64.u32 %rd4, %r2;\nshr.u64 %rd5, %rd4, 4;\nmov.b64 %rd6, 0x0000001000080000;\nor.b64 %rd7, %rd5, %rd6;\n";
+    let multiply = format!(
+        "wgmma.fence.sync.aligned;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{sums}}}, %rd7, %rd7, 1, 1, 1, 0, 0;\n\
+         wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{{sums}}}, %rd7, %rd7, 1, 1, 1, 0, 0;\n\
+         wgmma.commit_group.sync.aligned;\n"
+    );
+    let wait = "wgmma.wait_group.sync.aligned 0;\n";
+    let store = "st.global.b32 [%rd3], %r131;";
+    for seed in 0..10 {
+        let mut words = [0; 128];
+        let body = format!("{fill}{zero}{multiply}{wait}{store}");
+        let report = run("", &body, 128, seed, &mut words).expect("it ends");
+        assert_eq!(words, [32.5_f32.to_bits(); 128], "seed {seed}");
+        assert_eq!(report.products, [0, 8]);
+        let body = format!("{fill}{zero}{multiply}{store}\n{wait}");
+        run("", &body, 128, seed, &mut words).expect("it ends");
+        assert!(words.iter().all(|word| f32::from_bits(*word).is_nan()), "seed {seed}");
+    }
+    let body = format!("{fill}{zero}{}{wait}", multiply.replace("wgmma.fence.sync.aligned;\n", ""));
+    assert!(what(run("", &body, 128, 0, &mut [0; 128]).expect_err("refused")).contains("no wgmma.fence"));
+}
+
+#[test]
+fn everything_that_is_embedded_is_understood() {
+    let Some(image) = device_image() else {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    };
+    let module = Module::parse(image.ptx).expect("the kernels");
+    assert!(module.entries().any(|name| name == perpetua_shared::launch::ENTRY));
+    if let Some(kernels) = device_kernels() {
+        Module::parse(kernels).expect("every macro kernel alone");
+    }
+}

@@ -1,0 +1,245 @@
+//! The PTX that rustc made of the kernels, run instruction by instruction as libcuda would be asked to run it: what the compiler
+//! and our assembly made of the source, judged by what comes out.
+
+use crate::simt::model;
+use perpetua::cuda::fake::{Fake, Options, Runs};
+use perpetua::cuda::{Gpu, probe::Prober};
+use perpetua::device_image::device_image;
+use perpetua::exec::{RunError, cuda};
+use perpetua::model::synth::preset_config;
+use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua_shared::EventId;
+use perpetua_shared::control::End;
+use proptest::prelude::*;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+/// Without a device toolchain there is nothing to run.
+fn has_ptx() -> bool {
+    if device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    }
+    device_image().is_some()
+}
+
+fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
+    Arc::new(Fake::new(Options { runs: Runs::Ptx, seed, ..Options::new(n_sms, 256 << 20) }))
+}
+
+fn on(driver: &Arc<Fake>, config: EngineConfig) -> EngineConfig {
+    let gpu = Gpu::with_driver(driver.clone()).expect("a device of the right kind");
+    EngineConfig { device: Device::Cuda, gpu: Some(gpu), threads: None, ..config }
+}
+
+fn greedy(n: usize) -> GenerateOptions {
+    GenerateOptions { max_new_tokens: n, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
+}
+
+fn tokens(engine: &mut Engine, prompt: &[u32], options: &GenerateOptions) -> Result<Vec<u32>, EngineError> {
+    engine.generate(prompt, options)?.map(|token| token.map(|token| token.id)).collect()
+}
+
+/// How far `found` is from `expected`, of its length.
+fn distance(expected: &[f32], found: &[f32]) -> f64 {
+    assert_eq!(expected.len(), found.len());
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let apart = square(&mut expected.iter().zip(found).map(|(a, b)| f64::from(a - b)));
+    apart / square(&mut expected.iter().map(|x| f64::from(*x)))
+}
+
+/// A model with random sizes, and what it is asked.
+#[derive(Clone, Debug)]
+struct Case {
+    preset: &'static str,
+    heads: (usize, usize),
+    head_dim: usize,
+    hidden: usize,
+    intermediate: usize,
+    n_tokens: usize,
+    n_sms: u32,
+    seed: u64,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let sizes = (1usize..4, 1usize..4, 4usize..20, 3usize..14, 5usize..80);
+    // Passes of few rows, of more than tiles are for, and of more than a warpgroup's.
+    let n_tokens = prop_oneof![1usize..17, 17usize..70, Just(133usize)];
+    let preset = prop_oneof![Just("tiny-simt"), Just("tiny-qwen2"), Just("tiny-llama"), Just("tiny-mistral")];
+    (preset, sizes, n_tokens, 1u32..6, any::<u64>()).prop_map(
+        |(preset, (kv, group, half_dim, eighths, half_inner), n_tokens, n_sms, seed)| {
+            let (heads, head_dim) = ((kv * group, kv), 2 * half_dim);
+            // Qwen2's heads are hidden / heads wide.
+            let hidden = if preset == "tiny-qwen2" { heads.0 * head_dim } else { 8 * eighths };
+            Case { preset, heads, head_dim, hidden, intermediate: 2 * half_inner, n_tokens, n_sms, seed }
+        },
+    )
+}
+
+fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let mut json = preset_config(case.preset).expect("a preset");
+    let sizes = [
+        ("vocab_size", 269),
+        ("num_hidden_layers", 1),
+        ("hidden_size", case.hidden),
+        ("intermediate_size", case.intermediate),
+        ("num_attention_heads", case.heads.0),
+        ("num_key_value_heads", case.heads.1),
+        ("max_position_embeddings", 256),
+    ];
+    for (key, size) in sizes {
+        json[key] = size.into();
+    }
+    if json.get("head_dim").is_some() {
+        json["head_dim"] = case.head_dim.into();
+    }
+    let (config, out) = (dir.path().join("random.json"), dir.path().join("random"));
+    std::fs::write(&config, json.to_string()).expect("written");
+    let options = SynthOptions { seed: case.seed, ..SynthOptions::default() };
+    synth(SynthSource::Config(&config), &out, &options, &mut |_, _| ControlFlow::Continue(())).expect("a sound config");
+    let model = Model::load(&out).expect("just written");
+    (dir, model)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+
+    /// Whatever the sizes, a prompt's logits are the CPU's.
+    #[test]
+    fn random_models_have_the_cpus_logits(case in cases()) {
+        if !has_ptx() {
+            return Ok(());
+        }
+        let (_dir, model) = random_model(&case);
+        let ids: Vec<u32> = (0..case.n_tokens).map(|at| (at * 37 + 5) as u32 % 269).collect();
+        let config = EngineConfig {
+            device: Device::Cpu,
+            threads: Some(2),
+            all_logits: true,
+            max_context: Some(140),
+            chunks: vec![8, 140],
+            exact: true,
+            ..EngineConfig::default()
+        };
+        let expected = Engine::new(&model, &config).expect("it compiles").logits(&ids, |_| ()).expect("it runs");
+        let driver = driver(case.n_sms, case.seed);
+        let found = Engine::new(&model, &on(&driver, config)).expect("resident").logits(&ids, |_| ());
+        let distance = distance(&expected, &found.expect("it runs"));
+        // Both keep the cache in bf16, where a last bit may turn; prompts of many rows round what their products multiply too.
+        prop_assert!(distance < if case.n_tokens > 16 { 3e-2 } else { 1e-2 }, "{}", distance);
+    }
+}
+
+/// Greedy and drawn, with attention launched just in time and without, twice each: counters count on.
+#[test]
+fn the_token_loop_makes_the_cpus_tokens() {
+    if !has_ptx() {
+        return;
+    }
+    let (_dir, model) = model(&[("num_hidden_layers", 2)]);
+    let prompt = [3, 80, 41, 5, 0, 66];
+    let config = EngineConfig {
+        device: Device::Cpu,
+        threads: Some(2),
+        max_context: Some(24),
+        chunks: vec![4],
+        ..EngineConfig::default()
+    };
+    let drawn = GenerateOptions { temperature: 0.8, top_p: 0.9, top_k: 20, seed: 9, ..greedy(5) };
+    let mut cpu = Engine::new(&model, &config).expect("it compiles");
+    let expected = [greedy(5), drawn].map(|options| (tokens(&mut cpu, &prompt, &options).expect("it runs"), options));
+    for (seed, just_in_time) in [(1, vec![]), (2, vec!["attention".to_owned(), "gated_linear".to_owned()])] {
+        let driver = driver(3, seed);
+        {
+            let config = EngineConfig { just_in_time, ..config.clone() };
+            let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
+            for (expected, options) in expected.iter().chain(&expected) {
+                assert_eq!(tokens(&mut engine, &prompt, options).expect("it runs"), *expected);
+            }
+        }
+        assert_eq!(driver.leaks(), Vec::<String>::new());
+    }
+}
+
+/// A launch per operator, from graphs.
+#[test]
+fn operators_make_the_cpus_tokens() {
+    if !has_ptx() {
+        return;
+    }
+    let (_dir, model) = model(&[]);
+    let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
+    let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+    let prompt = [3, 80, 41, 5, 0, 66];
+    let expected = tokens(&mut Engine::new(&model, &cpu).expect("it compiles"), &prompt, &greedy(3)).expect("it runs");
+    let options = cuda::Options { mode: cuda::Mode::PerOperator, ..Default::default() };
+    let mut engine =
+        Engine::new(&model, &on(&driver(3, 0), EngineConfig { cuda: options, ..config })).expect("resident");
+    assert_eq!(tokens(&mut engine, &prompt, &greedy(3)).expect("it runs"), expected);
+}
+
+/// An encoder: both kinds of norm, attention both ways, pooling.
+#[test]
+fn sentences_have_the_cpus_directions() {
+    if !has_ptx() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let out = dir.path().join("bert");
+    let preset = SynthSource::Preset("tiny-bert");
+    synth(preset, &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).expect("a preset");
+    let model = Model::load(&out).expect("just written");
+    let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..EngineConfig::default() };
+    let driver = driver(3, 5);
+    let [mut expected, mut found] =
+        [cpu.clone(), on(&driver, cpu)].map(|config| Embedder::new(&model, &config).expect("an encoder"));
+    for n in [1, 9, 50] {
+        let ids: Vec<u32> = (0..n).map(|at| (at * 131 + 7) % 1024).collect();
+        let [a, b] = [&mut expected, &mut found].map(|embedder| embedder.embed_ids(&ids).expect("it runs"));
+        let distance = distance(&a, &b);
+        assert!(distance < 1e-2, "{n} tokens: {distance}");
+    }
+}
+
+/// What ends a run before its time, and a run after it.
+#[test]
+fn drills_end_in_their_errors() {
+    if !has_ptx() {
+        return;
+    }
+    let (_dir, model) = model(&[]);
+    // A simulated half second is long.
+    let options = cuda::Options { timeout: std::time::Duration::from_micros(300), ..Default::default() };
+    let config = EngineConfig { max_context: Some(24), chunks: vec![4], cuda: options, ..EngineConfig::default() };
+    let prompt = [3, 80, 41, 5, 0, 66];
+    let mut engine = Engine::new(&model, &on(&driver(3, 0), config)).expect("resident");
+    let expected = tokens(&mut engine, &prompt, &greedy(2)).expect("it runs");
+
+    let last = engine.resident().compiled().image.view().events.len() as u32 - 1;
+    engine.resident_mut().cuda().expect("a GPU").miscount(EventId(last)).expect("idle");
+    let error = tokens(&mut engine, &prompt, &greedy(2)).expect_err("an event never fires");
+    assert!(matches!(&error, EngineError::Run(RunError::Stalled { event, .. }) if *event == format!("e{last}")), "{error}");
+    assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
+
+    let error = engine.resident_mut().run_tokens(perpetua_shared::ProgramId(1), &[1, u32::MAX]).expect_err("no token");
+    assert!(matches!(error, RunError::TokenOutOfRange { .. }), "{error}");
+    assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
+
+    let mut generation = engine.generate(&prompt, &greedy(12)).expect("it starts");
+    generation.stop();
+    assert_eq!((generation.by_ref().count(), generation.end()), (0, Some(End::Stopped)));
+}
+
+#[test]
+fn probes_measure_what_they_say() {
+    if !has_ptx() {
+        return;
+    }
+    let mut prober = Prober::new(Gpu::with_driver(driver(3, 1)).expect("a device"), 1 << 20).expect("resident");
+    for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
+        assert!(prober.read(3, tile_bytes, n_tiles).expect("it runs") > 0.0);
+    }
+    assert!(prober.hop(20).expect("it runs").as_nanos() > 0);
+    assert!(prober.meet(3, 20).expect("it runs").as_nanos() > 0);
+}
