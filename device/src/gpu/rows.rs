@@ -266,14 +266,20 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
         let weights = call.tensor(norm);
         let (mut scale, mut tile) = (1.0, Tile::NONE);
         let from = x.address([0, 0]);
-        let by_eight = in_terms && x.dtype() == F32 && k.is_multiple_of(8) && from.addr().is_multiple_of(16);
+        let has_tile = call.tiles.is_some_and(|tiles| tiles.left() > 0);
+        let by_eight = in_terms
+            && (has_tile || !weights.is_present())
+            && x.dtype() == F32
+            && k.is_multiple_of(8)
+            && from.addr().is_multiple_of(16);
         let eight = |unit: u32| Single::eight(from.add(32 * unit as usize), false);
         if weights.is_present() {
             let mut squares = 0.0;
             if by_eight {
                 for unit in block.mine(k / 8) {
-                    for value in eight(unit) {
-                        squares = fma(value, value, squares);
+                    let values = eight(unit);
+                    for i in 0..8 {
+                        squares = fma(values[i], values[i], squares);
                     }
                 }
             } else {
@@ -283,9 +289,7 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
                 }
             }
             scale = rsqrt(block.sum(squares) / k as f32 + eps);
-            if let Some(tiles) = call.tiles
-                && tiles.left() > 0
-            {
+            if has_tile && let Some(tiles) = call.tiles {
                 tile = tiles.take();
             }
         }
@@ -305,23 +309,24 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
             for unit in block.mine(k / 8) {
                 let mut values = eight(unit);
                 if weights.is_present() {
-                    let weight = match (tile.bytes, weights.dtype()) {
-                        (0, _) => core::array::from_fn(|i| weights.get([8 * unit + i as u32])),
-                        (_, F32) => Single::tile_eight(tile.at + 32 * unit),
-                        (_, BF16) => Brain::tile_eight(tile.at + 16 * unit),
+                    let weight = match weights.dtype() {
+                        F32 => Single::tile_eight(tile.at + 32 * unit),
+                        BF16 => Brain::tile_eight(tile.at + 16 * unit),
                         _ => Half::tile_eight(tile.at + 16 * unit),
                     };
                     for i in 0..8 {
                         values[i] *= scale * weight[i];
                     }
                 }
-                let high = values.map(|value| u32::from(f32_to_bf16(value)));
-                let low: [u32; 8] = core::array::from_fn(|i| {
-                    u32::from(f32_to_bf16(values[i] - f32::from_bits(high[i] << 16)))
-                });
-                let pairs = |half: [u32; 8]| core::array::from_fn(|i| half[2 * i] | half[2 * i + 1] << 16);
-                shared::store16(TERMS + 4 * unit, pairs(high));
-                shared::store16(TERMS + k / 2 + GAP + 4 * unit, pairs(low));
+                let (mut high, mut low) = ([0; 4], [0; 4]);
+                for i in 0..8 {
+                    let bits = u32::from(f32_to_bf16(values[i]));
+                    let rest = u32::from(f32_to_bf16(values[i] - f32::from_bits(bits << 16)));
+                    high[i / 2] |= bits << (16 * (i % 2));
+                    low[i / 2] |= rest << (16 * (i % 2));
+                }
+                shared::store16(TERMS + 4 * unit, high);
+                shared::store16(TERMS + k / 2 + GAP + 4 * unit, low);
             }
         }
         // One by one, or two at a time; the same code fetches both.
