@@ -59,7 +59,7 @@ impl Target {
     ///
     /// PERF: in passes of many rows packing took 10 % of the time with tasks of 192 KiB (MiniLM, 128 tokens); with tasks ten
     /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173. With a task
-    /// per worker, of up to 6 MiB, packing takes 11 % of the time that tiles of a matrix unit do, where it was 19 % (2 cores,
+    /// per worker, of up to 6 MiB, packing takes 12 % of the time that tiles of a matrix unit do, where it was 17 % (2 cores,
     /// Sapphire Rapids, 2026-11-21).
     pub fn cpu(n_workers: u32) -> Target {
         Target {
