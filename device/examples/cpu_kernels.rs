@@ -226,7 +226,7 @@ fn attend() {
             bytes as f64 / seconds / 1e9
         }),
     }];
-    let params = param_words(&attention::Params { scale: 0.09, causal: 1, splits: 1 });
+    let params = param_words(&attention::Params { scale: 0.09, causal: 1, splits: 1, order: 0 });
     for isa in Isa::available() {
         for (context, group, dtype) in [
             (512, 2, DType::Bf16),
@@ -273,7 +273,7 @@ fn attend() {
                         let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
                         let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
                         let step = Step { rows: rows as u32, ..Step::default() };
-                        let params = param_words(&attention::Params { scale: 0.09, causal, splits: 1 });
+                        let params = param_words(&attention::Params { scale: 0.09, causal, splits: 1, order: 0 });
                         call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
                     });
                     let seen = if causal == 1 { rows * (rows + 1) / 2 } else { rows * rows };

@@ -10,6 +10,8 @@
 //! hi = bf16(x), lo = bf16(x - hi), so that activations keep 16 significant bits: an output is off by sum |x| |w| * 2^-17, where
 //! with bf16 activations it would be 2^-9. Twice the products, still several times as many as vectors do.
 //!
+//! Attention's products of prompts are formed so, too: keys stand where weights do, values transposed.
+//!
 //! The order of summation is the unit's, 32 of k at a time, hi before lo, whatever stands beside an output: tasks may be cut
 //! in any way. It takes subnormal numbers for zeros, and an infinite weight may give NaN (times a lo of zero).
 //!
@@ -20,21 +22,21 @@
 //! Tile registers: 0 to 3 sums, 4 and 5 weights, 6 and 7 activations. The compiler uses none of them.
 
 use super::outer::{self, Products};
-use super::rows::Row;
-use super::simd::{Leaf, Simd};
+use super::simd::{self, Leaf, Level, Simd};
 use crate::io::Tensor;
-use core::arch::asm;
-use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-use core::marker::PhantomData;
+use core::arch::{asm, x86_64::*};
 
 /// Rows of a tile, of weights and of activations.
-const TILE: usize = 16;
+pub(crate) const TILE: usize = 16;
 
 /// Elements of k that a tile has.
-const STEP: usize = 32;
+pub(crate) const STEP: usize = 32;
 
 /// f32 as large as a tile, 1 KiB.
 const TILE_FLOATS: usize = 256;
+
+/// The vectors of every core that has the unit.
+pub(crate) type Vectors = <simd::Avx512 as Level>::S;
 
 /// Whether this process may use the unit: the processor has it and Linux lends it, which has to be asked once for its state of
 /// 8 KiB a thread.
@@ -71,28 +73,16 @@ pub(crate) struct Tiles;
 
 impl<S: Simd> Products<S> for Tiles {
     type Elem = u16;
-    const ALWAYS_WIDE: bool = true;
 
-    /// Into blocks of 16 rows: a tile of 16 pairs of k by 16 rows after the other, first all of hi, then of lo. Rows that are
-    /// missing are zeros.
+    /// Into blocks of 16 rows, as [`split`] leaves them.
     unsafe fn pack(x: &Tensor, first: usize, [rows, k]: [usize; 2], wide: *mut f32, packed: *mut f32, _: usize) {
-        let (hi, lo) = (wide.cast::<u16>(), wide.cast::<u16>().wrapping_add(TILE * k));
         let mut r = 0;
         while r < rows {
             let n = TILE.min(rows - r);
-            // SAFETY: `wide` has room for 16 rows of k in hi and lo, `packed` for k f32 a row of whole blocks.
+            // SAFETY: the rows are of `k` elements; `wide` has room for n of them, `packed` for k f32 a row of whole blocks.
             unsafe {
-                for i in 0..n {
-                    let row = Row::of(x, [first + r + i, 0], k);
-                    S::call(Split::<S> { row, hi: hi.add(i * k), lo: lo.add(i * k), set: PhantomData });
-                }
-                for part in [hi, lo] {
-                    core::ptr::write_bytes(part.add(n * k), 0, (TILE - n) * k);
-                }
-                let block = packed.add(r * k);
-                // A pair is as large as an f32, and moves as one.
-                outer::transpose::<S>(hi.cast(), k / 2, [TILE, k / 2], block, TILE);
-                outer::transpose::<S>(lo.cast(), k / 2, [TILE, k / 2], block.add(TILE * k / 2), TILE);
+                let (src, stride) = outer::rows_of_f32::<S>(x, first + r, [n, k], wide);
+                split(core::array::from_fn(|i| src.wrapping_add(i * stride)), [n, k], packed.add(r * k));
             }
             r += n;
         }
@@ -233,31 +223,84 @@ unsafe fn block<const N: usize, const M: usize>(place: Place) {
     }
 }
 
-/// A row in two terms.
-struct Split<S> {
-    row: Row,
-    hi: *mut u16,
-    lo: *mut u16,
-    set: PhantomData<S>,
+/// Packs the first `n` of `rows`, of `k` elements, in two terms: a tile of 16 pairs of k by 16 rows after the other, first all
+/// of hi, then of lo. Rows that are missing are zeros.
+///
+/// # Safety
+/// The rows are readable, `k` is whole [tiles](takes), `block` has room for 16 * k f32; the unit is there.
+pub(crate) unsafe fn split(rows: [*const f32; TILE], [n, k]: [usize; 2], block: *mut f32) {
+    // SAFETY: the unit is there, and `Isa` looks for these conversions beside it.
+    unsafe { simd::with_avx512_bf16(Split { rows, n, k, block }) }
 }
 
-impl<S: Simd> Leaf for Split<S> {
+/// [`split`].
+struct Split {
+    rows: [*const f32; TILE],
+    n: usize,
+    k: usize,
+    block: *mut f32,
+}
+
+impl Leaf for Split {
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Split { row, hi, lo, .. } = self;
-        let mut i = 0;
-        while i < row.len() {
-            // SAFETY: rows are whole vectors (`takes`), and both terms have room for one (see `pack`).
+        let Split { rows, n, k, block } = self;
+        let mut terms = Terms([[[0; STEP]; TILE]; 2]);
+        let Terms([his, los]) = &mut terms;
+        for step in 0..k / STEP {
+            // SAFETY: a step of every row is readable, as are both tiles, and two of the block writable (see `split`); what is
+            // asked for may be any address.
             unsafe {
-                let x = row.load::<S>(i, S::LANES);
-                S::store_bf16(hi.add(i), x);
-                let rest = S::sub(x, S::load_bf16(hi.add(i)));
-                // Where hi is not finite there is no rest: NaN is neither above nor below zero.
-                let rest = S::add(S::max(rest, S::splat(0.0)), S::min(rest, S::splat(0.0)));
-                S::store_bf16(lo.add(i), rest);
+                for r in 0..n {
+                    let x = rows[r].add(step * STEP);
+                    let [hi, lo] = self::terms(_mm512_loadu_ps(x), _mm512_loadu_ps(x.add(16)));
+                    _mm512_store_si512(his[r].as_mut_ptr().cast(), hi);
+                    _mm512_store_si512(los[r].as_mut_ptr().cast(), lo);
+                }
+                // A pair is as large as an f32, and moves as one.
+                let to = block.add(step * TILE_FLOATS);
+                Vectors::transpose(his.as_ptr().cast(), STEP / 2, to, TILE);
+                Vectors::transpose(los.as_ptr().cast(), STEP / 2, to.add(TILE * k / 2), TILE);
             }
-            i += S::LANES;
         }
+    }
+}
+
+/// A step of rows in two terms: rows of whole cache lines.
+#[repr(align(64))]
+struct Terms([[[u16; STEP]; TILE]; 2]);
+
+/// 32 elements, of both vectors, in two terms: hi and lo.
+#[inline(always)]
+pub(crate) unsafe fn terms(low: __m512, high: __m512) -> [__m512i; 2] {
+    // SAFETY: arithmetic only; 32 bf16 are 64 bytes.
+    unsafe {
+        let hi = core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low));
+        let low = rest(low, _mm512_castsi512_si256(hi));
+        let high = rest(high, _mm512_extracti64x4_epi64::<1>(hi));
+        [hi, core::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(high, low))]
+    }
+}
+
+/// Of 32 elements, 0 and 16, 1 and 17, ...
+#[inline(always)]
+pub(crate) unsafe fn in_pairs(elements: __m512i) -> __m512i {
+    // SAFETY: arithmetic only.
+    unsafe {
+        let first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        let second = _mm512_slli_epi32::<16>(_mm512_add_epi32(first, _mm512_set1_epi32(16)));
+        _mm512_permutexvar_epi16(_mm512_or_si512(first, second), elements)
+    }
+}
+
+/// x - hi; 0 where hi is not finite, and the difference NaN.
+#[inline(always)]
+unsafe fn rest(x: __m512, hi: __m256i) -> __m512 {
+    // SAFETY: arithmetic only.
+    unsafe {
+        let hi = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(hi)));
+        let rest = _mm512_sub_ps(x, hi);
+        _mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_ORD_Q>(rest, rest), rest)
     }
 }

@@ -60,14 +60,12 @@ impl Plan {
 pub(crate) trait Products<S: Simd> {
     /// Storage of a weight.
     type Elem;
-    /// Whether [`Products::pack`] wants `wide` whatever the activations are.
-    const ALWAYS_WIDE: bool;
 
     /// Packs rows `first..first + rows` of `x`, of `k` elements, as [`Products::multiply`] expects them.
     ///
     /// # Safety
     /// `packed` has room for `k * stride` f32, `stride` at least `rows` in blocks of 16, `wide` for 16 rows of f32 unless
-    /// the activations are f32 and it is not [always](Products::ALWAYS_WIDE) wanted; the level exists.
+    /// the activations are f32; the level exists.
     unsafe fn pack(x: &Tensor, first: usize, shape: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize);
 
     /// sums[j][m] = weights[j] . x[m] for `n` weight rows of `k` elements, `w_stride` apart, and `rows` packed activation
@@ -88,10 +86,10 @@ pub(crate) trait Products<S: Simd> {
 }
 
 /// Lengths of the scratch areas that [`panels`] wants for the same.
-pub(crate) fn panel_areas<S: Simd, P: Products<S>>(x: &Tensor, rows: usize, weights: &[&Tensor]) -> [usize; 4] {
+pub(crate) fn panel_areas(x: &Tensor, rows: usize, weights: &[&Tensor]) -> [usize; 4] {
     let k = weights[0].extent(1);
     let stride = Plan::new(rows, k).stride;
-    let wide = if P::ALWAYS_WIDE || x.dtype() != DType::F32 { 16 * k } else { 0 };
+    let wide = if x.dtype() == DType::F32 { 0 } else { 16 * k };
     [stride * k, wide, PANEL * stride, weights.len() * PANEL * stride]
 }
 
@@ -145,25 +143,15 @@ pub(crate) struct Outer;
 
 impl<S: Simd> Products<S> for Outer {
     type Elem = f32;
-    const ALWAYS_WIDE: bool = false;
 
     /// Into [k, rows], in whole vectors.
     unsafe fn pack(x: &Tensor, first: usize, [rows, k]: [usize; 2], wide: *mut f32, packed: *mut f32, stride: usize) {
         let mut r = 0;
         while r < rows {
             let n = 16.min(rows - r);
-            let row = |i: usize| Row::of(x, [first + r + i, 0], k);
             // SAFETY: the rows are of `k` elements; `wide` has room for n of them.
             unsafe {
-                let (src, src_stride) = match row(0).as_f32() {
-                    Some(own) => (own.cast_const(), x.stride(0)),
-                    None => {
-                        for i in 0..n {
-                            S::call(Widened::<S> { row: row(i), to: wide.add(i * k), set: PhantomData });
-                        }
-                        (wide.cast_const(), k)
-                    }
-                };
+                let (src, src_stride) = rows_of_f32::<S>(x, first + r, [n, k], wide);
                 transpose::<S>(src, src_stride, [n, k], packed.add(r), stride);
             }
             r += n;
@@ -182,6 +170,28 @@ impl<S: Simd> Products<S> for Outer {
         // SAFETY: the caller's promises are the same.
         unsafe { multiply::<S>(w, w_stride, shape, packed, stride, sums, sums_stride) }
     }
+}
+
+/// Rows `first..first + n` of `x`, of `k` elements, and the f32 from one to the next: where they are, or widened into `wide`.
+///
+/// # Safety
+/// `wide` has room for them, unless they are f32; the level exists.
+pub(super) unsafe fn rows_of_f32<S: Simd>(
+    x: &Tensor,
+    first: usize,
+    [n, k]: [usize; 2],
+    wide: *mut f32,
+) -> (*const f32, usize) {
+    assert!(first + n <= x.extent(0), "rows must end inside the box");
+    let row = |i: usize| Row::of(x, [first + i, 0], k);
+    if let Some(own) = row(0).as_f32() {
+        return (own, x.stride(0));
+    }
+    for i in 0..n {
+        // SAFETY: there is room for the row (caller).
+        unsafe { widened::<S>(row(i), wide.add(i * k)) };
+    }
+    (wide, k)
 }
 
 /// dst[c][r] = src[r][c] for `rows` x `columns` elements; `dst`'s rows are filled up to whole vectors with zeros.
@@ -248,7 +258,15 @@ impl<S: Simd> Leaf for Transpose<S> {
     }
 }
 
-/// [`Row::widened`].
+/// [`Row::widened`], with the set enabled.
+///
+/// # Safety
+/// `to` has room for the row, unless it is of f32; the level exists.
+pub(crate) unsafe fn widened<S: Simd>(row: Row, to: *mut f32) -> *const f32 {
+    // SAFETY: the caller's promises are the type's.
+    unsafe { S::call(Widened::<S> { row, to, set: PhantomData }) }
+}
+
 struct Widened<S> {
     row: Row,
     to: *mut f32,
@@ -259,7 +277,7 @@ impl<S: Simd> Leaf for Widened<S> {
     type Output = *const f32;
     #[inline(always)]
     unsafe fn run(self) -> *const f32 {
-        // SAFETY: there is room for the row (see `pack`).
+        // SAFETY: there is room for the row (see `widened`).
         unsafe { self.row.widened::<S>(self.to) }
     }
 }

@@ -437,9 +437,11 @@ mod linear {
 mod attention {
     use super::*;
     use crate::kernels::attention::{Attention, Params};
+    use crate::kernels::linear::Order;
 
     struct Case {
         dtype: DType,
+        q_dtype: DType,
         rows: usize,
         n_kv: usize,
         group: usize,
@@ -450,6 +452,7 @@ mod attention {
         sharp: f32,
         /// What stands at positions nobody may see, and sometimes among those that are seen.
         kind: u32,
+        order: Order,
         seed: u64,
     }
 
@@ -463,7 +466,7 @@ mod attention {
             })
         };
         [
-            Memory::new(DType::F32, &q, 1, 1, |i| c.sharp * noise(c.seed, i)),
+            Memory::new(c.q_dtype, &q, 1, 1, |i| c.sharp * noise(c.seed, i)),
             cache(1),
             cache(2),
             Memory::new(DType::F32, &q, 0, 0, |_| 77.0),
@@ -471,7 +474,7 @@ mod attention {
     }
 
     fn params(c: &Case) -> Params {
-        Params { scale: 1.0 / (c.d as f32).sqrt(), causal: u32::from(c.causal), splits: 1 }
+        Params { scale: 1.0 / (c.d as f32).sqrt(), causal: u32::from(c.causal), splits: 1, order: c.order as u32 }
     }
 
     proptest! {
@@ -482,35 +485,68 @@ mod attention {
             d in 1usize..150, first_pos in 0usize..200, causal in any::<bool>(), sharp in 0.1f32..8.0, kind in 0u32..20,
             seed in any::<u64>(),
         ) {
-            // Bidirectional rows see the pass's rows.
-            let (first_pos, rows) = if causal { (first_pos, rows) } else { (0, 2 * rows) };
-            let case = Case { dtype, rows, n_kv, group, d, first_pos, causal, sharp, kind, seed };
-            let io = operands(&case);
-            let [expected, got] = both::<Attention>(isa, &params(&case), &io, step(first_pos as u32, rows as u32), 0);
-            for (i, (e, g)) in expected[3].values().iter().zip(&got[3].values()).enumerate() {
-                prop_assert!(near(*e, *g, 1.0 / 1024.0), "{} at {i}: {g}, expected {e}", isa.name());
-            }
+            let (q_dtype, order) = (DType::F32, Order::Lanes);
+            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, causal, sharp, kind, order, seed })?;
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(100))]
+        /// On a matrix unit where there is one: tiles of queries and blocks of positions, whole ones and parts of them.
+        #[test]
+        fn of_prompts_agrees_with_its_reference(
+            q_dtype in dtypes(), rows in 1usize..40, n_kv in 1usize..3, group in 1usize..5, d in 1usize..4,
+            first_pos in 0usize..600, causal in any::<bool>(), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
+        ) {
+            let (dtype, d, order) = (DType::Bf16, 32 * d, Order::Prompt);
+            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, causal, sharp, kind, order, seed };
+            agrees(Isa::best(), case)?;
+        }
+    }
+
+    fn agrees(isa: Isa, case: Case) -> Result<(), TestCaseError> {
+        // Bidirectional rows see the pass's rows.
+        let case = if case.causal { case } else { Case { first_pos: 0, rows: 2 * case.rows, ..case } };
+        let (io, step) = (operands(&case), step(case.first_pos as u32, case.rows as u32));
+        let [expected, got] = both::<Attention>(isa, &params(&case), &io, step, 0);
+        for (i, (e, g)) in expected[3].values().iter().zip(&got[3].values()).enumerate() {
+            prop_assert!(near(*e, *g, 1.0 / 1024.0), "{} at {i}: {g}, expected {e}", isa.name());
+        }
+        Ok(())
     }
 
     #[test]
     fn decoding_token_by_token_gives_the_bits_of_one_pass() {
         for isa in Isa::available() {
-            for dtype in [DType::Bf16, DType::F32] {
-                let (rows, n_kv, group, d) = (150, 2, 3, 48);
-                let case =
-                    Case { dtype, rows, n_kv, group, d, first_pos: 0, causal: true, sharp: 3.0, kind: 0, seed: 7 };
+            // On a matrix unit too the bits are the rows' own.
+            let orders = [(DType::Bf16, Order::Lanes), (DType::F32, Order::Lanes), (DType::Bf16, Order::Prompt)];
+            for (dtype, order) in orders {
+                let (rows, n_kv, group, d) = if order == Order::Prompt { (270, 2, 3, 32) } else { (150, 2, 3, 48) };
+                let case = Case {
+                    dtype,
+                    q_dtype: DType::F32,
+                    rows,
+                    n_kv,
+                    group,
+                    d,
+                    first_pos: 0,
+                    causal: true,
+                    sharp: 3.0,
+                    kind: 0,
+                    order,
+                    seed: 7,
+                };
                 let io = operands(&case);
                 let whole = both::<Attention>(*isa, &params(&case), &io, step(0, rows as u32), 0)[1][3].values();
                 let row = n_kv * group * d;
-                for r in [0, 1, 62, 63, 64, 65, 100, 149] {
+                for r in [0, 1, 62, 63, 64, 65, 100, 149, 255, 256, 269].into_iter().filter(|r| *r < rows) {
                     let q = Memory::new(DType::F32, &[1, n_kv, group, d], 0, 0, |i| 3.0 * noise(7, r * row + i));
                     let y = Memory::new(DType::F32, &[1, n_kv, group, d], 0, 0, |_| 77.0);
                     let io = [q, io[1].clone(), io[2].clone(), y];
                     let one = both::<Attention>(*isa, &params(&case), &io, step(r as u32, 1), 0)[1][3].values();
                     assert!(
                         one.iter().zip(&whole[r * row..]).all(|(a, b)| a.to_bits() == b.to_bits()),
-                        "{} {dtype} row {r}",
+                        "{} {dtype} {order:?} row {r}",
                         isa.name()
                     );
                 }
@@ -522,6 +558,7 @@ mod attention {
     fn sees_nothing_without_rows() {
         let case = Case {
             dtype: DType::F32,
+            q_dtype: DType::F32,
             rows: 2,
             n_kv: 1,
             group: 1,
@@ -530,6 +567,7 @@ mod attention {
             causal: true,
             sharp: 1.0,
             kind: 0,
+            order: Order::Lanes,
             seed: 1,
         };
         let io = operands(&case);

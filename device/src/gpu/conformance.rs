@@ -711,7 +711,7 @@ fn attention() {
         let d = if round % 6 == 0 { 270 } else { [random.one_to(140), 64][round % 2] };
         let context = 120;
         let causal = random.below(2);
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1 });
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
         let dtype = random.dtype();
         case.floats(random, dtype, &[rows, heads, group, d]);
         case.floats(random, dtype, &[heads, context, d]);
@@ -744,7 +744,7 @@ fn split_attention() {
         let context = [20, 120, 700][round % 3];
         let visible = random.one_to(context);
         let dtype = random.dtype();
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits });
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits, order: 0 });
         case.floats(random, dtype, &[1, heads, group, d]);
         push_cache(&mut case, random, dtype, [heads, context, d], visible);
         push_cache(&mut case, random, dtype, [heads, context, d], visible);
@@ -825,7 +825,7 @@ fn splits_merged_are_the_whole() {
     for round in 0..40 {
         let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
         let visible = random.one_to(60);
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1 });
+        let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1, order: 0 });
         case.floats(random, DType::F32, &[1, heads, group, d]);
         push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
         push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
@@ -849,7 +849,7 @@ fn splits_merged_are_the_whole() {
         let [attention, merge] =
             [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
         let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
-        let params = param_words(&attention::Params { scale: 0.5, causal: 1, splits });
+        let params = param_words(&attention::Params { scale: 0.5, causal: 1, splits, order: 0 });
         let whole = case.operands[4];
         for split in 0..splits {
             case.operands[4].extent[1] = 1;

@@ -31,7 +31,7 @@ pub struct Params {
 impl Params {
     #[inline(always)]
     fn attention(&self) -> attention::Params {
-        attention::Params { scale: self.scale, causal: 1, splits: self.splits }
+        attention::Params { scale: self.scale, causal: 1, splits: self.splits, order: 0 }
     }
 }
 

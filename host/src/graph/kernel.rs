@@ -478,7 +478,7 @@ impl KernelGraph {
         };
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
-        let params = kernels::attention::Params { scale, causal: u32::from(causal), splits: 1 };
+        let params = kernels::attention::Params { scale, causal: u32::from(causal), splits: 1, order: 0 };
         let slots = vec![Some(q), Some(k), Some(v), Some(y)];
         self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
         Ok(())

@@ -45,7 +45,7 @@ fn lanes_part_and_meet_again() {
     for seed in 0..20 {
         let mut words = [0; 32];
         run("", body, 32, seed, &mut words).expect("all lanes come to the shuffle");
-        let left = |lane: u32| if lane % 2 == 0 { lane } else { lane.saturating_sub(1).min(3) };
+        let left = |lane: u32| if lane.is_multiple_of(2) { lane } else { lane.saturating_sub(1).min(3) };
         let expected: Vec<u32> = (0..32).map(|lane| left(lane ^ 1)).collect();
         assert_eq!(words[..], expected, "seed {seed}");
     }

@@ -528,7 +528,8 @@ impl Isa {
                         sets.push(Isa(Known::Avx512));
                         if has!("avx512vnni") {
                             sets.push(Isa(Known::Avx512Vnni));
-                            if super::amx::is_available() {
+                            // Cores with the unit have these conversions; `amx` counts on them.
+                            if has!("avx512bf16") && super::amx::is_available() {
                                 sets.push(Isa(Known::Avx512Amx));
                             }
                         }
@@ -598,7 +599,7 @@ macro_rules! with_features {
         #[cfg(target_arch = $arch)]
         #[target_feature(enable = $features)]
         #[inline(never)]
-        unsafe fn $name<T: Leaf>(leaf: T) -> T::Output {
+        pub(crate) unsafe fn $name<T: Leaf>(leaf: T) -> T::Output {
             // SAFETY: the features are enabled here, so the caller has found them.
             unsafe { leaf.run() }
         }
@@ -608,6 +609,7 @@ with_features! {
     "x86_64" with_avx2 "avx2,fma,f16c";
     "x86_64" with_avx512 "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c";
     "x86_64" with_avx512_vnni "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c";
+    "x86_64" with_avx512_bf16 "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c";
     "aarch64" with_neon "neon";
 }
 

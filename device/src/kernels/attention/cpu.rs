@@ -10,7 +10,7 @@
 //!
 //! A row's results do not depend on the rows beside it: blocks start at multiples of 64 whatever the row, each of a
 //! row's sums runs over positions in order, and positions a row may not see are not added, not even as zeros (what
-//! stands there may be NaN). So decode gives the bits of prefill.
+//! stands there may be NaN). So decode gives the bits of prefill, except where that is a matrix unit's (`tiles`).
 //!
 //! Tolerance against the reference: scores and sums are formed in another order, exp is exact to 2 ulp: 2^-12 of
 //! max |v| for scores within +-16.
@@ -30,7 +30,7 @@ const BLOCK: usize = 64;
 const QUERIES: usize = 16;
 
 /// Longer heads' scores would need partial sums (see `gemm::scores`).
-const MAX_HEAD_DIM: usize = 1024;
+pub(super) const MAX_HEAD_DIM: usize = 1024;
 
 pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
     let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
@@ -50,7 +50,16 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         scratch.isa.run(bidirectional::Attend { rows, positions, scale, q, k, v, y, scratch });
         return Ok(());
     }
-    scratch.isa.run(Attend { rows, first: p.visible(call.step, call.task.row_first), p: *p, q, k, v, y, scratch });
+    let first = p.visible(call.step, call.task.row_first);
+    #[cfg(target_arch = "x86_64")]
+    if tiles::is_for(p, [&q, &k, &v], scratch) {
+        let task = tiles::Attend { rows, first, p: *p, q: &q, k: &k, v: &v, y: &y };
+        // SAFETY: the operands are those that were looked at; strides and positions have been above.
+        if unsafe { task.run(scratch) } {
+            return Ok(());
+        }
+    }
+    scratch.isa.run(Attend { rows, first, p: *p, q, k, v, y, scratch });
     Ok(())
 }
 

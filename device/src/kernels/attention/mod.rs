@@ -14,6 +14,8 @@ mod bidirectional;
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
 pub(super) mod gpu;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
 
 /// See the module head.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub struct Params {
     pub causal: u32,
     /// Tasks that share the positions; 1: not split.
     pub splits: u32,
+    /// How CPU bodies may add up: a [`linear::Order`](super::linear::Order).
+    pub order: u32,
 }
 
 impl Params {

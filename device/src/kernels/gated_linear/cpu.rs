@@ -96,7 +96,7 @@ impl Gated<'_> {
 
     unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
         let matrices = [&self.gate, &self.up];
-        let areas = self.scratch.areas(outer::panel_areas::<S, P>(&self.x, self.rows, &matrices));
+        let areas = self.scratch.areas(outer::panel_areas(&self.x, self.rows, &matrices));
         // SAFETY: the areas are as asked for, and a panel's sums lie as `finish` is told; the level exists (caller).
         unsafe {
             outer::panels::<S, P, 2>(&self.x, self.rows, matrices, areas, |rows, columns, sums| {

@@ -90,7 +90,7 @@ impl Body for Linear<'_> {
 
 impl Linear<'_> {
     unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
-        let areas = self.scratch.areas(outer::panel_areas::<S, P>(&self.x, self.rows, &[&self.w]));
+        let areas = self.scratch.areas(outer::panel_areas(&self.x, self.rows, &[&self.w]));
         // SAFETY: the areas are as asked for, and a panel's sums lie as `finish` is told; the level exists (caller).
         unsafe {
             outer::panels::<S, P, 1>(&self.x, self.rows, [&self.w], areas, |rows, columns, [sums]| {

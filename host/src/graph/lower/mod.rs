@@ -40,8 +40,8 @@ pub struct Target {
     pub n_workers: u32,
     /// Bytes of weights a task should read.
     pub task_bytes: u64,
-    /// How many times as many in a pass of 8 rows or more, where every task packs all activations for itself.
-    pub packed_times: u64,
+    /// Whether tasks of 8 rows or more pack all their activations, each for itself: then there are as few as workers, of any size.
+    pub packs_rows: bool,
     /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
     pub column_granule: u32,
     /// How operators over one row are cut.
@@ -58,14 +58,15 @@ impl Target {
     /// CPU threads: 192 KiB of weights are 6 to 12 us of one core's bandwidth, a hundred times the cost of an event.
     ///
     /// PERF: in passes of many rows packing took 10 % of the time with tasks of 192 KiB (MiniLM, 128 tokens); with tasks ten
-    /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173 (2 cores,
+    /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173. With a task
+    /// per worker, of up to 6 MiB, packing takes 12 % of the time that tiles of a matrix unit do, where it was 17 % (2 cores,
     /// Sapphire Rapids, 2026-11-21).
     pub fn cpu(n_workers: u32) -> Target {
         Target {
             name: format!("cpu:{n_workers}"),
             n_workers,
             task_bytes: 192 << 10,
-            packed_times: 10,
+            packs_rows: true,
             column_granule: 8,
             cut: Cut::TaskBytes,
             has_loaders: false,
@@ -86,7 +87,7 @@ impl Target {
             name: format!("gpu:{n_workers}"),
             n_workers,
             task_bytes: 64 << 10,
-            packed_times: 1,
+            packs_rows: false,
             column_granule: 8,
             cut: Cut::PerWorker,
             has_loaders: true,
@@ -102,7 +103,7 @@ impl Target {
             name: format!("workers:{n_workers}"),
             n_workers,
             task_bytes: 64 << 10,
-            packed_times: 1,
+            packs_rows: false,
             column_granule: 8,
             cut: Cut::TaskBytes,
             has_loaders: true,
@@ -117,7 +118,7 @@ impl Target {
             name: "reference".to_owned(),
             n_workers: 1,
             task_bytes: u64::MAX,
-            packed_times: 1,
+            packs_rows: false,
             column_granule: 1,
             cut: Cut::TaskBytes,
             has_loaders: false,
@@ -127,7 +128,7 @@ impl Target {
     }
 }
 
-/// Rows from which on [`Target::packed_times`] counts.
+/// Rows from which on [`Target::packs_rows`] counts.
 const PACKED_ROWS: u32 = 8;
 
 /// A matrix below this is not worth cutting.
@@ -152,8 +153,9 @@ pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, V
 }
 
 fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
-    let times = if graph.rows.is_some_and(|rows| rows >= PACKED_ROWS) { target.packed_times } else { 1 };
-    let target = &Target { task_bytes: target.task_bytes.saturating_mul(times), ..target.clone() };
+    let are_few = target.packs_rows && graph.rows.is_some_and(|rows| rows >= PACKED_ROWS);
+    let task_bytes = if are_few { u64::MAX } else { target.task_bytes };
+    let target = &Target { task_bytes, ..target.clone() };
     let mut ops: Vec<BlockOp> =
         graph.ops().map(|op| op.cut.clone().unwrap_or_else(|| cut(op, &graph.table, target))).collect();
     set_order(graph, &mut ops);
@@ -177,6 +179,7 @@ fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
         kernel.params = match kernel.task_type {
             Linear::TASK_TYPE => param_words(&linear::Params { order, ..kernels::params(&kernel.params) }),
             GatedLinear::TASK_TYPE => param_words(&gated_linear::Params { order, ..kernels::params(&kernel.params) }),
+            Attention::TASK_TYPE => param_words(&attention::Params { order, ..kernels::params(&kernel.params) }),
             _ => kernel.params,
         };
     }
