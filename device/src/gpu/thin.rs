@@ -9,8 +9,9 @@
 //! core believes to be k = 2t, 2t + 1, 2t + 8 and 2t + 9 are others, the same in A and B. Of two matrices (gate and up) the one
 //! has A's upper eight rows, the other the lower.
 //!
-//! A worker has 4 instructions a clock and reads 18 bytes, so it may spend 3.5 instructions of a warp on 512 bytes of weights,
-//! 256 of them, to keep up with memory. One by one, as `rows` does it, they cost 27 and more; this way 4.
+//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its event has fired: its weights
+//! are in shared memory by then, and every instruction stands between two hops. 256 weights cost a warp 27 instructions one by one,
+//! as `rows` does it, and sums over lanes for every row; this way 4, and a sum over warps for all rows together.
 //!
 //! x is taken as hi + lo, both bf16, which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
 
