@@ -93,6 +93,7 @@ pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &
         warps,
         marks: vec![0; launch.blocks as usize],
         turn: 0,
+        changed: 0,
         leapt_ns: 0,
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
         report: Report::default(),
@@ -251,6 +252,16 @@ struct Phase {
     over: u64,
 }
 
+impl Phase {
+    /// It is over if all have come.
+    fn settle(&mut self) {
+        if self.pending == 0 && self.bytes == 0 {
+            self.over += 1;
+            self.pending = self.count;
+        }
+    }
+}
+
 /// A barrier of the block, 0 to 15.
 #[derive(Debug, Default)]
 struct Named {
@@ -279,14 +290,9 @@ impl Block {
         Ok(at as usize)
     }
 
-    /// The phase of the barrier at `at` is over if all have come.
-    fn settle(&mut self, at: u64) -> Result<&mut Phase, String> {
-        let phase = self.phases.get_mut(&at).ok_or_else(|| format!("there is no mbarrier at {at} of shared memory"))?;
-        if phase.pending == 0 && phase.bytes == 0 {
-            phase.over += 1;
-            phase.pending = phase.count;
-        }
-        Ok(phase)
+    /// The barrier at `at`.
+    fn phase(&mut self, at: u64) -> Result<&mut Phase, String> {
+        self.phases.get_mut(&at).ok_or_else(|| format!("there is no mbarrier at {at} of shared memory"))
     }
 }
 
@@ -320,6 +326,8 @@ pub(super) struct Machine<'a> {
     /// What each block wrote last to a mark.
     marks: Vec<u32>,
     turn: u64,
+    /// The turn in which something was written, landed or met last.
+    changed: u64,
     leapt_ns: u64,
     random: u64,
     pub(super) report: Report,
@@ -344,6 +352,10 @@ enum Next {
 const TURN: u64 = 192;
 /// Turns until a bulk copy lands at most.
 const FLIGHT: u64 = 256;
+/// Turns of each warp in which nothing changes until time leaps, and how far in each turn then: everybody asks for something, and
+/// what ends that is their patience.
+const IDLE: u64 = 64;
+const LEAP_NS: u64 = 10_000;
 
 impl Machine<'_> {
     pub(super) fn random(&mut self, below: u64) -> u64 {
@@ -362,6 +374,9 @@ impl Machine<'_> {
     fn run(&mut self) -> Result<(), PtxError> {
         loop {
             self.turn += 1;
+            if self.turn - self.changed > IDLE * (self.blocks.len() * self.warps) as u64 {
+                self.leapt_ns += LEAP_NS;
+            }
             while self.copies.iter().any(|copy| copy.due <= self.turn) {
                 self.land()?;
             }
@@ -422,6 +437,7 @@ impl Machine<'_> {
     fn land(&mut self) -> Result<(), PtxError> {
         let first = (0..self.copies.len()).min_by_key(|at| self.copies[*at].due).expect("there is one");
         let copy = self.copies.remove(first).expect("just found");
+        self.changed = self.turn;
         let fault = |what| PtxError::Fault {
             line: copy.line,
             block: copy.block as u32,
@@ -433,8 +449,9 @@ impl Machine<'_> {
         let block = &mut self.blocks[copy.block];
         let at = block.place(copy.to, copy.bytes).map_err(fault)?;
         memory.read(copy.from, &mut block.shared[at..at + copy.bytes as usize]).map_err(fault)?;
-        block.settle(copy.barrier).map_err(fault)?.bytes -= i64::from(copy.bytes);
-        block.settle(copy.barrier).map_err(fault)?;
+        let phase = block.phase(copy.barrier).map_err(fault)?;
+        phase.bytes -= i64::from(copy.bytes);
+        phase.settle();
         Ok(())
     }
 
@@ -443,7 +460,7 @@ impl Machine<'_> {
         let (b, w) = (number / self.warps, number % self.warps);
         let now = self.now_ns();
         let (seldom, pick, turn) =
-            (self.random(self.launch.stray) == 0, self.random(32) as usize, 1 + self.random(TURN));
+            (self.random(self.launch.stray.max(1)) == 0, self.random(32) as usize, 1 + self.random(TURN));
         let warp = &mut self.blocks[b].warps[w];
         let alive = warp.lanes();
         for part in &mut warp.parts {
@@ -755,9 +772,7 @@ impl Machine<'_> {
                 let at = self.addresses(b, w, at)?;
                 let expect = expect.map(|expect| *self.blocks[b].warps[w].row(entry, expect));
                 for lane in lanes_of(lanes) {
-                    let block = &mut self.blocks[b];
-                    let phase = block.phases.get_mut(&at[lane]);
-                    let phase = phase.ok_or_else(|| format!("there is no mbarrier at {}", at[lane]))?;
+                    let phase = self.blocks[b].phase(at[lane])?;
                     phase.bytes += expect.map_or(0, |bytes| bytes[lane] as i64);
                     if phase.bytes >= 1 << 20 {
                         return Err(format!("{} bytes expected in one phase; the barrier counts to 2^20", phase.bytes));
@@ -766,15 +781,14 @@ impl Machine<'_> {
                         .pending
                         .checked_sub(1)
                         .ok_or_else(|| format!("more than {} arrivals in one phase", phase.count))?;
-                    block.settle(at[lane])?;
+                    phase.settle();
                 }
             }
             Op::BarrierTry { d: to, at, parity } => {
                 let (at, parity) = (self.addresses(b, w, at)?, *self.blocks[b].warps[w].row(entry, *parity));
                 let mut over = 0;
                 for lane in lanes_of(lanes) {
-                    let phase = self.blocks[b].phases.get(&at[lane]);
-                    let phase = phase.ok_or_else(|| format!("there is no mbarrier at {}", at[lane]))?;
+                    let phase = self.blocks[b].phase(at[lane])?;
                     over |= u32::from(phase.over & 1 != parity[lane] & 1) << lane;
                 }
                 self.blocks[b].warps[w].set_pred(*to, lanes, over);
@@ -885,6 +899,7 @@ impl Machine<'_> {
     }
 
     fn write(&mut self, b: usize, space: Space, at: u64, bytes: &[u8]) -> Result<(), String> {
+        self.changed = self.turn;
         if space == Space::Global {
             let (first, n) = self.launch.marks;
             if at.wrapping_sub(first) < 4 * u64::from(n)
@@ -1005,6 +1020,7 @@ impl Machine<'_> {
             return Ok(Next::Wait(State::AtBarrier(id)));
         }
         let Named { votes, waiting, .. } = std::mem::take(named);
+        self.changed = self.turn;
         let entry = self.entry;
         let settle = |warp: &mut Warp, lanes: u32, vote: Option<(Pred, Pred, bool)>| {
             if let Some((d, _, is_and)) = vote {
