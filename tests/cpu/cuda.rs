@@ -31,7 +31,7 @@ fn small() -> (tempfile::TempDir, Model) {
 }
 
 /// Without a device toolchain there is no kernel to load.
-fn has_kernel() -> bool {
+pub(crate) fn has_kernel() -> bool {
     if device_image().is_none() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
     }
@@ -48,7 +48,7 @@ fn config(gpu: Gpu) -> EngineConfig {
     }
 }
 
-fn options(max_new_tokens: usize) -> GenerateOptions {
+pub(crate) fn options(max_new_tokens: usize) -> GenerateOptions {
     GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
 }
 
@@ -216,7 +216,7 @@ fn an_operator_is_a_launch_whose_tasks_wait_on_none_of_them() {
     }
 }
 
-fn gpu(driver: &Arc<Fake>) -> Gpu {
+pub(crate) fn gpu(driver: &Arc<Fake>) -> Gpu {
     Gpu::with_driver(driver.clone()).expect("a device of the right kind")
 }
 

@@ -1,12 +1,11 @@
 //! The PTX that rustc made of the kernels, run instruction by instruction as libcuda would be asked to run it: what the compiler
 //! and our assembly made of the source, judged by what comes out.
 
-use crate::simt::model;
+use crate::cuda::{gpu, has_kernel, options as greedy};
+use crate::simt::{model, model_of};
 use perpetua::cuda::fake::{Fake, Options, Runs};
-use perpetua::cuda::{Gpu, probe::Prober};
-use perpetua::device_image::device_image;
+use perpetua::cuda::probe::Prober;
 use perpetua::exec::{RunError, cuda};
-use perpetua::model::synth::preset_config;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_shared::EventId;
@@ -15,25 +14,12 @@ use proptest::prelude::*;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-/// Without a device toolchain there is nothing to run.
-fn has_ptx() -> bool {
-    if device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
-    }
-    device_image().is_some()
-}
-
 fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
     Arc::new(Fake::new(Options { runs: Runs::Ptx, seed, ..Options::new(n_sms, 256 << 20) }))
 }
 
 fn on(driver: &Arc<Fake>, config: EngineConfig) -> EngineConfig {
-    let gpu = Gpu::with_driver(driver.clone()).expect("a device of the right kind");
-    EngineConfig { device: Device::Cuda, gpu: Some(gpu), threads: None, ..config }
-}
-
-fn greedy(n: usize) -> GenerateOptions {
-    GenerateOptions { max_new_tokens: n, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
+    EngineConfig { device: Device::Cuda, gpu: Some(gpu(driver)), threads: None, ..config }
 }
 
 fn tokens(engine: &mut Engine, prompt: &[u32], options: &GenerateOptions) -> Result<Vec<u32>, EngineError> {
@@ -77,8 +63,6 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
-    let dir = tempfile::tempdir().expect("a temporary folder");
-    let mut json = preset_config(case.preset).expect("a preset");
     let sizes = [
         ("vocab_size", 269),
         ("num_hidden_layers", 1),
@@ -86,20 +70,10 @@ fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
         ("intermediate_size", case.intermediate),
         ("num_attention_heads", case.heads.0),
         ("num_key_value_heads", case.heads.1),
+        ("head_dim", case.head_dim),
         ("max_position_embeddings", 256),
     ];
-    for (key, size) in sizes {
-        json[key] = size.into();
-    }
-    if json.get("head_dim").is_some() {
-        json["head_dim"] = case.head_dim.into();
-    }
-    let (config, out) = (dir.path().join("random.json"), dir.path().join("random"));
-    std::fs::write(&config, json.to_string()).expect("written");
-    let options = SynthOptions { seed: case.seed, ..SynthOptions::default() };
-    synth(SynthSource::Config(&config), &out, &options, &mut |_, _| ControlFlow::Continue(())).expect("a sound config");
-    let model = Model::load(&out).expect("just written");
-    (dir, model)
+    model_of(case.preset, &sizes, case.seed)
 }
 
 proptest! {
@@ -108,7 +82,7 @@ proptest! {
     /// Whatever the sizes, a prompt's logits are the CPU's.
     #[test]
     fn random_models_have_the_cpus_logits(case in cases()) {
-        if !has_ptx() {
+        if !has_kernel() {
             return Ok(());
         }
         let (_dir, model) = random_model(&case);
@@ -134,7 +108,7 @@ proptest! {
 /// Greedy and drawn, with attention launched just in time and without, twice each: counters count on.
 #[test]
 fn the_token_loop_makes_the_cpus_tokens() {
-    if !has_ptx() {
+    if !has_kernel() {
         return;
     }
     let (_dir, model) = model(&[("num_hidden_layers", 2)]);
@@ -165,7 +139,7 @@ fn the_token_loop_makes_the_cpus_tokens() {
 /// A launch per operator, from graphs.
 #[test]
 fn operators_make_the_cpus_tokens() {
-    if !has_ptx() {
+    if !has_kernel() {
         return;
     }
     let (_dir, model) = model(&[]);
@@ -182,7 +156,7 @@ fn operators_make_the_cpus_tokens() {
 /// An encoder: both kinds of norm, attention both ways, pooling.
 #[test]
 fn sentences_have_the_cpus_directions() {
-    if !has_ptx() {
+    if !has_kernel() {
         return;
     }
     let dir = tempfile::tempdir().expect("a temporary folder");
@@ -205,7 +179,7 @@ fn sentences_have_the_cpus_directions() {
 /// What ends a run before its time, and a run after it.
 #[test]
 fn drills_end_in_their_errors() {
-    if !has_ptx() {
+    if !has_kernel() {
         return;
     }
     let (_dir, model) = model(&[]);
@@ -232,10 +206,10 @@ fn drills_end_in_their_errors() {
 
 #[test]
 fn probes_measure_what_they_say() {
-    if !has_ptx() {
+    if !has_kernel() {
         return;
     }
-    let mut prober = Prober::new(Gpu::with_driver(driver(3, 1)).expect("a device"), 1 << 20).expect("resident");
+    let mut prober = Prober::new(gpu(&driver(3, 1)), 1 << 20).expect("resident");
     for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
         assert!(prober.read(3, tile_bytes, n_tiles).expect("it runs") > 0.0);
     }

@@ -21,7 +21,7 @@ use std::collections::HashMap;
 use std::ops::ControlFlow;
 
 /// Sizes of a network in which `tiny-simt`'s stand but for these.
-pub(crate) type Sizes = &'static [(&'static str, usize)];
+type Sizes = &'static [(&'static str, usize)];
 
 /// A network small enough for a debug build, of sizes that fit nothing.
 const SMALL: Sizes = &[("num_hidden_layers", 2)];
@@ -49,15 +49,21 @@ fn small() -> (tempfile::TempDir, Model) {
 }
 
 pub(crate) fn model(sizes: Sizes) -> (tempfile::TempDir, Model) {
+    model_of("tiny-simt", sizes, 0)
+}
+
+/// A model of `preset`'s sizes but for these, its weights drawn from `seed`.
+pub(crate) fn model_of(preset: &str, sizes: &[(&str, usize)], seed: u64) -> (tempfile::TempDir, Model) {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let mut json = preset_config("tiny-simt").expect("a preset");
+    let mut json = preset_config(preset).expect("a preset");
     for (key, size) in sizes {
-        json[key] = (*size).into();
+        json[*key] = (*size).into();
     }
     let config = dir.path().join("small.json");
     std::fs::write(&config, json.to_string()).expect("written");
     let out = dir.path().join("small");
-    synth(SynthSource::Config(&config), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+    let options = SynthOptions { seed, ..SynthOptions::default() };
+    synth(SynthSource::Config(&config), &out, &options, &mut |_, _| ControlFlow::Continue(()))
         .expect("the config is sound");
     let model = Model::load(&out).expect("just written");
     (dir, model)

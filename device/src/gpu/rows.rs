@@ -320,8 +320,7 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
                 }
                 let (mut high, mut low) = ([0; 4], [0; 4]);
                 for i in 0..8 {
-                    let bits = u32::from(f32_to_bf16(values[i]));
-                    let rest = u32::from(f32_to_bf16(values[i] - f32::from_bits(bits << 16)));
+                    let (bits, rest) = in_two(values[i]);
                     high[i / 2] |= bits << (16 * (i % 2));
                     low[i / 2] |= rest << (16 * (i % 2));
                 }
@@ -335,10 +334,9 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
             let (mut high, mut low, mut whole, mut at) = (0, 0, 0, step * unit);
             while at < step * (unit + 1) {
                 let value = value(at);
-                let bits = f32_to_bf16(value);
-                let rest = f32_to_bf16(value - f32::from_bits(u32::from(bits) << 16));
+                let (bits, rest) = in_two(value);
                 // The first of two ends in the low half.
-                (high, low) = (high >> 16 | u32::from(bits) << 16, low >> 16 | u32::from(rest) << 16);
+                (high, low) = (high >> 16 | bits << 16, low >> 16 | rest << 16);
                 whole = value.to_bits();
                 at += 1;
             }
@@ -356,6 +354,13 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
         }
         block.sync();
     }
+}
+
+/// The bits of two bf16, of which `value` is the sum but for 2^-17 of it.
+#[inline(always)]
+fn in_two(value: f32) -> (u32, u32) {
+    let high = u32::from(f32_to_bf16(value));
+    (high, u32::from(f32_to_bf16(value - f32::from_bits(high << 16))))
 }
 
 /// The activations that [`dots`] multiplies: up to R rows from `first` on.

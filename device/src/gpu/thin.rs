@@ -27,9 +27,9 @@ use perpetua_shared::launch::TASK_THREADS;
 const CHUNK: u32 = 32;
 const CHUNK_BYTES: u32 = 2 * CHUNK;
 
-/// Words from one warp's sums to the next's, for so many rows of N matrices at most: of each N rows that one product makes.
+/// Words from one warp's sums to the next's: whole products' worth of them, 16 each.
 #[inline(always)]
-fn room<const N: usize>(parts: u32, warps: u32) -> u32 {
+fn room(parts: u32, warps: u32) -> u32 {
     (shared::KEPT - parts) / (16 * warps) * 16
 }
 
@@ -74,7 +74,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
         let per = 16 / N as u32;
         let b_at = TERMS + g % 2 * (k / 2 + GAP) + 4 * t;
         let parts = TERMS + k + GAP;
-        let pitch = room::<N>(parts, warps);
+        let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
         let mut taken = [Tile::NONE; N];
         // The first row whose sums are kept, and how many are; rows of the tiles at hand, and those done.

@@ -179,7 +179,6 @@ pub(super) enum Op {
     Copy {
         to: Access,
         from: Access,
-        bytes: u32,
         there: Option<Slot>,
     },
     CopyCommit,
@@ -334,14 +333,14 @@ fn find_joins(code: &mut [Instruction]) {
         let mut from = |next: usize| {
             ways.add_edge(nodes[next], nodes[pc], ());
         };
-        let may_go_on = instruction.guard.is_some();
+        let mut goes_on = instruction.guard.is_some();
         match &instruction.op {
             Op::Branch(to) => from(*to as usize),
             Op::BranchIndex(_, targets) => targets.iter().for_each(|to| from(*to as usize)),
             Op::Exit | Op::Trap => from(code.len()),
-            _ => from(pc + 1),
+            _ => goes_on = true,
         }
-        if may_go_on && matches!(instruction.op, Op::Branch(_) | Op::BranchIndex(..) | Op::Exit | Op::Trap) {
+        if goes_on {
             from(pc + 1);
         }
     }
@@ -724,7 +723,6 @@ impl<'a> Decoder<'a> {
                 Op::Copy {
                     to: self.access(Space::Shared, to, bytes)?,
                     from: self.access(Space::Global, from, bytes)?,
-                    bytes,
                     there: there.first().map(|there| self.source(there, 32)).transpose()?,
                 }
             }

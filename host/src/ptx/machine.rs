@@ -1,9 +1,9 @@
 //! Blocks, warps and lanes, and who runs next.
 //!
 //! A warp's lanes are in parts: lanes at the same instruction. A part runs until it comes to another part's place, where they
-//! become one, to a branch that parts its lanes, to an instruction whose lanes are not all here, or to the end of its turn. Of
-//! several parts the one that is furthest behind runs, most of the time: with the order of blocks that LLVM writes, lanes then
-//! meet again where their ways do. A seed decides the rest.
+//! become one, to a branch that parts its lanes, to where these meet again, to an instruction whose lanes are not all here, or to
+//! the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a chip; of several parts the one that
+//! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest.
 
 use super::decode::{Access, Atomic, Entry, Layout, Op, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special};
 use super::matrix::Groups;
@@ -13,7 +13,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// Lanes of a warp.
 pub(super) const WARP: usize = 32;
-const ALL: u32 = u32::MAX;
+/// All of them.
+pub(super) const ALL: u32 = u32::MAX;
 
 /// A launch.
 #[derive(Clone, Debug)]
@@ -660,6 +661,7 @@ impl Machine<'_> {
                 warp.set(*to, lanes, &d);
             }
             Op::Special(to, special) => {
+                let now_ns = self.now_ns();
                 for lane in 0..WARP {
                     d[lane] = match special {
                         Special::Thread => (w * WARP + lane) as u64,
@@ -667,11 +669,8 @@ impl Machine<'_> {
                         Special::Block => b as u64,
                         Special::Blocks => u64::from(self.launch.blocks),
                         Special::Lane => lane as u64,
-                        Special::TimerNs | Special::Clock => 0,
+                        Special::TimerNs | Special::Clock => now_ns,
                     };
-                }
-                if matches!(special, Special::TimerNs | Special::Clock) {
-                    d = [self.now_ns(); WARP];
                 }
                 self.blocks[b].warps[w].set(*to, lanes, &d);
             }
@@ -757,7 +756,7 @@ impl Machine<'_> {
             }
             Op::Fence => {}
             Op::BarrierInit { at, count } => {
-                let (at, count) = (self.addresses(b, w, at)?, *self.blocks[b].warps[w].row(entry, *count));
+                let (at, count) = (self.addresses(b, w, at), *self.blocks[b].warps[w].row(entry, *count));
                 for lane in lanes_of(lanes) {
                     let count = count[lane] as u32;
                     if count == 0 || count >= 1 << 20 {
@@ -769,7 +768,7 @@ impl Machine<'_> {
                 }
             }
             Op::BarrierArrive { at, expect } => {
-                let at = self.addresses(b, w, at)?;
+                let at = self.addresses(b, w, at);
                 let expect = expect.map(|expect| *self.blocks[b].warps[w].row(entry, expect));
                 for lane in lanes_of(lanes) {
                     let phase = self.blocks[b].phase(at[lane])?;
@@ -785,7 +784,7 @@ impl Machine<'_> {
                 }
             }
             Op::BarrierTry { d: to, at, parity } => {
-                let (at, parity) = (self.addresses(b, w, at)?, *self.blocks[b].warps[w].row(entry, *parity));
+                let (at, parity) = (self.addresses(b, w, at), *self.blocks[b].warps[w].row(entry, *parity));
                 let mut over = 0;
                 for lane in lanes_of(lanes) {
                     let phase = self.blocks[b].phase(at[lane])?;
@@ -797,8 +796,8 @@ impl Machine<'_> {
                 }
             }
             Op::BulkCopy { to, from, bytes, barrier } => {
-                let (to, from) = (self.addresses(b, w, to)?, self.addresses(b, w, from)?);
-                let (bytes, barrier) = (*self.blocks[b].warps[w].row(entry, *bytes), self.addresses(b, w, barrier)?);
+                let (to, from) = (self.addresses(b, w, to), self.addresses(b, w, from));
+                let (bytes, barrier) = (*self.blocks[b].warps[w].row(entry, *bytes), self.addresses(b, w, barrier));
                 for lane in lanes_of(lanes) {
                     let (to, from, bytes) = (to[lane], from[lane], bytes[lane] as u32);
                     if bytes == 0 || !(to | from | u64::from(bytes)).is_multiple_of(16) {
@@ -815,7 +814,7 @@ impl Machine<'_> {
                 }
             }
             Op::BulkPrefetch { from, bytes } => {
-                let (from, bytes) = (self.addresses(b, w, from)?, *self.blocks[b].warps[w].row(entry, *bytes));
+                let (from, bytes) = (self.addresses(b, w, from), *self.blocks[b].warps[w].row(entry, *bytes));
                 for lane in lanes_of(lanes) {
                     if bytes[lane] == 0 || !(from[lane] | bytes[lane]).is_multiple_of(16) {
                         return Err(format!(
@@ -826,18 +825,19 @@ impl Machine<'_> {
                     self.memory.check(from[lane], bytes[lane])?;
                 }
             }
-            Op::Copy { to, from, bytes, there } => {
-                let (to, from) = (self.addresses(b, w, to)?, self.addresses(b, w, from)?);
+            Op::Copy { to, from, there } => {
+                let bytes = to.bytes;
+                let (to, from) = (self.addresses(b, w, to), self.addresses(b, w, from));
                 let there = there.map(|there| *self.blocks[b].warps[w].row(entry, there));
                 for lane in lanes_of(lanes) {
                     let (to, from) = (to[lane], from[lane]);
-                    let there = there.map_or(*bytes, |there| (there[lane] as u32).min(*bytes));
-                    if !(to | if there > 0 { from } else { 0 }).is_multiple_of(u64::from(*bytes)) {
+                    let there = there.map_or(bytes, |there| (there[lane] as u32).min(bytes));
+                    if !(to | if there > 0 { from } else { 0 }).is_multiple_of(u64::from(bytes)) {
                         return Err(format!("a copy of {bytes} bytes from {from:#x} to {to}: not aligned"));
                     }
-                    self.blocks[b].place(to, *bytes)?;
+                    self.blocks[b].place(to, bytes)?;
                     let group = self.blocks[b].warps[w].closed[lane];
-                    let copy = LaneCopy { lane, group, to, from, bytes: *bytes, there };
+                    let copy = LaneCopy { lane, group, to, from, bytes, there };
                     if self.random(4) == 0 {
                         self.land_lane(b, &copy)?;
                     } else {
@@ -876,9 +876,9 @@ impl Machine<'_> {
     }
 
     /// The address of every lane; only those of lanes that take part mean anything.
-    pub(super) fn addresses(&self, b: usize, w: usize, access: &Access) -> Result<Row, String> {
+    pub(super) fn addresses(&self, b: usize, w: usize, access: &Access) -> Row {
         let base = self.blocks[b].warps[w].row(self.entry, access.base);
-        Ok(base.map(|base| base.wrapping_add_signed(access.offset)))
+        base.map(|base| base.wrapping_add_signed(access.offset))
     }
 
     fn read(&self, b: usize, space: Space, at: u64, into: &mut [u8]) -> Result<(), String> {
@@ -919,7 +919,7 @@ impl Machine<'_> {
     }
 
     fn load(&mut self, b: usize, w: usize, lanes: u32, to: &[Option<Slot>], from: &Access) -> Result<(), String> {
-        let at = self.addresses(b, w, from)?;
+        let at = self.addresses(b, w, from);
         let each = from.bytes as usize;
         let bytes = each * to.len();
         let mut rows = [[0; WARP]; 4];
@@ -943,7 +943,7 @@ impl Machine<'_> {
     }
 
     fn store(&mut self, b: usize, w: usize, lanes: u32, to: &Access, values: &[Slot]) -> Result<(), String> {
-        let at = self.addresses(b, w, to)?;
+        let at = self.addresses(b, w, to);
         let each = to.bytes as usize;
         let bytes = each * values.len();
         for lane in lanes_of(lanes) {
@@ -966,7 +966,7 @@ impl Machine<'_> {
         (to, at, atomic): (Option<Slot>, &Access, Atomic),
         values: &[Slot],
     ) -> Result<(), String> {
-        let addresses = self.addresses(b, w, at)?;
+        let addresses = self.addresses(b, w, at);
         let (bytes, mut before) = (at.bytes as usize, [0; WARP]);
         for lane in lanes_of(lanes) {
             aligned(addresses[lane], bytes)?;

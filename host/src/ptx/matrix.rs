@@ -10,7 +10,7 @@
 //! warp w has rows 16w to 16w + 15 of the sums, and eight columns every four registers.)
 
 use super::decode::{Op, Slot};
-use super::machine::{Block, Machine, WARP};
+use super::machine::{ALL, Block, Machine, WARP};
 use super::rows::Row;
 use half::bf16;
 
@@ -39,8 +39,6 @@ struct Sums {
 /// In registers whose product is under way.
 const NOT_THERE: Row = [0x7fff_dead; WARP];
 
-const ALL: u32 = u32::MAX;
-
 fn pair(bits: u64) -> [f64; 2] {
     let one = |bits: u16| f64::from(bf16::from_bits(bits).to_f32());
     [one(bits as u16), one((bits >> 16) as u16)]
@@ -56,7 +54,7 @@ impl Machine<'_> {
     pub(super) fn matrices(&mut self, b: usize, w: usize, op: &Op) -> Result<(), String> {
         match op {
             Op::LoadMatrices { d, from } => {
-                let at = self.addresses(b, w, from)?;
+                let at = self.addresses(b, w, from);
                 let block = &mut self.blocks[b];
                 let mut rows = [[0; WARP]; 4];
                 for (matrix, row) in rows.iter_mut().enumerate() {

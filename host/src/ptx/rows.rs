@@ -75,7 +75,6 @@ fn of_f32(value: f32) -> u64 {
     u64::from(if value.is_nan() { 0x7fff_ffff } else { value.to_bits() })
 }
 
-/// `max` and `min` take the other operand for a NaN, which Rust's do too.
 fn of_f64(value: f64) -> u64 {
     value.to_bits()
 }
@@ -192,6 +191,7 @@ pub(super) fn binary(opcode: &str) -> Option<Binary> {
         "sub.rn.f32" => row!(|a, b| of_f32(f32_of(a) - f32_of(b))),
         "mul.rn.f32" => row!(|a, b| of_f32(f32_of(a) * f32_of(b))),
         "div.rn.f32" => row!(|a, b| of_f32(f32_of(a) / f32_of(b))),
+        // The other operand for a NaN, as Rust has it.
         "min.f32" => row!(|a, b| of_f32(f32_of(a).min(f32_of(b)))),
         "max.f32" => row!(|a, b| of_f32(f32_of(a).max(f32_of(b)))),
         "add.rn.f64" => row!(|a, b| of_f64(f64_of(a) + f64_of(b))),
