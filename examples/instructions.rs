@@ -4,8 +4,9 @@
 //! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT]]`; 132 SMs and a context of 1 unless told otherwise.
 //! `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
-//! Warp 0 asks for events again and again while the others wait at the block's barrier, so the figure to read is that of warp 1:
-//! how long a task is at least, at one instruction a cycle, for a warp alone.
+//! The figure to read is the *path*: from one of the block's barriers to the next, the instructions of the warp that ran most. Before
+//! the barrier that ends a wait it is those of the warp that ran least, since the first warp asks again and again.
+//! Moves between registers are not counted: ptxas leaves few of them.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
@@ -38,23 +39,24 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let view = image.view();
     // The program of the passes that follow the prompt: the first.
     let program = view.programs[0];
-    let mut ops: BTreeMap<u32, (String, u32, Vec<u64>)> = BTreeMap::new();
+    let mut ops: BTreeMap<u32, (String, u32, Vec<u64>, u64)> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {
         let task = &view.tasks[id as usize];
-        let op = ops.entry(task.op).or_insert_with(|| (image.op_name(task.op).to_owned(), 0, vec![0; 8]));
+        let op = ops.entry(task.op).or_insert_with(|| (image.op_name(task.op).to_owned(), 0, vec![0; 8], 0));
         op.1 += 1;
+        op.3 += report.paths.get(&(id + 1)).copied().unwrap_or(0);
         let phase = report.phases.get(&(id + 1));
         phase.into_iter().flatten().zip(&mut op.2).for_each(|(count, sum)| *sum += count);
     }
-    println!("{:32} {:>6} {:>9} {:>9} {:>9}", "operator", "tasks", "warp 1", "warp 6", "all");
+    println!("{:32} {:>6} {:>9} {:>9} {:>9}", "operator", "tasks", "path", "warp 1", "all warps");
     let passes = if context == 1 { steps } else { steps - 1 } as u64;
     let (mut path, mut total) = (0, 0);
-    for (name, tasks, warps) in ops.values() {
+    for (name, tasks, warps, ways) in ops.values() {
         let each = |count: u64| count / (u64::from(*tasks) * passes);
-        println!("{name:32} {tasks:6} {:9} {:9} {:9}", each(warps[1]), each(warps[6]), each(warps.iter().sum()));
-        path += each(warps[1]);
+        println!("{name:32} {tasks:6} {:9} {:9} {:9}", each(*ways), each(warps[1]), each(warps.iter().sum()));
+        path += each(*ways);
         total += warps.iter().sum::<u64>() / passes;
     }
-    println!("one after another: {path} of warp 1; in all {total} of all warps a step");
+    println!("one after another: {path}; in all {total} of all warps a step");
     Ok(())
 }

@@ -41,8 +41,8 @@ impl Block {
 
     /// The indices below `n` that are this thread's: neighbours go to neighbouring lanes.
     #[inline(always)]
-    pub(crate) fn mine(&self, n: u32) -> impl Iterator<Item = u32> + use<> {
-        (self.thread..n).step_by(self.threads as usize)
+    pub(crate) fn mine(&self, n: u32) -> Mine {
+        Mine { at: self.thread, n, step: self.threads }
     }
 
     /// The block's barrier.
@@ -163,6 +163,29 @@ impl Block {
             self.sync();
             best
         }
+    }
+}
+
+/// See [`Block::mine`]. `step_by` would divide first.
+#[derive(Clone, Debug)]
+pub(crate) struct Mine {
+    at: u32,
+    n: u32,
+    step: u32,
+}
+
+impl Iterator for Mine {
+    type Item = u32;
+
+    #[inline(always)]
+    fn next(&mut self) -> Option<u32> {
+        let at = self.at;
+        if at >= self.n {
+            return None;
+        }
+        // What is counted is far fewer than 2^32.
+        self.at = at.wrapping_add(self.step);
+        Some(at)
     }
 }
 

@@ -18,6 +18,7 @@ use crate::arch::{memory, thread};
 use crate::block::Block;
 use crate::gpu::scheduler;
 use crate::gpu::tiles::{self, Lists, Tiles};
+use crate::gpu::turn;
 use crate::gpu::{Call, sync::Gpu};
 use crate::kernels::{Advance, Numbered, run_gpu};
 use crate::worker::{Body, Image, run};
@@ -25,7 +26,9 @@ use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
-use perpetua_shared::{DataOp, EventDesc, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
+use perpetua_shared::{
+    DataOp, EventDesc, EventId, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId,
+};
 
 /// The image where the launch block says it is.
 ///
@@ -97,15 +100,44 @@ impl Image for DeviceImage {
     }
 
     #[inline(always)]
-    fn triggers(&self, task: &TaskDesc) -> &[u32] {
+    fn flags(&self, _: u32) -> u16 {
+        turn::flags()
+    }
+
+    #[inline(always)]
+    fn trigger_count(&self, _: u32) -> u32 {
+        turn::trigger_count()
+    }
+
+    #[inline(always)]
+    fn trigger(&self, _: u32, at: u32) -> EventId {
         // SAFETY: see `DeviceImage`.
-        unsafe { entries(param!(self, triggers), task.trigger_first, u32::from(task.trigger_count)) }
+        EventId(unsafe { turn::trigger(at, core::ptr::with_exposed_provenance(param!(self, triggers) as usize)) })
     }
 
     #[inline(always)]
     fn num_triggers(&self, event: u32) -> u32 {
         // SAFETY: see `DeviceImage`.
         unsafe { entries::<EventDesc>(param!(self, events), event, 1).get_unchecked(0).num_triggers }
+    }
+}
+
+impl DeviceImage {
+    /// Makes it the turn of the task numbered `id`, from the block's next barrier on.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call, and none looks at the task before any more.
+    #[inline(always)]
+    unsafe fn turn_to(&self, id: u32, block: &Block) {
+        let sections = turn::Sections {
+            task: core::ptr::with_exposed_provenance::<TaskDesc>(param!(self, tasks) as usize)
+                .wrapping_add(id as usize),
+            operands: core::ptr::with_exposed_provenance(param!(self, operands) as usize),
+            triggers: core::ptr::with_exposed_provenance(param!(self, triggers) as usize),
+            bindings: core::ptr::with_exposed_provenance(param!(self, bindings) as usize),
+        };
+        // SAFETY: see `DeviceImage`, and the caller's promise.
+        unsafe { turn::fetch(&sections, block) }
     }
 }
 
@@ -161,24 +193,16 @@ impl BlockBody<'_> {
     }
 
     #[inline(always)]
-    fn task_tiles(&self, task: &TaskDesc) -> u32 {
-        if param!(self.image, n_data) == 0 { 0 } else { task.tiles }
+    fn task_tiles(&self) -> u32 {
+        if param!(self.image, n_data) == 0 { 0 } else { turn::tiles() }
     }
 
-    /// The call of a task.
+    /// The call of the task whose turn it is.
     #[inline(always)]
-    fn call<'a>(&'a self, task: &'a TaskDesc, step: &'a Step) -> Call<'a> {
+    fn call<'a>(&'a self, step: &'a Step) -> Call<'a> {
         // SAFETY: see `DeviceImage`.
-        unsafe {
-            Call {
-                task,
-                operands: entries(param!(self.image, operands), task.operand_first, task.operand_count),
-                step,
-                programs: entries(param!(self.image, programs), 0, param!(self.image, n_programs)),
-                bindings: core::ptr::with_exposed_provenance(param!(self.image, bindings) as usize),
-                tiles: Some(&self.tiles),
-            }
-        }
+        let programs = unsafe { entries(param!(self.image, programs), 0, param!(self.image, n_programs)) };
+        Call { step, programs, tiles: Some(&self.tiles) }
     }
 }
 
@@ -225,7 +249,7 @@ impl BlockBody<'_> {
     /// # Safety
     /// See [`DeviceImage`]; one thread calls it.
     #[inline(always)]
-    unsafe fn post(&self, task: &TaskDesc, step: &Step) {
+    unsafe fn post(&self, step: &Step) {
         let at = step.iteration.wrapping_sub(param!(self.image, iteration));
         if at >= param!(self.image, n_mail) {
             return;
@@ -238,7 +262,7 @@ impl BlockBody<'_> {
             let next_pos = step.first_pos.wrapping_add(step.rows);
             let token = match step.sampling {
                 0 => None,
-                _ => Some(self.call(task, step).tensor(0).get_word(next_pos)),
+                _ => Some(self.call(step).tensor(0).get_word(next_pos)),
             };
             memory::store_volatile(&raw mut (*mail).stamp_ns, thread::timer_ns());
             memory::store_volatile(&raw mut (*mail).word, Mail::word_of(next_pos, token));
@@ -258,34 +282,57 @@ impl Body for BlockBody<'_> {
     }
 
     #[inline(always)]
-    fn skip(&mut self, id: TaskId) {
-        self.tiles.begin_task(self.task_tiles(self.image.task(id.0)));
+    fn ahead(&mut self, id: TaskId) {
+        // SAFETY: the loop brings every thread of the block here, after the last task's end, behind a barrier. What a wait ends
+        // with is one, too.
+        unsafe {
+            self.image.turn_to(id.0, &self.block);
+            if self.image.task(id.0).wait_count == 0 {
+                self.block.sync();
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn instead(&mut self, id: TaskId) {
+        // SAFETY: as in `ahead`; the wait that found the task ended with a barrier.
+        unsafe {
+            self.image.turn_to(id.0, &self.block);
+            self.block.sync();
+        }
+    }
+
+    #[inline(always)]
+    fn skip(&mut self, _: TaskId) {
+        self.tiles.begin_task(self.task_tiles());
         // SAFETY: the loop brings every thread of the block here.
         unsafe { self.tiles.drain() };
     }
 
     #[inline(always)]
-    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+    fn untold(&mut self) {
+        // What a trigger begins with: the worker's next task may read what this one wrote, and is about to be fetched.
+        // SAFETY: the loop brings every thread of the block here.
+        unsafe { self.block.sync() };
+    }
+
+    #[inline(always)]
+    fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step) -> Result<(), Fault> {
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
         // been met.
         unsafe {
             let began_ns = self.begin_task(id);
             thread::at_task(id.0);
-            self.tiles.begin_task(self.task_tiles(task));
+            self.tiles.begin_task(self.task_tiles());
             // What bodies compute from who they are stays in them.
             let block = Block { thread: memory::opaque_word(self.block.thread), threads: self.block.threads };
-            let outcome = run_gpu(&self.call(task, step), &block);
+            let outcome = run_gpu(&self.call(step), &block);
             self.tiles.drain();
-            // The worker's next task may read what this one wrote. A trigger begins with the block's barrier, so does a wait's
-            // end; a task whose users all come later in the same list may have neither before them.
-            if task.trigger_count == 0 {
-                self.block.sync();
-            }
             if began_ns != 0 {
                 self.trace(id, step, began_ns);
             }
-            if task.task_type == Advance::TASK_TYPE && self.block.thread == 0 {
-                self.post(task, step);
+            if turn::task_type() == Advance::TASK_TYPE && self.block.thread == 0 {
+                self.post(step);
             }
             outcome
         }
@@ -373,19 +420,23 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
         return;
     }
     let id = first + worker.0;
-    let task = image.task(id);
-    if step.sampling == 0 && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
+    // SAFETY: every thread of the block is here with the same task.
+    unsafe {
+        image.turn_to(id, &block);
+        block.sync();
+    }
+    if step.sampling == 0 && turn::flags() & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
         return;
     }
     thread::at_task(id);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), false), traced: Cell::new(0) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
-    let outcome = unsafe { run_gpu(&body.call(task, &step), &block) };
+    let outcome = unsafe { run_gpu(&body.call(&step), &block) };
     match outcome {
         Err(fault) => sync.report(&Fault { task: id, worker: worker.0, ..fault }),
-        Ok(()) if task.task_type == Advance::TASK_TYPE && block.thread == 0 => {
+        Ok(()) if turn::task_type() == Advance::TASK_TYPE && block.thread == 0 => {
             // SAFETY: one thread, whose `advance` has run.
-            unsafe { body.post(task, &step) }
+            unsafe { body.post(&step) }
         }
         Ok(()) => {}
     }
@@ -403,11 +454,15 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
-    let (task, step) = (image.task(id), crate::sync::Sync::step(&sync));
-    body.tiles.begin_task(body.task_tiles(task));
-    let call = body.call(task, &step);
+    let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.
-    let outcome = unsafe { K::gpu(&crate::kernels::params(&task.params), &call, &block) };
+    let outcome = unsafe {
+        image.turn_to(id, &block);
+        block.sync();
+        body.tiles.begin_task(body.task_tiles());
+        let call = body.call(&step);
+        K::gpu(&crate::kernels::params(&call.params()), &call, &block)
+    };
     if let Err(fault) = outcome {
         sync.report(&fault);
     }

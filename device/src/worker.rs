@@ -98,8 +98,14 @@ pub trait Image {
     fn task(&self, id: u32) -> &TaskDesc;
     /// See [`ImageView::waits`].
     fn waits(&self, task: &TaskDesc) -> &[u32];
-    /// See [`ImageView::triggers`].
-    fn triggers(&self, task: &TaskDesc) -> &[u32];
+    /// [`TaskDesc::flags`] of the task numbered `id`, whose turn it is.
+    fn flags(&self, id: u32) -> u16 {
+        self.task(id).flags
+    }
+    /// How many events the task numbered `id` triggers, whose turn it is.
+    fn trigger_count(&self, id: u32) -> u32;
+    /// The one numbered `at` of them.
+    fn trigger(&self, id: u32, at: u32) -> EventId;
     /// [`EventDesc::num_triggers`] of the event numbered `event`.
     fn num_triggers(&self, event: u32) -> u32;
 }
@@ -121,8 +127,12 @@ impl Image for ImageView<'_> {
         ImageView::waits(self, task)
     }
 
-    fn triggers(&self, task: &TaskDesc) -> &[u32] {
-        ImageView::triggers(self, task)
+    fn trigger_count(&self, id: u32) -> u32 {
+        self.tasks[id as usize].trigger_count.into()
+    }
+
+    fn trigger(&self, id: u32, at: u32) -> EventId {
+        EventId(self.triggers(&self.tasks[id as usize])[at as usize])
     }
 
     fn num_triggers(&self, event: u32) -> u32 {
@@ -146,6 +156,14 @@ pub trait Body {
     fn ahead(&mut self, id: TaskId) {
         let _ = id;
     }
+
+    /// The task numbered `id` comes first, launched just in time.
+    fn instead(&mut self, id: TaskId) {
+        let _ = id;
+    }
+
+    /// The task that has just had its turn triggers nothing, so all who wait for it are this worker's later tasks.
+    fn untold(&mut self) {}
 
     /// Runs `task` in the pass `step`.
     ///
@@ -190,7 +208,10 @@ pub fn run<I: Image, S: Sync, B: Body>(
                 fault
             })?;
             let id = match (taken, next) {
-                (Some(taken), _) => taken.0,
+                (Some(taken), _) => {
+                    body.instead(taken);
+                    taken.0
+                }
                 (None, Some(next)) => {
                     at += 1;
                     next
@@ -247,14 +268,17 @@ fn run_task<I: Image, S: Sync, B: Body>(
     sync: &S,
     body: &mut B,
 ) -> Result<(), Fault> {
-    let task = image.task(id.0);
-    if step.sampling != 0 || task.flags & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
-        body.run(id, task, step)?;
+    if step.sampling != 0 || image.flags(id.0) & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
+        body.run(id, image.task(id.0), step)?;
     } else {
         body.skip(id);
     }
-    for &event in image.triggers(task) {
-        sync.trigger(EventId(event));
+    let triggers = image.trigger_count(id.0);
+    if triggers == 0 {
+        body.untold();
+    }
+    for at in 0..triggers {
+        sync.trigger(image.trigger(id.0, at));
     }
     Ok(())
 }

@@ -22,7 +22,7 @@ pub struct DataOp {
     pub after: u32,
     /// The compute op of this worker that reads the bytes; its completion frees them.
     pub used_by: u32,
-    /// The barrier that is full when the bytes have arrived.
+    /// The barrier that is full when the bytes have arrived, in the first pass of a launch; later ones go on where it ends.
     pub barrier: u16,
     /// 0.
     pub reserved: u16,

@@ -26,7 +26,7 @@ pub const TASK_THREADS: u32 = BLOCK_THREADS - 32;
 /// sm_90, 227 KiB, but for 0.8.
 pub const TILE_BYTES: u32 = 208 << 10;
 
-/// Barriers of tiles: as many are under way or unread at most. Data op `d` of a list goes by barrier `d % TILE_BARRIERS`.
+/// Barriers of tiles: as many are under way or unread at most. They take turns.
 pub const TILE_BARRIERS: u32 = 32;
 
 /// See the module head. Sections are those of [`image`](crate::image), in its order; empty ones may have address 0.

@@ -233,10 +233,10 @@ pub(crate) mod shared {
     use super::backend;
 
     /// How many words there are.
-    pub(crate) const WORDS: u32 = 4512;
+    pub(crate) const WORDS: u32 = 4656;
 
     /// Words from here on outlive a task; those below are a task's own.
-    pub(crate) const KEPT: u32 = WORDS - 72;
+    pub(crate) const KEPT: u32 = WORDS - 216;
 
     /// Word `at`.
     ///
@@ -258,6 +258,18 @@ pub(crate) mod shared {
     pub(crate) unsafe fn store(at: u32, value: u32) {
         // SAFETY: the caller's promise.
         unsafe { backend::shared_store(at, value) }
+    }
+
+    /// `N` words from word `at` on that stay as they are while a task runs: of those that are not looked at none is loaded, and
+    /// none twice.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn constant<const N: usize>(at: u32) -> [u32; N] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::shared_constant(at) }
     }
 
     /// Four words from word `at` on, a multiple of four.
@@ -352,7 +364,8 @@ pub(crate) mod mbarrier {
 pub(crate) mod bulk {
     use super::backend;
 
-    /// Begins to copy `bytes` bytes from global memory to tile byte `to`, to be counted by `mbarrier`.
+    /// Begins to copy `bytes` bytes from global memory to tile byte `to`, to be counted by `mbarrier`. They are read once, and so
+    /// the first to leave L2, where they would push out the image, activations, keys and values.
     ///
     /// # Safety
     /// All three are multiples of 16; source and destination are there; the barrier expects the bytes in this phase. Who
@@ -791,6 +804,12 @@ pub(crate) mod scalar {
         backend::exp2(x)
     }
 
+    /// 1 / sqrt(x) to 2 ulp; subnormal numbers count as zero.
+    #[inline(always)]
+    pub(crate) fn rsqrt(x: f32) -> f32 {
+        backend::rsqrt(x)
+    }
+
     /// The square root, correctly rounded.
     #[inline(always)]
     pub(crate) fn sqrt(x: f32) -> f32 {
@@ -813,6 +832,24 @@ pub(crate) mod scalar {
     #[inline(always)]
     pub(crate) fn f32_to_bf16(x: f32) -> u16 {
         backend::f32_to_bf16(x)
+    }
+
+    /// [`f32_to_bf16`] of two, the first in the low half.
+    #[inline(always)]
+    pub(crate) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
+        backend::f32_to_bf16_pair(low, high)
+    }
+
+    /// The low halves of both words, the first's in the low half.
+    #[inline(always)]
+    pub(crate) fn low_halves(first: u32, second: u32) -> u32 {
+        backend::low_halves(first, second)
+    }
+
+    /// The high halves, likewise.
+    #[inline(always)]
+    pub(crate) fn high_halves(first: u32, second: u32) -> u32 {
+        backend::high_halves(first, second)
     }
 }
 

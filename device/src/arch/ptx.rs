@@ -13,10 +13,10 @@ use core::arch::{asm, global_asm};
 use perpetua_shared::launch::LaunchParams;
 
 // The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
-global_asm!(".shared .align 16 .b8 perpetua_shared[18048];");
+global_asm!(".shared .align 16 .b8 perpetua_shared[18624];");
 global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
 global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
-const _: () = assert!(super::shared::WORDS * 4 == 18048 && super::mbarrier::COUNT * 8 == 576);
+const _: () = assert!(super::shared::WORDS * 4 == 18624 && super::mbarrier::COUNT * 8 == 576);
 
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
@@ -43,6 +43,8 @@ unsafe extern "unadjusted" {
     fn llvm_fma64(a: f64, b: f64, c: f64) -> f64;
     #[link_name = "llvm.nvvm.ex2.approx.ftz.f"]
     fn nvvm_ex2(x: f32) -> f32;
+    #[link_name = "llvm.nvvm.rsqrt.approx.ftz.f"]
+    fn nvvm_rsqrt(x: f32) -> f32;
     #[link_name = "llvm.nvvm.sqrt.rn.f"]
     fn nvvm_sqrt(x: f32) -> f32;
 }
@@ -198,7 +200,11 @@ pub(super) unsafe fn bulk_copy(to: u32, from: *const u8, bytes: u32, mbarrier: u
     // SAFETY: the caller's promises. Without clusters the block's own address is one of the cluster's.
     unsafe {
         asm!(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{}], [{}], {}, [{}];",
+            "\t{{",
+            ".reg .b64 once;",
+            "createpolicy.fractional.L2::evict_first.b64 once, 0f3F800000;",
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{}], [{}], {}, [{}], once;",
+            "\t}}",
             in(reg32) tile_address(to), in(reg64) from, in(reg32) bytes, in(reg32) mbarrier_address(mbarrier),
             options(nostack)
         );
@@ -436,6 +442,21 @@ pub(super) unsafe fn shared_load(at: u32) -> u32 {
 }
 
 #[inline(always)]
+pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
+    let mut values = [0; N];
+    for i in 0..N {
+        // SAFETY: the caller promises words of `perpetua_shared` which nobody writes meanwhile. Reading them has no effect.
+        unsafe {
+            asm!(
+                "ld.shared.u32 {}, [{}];",
+                out(reg32) values[i], in(reg32) shared_address(at + i as u32), options(pure, readonly, nostack)
+            );
+        }
+    }
+    values
+}
+
+#[inline(always)]
 pub(super) unsafe fn shared_store(at: u32, value: u32) {
     // SAFETY: the caller promises a word of `perpetua_shared`.
     unsafe { asm!("st.shared.u32 [{}], {};", in(reg32) shared_address(at), in(reg32) value, options(nostack)) };
@@ -636,6 +657,12 @@ pub(super) fn exp2(x: f32) -> f32 {
 }
 
 #[inline(always)]
+pub(super) fn rsqrt(x: f32) -> f32 {
+    // SAFETY: arithmetic.
+    unsafe { nvvm_rsqrt(x) }
+}
+
+#[inline(always)]
 pub(super) fn sqrt(x: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_sqrt(x) }
@@ -663,6 +690,39 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
     // SAFETY: arithmetic.
     unsafe { asm!("cvt.rn.bf16.f32 {}, {};", out(reg16) bits, in(reg32) x, options(pure, nomem, nostack)) };
     bits
+}
+
+#[inline(always)]
+pub(super) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
+    let bits;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!(
+            "cvt.rn.bf16x2.f32 {}, {}, {};",
+            out(reg32) bits, in(reg32) high, in(reg32) low, options(pure, nomem, nostack)
+        );
+    }
+    bits
+}
+
+#[inline(always)]
+pub(super) fn low_halves(first: u32, second: u32) -> u32 {
+    let halves;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("prmt.b32 {}, {}, {}, 0x5410;", out(reg32) halves, in(reg32) first, in(reg32) second, options(pure, nomem, nostack));
+    }
+    halves
+}
+
+#[inline(always)]
+pub(super) fn high_halves(first: u32, second: u32) -> u32 {
+    let halves;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("prmt.b32 {}, {}, {}, 0x7632;", out(reg32) halves, in(reg32) first, in(reg32) second, options(pure, nomem, nostack));
+    }
+    halves
 }
 
 #[inline(always)]

@@ -253,7 +253,7 @@ mod linear {
             let residual = optional(residual, &[rows + extra_rows, n]);
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
             let io = [x, w, bias, residual, y, Memory::absent()];
-            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order };
+            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, merges: 0 };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
             let (expected, got) = (expected[4].values(), got[4].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -302,7 +302,7 @@ mod linear {
                 (e[5].values(), g[5].values())
             } else {
                 let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0, order: 0 }, &io, step(0, rows as u32), 0);
+                let [e, g] = both::<Linear>(isa, &Params { activation: 0, eps: 0.0, order: 0, merges: 0 }, &io, step(0, rows as u32), 0);
                 (e[4].values(), g[4].values())
             };
             let product = |w: &Memory, r: usize, c: usize| -> f32 {
@@ -367,7 +367,7 @@ mod linear {
             let bias = if bias { Memory::new(DType::F32, &[n], 0, skew, |i| noise(seed ^ 2, i)) } else { Memory::absent() };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
             let io = [x, w, bias, Memory::absent(), y, Memory::absent()];
-            let p = Params { activation: 0, eps: 0.0, order: Order::Free as u32 };
+            let p = Params { activation: 0, eps: 0.0, order: Order::Free as u32, merges: 0 };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
             for (i, (e, g)) in expected[4].values().iter().zip(&got[4].values()).enumerate() {
                 let (r, c) = (i / n, i % n);
@@ -385,7 +385,8 @@ mod linear {
                 let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
                 let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [_, got] = both::<Linear>(*isa, &Params { activation: 0, eps: 0.0, order: 0 }, &io, step(0, 1), 0);
+                let [_, got] =
+                    both::<Linear>(*isa, &Params { activation: 0, eps: 0.0, order: 0, merges: 0 }, &io, step(0, 1), 0);
                 assert!(got[4].values().iter().all(|y| !y.is_finite()), "{} {bad}", isa.name());
             }
         }
@@ -416,7 +417,7 @@ mod linear {
                     let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
                     let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                    let p = Params { activation: 0, eps: 0.0, order };
+                    let p = Params { activation: 0, eps: 0.0, order, merges: 0 };
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {

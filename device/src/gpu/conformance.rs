@@ -5,6 +5,7 @@
 use super::Call;
 use super::sync::Gpu;
 use super::tiles::{self, Lists, Tiles};
+use super::turn;
 use crate::arch::simt::{Access, Allocation, Options, Report, launch};
 use crate::arch::thread;
 use crate::block::Block;
@@ -50,6 +51,18 @@ impl Random {
     fn flip(&mut self) -> bool {
         self.next() & 1 == 0
     }
+}
+
+/// What a launch has to know of to fetch a task.
+fn descriptors(task: &TaskDesc, operands: &[Operand]) -> Vec<Allocation> {
+    let constant = |name, start: *mut u8, bytes| {
+        // SAFETY: callers keep both until the launch has ended, and nobody writes them.
+        unsafe { Allocation::new(name, start, bytes, Access::Constant) }
+    };
+    let task = constant("the task", core::ptr::from_ref(task).cast_mut().cast(), size_of::<TaskDesc>());
+    let bytes = size_of_val(operands);
+    let operands = (bytes > 0).then(|| constant("its operands", operands.as_ptr().cast_mut().cast(), bytes));
+    [task].into_iter().chain(operands).collect()
 }
 
 /// One task and its memory: a binding per operand.
@@ -306,6 +319,13 @@ impl Case {
                 tile_bytes: self.tile_bytes,
                 ..Options::new(1, threads, self.seed)
             };
+            let sections = turn::Sections {
+                task: &raw const task,
+                operands: self.operands.as_ptr(),
+                triggers: core::ptr::null(),
+                bindings: table,
+            };
+            allocations.extend(descriptors(&task, &self.operands));
             let (n_data, gpu) = (self.data.len() as u32, Gpu::alone(record));
             let lists = OneList { data: &self.data, bindings: table };
             let launched = launch(&options, allocations, || {
@@ -330,16 +350,14 @@ impl Case {
                     tiles.begin(0, 0, n_data, me == 0);
                     tiles.begin_task(n_data);
                 }
-                let call = Call {
-                    task: &task,
-                    operands: &self.operands,
-                    step: &self.step,
-                    programs: &programs,
-                    bindings: table,
-                    tiles: Some(&tiles),
+                let call = Call { step: &self.step, programs: &programs, tiles: Some(&tiles) };
+                // SAFETY: every thread of the block makes these calls; the operands have been checked.
+                let outcome = unsafe {
+                    turn::fetch(&sections, &block);
+                    block.sync();
+                    run_gpu(&call, &block)
                 };
-                // SAFETY: every thread of the block makes this call; the operands have been checked.
-                if let Err(fault) = unsafe { run_gpu(&call, &block) } {
+                if let Err(fault) = outcome {
                     faults.borrow_mut().push(fault);
                 }
                 if n_data > 0 {
@@ -403,7 +421,8 @@ fn linear() {
     for round in 0..60 {
         let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
         let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
-        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
+        let mut case =
+            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, merges: 0 });
         for extent in [[rows, k], [n, k]] {
             let dtype = random.dtype();
             case.floats(random, dtype, &extent);
@@ -481,7 +500,7 @@ fn judge_tiled(
     let mut case = if gated {
         Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
     } else {
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, merges: 0 })
     };
     case.threads = threads;
     case.floats(random, x_dtype, &[rows, k]);
@@ -517,6 +536,51 @@ fn judge_tiled(
     assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
 }
 
+/// Products that merge what splits found themselves: weights in tiles, for tensor cores or not, and from global memory.
+#[test]
+fn merging_linear() {
+    let random = &mut Random(16);
+    for round in 0..24 {
+        let (heads, group, splits, n) = (random.one_to(3), random.one_to(4), random.one_to(9), random.one_to(40));
+        let d = [32, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
+        let k = heads * group * d;
+        let mut case =
+            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 1 });
+        let (mut at, width) = (0, attention::FOUND + d);
+        let found = random.one_to(splits);
+        case.push(random, DType::F32, &[heads, splits, group, width], |random| {
+            let (split, word) = (at / width / group % splits, at % width);
+            at += 1;
+            match (word, split < found) {
+                (0, false) => f32::NEG_INFINITY,
+                (_, false) => 0.0,
+                (0, true) => 30.0 * random.float(),
+                (1, true) => 1.0 + random.float().abs(),
+                _ => random.float(),
+            }
+        });
+        let dtype = random.dtype();
+        let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
+        if from_tiles {
+            case.push_carried(random, if round % 3 == 0 { DType::Bf16 } else { dtype }, n, k);
+        } else {
+            case.floats(random, dtype, &[n, k]);
+        }
+        case.maybe(random, &[n]);
+        case.maybe(random, &[1, n]);
+        case.push(random, DType::F32, &[1, n], |_| 7.0);
+        case.absent();
+        case.step.rows = random.one_to(3);
+        case.tolerance = 1e-3;
+        if from_tiles {
+            case.threads = &[96, 224];
+            let row = case.operands[1].span_bytes() as u32 / n;
+            case.stream(&[1], row * random.one_to(5), row * 7);
+        }
+        case.judge("merging linear");
+    }
+}
+
 /// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.
 #[test]
 fn wide_linear() {
@@ -530,7 +594,8 @@ fn wide_linear() {
             case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
             case.tolerance = if is_exact { 3e-4 } else { 0.05 };
         };
-        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0 });
+        let mut case =
+            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
         x(&mut case, random);
         case.floats(random, DType::Bf16, &[n, k]);
         case.maybe(random, &[n]);
@@ -571,7 +636,8 @@ fn warpgroup_linear() {
             (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
         };
         let multiplied = |case: &Case| case.report.products > 0;
-        let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0 });
+        let mut case =
+            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
         begin(&mut case, random, 1);
         case.maybe(random, &[n]);
         case.maybe(random, &[rows, n]);
@@ -748,12 +814,35 @@ fn split_attention() {
         case.floats(random, dtype, &[1, heads, group, d]);
         push_cache(&mut case, random, dtype, [heads, context, d], visible);
         push_cache(&mut case, random, dtype, [heads, context, d], visible);
-        case.push(random, DType::F32, &[heads, 1, group, 2 + d], |_| 7.0);
+        case.push(random, DType::F32, &[heads, 1, group, attention::FOUND + d], |_| 7.0);
         case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
         (case.step.first_pos, case.step.rows) = (visible - 1, 1);
         case.tolerance = 1e-4;
         case.judge("attention, split");
     }
+}
+
+/// A case of `visible` positions, the last of which is yet to be appended, in caches of type `dtype`.
+fn decode_attention_case(
+    random: &mut Random,
+    dtype: DType,
+    [heads, group, d, splits]: [u32; 4],
+    (context, visible): (u32, u32),
+) -> Case {
+    let mut case = Case::new::<DecodeAttention>(decode_attention::Params { eps: 1e-6, scale: 0.3, splits });
+    case.floats(random, DType::F32, &[1, heads, group, d]);
+    case.floats(random, dtype, &[1, heads, d]);
+    case.floats(random, dtype, &[1, heads, d]);
+    case.maybe(random, &[d]);
+    case.maybe(random, &[d]);
+    case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
+    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
+    let y = if splits > 1 { [heads, 1, group, attention::FOUND + d] } else { [1, heads, group, d] };
+    case.push(random, DType::F32, &y, |_| 7.0);
+    (case.step.first_pos, case.step.rows) = (visible - 1, 1);
+    case.tolerance = 2e-3;
+    case
 }
 
 #[test]
@@ -770,22 +859,27 @@ fn decode_attention() {
         let context = [20, 120, 700][round % 3];
         let visible = random.one_to(context);
         let dtype = random.dtype();
-        let mut case = Case::new::<DecodeAttention>(decode_attention::Params { eps: 1e-6, scale: 0.3, splits });
-        case.floats(random, DType::F32, &[1, heads, group, d]);
-        case.floats(random, dtype, &[1, heads, d]);
-        case.floats(random, dtype, &[1, heads, d]);
-        case.maybe(random, &[d]);
-        case.maybe(random, &[d]);
-        case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-        // The position's own row is yet to be appended.
-        push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
-        push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
-        let y = if splits > 1 { [heads, 1, group, 2 + d] } else { [1, heads, group, d] };
-        case.push(random, DType::F32, &y, |_| 7.0);
+        let mut case = decode_attention_case(random, dtype, [heads, group, d, splits], (context, visible));
         case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
-        (case.step.first_pos, case.step.rows) = (visible - 1, 1);
-        case.tolerance = 2e-3;
         case.judge("decode_attention");
+    }
+}
+
+/// Whole 32s of dimensions of bf16: the queries of a head together, where rows lie on 16 bytes, as every other does.
+#[test]
+fn decode_attention_of_groups() {
+    let random = &mut Random(15);
+    for round in 0..48 {
+        let (heads, group, splits) = (random.one_to(2), random.one_to(8), [1, 1 + random.one_to(15)][round % 2]);
+        let d = [64, 128, 32, 96, 160][round / 2 % 5];
+        let context = [20, 120, 700][round % 3];
+        let visible = random.one_to(context);
+        let mut case = decode_attention_case(random, DType::Bf16, [heads, group, d, splits], (context, visible));
+        case.threads = &[96, 224, 32];
+        case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+        // Keys and values as the cache rounds them; what weighs and what is weighed has 16 bits.
+        case.tolerance = 2e-3;
+        case.judge("decode_attention, groups");
     }
 }
 
@@ -798,8 +892,8 @@ fn attention_merge() {
         let found = random.one_to(splits);
         let mut case = Case::new::<AttentionMerge>(attention_merge::Params {});
         let mut at = 0;
-        case.push(random, DType::F32, &[heads, splits, group, 2 + d], |random| {
-            let (split, word) = (at / (2 + d) / group % splits, at % (2 + d));
+        case.push(random, DType::F32, &[heads, splits, group, attention::FOUND + d], |random| {
+            let (split, word) = (at / (attention::FOUND + d) / group % splits, at % (attention::FOUND + d));
             at += 1;
             match (word, split < found) {
                 (0, false) => f32::NEG_INFINITY,
@@ -830,7 +924,7 @@ fn splits_merged_are_the_whole() {
         push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
         push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
         case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
-        case.push(random, DType::F32, &[heads, splits, group, 2 + d], |_| 7.0);
+        case.push(random, DType::F32, &[heads, splits, group, attention::FOUND + d], |_| 7.0);
         case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
         let step = Step { first_pos: visible - 1, rows: 1, ..Step::default() };
         let run = |kernel: &Spec, params, slots: &[usize], memory: &mut [Vec<u128>], block, operands: &[Operand]| {
@@ -975,17 +1069,20 @@ fn advance() {
 fn a_number_nobody_has_is_a_fault() {
     let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
     let options = Options::new(1, 32, 1);
-    let launched = launch(&options, Vec::new(), || {
-        let call = Call {
-            task: &task,
-            operands: &[],
-            step: &Step::default(),
-            programs: &[],
-            bindings: core::ptr::null(),
-            tiles: None,
+    let sections = turn::Sections {
+        task: &raw const task,
+        operands: core::ptr::null(),
+        triggers: core::ptr::null(),
+        bindings: core::ptr::null(),
+    };
+    let launched = launch(&options, descriptors(&task, &[]), || {
+        let call = Call { step: &Step::default(), programs: &[], tiles: None };
+        // SAFETY: every thread makes these calls, and no body runs.
+        let outcome = unsafe {
+            turn::fetch(&sections, &Block::current());
+            Block::current().sync();
+            run_gpu(&call, &Block::current())
         };
-        // SAFETY: no body runs.
-        let outcome = unsafe { run_gpu(&call, &Block::current()) };
         assert_eq!(outcome.map_err(|fault| fault.code), Err(FaultCode::NoSuchKernel as u32));
     });
     assert!(launched.is_ok(), "{launched:?}");

@@ -1,6 +1,6 @@
 //! The functions `core` lacks on this target, in f32 unless said otherwise.
 
-use crate::arch::scalar::{exp2, fma, fma64, sqrt};
+use crate::arch::scalar::{self, exp2, fma, fma64};
 use crate::kernels::linear::Activation;
 
 /// e^x to about 3 ulp; 0 below 2^-126. The power of two is split off in two steps (Cody and Waite), so that the error
@@ -19,10 +19,10 @@ pub(crate) fn exp(x: f32) -> f32 {
     exp2(r * core::f32::consts::LOG2_E) * exp2(n)
 }
 
-/// 1 / sqrt(x).
+/// 1 / sqrt(x) to 2 ulp, of a number that is not subnormal.
 #[inline(always)]
 pub(crate) fn rsqrt(x: f32) -> f32 {
-    1.0 / sqrt(x)
+    scalar::rsqrt(x)
 }
 
 /// tanh, absolute error below 3e-7.
@@ -63,12 +63,9 @@ pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
     c = fma(c, r2, 1.0 / 24.0);
     c = fma(c, r2, -0.5);
     let c = fma(c, r2, 1.0);
-    match quarter {
-        0 => (s, c),
-        1 => (c, -s),
-        2 => (-s, -c),
-        _ => (-c, s),
-    }
+    let (sin, cos) = if quarter & 1 == 0 { (s, c) } else { (c, s) };
+    let with_sign = |x: f32, is_negative: u32| f32::from_bits(x.to_bits() ^ is_negative << 31);
+    (with_sign(sin, quarter >> 1), with_sign(cos, (quarter + 1) >> 1 & 1))
 }
 
 /// The activation numbered `activation` (see [`Activation`]) of `x`.

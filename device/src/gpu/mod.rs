@@ -11,6 +11,7 @@ pub(crate) mod scheduler;
 pub mod sync;
 pub(crate) mod thin;
 pub(crate) mod tiles;
+pub(crate) mod turn;
 pub(crate) mod warpgroup;
 pub(crate) mod wide;
 
@@ -19,9 +20,8 @@ mod conformance;
 
 use crate::arch::{memory, scalar};
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::limits::MAX_RANK;
-use perpetua_shared::task::Operand;
-use perpetua_shared::{DType, Step, TaskDesc};
+use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
+use perpetua_shared::{DType, Step};
 
 /// A tensor region in device memory. Indices are not checked here: that a box lies inside its binding is a rule of the
 /// image's check, that a body stays in the box is what its tests are for.
@@ -34,20 +34,16 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// The box `operand`, given where every binding lies.
-    ///
-    /// # Safety
-    /// `bindings` points to the launch's table, in which `operand.binding` is an index; the box lies inside that binding.
-    /// While the tensor is in use nobody else writes what it reads or touches what it writes.
+    /// Operand `at` of the task whose [turn](turn) it is.
+    #[inline(always)]
     #[track_caller]
-    pub unsafe fn new(bindings: *const u64, operand: &Operand) -> Tensor {
-        // SAFETY: the index is in the table (caller).
-        let binding = unsafe { memory::load(bindings.add(operand.binding.idx())) };
+    fn of_turn(at: usize) -> Tensor {
+        let (address, [kind, e0, e1, e2, e3, s0, s1, s2, s3]) = turn::operand(at);
         Tensor {
-            base: core::ptr::with_exposed_provenance_mut((binding + operand.offset_bytes) as usize),
-            dtype: operand.dtype,
-            extent: operand.extent,
-            stride: operand.stride_elems,
+            base: core::ptr::with_exposed_provenance_mut(address as usize),
+            dtype: kind as u16,
+            extent: [e0, e1, e2, e3],
+            stride: [s0, s1, s2, s3],
         }
     }
 
@@ -159,8 +155,14 @@ impl Row {
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn get(&self, i: u32) -> f32 {
+        // Each with a factor of its own, since a shift by a variable takes several instructions.
         // SAFETY: the element is there (caller).
-        unsafe { load(self.dtype, self.at(i)) }
+        unsafe {
+            match self.dtype {
+                F32 => memory::load(self.base.wrapping_add(4 * i as usize).cast::<f32>()),
+                other => load(other, self.base.wrapping_add(2 * i as usize)),
+            }
+        }
     }
 
     /// Sets element `i`, rounding to nearest even.
@@ -171,7 +173,12 @@ impl Row {
     #[track_caller]
     pub(crate) unsafe fn set(&self, i: u32, value: f32) {
         // SAFETY: the element is there (caller).
-        unsafe { store(self.dtype, self.at(i), value) }
+        unsafe {
+            match self.dtype {
+                F32 => memory::store(self.base.wrapping_add(4 * i as usize).cast::<f32>(), value),
+                other => store(other, self.base.wrapping_add(2 * i as usize), value),
+            }
+        }
     }
 
     /// The row that starts `elems` elements later.
@@ -242,38 +249,62 @@ unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
     }
 }
 
-/// One task's call of a macro kernel.
+/// A call of the macro kernel of the task whose [turn](turn) it is.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// The task.
-    pub task: &'a TaskDesc,
-    /// Its operands, in the order the kernel's file gives.
-    pub operands: &'a [Operand],
     /// The pass.
     pub step: &'a Step,
     /// The image's programs, for the kernel that chooses the next one.
     pub programs: &'a [ProgramDesc],
-    /// Where every binding lies.
-    pub(crate) bindings: *const u64,
     /// The worker's tiles, where a loader brings some.
     pub(crate) tiles: Option<&'a tiles::Tiles<'a>>,
 }
 
 impl Call<'_> {
-    /// Operand `i`.
+    /// Operand `i`, in the order the kernel's file gives.
     ///
     /// # Safety
-    /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says.
+    /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says: while the tensor
+    /// is in use nobody else writes what it reads or touches what it writes.
     #[inline(always)]
     #[track_caller]
     pub unsafe fn tensor(&self, i: usize) -> Tensor {
-        // SAFETY: the operand is there (caller); its box and its neighbours are the image's promise.
-        unsafe { Tensor::new(self.bindings, self.operands.get_unchecked(i)) }
+        Tensor::of_turn(i)
+    }
+
+    /// The macro kernel's number.
+    #[inline(always)]
+    #[track_caller]
+    pub fn task_type(&self) -> u16 {
+        turn::task_type()
+    }
+
+    /// The macro kernel's parameters, as words.
+    #[inline(always)]
+    #[track_caller]
+    pub fn params(&self) -> [u32; PARAM_WORDS] {
+        turn::params()
+    }
+
+    /// The task's index along axis `AXIS` of its operator's grid.
+    #[inline(always)]
+    #[track_caller]
+    pub fn block<const AXIS: usize>(&self) -> u32 {
+        turn::block::<AXIS>()
+    }
+
+    /// The task's first row in the pass.
+    #[inline(always)]
+    #[track_caller]
+    pub fn row_first(&self) -> u32 {
+        turn::row_first()
     }
 
     /// How many of `tensor`'s rows (dimension 0) this pass computes.
     #[inline(always)]
+    #[track_caller]
     pub fn rows(&self, tensor: &Tensor) -> u32 {
-        self.task.rows(tensor.extent(0), self.step.rows)
+        let left = self.step.rows.saturating_sub(turn::row_first());
+        if left < tensor.extent(0) { left } else { tensor.extent(0) }
     }
 }

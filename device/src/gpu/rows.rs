@@ -6,11 +6,12 @@
 
 use super::math::rsqrt;
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32};
-use crate::arch::scalar::{f16_to_f32, f32_to_bf16, fma};
+use super::{BF16, Call, F16, F32, Tensor};
+use crate::arch::scalar::{f16_to_f32, f32_to_bf16_pair, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
+use crate::kernels::attention_merge::Parts;
 use core::marker::PhantomData;
 
 /// How an element type is loaded.
@@ -250,49 +251,98 @@ pub(super) const GAP: u32 = 16;
 
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
-/// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
-/// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
-/// come from the task's next tile if it has tiles. With `in_terms` an element is hi + lo, two bf16.
-///
-/// # Safety
-/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 has one row of
-/// at most [`MAX_NORMED`] elements, an even number of them if they are terms, and operand `norm` as many.
-#[inline(always)]
-pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block, in_terms: bool) {
-    // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
-    unsafe {
-        let x = call.tensor(0);
-        let k = x.extent(1);
-        let weights = call.tensor(norm);
-        let (mut scale, mut tile) = (1.0, Tile::NONE);
-        let from = x.address([0, 0]);
-        let has_tile = call.tiles.is_some_and(|tiles| tiles.left() > 0);
-        let by_eight = in_terms
-            && (has_tile || !weights.is_present())
-            && x.dtype() == F32
-            && k.is_multiple_of(8)
-            && from.addr().is_multiple_of(16);
-        let eight = |unit: u32| Single::eight(from.add(32 * unit as usize), false);
-        if weights.is_present() {
-            let mut squares = 0.0;
-            if by_eight {
-                for unit in block.mine(k / 8) {
-                    let values = eight(unit);
-                    for i in 0..8 {
-                        squares = fma(values[i], values[i], squares);
-                    }
-                }
-            } else {
-                for at in block.mine(k) {
-                    let value = x.get([0, at]);
-                    squares = fma(value, value, squares);
-                }
-            }
-            scale = rsqrt(block.sum(squares) / k as f32 + eps);
-            if has_tile && let Some(tiles) = call.tiles {
-                tile = tiles.take();
+/// The row to be staged.
+#[derive(Clone, Copy)]
+enum Source {
+    /// Row 0 of a matrix.
+    Row(Tensor),
+    /// What the splits of an attention found, merged.
+    Parts(Parts),
+}
+
+impl Source {
+    /// Whether eight elements may be fetched at once, from every eighth of `k` on.
+    #[inline(always)]
+    fn by_eight(&self, k: u32) -> bool {
+        match self {
+            Source::Row(x) => x.dtype() == F32 && k.is_multiple_of(8) && x.address([0, 0]).addr().is_multiple_of(16),
+            Source::Parts(parts) => parts.by_eight(),
+        }
+    }
+
+    /// # Safety
+    /// Elements 8 * `unit` to 8 * `unit` + 7 are there, and [`by_eight`](Source::by_eight).
+    #[inline(always)]
+    unsafe fn eight(&self, unit: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Source::Row(x) => Single::eight(x.address([0, 0]).wrapping_add(32 * unit as usize), false),
+                Source::Parts(parts) => parts.merged::<8>(8 * unit),
             }
         }
+    }
+
+    /// # Safety
+    /// Element `at` is there.
+    #[inline(always)]
+    unsafe fn one(&self, at: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self {
+                Source::Row(x) => x.get([0, at]),
+                Source::Parts(parts) => {
+                    let [merged] = parts.merged::<1>(at);
+                    merged
+                }
+            }
+        }
+    }
+}
+
+/// How a row is staged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Staging {
+    /// The operand of weights it is normalised with, if that is there.
+    pub(crate) norm: usize,
+    /// Added to its mean square then.
+    pub(crate) eps: f32,
+    /// Whether operand 0 is what an attention's splits found, and the row what they make together.
+    pub(crate) merges: bool,
+    /// Whether an element is hi + lo, two bf16.
+    pub(crate) in_terms: bool,
+}
+
+/// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
+/// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
+/// come from the task's next tile if it has tiles. Returns what is still to be multiplied to every product with the row: the root
+/// is known only after all of it, which so need not be waited for twice.
+///
+/// # Safety
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 makes one row of as
+/// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], an even number of them if they are terms, and operand
+/// `norm` as many.
+#[inline(always)]
+pub(crate) unsafe fn stage(call: &Call<'_>, how: Staging, block: &Block) -> f32 {
+    // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
+    unsafe {
+        let k = call.tensor(1).extent(1);
+        let weights = call.tensor(how.norm);
+        let x = if how.merges { Source::Parts(Parts::new(call.tensor(0))) } else { Source::Row(call.tensor(0)) };
+        let has_tile = weights.is_present() && call.tiles.is_some_and(|tiles| tiles.left() > 0);
+        if how.in_terms && (has_tile || !weights.is_present()) && x.by_eight(k) {
+            return stage_terms(call, &x, k, has_tile.then_some(weights.dtype()), how.eps, block);
+        }
+        let mut scale = 1.0;
+        if weights.is_present() {
+            let mut squares = 0.0;
+            for at in block.mine(k) {
+                let value = x.one(at);
+                squares = fma(value, value, squares);
+            }
+            scale = rsqrt(block.sum(squares) / k as f32 + how.eps);
+        }
+        let tile = call.tiles.filter(|_| has_tile).map_or(Tile::NONE, |tiles| tiles.take());
         let value = |at: u32| {
             let weight = match (tile.bytes, weights.dtype()) {
                 _ if !weights.is_present() => 1.0,
@@ -301,50 +351,22 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
                 (_, BF16) => Brain::tile_one(tile.at + 2 * at),
                 _ => Half::tile_one(tile.at + 2 * at),
             };
-            x.get([0, at]) * scale * weight
+            x.one(at) * scale * weight
         };
-        let mut left = k;
-        if by_eight {
-            left = 0;
-            for unit in block.mine(k / 8) {
-                let mut values = eight(unit);
-                if weights.is_present() {
-                    let weight = match weights.dtype() {
-                        F32 => Single::tile_eight(tile.at + 32 * unit),
-                        BF16 => Brain::tile_eight(tile.at + 16 * unit),
-                        _ => Half::tile_eight(tile.at + 16 * unit),
-                    };
-                    for i in 0..8 {
-                        values[i] *= scale * weight[i];
-                    }
-                }
-                let (mut high, mut low) = ([0; 4], [0; 4]);
-                for i in 0..8 {
-                    let (bits, rest) = in_two(values[i]);
-                    high[i / 2] |= bits << (16 * (i % 2));
-                    low[i / 2] |= rest << (16 * (i % 2));
-                }
-                shared::store16(TERMS + 4 * unit, high);
-                shared::store16(TERMS + k / 2 + GAP + 4 * unit, low);
-            }
-        }
         // One by one, or two at a time; the same code fetches both.
-        let step = if in_terms { 2 } else { 1 };
-        for unit in block.mine(left / step) {
-            let (mut high, mut low, mut whole, mut at) = (0, 0, 0, step * unit);
+        let step = if how.in_terms { 2 } else { 1 };
+        for unit in block.mine(k / step) {
+            let (mut values, mut at) = ([0.0; 2], step * unit);
             while at < step * (unit + 1) {
-                let value = value(at);
-                let (bits, rest) = in_two(value);
-                // The first of two ends in the low half.
-                (high, low) = (high >> 16 | bits << 16, low >> 16 | rest << 16);
-                whole = value.to_bits();
+                values = [values[1], value(at)];
                 at += 1;
             }
-            if in_terms {
+            if how.in_terms {
+                let [high, low] = in_two(values);
                 shared::store(TERMS + unit, high);
                 shared::store(TERMS + k / 2 + GAP + unit, low);
             } else {
-                shared::store(STAGE + unit, whole);
+                shared::store(STAGE + unit, values[1].to_bits());
             }
         }
         if tile.bytes > 0
@@ -354,13 +376,67 @@ pub(crate) unsafe fn stage(call: &Call<'_>, norm: usize, eps: f32, block: &Block
         }
         block.sync();
     }
+    1.0
 }
 
-/// The bits of two bf16, of which `value` is the sum but for 2^-17 of it.
+/// [`stage`] by eight elements of `k`, with weights of type `norm` from the next tile or none.
+///
+/// # Safety
+/// As [`stage`].
 #[inline(always)]
-fn in_two(value: f32) -> (u32, u32) {
-    let high = u32::from(f32_to_bf16(value));
-    (high, u32::from(f32_to_bf16(value - f32::from_bits(high << 16))))
+unsafe fn stage_terms(call: &Call<'_>, x: &Source, k: u32, norm: Option<u16>, eps: f32, block: &Block) -> f32 {
+    // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
+    unsafe {
+        let tile = call.tiles.filter(|_| norm.is_some()).map_or(Tile::NONE, |tiles| tiles.take());
+        let mut squares = 0.0;
+        for unit in block.mine(k / 8) {
+            let mut values = x.eight(unit);
+            if let Some(dtype) = norm {
+                let weight = match dtype {
+                    F32 => Single::tile_eight(tile.at + 32 * unit),
+                    BF16 => Brain::tile_eight(tile.at + 16 * unit),
+                    _ => Half::tile_eight(tile.at + 16 * unit),
+                };
+                for i in 0..8 {
+                    squares = fma(values[i], values[i], squares);
+                    values[i] *= weight[i];
+                }
+            }
+            let (mut high, mut low) = ([0; 4], [0; 4]);
+            for i in 0..4 {
+                [high[i], low[i]] = in_two([values[2 * i], values[2 * i + 1]]);
+            }
+            shared::store16(TERMS + 4 * unit, high);
+            shared::store16(TERMS + k / 2 + GAP + 4 * unit, low);
+        }
+        if norm.is_some() {
+            let partial = warp::sum(squares);
+            if block.lane() == 0 {
+                shared::store(block.warp(), partial.to_bits());
+            }
+            if let Some(tiles) = call.tiles {
+                tiles.release(tile);
+            }
+        }
+        block.sync();
+        if norm.is_none() {
+            return 1.0;
+        }
+        let mut total = 0.0;
+        for warp in 0..block.warps() {
+            total += f32::from_bits(shared::load(warp));
+        }
+        rsqrt(total / k as f32 + eps)
+    }
+}
+
+/// Two bf16 of each value, the first value's in the low halves, of which it is the sum but for 2^-17 of it: both first ones, and
+/// both second.
+#[inline(always)]
+pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
+    let high = f32_to_bf16_pair(values[0], values[1]);
+    let rest = |value: f32, high: u32| value - f32::from_bits(high);
+    [high, f32_to_bf16_pair(rest(values[0], high << 16), rest(values[1], high & 0xffff_0000))]
 }
 
 /// The activations that [`dots`] multiplies: up to R rows from `first` on.

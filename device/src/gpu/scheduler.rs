@@ -28,7 +28,10 @@ const PASSES: u32 = ITERATION + 1;
 /// The word in which thread 0 tells its block which task it took.
 pub(super) const TAKEN_TASK: u32 = PASSES + 1;
 
-const _: () = assert!(TAKEN < mbarrier::COUNT && TAKEN_TASK < shared::WORDS);
+/// What is there beyond these.
+pub(super) const WORDS_END: u32 = TAKEN_TASK + 1;
+
+const _: () = assert!(TAKEN < mbarrier::COUNT);
 
 /// Makes the barriers.
 ///

@@ -54,7 +54,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32, norm: us
 }
 
 /// Calls `finish(n, sums)`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
-/// the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms.
+/// `scale` times the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it, and the tiles are those of a plan for this task.
@@ -63,6 +63,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,
     block: &Block,
+    scale: f32,
     finish: impl Fn(u32, [f32; N]),
 ) {
     // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the tiles alone. A warp writes its
@@ -75,6 +76,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
         let b_at = TERMS + g % 2 * (k / 2 + GAP) + 4 * t;
         let parts = TERMS + k + GAP;
         let pitch = room(parts, warps);
+        let per_row = 1.0 / (2 * k) as f32;
         let own = parts + block.warp() * pitch;
         let mut taken = [Tile::NONE; N];
         // The first row whose sums are kept, and how many are; rows of the tiles at hand, and those done.
@@ -86,7 +88,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     for i in 0..N {
                         taken[i] = tiles.take();
                     }
-                    (rows, done) = (taken[0].bytes / (2 * k), 0);
+                    // Exact, for numbers as small as these, and quicker than a division.
+                    (rows, done) = ((taken[0].bytes as f32 * per_row + 0.5).to_int_unchecked(), 0);
                 }
                 let here = if rows - done < per { rows - done } else { per };
                 let row = |at: u32, least: u32| done + least + if at + least < here { at } else { here - least - 1 };
@@ -147,6 +150,9 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     for i in 0..N {
                         sums[i] += f32::from_bits(shared::load(parts + warp * pitch + at * N as u32 + i as u32));
                     }
+                }
+                for i in 0..N {
+                    sums[i] *= scale;
                 }
                 finish(first + at, sums);
             }

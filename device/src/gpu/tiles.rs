@@ -9,7 +9,8 @@
 //! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that.
 //!
 //! # Why it neither hangs nor overwrites
-//! - Data op `d` of a list goes by barrier `d % `[`TILE_BARRIERS`]. Every task warp waits on every tile, in order, and
+//! - The `d`th tile of a launch, in all its passes, goes by barrier `d % `[`TILE_BARRIERS`], in that barrier's phase
+//!   `d / `[`TILE_BARRIERS`]. Every task warp waits on every tile, in order, and
 //!   releases it, whether its body reads it or not (what a body leaves, [`Tiles::drain`] takes). So each barrier's phases
 //!   are seen one by one by everyone, and their parity cannot mean another.
 //! - A copy starts when all tiles of the first [`DataOp::after`] compute ops have been released, which a rule of the plan
@@ -82,12 +83,10 @@ pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
     }
 }
 
-/// Bit `number` of `bits`, which it flips.
+/// Barrier of a launch's `d`th tile, and the parity of its phase.
 #[inline(always)]
-fn flip(bits: &mut u32, number: u32) -> u32 {
-    let bit = *bits >> number & 1;
-    *bits ^= 1 << number;
-    bit
+fn phase(d: u32) -> (u32, u32) {
+    (d % TILE_BARRIERS, d / TILE_BARRIERS & 1)
 }
 
 /// Where the loader finds the worker's copies.
@@ -110,7 +109,8 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
     // it does not know which event, and to give up inside a block is to trap.
     let sync = &Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };
-    let (mut pass, mut empty) = (0u32, 0u32);
+    // Passes, and tiles of those before this one.
+    let (mut pass, mut base) = (0u32, 0u32);
     // SAFETY: see the module head; `at < n` in every list, which nobody writes.
     unsafe {
         loop {
@@ -140,25 +140,26 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
                 let op = ops.add(at as usize);
                 let after = memory::load(&raw const (*op).after);
                 while freed < at && memory::load(&raw const (*ops.add(freed as usize)).used_by) < after {
-                    let barrier = freed % TILE_BARRIERS;
-                    wait(sync, EMPTY + barrier, flip(&mut empty, barrier));
+                    let (barrier, parity) = phase(base.wrapping_add(freed));
+                    wait(sync, EMPTY + barrier, parity);
                     freed += 1;
                 }
                 let source = lists.binding(memory::load(&raw const (*op).source));
                 let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
                 let bytes = memory::load(&raw const (*op).bytes);
                 let to = memory::load(&raw const (*op).dest_offset_bytes);
-                let barrier = at % TILE_BARRIERS;
+                let (barrier, _) = phase(base.wrapping_add(at));
                 shared::store(PLACES + 2 * barrier, to);
                 shared::store(PLACES + 2 * barrier + 1, bytes);
                 mbarrier::arrive_expect(FULL + barrier, bytes);
                 bulk::copy(to, source, bytes, FULL + barrier);
             }
             while freed < n {
-                let barrier = freed % TILE_BARRIERS;
-                wait(sync, EMPTY + barrier, flip(&mut empty, barrier));
+                let (barrier, parity) = phase(base.wrapping_add(freed));
+                wait(sync, EMPTY + barrier, parity);
                 freed += 1;
             }
+            base = base.wrapping_add(n);
         }
     }
 }
@@ -211,12 +212,10 @@ pub(crate) struct Tiles<'a> {
     lane: u32,
     /// Whether there is memory for tiles.
     has_memory: bool,
-    /// The list's next tile, and how many of the list and of the task are left.
+    /// The launch's next tile, and those with which the pass and the task end.
     next: Cell<u32>,
-    of_list: Cell<u32>,
-    of_task: Cell<u32>,
-    /// Per barrier, the parity of its next phase.
-    parity: Cell<u32>,
+    pass_end: Cell<u32>,
+    task_end: Cell<u32>,
     passes: Cell<u32>,
     /// Whether this thread measures its waits, and how long they were since the task began.
     is_timed: Cell<bool>,
@@ -231,9 +230,8 @@ impl<'a> Tiles<'a> {
             lane,
             has_memory,
             next: zero(),
-            of_list: zero(),
-            of_task: zero(),
-            parity: zero(),
+            pass_end: zero(),
+            task_end: zero(),
             passes: zero(),
             is_timed: Cell::new(false),
             waited_ns: zero(),
@@ -243,8 +241,7 @@ impl<'a> Tiles<'a> {
     /// A pass of `program` at `position` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
     #[inline(always)]
     pub(crate) fn begin(&self, program: u32, position: u32, n: u32, is_first_thread: bool) {
-        self.next.set(0);
-        self.of_list.set(n);
+        self.pass_end.set(self.pass_end.get().wrapping_add(n));
         if !is_first_thread {
             return;
         }
@@ -269,7 +266,7 @@ impl<'a> Tiles<'a> {
     /// The next task has `n` of them.
     #[inline(always)]
     pub(crate) fn begin_task(&self, n: u32) {
-        self.of_task.set(n);
+        self.task_end.set(self.next.get().wrapping_add(n));
     }
 
     /// Measures this thread's waits from now on, or no longer.
@@ -288,13 +285,13 @@ impl<'a> Tiles<'a> {
     /// Whether a body may use the tiles' memory for itself: there is some, and the pass has no more tiles for it.
     #[inline(always)]
     pub(crate) fn is_free(&self) -> bool {
-        self.has_memory && self.of_list.get() == 0
+        self.has_memory && self.next.get() == self.pass_end.get()
     }
 
     /// How many tiles the task has left.
     #[inline(always)]
     pub(crate) fn left(&self) -> u32 {
-        self.of_task.get()
+        self.task_end.get().wrapping_sub(self.next.get())
     }
 
     /// The task's next tile, once it is there; [`left`](Tiles::left) says that there is one.
@@ -303,17 +300,12 @@ impl<'a> Tiles<'a> {
     /// Every lane of every warp that runs tasks makes this same call, and [`release`](Tiles::release)s what it got.
     #[inline(always)]
     pub(crate) unsafe fn take(&self) -> Tile {
-        let barrier = self.next.get() % TILE_BARRIERS;
-        self.next.set(self.next.get() + 1);
-        self.of_list.set(self.of_list.get() - 1);
-        self.of_task.set(self.of_task.get() - 1);
-        let mut parity = self.parity.get();
-        let bit = flip(&mut parity, barrier);
-        self.parity.set(parity);
+        let (barrier, parity) = phase(self.next.get());
+        self.next.set(self.next.get().wrapping_add(1));
         let began = if self.is_timed.get() { thread::timer_ns() } else { 0 };
         // SAFETY: the loader wrote the place before it arrived.
         unsafe {
-            wait(self.sync, FULL + barrier, bit);
+            wait(self.sync, FULL + barrier, parity);
             if began != 0 {
                 self.waited_ns.set(self.waited_ns.get() + (thread::timer_ns() - began) as u32);
             }
@@ -342,7 +334,7 @@ impl<'a> Tiles<'a> {
     /// As [`take`](Tiles::take).
     #[inline(always)]
     pub(crate) unsafe fn drain(&self) {
-        while self.of_task.get() > 0 {
+        while self.left() > 0 {
             // SAFETY: the caller's promise.
             unsafe { self.release(self.take()) };
         }
@@ -354,7 +346,7 @@ impl<'a> Tiles<'a> {
     /// As [`take`](Tiles::take).
     #[inline(always)]
     pub(crate) unsafe fn leave(&self, is_first_thread: bool) {
-        self.of_task.set(self.of_list.get());
+        self.task_end.set(self.pass_end.get());
         // SAFETY: the caller's promise.
         unsafe { self.drain() };
         self.begin(NO_PROGRAM, 0, 0, is_first_thread);

@@ -74,7 +74,7 @@ impl MacroKernel for ArgmaxPartial {
             let best = block.best(best);
             if block.thread == 0 {
                 values.set([0], best.value);
-                let first = p.first(call.task.block[0]) as u32;
+                let first = p.first(call.block::<0>()) as u32;
                 indices.set_word(0, if best.index == u32::MAX { u32::MAX } else { first + best.index });
             }
         }

@@ -1,14 +1,16 @@
 //! y[0,h,g,:] = sum over s of w[s] * sums[h,s,g,:] / sum over s of w[s] * total[h,s,g], with w[s] = exp(max[h,s,g] - M) and M the
 //! largest of the maxima: what the splits of an `attention` found, together.
 //!
-//! parts: [kv_heads, splits, group, 2 + d] f32, each row maximum, total and weighted sums; y: [1, kv_heads, group, d]. A total
+//! parts: [kv_heads, splits, group, [`FOUND`] + d] f32, each row maximum, total, two more and the weighted sums; y:
+//! [1, kv_heads, group, d]. A total
 //! of 0 says that the split had no positions (else its largest score alone counts 1). Where every score of a split is -inf
 //! (a NaN or an overflow upstream) the result is NaN.
 
+use super::attention::FOUND;
 use super::*;
-use crate::arch::scalar::fma;
-use crate::arch::{WARP, warp};
-use crate::gpu::math::exp;
+use crate::arch::memory;
+use crate::arch::scalar::{exp2, fma};
+use core::f32::consts::LOG2_E;
 
 /// See the module head.
 #[derive(Debug)]
@@ -19,11 +21,11 @@ pub struct AttentionMerge;
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {}
 
-/// Splits there may be: a lane holds one's weight.
-pub const MAX_SPLITS: u32 = WARP;
+/// Splits there may be.
+pub const MAX_SPLITS: u32 = 32;
 
-/// Sums a lane has under way: memory answers long after it is asked.
-const AHEAD: u32 = 8;
+/// Splits of which a thread has the loads under way: memory answers long after it is asked.
+const AHEAD: usize = 4;
 
 impl MacroKernel for AttentionMerge {
     const NAME: &'static str = "attention_merge";
@@ -33,81 +35,164 @@ impl MacroKernel for AttentionMerge {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [parts, y] = io else { unreachable!("slots were counted") };
-        rules::dtype("parts", parts, &[perpetua_shared::DType::F32])?;
+        merged_len(parts)?;
         rules::dtype("y", y, &rules::FLOATS)?;
-        for (name, operand) in [("parts", parts), ("y", y)] {
-            rules::rank(name, operand, 4)?;
-            rules::unit_stride(name, operand)?;
-        }
-        if parts.extent[1] > MAX_SPLITS {
-            return Err(format!("`parts` has {} splits, expected at most {MAX_SPLITS}", parts.extent[1]));
-        }
+        rules::rank("y", y, 4)?;
+        rules::unit_stride("y", y)?;
         rules::extent("y", y, 0, 1)?;
         rules::extent("y", y, 1, parts.extent[0])?;
         rules::extent("y", y, 2, parts.extent[2])?;
-        rules::extent("parts", parts, 3, y.extent[3].saturating_add(2))
+        rules::extent("parts", parts, 3, y.extent[3].saturating_add(FOUND))
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [parts, y] = core::array::from_fn(|i| call.tensor(i));
-        for h in 0..parts.extent(0) {
-            for g in 0..parts.extent(2) {
-                let found = (0..parts.extent(1)).filter(|s| parts.get([h, *s, g, 1]) != 0.0);
-                let max = found.clone().map(|s| parts.get([h, s, g, 0])).fold(f32::NEG_INFINITY, f32::max);
-                let weights: Vec<(usize, f32)> = found.map(|s| (s, (parts.get([h, s, g, 0]) - max).exp())).collect();
-                let sum = |at: usize| weights.iter().map(|(s, weight)| weight * parts.get([h, *s, g, at])).sum::<f32>();
-                let total = sum(1);
-                (0..y.extent(3)).for_each(|i| y.set([0, h, g, i], sum(2 + i) / total));
-            }
+        let (group, d) = (y.extent(2), y.extent(3));
+        for (at, value) in merged(&parts).into_iter().enumerate() {
+            y.set([0, at / d / group, at / d % group, at % d], value);
         }
         Ok(())
     }
 
     #[inline(always)]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and `check` has matched their extents; a lane writes its own elements; whole
-        // warps shuffle, since no condition around a shuffle depends on the lane.
+        // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
-            let (parts, y) = (call.tensor(0), call.tensor(1));
-            let (splits, group, d) = (parts.extent(1), parts.extent(2), y.extent(3));
-            let lane = block.lane();
-            // A warp for 32 elements of a head.
-            let pieces = d.div_ceil(WARP);
-            let mut unit = block.warp();
-            while unit < parts.extent(0) * group * pieces {
-                let (item, i) = (unit / pieces, unit % pieces * WARP + lane);
-                let (h, g) = (item / group, item % group);
-                let (mut max, mut total) = (f32::NEG_INFINITY, 0.0);
-                if lane < splits {
-                    let part = parts.row([h, lane, g]);
-                    (max, total) = (part.get(0), part.get(1));
-                }
-                // Without positions the maximum is -inf, which makes no other smaller.
-                let largest = warp::max(max);
-                let weight = if total == 0.0 { 0.0 } else { exp(max - largest) };
-                let all = warp::sum(weight * total);
-                let mut sum = 0.0;
-                let mut first = 0;
-                while first < splits {
-                    let mut values = [0.0; AHEAD as usize];
-                    for ahead in 0..AHEAD {
-                        if first + ahead < splits && i < d {
-                            values[ahead as usize] = parts.row([h, first + ahead, g]).get(2 + i);
-                        }
+            let parts = Parts::new(call.tensor(0));
+            let (group, d) = {
+                let y = call.tensor(1);
+                (y.extent(2), y.extent(3))
+            };
+            if parts.by_eight() {
+                for unit in block.mine(parts.0.extent(0) * group * d / 8) {
+                    let (item, i) = (8 * unit / d, 8 * unit % d);
+                    let merged = parts.merged::<8>(8 * unit);
+                    let y = call.tensor(1).row([0, item / group, item % group]);
+                    for j in 0..8 {
+                        y.set(i + j as u32, merged[j]);
                     }
-                    for ahead in 0..AHEAD {
-                        let weight = f32::from_bits(warp::shuffle(weight.to_bits(), first + ahead));
-                        sum = fma(weight, values[ahead as usize], sum);
-                    }
-                    first += AHEAD;
                 }
-                if i < d {
-                    y.row([0, h, g]).set(i, sum / all);
-                }
-                unit += block.warps();
+                return Ok(());
+            }
+            for unit in block.mine(parts.0.extent(0) * group * d) {
+                let (item, i) = (unit / d, unit % d);
+                let [merged] = parts.merged::<1>(unit);
+                call.tensor(1).row([0, item / group, item % group]).set(i, merged);
             }
         }
         Ok(())
+    }
+}
+
+/// Judges `parts`, as the module head has them; returns how many elements they make.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn merged_len(parts: &Operand) -> Result<u64, Violation> {
+    rules::dtype("parts", parts, &[perpetua_shared::DType::F32])?;
+    rules::rank("parts", parts, 4)?;
+    rules::unit_stride("parts", parts)?;
+    let [heads, splits, group, width] = parts.extent;
+    if splits == 0 || splits > MAX_SPLITS {
+        return Err(format!("`parts` has {splits} splits, expected 1 to {MAX_SPLITS}"));
+    }
+    let d = width.checked_sub(FOUND).ok_or_else(|| format!("`parts` has rows of {width}, expected {FOUND} and more"))?;
+    Ok(u64::from(heads) * u64::from(group) * u64::from(d))
+}
+
+/// What they make, as one row.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn merged(parts: &crate::io::Tensor) -> Vec<f32> {
+    let mut row = Vec::new();
+    for h in 0..parts.extent(0) {
+        for g in 0..parts.extent(2) {
+            let found = (0..parts.extent(1)).filter(|s| parts.get([h, *s, g, 1]) != 0.0);
+            let max = found.clone().map(|s| parts.get([h, s, g, 0])).fold(f32::NEG_INFINITY, f32::max);
+            let weights: Vec<(usize, f32)> = found.map(|s| (s, (parts.get([h, s, g, 0]) - max).exp())).collect();
+            let sum = |at: usize| weights.iter().map(|(s, weight)| weight * parts.get([h, *s, g, at])).sum::<f32>();
+            let total = sum(1);
+            row.extend((FOUND as usize..parts.extent(3)).map(|i| sum(i) / total));
+        }
+    }
+    row
+}
+
+/// What splits found, to be merged by whoever reads it.
+#[derive(Clone, Copy)]
+pub(crate) struct Parts(gpu::Tensor);
+
+impl Parts {
+    /// `parts` as the module head has them.
+    #[inline(always)]
+    pub(crate) fn new(parts: gpu::Tensor) -> Parts {
+        Parts(parts)
+    }
+
+    /// Whether eight elements may be merged at once, from every eighth on.
+    #[inline(always)]
+    pub(crate) fn by_eight(&self) -> bool {
+        let strides = self.0.stride(0) | self.0.stride(1) | self.0.stride(2) | 2 * self.0.extent(3);
+        strides.is_multiple_of(4) && (self.0.extent(3) - FOUND).is_multiple_of(8) && self.0.row([0]).is_aligned(16)
+    }
+
+    /// Elements `at..at + N` of y, all heads' as one row: N is 1, or, [by eight](Parts::by_eight), 8.
+    ///
+    /// # Safety
+    /// They are there, and nobody writes the parts.
+    #[inline(always)]
+    pub(crate) unsafe fn merged<const N: usize>(&self, at: u32) -> [f32; N] {
+        let (splits, group, d) = (self.0.extent(1), self.0.extent(2), self.0.extent(3) - FOUND);
+        let (item, i) = (at / d, at % d);
+        let (first_part, step) = (self.0.row([item / group, 0, item % group]), self.0.stride(1));
+        // Those beyond the last are the last once more.
+        let last = |split: u32| if split < splits { split } else { splits - 1 };
+        let part = |split: u32| first_part.at(0).wrapping_add((u64::from(last(split)) * u64::from(4 * step)) as usize);
+        let (mut max, mut first) = (f32::NEG_INFINITY, 0);
+        let (mut total, mut sums) = (0.0, [0.0; N]);
+        // SAFETY: rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
+        unsafe {
+            while first < splits {
+                let mut of = [0.0; AHEAD];
+                for ahead in 0..AHEAD {
+                    of[ahead] = memory::load(part(first + ahead as u32).cast::<f32>());
+                }
+                for ahead in 0..AHEAD {
+                    // Without positions the maximum is -inf, which makes no other smaller.
+                    max = if of[ahead] > max { of[ahead] } else { max };
+                }
+                first += AHEAD as u32;
+            }
+            first = 0;
+            while first < splits {
+                let mut of = [(0.0, 0.0, [0.0; N]); AHEAD];
+                for ahead in 0..AHEAD {
+                    let part = part(first + ahead as u32).cast::<f32>();
+                    (of[ahead].0, of[ahead].1) = (memory::load(part), memory::load(part.add(1)));
+                    let at = part.add((FOUND + i) as usize);
+                    if N == 1 {
+                        of[ahead].2[0] = memory::load(at);
+                    } else {
+                        let halves = [memory::load16(at.cast()), memory::load16(at.add(4).cast())];
+                        for j in 0..N {
+                            of[ahead].2[j] = f32::from_bits(halves[j / 4][j % 4]);
+                        }
+                    }
+                }
+                for ahead in 0..AHEAD {
+                    let (largest, found, values) = of[ahead];
+                    let is_there = first + (ahead as u32) < splits && found != 0.0;
+                    let weight = if is_there { exp2((largest - max) * LOG2_E) } else { 0.0 };
+                    total = fma(weight, found, total);
+                    for j in 0..N {
+                        sums[j] = fma(weight, values[j], sums[j]);
+                    }
+                }
+                first += AHEAD as u32;
+            }
+        }
+        let factor = 1.0 / total;
+        for j in 0..N {
+            sums[j] *= factor;
+        }
+        sums
     }
 }

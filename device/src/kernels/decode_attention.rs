@@ -4,12 +4,14 @@
 //! q: [1, kv_heads, group, d]; k, v: [1, kv_heads, d]; q_norm, k_norm: [d], optional; frequencies: [d/2] f32; k_cache, v_cache:
 //! [kv_heads, context, d]; y: [1, kv_heads, group, d]. q, k and v are only read: the turned query stays in shared memory,
 //! group * d at most [`MAX_QUERY`]. Split as `attention` is, block axis 1 saying which share of the positions is the
-//! task's, y is [kv_heads, 1, group, 2 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with
+//! task's, y is [kv_heads, 1, group, 4 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with
 //! the pass's position appends. f32 accumulation; keys and values count as the cache keeps them.
 
+use super::attention::FOUND;
 use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put};
+use super::attention::group::{self, Group, Sums};
 use super::*;
-use crate::arch::shared;
+use crate::arch::{memory, shared, warp};
 use crate::block::FREE_SHARED;
 
 /// See the module head.
@@ -77,7 +79,7 @@ impl MacroKernel for DecodeAttention {
             return (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]));
         }
         rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
-        let parts = [heads, 1, group, d.saturating_add(2)];
+        let parts = [heads, 1, group, d.saturating_add(FOUND)];
         (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
     }
 
@@ -118,7 +120,7 @@ impl MacroKernel for DecodeAttention {
                 } else {
                     y.set([h, 0, g, 0], max);
                     y.set([h, 0, g, 1], total);
-                    (0..d).for_each(|i| y.set([h, 0, g, 2 + i], sums[i]));
+                    (0..d).for_each(|i| y.set([h, 0, g, FOUND as usize + i], sums[i]));
                 }
             }
         }
@@ -132,29 +134,52 @@ impl MacroKernel for DecodeAttention {
         // all lanes. Queries are written by their warp before a barrier and read after it, as is the appended row; what
         // warps found stands between two barriers.
         unsafe {
-            let lane = block.lane();
-            let (heads, group, d) = {
-                let q = call.tensor(0);
-                (q.extent(1), q.extent(2), q.extent(3))
-            };
+            let heads = call.tensor(0).extent(1);
             let pos = call.step.first_pos;
-            let (first, end) = p.attention().share(pos + 1, call.task.block[1]);
+            let (first, end) = p.attention().share(pos + 1, call.block::<1>());
             let appends = first <= pos && pos < end;
-            let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
-            let parts = if group > warps { 1 } else { warps / group };
             let mut h = 0;
             while h < heads {
+                if h > 0 {
+                    block.sync();
+                }
+                // Each part computes anew what it wants: held over the others it would cost them registers.
+                let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
+                let lane = block.lane();
+                let group_of = || {
+                    let (q, k, v) = (call.tensor(0), call.tensor(6), call.tensor(7));
+                    let (queries, d) = (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)));
+                    Group { k: Head::new(&k, h), v: Head::new(&v, h), queries, d, scale: p.scale }
+                };
+                let (is_fit, group, d) = {
+                    let together = group_of();
+                    (together.is_fit(), together.queries, together.d)
+                };
+                let half = d / 2;
                 let mut g = block.warp();
                 while g < group + u32::from(appends) {
                     let is_key = g == group;
                     let from = if is_key { call.tensor(1).row([0, h]) } else { call.tensor(0).row([0, h, g]) };
                     let to = call.tensor(6).row([h, pos]);
                     let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
-                    rope::turn(&from, &norm, p.eps, &frequencies, pos, d / 2, lane, |i, value| {
+                    rope::turn(&from, &norm, p.eps, &frequencies, pos, half, lane, |i, [low, high]| {
+                        // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
+                        let is_odd = lane % 2 == 1;
+                        let other = warp::shuffle_xor((if is_odd { low } else { high }).to_bits(), 1);
+                        let other = f32::from_bits(other);
+                        if i >= half {
+                            return;
+                        }
                         if is_key {
-                            to.set(i, value);
+                            to.set(i, low);
+                            to.set(i + half, high);
+                        } else if !is_fit {
+                            shared::store(QUERY + g * d + i, low.to_bits());
+                            shared::store(QUERY + g * d + i + half, high.to_bits());
+                        } else if is_odd {
+                            group::stage(group, d, g, i - 1 + half, [other, high]);
                         } else {
-                            shared::store(QUERY + g * d + i, value.to_bits());
+                            group::stage(group, d, g, i, [low, other]);
                         }
                     });
                     if is_key {
@@ -163,37 +188,88 @@ impl MacroKernel for DecodeAttention {
                     g += block.warps();
                 }
                 block.sync();
-                let mut slice = 0;
-                while slice < d {
-                    let mut unit = block.warp();
-                    while unit < group * parts {
-                        // Fetched anew for every head: held over the loops they would cost them registers.
-                        let (k, v) = (Head::new(&call.tensor(6), h), Head::new(&call.tensor(7), h));
-                        let g = unit / parts;
-                        let head = Heads { q: Kept(QUERY + g * d), k, v, d, scale: p.scale };
-                        let (from, to) = part((first, end), unit % parts, parts);
-                        let found = attend(&head, slice, from, to, lane);
-                        if parts == 1 {
-                            put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
-                        } else {
-                            keep(PARTS + unit * PART, &found, lane);
-                        }
-                        unit += block.warps();
-                    }
-                    block.sync();
-                    if parts > 1 {
-                        let g = block.warp();
-                        if g < group {
-                            let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
-                            put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
-                        }
-                        block.sync();
-                    }
-                    slice += SLICE;
+                if is_fit {
+                    let block = Block { thread: memory::opaque_word(block.thread), threads: block.threads };
+                    group_of().attend((first, end), &block, |g, i, found| put_sums(p, call, h, g, i, found));
+                } else {
+                    one_by_one(p, call, block, h, (first, end));
                 }
                 h += 1;
             }
         }
         Ok(())
+    }
+}
+
+/// Writes dimensions i to i + 3 of query `g` of head `h`, or what a split found of them.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`]; the query has them, and they are the calling thread's.
+#[inline(always)]
+unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, h: u32, g: u32, i: u32, found: Sums) {
+    // SAFETY: the caller's promises; a split's row has `FOUND` more.
+    unsafe {
+        let y = call.tensor(8);
+        let split = p.splits > 1;
+        let y = if split { y.row([h, 0, g]) } else { y.row([0, h, g]) };
+        if split && i == 0 {
+            y.set(0, found.max);
+            y.set(1, found.total);
+        }
+        let (factor, at) = if split { (1.0, FOUND) } else { (1.0 / found.total, 0) };
+        for j in 0..4 {
+            y.set(at + i + j as u32, found.sums[j] * factor);
+        }
+    }
+}
+
+/// Attends to positions `first..end` of head `h` query by query, a warp to each or, where there are fewer queries than warps, to
+/// a part of the positions.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`], after a barrier since the turned queries were stored from word [`QUERY`] on.
+#[inline(always)]
+unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (first, end): (u32, u32)) {
+    // What is computed from these stays here: few caches are read so.
+    let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
+    // SAFETY: the caller's promises; conditions around barriers are the same for all threads.
+    unsafe {
+        let lane = block.lane();
+        let (group, d) = {
+            let q = call.tensor(0);
+            (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)))
+        };
+        let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
+        let parts = if group > warps { 1 } else { warps / group };
+        let mut slice = 0;
+        while slice < d {
+            if slice > 0 {
+                block.sync();
+            }
+            let mut unit = block.warp();
+            while unit < group * parts {
+                // Fetched anew for every head: held over the loops they would cost them registers.
+                let (k, v) = (Head::new(&call.tensor(6), h), Head::new(&call.tensor(7), h));
+                let g = unit / parts;
+                let head = Heads { q: Kept(QUERY + g * d), k, v, d, scale: p.scale };
+                let (from, to) = part((first, end), unit % parts, parts);
+                let found = attend(&head, slice, from, to, lane);
+                if parts == 1 {
+                    put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
+                } else {
+                    keep(PARTS + unit * PART, &found, lane);
+                }
+                unit += block.warps();
+            }
+            if parts > 1 {
+                block.sync();
+                let g = block.warp();
+                if g < group {
+                    let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
+                    put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
+                }
+            }
+            slice += SLICE;
+        }
     }
 }

@@ -86,7 +86,7 @@ impl MacroKernel for Embedding {
             let (tokens, table, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
             let (positions, kinds) = (call.tensor(2), call.tensor(3));
             for r in 0..call.rows(&y) {
-                let pos = call.step.first_pos + call.task.row_first + r;
+                let pos = call.step.first_pos + call.row_first() + r;
                 let token = tokens.get_word(pos);
                 if token >= p.vocab {
                     return Err(Fault::new(FaultCode::TokenOutOfRange, pos, token, p.vocab));

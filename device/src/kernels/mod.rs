@@ -116,7 +116,7 @@ pub trait MacroKernel {
     #[inline(always)]
     unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         let _ = (params, block);
-        Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task.task_type), 0, 0))
+        Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
     }
 }
 
@@ -244,6 +244,17 @@ macro_rules! kernels {
             cpu: |call, scratch| $kernel::cpu(&params(&call.task.params), call, scratch),
         }),*];
 
+        /// Operands of the kernel that has the most.
+        pub const MAX_SLOTS: usize = {
+            let (mut most, all) = (0, [$($kernel::SLOTS.len()),*]);
+            let mut at = 0;
+            while at < all.len() {
+                most = if all[at] > most { all[at] } else { most };
+                at += 1;
+            }
+            most
+        };
+
         /// Runs a task's GPU body.
         ///
         /// # Safety
@@ -253,8 +264,8 @@ macro_rules! kernels {
         pub unsafe fn run_gpu(call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
             // SAFETY: the caller's promise.
             unsafe {
-                match call.task.task_type {
-                    $($number => $kernel::gpu(&params(&call.task.params), call, block),)*
+                match call.task_type() {
+                    $($number => $kernel::gpu(&params(&call.params()), call, block),)*
                     other => Err(Fault::new(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),
                 }
             }

@@ -87,8 +87,9 @@ pub(super) fn turned(head: &[f32], norm: &io::Tensor, eps: f32, frequencies: &io
     turned
 }
 
-/// A warp's [`turned`]: gives `put` every element of the head that starts at `from`, of twice `half`, on one lane each. A
-/// lane has read its elements before it puts them, and with a norm every lane has.
+/// A warp's [`turned`]: gives `put` elements i and i + half of the head that starts at `from`, of twice `half`, i below `half`, on
+/// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
+/// before it puts them, and with a norm every lane has.
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; the head is there, as are `norm`, if it is present, and `half` frequencies.
@@ -102,9 +103,9 @@ pub(super) unsafe fn turn(
     pos: u32,
     half: u32,
     lane: u32,
-    put: impl Fn(u32, f32),
+    put: impl Fn(u32, [f32; 2]),
 ) {
-    // SAFETY: the caller's promises; the condition around the shuffles is the same for all lanes.
+    // SAFETY: the caller's promises; the conditions around the shuffles, and around `put`, are the same for all lanes.
     unsafe {
         let mut scale = 1.0;
         if norm.is_present() {
@@ -116,14 +117,19 @@ pub(super) unsafe fn turn(
             }
             scale = rsqrt(warp::sum(squares) / (2 * half) as f32 + eps);
         }
-        let scaled = |i: u32| from.get(i) * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
-        let mut i = lane;
-        while i < half {
-            let (sin, cos) = sin_cos(pos as f32 * frequencies.get([i]));
-            let (low, high) = (scaled(i), scaled(i + half));
-            put(i, low * cos - high * sin);
-            put(i + half, high * cos + low * sin);
-            i += WARP;
+        let (weights, frequencies) = (norm.row([]), frequencies.row([]));
+        let scaled = |i: u32| from.get(i) * scale * if norm.is_present() { weights.get(i) } else { 1.0 };
+        let mut first = 0;
+        while first < half {
+            let i = first + lane;
+            let mut turned = [0.0; 2];
+            if i < half {
+                let (sin, cos) = sin_cos(pos as f32 * frequencies.get(i));
+                let (low, high) = (scaled(i), scaled(i + half));
+                turned = [low * cos - high * sin, high * cos + low * sin];
+            }
+            put(i, turned);
+            first += WARP;
         }
     }
 }
@@ -212,12 +218,17 @@ impl MacroKernel for Rope {
                 }
                 let half = d / 2;
                 let (r, h, g) = (item / ((group + 1) * heads), item / (group + 1) % heads, item % (group + 1));
-                let pos = call.step.first_pos + call.task.row_first + r;
+                let pos = call.step.first_pos + call.row_first() + r;
                 let is_key = g == group;
                 let from = if is_key { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
                 let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
                 let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
-                turn(&from, &norm, p.eps, &frequencies, pos, half, block.lane(), |i, value| to.set(i, value));
+                turn(&from, &norm, p.eps, &frequencies, pos, half, block.lane(), |i, [low, high]| {
+                    if i < half {
+                        to.set(i, low);
+                        to.set(i + half, high);
+                    }
+                });
                 if is_key {
                     append_value(call, r, h, pos, d, block.lane());
                 }

@@ -397,7 +397,7 @@ impl KernelGraph {
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
         let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None]);
-        let params = kernels::linear::Params { activation: activation as u32, eps: 0.0, order: 0 };
+        let params = kernels::linear::Params { activation: activation as u32, eps: 0.0, order: 0, merges: 0 };
         self.add::<kernels::Linear>(
             name,
             &params,

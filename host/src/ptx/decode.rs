@@ -47,6 +47,9 @@ pub(super) enum Special {
     Clock,
 }
 
+/// What stands for every policy of L2: its bits are the chip's own.
+pub(super) const POLICY: u64 = 0x12f0_0000_0000_0000;
+
 /// How a shuffle finds the lane it reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Shuffle {
@@ -171,6 +174,8 @@ pub(super) enum Op {
         from: Access,
         bytes: Slot,
         barrier: Access,
+        /// What `createpolicy` made, if it says how L2 is to keep the bytes.
+        policy: Option<Slot>,
     },
     BulkPrefetch {
         from: Access,
@@ -193,6 +198,8 @@ pub(super) struct Instruction {
     /// Lanes whose predicate is this.
     pub(super) guard: Option<(bool, Pred)>,
     pub(super) line: u32,
+    /// Whether it moves a register or a constant, which in the end is mostly no instruction.
+    pub(super) is_move: bool,
     /// Of a branch that may part lanes: where they meet again, its immediate post-dominator.
     pub(super) join: Option<Pc>,
 }
@@ -308,7 +315,8 @@ pub(super) fn decode(text: &EntryText<'_>, layout: &Layout) -> Result<Entry, Ptx
                 let guard = guard.map(|(is, name)| decoder.pred(name).map(|pred| (is, pred))).transpose();
                 let guard = guard.map_err(unread)?;
                 let op = decoder.op(opcode, operands).map_err(unread)?;
-                code.push(Instruction { op, guard, line: *line, join: None });
+                let is_move = opcode.starts_with("mov.");
+                code.push(Instruction { op, guard, line: *line, is_move, join: None });
             }
         }
     }
@@ -707,13 +715,20 @@ impl<'a> Decoder<'a> {
                 at: self.access(Space::Shared, at, 8)?,
                 parity: self.source(parity, 32)?,
             },
-            ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", [to, from, bytes, barrier]) => {
-                Op::BulkCopy {
-                    to: self.access(Space::Shared, to, 16)?,
-                    from: self.access(Space::Global, from, 16)?,
-                    bytes: self.source(bytes, 32)?,
-                    barrier: self.access(Space::Shared, barrier, 8)?,
-                }
+            (
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                | "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
+                [to, from, bytes, barrier, policy @ ..],
+            ) if policy.len() == usize::from(opcode.ends_with("hint")) => Op::BulkCopy {
+                to: self.access(Space::Shared, to, 16)?,
+                from: self.access(Space::Global, from, 16)?,
+                bytes: self.source(bytes, 32)?,
+                barrier: self.access(Space::Shared, barrier, 8)?,
+                policy: policy.first().map(|policy| self.source(policy, 64)).transpose()?,
+            },
+            ("createpolicy.fractional.L2::evict_first.b64", [d, _]) => {
+                let mov = rows::unary("mov.b64").expect("listed");
+                Op::Unary(mov, self.destination(d)?, self.constant(POLICY))
             }
             ("cp.async.bulk.prefetch.L2.global", [from, bytes]) => {
                 Op::BulkPrefetch { from: self.access(Space::Global, from, 16)?, bytes: self.source(bytes, 32)? }

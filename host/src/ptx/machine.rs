@@ -5,7 +5,7 @@
 //! the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a chip; of several parts the one that
 //! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest.
 
-use super::decode::{Access, Atomic, Entry, Layout, Op, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special};
+use super::decode::{Access, Atomic, Entry, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special};
 use super::matrix::Groups;
 use super::rows::Row;
 use super::{Memory, PtxError};
@@ -52,9 +52,12 @@ pub struct Report {
     pub copies: u64,
     /// What the clock says at the end.
     pub ended_ns: u64,
-    /// For each value that a block wrote to one of [`Launch::marks`]: the instructions that each of its warps ran until it wrote
-    /// another, of all blocks together.
+    /// For each value that a block wrote to one of [`Launch::marks`]: the instructions, other than moves, that each of its warps ran
+    /// until it wrote another, of all blocks together.
     pub phases: BTreeMap<u32, Vec<u64>>,
+    /// Likewise, how many of them came one after the other: from one barrier 0 to the next those of the warp that ran most; before
+    /// one that votes, until which some warp asks again and again, of the one that ran least.
+    pub paths: BTreeMap<u32, u64>,
 }
 
 /// Runs `launch` of `entry`.
@@ -93,6 +96,8 @@ pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &
         copies: VecDeque::new(),
         warps,
         marks: vec![0; launch.blocks as usize],
+        moves: 0,
+        since_barrier: vec![0; launch.blocks as usize * warps],
         turn: 0,
         changed: 0,
         leapt_ns: 0,
@@ -326,6 +331,10 @@ pub(super) struct Machine<'a> {
     warps: usize,
     /// What each block wrote last to a mark.
     marks: Vec<u32>,
+    /// Instructions so far that were moves.
+    moves: u64,
+    /// Of each warp, those that were none since its block's barrier 0.
+    since_barrier: Vec<u64>,
     turn: u64,
     /// The turn in which something was written, landed or met last.
     changed: u64,
@@ -525,11 +534,11 @@ impl Machine<'_> {
     }
 
     fn run_part(&mut self, b: usize, w: usize, part: Part, most: u64) -> Result<(), PtxError> {
-        let (before, mark) = (self.report.instructions, self.marks[b]);
+        let (before, mark) = (self.report.instructions - self.moves, self.marks[b]);
         let ran = self.run_instructions(b, w, part, most);
         if self.launch.marks.1 > 0 {
             let phase = self.report.phases.entry(mark).or_insert_with(|| vec![0; self.warps]);
-            phase[w] += self.report.instructions - before;
+            phase[w] += self.report.instructions - self.moves - before;
         }
         ran
     }
@@ -549,6 +558,8 @@ impl Machine<'_> {
                 Err(what) => return Err(self.fault(b, w, &part, what)),
             };
             self.report.instructions += 1;
+            self.moves += u64::from(instruction.is_move);
+            self.since_barrier[b * self.warps + w] += u64::from(!instruction.is_move);
             done += 1;
             match next {
                 Next::On => part.pc += 1,
@@ -795,7 +806,13 @@ impl Machine<'_> {
                     return Ok(Next::Yield(State::Ready));
                 }
             }
-            Op::BulkCopy { to, from, bytes, barrier } => {
+            Op::BulkCopy { to, from, bytes, barrier, policy } => {
+                if let Some(policy) = policy {
+                    let policies = self.blocks[b].warps[w].row(entry, *policy);
+                    if lanes_of(lanes).any(|lane| policies[lane] != POLICY) {
+                        return Err("a bulk copy by a policy that createpolicy has not made".to_owned());
+                    }
+                }
                 let (to, from) = (self.addresses(b, w, to), self.addresses(b, w, from));
                 let (bytes, barrier) = (*self.blocks[b].warps[w].row(entry, *bytes), self.addresses(b, w, barrier));
                 for lane in lanes_of(lanes) {
@@ -1021,6 +1038,12 @@ impl Machine<'_> {
         }
         let Named { votes, waiting, .. } = std::mem::take(named);
         self.changed = self.turn;
+        if id == 0 && self.launch.marks.1 > 0 {
+            let since = &mut self.since_barrier;
+            let ran = waiting.iter().chain([&w]).map(|w| std::mem::take(&mut since[b * self.warps + w]));
+            let path = if vote.is_some() { ran.min() } else { ran.max() };
+            *self.report.paths.entry(self.marks[b]).or_default() += path.unwrap_or(0);
+        }
         let entry = self.entry;
         let settle = |warp: &mut Warp, lanes: u32, vote: Option<(Pred, Pred, bool)>| {
             if let Some((d, _, is_and)) = vote {

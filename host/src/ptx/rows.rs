@@ -98,6 +98,23 @@ fn field(bits: u64, first: u64, n: u64, width: u64) -> u64 {
 
 const LOW: u64 = 0xffff_ffff;
 
+/// The bits of the nearest bf16.
+fn bf16_of(bits: u64) -> u64 {
+    let value = f32_of(bits);
+    u64::from(if value.is_nan() { 0x7fff } else { bf16::from_f32(value).to_bits() })
+}
+
+/// Of eight bytes those four that the nibbles of `by` name, the lowest first; a nibble's high bit says that it is the byte's sign
+/// eight times.
+fn permuted(bytes: u64, by: u64) -> u64 {
+    (0..4).fold(0, |all, at| {
+        let nibble = by >> (4 * at);
+        let byte = bytes >> (8 * (nibble & 7)) & 0xff;
+        let byte = if nibble & 8 == 0 { byte } else { 0xff * (byte >> 7) };
+        all | byte << (8 * at)
+    })
+}
+
 /// What PTX leaves open: division by zero.
 fn divided(a: u64, b: u64) -> u64 {
     a.checked_div(b).unwrap_or(u64::MAX)
@@ -119,13 +136,12 @@ pub(super) fn unary(opcode: &str) -> Option<Unary> {
             u64::from(if value.is_nan() { 0x7fff } else { f16::from_f32(value).to_bits() })
         }),
         "cvt.f32.bf16" => row!(|a| of_f32(bf16::from_bits(a as u16).to_f32())),
-        "cvt.rn.bf16.f32" => row!(|a| {
-            let value = f32_of(a);
-            u64::from(if value.is_nan() { 0x7fff } else { bf16::from_f32(value).to_bits() })
-        }),
+        "cvt.rn.bf16.f32" => row!(|a| bf16_of(a)),
         "cvt.f64.f32" => row!(|a| of_f64(f64::from(f32_of(a)))),
         "cvt.rn.f32.f64" => row!(|a| of_f32(f64_of(a) as f32)),
         "cvt.rn.f32.u16" | "cvt.rn.f32.u32" | "cvt.rn.f32.u64" => row!(|a| of_f32(a as f32)),
+        // Towards zero, to the nearest number there is; 0 for a NaN, as Rust has it.
+        "cvt.rzi.u32.f32" => row!(|a| u64::from(f32_of(a) as u32)),
         "cvt.rn.f32.s32" => row!(|a| of_f32(a as u32 as i32 as f32)),
         "cvt.rn.f64.u32" | "cvt.rn.f64.u64" => row!(|a| of_f64(a as f64)),
         "neg.f32" => row!(|a| a ^ 0x8000_0000),
@@ -140,6 +156,7 @@ pub(super) fn unary(opcode: &str) -> Option<Unary> {
         "clz.b32" => row!(|a| u64::from((a as u32).leading_zeros())),
         "rcp.rn.f32" => row!(|a| of_f32(1.0 / f32_of(a))),
         "sqrt.rn.f32" => row!(|a| of_f32(f32_of(a).sqrt())),
+        "rsqrt.approx.ftz.f32" => row!(|a| of_f32((1.0 / f64::from(flushed(f32_of(a))).sqrt()) as f32)),
         // Two units in the last place on the chip; here rounded once.
         "ex2.approx.ftz.f32" => row!(|a| of_f32(flushed(f64::from(flushed(f32_of(a))).exp2() as f32))),
         _ => return None,
@@ -198,6 +215,8 @@ pub(super) fn binary(opcode: &str) -> Option<Binary> {
         "sub.rn.f64" => row!(|a, b| of_f64(f64_of(a) - f64_of(b))),
         "mul.rn.f64" => row!(|a, b| of_f64(f64_of(a) * f64_of(b))),
         "div.rn.f64" => row!(|a, b| of_f64(f64_of(a) / f64_of(b))),
+        // The first in the high half.
+        "cvt.rn.bf16x2.f32" => row!(|a, b| bf16_of(a) << 16 | bf16_of(b)),
         _ => return None,
     })
 }
@@ -215,6 +234,7 @@ pub(super) fn ternary(opcode: &str) -> Option<Ternary> {
         // The high word of `b:a` shifted left by `c` modulo 32; the low word of it shifted right.
         "shf.l.wrap.b32" => row!(|a, b, c| ((((b & LOW) << 32) | (a & LOW)) << (c & 31)) >> 32),
         "shf.r.wrap.b32" => row!(|a, b, c| ((((b & LOW) << 32) | (a & LOW)) >> (c & 31)) & LOW),
+        "prmt.b32" => row!(|a, b, c| permuted(a & LOW | b << 32, c)),
         _ => return None,
     })
 }

@@ -355,6 +355,16 @@ pub(super) unsafe fn shared_load(at: u32) -> u32 {
 }
 
 #[track_caller]
+pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
+    let caller = Location::caller();
+    let word = |world: &mut World, i: usize| world.shared(at + i as u32, None, caller);
+    demand(with(|world| {
+        let mut words = [0; N];
+        (0..N).try_for_each(|i| word(world, i).map(|word| words[i] = word)).map(|()| words)
+    }))
+}
+
+#[track_caller]
 pub(super) unsafe fn shared_store(at: u32, value: u32) {
     let caller = Location::caller();
     demand(with(|world| world.shared(at, Some(value), caller)));
@@ -530,6 +540,11 @@ pub(super) fn sqrt(x: f32) -> f32 {
     x.sqrt()
 }
 
+pub(super) fn rsqrt(x: f32) -> f32 {
+    let x = if x.is_subnormal() { 0.0f32.copysign(x) } else { x };
+    (1.0 / f64::from(x).sqrt()) as f32
+}
+
 pub(super) fn f16_to_f32(bits: u16) -> f32 {
     half::f16::from_bits(bits).to_f32()
 }
@@ -540,4 +555,16 @@ pub(super) fn f32_to_f16(x: f32) -> u16 {
 
 pub(super) fn f32_to_bf16(x: f32) -> u16 {
     half::bf16::from_f32(x).to_bits()
+}
+
+pub(super) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
+    u32::from(f32_to_bf16(low)) | u32::from(f32_to_bf16(high)) << 16
+}
+
+pub(super) fn low_halves(first: u32, second: u32) -> u32 {
+    first & 0xffff | second << 16
+}
+
+pub(super) fn high_halves(first: u32, second: u32) -> u32 {
+    first >> 16 | second & 0xffff_0000
 }

@@ -184,7 +184,7 @@ fn addresses_out_of_place() {
         // SAFETY: see above.
         unsafe { memory::store(place.data(WORDS as u32), 1) };
     });
-    finds(Wrong::OutOfBounds, "word 4512 of shared memory", 1, 32, |_| {
+    finds(Wrong::OutOfBounds, &format!("word {} of shared memory", shared::WORDS), 1, 32, |_| {
         // SAFETY: see above.
         unsafe { shared::store(shared::WORDS, 1) };
     });

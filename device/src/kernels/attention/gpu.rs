@@ -122,8 +122,8 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let (heads, group) = (q.extent(1), q.extent(2));
                 let item = unit / parts;
                 let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-                let visible = p.visible(call.step, call.task.row_first + r) as u32;
-                let (first, end) = part(p.share(visible, call.task.block[1]), unit % parts, parts);
+                let visible = p.visible(call.step, call.row_first() + r) as u32;
+                let (first, end) = part(p.share(visible, call.block::<1>()), unit % parts, parts);
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
                 if parts == 1 {
@@ -140,9 +140,9 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let q = call.tensor(0);
                     let (heads, group) = (q.extent(1), q.extent(2));
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-                    let visible = p.visible(call.step, call.task.row_first + r) as u32;
+                    let visible = p.visible(call.step, call.row_first() + r) as u32;
                     let at = FREE_SHARED + item * parts * PART;
-                    let found = merge(at, parts, p.share(visible, call.task.block[1]), lane);
+                    let found = merge(at, parts, p.share(visible, call.block::<1>()), lane);
                     put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
                 }
                 block.sync();
@@ -173,7 +173,7 @@ pub(in crate::kernels) unsafe fn put(
     found: &Found,
 ) {
     let split = p.splits > 1;
-    // SAFETY: `i` is below the row's length, which is two more where that holds what a split found; elements are written by
+    // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are written by
     // one lane each.
     unsafe {
         let y = if split { y.row([h, 0, g]) } else { y.row([r, h, g]) };
@@ -181,7 +181,7 @@ pub(in crate::kernels) unsafe fn put(
             y.set(0, found.max);
             y.set(1, found.total);
         }
-        let (divisor, at) = if split { (1.0, 2) } else { (found.total, 0) };
+        let (divisor, at) = if split { (1.0, FOUND) } else { (found.total, 0) };
         for step in 0..PER_LANE {
             let i = slice + dimension(step, lane);
             if i < d {
@@ -329,8 +329,8 @@ pub(in crate::kernels) unsafe fn attend<Q: Query>(
 /// One head of a cache: its first row, and how far it is from one row to the next.
 #[derive(Clone, Copy)]
 pub(in crate::kernels) struct Head {
-    first: Row,
-    step: u32,
+    pub(super) first: Row,
+    pub(super) step: u32,
 }
 
 impl Head {
@@ -341,12 +341,13 @@ impl Head {
 
     /// The row of position `t`.
     #[inline(always)]
-    fn row(&self, t: u32) -> Row {
+    pub(super) fn row(&self, t: u32) -> Row {
         self.first.after(u64::from(t) * u64::from(self.step))
     }
 }
 
+/// The larger one; `a` where `b` is NaN.
 #[inline(always)]
-fn max_of(a: f32, b: f32) -> f32 {
+pub(super) fn max_of(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }

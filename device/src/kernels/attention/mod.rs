@@ -4,8 +4,9 @@
 //! row r sees positions 0..=first_pos + r. Bidirectional: it sees the pass's rows. f32 accumulation.
 //!
 //! Split (one row only), a task attends to an equal share of the positions, block axis 1 saying which, and y is what it
-//! found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, group, 2 + d] f32, each row the largest score,
-//! the sum of exp(score - largest), and the values' sum weighted so. Without positions: -inf and zeros.
+//! found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, group, [`FOUND`] + d] f32, each row the largest score,
+//! the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without positions: -inf and
+//! zeros.
 
 use super::*;
 
@@ -14,12 +15,16 @@ mod bidirectional;
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
 pub(super) mod gpu;
+pub(super) mod group;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
 
 /// See the module head.
 #[derive(Debug)]
 pub struct Attention;
+
+/// Words before the sums in a row of what a split found, so that they begin on 16 bytes.
+pub const FOUND: u32 = 4;
 
 /// Parameters.
 #[repr(C)]
@@ -88,7 +93,7 @@ impl MacroKernel for Attention {
         }
         rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
         rules::extent("q", q, 0, 1)?;
-        let parts = [q.extent[1], 1, q.extent[2], q.extent[3].saturating_add(2)];
+        let parts = [q.extent[1], 1, q.extent[2], q.extent[3].saturating_add(FOUND)];
         (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
     }
 
@@ -119,7 +124,7 @@ impl MacroKernel for Attention {
                     } else {
                         y.set([h, 0, g, 0], max);
                         y.set([h, 0, g, 1], total);
-                        (0..d).for_each(|i| y.set([h, 0, g, 2 + i], sums[i]));
+                        (0..d).for_each(|i| y.set([h, 0, g, FOUND as usize + i], sums[i]));
                     }
                 }
             }

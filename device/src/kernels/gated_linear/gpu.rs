@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
+use crate::gpu::rows::{Rows, Staging, dots, pick, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
@@ -17,8 +17,10 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(6).is_present();
         let is_thin = thin::is_for::<2>(call, rows, 6);
+        let mut scale = 1.0;
         if staged || is_thin {
-            stage(call, 6, p.eps, block, is_thin);
+            let how = Staging { norm: 6, eps: p.eps, merges: false, in_terms: is_thin };
+            scale = stage(call, how, block);
         }
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
@@ -35,7 +37,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && rows <= TILED_ROWS
         {
             if is_thin {
-                thin::multiply::<2>(call, tiles, block, |n, [g, u]| finish(0, n, g, u));
+                thin::multiply::<2>(call, tiles, block, scale, |n, [g, u]| finish(0, n, g, u));
             } else {
                 tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
             }

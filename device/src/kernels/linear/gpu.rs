@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, dots, pick, stage, tiled};
+use crate::gpu::rows::{Rows, Staging, dots, pick, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
@@ -14,12 +14,14 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     // SAFETY: the operands are the slots'; `n` and `r` stay below the extents that `check` has matched; the conditions
     // around `dots` depend on the warp and the task alone, so whole warps call it.
     unsafe {
-        let rows = call.rows(&call.tensor(0));
+        let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(0)) };
         let columns = call.tensor(1).extent(0);
-        let staged = call.tensor(5).is_present();
+        let staged = call.tensor(5).is_present() || p.merges != 0;
         let is_thin = thin::is_for::<1>(call, rows, 5);
+        let mut scale = 1.0;
         if staged || is_thin {
-            stage(call, 5, p.eps, block, is_thin);
+            let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
+            scale = stage(call, how, block);
         }
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
         let finish = |r: u32, n: u32, mut sum: f32| {
@@ -38,7 +40,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && rows <= TILED_ROWS
         {
             if is_thin {
-                thin::multiply::<1>(call, tiles, block, |n, [sum]| finish(0, n, sum));
+                thin::multiply::<1>(call, tiles, block, scale, |n, [sum]| finish(0, n, sum));
             } else {
                 tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             }

@@ -1,6 +1,8 @@
 //! y = act(x . w^T + bias) + residual. x: [rows, k]; w: [n, k] (as checkpoints store it); bias: [n]; residual, y:
 //! [rows, n]; f32 accumulation. Reads the weights once: n*k elements, 2*rows*n*k flops. With `norm`, [k], x is first
-//! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements.
+//! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements. With `merges` x is
+//! [kv_heads, splits, group, 4 + d] f32, from which every task first makes its row, as long, as
+//! [`attention_merge`](super::attention_merge) does.
 
 use super::*;
 
@@ -81,6 +83,8 @@ pub struct Params {
     pub eps: f32,
     /// An [`Order`].
     pub order: u32,
+    /// 1: x is what the splits of an attention found, and the row what [`attention_merge`](super::attention_merge) makes of it.
+    pub merges: u32,
 }
 
 impl MacroKernel for Linear {
@@ -106,24 +110,41 @@ impl MacroKernel for Linear {
             return Err(format!("order of summation {} is unknown", p.order));
         }
         rules::weights("w", w)?;
-        for (name, operand, rank) in [("x", x, 2), ("bias", bias, 1), ("residual", residual, 2), ("y", y, 2)] {
+        for (name, operand, rank) in [("bias", bias, 1), ("residual", residual, 2), ("y", y, 2)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;
         }
-        rules::extent("w", w, 1, x.extent[1])?;
-        rules::norm(norm, x)?;
+        let rows = if p.merges != 0 {
+            if norm.is_present() {
+                return Err("`norm` is present, expected none where `x` is merged".to_owned());
+            }
+            let k = attention_merge::merged_len(x)?;
+            if k > u64::from(MAX_NORMED) {
+                return Err(format!("`x` merges into {k} elements, expected at most {MAX_NORMED}"));
+            }
+            rules::extent("w", w, 1, k as u32)?;
+            1
+        } else {
+            rules::dtype("x", x, &rules::FLOATS)?;
+            rules::rank("x", x, 2)?;
+            rules::unit_stride("x", x)?;
+            rules::extent("w", w, 1, x.extent[1])?;
+            rules::norm(norm, x)?;
+            x.extent[0]
+        };
         rules::extent("bias", bias, 0, w.extent[0])?;
         for (name, operand) in [("residual", residual), ("y", y)] {
-            rules::extent(name, operand, 0, x.extent[0])?;
+            rules::extent(name, operand, 0, rows)?;
             rules::extent(name, operand, 1, w.extent[0])?;
         }
         Ok(())
     }
 
-    fn cost(_: &Params, io: &[Operand]) -> Cost {
+    fn cost(p: &Params, io: &[Operand]) -> Cost {
         let [x, w, ..] = io else { return Cost::default() };
-        let flops = 2 * u64::from(x.extent[0]) * w.len_elems();
+        let rows = if p.merges != 0 { 1 } else { x.extent[0] };
+        let flops = 2 * u64::from(rows) * w.len_elems();
         Cost { flops, ..default_cost(Self::SLOTS, io) }
     }
 
@@ -131,8 +152,9 @@ impl MacroKernel for Linear {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, w, bias, residual, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        for r in 0..call.rows(0) {
-            let x = rms_norm::row(&x, r, &norm, p.eps);
+        let rows = if p.merges != 0 { 1 } else { call.rows(0) };
+        for r in 0..rows {
+            let x = if p.merges != 0 { attention_merge::merged(&x) } else { rms_norm::row(&x, r, &norm, p.eps) };
             for n in 0..w.extent(0) {
                 let mut sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
                 if bias.is_present() {
@@ -150,8 +172,8 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        // Lowered for workers that read x from afar: CPUs keep the norm an operator of its own.
-        if call.tensor(5).is_present() {
+        // Lowered for workers that read x from afar: CPUs keep the norm, and the merge, an operator of its own.
+        if call.tensor(5).is_present() || p.merges != 0 {
             return Self::reference(p, call);
         }
         cpu::run(p, call, scratch)

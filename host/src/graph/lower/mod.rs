@@ -17,8 +17,8 @@ use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
-    self, Attention, AttentionMerge, DecodeAttention, GatedLinear, Linear, Numbered, Spec, TILED_ROWS, Use, attention,
-    decode_attention, gated_linear, linear, param_words,
+    self, Attention, AttentionMerge, DecodeAttention, GatedLinear, Linear, MAX_NORMED, Numbered, Spec, TILED_ROWS, Use,
+    attention, decode_attention, gated_linear, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 

@@ -7,7 +7,8 @@
 //! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each making
 //!   its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
-//!   `attention_merge` after it makes the result: replicated where that reads less than a hop costs, else a block per head.
+//!   `attention_merge` after it makes the result: where that reads less than a hop costs, in every block of the product that reads
+//!   it (or, where that cannot, replicated), else a block per head.
 
 use super::*;
 
@@ -191,7 +192,7 @@ fn splits_of(table: &TensorTable, op: &Operator, target: &Target) -> Splits {
     let positions = table[keys].shape[1] as u32;
     let most = (target.n_workers / heads as u32).min(positions / target.split_positions).clamp(1, MAX_SPLITS);
     let head_bytes = cache_bytes(table, op) / heads as u64;
-    let found_bytes = (group * (2 + d) * DType::F32.size_bytes()) as u64;
+    let found_bytes = (group * (attention::FOUND as usize + d) * DType::F32.size_bytes()) as u64;
     let read = |splits: &Splits| {
         let n = u64::from(splits.n);
         head_bytes / n
@@ -218,7 +219,11 @@ fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
             number += 1;
             lowered.ops.insert(number, merge);
             ops.insert(number, None);
-            if copied {
+            if copied && merge_in_readers(graph, lowered, &ops, number, y) {
+                lowered.ops.remove(number);
+                ops.remove(number);
+                number -= 1;
+            } else if copied {
                 copy_merge(graph, lowered, &ops, number, y);
             }
         }
@@ -232,7 +237,7 @@ fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u3
     let [q, _, y] = attention_slots(op)?;
     let (q, kernel) = (op.slots[q]?, block.kernel.as_mut()?);
     let [_, heads, group, d] = table[q].shape[..] else { return None };
-    let shape = [heads, splits as usize, group, 2 + d];
+    let shape = [heads, splits as usize, group, attention::FOUND as usize + d];
     let parts = table.add(&format!("{} parts", block.name), &shape, DType::F32, BufferKind::Intermediate).ok()?;
     kernel.params = match kernel.task_type {
         Attention::TASK_TYPE => param_words(&attention::Params { splits, ..kernels::params(&kernel.params) }),
@@ -258,6 +263,43 @@ fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u3
         }),
     };
     Some((merge, whole.tensor))
+}
+
+/// Has the products that read the result `y` of the merge `number` make it themselves, so that nobody needs the merge; says
+/// whether all of them can.
+fn merge_in_readers(
+    graph: &KernelGraph,
+    lowered: &mut ThreadBlockGraph,
+    ops: &[Option<&Operator>],
+    number: usize,
+    y: TensorId,
+) -> bool {
+    if is_output(graph, &lowered.table, y) || lowered.table[y].len_elems() > MAX_NORMED as usize {
+        return false;
+    }
+    let Some((readers, _)) = only_products(ops, lowered, number, y, &graph.table) else { return false };
+    let Some(parts) = lowered.ops[number].accesses[0].as_ref().map(|access| access.tensor) else { return false };
+    let is_able = |at: &usize| {
+        let slots = ops[*at].map(|op| (op.kernel.task_type, op.slots[0], op.slots.get(5).copied().flatten()));
+        slots.is_some_and(|(kernel, x, norm)| {
+            let reads = |t: Option<TensorId>| t.is_some_and(|t| lowered.table[t].buffer == lowered.table[y].buffer);
+            let others = ops[*at].map_or(0, |op| op.slots[1..].iter().filter(|t| reads(**t)).count());
+            kernel == Linear::TASK_TYPE && reads(x) && norm.is_none() && others == 0
+        })
+    };
+    if !readers.iter().all(is_able) {
+        return false;
+    }
+    for at in readers {
+        let block = &mut lowered.ops[at];
+        block.accesses[0] = Some(Access { tensor: parts, kind: AccessKind::Read, map: [None; GRID_AXES] });
+        // One row, and not the pass's first: the parts' first dimension is heads.
+        (block.row_axis, block.rows) = (None, 0);
+        if let Some(kernel) = &mut block.kernel {
+            kernel.params = param_words(&linear::Params { merges: 1, ..kernels::params(&kernel.params) });
+        }
+    }
+    true
 }
 
 /// Gives every block of the product that reads the result `y` of the merge `number` a merge of its own.

@@ -1,0 +1,277 @@
+//! One position's attention for the queries that share a key/value head, all of them together, on tensor cores
+//! (flash-decoding).
+//!
+//! ```text
+//!           A, 16 rows                        B, 8 columns         D
+//! scores    queries: 0..8 hi, 8..16 lo        8 positions' keys    a query's scores, two positions a lane
+//! values    their weights, hi and lo again    8 of d               a query's sums, a lane's 8 of d from eight products
+//! ```
+//! Scores lie in D where the next product wants its A, so nothing moves between lanes but a maximum. Of d a lane takes eight
+//! neighbours at once, 16 bytes of a key or value: which of them the tensor core believes to be which k, or which column, is
+//! the same in both operands, and in what is written.
+//!
+//! A warp takes 16 positions at a time; warps share the positions, and what each found is merged in shared memory as
+//! [`gpu`](super::gpu) does it. Queries and weights are hi + lo, both bf16, which leaves out 2^-17 of an element; sums are f32.
+
+use super::gpu::{Head, max_of};
+use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
+use crate::arch::{each_of_four, memory, shared, warp};
+use crate::block::{Block, FREE_SHARED};
+use crate::gpu::BF16;
+use crate::gpu::rows::in_two;
+use core::f32::consts::LOG2_E;
+
+/// Queries at most: half of A's rows.
+const QUERIES: u32 = 8;
+
+/// Positions that a warp takes at a time.
+const UNIT: u32 = 16;
+
+/// Dimensions at most: as many as a warp can hold the sums of.
+const DIMENSIONS: u32 = 128;
+
+/// Words of a row of a part before or after its sums, of which two are the maximum and the total: rows begin on 16 bytes.
+const MORE: u32 = 4;
+
+/// Where queries are staged: rows of hi, then rows of lo, [`pitch`] words each; parts come after them.
+const STAGE: u32 = FREE_SHARED;
+
+/// Words from one staged query to the next, so that those that lanes read at once lie in different banks.
+#[inline(always)]
+fn pitch(d: u32) -> u32 {
+    (d / 2 + 15) / 32 * 32 + 16
+}
+
+/// Where parts begin.
+#[inline(always)]
+fn parts_at(queries: u32, d: u32) -> u32 {
+    STAGE + 2 * queries * pitch(d)
+}
+
+/// Words of a part.
+#[inline(always)]
+fn part_words(queries: u32, d: u32) -> u32 {
+    queries * (d + MORE)
+}
+
+/// A key/value head and its queries.
+#[derive(Clone, Copy)]
+pub(in crate::kernels) struct Group {
+    pub(in crate::kernels) k: Head,
+    pub(in crate::kernels) v: Head,
+    pub(in crate::kernels) queries: u32,
+    pub(in crate::kernels) d: u32,
+    pub(in crate::kernels) scale: f32,
+}
+
+/// What was found of four dimensions of a query.
+#[derive(Clone, Copy)]
+pub(in crate::kernels) struct Sums {
+    pub(in crate::kernels) max: f32,
+    pub(in crate::kernels) total: f32,
+    pub(in crate::kernels) sums: [f32; 4],
+}
+
+/// Stages elements `i` and `i + 1` of query `g` of `queries`, of `d` elements each, `i` even.
+///
+/// # Safety
+/// The words are nobody else's until the block's next barrier; the group [fits](Group::is_fit).
+#[inline(always)]
+pub(in crate::kernels) unsafe fn stage(queries: u32, d: u32, g: u32, i: u32, values: [f32; 2]) {
+    let at = STAGE + g * pitch(d) + i / 2;
+    let [high, low] = in_two(values);
+    // SAFETY: the caller's promise.
+    unsafe {
+        shared::store(at, high);
+        shared::store(at + queries * pitch(d), low);
+    }
+}
+
+impl Group {
+    /// Whether its keys and values can be read as tensor cores want them, and there is room for its queries.
+    #[inline(always)]
+    pub(in crate::kernels) fn is_fit(&self) -> bool {
+        let fits = |head: &Head| head.first.is(BF16) && head.step.is_multiple_of(8) && head.first.is_aligned(16);
+        self.queries <= QUERIES
+            && self.d.is_multiple_of(32)
+            && self.d <= DIMENSIONS
+            && parts_at(self.queries, self.d) + part_words(self.queries, self.d) <= shared::KEPT
+            && fits(&self.k)
+            && fits(&self.v)
+    }
+
+    /// Attends to positions `first..end`, and calls `put(g, i, found)`, on some thread, for dimensions i to i + 3 of each query g.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
+    /// [fits](Group::is_fit); the cache holds the positions; nobody reads parts of an earlier call any more.
+    #[inline(always)]
+    pub(in crate::kernels) unsafe fn attend(
+        &self,
+        (first, end): (u32, u32),
+        block: &Block,
+        put: impl Fn(u32, u32, Sums),
+    ) {
+        let (parts_at, words) = (parts_at(self.queries, self.d), part_words(self.queries, self.d));
+        let units = (end - first).div_ceil(UNIT);
+        let room = (shared::KEPT - parts_at) / words;
+        let parts = if room < block.warps() { room } else { block.warps() };
+        let parts = if units < parts { units } else { parts };
+        // SAFETY: the caller's promises; conditions around barriers and warps' calls are the same for all their threads. A part
+        // is written by its warp before a barrier and read after it.
+        unsafe {
+            if block.warp() < parts {
+                let at = parts_at + block.warp() * words;
+                self.find((first, end), (block.warp(), parts), block.lane(), at);
+            }
+            block.sync();
+            let (quads, pitch) = (self.d / 4, self.d + MORE);
+            for unit in block.mine(self.queries * quads) {
+                let (g, i) = (unit / quads, unit % quads * 4);
+                let row = |part: u32| parts_at + part * words + g * pitch;
+                let mut found = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
+                for part in 0..parts {
+                    found.max = max_of(found.max, f32::from_bits(shared::load(row(part) + self.d)));
+                }
+                for part in 0..parts {
+                    let [max, total] = [0, 1].map(|i| f32::from_bits(shared::load(row(part) + self.d + i)));
+                    // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference.
+                    let weight = exp2((max - found.max) * LOG2_E);
+                    found.total = fma(total, weight, found.total);
+                    let sums = shared::load16(row(part) + i);
+                    for j in 0..4 {
+                        found.sums[j] = fma(f32::from_bits(sums[j]), weight, found.sums[j]);
+                    }
+                }
+                put(g, i, found);
+            }
+        }
+    }
+
+    /// What warp `number` of `parts` finds, to the words from `to` on.
+    ///
+    /// # Safety
+    /// As [`attend`](Group::attend); every lane of the warp makes this same call, whose words those are.
+    #[inline(always)]
+    unsafe fn find(
+        &self,
+        (first, end): (u32, u32),
+        (number, parts): (u32, u32),
+        lane: u32,
+        to: u32,
+    ) {
+        let (queries, d) = (self.queries, self.d);
+        let (g, t) = (lane / 4, lane % 4);
+        // Rows of A beyond the last query are that query again, and nobody looks at what comes of them.
+        let high_at = STAGE + (if g < queries { g } else { queries - 1 }) * pitch(d) + 4 * t;
+        let low_at = high_at + queries * pitch(d);
+        // So are columns of B beyond the last dimensions.
+        let column = |chunk: u32| {
+            let i = 64 * chunk + 8 * g;
+            2 * (if i < d { i } else { d - 8 }) as usize
+        };
+        let columns = [column(0), column(1)];
+        let row = |head: &Head, t: u32| head.first.at(0).wrapping_add((u64::from(t) * u64::from(2 * head.step)) as usize);
+        let (keys, values) = (|t: u32| row(&self.k, t), |t: u32| row(&self.v, t));
+        let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0, [[0f32; 4]; 16]);
+        let mut at = first + UNIT * number;
+        // SAFETY: positions are clamped to the last, so rows are the cache's, and dimensions are below d (caller); the queries have
+        // been staged. Conditions around what lanes do together are the same for all of them.
+        unsafe {
+            while at < end {
+                let row = |i: u32| if at + i < end { at + i } else { end - 1 };
+                let keys = [keys(row(g)), keys(row(g + 8))];
+                let values = [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9].map(|i| values(row(i)));
+                let mut scores = [[0f32; 4]; 2];
+                let (mut fetched, mut held) = ([[[0; 4]; 2]; 4], [[0; 4]; 4]);
+                // Memory answers long after it is asked: all keys, and half of the values, before the first is used.
+                each_of_four!(c => if 32 * c < d {
+                    for tile in 0..2 {
+                        let at = keys[tile].wrapping_add(16 * t as usize + 64 * c as usize);
+                        fetched[c as usize][tile] = memory::load16(at);
+                    }
+                });
+                each_of_four!(row => held[row] = memory::load16(values[row].wrapping_add(columns[0])));
+                each_of_four!(c => if 32 * c < d {
+                    let (high, low) = (shared::load16(high_at + 16 * c), shared::load16(low_at + 16 * c));
+                    let [one, other] = fetched[c as usize];
+                    let (even, odd) = ([high[0], low[0], high[1], low[1]], [high[2], low[2], high[3], low[3]]);
+                    scores[0] = warp::mma(even, [one[0], one[1]], scores[0]);
+                    scores[1] = warp::mma(even, [other[0], other[1]], scores[1]);
+                    scores[0] = warp::mma(odd, [one[2], one[3]], scores[0]);
+                    scores[1] = warp::mma(odd, [other[2], other[3]], scores[1]);
+                });
+                // The other half, where the keys were.
+                let mut more = [[0; 4]; 4];
+                if d > 64 {
+                    each_of_four!(row => more[row] = memory::load16(values[row].wrapping_add(columns[1])));
+                }
+                let score = |tile: usize, i: usize| {
+                    let is_there = at + 8 * tile as u32 + 2 * t + (i as u32) < end;
+                    if is_there { (scores[tile][i] + scores[tile][i + 2]) * self.scale } else { f32::NEG_INFINITY }
+                };
+                let scores = [score(0, 0), score(0, 1), score(1, 0), score(1, 1)];
+                let mut largest = max;
+                for score in &scores {
+                    largest = max_of(largest, *score);
+                }
+                largest = max_of(largest, f32::from_bits(warp::shuffle_xor(largest.to_bits(), 1)));
+                largest = max_of(largest, f32::from_bits(warp::shuffle_xor(largest.to_bits(), 2)));
+                if at >= first + UNIT * parts && largest > max {
+                    let shrink = exp2((max - largest) * LOG2_E);
+                    total *= shrink;
+                    for sum in &mut sums {
+                        for i in 0..4 {
+                            sum[i] *= shrink;
+                        }
+                    }
+                }
+                max = largest;
+                let weights = scores.map(|score| exp2((score - max) * LOG2_E));
+                total += (weights[0] + weights[1]) + (weights[2] + weights[3]);
+                let [near, near_rest] = in_two([weights[0], weights[1]]);
+                let [far, far_rest] = in_two([weights[2], weights[3]]);
+                let a = [near, near_rest, far, far_rest];
+                each_of_four!(r => {
+                    let [one, two, three, four] = held;
+                    sums[2 * r] = warp::mma(a, [low_halves(one[r], two[r]), low_halves(three[r], four[r])], sums[2 * r]);
+                    sums[2 * r + 1] =
+                        warp::mma(a, [high_halves(one[r], two[r]), high_halves(three[r], four[r])], sums[2 * r + 1]);
+                });
+                if d > 64 {
+                    each_of_four!(r => {
+                        let [one, two, three, four] = more;
+                        sums[2 * r + 8] =
+                            warp::mma(a, [low_halves(one[r], two[r]), low_halves(three[r], four[r])], sums[2 * r + 8]);
+                        sums[2 * r + 9] =
+                            warp::mma(a, [high_halves(one[r], two[r]), high_halves(three[r], four[r])], sums[2 * r + 9]);
+                    });
+                }
+                at += UNIT * parts;
+            }
+            total += f32::from_bits(warp::shuffle_xor(total.to_bits(), 1));
+            total += f32::from_bits(warp::shuffle_xor(total.to_bits(), 2));
+            if g >= queries {
+                return;
+            }
+            let to = to + g * (d + MORE);
+            for chunk in 0..2 {
+                for side in 0..2 {
+                    let i = 64 * chunk + 16 * t + 8 * side;
+                    if i < d {
+                        let sum = |j: u32| {
+                            let sum = sums[(8 * chunk + j) as usize];
+                            (sum[side as usize] + sum[side as usize + 2]).to_bits()
+                        };
+                        shared::store16(to + i, [sum(0), sum(1), sum(2), sum(3)]);
+                        shared::store16(to + i + 4, [sum(4), sum(5), sum(6), sum(7)]);
+                    }
+                }
+            }
+            if t == 0 {
+                shared::store(to + d, max.to_bits());
+                shared::store(to + d + 1, total.to_bits());
+            }
+        }
+    }
+}
