@@ -144,7 +144,7 @@ fn gemv() {
                             for task in 0..tasks {
                                 let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
                                 let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                                let p = param_words(&linear::Params { activation: 0, eps: 0.0, order: 0 });
+                                let p = param_words(&linear::Params { activation: 0, eps: 0.0, order: 0, merges: 0 });
                                 call::<Linear>(&io, p, Step { rows: 1, ..Step::default() }, &mut scratch);
                             }
                         });
@@ -183,6 +183,13 @@ fn gemm() {
             (DType::F32, 16, 192, 384, Lanes),
             (DType::F32, 16, 192, 384, Free),
             (DType::F32, 48, 192, 384, Free),
+            (DType::F32, 64, 384, 384, Free),
+            (DType::F32, 64, 1536, 384, Free),
+            (DType::F32, 64, 384, 1536, Free),
+            (DType::F32, 128, 1024, 1024, Free),
+            (DType::F32, 4, 192, 384, Free),
+            (DType::F16, 128, 1024, 1024, Lanes),
+            (DType::F16, 128, 1024, 1024, Free),
         ] {
             let (weights, x, y) = (&weights, &x, &y);
             lines.push(Line {
@@ -197,7 +204,12 @@ fn gemm() {
                             let x = x.tensor(DType::F32, 0, &[rows, k]);
                             let y = y.tensor(DType::F32, 0, &[rows, n]);
                             let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                            let p = param_words(&linear::Params { activation: 0, eps: 0.0, order: order as u32 });
+                            let p = param_words(&linear::Params {
+                                activation: 0,
+                                eps: 0.0,
+                                order: order as u32,
+                                merges: 0,
+                            });
                             call::<Linear>(&io, p, Step { rows: rows as u32, ..Step::default() }, &mut scratch);
                         }
                     });

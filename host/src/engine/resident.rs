@@ -9,6 +9,7 @@ use crate::exec::cuda::Cuda;
 use crate::exec::memory::{Memory, MemoryError, WeightSource};
 use crate::exec::{RunError, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
+use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::ProgramId;
 use perpetua_shared::control::{Control, Step};
 use perpetua_shared::task::Operand;
@@ -380,7 +381,9 @@ impl Place {
     fn target(&self) -> Target {
         match self {
             Place::Reference => Target::reference(),
-            Place::Cpu { n_workers, .. } => Target::cpu(*n_workers),
+            Place::Cpu { n_workers, .. } => {
+                Target { cuts_rows: !Isa::best().has_matrix_unit(), ..Target::cpu(*n_workers) }
+            }
             Place::Simt { n_workers } | Place::Gpu { n_workers, .. } => Target::gpu(*n_workers),
         }
     }

@@ -566,8 +566,8 @@ impl Isa {
         }
     }
 
-    /// Whether the core has a matrix unit beside the vectors, for [`amx`](super::amx).
-    pub(crate) fn has_matrix_unit(self) -> bool {
+    /// Whether the core has a matrix unit beside the vectors, for `cpu::amx`.
+    pub fn has_matrix_unit(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         return self.0 == Known::Avx512Amx;
         #[cfg(not(target_arch = "x86_64"))]

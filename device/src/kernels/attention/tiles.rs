@@ -20,7 +20,7 @@
 use super::Params;
 use super::cpu::{Divide, MAX_HEAD_DIM};
 use crate::cpu::Scratch;
-use crate::cpu::amx::{self, TILE, Tiles, Vectors};
+use crate::cpu::amx::{self, InPlace, TILE, Tiles, Vectors};
 use crate::cpu::outer::{self, Products};
 use crate::cpu::rows::Row;
 use crate::cpu::simd::{Leaf, Simd, exp, with_avx512_bf16};
@@ -190,7 +190,7 @@ impl Attend<'_> {
         // SAFETY: the operands and areas are `head`'s.
         unsafe {
             let packed = areas.packed.add(first * d);
-            let multiply = <Tiles as Products<Vectors>>::multiply;
+            let multiply = <Tiles<InPlace> as Products<Vectors>>::multiply;
             multiply(keys, k_stride, [seen, d, count], packed, 0, areas.scores, QUERIES);
             for m in (0..count).step_by(TILE) {
                 let seen_by = core::array::from_fn(|i| self.visible(first + m + i).saturating_sub(start).min(seen) as i32);

@@ -2,7 +2,7 @@
 //! `cpu::gemm`; the tolerance is `linear`'s for each factor.
 
 use super::*;
-use super::super::linear::cpu::By;
+use super::super::linear::cpu::{By, InPanels};
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
@@ -45,7 +45,10 @@ impl Body for Gated<'_> {
                 By::Lanes => {}
                 By::Outer => return self.in_panels::<L::S, Outer>(),
                 #[cfg(target_arch = "x86_64")]
-                By::Tiles => return self.in_panels::<L::S, crate::cpu::amx::Tiles>(),
+                By::Tiles => {
+                    let dtype = self.gate.dtype();
+                    return self.in_tiles::<L::S>(dtype);
+                }
             }
             match self.gate.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
@@ -53,6 +56,19 @@ impl Body for Gated<'_> {
                 DType::Q8 => self.with::<L::S, L::Q8>(),
                 _ => self.with::<L::S, L::F32>(),
             }
+        }
+    }
+}
+
+impl InPanels for Gated<'_> {
+    unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
+        let matrices = [&self.gate, &self.up];
+        let areas = self.scratch.areas(outer::panel_areas(&self.x, self.rows, &matrices));
+        // SAFETY: the areas are as asked for, and a panel's sums lie as `finish` is told; the level exists (caller).
+        unsafe {
+            outer::panels::<S, P, 2>(&self.x, self.rows, matrices, areas, |rows, columns, sums| {
+                self.finish::<S>(rows, columns, sums, outer::PANEL);
+            });
         }
     }
 }
@@ -91,17 +107,6 @@ impl Gated<'_> {
                 }
             }
             first += cols;
-        }
-    }
-
-    unsafe fn in_panels<S: Simd, P: Products<S>>(self) {
-        let matrices = [&self.gate, &self.up];
-        let areas = self.scratch.areas(outer::panel_areas(&self.x, self.rows, &matrices));
-        // SAFETY: the areas are as asked for, and a panel's sums lie as `finish` is told; the level exists (caller).
-        unsafe {
-            outer::panels::<S, P, 2>(&self.x, self.rows, matrices, areas, |rows, columns, sums| {
-                self.finish::<S>(rows, columns, sums, outer::PANEL);
-            });
         }
     }
 

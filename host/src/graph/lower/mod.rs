@@ -46,6 +46,8 @@ pub struct Target {
     pub column_granule: u32,
     /// How operators over one row are cut.
     pub cut: Cut,
+    /// Whether graphs that do not decode are cut by rows, where every worker has enough of them (see [`whole_pass`]).
+    pub cuts_rows: bool,
     /// Whether workers have loaders, which bring weights into their shared memory.
     pub has_loaders: bool,
     /// Positions of the cache that a worker should have at least, where several share a head's ([`Cut::PerWorker`]).
@@ -69,6 +71,7 @@ impl Target {
             packs_rows: true,
             column_granule: 8,
             cut: Cut::TaskBytes,
+            cuts_rows: true,
             has_loaders: false,
             split_positions: u32::MAX,
             hop_bytes: 0,
@@ -90,6 +93,7 @@ impl Target {
             packs_rows: false,
             column_granule: 8,
             cut: Cut::PerWorker,
+            cuts_rows: false,
             has_loaders: true,
             split_positions: 64,
             // 1.7 us with the task's own cost, at 100 GB/s: see `schedule::machine`.
@@ -106,6 +110,7 @@ impl Target {
             packs_rows: false,
             column_granule: 8,
             cut: Cut::TaskBytes,
+            cuts_rows: false,
             has_loaders: true,
             split_positions: u32::MAX,
             hop_bytes: 0,
@@ -121,6 +126,7 @@ impl Target {
             packs_rows: false,
             column_granule: 1,
             cut: Cut::TaskBytes,
+            cuts_rows: false,
             has_loaders: false,
             split_positions: u32::MAX,
             hop_bytes: 0,

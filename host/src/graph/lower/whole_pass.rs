@@ -1,10 +1,12 @@
 //! Passes of graphs that do not decode: encoders.
 //!
-//! Where workers have no loaders, rows are cut rather than columns, as long as every worker's fill vectors: a worker goes on with
+//! On a target that says so, rows are cut rather than columns, as long as every worker's fill vectors: a worker goes on with
 //! what it has made itself, packs only its rows, and meets the others once a layer, when attention needs all keys and values.
+//! With a matrix unit it is the weights that have to be made ready, in terms, and they outweigh the rest: columns are cut.
 //!
 //! PERF: MiniLM, 128 tokens, 2 cores: 0.83 to 0.90 of the time with columns cut, four pairs of runs in turn (Sapphire Rapids,
-//! 2026-11-21).
+//! 2026-11-21); with matrix units columns took 0.83 of the time with
+//! rows cut (median of six pairs in turn; on a machine that others use too, meeting more often costs more than it saves).
 
 use super::*;
 
@@ -17,7 +19,7 @@ const LEAST_ROWS: u32 = 32;
 /// Gives `cuts`, the operators of `graph` as they are cut by themselves, what the module head says.
 pub(super) fn lower(graph: &KernelGraph, target: &Target, cuts: &mut [BlockOp]) {
     let blocks = match graph.rows {
-        Some(rows) if !target.has_loaders => row_blocks(rows, target.n_workers),
+        Some(rows) if target.cuts_rows => row_blocks(rows, target.n_workers),
         _ => 1,
     };
     for (op, cut) in graph.ops().zip(cuts) {
