@@ -86,7 +86,7 @@ pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
 /// Barrier of a launch's `d`th tile, and the parity of its phase.
 #[inline(always)]
 fn phase(d: u32) -> (u32, u32) {
-    (d % TILE_BARRIERS, d / TILE_BARRIERS & 1)
+    (d % TILE_BARRIERS, (d / TILE_BARRIERS) % 2)
 }
 
 /// Where the loader finds the worker's copies.

@@ -130,7 +130,7 @@ impl Parts {
     /// Whether eight elements may be merged at once, from every eighth on.
     #[inline(always)]
     pub(crate) fn by_eight(&self) -> bool {
-        let strides = self.0.stride(0) | self.0.stride(1) | self.0.stride(2) | 2 * self.0.extent(3);
+        let strides = self.0.stride(0) | self.0.stride(1) | self.0.stride(2);
         strides.is_multiple_of(4) && (self.0.extent(3) - FOUND).is_multiple_of(8) && self.0.row([0]).is_aligned(16)
     }
 

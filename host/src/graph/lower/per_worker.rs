@@ -7,8 +7,8 @@
 //! - A row-wise operator whose result only products read is *replicated*: as many blocks as the readers have, each making
 //!   its own copy, block `b` of the reader reading copy `b`. Placed on one worker, the pair needs no hop.
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
-//!   `attention_merge` after it makes the result: where that reads less than a hop costs, in every block of the product that reads
-//!   it (or, where that cannot, replicated), else a block per head.
+//!   `attention_merge` after it makes the result: a block per head, or, where that reads less than a hop costs, in every block of
+//!   the product that reads it.
 
 use super::*;
 
@@ -223,8 +223,6 @@ fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
                 lowered.ops.remove(number);
                 ops.remove(number);
                 number -= 1;
-            } else if copied {
-                copy_merge(graph, lowered, &ops, number, y);
             }
         }
         number += 1;
@@ -300,27 +298,4 @@ fn merge_in_readers(
         }
     }
     true
-}
-
-/// Gives every block of the product that reads the result `y` of the merge `number` a merge of its own.
-fn copy_merge(
-    graph: &KernelGraph,
-    lowered: &mut ThreadBlockGraph,
-    ops: &[Option<&Operator>],
-    number: usize,
-    y: TensorId,
-) {
-    if is_output(graph, &lowered.table, y) {
-        return;
-    }
-    let Some((readers, copies)) = only_products(ops, lowered, number, y, &graph.table) else { return };
-    let Some(seen) = copy_out(lowered, y, &readers, copies) else { return };
-    let merge = &mut lowered.ops[number];
-    merge.grid = [copies, 1, 1];
-    for access in merge.accesses.iter_mut().flatten() {
-        match access.kind {
-            AccessKind::Read => access.map = [None; GRID_AXES],
-            _ => (access.tensor, access.map) = (seen, COPY),
-        }
-    }
 }
