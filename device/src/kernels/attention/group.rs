@@ -12,6 +12,7 @@
 //!
 //! A warp takes 16 positions at a time; warps share the positions, and what each found is merged in shared memory as
 //! [`gpu`](super::gpu) does it. Queries and weights are hi + lo, both bf16, which leaves out 2^-17 of an element; sums are f32.
+//! An infinite value gives NaN, where one weight alone might have left it infinite.
 
 use super::gpu::{Head, max_of};
 use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
