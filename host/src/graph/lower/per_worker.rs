@@ -179,13 +179,13 @@ struct Splits {
     /// Ways a head's are split; 1: not.
     n: u32,
     /// Whether every block that reads the result merges for itself.
-    copied: bool,
+    by_readers: bool,
 }
 
 /// How `op` is split for `target`: so that the bytes read one after the other are fewest, a split's keys and values, then the
 /// splits to merge, all heads' by who wants them all, or a head's and a hop's worth. Not at all where it is no attention.
 fn splits_of(table: &TensorTable, op: &Operator, target: &Target) -> Splits {
-    let whole = Splits { n: 1, copied: true };
+    let whole = Splits { n: 1, by_readers: true };
     let Some([q, keys, _]) = attention_slots(op).filter(|_| op.cut.is_none()) else { return whole };
     let (Some(q), Some(keys)) = (op.slots[q], op.slots[keys]) else { return whole };
     let [_, heads, group, d] = table[q].shape[..] else { return whole };
@@ -196,13 +196,13 @@ fn splits_of(table: &TensorTable, op: &Operator, target: &Target) -> Splits {
     let read = |splits: &Splits| {
         let n = u64::from(splits.n);
         head_bytes / n
-            + match (n, splits.copied) {
+            + match (n, splits.by_readers) {
                 (1, _) => 0,
                 (_, true) => n * heads as u64 * found_bytes,
                 (_, false) => n * found_bytes + target.hop_bytes,
             }
     };
-    let ways = (1..=most).flat_map(|n| [true, false].map(|copied| Splits { n, copied }));
+    let ways = (1..=most).flat_map(|n| [true, false].map(|by_readers| Splits { n, by_readers }));
     ways.min_by_key(read).unwrap_or(whole)
 }
 
@@ -213,13 +213,13 @@ fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
     let mut number = 0;
     while number < ops.len() {
         if let Some(op) = ops[number]
-            && let splits @ Splits { n: 2.., copied } = splits_of(&graph.table, op, target)
+            && let splits @ Splits { n: 2.., by_readers } = splits_of(&graph.table, op, target)
             && let Some((merge, y)) = split(&mut lowered.table, op, &mut lowered.ops[number], splits.n)
         {
             number += 1;
             lowered.ops.insert(number, merge);
             ops.insert(number, None);
-            if copied && merge_in_readers(graph, lowered, &ops, number, y) {
+            if by_readers && merge_in_readers(graph, lowered, &ops, number, y) {
                 lowered.ops.remove(number);
                 ops.remove(number);
                 number -= 1;
