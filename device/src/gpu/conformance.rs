@@ -536,6 +536,26 @@ fn judge_tiled(
     assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
 }
 
+/// What splits found, the last of them nothing; in some rounds of nine rows in which everything was -inf, or NaN.
+fn push_parts(case: &mut Case, random: &mut Random, [heads, splits, group, d]: [u32; 4], round: usize) {
+    let (mut at, width) = (0, attention::FOUND + d);
+    let found = random.one_to(splits);
+    case.push(random, DType::F32, &[heads, splits, group, width], |random| {
+        let (split, word) = (at / width / group % splits, at % width);
+        at += 1;
+        match (word, split < found) {
+            (0, false) => f32::NEG_INFINITY,
+            (_, false) => 0.0,
+            // Far apart, so that most hardly count.
+            (0, true) if round % 9 == 4 && random.below(3) == 0 => f32::NEG_INFINITY,
+            (0, true) => 30.0 * random.float(),
+            (1, true) if round % 9 == 7 && random.below(3) == 0 => f32::NAN,
+            (1, true) => 1.0 + random.float().abs(),
+            _ => random.float(),
+        }
+    });
+}
+
 /// Products that merge what splits found themselves: weights in tiles, for tensor cores or not, and from global memory.
 #[test]
 fn merging_linear() {
@@ -546,19 +566,7 @@ fn merging_linear() {
         let k = heads * group * d;
         let mut case =
             Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 1 });
-        let (mut at, width) = (0, attention::FOUND + d);
-        let found = random.one_to(splits);
-        case.push(random, DType::F32, &[heads, splits, group, width], |random| {
-            let (split, word) = (at / width / group % splits, at % width);
-            at += 1;
-            match (word, split < found) {
-                (0, false) => f32::NEG_INFINITY,
-                (_, false) => 0.0,
-                (0, true) => 30.0 * random.float(),
-                (1, true) => 1.0 + random.float().abs(),
-                _ => random.float(),
-            }
-        });
+        push_parts(&mut case, random, [heads, splits, group, d], 0);
         let dtype = random.dtype();
         let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
         if from_tiles {
@@ -889,23 +897,8 @@ fn attention_merge() {
     for round in 0..40 {
         let (heads, group, splits) = (random.one_to(3), random.one_to(5), random.one_to(attention_merge::MAX_SPLITS));
         let d = random.one_to(140);
-        let found = random.one_to(splits);
         let mut case = Case::new::<AttentionMerge>(attention_merge::Params {});
-        let mut at = 0;
-        case.push(random, DType::F32, &[heads, splits, group, attention::FOUND + d], |random| {
-            let (split, word) = (at / (attention::FOUND + d) / group % splits, at % (attention::FOUND + d));
-            at += 1;
-            match (word, split < found) {
-                (0, false) => f32::NEG_INFINITY,
-                (_, false) => 0.0,
-                // Far apart, so that most hardly count; or a row in which everything was -inf.
-                (0, true) if round % 9 == 4 && random.below(3) == 0 => f32::NEG_INFINITY,
-                (0, true) => 30.0 * random.float(),
-                (1, true) if round % 9 == 7 && random.below(3) == 0 => f32::NAN,
-                (1, true) => 1.0 + random.float().abs(),
-                _ => random.float(),
-            }
-        });
+        push_parts(&mut case, random, [heads, splits, group, d], round);
         let dtype = random.dtype();
         case.push(random, dtype, &[1, heads, group, d], |_| 7.0);
         case.judge("attention_merge");

@@ -341,7 +341,7 @@ impl Head {
 
     /// The row of position `t`.
     #[inline(always)]
-    pub(super) fn row(&self, t: u32) -> Row {
+    fn row(&self, t: u32) -> Row {
         self.first.after(u64::from(t) * u64::from(self.step))
     }
 }
