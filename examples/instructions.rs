@@ -4,9 +4,9 @@
 //! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT]]`; 132 SMs and a context of 1 unless told otherwise.
 //! `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
-//! The figure to read is the *path*: from one of the block's barriers to the next, the instructions of the warp that ran most. Before
-//! the barrier that ends a wait it is those of the warp that ran least, since the first warp asks again and again.
-//! Moves between registers are not counted: ptxas leaves few of them.
+//! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
+//! latencies (`host/src/ptx/pipeline.rs`). Before the barrier that ends a wait it is the fastest's, since the first warp asks again
+//! and again. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
@@ -21,7 +21,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
     let steps = 2;
     let model = Model::load(&folder)?;
-    let driver = Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, ..Options::new(sms, 1 << 40) }));
+    let driver =
+        Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, counts: true, ..Options::new(sms, 1 << 40) }));
     let config = EngineConfig {
         device: Device::Cuda,
         gpu: Some(Gpu::with_driver(driver.clone())?),
@@ -44,11 +45,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let task = &view.tasks[id as usize];
         let op = ops.entry(task.op).or_insert_with(|| (image.op_name(task.op).to_owned(), 0, vec![0; 8], 0));
         op.1 += 1;
-        op.3 += report.paths.get(&(id + 1)).copied().unwrap_or(0);
+        op.3 += report.cycles.get(&(id + 1)).copied().unwrap_or(0);
         let phase = report.phases.get(&(id + 1));
         phase.into_iter().flatten().zip(&mut op.2).for_each(|(count, sum)| *sum += count);
     }
-    println!("{:32} {:>6} {:>9} {:>9} {:>9}", "operator", "tasks", "path", "warp 1", "all warps");
+    println!("{:32} {:>6} {:>9} {:>9} {:>9}", "operator", "tasks", "cycles", "warp 1", "all warps");
     let passes = if context == 1 { steps } else { steps - 1 } as u64;
     let (mut path, mut total) = (0, 0);
     for (name, tasks, warps, ways) in ops.values() {
@@ -57,6 +58,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         path += each(*ways);
         total += warps.iter().sum::<u64>() / passes;
     }
-    println!("one after another: {path}; in all {total} of all warps a step");
+    println!("one after another: {path} cycles; in all {total} issue slots of all warps a step");
     Ok(())
 }

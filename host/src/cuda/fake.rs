@@ -41,6 +41,8 @@ pub struct Options {
     pub seed: u64,
     /// Of PTX, see [`ptx::Launch::stray`].
     pub stray: u64,
+    /// Whether reports of PTX say where slots and cycles went.
+    pub counts: bool,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
     /// Launches never end.
@@ -63,7 +65,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, runs: Runs::Source, seed: 0, stray: 8, fails: None, hangs: false }
+        Options { device, runs: Runs::Source, seed: 0, stray: 8, counts: false, fails: None, hangs: false }
     }
 }
 
@@ -291,8 +293,10 @@ impl Fake {
                         };
                         // Where workers say which task they are at.
                         let marks = match bytemuck::try_pod_read_unaligned::<LaunchParams>(&launch.param) {
-                            Ok(params) if launch.kernel == ENTRY => (params.positions, params.n_workers),
-                            _ => (0, 0),
+                            Ok(params) if self.options.counts && launch.kernel == ENTRY => {
+                                Some((params.positions, params.n_workers))
+                            }
+                            _ => None,
                         };
                         run_ptx(
                             &module,
@@ -340,7 +344,7 @@ impl Fake {
                         &module,
                         memory,
                         &ptx::Launch {
-                            marks: (0, 0),
+                            marks: None,
                             entry: OPERATOR,
                             blocks: node.blocks,
                             threads: node.threads,

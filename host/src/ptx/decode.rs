@@ -3,6 +3,7 @@
 use super::PtxError;
 use super::machine::WARP;
 use super::parse::{EntryText, Operand, Statement, Variable};
+use super::pipeline::Cost;
 use super::rows::{self, Row};
 use petgraph::algo::dominators::simple_fast;
 use petgraph::graph::DiGraph;
@@ -198,8 +199,7 @@ pub(super) struct Instruction {
     /// Lanes whose predicate is this.
     pub(super) guard: Option<(bool, Pred)>,
     pub(super) line: u32,
-    /// Whether it moves a register or a constant, which in the end is mostly no instruction.
-    pub(super) is_move: bool,
+    pub(super) cost: Cost,
     /// Of a branch that may part lanes: where they meet again, its immediate post-dominator.
     pub(super) join: Option<Pc>,
 }
@@ -315,8 +315,8 @@ pub(super) fn decode(text: &EntryText<'_>, layout: &Layout) -> Result<Entry, Ptx
                 let guard = guard.map(|(is, name)| decoder.pred(name).map(|pred| (is, pred))).transpose();
                 let guard = guard.map_err(unread)?;
                 let op = decoder.op(opcode, operands).map_err(unread)?;
-                let is_move = opcode.starts_with("mov.");
-                code.push(Instruction { op, guard, line: *line, is_move, join: None });
+                let cost = Cost::of(opcode, &op);
+                code.push(Instruction { op, guard, line: *line, cost, join: None });
             }
         }
     }

@@ -5,8 +5,11 @@
 //! the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a chip; of several parts the one that
 //! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest.
 
-use super::decode::{Access, Atomic, Entry, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special};
+use super::decode::{
+    Access, Atomic, Entry, Instruction, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special,
+};
 use super::matrix::Groups;
+use super::pipeline::{Pipeline, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
 use std::collections::{BTreeMap, VecDeque};
@@ -35,8 +38,9 @@ pub struct Launch<'a> {
     pub stray: u64,
     /// What the clock says at first.
     pub began_ns: u64,
-    /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number.
-    pub marks: (u64, u32),
+    /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number. With none, nothing
+    /// is counted.
+    pub marks: Option<(u64, u32)>,
     /// Instructions of warps after which it is given up; `u64::MAX`: never.
     pub most_instructions: u64,
 }
@@ -52,12 +56,12 @@ pub struct Report {
     pub copies: u64,
     /// What the clock says at the end.
     pub ended_ns: u64,
-    /// For each value that a block wrote to one of [`Launch::marks`]: the instructions, other than moves, that each of its warps ran
-    /// until it wrote another, of all blocks together.
+    /// For each value that a block wrote to one of [`Launch::marks`]: the issue slots that each of its warps took until it wrote
+    /// another, of all blocks together.
     pub phases: BTreeMap<u32, Vec<u64>>,
-    /// Likewise, how many of them came one after the other: from one barrier 0 to the next those of the warp that ran most; before
-    /// one that votes, until which some warp asks again and again, of the one that ran least.
-    pub paths: BTreeMap<u32, u64>,
+    /// Likewise, how many cycles it took: from one barrier 0 to the next those of the slowest warp; before one that votes, until
+    /// which some warp asks again and again, of the fastest. See `ptx/pipeline.rs` for what they stand for.
+    pub cycles: BTreeMap<u32, u64>,
 }
 
 /// Runs `launch` of `entry`.
@@ -96,8 +100,10 @@ pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &
         copies: VecDeque::new(),
         warps,
         marks: vec![0; launch.blocks as usize],
-        moves: 0,
-        since_barrier: vec![0; launch.blocks as usize * warps],
+        issues: 0,
+        pipeline: launch
+            .marks
+            .map(|_| Pipeline::new(&entry.code, entry.rows, entry.preds, launch.blocks as usize * warps)),
         turn: 0,
         changed: 0,
         leapt_ns: 0,
@@ -331,10 +337,10 @@ pub(super) struct Machine<'a> {
     warps: usize,
     /// What each block wrote last to a mark.
     marks: Vec<u32>,
-    /// Instructions so far that were moves.
-    moves: u64,
-    /// Of each warp, those that were none since its block's barrier 0.
-    since_barrier: Vec<u64>,
+    /// Issue slots so far.
+    issues: u64,
+    /// If anything is counted.
+    pipeline: Option<Pipeline>,
     turn: u64,
     /// The turn in which something was written, landed or met last.
     changed: u64,
@@ -534,11 +540,11 @@ impl Machine<'_> {
     }
 
     fn run_part(&mut self, b: usize, w: usize, part: Part, most: u64) -> Result<(), PtxError> {
-        let (before, mark) = (self.report.instructions - self.moves, self.marks[b]);
+        let (before, mark) = (self.issues, self.marks[b]);
         let ran = self.run_instructions(b, w, part, most);
-        if self.launch.marks.1 > 0 {
+        if self.pipeline.is_some() {
             let phase = self.report.phases.entry(mark).or_insert_with(|| vec![0; self.warps]);
-            phase[w] += self.report.instructions - self.moves - before;
+            phase[w] += self.issues - before;
         }
         ran
     }
@@ -558,9 +564,10 @@ impl Machine<'_> {
                 Err(what) => return Err(self.fault(b, w, &part, what)),
             };
             self.report.instructions += 1;
-            self.moves += u64::from(instruction.is_move);
-            self.since_barrier[b * self.warps + w] += u64::from(!instruction.is_move);
             done += 1;
+            if self.pipeline.is_some() {
+                self.count(b, w, part.lanes, part.pc, &next);
+            }
             match next {
                 Next::On => part.pc += 1,
                 Next::To(pc) => part.pc = pc,
@@ -604,22 +611,49 @@ impl Machine<'_> {
         Ok(())
     }
 
+    /// Warp `w` has run an instruction, and what it led to.
+    fn count(&mut self, b: usize, w: usize, lanes: u32, pc: Pc, next: &Next) {
+        let instruction = &self.entry.code[pc as usize];
+        // Who waits for other lanes comes again; barriers count when all have come.
+        if matches!(next, Next::Wait(_)) || matches!(instruction.op, Op::Barrier { .. }) {
+            return;
+        }
+        self.issues += u64::from(instruction.cost.issues);
+        let access = match &instruction.op {
+            Op::Load { d, from } => Some((from, d.len())),
+            Op::Store { to, values } => Some((to, values.len())),
+            // Each lane has the address of a row of sixteen bytes.
+            Op::LoadMatrices { from, .. } => Some((from, 1)),
+            _ => None,
+        };
+        let accesses = access.filter(|(access, _)| access.space == Space::Shared).map_or(0, |(access, values)| {
+            let lanes = self.guarded(b, w, lanes, instruction);
+            shared_accesses(&self.addresses(b, w, access), lanes, access, values)
+        });
+        let again = matches!(next, Next::Yield(State::Ready));
+        if let Some(pipeline) = &mut self.pipeline {
+            pipeline.ran(b * self.warps + w, pc as usize, instruction, accesses, again);
+        }
+    }
+
+    /// Those of the lanes that an instruction's guard lets run it.
+    fn guarded(&self, b: usize, w: usize, lanes: u32, instruction: &Instruction) -> u32 {
+        instruction.guard.map_or(lanes, |(is, pred)| {
+            let holds = self.blocks[b].warps[w].preds[pred as usize];
+            lanes & if is { holds } else { !holds }
+        })
+    }
+
     /// All `lanes` of a part run `instruction`.
     #[inline]
     fn step(&mut self, b: usize, w: usize, part: u32, pc: Pc) -> Result<Next, String> {
         let entry = self.entry;
         let instruction = &entry.code[pc as usize];
-        let warp = &mut self.blocks[b].warps[w];
-        let lanes = match instruction.guard {
-            Some((is, pred)) => {
-                let holds = warp.preds[pred as usize];
-                part & if is { holds } else { !holds }
-            }
-            None => part,
-        };
+        let lanes = self.guarded(b, w, part, instruction);
         if lanes == 0 {
             return Ok(Next::On);
         }
+        let warp = &mut self.blocks[b].warps[w];
         let mut d = [0; WARP];
         match &instruction.op {
             Op::Unary(f, to, a) => {
@@ -918,7 +952,7 @@ impl Machine<'_> {
     fn write(&mut self, b: usize, space: Space, at: u64, bytes: &[u8]) -> Result<(), String> {
         self.changed = self.turn;
         if space == Space::Global {
-            let (first, n) = self.launch.marks;
+            let (first, n) = self.launch.marks.unwrap_or_default();
             if at.wrapping_sub(first) < 4 * u64::from(n)
                 && let Ok(word) = bytes.try_into()
             {
@@ -1038,11 +1072,12 @@ impl Machine<'_> {
         }
         let Named { votes, waiting, .. } = std::mem::take(named);
         self.changed = self.turn;
-        if id == 0 && self.launch.marks.1 > 0 {
-            let since = &mut self.since_barrier;
-            let ran = waiting.iter().chain([&w]).map(|w| std::mem::take(&mut since[b * self.warps + w]));
-            let path = if vote.is_some() { ran.min() } else { ran.max() };
-            *self.report.paths.entry(self.marks[b]).or_default() += path.unwrap_or(0);
+        if let Some(pipeline) = &mut self.pipeline {
+            let numbers: Vec<usize> = waiting.iter().chain([&w]).map(|w| b * self.warps + w).collect();
+            let cycles = pipeline.meet(&numbers, self.warps, vote.is_some());
+            if id == 0 {
+                *self.report.cycles.entry(self.marks[b]).or_default() += cycles;
+            }
         }
         let entry = self.entry;
         let settle = |warp: &mut Warp, lanes: u32, vote: Option<(Pred, Pred, bool)>| {

@@ -20,6 +20,7 @@ mod machine;
 mod matrix;
 mod memory;
 mod parse;
+mod pipeline;
 mod rows;
 
 pub use machine::{Launch, Report};

@@ -26,7 +26,7 @@ fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32
         seed,
         stray: 8,
         began_ns: 7,
-        marks: (0, 0),
+        marks: Some((OUT, 1)),
         most_instructions: 100_000,
     };
     module.launch(&launch, &memory)
@@ -161,4 +161,71 @@ fn everything_that_is_embedded_is_understood() {
     if let Some(kernels) = device_kernels() {
         Module::parse(kernels).expect("every macro kernel alone");
     }
+}
+
+/// Cycles of what stands between two barriers of `threads` threads, less those of nothing.
+fn cycles(body: &str, threads: u32) -> u64 {
+    let of = |body: &str| {
+        let text = format!(
+            "mov.u32 %r190, words;\nshl.b32 %r191, %r1, 2;\nadd.s32 %r192, %r190, %r191;\nshl.b32 %r193, %r1, 4;\n\
+             add.s32 %r194, %r190, %r193;\nshl.b32 %r195, %r1, 7;\nadd.s32 %r196, %r190, %r195;\nmov.b32 %r199, 7;\n\
+             st.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, {threads};\n{body}\nbar.sync 0, {threads};"
+        );
+        run("", &text, threads, 3, &mut [0]).expect("it ends").cycles[&7]
+    };
+    of(body) - of("")
+}
+
+#[test]
+fn a_chain_takes_its_latencies_and_what_stands_beside_it_none() {
+    let chain = "add.s32 %r2, %r1, 1;\n".to_owned() + &"add.s32 %r2, %r2, 1;\n".repeat(9);
+    assert_eq!(cycles(&chain, 32), 9 * 4, "the last one issues when the ninth is there");
+    let beside: String = (3..20).map(|r| format!("add.s32 %r{r}, %r1, 1;\n")).collect();
+    assert_eq!(cycles(&(chain.clone() + &beside), 32), 9 * 4, "issued while the chain waits");
+    assert_eq!(cycles(&beside, 32), 17, "one a cycle");
+    // Four schedulers: eight warps are two to each.
+    assert_eq!(cycles(&beside, 128), 17);
+    assert_eq!(cycles(&beside, 256), 34);
+    let load = "ld.shared.b32 %r2, [%r192];\nadd.s32 %r3, %r2, 1;\n";
+    assert_eq!(cycles(load, 32), 29);
+    // Behind a branch everything waits for what it has asked, and for the branch.
+    let branch = format!(
+        "{load}setp.ne.b32 %p1, %r3, 7;\n@%p1 bra $on;\n$on:\nld.shared.b32 %r4, [%r192];\nadd.s32 %r5, %r4, 1;"
+    );
+    assert!(cycles(&branch, 32) >= 2 * 29 + 4 + 8, "{}", cycles(&branch, 32));
+}
+
+#[test]
+fn banks_give_a_word_at_a_time() {
+    let loads = |address: &str, n: u32| -> String {
+        let width = if n == 4 { ".v4" } else { "" };
+        let to = |at: u32| {
+            if n == 4 { format!("{{%r{}, %r{}, %r{}, %r{}}}", at, at + 1, at + 2, at + 3) } else { format!("%r{at}") }
+        };
+        (0..20).map(|i| format!("ld.shared{width}.b32 {}, [{address}];\n", to(2 + 4 * i))).collect()
+    };
+    // Seven words' worth of latency aside: a warp's 128 bytes at once, 512 in four parts, and 32 words of one bank one by one.
+    assert_eq!(cycles(&loads("%r192", 1), 256), 8 * 20, "32 neighbouring words");
+    assert_eq!(cycles(&loads("%r190", 1), 256), 8 * 20, "the same word");
+    assert_eq!(cycles(&loads("%r194", 4), 256), 8 * 20 * 4, "sixteen bytes a lane");
+    assert_eq!(cycles(&loads("%r196", 1), 32), 20 * 32, "one bank");
+    assert_eq!(
+        cycles(&loads("%r196", 4), 32),
+        20 * 32,
+        "a quarter of a warp at a time, each lane's in the same four banks"
+    );
+}
+
+#[test]
+fn a_poll_takes_no_time_once_it_is_over() {
+    let body = "mov.u32 %r3, phases;\nsetp.ne.b32 %p1, %r1, 0;\n@%p1 bra $wait;\nmbarrier.init.shared::cta.b64 [%r3], 1;\n\
+        $wait:\nbar.sync 1, 64;\nsetp.lt.u32 %p2, %r1, 32;\n@%p2 bra $other;\n$again:\n\
+        mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r3], 0;\n@%p3 bra $done;\nbra.uni $again;\n\
+        $other:\nsetp.ne.b32 %p1, %r1, 0;\n@%p1 bra $done;\n";
+    let wait = |before: u32| {
+        let work = "add.s32 %r2, %r2, 1;\n".repeat(before as usize);
+        cycles(&format!("{body}{work}mbarrier.arrive.shared::cta.b64 _, [%r3];\n$done:"), 64)
+    };
+    // The warp that asks does so until the other has done its work, whose chain is the longer by as much.
+    assert_eq!(wait(100) - wait(50), 50 * 4);
 }

@@ -1,0 +1,380 @@
+//! How many cycles a block takes between its barriers, as far as its instructions decide.
+//!
+//! An instruction issues when what it reads is there; its result is there a latency later. Those without a branch or barrier
+//! between them issue in whatever order their operands allow, since ptxas has ordered them: one a cycle, and accesses to
+//! memory not before the stores in front of them. Nothing issues before the branch in front of it. A warp's way from barrier to
+//! barrier is thus what its longest chain takes or, if that is more, what issuing takes; four warp schedulers issue for the block, and
+//! one path to shared memory moves 128 bytes a cycle for all its warps.
+//!
+//! What this leaves out: ptxas has fewer registers than PTX, and moves instructions across branches too; copies have landed and
+//! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
+//! is a lower bound rather than a forecast.
+
+use super::decode::{Access, Instruction, Op, Pred, Slot, Space};
+use super::machine::{WARP, lanes_of};
+use super::rows::Row;
+
+/// What an instruction takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Cost {
+    /// Slots of the warp's scheduler.
+    pub(super) issues: u32,
+    /// Cycles from its issue until its result can be read.
+    latency: u32,
+}
+
+const fn cost(issues: u32, latency: u32) -> Cost {
+    Cost { issues, latency }
+}
+
+// Cycles of a Hopper SM. Those of fixed latency are the stalls that ptxas puts into sm_90a code; the others stand in
+// published microbenchmarks of the H100, rounded; none is measured by this library yet.
+const ALU: Cost = cost(1, 4);
+const WIDE: Cost = cost(2, 6);
+/// Conversions and the special function unit: a quarter of a warp's lanes, or fewer, a cycle.
+const SPECIAL: Cost = cost(1, 20);
+const SHARED: u32 = 29;
+/// Of a load from global memory that finds its line in L2.
+const L2: u32 = 270;
+const SHUFFLE: u32 = 24;
+const PRODUCT: Cost = cost(2, 33);
+const TRY_WAIT: u32 = 30;
+const PARAM: Cost = cost(1, 8);
+/// From the branch to what follows it.
+const BRANCH: u64 = 6;
+/// From the last warp's arrival to what follows.
+const BARRIER: u64 = 24;
+/// From a comparison to the branch, or the guarded instruction, that wants it.
+const PREDICATE: u32 = 8;
+
+impl Cost {
+    /// Of the instruction `op`, which is written `opcode`.
+    pub(super) fn of(opcode: &str, op: &Op) -> Cost {
+        let is_64 = ["64"].iter().any(|bits| opcode.ends_with(bits)) && !opcode.starts_with("cvt");
+        match op {
+            Op::Unary(..) | Op::Binary(..) | Op::Ternary(..) => Cost::of_arithmetic(opcode, is_64),
+            Op::Compare(..) => cost(if is_64 { 2 } else { 1 }, PREDICATE + if is_64 { 2 } else { 0 }),
+            Op::Logic(..) | Op::Not(..) => cost(1, PREDICATE),
+            Op::Select { .. } => {
+                if is_64 {
+                    cost(2, 4)
+                } else {
+                    ALU
+                }
+            }
+            // Registers side by side are one value.
+            Op::Unpack { bits: 32, .. } | Op::Pack { bits: 32, .. } | Op::Constant(..) | Op::GroupFence | Op::Fence => {
+                cost(0, 0)
+            }
+            Op::Unpack { .. } | Op::Pack { .. } => ALU,
+            Op::Special(..) => cost(1, 12),
+            Op::Param { .. } => PARAM,
+            Op::Load { from, .. } if from.space == Space::Shared => cost(1, SHARED),
+            Op::Load { .. } | Op::Atomic { .. } => cost(1, L2),
+            Op::LoadMatrices { .. } => cost(1, SHARED + 4),
+            Op::Shuffle { .. } => cost(1, SHUFFLE),
+            Op::Product { .. } => PRODUCT,
+            Op::BarrierTry { .. } => cost(1, TRY_WAIT),
+            Op::Store { .. }
+            | Op::Branch(_)
+            | Op::BranchIndex(..)
+            | Op::Exit
+            | Op::Trap
+            | Op::Barrier { .. }
+            | Op::WarpSync(_)
+            | Op::GroupProduct { .. }
+            | Op::GroupCommit
+            | Op::GroupWait(_)
+            | Op::BarrierInit { .. }
+            | Op::BarrierArrive { .. }
+            | Op::BulkCopy { .. }
+            | Op::BulkPrefetch { .. }
+            | Op::Copy { .. }
+            | Op::CopyCommit
+            | Op::CopyWait(_)
+            | Op::Sleep(_) => cost(1, 0),
+        }
+    }
+
+    fn of_arithmetic(opcode: &str, is_64: bool) -> Cost {
+        let mut words = opcode.split('.');
+        let verb = words.next().unwrap_or("");
+        let is_f64 = opcode.ends_with("f64");
+        match verb {
+            "mov" | "cvta" => cost(0, 0),
+            // To and from 64 bits, and to fewer bits, is another name for a register.
+            "cvt" if !opcode.contains(".f") && !opcode.contains("bf16") => cost(0, 0),
+            "cvt" if opcode.contains("bf16") => ALU,
+            "cvt" => SPECIAL,
+            "ex2" | "rsqrt" | "popc" | "clz" => SPECIAL,
+            // Sequences: an approximation, its correction, and a test whether that holds.
+            "rcp" | "sqrt" => cost(8, 50),
+            "div" if opcode.ends_with("f32") => cost(10, 60),
+            "div" | "rem" if is_64 => cost(60, 300),
+            "div" | "rem" => cost(20, 90),
+            _ if is_f64 => cost(2, 8),
+            "mul" | "mad" if opcode.contains(".wide") => cost(1, 5),
+            "mul" | "mad" if is_64 => cost(4, 13),
+            "mul" | "mad" if !opcode.ends_with("f32") => cost(1, 5),
+            "bfe" => cost(2, 8),
+            _ if is_64 => WIDE,
+            _ => ALU,
+        }
+    }
+}
+
+/// The registers and predicates an instruction reads and writes.
+#[derive(Clone, Debug, Default)]
+struct Operands {
+    reads: Vec<Slot>,
+    reads_preds: Vec<Pred>,
+    writes: Vec<Slot>,
+    writes_preds: Vec<Pred>,
+}
+
+impl Operands {
+    fn of(instruction: &Instruction) -> Operands {
+        let mut all = Operands::default();
+        all.reads_preds.extend(instruction.guard.map(|(_, pred)| pred));
+        match &instruction.op {
+            Op::Unary(_, d, a) => all.rows(&[*a], &[*d]),
+            Op::Binary(_, d, ab) => all.rows(ab, &[*d]),
+            Op::Ternary(_, d, abc) => all.rows(abc, &[*d]),
+            Op::Compare(_, d, ab) => {
+                all.reads.extend(ab);
+                all.writes_preds.push(*d);
+            }
+            Op::Select { d, yes, no, when } => {
+                all.rows(&[*yes, *no], &[*d]);
+                all.reads_preds.push(*when);
+            }
+            Op::Logic(_, d, ab) => {
+                all.reads_preds.extend(ab);
+                all.writes_preds.push(*d);
+            }
+            Op::Not(d, a) => {
+                all.reads_preds.push(*a);
+                all.writes_preds.push(*d);
+            }
+            Op::Constant(d, _) => all.writes_preds.push(*d),
+            Op::Unpack { d, from, .. } => {
+                all.reads.push(*from);
+                all.writes.extend(d.iter().flatten());
+            }
+            Op::Pack { d, from, .. } => all.rows(from, &[*d]),
+            Op::Special(d, _) | Op::Param { d, .. } => all.writes.push(*d),
+            Op::Load { d, from } => {
+                all.reads.push(from.base);
+                all.writes.extend(d.iter().flatten());
+            }
+            Op::Store { to, values } => {
+                all.reads.push(to.base);
+                all.reads.extend(values);
+            }
+            Op::Atomic { d, at, values, .. } => {
+                all.reads.push(at.base);
+                all.reads.extend(values);
+                all.writes.extend(d);
+            }
+            Op::BranchIndex(index, _) => all.reads.push(*index),
+            Op::Barrier { vote, .. } => {
+                if let Some((d, vote, _)) = vote {
+                    all.reads_preds.push(*vote);
+                    all.writes_preds.push(*d);
+                }
+            }
+            Op::Shuffle { d, value, by, members, .. } => all.rows(&[*value, *by, *members], &[*d]),
+            Op::LoadMatrices { d, from } => all.rows(&[from.base], d),
+            Op::Product { d, a, b, c } => {
+                all.rows(a, d);
+                all.reads.extend(b.iter().chain(c));
+            }
+            Op::GroupProduct { d, a, b } => all.rows(&[*a, *b], d),
+            Op::BarrierInit { at, count } => all.reads.extend([at.base, *count]),
+            Op::BarrierArrive { at, expect } => {
+                all.reads.push(at.base);
+                all.reads.extend(expect);
+            }
+            Op::BarrierTry { d, at, parity } => {
+                all.reads.extend([at.base, *parity]);
+                all.writes_preds.push(*d);
+            }
+            Op::BulkCopy { to, from, bytes, barrier, policy } => {
+                all.reads.extend([to.base, from.base, *bytes, barrier.base]);
+                all.reads.extend(policy);
+            }
+            Op::BulkPrefetch { from, bytes } => all.reads.extend([from.base, *bytes]),
+            Op::Copy { to, from, there } => {
+                all.reads.extend([to.base, from.base]);
+                all.reads.extend(there);
+            }
+            Op::WarpSync(members) => all.reads.push(*members),
+            Op::Branch(_)
+            | Op::Exit
+            | Op::Trap
+            | Op::GroupFence
+            | Op::GroupCommit
+            | Op::GroupWait(_)
+            | Op::Fence
+            | Op::CopyCommit
+            | Op::CopyWait(_)
+            | Op::Sleep(_) => {}
+        }
+        all
+    }
+
+    fn rows(&mut self, reads: &[Slot], writes: &[Slot]) {
+        self.reads.extend(reads);
+        self.writes.extend(writes);
+    }
+}
+
+/// A warp's, in cycles of its block.
+#[derive(Clone, Debug)]
+struct Clock {
+    /// When registers' and predicates' values are there.
+    rows: Vec<u64>,
+    preds: Vec<u64>,
+    /// When the last branch or barrier had been passed.
+    since: u64,
+    /// The last issue after it, and how many there were.
+    latest: u64,
+    issues: u64,
+    /// The last store's.
+    stored: u64,
+    /// When the last barrier had been passed, how many issues since, and how many accesses to shared memory.
+    barrier: u64,
+    issues_since: u64,
+    accesses_since: u64,
+    /// It asks whether an mbarrier's phase is over, and it is not: what it does until then is waiting.
+    waits: bool,
+}
+
+impl Clock {
+    /// It goes on at `at`, and nothing before.
+    fn pass(&mut self, at: u64) {
+        (self.since, self.latest, self.issues) = (at, at, 0);
+    }
+
+    fn now(&self) -> u64 {
+        self.latest.max(self.since + self.issues)
+    }
+}
+
+/// The warps of a launch.
+#[derive(Debug)]
+pub(super) struct Pipeline {
+    operands: Vec<Operands>,
+    warps: Vec<Clock>,
+}
+
+/// Warp schedulers of an SM.
+const SCHEDULERS: usize = 4;
+
+impl Pipeline {
+    /// For `warps` warps that run `code`, with so many registers and predicates.
+    pub(super) fn new(code: &[Instruction], rows: u32, preds: u32, warps: usize) -> Pipeline {
+        let clock = || Clock {
+            rows: vec![0; rows as usize],
+            preds: vec![0; preds as usize],
+            since: 0,
+            latest: 0,
+            issues: 0,
+            stored: 0,
+            barrier: 0,
+            issues_since: 0,
+            accesses_since: 0,
+            waits: false,
+        };
+        Pipeline { operands: code.iter().map(Operands::of).collect(), warps: (0..warps).map(|_| clock()).collect() }
+    }
+
+    /// Warp `number` has run the instruction at `pc`, in vain if `again`; `accesses` to shared memory were in it.
+    pub(super) fn ran(&mut self, number: usize, pc: usize, instruction: &Instruction, accesses: u64, again: bool) {
+        let clock = &mut self.warps[number];
+        let is_try = matches!(instruction.op, Op::BarrierTry { .. });
+        if is_try {
+            clock.waits = again;
+        }
+        if clock.waits {
+            return;
+        }
+        let operands = &self.operands[pc];
+        let mut at = clock.since;
+        for read in &operands.reads {
+            at = at.max(clock.rows.get(*read as usize).copied().unwrap_or(0));
+        }
+        for pred in &operands.reads_preds {
+            at = at.max(clock.preds[*pred as usize]);
+        }
+        let is_store =
+            matches!(instruction.op, Op::Store { .. } | Op::Atomic { .. } | Op::BarrierArrive { .. } | Op::Fence);
+        if is_store || matches!(instruction.op, Op::Load { .. } | Op::LoadMatrices { .. }) {
+            at = at.max(clock.stored);
+        }
+        let Cost { issues, latency } = instruction.cost;
+        clock.issues += u64::from(issues);
+        clock.issues_since += u64::from(issues);
+        clock.accesses_since += accesses;
+        let there = at + u64::from(latency) + accesses.saturating_sub(1);
+        operands.writes.iter().for_each(|write| clock.rows[*write as usize] = there);
+        operands.writes_preds.iter().for_each(|write| clock.preds[*write as usize] = there);
+        if issues > 0 {
+            clock.latest = clock.latest.max(at);
+        }
+        if is_store {
+            clock.stored = clock.stored.max(at + 1);
+        }
+        // Whether it is asked is what decides how a wait goes on.
+        if matches!(instruction.op, Op::Branch(_) | Op::BranchIndex(..)) {
+            let passed = clock.now().max(at)
+                + if operands.reads_preds.is_empty() && operands.reads.is_empty() { 1 } else { BRANCH };
+            clock.pass(passed);
+        }
+    }
+
+    /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest took since its
+    /// last one.
+    pub(super) fn meet(&mut self, numbers: &[usize], warps: usize, is_wait: bool) -> u64 {
+        let now = numbers.iter().map(|number| self.warps[*number].now()).max().unwrap_or(0);
+        let took = numbers.iter().map(|number| self.warps[*number].now() - self.warps[*number].barrier);
+        let took = if is_wait { took.min() } else { took.max() };
+        let mut slots = [0; SCHEDULERS];
+        let mut accesses = 0;
+        for number in numbers {
+            let clock = &mut self.warps[*number];
+            slots[number % warps % SCHEDULERS] += std::mem::take(&mut clock.issues_since);
+            accesses += std::mem::take(&mut clock.accesses_since);
+        }
+        let busy = slots.into_iter().max().unwrap_or(0).max(accesses);
+        let took = took.unwrap_or(0);
+        let took = if is_wait { took } else { took.max(busy) };
+        for number in numbers {
+            let clock = &mut self.warps[*number];
+            clock.pass(now + BARRIER);
+            clock.barrier = now + BARRIER;
+        }
+        took + BARRIER
+    }
+}
+
+/// How many times 128 bytes an access of a warp takes from shared memory: a bank gives one word of four bytes at a time, words of
+/// 8 and 16 bytes go by half and quarter warps.
+pub(super) fn shared_accesses(at: &Row, lanes: u32, access: &Access, values: usize) -> u64 {
+    let bytes = u64::from(access.bytes) * values as u64;
+    let group = (128 / bytes.max(4)) as usize;
+    let mut accesses = 0;
+    for first in (0..WARP).step_by(group) {
+        let mut banks: [Vec<u64>; 32] = Default::default();
+        for lane in lanes_of(lanes).filter(|lane| (first..first + group).contains(lane)) {
+            for word in at[lane] / 4..(at[lane] + bytes).div_ceil(4) {
+                let bank = &mut banks[(word % 32) as usize];
+                if !bank.contains(&word) {
+                    bank.push(word);
+                }
+            }
+        }
+        accesses += banks.iter().map(Vec::len).max().unwrap_or(0) as u64;
+    }
+    accesses
+}
