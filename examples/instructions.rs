@@ -5,8 +5,8 @@
 //! `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
-//! latencies (`host/src/ptx/pipeline.rs`). Before the barrier that ends a wait it is the fastest's, since the first warp asks again
-//! and again. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them.
+//! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, so while others are
+//! waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
@@ -40,22 +40,24 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let view = image.view();
     // The program of the passes that follow the prompt: the first.
     let program = view.programs[0];
-    let mut ops: BTreeMap<u32, (String, u32, Vec<u64>, u64)> = BTreeMap::new();
+    let mut ops: BTreeMap<u32, (String, u32, Vec<u64>, [u64; 2])> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {
         let task = &view.tasks[id as usize];
-        let op = ops.entry(task.op).or_insert_with(|| (image.op_name(task.op).to_owned(), 0, vec![0; 8], 0));
+        let op = ops.entry(task.op).or_insert_with(|| (image.op_name(task.op).to_owned(), 0, vec![0; 8], [0; 2]));
         op.1 += 1;
-        op.3 += report.cycles.get(&(id + 1)).copied().unwrap_or(0);
+        let cycles = report.cycles.get(&(id + 1)).copied().unwrap_or_default();
+        op.3 = [op.3[0] + cycles[0], op.3[1] + cycles[1]];
         let phase = report.phases.get(&(id + 1));
         phase.into_iter().flatten().zip(&mut op.2).for_each(|(count, sum)| *sum += count);
     }
-    println!("{:32} {:>6} {:>9} {:>9} {:>9}", "operator", "tasks", "cycles", "warp 1", "all warps");
+    println!("{:32} {:>6} {:>9} {:>9} {:>9} {:>9}", "operator", "tasks", "cycles", "ahead", "warp 1", "all warps");
     let passes = if context == 1 { steps } else { steps - 1 } as u64;
     let (mut path, mut total) = (0, 0);
-    for (name, tasks, warps, ways) in ops.values() {
+    for (name, tasks, warps, [cycles, ahead]) in ops.values() {
         let each = |count: u64| count / (u64::from(*tasks) * passes);
-        println!("{name:32} {tasks:6} {:9} {:9} {:9}", each(*ways), each(warps[1]), each(warps.iter().sum()));
-        path += each(*ways);
+        let (warp, all) = (each(warps[1]), each(warps.iter().sum()));
+        println!("{name:32} {tasks:6} {:9} {:9} {warp:9} {all:9}", each(*cycles), each(*ahead));
+        path += each(*cycles);
         total += warps.iter().sum::<u64>() / passes;
     }
     println!("one after another: {path} cycles; in all {total} issue slots of all warps a step");

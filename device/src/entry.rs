@@ -16,12 +16,13 @@
 pub use crate::arch::LaunchBlock;
 use crate::arch::{memory, thread};
 use crate::block::Block;
+use crate::gpu::Call;
 use crate::gpu::scheduler;
+use crate::gpu::sync::{Gpu, anew};
 use crate::gpu::tiles::{self, Lists, Tiles};
 use crate::gpu::turn;
-use crate::gpu::{Call, sync::Gpu};
 use crate::kernels::{Advance, Numbered, run_gpu};
-use crate::worker::{Body, Image, run};
+use crate::worker::{Body, Image, await_task, run};
 use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
@@ -105,6 +106,21 @@ impl Image for DeviceImage {
     }
 
     #[inline(always)]
+    fn wait_count(&self, _: u32) -> u32 {
+        turn::wait_count()
+    }
+
+    #[inline(always)]
+    fn wait(&self, _: u32, at: u32) -> (EventId, u32) {
+        let (waits, events) = (param!(self, waits), param!(self, events));
+        let (waits, events) =
+            (core::ptr::with_exposed_provenance(waits as usize), core::ptr::with_exposed_provenance(events as usize));
+        // SAFETY: see `DeviceImage`.
+        let [event, triggers] = unsafe { turn::wait(at, waits, events) };
+        (EventId(event), triggers)
+    }
+
+    #[inline(always)]
     fn trigger_count(&self, _: u32) -> u32 {
         turn::trigger_count()
     }
@@ -134,6 +150,8 @@ impl DeviceImage {
                 .wrapping_add(id as usize),
             operands: core::ptr::with_exposed_provenance(param!(self, operands) as usize),
             triggers: core::ptr::with_exposed_provenance(param!(self, triggers) as usize),
+            waits: core::ptr::with_exposed_provenance(param!(self, waits) as usize),
+            events: core::ptr::with_exposed_provenance(param!(self, events) as usize),
             bindings: core::ptr::with_exposed_provenance(param!(self, bindings) as usize),
         };
         // SAFETY: see `DeviceImage`, and the caller's promise.
@@ -207,6 +225,27 @@ impl BlockBody<'_> {
 }
 
 impl BlockBody<'_> {
+    /// Waits for the events of the task whose turn it is. Always, since a choice that the loop has made before would have the compiler
+    /// write all bodies twice: a task that was waited for already, where others may be taken meanwhile, looks once more.
+    ///
+    /// # Errors
+    /// That there has been a fault, which has been reported: its words would be held over all bodies.
+    #[inline(always)]
+    fn ready(&self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
+        let outcome = await_task(&self.image, id, step, iteration, self.tiles.sync());
+        outcome.map_err(|fault| self.reported(id, &fault))
+    }
+
+    /// `fault` of task `id`, once it is reported: that there has been one.
+    #[inline(always)]
+    fn reported(&self, id: TaskId, fault: &Fault) -> Fault {
+        // Threads that left because another one faulted have nothing to add.
+        if fault.code != FaultCode::Aborted as u32 {
+            self.tiles.sync().report(&Fault { task: id.0, worker: self.worker.0, ..*fault });
+        }
+        Fault::new(FaultCode::Aborted, 0, 0, 0)
+    }
+
     /// Says where the worker is. Returns the time if it is wanted, which only the block's first thread is asked for.
     ///
     /// # Safety
@@ -250,6 +289,7 @@ impl BlockBody<'_> {
     /// See [`DeviceImage`]; one thread calls it.
     #[inline(always)]
     unsafe fn post(&self, step: &Step) {
+        let step = &anew(step);
         let at = step.iteration.wrapping_sub(param!(self.image, iteration));
         if at >= param!(self.image, n_mail) {
             return;
@@ -272,6 +312,11 @@ impl BlockBody<'_> {
 
 impl Body for BlockBody<'_> {
     #[inline(always)]
+    fn waits(&self, may_take: bool) -> bool {
+        !may_take
+    }
+
+    #[inline(always)]
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
         self.tiles.begin(step.program, step.first_pos, n, self.block.thread == 0);
@@ -283,19 +328,7 @@ impl Body for BlockBody<'_> {
 
     #[inline(always)]
     fn ahead(&mut self, id: TaskId) {
-        // SAFETY: the loop brings every thread of the block here, after the last task's end, behind a barrier. What a wait ends
-        // with is one, too.
-        unsafe {
-            self.image.turn_to(id.0, &self.block);
-            if self.image.task(id.0).wait_count == 0 {
-                self.block.sync();
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn instead(&mut self, id: TaskId) {
-        // SAFETY: as in `ahead`; the wait that found the task ended with a barrier.
+        // SAFETY: the loop brings every thread of the block here, after the last task's end, behind a barrier.
         unsafe {
             self.image.turn_to(id.0, &self.block);
             self.block.sync();
@@ -303,10 +336,16 @@ impl Body for BlockBody<'_> {
     }
 
     #[inline(always)]
-    fn skip(&mut self, _: TaskId) {
+    fn instead(&mut self, id: TaskId) {
+        self.ahead(id);
+    }
+
+    #[inline(always)]
+    fn skip(&mut self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
         self.tiles.begin_task(self.task_tiles());
         // SAFETY: the loop brings every thread of the block here.
         unsafe { self.tiles.drain() };
+        self.ready(id, step, iteration)
     }
 
     #[inline(always)]
@@ -317,7 +356,7 @@ impl Body for BlockBody<'_> {
     }
 
     #[inline(always)]
-    fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step) -> Result<(), Fault> {
+    fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step, iteration: u32) -> Result<(), Fault> {
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
         // been met.
         unsafe {
@@ -326,7 +365,10 @@ impl Body for BlockBody<'_> {
             self.tiles.begin_task(self.task_tiles());
             // What bodies compute from who they are stays in them.
             let block = Block { thread: memory::opaque_word(self.block.thread), threads: self.block.threads };
-            let outcome = run_gpu(&self.call(step), &block);
+            // For the body alone: what comes after it looks at the loop's own.
+            let fresh = anew(step);
+            let ready = || self.ready(id, &fresh, iteration);
+            let outcome = run_gpu(&self.call(&fresh), &block, ready).map_err(|fault| self.reported(id, &fault));
             self.tiles.drain();
             if began_ns != 0 {
                 self.trace(id, step, began_ns);
@@ -382,7 +424,7 @@ pub unsafe fn worker(params: LaunchBlock) {
         }
     }
     let mut body =
-        BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
+        BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true), traced: Cell::new(0) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -429,9 +471,9 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
         return;
     }
     thread::at_task(id);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), false), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, false), traced: Cell::new(0) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
-    let outcome = unsafe { run_gpu(&body.call(&step), &block) };
+    let outcome = unsafe { run_gpu(&body.call(&step), &block, || Ok(())) };
     match outcome {
         Err(fault) => sync.report(&Fault { task: id, worker: worker.0, ..fault }),
         Ok(()) if turn::task_type() == Advance::TASK_TYPE && block.thread == 0 => {
@@ -453,7 +495,7 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.lane(), true), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true), traced: Cell::new(0) };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.
     let outcome = unsafe {
@@ -461,7 +503,8 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
         block.sync();
         body.tiles.begin_task(body.task_tiles());
         let call = body.call(&step);
-        K::gpu(&crate::kernels::params(&call.params()), &call, &block)
+        let params = crate::kernels::params(&call.params());
+        if K::EARLY { K::gpu_early(&params, &call, &block, || Ok(())) } else { K::gpu(&params, &call, &block) }
     };
     if let Err(fault) = outcome {
         sync.report(&fault);

@@ -102,6 +102,10 @@ pub trait Image {
     fn flags(&self, id: u32) -> u16 {
         self.task(id).flags
     }
+    /// How many events the task numbered `id` waits on, whose turn it is.
+    fn wait_count(&self, id: u32) -> u32;
+    /// The one numbered `at` of them, and its [`EventDesc::num_triggers`].
+    fn wait(&self, id: u32, at: u32) -> (EventId, u32);
     /// How many events the task numbered `id` triggers, whose turn it is.
     fn trigger_count(&self, id: u32) -> u32;
     /// The one numbered `at` of them.
@@ -127,6 +131,15 @@ impl Image for ImageView<'_> {
         ImageView::waits(self, task)
     }
 
+    fn wait_count(&self, id: u32) -> u32 {
+        self.tasks[id as usize].wait_count.into()
+    }
+
+    fn wait(&self, id: u32, at: u32) -> (EventId, u32) {
+        let event = ImageView::waits(self, &self.tasks[id as usize])[at as usize];
+        (EventId(event), self.events[event as usize].num_triggers)
+    }
+
     fn trigger_count(&self, id: u32) -> u32 {
         self.tasks[id as usize].trigger_count.into()
     }
@@ -142,14 +155,26 @@ impl Image for ImageView<'_> {
 
 /// Runs task bodies: a thread block's macro kernels on a GPU, the CPU bodies on a thread.
 pub trait Body {
+    /// Whether [`run`](Body::run) and [`skip`](Body::skip) are called before the next task's events have fired, and wait for them
+    /// themselves, by [`await_task`]; not if `may_take` a just-in-time task meanwhile. A body may wait in any case: once more costs a
+    /// look.
+    fn waits(&self, may_take: bool) -> bool {
+        let _ = may_take;
+        false
+    }
+
     /// A pass begins; or, with [`NO_PROGRAM`], the loop ends.
     fn begin(&mut self, step: &Step) {
         let _ = step;
     }
 
-    /// The task numbered `id` is left out of this pass.
-    fn skip(&mut self, id: TaskId) {
-        let _ = id;
+    /// The task numbered `id` is left out of this pass; a body that [waits](Body::waits) does so here, too.
+    ///
+    /// # Errors
+    /// A wait's.
+    fn skip(&mut self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
+        let _ = (id, step, iteration);
+        Ok(())
     }
 
     /// The task numbered `id` comes next: its events are about to be waited for.
@@ -165,11 +190,12 @@ pub trait Body {
     /// The task that has just had its turn triggers nothing, so all who wait for it are this worker's later tasks.
     fn untold(&mut self) {}
 
-    /// Runs `task` in the pass `step`.
+    /// Runs `task` in the pass `step`, iteration `iteration`. If the body [waits](Body::waits), then before it touches anything that another
+    /// task does.
     ///
     /// # Errors
     /// Whatever the macro kernel faults with; the loop adds the task and the worker.
-    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault>;
+    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step, iteration: u32) -> Result<(), Fault>;
 }
 
 /// Runs the loop of worker `worker` from the step that the control block holds until a step says [`NO_PROGRAM`].
@@ -196,17 +222,21 @@ pub fn run<I: Image, S: Sync, B: Body>(
         let list = image.list(step.program as usize, worker);
         // Asked once a pass: without such tasks nobody looks at the queue.
         let pass = (!image.just_in_time(step.program as usize).is_empty()).then_some(&step);
-        let mut at = 0;
+        let mut at = 0u32;
         loop {
-            let next = list.get(at).copied();
+            let next = list.get(at as usize).copied();
             if let Some(next) = next {
                 body.ahead(TaskId(next));
             }
-            let taken = await_next(image, next, &step, pass, iteration, sync).map_err(|mut fault| {
-                fault.worker = worker.0;
-                fault.task = next.unwrap_or(fault.task);
-                fault
-            })?;
+            // Errors leave at once: merged with what else goes on, their words would be held over all bodies.
+            let taken = if next.is_some() && body.waits(pass.is_some()) {
+                None
+            } else {
+                match await_next(image, next, &step, pass, iteration, sync) {
+                    Ok(taken) => taken,
+                    Err(fault) => return Err(Fault { worker: worker.0, task: next.unwrap_or(fault.task), ..fault }),
+                }
+            };
             let id = match (taken, next) {
                 (Some(taken), _) => {
                     body.instead(taken);
@@ -218,7 +248,7 @@ pub fn run<I: Image, S: Sync, B: Body>(
                 }
                 (None, None) => break,
             };
-            run_task(image, TaskId(id), &step, sync, body).map_err(|mut fault| {
+            run_task(image, TaskId(id), &step, iteration, sync, body).map_err(|mut fault| {
                 fault.worker = worker.0;
                 fault.task = id;
                 fault
@@ -231,9 +261,34 @@ pub fn run<I: Image, S: Sync, B: Body>(
 /// At how many triggers `event` fires in the pass `step`, which is iteration `iteration`.
 #[inline(always)]
 pub(crate) fn target<I: Image>(image: &I, event: u32, step: &Step, iteration: u32) -> u32 {
+    nth(event, step, iteration).wrapping_mul(image.num_triggers(event))
+}
+
+/// How many times `event` has to have fired then.
+#[inline(always)]
+fn nth(event: u32, step: &Step, iteration: u32) -> u32 {
     // The loop's own events count iterations of every program, a program's events its own runs.
     let fired_before = if event < FIRST_PROGRAM_EVENT.0 { iteration } else { step.program_runs };
-    fired_before.wrapping_add(1).wrapping_mul(image.num_triggers(event))
+    fired_before.wrapping_add(1)
+}
+
+/// Waits for the events of task `id`, whose turn it is in the pass `step`, iteration `iteration`.
+///
+/// # Errors
+/// A wait's, without task and worker.
+#[inline(always)]
+pub fn await_task<I: Image, S: Sync>(
+    image: &I,
+    id: TaskId,
+    step: &Step,
+    iteration: u32,
+    sync: &S,
+) -> Result<(), Fault> {
+    for at in 0..image.wait_count(id.0) {
+        let (event, triggers) = image.wait(id.0, at);
+        sync.wait(event, nth(event.0, step, iteration).wrapping_mul(triggers), None)?;
+    }
+    Ok(())
 }
 
 /// Waits for the events of `next`, or, at the list's end, for that of the iteration; or until there is a just-in-time task
@@ -247,12 +302,13 @@ fn await_next<I: Image, S: Sync>(
     iteration: u32,
     sync: &S,
 ) -> Result<Option<TaskId>, Fault> {
-    let waits = match next {
-        Some(id) => image.waits(image.task(id)),
-        None => &[EVENT_ITERATION.0],
+    let Some(id) = next else {
+        let event = EVENT_ITERATION;
+        return sync.wait(event, target(image, event.0, step, iteration), pass);
     };
-    for &event in waits {
-        let taken = sync.wait(EventId(event), target(image, event, step, iteration), pass)?;
+    for at in 0..image.wait_count(id) {
+        let (event, triggers) = image.wait(id, at);
+        let taken = sync.wait(event, nth(event.0, step, iteration).wrapping_mul(triggers), pass)?;
         if taken.is_some() {
             return Ok(taken);
         }
@@ -265,13 +321,14 @@ fn run_task<I: Image, S: Sync, B: Body>(
     image: &I,
     id: TaskId,
     step: &Step,
+    iteration: u32,
     sync: &S,
     body: &mut B,
 ) -> Result<(), Fault> {
     if step.sampling != 0 || image.flags(id.0) & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
-        body.run(id, image.task(id.0), step)?;
+        body.run(id, image.task(id.0), step, iteration)?;
     } else {
-        body.skip(id);
+        body.skip(id, step, iteration)?;
     }
     let triggers = image.trigger_count(id.0);
     if triggers == 0 {

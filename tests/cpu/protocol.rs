@@ -17,7 +17,7 @@
 use perpetua_device::queue::{self, Words};
 use perpetua_device::scheduler::Scheduler;
 use perpetua_device::sync::Sync;
-use perpetua_device::worker::{Body, ImageView, run};
+use perpetua_device::worker::{Body, ImageView, await_task, run};
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, reached};
 use perpetua_shared::{EventId, Fault, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
@@ -500,7 +500,12 @@ impl<M: Model> Body for Tasks<'_, M> {
         }
     }
 
-    fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step) -> Result<(), Fault> {
+    fn waits(&self, may_take: bool) -> bool {
+        !may_take
+    }
+
+    fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step, iteration: u32) -> Result<(), Fault> {
+        await_task(&self.0.view, id, step, iteration, self.0)?;
         let words = &self.0.words;
         match self.0.work[id.idx()] {
             Work::Write => M::write(&words.data, |data| *data = 10 + step.iteration),

@@ -323,6 +323,8 @@ impl Case {
                 task: &raw const task,
                 operands: self.operands.as_ptr(),
                 triggers: core::ptr::null(),
+                waits: core::ptr::null(),
+                events: core::ptr::null(),
                 bindings: table,
             };
             allocations.extend(descriptors(&task, &self.operands));
@@ -345,7 +347,7 @@ impl Case {
                         }
                     }
                 }
-                let tiles = Tiles::new(&gpu, block.lane(), self.tile_bytes == TILE_BYTES);
+                let tiles = Tiles::new(&gpu, block.thread, self.tile_bytes == TILE_BYTES);
                 if n_data > 0 {
                     tiles.begin(0, 0, n_data, me == 0);
                     tiles.begin_task(n_data);
@@ -355,7 +357,7 @@ impl Case {
                 let outcome = unsafe {
                     turn::fetch(&sections, &block);
                     block.sync();
-                    run_gpu(&call, &block)
+                    run_gpu(&call, &block, || Ok(()))
                 };
                 if let Err(fault) = outcome {
                     faults.borrow_mut().push(fault);
@@ -1066,6 +1068,8 @@ fn a_number_nobody_has_is_a_fault() {
         task: &raw const task,
         operands: core::ptr::null(),
         triggers: core::ptr::null(),
+        waits: core::ptr::null(),
+        events: core::ptr::null(),
         bindings: core::ptr::null(),
     };
     let launched = launch(&options, descriptors(&task, &[]), || {
@@ -1074,7 +1078,7 @@ fn a_number_nobody_has_is_a_fault() {
         let outcome = unsafe {
             turn::fetch(&sections, &Block::current());
             Block::current().sync();
-            run_gpu(&call, &Block::current())
+            run_gpu(&call, &Block::current(), || Ok(()))
         };
         assert_eq!(outcome.map_err(|fault| fault.code), Err(FaultCode::NoSuchKernel as u32));
     });

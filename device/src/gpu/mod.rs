@@ -165,6 +165,35 @@ impl Row {
         }
     }
 
+    /// Elements `at`, all of them asked for before the first is looked at: memory answers long after it is asked.
+    ///
+    /// # Safety
+    /// As [`Row::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn gather<const N: usize>(&self, at: [u32; N]) -> [f32; N] {
+        let mut values = [0.0; N];
+        // SAFETY: the elements are there (caller).
+        unsafe {
+            if self.dtype == F32 {
+                for i in 0..N {
+                    values[i] = memory::load(self.base.wrapping_add(4 * at[i] as usize).cast::<f32>());
+                }
+                return values;
+            }
+            let mut halves = [0; N];
+            for i in 0..N {
+                halves[i] = memory::load(self.base.wrapping_add(2 * at[i] as usize).cast::<u16>());
+            }
+            for i in 0..N {
+                // Both, and a choice: a branch for each would wait for one after the other.
+                let (brain, half) = (f32::from_bits(u32::from(halves[i]) << 16), scalar::f16_to_f32(halves[i]));
+                values[i] = if self.dtype == BF16 { brain } else { half };
+            }
+        }
+        values
+    }
+
     /// Sets element `i`, rounding to nearest even.
     ///
     /// # Safety

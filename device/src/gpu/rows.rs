@@ -11,7 +11,7 @@ use crate::arch::scalar::{f16_to_f32, f32_to_bf16_pair, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
-use crate::kernels::attention_merge::Parts;
+use crate::kernels::attention_merge::{Found, Merge, Parts, Place};
 use core::marker::PhantomData;
 
 /// How an element type is loaded.
@@ -252,51 +252,104 @@ pub(super) const GAP: u32 = 16;
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
 /// The row to be staged.
-#[derive(Clone, Copy)]
-enum Source {
-    /// Row 0 of a matrix.
-    Row(Tensor),
-    /// What the splits of an attention found, merged.
-    Parts(Parts),
-}
+trait Source: Copy {
+    /// Where eight elements are, and eight that are under way.
+    type Place: Copy;
+    /// See [`Place`](Source::Place).
+    type Asked;
 
-impl Source {
-    /// Whether eight elements may be fetched at once, from every eighth of `k` on.
-    #[inline(always)]
-    fn by_eight(&self, k: u32) -> bool {
-        match self {
-            Source::Row(x) => x.dtype() == F32 && k.is_multiple_of(8) && x.address([0, 0]).addr().is_multiple_of(16),
-            Source::Parts(parts) => parts.by_eight(),
-        }
-    }
+    /// Whether eight elements may be asked for at once, from every eighth of `k` on.
+    fn by_eight(&self, k: u32) -> bool;
 
+    /// Where elements 8 * `unit` to 8 * `unit` + 7 are.
+    fn place(&self, unit: u32) -> Self::Place;
+
+    /// Asks for them.
+    ///
     /// # Safety
-    /// Elements 8 * `unit` to 8 * `unit` + 7 are there, and [`by_eight`](Source::by_eight).
-    #[inline(always)]
-    unsafe fn eight(&self, unit: u32) -> [f32; 8] {
-        // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Source::Row(x) => Single::eight(x.address([0, 0]).wrapping_add(32 * unit as usize), false),
-                Source::Parts(parts) => parts.merged::<8>(8 * unit),
-            }
-        }
-    }
+    /// They are there, and [`by_eight`](Source::by_eight).
+    unsafe fn ask(&self, place: Self::Place) -> Self::Asked;
+
+    /// What was asked for.
+    ///
+    /// # Safety
+    /// As [`ask`](Source::ask).
+    unsafe fn eight(&self, place: Self::Place, asked: Self::Asked) -> [f32; 8];
 
     /// # Safety
     /// Element `at` is there.
+    unsafe fn one(&self, at: u32) -> f32;
+}
+
+/// Row 0 of a matrix.
+#[derive(Clone, Copy)]
+struct First(Tensor);
+
+impl Source for First {
+    type Place = *const u8;
+    type Asked = [f32; 8];
+
+    #[inline(always)]
+    fn by_eight(&self, k: u32) -> bool {
+        self.0.dtype() == F32 && k.is_multiple_of(8) && self.0.address([0, 0]).addr().is_multiple_of(16)
+    }
+
+    #[inline(always)]
+    fn place(&self, unit: u32) -> *const u8 {
+        self.0.address([0, 0]).wrapping_add(32 * unit as usize)
+    }
+
+    #[inline(always)]
+    unsafe fn ask(&self, place: *const u8) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { Single::eight(place, false) }
+    }
+
+    #[inline(always)]
+    unsafe fn eight(&self, _: *const u8, asked: [f32; 8]) -> [f32; 8] {
+        asked
+    }
+
     #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         // SAFETY: the caller's promise.
-        unsafe {
-            match self {
-                Source::Row(x) => x.get([0, at]),
-                Source::Parts(parts) => {
-                    let [merged] = parts.merged::<1>(at);
-                    merged
-                }
-            }
-        }
+        unsafe { self.0.get([0, at]) }
+    }
+}
+
+/// What the splits of an attention found, merged.
+impl Source for Parts {
+    type Place = Place;
+    type Asked = Found<8>;
+
+    #[inline(always)]
+    fn by_eight(&self, _: u32) -> bool {
+        Parts::by_eight(self)
+    }
+
+    #[inline(always)]
+    fn place(&self, unit: u32) -> Place {
+        Parts::place(self, 8 * unit)
+    }
+
+    #[inline(always)]
+    unsafe fn ask(&self, place: Place) -> Found<8> {
+        // SAFETY: the caller's promise.
+        unsafe { self.fetch(place, 0) }
+    }
+
+    #[inline(always)]
+    unsafe fn eight(&self, place: Place, found: Found<8>) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe { self.merged(place, found) }
+    }
+
+    #[inline(always)]
+    unsafe fn one(&self, at: u32) -> f32 {
+        let place = Parts::place(self, at);
+        // SAFETY: the caller's promise.
+        let [merged] = unsafe { self.merged(place, self.fetch(place, 0)) };
+        merged
     }
 }
 
@@ -313,6 +366,47 @@ pub(crate) struct Staging {
     pub(crate) in_terms: bool,
 }
 
+/// What a row is staged with that is known before the row is there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Prepared {
+    how: Staging,
+    /// The norm's weights, where they come in a tile.
+    tile: Tile,
+    merge: Merge,
+    /// Bytes times this are rows of operand 1, of bf16, in the upper word: exactly, for numbers as small as a tile's.
+    pub(super) per_row: u32,
+}
+
+impl Prepared {
+    /// # Safety
+    /// As [`stage`].
+    #[inline(always)]
+    pub(crate) unsafe fn new(call: &Call<'_>, how: Staging) -> Prepared {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let is_normed = call.tensor(how.norm).is_present();
+            let tiles = call.tiles.filter(|tiles| is_normed && tiles.left() > 0);
+            let merge = if how.merges { Merge::of(&call.tensor(0)) } else { Merge::NONE };
+            let per_row = u32::MAX / (2 * call.tensor(1).extent(1)) + 1;
+            Prepared { how, tile: tiles.map_or(Tile::NONE, |tiles| tiles.take()), merge, per_row }
+        }
+    }
+
+    /// Gives the loader its tile back, as it wants of every one.
+    ///
+    /// # Safety
+    /// As [`Tiles::release`].
+    #[inline(always)]
+    pub(crate) unsafe fn release(&self, call: &Call<'_>) {
+        if self.tile.bytes > 0
+            && let Some(tiles) = call.tiles
+        {
+            // SAFETY: the caller's promise.
+            unsafe { tiles.release(self.tile) };
+        }
+    }
+}
+
 /// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
 /// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
 /// come from the task's next tile if it has tiles. Returns what is still to be multiplied to every product with the row: the root
@@ -323,15 +417,30 @@ pub(crate) struct Staging {
 /// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], an even number of them if they are terms, and operand
 /// `norm` as many.
 #[inline(always)]
-pub(crate) unsafe fn stage(call: &Call<'_>, how: Staging, block: &Block) -> f32 {
+pub(crate) unsafe fn stage(call: &Call<'_>, prepared: &Prepared, block: &Block) -> f32 {
+    // SAFETY: the caller's promises.
+    unsafe {
+        if prepared.how.merges {
+            stage_source(call, prepared, &Parts::new(call.tensor(0), prepared.merge), block)
+        } else {
+            stage_source(call, prepared, &First(call.tensor(0)), block)
+        }
+    }
+}
+
+/// [`stage`] of the row that `x` is.
+///
+/// # Safety
+/// As [`stage`].
+#[inline(always)]
+unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
+        let Prepared { how, tile, .. } = *prepared;
         let k = call.tensor(1).extent(1);
         let weights = call.tensor(how.norm);
-        let x = if how.merges { Source::Parts(Parts::new(call.tensor(0))) } else { Source::Row(call.tensor(0)) };
-        let has_tile = weights.is_present() && call.tiles.is_some_and(|tiles| tiles.left() > 0);
-        if how.in_terms && (has_tile || !weights.is_present()) && x.by_eight(k) {
-            return stage_terms(call, &x, k, has_tile.then_some(weights.dtype()), how.eps, block);
+        if how.in_terms && (tile.bytes > 0 || !weights.is_present()) && x.by_eight(k) {
+            return stage_terms(call, prepared, x, k, block);
         }
         let mut scale = 1.0;
         if weights.is_present() {
@@ -342,7 +451,6 @@ pub(crate) unsafe fn stage(call: &Call<'_>, how: Staging, block: &Block) -> f32 
             }
             scale = rsqrt(block.sum(squares) / k as f32 + how.eps);
         }
-        let tile = call.tiles.filter(|_| has_tile).map_or(Tile::NONE, |tiles| tiles.take());
         let value = |at: u32| {
             let weight = match (tile.bytes, weights.dtype()) {
                 _ if !weights.is_present() => 1.0,
@@ -369,11 +477,7 @@ pub(crate) unsafe fn stage(call: &Call<'_>, how: Staging, block: &Block) -> f32 
                 shared::store(STAGE + unit, values[1].to_bits());
             }
         }
-        if tile.bytes > 0
-            && let Some(tiles) = call.tiles
-        {
-            tiles.release(tile);
-        }
+        prepared.release(call);
         block.sync();
     }
     1.0
@@ -384,13 +488,13 @@ pub(crate) unsafe fn stage(call: &Call<'_>, how: Staging, block: &Block) -> f32 
 /// # Safety
 /// As [`stage`].
 #[inline(always)]
-unsafe fn stage_terms(call: &Call<'_>, x: &Source, k: u32, norm: Option<u16>, eps: f32, block: &Block) -> f32 {
+unsafe fn stage_terms(call: &Call<'_>, prepared: &Prepared, x: &impl Source, k: u32, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
-        let tile = call.tiles.filter(|_| norm.is_some()).map_or(Tile::NONE, |tiles| tiles.take());
+        let Prepared { how, tile, .. } = *prepared;
+        let norm = (tile.bytes > 0).then(|| call.tensor(how.norm).dtype());
         let mut squares = 0.0;
-        for unit in block.mine(k / 8) {
-            let mut values = x.eight(unit);
+        let mut put = |unit: u32, mut values: [f32; 8]| {
             if let Some(dtype) = norm {
                 let weight = match dtype {
                     F32 => Single::tile_eight(tile.at + 32 * unit),
@@ -408,15 +512,28 @@ unsafe fn stage_terms(call: &Call<'_>, x: &Source, k: u32, norm: Option<u16>, ep
             }
             shared::store16(TERMS + 4 * unit, high);
             shared::store16(TERMS + k / 2 + GAP + 4 * unit, low);
+        };
+        // Two at a time: memory answers long after it is asked.
+        let (mut unit, step) = (block.thread, block.threads);
+        while unit < k / 8 {
+            let place = x.place(unit);
+            let one = x.ask(place);
+            if unit + step < k / 8 {
+                let next = x.place(unit + step);
+                let other = x.ask(next);
+                put(unit, x.eight(place, one));
+                put(unit + step, x.eight(next, other));
+            } else {
+                put(unit, x.eight(place, one));
+            }
+            unit += 2 * step;
         }
         if norm.is_some() {
             let partial = warp::sum(squares);
             if block.lane() == 0 {
                 shared::store(block.warp(), partial.to_bits());
             }
-            if let Some(tiles) = call.tiles {
-                tiles.release(tile);
-            }
+            prepared.release(call);
         }
         block.sync();
         if norm.is_none() {
@@ -426,7 +543,7 @@ unsafe fn stage_terms(call: &Call<'_>, x: &Source, k: u32, norm: Option<u16>, ep
         for warp in 0..block.warps() {
             total += f32::from_bits(shared::load(warp));
         }
-        rsqrt(total / k as f32 + eps)
+        rsqrt(total / k as f32 + how.eps)
     }
 }
 

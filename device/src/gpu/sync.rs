@@ -46,10 +46,10 @@ impl Gpu {
 
     /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some.
     #[inline(always)]
-    fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
+    fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, FaultCode> {
         let mut patience = Patience::default();
         loop {
-            if let Some(task) = pass.and_then(|step| take(self, step)) {
+            if let Some(task) = pass.and_then(|step| take(self, &anew(step))) {
                 return Ok(Some(task));
             }
             let count = self.load(event.0);
@@ -59,7 +59,7 @@ impl Gpu {
                 return Ok(None);
             }
             if let Some(code) = patience.ends(self) {
-                return Err(Fault::new(code, event.0, count, target));
+                return Err(code);
             }
         }
     }
@@ -92,6 +92,22 @@ impl Gpu {
                 memory::store_volatile(&raw mut (*self.fault).expected, fault.expected);
             }
         }
+    }
+}
+
+/// `step`, of which the compiler does not know that it is the same all through a pass: what bodies and polls compute from it would be
+/// held over all of them.
+#[inline(always)]
+pub(crate) fn anew(step: &Step) -> Step {
+    let word = memory::opaque_word;
+    Step {
+        program: word(step.program),
+        program_runs: word(step.program_runs),
+        first_pos: word(step.first_pos),
+        rows: word(step.rows),
+        sampling: word(step.sampling),
+        iteration: word(step.iteration),
+        ..*step
     }
 }
 
@@ -174,20 +190,23 @@ impl Words for Gpu {
 impl Sync for Gpu {
     #[inline(always)]
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
-        let mut outcome = Ok(None);
+        let mut failed = None;
         // SAFETY: the worker loop is the same on every thread of the block, which all come to each barrier. The word is
         // written by one before the first of two barriers, and read by all between them.
         unsafe {
             if thread::thread_idx() == 0 {
-                outcome = self.poll(event, target, pass);
+                let outcome = self.poll(event, target, pass);
                 if pass.is_some() {
                     // One more than its number; 0: none.
-                    shared::store(TAKEN_TASK, outcome.as_ref().map_or(0, |taken| taken.map_or(0, |task| task.0 + 1)));
+                    shared::store(TAKEN_TASK, outcome.map_or(0, |taken| taken.map_or(0, |task| task.0 + 1)));
                 }
+                failed = outcome.err();
             }
-            if thread::sync_or(outcome.is_err()) {
-                // Thread 0 knows what happened; the others only that they must leave.
-                return outcome.and(Err(Fault::new(FaultCode::Aborted, event.0, 0, target)));
+            if thread::sync_or(failed.is_some()) {
+                // Thread 0 knows what happened; the others only that they must leave. The count is asked for again: held with the
+                // other words of a fault it would take registers of bodies that wait.
+                let count = if failed.is_some() { self.load(event.0) } else { 0 };
+                return Err(Fault::new(failed.unwrap_or(FaultCode::Aborted), event.0, count, target));
             }
             if pass.is_none() {
                 return Ok(None);

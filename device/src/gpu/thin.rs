@@ -2,12 +2,17 @@
 //!
 //! ```text
 //! A   16 rows of weights x 16 of k   straight from the tile: a lane's sixteen bytes are k for two products
-//! B   16 of k x 8 columns            the row as two terms, hi in column 0 and lo in column 1 (the others are not looked at)
-//! D   16 rows x 8 columns            column 0 + column 1, a warp's part of k; warps' parts are added once rows enough are there
+//! B   16 of k x 8 columns            the row as two terms, hi and lo, of one k in columns 0 and 1, of another in 2 and 3
+//! D   16 rows x 8 columns            even rows in columns 0 and 1, odd rows in 2 and 3: a warp's part of k; warps' parts are
+//!                                    added once rows enough are there
 //! ```
 //! A product is a sum over k in any order, so a lane takes k as they lie, eight in a row, and the four numbers that the tensor
 //! core believes to be k = 2t, 2t + 1, 2t + 8 and 2t + 9 are others, the same in A and B. Of two matrices (gate and up) the one
 //! has A's upper eight rows, the other the lower.
+//!
+//! Rows of weights are multiples of 128 bytes apart, so in the same banks of shared memory, which give a quarter of a warp, two rows,
+//! 128 bytes at a time. So an odd row is 64 bytes ahead of the even one, and behind it the next time: the products' k are not the
+//! same in both, hence the columns.
 //!
 //! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its event has fired: its weights
 //! are in shared memory by then, and every instruction stands between two hops. 256 weights cost a warp 27 instructions one by one,
@@ -15,7 +20,7 @@
 //!
 //! x is taken as hi + lo, both bf16, which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
 
-use super::rows::{GAP, TERMS};
+use super::rows::{GAP, Prepared, TERMS};
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call};
 use crate::arch::{bulk, shared, warp};
@@ -23,9 +28,10 @@ use crate::block::Block;
 use crate::kernels::MAX_NORMED;
 use perpetua_shared::launch::TASK_THREADS;
 
-/// Elements of k that a warp takes at a time, and their bytes.
+/// Elements of k that a product takes, and those that a warp takes at a time, with their bytes.
 const CHUNK: u32 = 32;
-const CHUNK_BYTES: u32 = 2 * CHUNK;
+const PAIR: u32 = 2 * CHUNK;
+const PAIR_BYTES: u32 = 2 * PAIR;
 
 /// Words from one warp's sums to the next's: whole products' worth of them, 16 each.
 #[inline(always)]
@@ -49,12 +55,13 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32, norm: us
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
         let whole = left <= u32::from(call.tensor(norm).is_present()) + N as u32 * columns;
-        rows == 1 && left > 0 && whole && w.dtype() == BF16 && k.is_multiple_of(CHUNK) && k <= MAX_NORMED
+        rows == 1 && left > 0 && whole && w.dtype() == BF16 && k.is_multiple_of(PAIR) && k <= MAX_NORMED
     }
 }
 
-/// Calls `finish(n, sums)`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
-/// `scale` times the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms.
+/// Calls `finish(n, sums, before(n))`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
+/// `scale` times the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms. What `before`
+/// fetches is asked for before the products.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it, and the tiles are those of a plan for this task.
@@ -63,8 +70,9 @@ pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,
     block: &Block,
-    scale: f32,
-    finish: impl Fn(u32, [f32; N]),
+    (prepared, scale): (&Prepared, f32),
+    before: impl Fn(u32) -> f32,
+    finish: impl Fn(u32, [f32; N], f32),
 ) {
     // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the tiles alone. A warp writes its
     // own sums, which others read between two barriers; lanes of rows that are not there read the last one's weights.
@@ -73,11 +81,14 @@ pub(crate) unsafe fn multiply<const N: usize>(
         let (lane, warps) = (block.lane(), block.warps());
         let (g, t) = (lane / 4, lane % 4);
         let per = 16 / N as u32;
+        // An odd row's part of a pair of chunks comes first by that much, and last by that much less.
+        let (ahead, behind) = (g % 2 * CHUNK, CHUNK - g % 2 * CHUNK);
         let b_at = TERMS + g % 2 * (k / 2 + GAP) + 4 * t;
+        let (b_ahead, b_behind) = (b_at + g / 2 % 2 * (CHUNK / 2), b_at + (1 - g / 2 % 2) * (CHUNK / 2));
         let parts = TERMS + k + GAP;
         let pitch = room(parts, warps);
-        let per_row = 1.0 / (2 * k) as f32;
         let own = parts + block.warp() * pitch;
+        let early = if block.thread < call.tensor(1).extent(0) { before(block.thread) } else { 0.0 };
         let mut taken = [Tile::NONE; N];
         // The first row whose sums are kept, and how many are; rows of the tiles at hand, and those done.
         let (mut first, mut rows, mut done) = (0, 0, 0);
@@ -88,8 +99,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     for i in 0..N {
                         taken[i] = tiles.take();
                     }
-                    // Exact, for numbers as small as these, and quicker than a division.
-                    (rows, done) = ((taken[0].bytes as f32 * per_row + 0.5).to_int_unchecked(), 0);
+                    (rows, done) = ((u64::from(taken[0].bytes) * u64::from(prepared.per_row) >> 32) as u32, 0);
                 }
                 let here = if rows - done < per { rows - done } else { per };
                 let row = |at: u32, least: u32| done + least + if at + least < here { at } else { here - least - 1 };
@@ -101,29 +111,31 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     (_, true) => taken[0].at + row(g, 8) * 2 * k + 16 * t,
                     _ => low_at,
                 };
-                let fetch = |chunk: u32| {
-                    let low = bulk::load16(low_at + chunk * CHUNK_BYTES);
-                    let high = if has_high { bulk::load16(high_at + chunk * CHUNK_BYTES) } else { [0; 4] };
-                    (low, high, shared::load16(b_at + chunk * (CHUNK / 2)))
+                let fetch = |pair: u32, ahead: u32, b_at: u32| {
+                    let from = pair * PAIR_BYTES + 2 * ahead;
+                    let low = bulk::load16(low_at + from);
+                    let high = if has_high { bulk::load16(high_at + from) } else { [0; 4] };
+                    (low, high, shared::load16(b_at + pair * (PAIR / 2)))
                 };
-                let mut sums = [[0f32; 4]; 2];
-                let mut add = |(low, high, b): ([u32; 4], [u32; 4], [u32; 4])| {
-                    sums[0] = warp::mma([low[0], high[0], low[1], high[1]], [b[0], b[1]], sums[0]);
-                    sums[1] = warp::mma([low[2], high[2], low[3], high[3]], [b[2], b[3]], sums[1]);
+                // Each added to every other time, so that few products wait for the one before.
+                let mut sums = [[0f32; 4]; 4];
+                let mut add = |at: usize, (low, high, b): ([u32; 4], [u32; 4], [u32; 4])| {
+                    sums[at] = warp::mma([low[0], high[0], low[1], high[1]], [b[0], b[1]], sums[at]);
+                    sums[at + 1] = warp::mma([low[2], high[2], low[3], high[3]], [b[2], b[3]], sums[at + 1]);
                 };
-                let mut chunk = block.warp();
-                while chunk + warps < k / CHUNK {
-                    let (one, other) = (fetch(chunk), fetch(chunk + warps));
-                    add(one);
-                    add(other);
-                    chunk += 2 * warps;
+                let mut pair = block.warp();
+                while pair < k / PAIR {
+                    let (one, other) = (fetch(pair, ahead, b_ahead), fetch(pair, behind, b_behind));
+                    add(0, one);
+                    add(2, other);
+                    pair += warps;
                 }
-                if chunk < k / CHUNK {
-                    add(fetch(chunk));
-                }
-                // Columns 0 and 1 are the first of four lanes'.
-                if t == 0 {
-                    let sum = |i: usize| ((sums[0][i] + sums[1][i]) + (sums[0][i + 1] + sums[1][i + 1])).to_bits();
+                // Columns 0 and 1 are the first of four lanes', columns 2 and 3 the second's.
+                if t == g % 2 {
+                    let sum = |i: usize| {
+                        let column = |i: usize| (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+                        (column(i) + column(i + 1)).to_bits()
+                    };
                     let at = own + (kept + g) * N as u32;
                     if g < here {
                         shared::store(at, sum(0));
@@ -154,7 +166,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
                 for i in 0..N {
                     sums[i] *= scale;
                 }
-                finish(first + at, sums);
+                let n = first + at;
+                finish(n, sums, if n == block.thread { early } else { before(n) });
             }
             first += kept;
             if done == rows && tiles.left() < N as u32 {

@@ -209,7 +209,8 @@ impl Tile {
 #[derive(Debug)]
 pub(crate) struct Tiles<'a> {
     sync: &'a Gpu,
-    lane: u32,
+    /// The calling thread's index.
+    thread: u32,
     /// Whether there is memory for tiles.
     has_memory: bool,
     /// The launch's next tile, and those with which the pass and the task end.
@@ -223,11 +224,11 @@ pub(crate) struct Tiles<'a> {
 }
 
 impl<'a> Tiles<'a> {
-    pub(crate) fn new(sync: &'a Gpu, lane: u32, has_memory: bool) -> Tiles<'a> {
+    pub(crate) fn new(sync: &'a Gpu, thread: u32, has_memory: bool) -> Tiles<'a> {
         let zero = || Cell::new(0);
         Tiles {
             sync,
-            lane,
+            thread,
             has_memory,
             next: zero(),
             pass_end: zero(),
@@ -322,7 +323,8 @@ impl<'a> Tiles<'a> {
         // SAFETY: the caller's promise. The warp's reads are before the one lane's arrival.
         unsafe {
             warp::sync();
-            if self.lane == 0 {
+            // Found out anew: it would be held over all bodies.
+            if memory::opaque_word(self.thread) % WARP == 0 {
                 mbarrier::arrive(EMPTY + tile.barrier);
             }
         }

@@ -59,7 +59,7 @@ impl MacroKernel for AttentionMerge {
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
-            let parts = Parts::new(call.tensor(0));
+            let parts = Parts::new(call.tensor(0), Merge::of(&call.tensor(0)));
             let (group, d) = {
                 let y = call.tensor(1);
                 (y.extent(2), y.extent(3))
@@ -67,7 +67,8 @@ impl MacroKernel for AttentionMerge {
             if parts.by_eight() {
                 for unit in block.mine(parts.0.extent(0) * group * d / 8) {
                     let (item, i) = (8 * unit / d, 8 * unit % d);
-                    let merged = parts.merged::<8>(8 * unit);
+                    let place = parts.place(8 * unit);
+                    let merged = parts.merged::<8>(place, parts.fetch(place, 0));
                     let y = call.tensor(1).row([0, item / group, item % group]);
                     for j in 0..8 {
                         y.set(i + j as u32, merged[j]);
@@ -77,7 +78,8 @@ impl MacroKernel for AttentionMerge {
             }
             for unit in block.mine(parts.0.extent(0) * group * d) {
                 let (item, i) = (unit / d, unit % d);
-                let [merged] = parts.merged::<1>(unit);
+                let place = parts.place(unit);
+                let [merged] = parts.merged::<1>(place, parts.fetch(place, 0));
                 call.tensor(1).row([0, item / group, item % group]).set(i, merged);
             }
         }
@@ -116,15 +118,32 @@ pub(super) fn merged(parts: &crate::io::Tensor) -> Vec<f32> {
     row
 }
 
+/// What an element's head and query are found with: 2^32 over elements of a query, and over queries of a head.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Merge([u32; 2]);
+
+impl Merge {
+    /// Of nothing.
+    pub(crate) const NONE: Merge = Merge([0; 2]);
+
+    /// Of `parts` as the module head has them.
+    #[inline(always)]
+    pub(crate) fn of(parts: &gpu::Tensor) -> Merge {
+        // Products with these have quotients in their upper words, exactly, of numbers as small as a row's elements.
+        let per = |n: u32| if n > 1 { u32::MAX / n + 1 } else { 0 };
+        Merge([per(parts.extent(3) - FOUND), per(parts.extent(2))])
+    }
+}
+
 /// What splits found, to be merged by whoever reads it.
 #[derive(Clone, Copy)]
-pub(crate) struct Parts(gpu::Tensor);
+pub(crate) struct Parts(gpu::Tensor, Merge);
 
 impl Parts {
     /// `parts` as the module head has them.
     #[inline(always)]
-    pub(crate) fn new(parts: gpu::Tensor) -> Parts {
-        Parts(parts)
+    pub(crate) fn new(parts: gpu::Tensor, merge: Merge) -> Parts {
+        Parts(parts, merge)
     }
 
     /// Whether eight elements may be merged at once, from every eighth on.
@@ -134,60 +153,86 @@ impl Parts {
         strides.is_multiple_of(4) && (self.0.extent(3) - FOUND).is_multiple_of(8) && self.0.row([0]).is_aligned(16)
     }
 
-    /// Elements `at..at + N` of y, all heads' as one row: N is 1, or, [by eight](Parts::by_eight), 8.
+    /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
+    #[inline(always)]
+    pub(crate) fn place(&self, at: u32) -> Place {
+        let (group, d) = (self.0.extent(2), self.0.extent(3) - FOUND);
+        let divided = |n: u32, per: u32| if per == 0 { n } else { (u64::from(n) * u64::from(per) >> 32) as u32 };
+        let item = divided(at, self.1.0[0]);
+        let head = divided(item, self.1.0[1]);
+        Place { row: self.0.row([head, 0, item - head * group]).at(0), i: at - item * d }
+    }
+
+    /// What splits `first` to `first + AHEAD - 1` found of elements `place` and the next N - 1, asked for: N is 1, or,
+    /// [by eight](Parts::by_eight), 8.
     ///
     /// # Safety
     /// They are there, and nobody writes the parts.
     #[inline(always)]
-    pub(crate) unsafe fn merged<const N: usize>(&self, at: u32) -> [f32; N] {
-        let (splits, group, d) = (self.0.extent(1), self.0.extent(2), self.0.extent(3) - FOUND);
-        let (item, i) = (at / d, at % d);
-        let (first_part, step) = (self.0.row([item / group, 0, item % group]), self.0.stride(1));
-        // Those beyond the last are the last once more.
-        let last = |split: u32| if split < splits { split } else { splits - 1 };
-        let part = |split: u32| first_part.at(0).wrapping_add((u64::from(last(split)) * u64::from(4 * step)) as usize);
-        let (mut max, mut first) = (f32::NEG_INFINITY, 0);
-        let (mut total, mut sums) = (0.0, [0.0; N]);
-        // SAFETY: rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
-        unsafe {
-            while first < splits {
-                let mut of = [0.0; AHEAD];
-                for ahead in 0..AHEAD {
-                    of[ahead] = memory::load(part(first + ahead as u32).cast::<f32>());
-                }
-                for ahead in 0..AHEAD {
-                    // Without positions the maximum is -inf, which makes no other smaller.
-                    max = if of[ahead] > max { of[ahead] } else { max };
-                }
-                first += AHEAD as u32;
-            }
-            first = 0;
-            while first < splits {
-                let mut of = [(0.0, 0.0, [0.0; N]); AHEAD];
-                for ahead in 0..AHEAD {
-                    let part = part(first + ahead as u32).cast::<f32>();
-                    (of[ahead].0, of[ahead].1) = (memory::load(part), memory::load(part.add(1)));
-                    let at = part.add((FOUND + i) as usize);
-                    if N == 1 {
-                        of[ahead].2[0] = memory::load(at);
-                    } else {
-                        let halves = [memory::load16(at.cast()), memory::load16(at.add(4).cast())];
-                        for j in 0..N {
-                            of[ahead].2[j] = f32::from_bits(halves[j / 4][j % 4]);
-                        }
-                    }
-                }
-                for ahead in 0..AHEAD {
-                    let (largest, found, values) = of[ahead];
-                    let is_there = first + (ahead as u32) < splits && found != 0.0;
-                    let weight = if is_there { exp2((largest - max) * LOG2_E) } else { 0.0 };
-                    total = fma(weight, found, total);
+    pub(crate) unsafe fn fetch<const N: usize>(&self, place: Place, first: u32) -> Found<N> {
+        let mut found = Found { heads: [[0.0; 2]; AHEAD], values: [[0.0; N]; AHEAD] };
+        let (splits, step) = (self.0.extent(1), self.0.stride(1));
+        for ahead in 0..AHEAD {
+            // Those beyond the last are the last once more.
+            let split = first + ahead as u32;
+            let split = if split < splits { split } else { splits - 1 };
+            let part = place.row.wrapping_add((u64::from(split) * u64::from(4 * step)) as usize).cast::<f32>();
+            // SAFETY: rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
+            unsafe {
+                found.heads[ahead] = [memory::load(part), memory::load(part.add(1))];
+                let at = part.add((FOUND + place.i) as usize);
+                if N == 1 {
+                    found.values[ahead][0] = memory::load(at);
+                } else {
+                    let halves = [memory::load16(at.cast()), memory::load16(at.add(4).cast())];
                     for j in 0..N {
-                        sums[j] = fma(weight, values[j], sums[j]);
+                        found.values[ahead][j] = f32::from_bits(halves[j / 4][j % 4]);
                     }
                 }
-                first += AHEAD as u32;
             }
+        }
+        found
+    }
+
+    /// Elements `place` and the next N - 1, of which the first `AHEAD` splits' `found` has been fetched.
+    ///
+    /// # Safety
+    /// As [`fetch`](Parts::fetch).
+    #[inline(always)]
+    pub(crate) unsafe fn merged<const N: usize>(&self, place: Place, mut found: Found<N>) -> [f32; N] {
+        let splits = self.0.extent(1);
+        let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0, [0.0; N]);
+        let mut first = 0;
+        loop {
+            let mut largest = max;
+            for ahead in 0..AHEAD {
+                // Without positions the maximum is -inf, which makes no other smaller.
+                let [max, _] = found.heads[ahead];
+                largest = if max > largest { max } else { largest };
+            }
+            if first > 0 {
+                let shrink = if total != 0.0 { exp2((max - largest) * LOG2_E) } else { 0.0 };
+                total *= shrink;
+                for j in 0..N {
+                    sums[j] *= shrink;
+                }
+            }
+            max = largest;
+            for ahead in 0..AHEAD {
+                let [largest, of] = found.heads[ahead];
+                let is_there = first + (ahead as u32) < splits && of != 0.0;
+                let weight = if is_there { exp2((largest - max) * LOG2_E) } else { 0.0 };
+                total = fma(weight, of, total);
+                for j in 0..N {
+                    sums[j] = fma(weight, found.values[ahead][j], sums[j]);
+                }
+            }
+            first += AHEAD as u32;
+            if first >= splits {
+                break;
+            }
+            // SAFETY: the caller's promise.
+            found = unsafe { self.fetch(place, first) };
         }
         let factor = 1.0 / total;
         for j in 0..N {
@@ -195,4 +240,18 @@ impl Parts {
         }
         sums
     }
+}
+
+/// Where elements of a head lie, see [`Parts::place`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    row: *mut u8,
+    i: u32,
+}
+
+/// What some splits found: maxima and totals, and of N elements the sums.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found<const N: usize> {
+    heads: [[f32; 2]; AHEAD],
+    values: [[f32; N]; AHEAD],
 }

@@ -127,9 +127,17 @@ impl MacroKernel for DecodeAttention {
         Ok(())
     }
 
+    const EARLY: bool = true;
+
     #[inline(always)]
-    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and `check` has matched their extents; the position is below the context, as
+    unsafe fn gpu_early(
+        p: &Params,
+        call: &gpu::Call<'_>,
+        block: &Block,
+        ready: impl Fn() -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        // SAFETY: norms and frequencies are constants, and all else is touched once `ready` has ended.
+        // The operands are the slots' and `check` has matched their extents; the position is below the context, as
         // the token loop's steps are. Conditions around barriers are the same for all threads, those around shuffles for
         // all lanes. Queries are written by their warp before a barrier and read after it, as is the appended row; what
         // warps found stands between two barriers.
@@ -138,11 +146,18 @@ impl MacroKernel for DecodeAttention {
             let pos = call.step.first_pos;
             let (first, end) = p.attention().share(pos + 1, call.block::<1>());
             let appends = first <= pos && pos < end;
+            let queries = memory::opaque_word(call.tensor(0).extent(2));
+            let d = memory::opaque_word(call.tensor(0).extent(3));
+            let half = d / 2;
+            let turn = |g: u32, lane: u32| {
+                let (norm, frequencies) = (call.tensor(if g == queries { 4 } else { 3 }), call.tensor(5));
+                rope::Turn { norm, frequencies, eps: p.eps, pos, half, lane }
+            };
+            // How it is turned is known before the query is there.
+            let mut ahead = turn(block.warp(), block.lane()).ahead(0);
+            ready()?;
             let mut h = 0;
-            while h < heads {
-                if h > 0 {
-                    block.sync();
-                }
+            loop {
                 // Each part computes anew what it wants: held over the others it would cost them registers.
                 let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
                 let lane = block.lane();
@@ -151,18 +166,14 @@ impl MacroKernel for DecodeAttention {
                     let (queries, d) = (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)));
                     Group { k: Head::new(&k, h), v: Head::new(&v, h), queries, d, scale: p.scale }
                 };
-                let (is_fit, group, d) = {
-                    let together = group_of();
-                    (together.is_fit(), together.queries, together.d)
-                };
-                let half = d / 2;
+                let is_fit = group_of().is_fit();
                 let mut g = block.warp();
-                while g < group + u32::from(appends) {
-                    let is_key = g == group;
+                let heads_here = queries + u32::from(appends);
+                while g < heads_here {
+                    let is_key = g == queries;
                     let from = if is_key { call.tensor(1).row([0, h]) } else { call.tensor(0).row([0, h, g]) };
                     let to = call.tensor(6).row([h, pos]);
-                    let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
-                    rope::turn(&from, &norm, p.eps, &frequencies, pos, half, lane, |i, [low, high]| {
+                    turn(g, lane).head(&from, ahead, |i, [low, high]| {
                         // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
                         let is_odd = lane % 2 == 1;
                         let other = warp::shuffle_xor((if is_odd { low } else { high }).to_bits(), 1);
@@ -177,15 +188,18 @@ impl MacroKernel for DecodeAttention {
                             shared::store(QUERY + g * d + i, low.to_bits());
                             shared::store(QUERY + g * d + i + half, high.to_bits());
                         } else if is_odd {
-                            group::stage(group, d, g, i - 1 + half, [other, high]);
+                            group::stage(queries, d, g, i - 1 + half, [other, high]);
                         } else {
-                            group::stage(group, d, g, i, [low, other]);
+                            group::stage(queries, d, g, i, [low, other]);
                         }
                     });
                     if is_key {
                         rope::append_value(call, 0, h, pos, d, lane);
                     }
                     g += block.warps();
+                    if g < heads_here {
+                        ahead = turn(g, lane).ahead(0);
+                    }
                 }
                 block.sync();
                 if is_fit {
@@ -195,9 +209,13 @@ impl MacroKernel for DecodeAttention {
                     one_by_one(p, call, block, h, (first, end));
                 }
                 h += 1;
+                if h >= heads {
+                    return Ok(());
+                }
+                block.sync();
+                ahead = turn(block.warp(), lane).ahead(0);
             }
         }
-        Ok(())
     }
 }
 

@@ -118,6 +118,30 @@ pub trait MacroKernel {
         let _ = (params, block);
         Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
     }
+
+    /// Whether GPU workers run [`gpu_early`](MacroKernel::gpu_early) instead.
+    const EARLY: bool = false;
+
+    /// As [`gpu`](MacroKernel::gpu), but begun before the task's waits have been met: what is known without other tasks is found out
+    /// while they run. Calls `ready`, which ends when the waits have been met, once, on every thread, before it touches anything that
+    /// another task does.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call; `call` is a task of a checked image.
+    ///
+    /// # Errors
+    /// Those of `ready`, and the body's own.
+    #[inline(always)]
+    unsafe fn gpu_early(
+        params: &Self::Params,
+        call: &gpu::Call<'_>,
+        block: &Block,
+        ready: impl Fn() -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        ready()?;
+        // SAFETY: the caller's promise, and the waits have been met.
+        unsafe { Self::gpu(params, call, block) }
+    }
 }
 
 /// Rows of a pass up to which bodies take weights from tiles.
@@ -261,10 +285,23 @@ macro_rules! kernels {
         /// As [`MacroKernel::gpu`].
         // On the host once, not in every crate that simulates: the bodies take minutes to compile.
         #[cfg_attr(target_arch = "nvptx64", inline(always))]
-        pub unsafe fn run_gpu(call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-            // SAFETY: the caller's promise.
+        pub unsafe fn run_gpu(
+            call: &gpu::Call<'_>,
+            block: &Block,
+            ready: impl Fn() -> Result<(), Fault>,
+        ) -> Result<(), Fault> {
+            const EARLY: u32 = 0 $(| ($kernel::EARLY as u32) << $number)*;
+            let kind = call.task_type();
+            // Most bodies wait here, in one place; the others have it in them.
+            if kind >= 32 || EARLY >> kind & 1 == 0 {
+                ready()?;
+            }
+            // SAFETY: the caller's promise; of kernels that are not early the waits have been met.
             unsafe {
-                match call.task_type() {
+                match kind {
+                    $($number if $kernel::EARLY => {
+                        $kernel::gpu_early(&params(&call.params()), call, block, ready)
+                    })*
                     $($number => $kernel::gpu(&params(&call.params()), call, block),)*
                     other => Err(Fault::new(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),
                 }

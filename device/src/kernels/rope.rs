@@ -87,49 +87,104 @@ pub(super) fn turned(head: &[f32], norm: &io::Tensor, eps: f32, frequencies: &io
     turned
 }
 
-/// A warp's [`turned`]: gives `put` elements i and i + half of the head that starts at `from`, of twice `half`, i below `half`, on
-/// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
-/// before it puts them, and with a norm every lane has.
-///
-/// # Safety
-/// Every lane of the warp makes this same call; the head is there, as are `norm`, if it is present, and `half` frequencies.
-#[allow(clippy::too_many_arguments)] // One more struct would only name them again.
-#[inline(always)]
-pub(super) unsafe fn turn(
-    from: &gpu::Row,
-    norm: &gpu::Tensor,
-    eps: f32,
-    frequencies: &gpu::Tensor,
-    pos: u32,
-    half: u32,
-    lane: u32,
-    put: impl Fn(u32, [f32; 2]),
-) {
-    // SAFETY: the caller's promises; the conditions around the shuffles, and around `put`, are the same for all lanes.
-    unsafe {
-        let mut scale = 1.0;
-        if norm.is_present() {
-            let mut squares = 0.0;
-            let mut i = lane;
-            while i < 2 * half {
-                squares = fma(from.get(i), from.get(i), squares);
-                i += WARP;
-            }
-            scale = rsqrt(warp::sum(squares) / (2 * half) as f32 + eps);
+/// How a warp turns heads as position `pos` wants it: two pairs of elements a lane at a time, i and i + half, i below `half`.
+#[derive(Clone, Copy)]
+pub(super) struct Turn {
+    pub(super) norm: gpu::Tensor,
+    pub(super) frequencies: gpu::Tensor,
+    pub(super) eps: f32,
+    pub(super) pos: u32,
+    pub(super) half: u32,
+    pub(super) lane: u32,
+}
+
+/// What is known of a lane's next two pairs without the head: sines and cosines, and what the elements are multiplied by.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead {
+    turns: [(f32, f32); 2],
+    factors: [f32; 4],
+}
+
+impl Turn {
+    /// The lane's pairs from `first` on; lanes beyond the last have that one.
+    #[inline(always)]
+    fn pairs(&self, first: u32) -> [u32; 2] {
+        let pair = |i: u32| if i < self.half { i } else { self.half - 1 };
+        [pair(first + self.lane), pair(first + self.lane + WARP)]
+    }
+
+    /// Their elements.
+    #[inline(always)]
+    fn elements(&self, first: u32) -> [u32; 4] {
+        let [i, j] = self.pairs(first);
+        [i, j, i + self.half, j + self.half]
+    }
+
+    /// Of the pairs from `first` on.
+    ///
+    /// # Safety
+    /// There are `half` frequencies, and twice as many weights, if any.
+    #[inline(always)]
+    pub(super) unsafe fn ahead(&self, first: u32) -> Ahead {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let of = self.frequencies.row([]).gather(self.pairs(first));
+            let is_normed = self.norm.is_present();
+            let factors = if is_normed { self.norm.row([]).gather(self.elements(first)) } else { [1.0; 4] };
+            Ahead { turns: [sin_cos(self.pos as f32 * of[0]), sin_cos(self.pos as f32 * of[1])], factors }
         }
-        let (weights, frequencies) = (norm.row([]), frequencies.row([]));
-        let scaled = |i: u32| from.get(i) * scale * if norm.is_present() { weights.get(i) } else { 1.0 };
-        let mut first = 0;
-        while first < half {
-            let i = first + lane;
-            let mut turned = [0.0; 2];
-            if i < half {
-                let (sin, cos) = sin_cos(pos as f32 * frequencies.get(i));
-                let (low, high) = (scaled(i), scaled(i + half));
-                turned = [low * cos - high * sin, high * cos + low * sin];
+    }
+
+    /// A warp's [`turned`]: gives `put` elements i and i + half of the head that starts at `from`, on
+    /// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
+    /// before it puts them, and with a norm every lane has. `ahead` is that of the first pairs.
+    ///
+    /// # Safety
+    /// Every lane of the warp makes this same call; the head is there, and see [`ahead`](Turn::ahead).
+    #[inline(always)]
+    pub(super) unsafe fn head(&self, from: &gpu::Row, mut ahead: Ahead, put: impl Fn(u32, [f32; 2])) {
+        let (half, lane) = (self.half, self.lane);
+        // SAFETY: the caller's promises; the conditions around the shuffles, and around `put`, are the same for all lanes.
+        unsafe {
+            let (mut x, mut scale) = (from.gather(self.elements(0)), 1.0);
+            if self.norm.is_present() {
+                let (mut squares, mut first, mut of) = (0.0, 0, x);
+                loop {
+                    for n in 0..2 {
+                        let is_there = first + n as u32 * WARP + lane < half;
+                        let (low, high) = if is_there { (of[n], of[n + 2]) } else { (0.0, 0.0) };
+                        squares = fma(high, high, fma(low, low, squares));
+                    }
+                    first += 2 * WARP;
+                    if first >= half {
+                        break;
+                    }
+                    of = from.gather(self.elements(first));
+                }
+                scale = rsqrt(warp::sum(squares) / (2 * half) as f32 + self.eps);
             }
-            put(i, turned);
-            first += WARP;
+            let mut first = 0;
+            loop {
+                // Lanes beyond the last pair have read that one, which may be about to be written.
+                warp::sync();
+                // Written out: in a loop, lanes would find their elements by a number, which registers have not.
+                let one = |n: usize| {
+                    let i = first + n as u32 * WARP + lane;
+                    let (sin, cos) = ahead.turns[n];
+                    let (low, high) = (x[n] * scale * ahead.factors[n], x[n + 2] * scale * ahead.factors[n + 2]);
+                    let turned = [low * cos - high * sin, high * cos + low * sin];
+                    put(i, if i < half { turned } else { [0.0; 2] });
+                };
+                one(0);
+                if first + WARP < half {
+                    one(1);
+                }
+                first += 2 * WARP;
+                if first >= half {
+                    return;
+                }
+                (x, ahead) = (from.gather(self.elements(first)), self.ahead(first));
+            }
         }
     }
 }
@@ -143,10 +198,16 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
     // SAFETY: the caller's promises.
     unsafe {
         let (v, cached) = (call.tensor(2).row([r, h]), call.tensor(7).row([h, pos]));
-        let mut i = lane;
-        while i < d {
-            cached.set(i, v.get(i));
-            i += WARP;
+        let mut first = 0;
+        while first < d {
+            let at = |n: u32| if first + n * WARP + lane < d { first + n * WARP + lane } else { d - 1 };
+            let values = v.gather([at(0), at(1), at(2), at(3)]);
+            for n in 0..4 {
+                if first + n * WARP + lane < d {
+                    cached.set(first + n * WARP + lane, values[n as usize]);
+                }
+            }
+            first += 4 * WARP;
         }
     }
 }
@@ -223,7 +284,8 @@ impl MacroKernel for Rope {
                 let from = if is_key { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
                 let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
                 let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
-                turn(&from, &norm, p.eps, &frequencies, pos, half, block.lane(), |i, [low, high]| {
+                let turn = Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() };
+                turn.head(&from, turn.ahead(0), |i, [low, high]| {
                     if i < half {
                         to.set(i, low);
                         to.set(i + half, high);

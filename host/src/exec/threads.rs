@@ -594,7 +594,7 @@ impl Body for CpuBody<'_> {
         self.ahead.set(ahead);
     }
 
-    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step) -> Result<(), Fault> {
+    fn run(&mut self, id: TaskId, task: &TaskDesc, step: &Step, _: u32) -> Result<(), Fault> {
         if let Some(seed) = self.shared.options.dawdle {
             dawdle(seed, id, step.iteration);
         }

@@ -59,9 +59,9 @@ pub struct Report {
     /// For each value that a block wrote to one of [`Launch::marks`]: the issue slots that each of its warps took until it wrote
     /// another, of all blocks together.
     pub phases: BTreeMap<u32, Vec<u64>>,
-    /// Likewise, how many cycles it took: from one barrier 0 to the next those of the slowest warp; before one that votes, until
-    /// which some warp asks again and again, of the fastest. See `ptx/pipeline.rs` for what they stand for.
-    pub cycles: BTreeMap<u32, u64>,
+    /// Likewise, how many cycles it took, see `ptx/pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
+    /// what the fastest did before one that votes, until which some warp asks again and again for what others do.
+    pub cycles: BTreeMap<u32, [u64; 2]>,
 }
 
 /// Runs `launch` of `entry`.
@@ -101,6 +101,7 @@ pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &
         warps,
         marks: vec![0; launch.blocks as usize],
         issues: 0,
+        before: vec![None; launch.blocks as usize],
         pipeline: launch
             .marks
             .map(|_| Pipeline::new(&entry.code, entry.rows, entry.preds, launch.blocks as usize * warps)),
@@ -339,6 +340,8 @@ pub(super) struct Machine<'a> {
     marks: Vec<u32>,
     /// Issue slots so far.
     issues: u64,
+    /// Of each block, what it was at between the last two of its barriers 0, unless the second voted, and the cycles.
+    before: Vec<Option<(u32, u64)>>,
     /// If anything is counted.
     pipeline: Option<Pipeline>,
     turn: u64,
@@ -1076,7 +1079,15 @@ impl Machine<'_> {
             let numbers: Vec<usize> = waiting.iter().chain([&w]).map(|w| b * self.warps + w).collect();
             let cycles = pipeline.meet(&numbers, self.warps, vote.is_some());
             if id == 0 {
-                *self.report.cycles.entry(self.marks[b]).or_default() += cycles;
+                // What stands before a task's wait is done while others are waited for, and begins before the block says where it is.
+                if vote.is_some()
+                    && let Some((mark, before)) = self.before[b].take()
+                {
+                    self.report.cycles.entry(mark).or_default()[0] -= before;
+                    self.report.cycles.entry(self.marks[b]).or_default()[1] += before;
+                }
+                self.report.cycles.entry(self.marks[b]).or_default()[usize::from(vote.is_some())] += cycles;
+                self.before[b] = vote.is_none().then_some((self.marks[b], cycles));
             }
         }
         let entry = self.entry;

@@ -41,20 +41,26 @@ const PRODUCT: Cost = cost(2, 33);
 const TRY_WAIT: u32 = 30;
 const PARAM: Cost = cost(1, 8);
 /// From the branch to what follows it.
-const BRANCH: u64 = 6;
+const BRANCH: u64 = 5;
 /// From the last warp's arrival to what follows.
 const BARRIER: u64 = 24;
-/// From a comparison to the branch, or the guarded instruction, that wants it.
-const PREDICATE: u32 = 8;
+/// How much longer a predicate is on its way to a branch, or to the guard of another instruction, than to a selection.
+const GUARD: u64 = 9;
 
 impl Cost {
     /// Of the instruction `op`, which is written `opcode`.
     pub(super) fn of(opcode: &str, op: &Op) -> Cost {
-        let is_64 = ["64"].iter().any(|bits| opcode.ends_with(bits)) && !opcode.starts_with("cvt");
+        let is_64 = opcode.ends_with("64") && !opcode.starts_with("cvt");
         match op {
             Op::Unary(..) | Op::Binary(..) | Op::Ternary(..) => Cost::of_arithmetic(opcode, is_64),
-            Op::Compare(..) => cost(if is_64 { 2 } else { 1 }, PREDICATE + if is_64 { 2 } else { 0 }),
-            Op::Logic(..) | Op::Not(..) => cost(1, PREDICATE),
+            Op::Compare(..) => {
+                if is_64 {
+                    WIDE
+                } else {
+                    ALU
+                }
+            }
+            Op::Logic(..) | Op::Not(..) => ALU,
             Op::Select { .. } => {
                 if is_64 {
                     cost(2, 4)
@@ -306,6 +312,9 @@ impl Pipeline {
         }
         for pred in &operands.reads_preds {
             at = at.max(clock.preds[*pred as usize]);
+        }
+        if let Some((_, guard)) = instruction.guard {
+            at = at.max(clock.preds[guard as usize] + GUARD);
         }
         let is_store =
             matches!(instruction.op, Op::Store { .. } | Op::Atomic { .. } | Op::BarrierArrive { .. } | Op::Fence);

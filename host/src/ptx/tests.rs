@@ -171,7 +171,7 @@ fn cycles(body: &str, threads: u32) -> u64 {
              add.s32 %r194, %r190, %r193;\nshl.b32 %r195, %r1, 7;\nadd.s32 %r196, %r190, %r195;\nmov.b32 %r199, 7;\n\
              st.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, {threads};\n{body}\nbar.sync 0, {threads};"
         );
-        run("", &text, threads, 3, &mut [0]).expect("it ends").cycles[&7]
+        run("", &text, threads, 3, &mut [0]).expect("it ends").cycles[&7][0]
     };
     of(body) - of("")
 }

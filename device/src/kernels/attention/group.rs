@@ -21,6 +21,7 @@ use crate::block::{Block, FREE_SHARED};
 use crate::gpu::BF16;
 use crate::gpu::rows::in_two;
 use core::f32::consts::LOG2_E;
+use perpetua_shared::launch::TASK_THREADS;
 
 /// Queries at most: half of A's rows.
 const QUERIES: u32 = 8;
@@ -28,10 +29,13 @@ const QUERIES: u32 = 8;
 /// Positions that a warp takes at a time.
 const UNIT: u32 = 16;
 
-/// Dimensions at most: as many as a warp can hold the sums of.
+/// Dimensions at most: as many as a warp can hold the sums of, and its lanes take by four.
 const DIMENSIONS: u32 = 128;
 
-/// Words of a row of a part before or after its sums, of which two are the maximum and the total: rows begin on 16 bytes.
+/// Parts at most: a warp's each.
+const PARTS: usize = TASK_THREADS as usize / 32;
+
+/// Words of a row of a part after its sums: the maximum, the total and two zeros, since rows begin on 16 bytes.
 const MORE: u32 = 4;
 
 /// Where queries are staged: rows of hi, then rows of lo, [`pitch`] words each; parts come after them.
@@ -114,10 +118,13 @@ impl Group {
         put: impl Fn(u32, u32, Sums),
     ) {
         let (parts_at, words) = (parts_at(self.queries, self.d), part_words(self.queries, self.d));
+        // As many as have work, are there, and have room; counted, since a division takes longer.
         let units = (end - first).div_ceil(UNIT);
-        let room = (shared::KEPT - parts_at) / words;
-        let parts = if room < block.warps() { room } else { block.warps() };
-        let parts = if units < parts { units } else { parts };
+        let mut parts = 1;
+        for more in 1..PARTS as u32 {
+            let has_room = parts_at + (more + 1) * words <= shared::KEPT;
+            parts += u32::from(more < units && more < block.warps() && has_room);
+        }
         // SAFETY: the caller's promises; conditions around barriers and warps' calls are the same for all their threads. A part
         // is written by its warp before a barrier and read after it.
         unsafe {
@@ -126,25 +133,33 @@ impl Group {
                 self.find((first, end), (block.warp(), parts), block.lane(), at);
             }
             block.sync();
-            let (quads, pitch) = (self.d / 4, self.d + MORE);
-            for unit in block.mine(self.queries * quads) {
-                let (g, i) = (unit / quads, unit % quads * 4);
-                let row = |part: u32| parts_at + part * words + g * pitch;
-                let mut found = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
-                for part in 0..parts {
-                    found.max = max_of(found.max, f32::from_bits(shared::load(row(part) + self.d)));
+            let i = 4 * block.lane();
+            let mut g = block.warp();
+            while g < self.queries && i < self.d {
+                let (mut heads, mut of) = ([[0; 4]; PARTS], [[0; 4]; PARTS]);
+                for at in 0..PARTS {
+                    // Those beyond the last are the last once more.
+                    let part = if (at as u32) < parts { at as u32 } else { parts - 1 };
+                    let row = parts_at + part * words + g * (self.d + MORE);
+                    (heads[at], of[at]) = (shared::load16(row + self.d), shared::load16(row + i));
                 }
-                for part in 0..parts {
-                    let [max, total] = [0, 1].map(|i| f32::from_bits(shared::load(row(part) + self.d + i)));
-                    // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference.
-                    let weight = exp2((max - found.max) * LOG2_E);
+                let mut found = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
+                for at in 0..PARTS {
+                    found.max = max_of(found.max, f32::from_bits(heads[at][0]));
+                }
+                for at in 0..PARTS {
+                    // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference; without positions
+                    // the total is 0.
+                    let [max, total] = [0, 1].map(|i| f32::from_bits(heads[at][i]));
+                    let is_there = (at as u32) < parts && total != 0.0;
+                    let weight = if is_there { exp2((max - found.max) * LOG2_E) } else { 0.0 };
                     found.total = fma(total, weight, found.total);
-                    let sums = shared::load16(row(part) + i);
                     for j in 0..4 {
-                        found.sums[j] = fma(f32::from_bits(sums[j]), weight, found.sums[j]);
+                        found.sums[j] = fma(f32::from_bits(of[at][j]), weight, found.sums[j]);
                     }
                 }
                 put(g, i, found);
+                g += block.warps();
             }
         }
     }
@@ -183,7 +198,8 @@ impl Group {
                 let row = |i: u32| if at + i < end { at + i } else { end - 1 };
                 let keys = [keys(row(g)), keys(row(g + 8))];
                 let values = [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9].map(|i| values(row(i)));
-                let mut scores = [[0f32; 4]; 2];
+                // Two sums of each, so that no product waits for the one before.
+                let mut scores = [[0f32; 4]; 4];
                 let (mut fetched, mut held) = ([[[0; 4]; 2]; 4], [[0; 4]; 4]);
                 // Memory answers long after it is asked: all keys, and half of the values, before the first is used.
                 each_of_four!(c => if 32 * c < d {
@@ -199,8 +215,8 @@ impl Group {
                     let (even, odd) = ([high[0], low[0], high[1], low[1]], [high[2], low[2], high[3], low[3]]);
                     scores[0] = warp::mma(even, [one[0], one[1]], scores[0]);
                     scores[1] = warp::mma(even, [other[0], other[1]], scores[1]);
-                    scores[0] = warp::mma(odd, [one[2], one[3]], scores[0]);
-                    scores[1] = warp::mma(odd, [other[2], other[3]], scores[1]);
+                    scores[2] = warp::mma(odd, [one[2], one[3]], scores[2]);
+                    scores[3] = warp::mma(odd, [other[2], other[3]], scores[3]);
                 });
                 // The other half, where the keys were.
                 let mut more = [[0; 4]; 4];
@@ -209,7 +225,9 @@ impl Group {
                 }
                 let score = |tile: usize, i: usize| {
                     let is_there = at + 8 * tile as u32 + 2 * t + (i as u32) < end;
-                    if is_there { (scores[tile][i] + scores[tile][i + 2]) * self.scale } else { f32::NEG_INFINITY }
+                    let [even, odd] = [scores[tile], scores[tile + 2]];
+                    let sum = (even[i] + odd[i]) + (even[i + 2] + odd[i + 2]);
+                    if is_there { sum * self.scale } else { f32::NEG_INFINITY }
                 };
                 let scores = [score(0, 0), score(0, 1), score(1, 0), score(1, 1)];
                 let mut largest = max;
@@ -270,8 +288,7 @@ impl Group {
                 }
             }
             if t == 0 {
-                shared::store(to + d, max.to_bits());
-                shared::store(to + d + 1, total.to_bits());
+                shared::store16(to + d, [max.to_bits(), total.to_bits(), 0, 0]);
             }
         }
     }

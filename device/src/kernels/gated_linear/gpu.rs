@@ -4,24 +4,33 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, Staging, dots, pick, stage, tiled};
+use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
-/// As [`MacroKernel::gpu`].
+/// As [`MacroKernel::gpu_early`].
 #[inline(always)]
-pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+pub(super) unsafe fn run(
+    p: &Params,
+    call: &crate::gpu::Call<'_>,
+    block: &Block,
+    ready: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
     // SAFETY: as in `linear`.
     unsafe {
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(6).is_present();
         let is_thin = thin::is_for::<2>(call, rows, 6);
-        let mut scale = 1.0;
-        if staged || is_thin {
-            let how = Staging { norm: 6, eps: p.eps, merges: false, in_terms: is_thin };
-            scale = stage(call, how, block);
+        let how = Staging { norm: 6, eps: p.eps, merges: false, in_terms: is_thin };
+        let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
+        if let Err(fault) = ready() {
+            if let Some(prepared) = &prepared {
+                prepared.release(call);
+            }
+            return Err(fault);
         }
+        let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
             if gate_bias.is_present() {
@@ -36,8 +45,8 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            if is_thin {
-                thin::multiply::<2>(call, tiles, block, scale, |n, [g, u]| finish(0, n, g, u));
+            if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
+                thin::multiply::<2>(call, tiles, block, (prepared, scale), |_| 0.0, |n, [g, u], _| finish(0, n, g, u));
             } else {
                 tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
             }

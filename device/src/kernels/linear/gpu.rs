@@ -4,13 +4,18 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, Staging, dots, pick, stage, tiled};
+use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
-/// As [`MacroKernel::gpu`].
+/// As [`MacroKernel::gpu_early`].
 #[inline(always)]
-pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+pub(super) unsafe fn run(
+    p: &Params,
+    call: &crate::gpu::Call<'_>,
+    block: &Block,
+    ready: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
     // SAFETY: the operands are the slots'; `n` and `r` stay below the extents that `check` has matched; the conditions
     // around `dots` depend on the warp and the task alone, so whole warps call it.
     unsafe {
@@ -18,29 +23,34 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(5).is_present() || p.merges != 0;
         let is_thin = thin::is_for::<1>(call, rows, 5);
-        let mut scale = 1.0;
-        if staged || is_thin {
-            let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
-            scale = stage(call, how, block);
+        let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
+        let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
+        if let Err(fault) = ready() {
+            if let Some(prepared) = &prepared {
+                prepared.release(call);
+            }
+            return Err(fault);
         }
+        let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
+        let before = |r: u32, n: u32| {
+            let residual = call.tensor(3);
+            if residual.is_present() { residual.get([r, n]) } else { 0.0 }
+        };
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
-        let finish = |r: u32, n: u32, mut sum: f32| {
-            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
+        let add = |r: u32, n: u32, mut sum: f32, before: f32| {
+            let (bias, y) = (call.tensor(2), call.tensor(4));
             if bias.is_present() {
                 sum += bias.get([n]);
             }
-            sum = activate(p.activation, sum);
-            if residual.is_present() {
-                sum += residual.get([r, n]);
-            }
-            y.set([r, n], sum);
+            y.set([r, n], activate(p.activation, sum) + before);
         };
+        let finish = |r: u32, n: u32, sum: f32| add(r, n, sum, before(r, n));
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            if is_thin {
-                thin::multiply::<1>(call, tiles, block, scale, |n, [sum]| finish(0, n, sum));
+            if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
+                thin::multiply::<1>(call, tiles, block, (prepared, scale), |n| before(0, n), |n, [sum], before| add(0, n, sum, before));
             } else {
                 tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             }

@@ -179,9 +179,16 @@ impl MacroKernel for Linear {
         cpu::run(p, call, scratch)
     }
 
+    const EARLY: bool = true;
+
     #[inline(always)]
-    unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+    unsafe fn gpu_early(
+        p: &Params,
+        call: &crate::gpu::Call<'_>,
+        block: &Block,
+        ready: impl Fn() -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
-        unsafe { gpu::run(p, call, block) }
+        unsafe { gpu::run(p, call, block, ready) }
     }
 }
