@@ -1,5 +1,6 @@
 //! Weights asked for before their task may run: what a loader's copies are to a GPU's worker, prefetches are to a thread.
 
+use super::simd::prefetch;
 use crate::io::Tensor;
 
 /// Streams that a product reads its weights in.
@@ -41,12 +42,7 @@ impl Ahead {
     pub fn ask(&mut self, lines: usize) {
         for _ in 0..lines.min(self.lines) {
             for at in &mut self.at {
-                #[cfg(target_arch = "x86_64")]
-                // SAFETY: any address may be asked for.
-                unsafe {
-                    use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-                    _mm_prefetch::<_MM_HINT_T0>(*at as *const i8);
-                }
+                prefetch(core::ptr::without_provenance(*at));
                 *at += 64;
             }
         }

@@ -7,13 +7,12 @@ const STREAMS: usize = 4;
 /// Words of a cache line.
 const LINE: usize = 8;
 
-/// Cache lines a stream is asked for ahead: 2 KiB.
-const AHEAD: usize = 32;
-
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn read_wide(streams: [&[u64]; STREAMS]) -> u64 {
     use core::arch::x86_64::*;
+    /// Cache lines a stream is asked for ahead: 2 KiB.
+    const AHEAD: usize = 32;
     let mut sums = [_mm512_setzero_si512(); STREAMS];
     let lines = streams[0].len() / LINE;
     for line in 0..lines {

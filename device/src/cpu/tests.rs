@@ -180,6 +180,12 @@ fn near(expected: f32, got: f32, tolerance: f32) -> bool {
     if expected.is_finite() { expected == got || (expected - got).abs() <= tolerance } else { !got.is_finite() }
 }
 
+/// `n` cases, or as many as the environment wants: an emulated processor takes its time.
+fn cases(n: u32) -> ProptestConfig {
+    let wanted = std::env::var_os("PROPTEST_CASES").map(|_| ProptestConfig::default());
+    wanted.unwrap_or_else(|| ProptestConfig::with_cases(n))
+}
+
 fn dtypes() -> impl Strategy<Value = DType> {
     prop_oneof![Just(DType::F32), Just(DType::Bf16), Just(DType::F16)]
 }
@@ -246,7 +252,7 @@ mod linear {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(400))]
+        #![proptest_config(cases(400))]
         #[test]
         fn agrees_with_its_reference(
             isa in isas(), wd in dtypes(), xd in dtypes(), yd in dtypes(), activation in 0usize..5,
@@ -375,7 +381,7 @@ mod linear {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(80))]
+        #![proptest_config(cases(80))]
         /// Tiles of every width and height, several panels of columns, and of `k` so long that rows come in several blocks.
         #[test]
         fn sums_in_order_agree_with_their_reference(
@@ -506,7 +512,7 @@ mod attention {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(300))]
+        #![proptest_config(cases(300))]
         #[test]
         fn agrees_with_its_reference(
             isa in isas(), dtype in dtypes(), rows in 1usize..40, n_kv in 1usize..3, group in 1usize..10,
@@ -519,7 +525,7 @@ mod attention {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(100))]
+        #![proptest_config(cases(100))]
         /// On a matrix unit where there is one: tiles of queries and blocks of positions, whole ones and parts of them.
         #[test]
         fn of_prompts_agrees_with_its_reference(
@@ -629,7 +635,7 @@ mod rowwise {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(300))]
+        #![proptest_config(cases(300))]
         #[test]
         fn norms_agree_with_their_references(
             isa in isas(), xd in dtypes(), wd in dtypes(), yd in dtypes(), rows in 0usize..5, extra in 0usize..2,
@@ -800,6 +806,46 @@ mod vectors {
             special[2] = f32::NEG_INFINITY;
             isa.run(Exp(&mut special));
             assert!(special[0].is_nan() && special[1] == f32::INFINITY && special[2] == 0.0, "{special:?}");
+        }
+    }
+
+    /// NaN is no largest lane; where there is nothing else it is -inf.
+    #[test]
+    fn the_largest_lane_is_a_number() {
+        struct Largest<'a>(&'a [f32; 16]);
+        struct LargestLeaf<'a, S>(&'a [f32; 16], PhantomData<S>);
+        impl Body for Largest<'_> {
+            type Output = Vec<f32>;
+            unsafe fn run<L: Level>(self) -> Vec<f32> {
+                // SAFETY: the level exists (caller).
+                unsafe { L::S::call(LargestLeaf::<L::S>(self.0, PhantomData)) }
+            }
+        }
+        impl<S: Simd> Leaf for LargestLeaf<'_, S> {
+            type Output = Vec<f32>;
+            #[inline(always)]
+            unsafe fn run(self) -> Vec<f32> {
+                // SAFETY: sixteen elements are whole vectors.
+                self.0.chunks_exact(S::LANES).map(|lanes| unsafe { S::largest(S::load(lanes.as_ptr())) }).collect()
+            }
+        }
+        for isa in Isa::available() {
+            for nan in [f32::NAN, -f32::NAN] {
+                for (at, best) in (0..16).map(|at| (at, at as f32 - 20.0)).chain([(3, f32::INFINITY), (5, -0.0)]) {
+                    let mut lanes = [nan; 16];
+                    lanes[at] = best;
+                    let found = isa.run(Largest(&lanes));
+                    let lane = at / (16 / found.len());
+                    for (i, found) in found.into_iter().enumerate() {
+                        assert_eq!(
+                            found,
+                            if i == lane { best } else { f32::NEG_INFINITY },
+                            "{} {at} {nan}",
+                            isa.name()
+                        );
+                    }
+                }
+            }
         }
     }
 

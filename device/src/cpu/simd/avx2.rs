@@ -125,8 +125,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
-        // SAFETY: a prefetch reads nothing.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        super::prefetch(p);
     }
     #[inline(always)]
     unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {

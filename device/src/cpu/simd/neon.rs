@@ -57,19 +57,15 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> float32x4_t {
-        // The vector conversion is not stable; `half` uses the scalar instruction.
         // SAFETY: a vector is readable (caller).
-        unsafe {
-            let lanes = p.cast::<[u16; 4]>().read_unaligned().map(|u| half::f16::from_bits(u).to_f32());
-            vld1q_f32(lanes.as_ptr())
-        }
+        unsafe { vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))) }
     }
     #[inline(always)]
     unsafe fn load_i8(p: *const i8) -> float32x4_t {
         // SAFETY: a vector is readable (caller).
         unsafe {
-            let lanes = p.cast::<[i8; 4]>().read().map(f32::from);
-            vld1q_f32(lanes.as_ptr())
+            let bytes = vcreate_s8(u64::from(p.cast::<u32>().read_unaligned()));
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))))
         }
     }
     #[inline(always)]
@@ -91,12 +87,8 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn store_f16(p: *mut u16, v: float32x4_t) {
-        let mut lanes = [0f32; 4];
         // SAFETY: a vector is writable (caller).
-        unsafe {
-            vst1q_f32(lanes.as_mut_ptr(), v);
-            p.cast::<[u16; 4]>().write_unaligned(lanes.map(|x| half::f16::from_f32(x).to_bits()));
-        }
+        unsafe { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))) }
     }
     #[inline(always)]
     unsafe fn sum4(v: [float32x4_t; 4]) -> [f32; 4] {
@@ -107,13 +99,26 @@ impl Simd for Neon {
     }
     #[inline(always)]
     unsafe fn largest(v: float32x4_t) -> f32 {
-        // SAFETY: the set exists (trait contract). `maxnm` ignores NaN.
-        let best = unsafe { vmaxnmvq_f32(v) };
-        if best.is_nan() { f32::NEG_INFINITY } else { best }
+        // SAFETY: arithmetic only. NaN lanes become -inf first.
+        unsafe { vmaxvq_f32(vbslq_f32(vceqq_f32(v, v), v, vdupq_n_f32(f32::NEG_INFINITY))) }
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
-        // SAFETY: a prefetch reads nothing and faults on nothing.
-        unsafe { core::arch::asm!("prfm pldl1keep, [{}]", in(reg) p, options(nostack, readonly, preserves_flags)) }
+        super::prefetch(p);
+    }
+    #[inline(always)]
+    unsafe fn transpose(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
+        // SAFETY: the block is readable, its transpose writable (caller). The first step pairs rows 0 and 1, 2 and 3, in even and
+        // odd columns; the second pairs these pairs, as vectors of two 64-bit lanes.
+        unsafe {
+            let row = |r: usize| vld1q_f32(src.add(r * src_stride));
+            let pairs = |a, b| [vtrn1q_f32(a, b), vtrn2q_f32(a, b)].map(|v| vreinterpretq_f64_f32(v));
+            let ([even01, odd01], [even23, odd23]) = (pairs(row(0), row(1)), pairs(row(2), row(3)));
+            let column = |c: usize, v| vst1q_f32(dst.add(c * dst_stride), vreinterpretq_f32_f64(v));
+            column(0, vtrn1q_f64(even01, even23));
+            column(1, vtrn1q_f64(odd01, odd23));
+            column(2, vtrn2q_f64(even01, even23));
+            column(3, vtrn2q_f64(odd01, odd23));
+        }
     }
 }

@@ -97,12 +97,6 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch reads nothing; SSE is part of the target.
-        unsafe {
-            core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(p.cast())
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = p;
+        super::prefetch(p);
     }
 }

@@ -8,7 +8,7 @@ use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, F32, Leaf, Level, Q8, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -48,6 +48,8 @@ impl By {
         {
             return By::Tiles;
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (x, scratch);
         if is_outer { By::Outer } else { By::Lanes }
     }
 }
@@ -72,6 +74,7 @@ pub(in crate::kernels) trait InPanels: Sized {
     #[cfg(target_arch = "x86_64")]
     unsafe fn in_tiles<S: Simd>(self, dtype: DType) {
         use crate::cpu::amx::{InPlace, InTerms, Tiles};
+        use crate::cpu::simd::{F32, Q8};
         // SAFETY: the caller's promise.
         unsafe {
             match dtype {
