@@ -80,10 +80,63 @@ pub(crate) fn takes(k: usize) -> bool {
     k > 0 && k.is_multiple_of(STEP)
 }
 
-/// [`Products`] of weights whose rows the unit [takes], had as `W` says.
-pub(crate) struct Tiles<W>(PhantomData<W>);
+/// The unit's instructions, by the tile registers they name: [`Amx`], or what tests make of them where there is no unit.
+///
+/// # Safety
+/// Of every function: the unit is there, and but for `configure` configured; memory is readable or writable by rows of 64 bytes,
+/// `stride` bytes apart, as many as the tile has.
+pub(crate) trait Unit: 'static {
+    unsafe fn configure(config: &Config);
+    unsafe fn release();
+    unsafe fn zero<const TILE: u8>();
+    unsafe fn load<const TILE: u8>(first: *const u8, stride: usize);
+    unsafe fn store<const TILE: u8>(first: *mut u8, stride: usize);
+    /// Adds the products of `W`'s rows of pairs and `X`'s columns of pairs to `SUMS`.
+    unsafe fn multiply<const SUMS: u8, const W: u8, const X: u8>();
+}
 
-impl<S: Simd, W: Source> Products<S> for Tiles<W> {
+/// The core's.
+pub(crate) struct Amx;
+
+impl Unit for Amx {
+    #[inline(always)]
+    unsafe fn configure(config: &Config) {
+        // SAFETY: the caller's promise, as in all below.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) config, options(nostack, readonly)) }
+    }
+    #[inline(always)]
+    unsafe fn release() {
+        // SAFETY: as above.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) }
+    }
+    #[inline(always)]
+    unsafe fn zero<const TILE: u8>() {
+        // SAFETY: as above.
+        unsafe { asm!("tilezero tmm{}", const TILE, options(nostack, nomem)) }
+    }
+    #[inline(always)]
+    unsafe fn load<const TILE: u8>(first: *const u8, stride: usize) {
+        // SAFETY: as above.
+        unsafe {
+            asm!("tileloadd tmm{}, [{}+{}*1]", const TILE, in(reg) first, in(reg) stride, options(nostack, readonly))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store<const TILE: u8>(first: *mut u8, stride: usize) {
+        // SAFETY: as above.
+        unsafe { asm!("tilestored [{}+{}*1], tmm{}", in(reg) first, in(reg) stride, const TILE, options(nostack)) }
+    }
+    #[inline(always)]
+    unsafe fn multiply<const SUMS: u8, const W: u8, const X: u8>() {
+        // SAFETY: as above.
+        unsafe { asm!("tdpbf16ps tmm{}, tmm{}, tmm{}", const SUMS, const W, const X, options(nostack, nomem)) }
+    }
+}
+
+/// [`Products`] of weights whose rows the unit [takes], had as `W` says, on `U`.
+pub(crate) struct Tiles<W, U = Amx>(PhantomData<(W, U)>);
+
+impl<S: Simd, W: Source, U: Unit> Products<S> for Tiles<W, U> {
     type Elem = W::Elem;
 
     /// Into blocks of 16 rows, as [`split`] leaves them.
@@ -116,7 +169,7 @@ impl<S: Simd, W: Source> Products<S> for Tiles<W> {
         // SAFETY: tiles of weights begin at n - height at most, so they are inside, as are the packed blocks and their sums (see
         // the trait). The unit is there (`is_available`).
         unsafe {
-            asm!("ldtilecfg [{}]", in(reg) &raw const config, options(nostack, readonly));
+            U::configure(&config);
             let mut j = 0;
             while j < n {
                 // The last tile begins where it ends with the weights: what it has in common with the one before is written twice.
@@ -143,10 +196,10 @@ impl<S: Simd, W: Source> Products<S> for Tiles<W> {
                             asks: m == 0,
                         };
                         match (tall, wide) {
-                            (2, 2) => block::<W, 2, 2>(place),
-                            (2, _) => block::<W, 2, 1>(place),
-                            (_, 2) => block::<W, 1, 2>(place),
-                            _ => block::<W, 1, 1>(place),
+                            (2, 2) => block::<W, U, 2, 2>(place),
+                            (2, _) => block::<W, U, 2, 1>(place),
+                            (_, 2) => block::<W, U, 1, 2>(place),
+                            _ => block::<W, U, 1, 1>(place),
                         }
                         m += wide;
                     }
@@ -154,7 +207,7 @@ impl<S: Simd, W: Source> Products<S> for Tiles<W> {
                 }
                 j += tall * TILE;
             }
-            asm!("tilerelease", options(nostack, nomem));
+            U::release();
         }
     }
 }
@@ -325,7 +378,7 @@ impl<E: Widened> Leaf for SplitRows<'_, E> {
 
 /// What the tile registers hold: palette 1, and of each the bytes of a row and the rows.
 #[repr(C, align(64))]
-struct Config([u8; 64]);
+pub(crate) struct Config([u8; 64]);
 
 impl Config {
     /// Weights and sums of `height` rows.
@@ -337,6 +390,13 @@ impl Config {
             config[48 + tile] = if tile < 6 { height } else { TILE as u8 };
         }
         Config(config)
+    }
+
+    /// Rows of a tile.
+    #[cfg(test)]
+    pub(crate) fn rows(&self, tile: usize) -> usize {
+        assert_eq!((self.0[0], self.0[16 + 2 * tile], self.0[17 + 2 * tile]), (1, 64, 0), "rows of 64 bytes");
+        usize::from(self.0[48 + tile])
     }
 }
 
@@ -360,75 +420,70 @@ struct Place {
 /// # Safety
 /// The operands are there, and so is the unit, configured.
 #[inline(always)]
-unsafe fn block<W: Source, const N: usize, const M: usize>(place: Place) {
+unsafe fn block<W: Source, U: Unit, const N: usize, const M: usize>(place: Place) {
     let Place { w, x, k, steps, sums, sums_stride, goes_on, asks } = place;
-    macro_rules! weights {
-        ($step:expr, $term:expr) => {{
-            let at = $step * w.step + $term * TILE_BYTES;
-            let [w0, w1] = w.tiles.map(|tile| tile.wrapping_add(at));
-            asm!("tileloadd tmm4, [{w}+{s}*1]", w = in(reg) w0, s = in(reg) w.row, options(nostack, readonly));
-            if N == 2 {
-                asm!("tileloadd tmm5, [{w}+{s}*1]", w = in(reg) w1, s = in(reg) w.row, options(nostack, readonly));
-            }
-        }};
-    }
-    macro_rules! activations {
-        ($step:expr, $term:expr) => {{
-            let x = x.add($step * TILE_FLOATS + $term * TILE * k / 2);
-            asm!("tileloadd tmm6, [{x}+{s}*1]", x = in(reg) x, s = in(reg) 64usize, options(nostack, readonly));
-            if M == 2 {
-                let x = x.add(TILE * k);
-                asm!("tileloadd tmm7, [{x}+{s}*1]", x = in(reg) x, s = in(reg) 64usize, options(nostack, readonly));
-            }
-        }};
-    }
     // Of every tile of sums, by its row and column.
     macro_rules! each {
-        ($($n:literal $m:literal $text:literal)*) => { $(
+        ($($n:literal $m:literal $call:expr;)*) => { $(
             if $n < N && $m < M {
-                asm!($text, options(nostack, nomem));
+                $call;
             }
         )* };
     }
-    macro_rules! each_moved {
-        ($($n:literal $m:literal $text:literal)*) => { $(
-            if $n < N && $m < M {
-                let y = sums[$n].add($m * TILE);
-                asm!($text, y = in(reg) y, s = in(reg) 4 * sums_stride, options(nostack));
+    let weights = |step: usize, term: usize| {
+        let [w0, w1] = w.tiles.map(|tile| tile.wrapping_add(step * w.step + term * TILE_BYTES));
+        // SAFETY: the operands are there, in their registers (see the head).
+        unsafe {
+            U::load::<4>(w0, w.row);
+            if N == 2 {
+                U::load::<5>(w1, w.row);
             }
-        )* };
-    }
-    macro_rules! multiply {
-        () => {
+        }
+    };
+    let activations = |step: usize, term: usize| {
+        let x = x.wrapping_add(step * TILE_FLOATS + term * TILE * k / 2);
+        // SAFETY: as above.
+        unsafe {
+            U::load::<6>(x.cast(), 64);
+            if M == 2 {
+                U::load::<7>(x.wrapping_add(TILE * k).cast(), 64);
+            }
+        }
+    };
+    let multiply = || {
+        // SAFETY: as above.
+        unsafe {
             each! {
-                0 0 "tdpbf16ps tmm0, tmm4, tmm6"
-                0 1 "tdpbf16ps tmm1, tmm4, tmm7"
-                1 0 "tdpbf16ps tmm2, tmm5, tmm6"
-                1 1 "tdpbf16ps tmm3, tmm5, tmm7"
+                0 0 U::multiply::<0, 4, 6>();
+                0 1 U::multiply::<1, 4, 7>();
+                1 0 U::multiply::<2, 5, 6>();
+                1 1 U::multiply::<3, 5, 7>();
             }
-        };
-    }
+        }
+    };
+    let at = |n: usize, m: usize| sums[n].wrapping_add(m * TILE).cast::<u8>();
+    let stride = 4 * sums_stride;
     // SAFETY: the caller's promise; what is asked for may be any address.
     unsafe {
         if goes_on {
-            each_moved! {
-                0 0 "tileloadd tmm0, [{y}+{s}*1]"
-                0 1 "tileloadd tmm1, [{y}+{s}*1]"
-                1 0 "tileloadd tmm2, [{y}+{s}*1]"
-                1 1 "tileloadd tmm3, [{y}+{s}*1]"
+            each! {
+                0 0 U::load::<0>(at(0, 0), stride);
+                0 1 U::load::<1>(at(0, 1), stride);
+                1 0 U::load::<2>(at(1, 0), stride);
+                1 1 U::load::<3>(at(1, 1), stride);
             }
         } else {
-            each! { 0 0 "tilezero tmm0" 0 1 "tilezero tmm1" 1 0 "tilezero tmm2" 1 1 "tilezero tmm3" }
+            each! { 0 0 U::zero::<0>(); 0 1 U::zero::<1>(); 1 0 U::zero::<2>(); 1 1 U::zero::<3>(); }
         }
         for step in 0..steps {
-            weights!(step, 0);
-            activations!(step, 1);
-            multiply!();
-            activations!(step, 0);
-            multiply!();
+            weights(step, 0);
+            activations(step, 1);
+            multiply();
+            activations(step, 0);
+            multiply();
             if W::TERMS == 2 {
-                weights!(step, 1);
-                multiply!();
+                weights(step, 1);
+                multiply();
             }
             if asks {
                 for tile in w.next.iter().take(N) {
@@ -440,11 +495,11 @@ unsafe fn block<W: Source, const N: usize, const M: usize>(place: Place) {
                 }
             }
         }
-        each_moved! {
-            0 0 "tilestored [{y}+{s}*1], tmm0"
-            0 1 "tilestored [{y}+{s}*1], tmm1"
-            1 0 "tilestored [{y}+{s}*1], tmm2"
-            1 1 "tilestored [{y}+{s}*1], tmm3"
+        each! {
+            0 0 U::store::<0>(at(0, 0), stride);
+            0 1 U::store::<1>(at(0, 1), stride);
+            1 0 U::store::<2>(at(1, 0), stride);
+            1 1 U::store::<3>(at(1, 1), stride);
         }
     }
 }

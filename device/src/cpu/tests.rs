@@ -10,6 +10,9 @@ use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use proptest::prelude::*;
 
+#[cfg(target_arch = "x86_64")]
+mod matrix_unit;
+
 /// A tensor's own memory: filled with a pattern, so that writes outside the box show.
 #[derive(Clone)]
 struct Memory {
