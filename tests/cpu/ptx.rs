@@ -58,7 +58,7 @@ const KERNELS: &[(&str, u32, usize, usize, usize, usize, u32)] = &[
     ("advance", 40, 1, 0, 0, 0, 18688),
     ("pool", 36, 3, 5, 0, 0, 18688),
     ("attention_merge", 96, 1, 0, 0, 0, 18688),
-    ("decode_attention", 184, 6, 22, 1, 32, 18688),
+    ("decode_attention", 190, 6, 22, 1, 32, 18688),
 ];
 
 fn ptx() -> Option<&'static str> {

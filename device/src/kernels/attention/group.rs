@@ -198,8 +198,7 @@ impl Group {
                 let row = |i: u32| if at + i < end { at + i } else { end - 1 };
                 let keys = [keys(row(g)), keys(row(g + 8))];
                 let values = [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9].map(|i| values(row(i)));
-                // Two sums of each, so that no product waits for the one before.
-                let mut scores = [[0f32; 4]; 4];
+                let mut scores = [[0f32; 4]; 2];
                 let (mut fetched, mut held) = ([[[0; 4]; 2]; 4], [[0; 4]; 4]);
                 // Memory answers long after it is asked: all keys, and half of the values, before the first is used.
                 each_of_four!(c => if 32 * c < d {
@@ -215,8 +214,8 @@ impl Group {
                     let (even, odd) = ([high[0], low[0], high[1], low[1]], [high[2], low[2], high[3], low[3]]);
                     scores[0] = warp::mma(even, [one[0], one[1]], scores[0]);
                     scores[1] = warp::mma(even, [other[0], other[1]], scores[1]);
-                    scores[2] = warp::mma(odd, [one[2], one[3]], scores[2]);
-                    scores[3] = warp::mma(odd, [other[2], other[3]], scores[3]);
+                    scores[0] = warp::mma(odd, [one[2], one[3]], scores[0]);
+                    scores[1] = warp::mma(odd, [other[2], other[3]], scores[1]);
                 });
                 // The other half, where the keys were.
                 let mut more = [[0; 4]; 4];
@@ -225,9 +224,7 @@ impl Group {
                 }
                 let score = |tile: usize, i: usize| {
                     let is_there = at + 8 * tile as u32 + 2 * t + (i as u32) < end;
-                    let [even, odd] = [scores[tile], scores[tile + 2]];
-                    let sum = (even[i] + odd[i]) + (even[i + 2] + odd[i + 2]);
-                    if is_there { sum * self.scale } else { f32::NEG_INFINITY }
+                    if is_there { (scores[tile][i] + scores[tile][i + 2]) * self.scale } else { f32::NEG_INFINITY }
                 };
                 let scores = [score(0, 0), score(0, 1), score(1, 0), score(1, 1)];
                 let mut largest = max;
