@@ -99,7 +99,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     for i in 0..N {
                         taken[i] = tiles.take();
                     }
-                    (rows, done) = ((u64::from(taken[0].bytes) * u64::from(prepared.per_row) >> 32) as u32, 0);
+                    (rows, done) = (((u64::from(taken[0].bytes) * u64::from(prepared.per_row)) >> 32) as u32, 0);
                 }
                 let here = if rows - done < per { rows - done } else { per };
                 let row = |at: u32, least: u32| done + least + if at + least < here { at } else { here - least - 1 };

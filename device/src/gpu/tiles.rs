@@ -324,7 +324,7 @@ impl<'a> Tiles<'a> {
         unsafe {
             warp::sync();
             // Found out anew: it would be held over all bodies.
-            if memory::opaque_word(self.thread) % WARP == 0 {
+            if memory::opaque_word(self.thread).is_multiple_of(WARP) {
                 mbarrier::arrive(EMPTY + tile.barrier);
             }
         }

@@ -157,7 +157,7 @@ impl Parts {
     #[inline(always)]
     pub(crate) fn place(&self, at: u32) -> Place {
         let (group, d) = (self.0.extent(2), self.0.extent(3) - FOUND);
-        let divided = |n: u32, per: u32| if per == 0 { n } else { (u64::from(n) * u64::from(per) >> 32) as u32 };
+        let divided = |n: u32, per: u32| if per == 0 { n } else { ((u64::from(n) * u64::from(per)) >> 32) as u32 };
         let item = divided(at, self.1.0[0]);
         let head = divided(item, self.1.0[1]);
         Place { row: self.0.row([head, 0, item - head * group]).at(0), i: at - item * d }
