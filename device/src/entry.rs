@@ -357,8 +357,8 @@ impl Body for BlockBody<'_> {
 
     #[inline(always)]
     fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step, iteration: u32) -> Result<(), Fault> {
-        // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits have
-        // been met.
+        // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits `ready`
+        // meets.
         unsafe {
             let began_ns = self.begin_task(id);
             thread::at_task(id.0);

@@ -4,6 +4,8 @@
 //! repeat: read the step ── trigger ARRIVED ── for each task of my list: wait on its events, run it, trigger its events
 //!         └──────────────────────────────────────── wait on ITERATION ◀──────────────── last task: advance, trigger ITERATION
 //! ```
+//! A body may be begun before its task's events have fired, and wait for them itself ([`Body::waits`]).
+//!
 //! Where a program has just-in-time tasks, every wait may end with one of these from the [queue](crate::queue) instead; the
 //! worker runs it and waits on. A program without takes no look at the queue.
 //!
@@ -284,11 +286,7 @@ pub fn await_task<I: Image, S: Sync>(
     iteration: u32,
     sync: &S,
 ) -> Result<(), Fault> {
-    for at in 0..image.wait_count(id.0) {
-        let (event, triggers) = image.wait(id.0, at);
-        sync.wait(event, nth(event.0, step, iteration).wrapping_mul(triggers), None)?;
-    }
-    Ok(())
+    await_next(image, Some(id.0), step, None, iteration, sync).map(drop)
 }
 
 /// Waits for the events of `next`, or, at the list's end, for that of the iteration; or until there is a just-in-time task

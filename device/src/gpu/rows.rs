@@ -13,6 +13,7 @@ use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
 use crate::kernels::attention_merge::{Found, Merge, Parts, Place};
 use core::marker::PhantomData;
+use perpetua_shared::Fault;
 
 /// How an element type is loaded.
 trait Float {
@@ -397,7 +398,7 @@ impl Prepared {
     /// # Safety
     /// As [`Tiles::release`].
     #[inline(always)]
-    pub(crate) unsafe fn release(&self, call: &Call<'_>) {
+    unsafe fn release(&self, call: &Call<'_>) {
         if self.tile.bytes > 0
             && let Some(tiles) = call.tiles
         {
@@ -405,6 +406,29 @@ impl Prepared {
             unsafe { tiles.release(self.tile) };
         }
     }
+}
+
+/// Calls `ready`, and releases what has been taken for the row, if one is prepared, where that ends in a fault.
+///
+/// # Safety
+/// As [`Tiles::release`].
+///
+/// # Errors
+/// Those of `ready`.
+#[inline(always)]
+pub(crate) unsafe fn ready_or_release(
+    prepared: &Option<Prepared>,
+    call: &Call<'_>,
+    ready: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let outcome = ready();
+    if outcome.is_err()
+        && let Some(prepared) = prepared
+    {
+        // SAFETY: the caller's promise.
+        unsafe { prepared.release(call) };
+    }
+    outcome
 }
 
 /// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights

@@ -26,7 +26,6 @@ const WAITS: u32 = 8;
 const TASK: u32 = scheduler::WORDS_END;
 const OPERANDS: u32 = TASK + TASK_WORDS;
 const EVENTS: u32 = OPERANDS + OPERAND_WORDS * MAX_SLOTS as u32;
-
 const AWAITED: u32 = EVENTS + TRIGGERS;
 
 const _: () = assert!(AWAITED + 2 * WAITS <= shared::WORDS && MAX_RANK == 4);
@@ -73,7 +72,7 @@ pub(crate) unsafe fn fetch(from: &Sections, block: &Block) {
         at = me;
         while at < operands + triggers + waits {
             // All kinds of words by the same instructions: lanes that part would wait for memory one after the other.
-            let (is_operand, is_trigger) = (at < operands, at < operands + triggers);
+            let (is_operand, is_wait) = (at < operands, at >= operands + triggers);
             let operand = from.operands.wrapping_add((first + at / OPERAND_WORDS) as usize).cast::<u32>();
             let (word, event) = (at % OPERAND_WORDS, at.wrapping_sub(operands));
             let is_base = is_operand && word == 0;
@@ -81,7 +80,7 @@ pub(crate) unsafe fn fetch(from: &Sections, block: &Block) {
                 operand.wrapping_byte_add(offset_of!(Operand, binding))
             } else if is_operand {
                 operand.wrapping_add(word as usize)
-            } else if is_trigger {
+            } else if !is_wait {
                 from.triggers.wrapping_add((trigger_first + event) as usize)
             } else {
                 from.waits.wrapping_add((wait_first + event - triggers) as usize)
@@ -90,7 +89,7 @@ pub(crate) unsafe fn fetch(from: &Sections, block: &Block) {
             let offset_high = if is_base { offset.wrapping_add(1) } else { source };
             let (word_there, low, high) = (memory::load(source), memory::load(offset), memory::load(offset_high));
             let address = u64::from(low) | u64::from(high) << 32;
-            if is_base || !is_trigger {
+            if is_base || is_wait {
                 let next = if is_base {
                     from.bindings.wrapping_add(word_there as usize).cast::<u32>()
                 } else {

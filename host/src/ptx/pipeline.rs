@@ -334,7 +334,6 @@ impl Pipeline {
         if is_store {
             clock.stored = clock.stored.max(at + 1);
         }
-        // Whether it is asked is what decides how a wait goes on.
         if matches!(instruction.op, Op::Branch(_) | Op::BranchIndex(..)) {
             let passed = clock.now().max(at)
                 + if operands.reads_preds.is_empty() && operands.reads.is_empty() { 1 } else { BRANCH };

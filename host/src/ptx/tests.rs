@@ -204,7 +204,7 @@ fn banks_give_a_word_at_a_time() {
         };
         (0..20).map(|i| format!("ld.shared{width}.b32 {}, [{address}];\n", to(2 + 4 * i))).collect()
     };
-    // Seven words' worth of latency aside: a warp's 128 bytes at once, 512 in four parts, and 32 words of one bank one by one.
+    // A warp's 128 bytes at once, 512 in four parts, and 32 words of one bank one by one.
     assert_eq!(cycles(&loads("%r192", 1), 256), 8 * 20, "32 neighbouring words");
     assert_eq!(cycles(&loads("%r190", 1), 256), 8 * 20, "the same word");
     assert_eq!(cycles(&loads("%r194", 4), 256), 8 * 20 * 4, "sixteen bytes a lane");

@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, stage, tiled};
+use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
@@ -24,12 +24,7 @@ pub(super) unsafe fn run(
         let is_thin = thin::is_for::<2>(call, rows, 6);
         let how = Staging { norm: 6, eps: p.eps, merges: false, in_terms: is_thin };
         let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
-        if let Err(fault) = ready() {
-            if let Some(prepared) = &prepared {
-                prepared.release(call);
-            }
-            return Err(fault);
-        }
+        ready_or_release(&prepared, call, ready)?;
         let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));

@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, stage, tiled};
+use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
 
 /// # Safety
@@ -25,12 +25,7 @@ pub(super) unsafe fn run(
         let is_thin = thin::is_for::<1>(call, rows, 5);
         let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
         let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
-        if let Err(fault) = ready() {
-            if let Some(prepared) = &prepared {
-                prepared.release(call);
-            }
-            return Err(fault);
-        }
+        ready_or_release(&prepared, call, ready)?;
         let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
         let before = |r: u32, n: u32| {
             let residual = call.tensor(3);
@@ -50,7 +45,8 @@ pub(super) unsafe fn run(
             && rows <= TILED_ROWS
         {
             if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
-                thin::multiply::<1>(call, tiles, block, (prepared, scale), |n| before(0, n), |n, [sum], before| add(0, n, sum, before));
+                let finish = |n: u32, [sum]: [f32; 1], before: f32| add(0, n, sum, before);
+                thin::multiply::<1>(call, tiles, block, (prepared, scale), |n| before(0, n), finish);
             } else {
                 tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             }
