@@ -60,6 +60,16 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
 }
 
 impl DeviceImage {
+    /// See [`ImageView::list`](crate::worker::ImageView::list).
+    #[inline(always)]
+    fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
+        // SAFETY: see `DeviceImage`.
+        unsafe {
+            let [first, end] = self.ends(param!(self, list_heads), param!(self, n_workers) + 1, program as u32, worker);
+            entries(param!(self, lists), first, end - first)
+        }
+    }
+
     /// Where a worker's entries of a program start and end, by the section of heads at `heads`, with so many `lists` a program.
     ///
     /// # Safety
@@ -73,13 +83,22 @@ impl DeviceImage {
 }
 
 impl Image for DeviceImage {
+    /// One more than a task, or 0.
+    type Place = u32;
+
     #[inline(always)]
-    fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
-        // SAFETY: see `DeviceImage`.
-        unsafe {
-            let [first, end] = self.ends(param!(self, list_heads), param!(self, n_workers) + 1, program as u32, worker);
-            entries(param!(self, lists), first, end - first)
-        }
+    fn first(&self, program: usize, worker: WorkerId) -> u32 {
+        self.list(program, worker).first().map_or(0, |id| id + 1)
+    }
+
+    #[inline(always)]
+    fn at(&self, place: u32) -> Option<u32> {
+        place.checked_sub(1)
+    }
+
+    #[inline(always)]
+    fn after(&self, _: u32) -> u32 {
+        turn::next()
     }
 
     #[inline(always)]
@@ -145,17 +164,10 @@ impl DeviceImage {
     /// Every thread of the block makes this same call, and none looks at the task before any more.
     #[inline(always)]
     unsafe fn turn_to(&self, id: u32, block: &Block) {
-        let sections = turn::Sections {
-            task: core::ptr::with_exposed_provenance::<TaskDesc>(param!(self, tasks) as usize)
-                .wrapping_add(id as usize),
-            operands: core::ptr::with_exposed_provenance(param!(self, operands) as usize),
-            triggers: core::ptr::with_exposed_provenance(param!(self, triggers) as usize),
-            waits: core::ptr::with_exposed_provenance(param!(self, waits) as usize),
-            events: core::ptr::with_exposed_provenance(param!(self, events) as usize),
-            bindings: core::ptr::with_exposed_provenance(param!(self, bindings) as usize),
-        };
+        let words = param!(self, turn_words);
+        let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
         // SAFETY: see `DeviceImage`, and the caller's promise.
-        unsafe { turn::fetch(&sections, block) }
+        unsafe { turn::fetch(turns.wrapping_add(id as usize * words as usize), words, block) }
     }
 }
 

@@ -7,6 +7,7 @@
 //! - [`worker`]: the loop every resident worker runs, generic over [`sync::Sync`].
 //! - [`advance`]: the token loop's turn, from one [`Step`](perpetua_shared::Step) to the next.
 //! - [`kernels`]: one file per macro kernel, and the one list.
+//! - `turns`: tasks as the persistent kernel fetches them.
 //! - [`probe`]: small kernels that measure a GPU.
 //! - [`entry`], [`gpu`], [`block`], `arch`: the kernel's entry, what GPU bodies are written in, and the instructions under
 //!   it. On the host they run on `simt`, a simulated GPU that checks every access.
@@ -28,6 +29,8 @@ pub mod worker;
 pub mod cpu;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod io;
+#[cfg(not(target_arch = "nvptx64"))]
+pub mod turns;
 
 mod arch;
 pub mod block;

@@ -92,8 +92,14 @@ impl<'a> ImageView<'a> {
 /// What the loop reads of an image. Slices in memory are one way to hold it; the GPU's is to fetch each section's address
 /// when it is wanted, since sixteen addresses kept in registers are registers the bodies do not have.
 pub trait Image {
-    /// See [`ImageView::list`].
-    fn list(&self, program: usize, worker: WorkerId) -> &[u32];
+    /// A place in a worker's list.
+    type Place: Copy;
+    /// The start of [`ImageView::list`].
+    fn first(&self, program: usize, worker: WorkerId) -> Self::Place;
+    /// The task at `place`; `None` at the end.
+    fn at(&self, place: Self::Place) -> Option<u32>;
+    /// The place after `place`, where there is a task, whose turn it is.
+    fn after(&self, place: Self::Place) -> Self::Place;
     /// See [`ImageView::just_in_time`].
     fn just_in_time(&self, program: usize) -> &[u32];
     /// The task numbered `id`.
@@ -116,9 +122,20 @@ pub trait Image {
     fn num_triggers(&self, event: u32) -> u32;
 }
 
-impl Image for ImageView<'_> {
-    fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
-        ImageView::list(self, program, worker)
+impl<'a> Image for ImageView<'a> {
+    /// What is left of the list.
+    type Place = &'a [u32];
+
+    fn first(&self, program: usize, worker: WorkerId) -> &'a [u32] {
+        self.list(program, worker)
+    }
+
+    fn at(&self, place: &'a [u32]) -> Option<u32> {
+        place.first().copied()
+    }
+
+    fn after(&self, place: &'a [u32]) -> &'a [u32] {
+        &place[1..]
     }
 
     fn just_in_time(&self, program: usize) -> &[u32] {
@@ -221,12 +238,11 @@ pub fn run<I: Image, S: Sync, B: Body>(
             return Ok(iteration);
         }
         sync.trigger(EVENT_ARRIVED);
-        let list = image.list(step.program as usize, worker);
+        let mut place = image.first(step.program as usize, worker);
         // Asked once a pass: without such tasks nobody looks at the queue.
         let pass = (!image.just_in_time(step.program as usize).is_empty()).then_some(&step);
-        let mut at = 0u32;
         loop {
-            let next = list.get(at as usize).copied();
+            let next = image.at(place);
             if let Some(next) = next {
                 body.ahead(TaskId(next));
             }
@@ -245,7 +261,7 @@ pub fn run<I: Image, S: Sync, B: Body>(
                     taken.0
                 }
                 (None, Some(next)) => {
-                    at += 1;
+                    place = image.after(place);
                     next
                 }
                 (None, None) => break,

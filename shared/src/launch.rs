@@ -37,8 +37,8 @@ pub struct LaunchParams {
     pub programs: u64,
     /// `[TaskDesc; n_tasks]`.
     pub tasks: u64,
-    /// `[Operand; n_operands]`.
-    pub operands: u64,
+    /// `[[u32; turn_words]; n_tasks]`: each a [`Turn`](crate::Turn) and its operands.
+    pub turns: u64,
     /// `[EventDesc; n_events]`.
     pub events: u64,
     /// `[u32; n_waits]`.
@@ -79,8 +79,8 @@ pub struct LaunchParams {
     pub n_programs: u32,
     /// See [`LaunchParams::n_programs`].
     pub n_tasks: u32,
-    /// See [`LaunchParams::n_programs`].
-    pub n_operands: u32,
+    /// See [`LaunchParams::turns`]; a multiple of 4.
+    pub turn_words: u32,
     /// See [`LaunchParams::n_programs`].
     pub n_events: u32,
     /// See [`LaunchParams::n_programs`].

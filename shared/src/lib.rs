@@ -17,6 +17,7 @@ pub mod launch;
 pub mod limits;
 pub mod probe;
 pub mod task;
+pub mod turn;
 
 pub use control::Step;
 pub use data::{DataOp, PrefetchOp};
@@ -25,3 +26,4 @@ pub use event::EventDesc;
 pub use fault::{Fault, FaultCode};
 pub use id::{BindingId, EventId, ProgramId, TaskId, WorkerId};
 pub use task::{Operand, TaskDesc, TaskFlags};
+pub use turn::Turn;

@@ -12,6 +12,8 @@ use crate::block::Block;
 use crate::io::{self, Tensor};
 use crate::kernels::decode_attention::MAX_QUERY;
 use crate::kernels::*;
+use crate::turns::records;
+use crate::worker::ImageView;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::ProgramDesc;
@@ -53,16 +55,26 @@ impl Random {
     }
 }
 
-/// What a launch has to know of to fetch a task.
-fn descriptors(task: &TaskDesc, operands: &[Operand]) -> Vec<Allocation> {
-    let constant = |name, start: *mut u8, bytes| {
-        // SAFETY: callers keep both until the launch has ended, and nobody writes them.
-        unsafe { Allocation::new(name, start, bytes, Access::Constant) }
+/// The record of a task that stands alone, with operand `i` in the binding at `bindings[i]`.
+fn turn_of(task: &TaskDesc, operands: &[Operand], bindings: &[u64]) -> Vec<u32> {
+    let view = ImageView {
+        programs: &[],
+        tasks: &[*task],
+        operands,
+        events: &[],
+        waits: &[],
+        triggers: &[],
+        list_heads: &[0, 1, 1],
+        lists: &[0],
+        n_workers: 1,
     };
-    let task = constant("the task", core::ptr::from_ref(task).cast_mut().cast(), size_of::<TaskDesc>());
-    let bytes = size_of_val(operands);
-    let operands = (bytes > 0).then(|| constant("its operands", operands.as_ptr().cast_mut().cast(), bytes));
-    [task].into_iter().chain(operands).collect()
+    records(&view, bindings)
+}
+
+/// What a launch has to know of to fetch a task by its record.
+fn descriptors(turn: &[u32]) -> Allocation {
+    // SAFETY: callers keep it until the launch has ended, and nobody writes it.
+    unsafe { Allocation::new("the task", turn.as_ptr().cast_mut().cast(), size_of_val(turn), Access::Constant) }
 }
 
 /// One task and its memory: a binding per operand.
@@ -319,15 +331,8 @@ impl Case {
                 tile_bytes: self.tile_bytes,
                 ..Options::new(1, threads, self.seed)
             };
-            let sections = turn::Sections {
-                task: &raw const task,
-                operands: self.operands.as_ptr(),
-                triggers: core::ptr::null(),
-                waits: core::ptr::null(),
-                events: core::ptr::null(),
-                bindings: table,
-            };
-            allocations.extend(descriptors(&task, &self.operands));
+            let turn = turn_of(&task, &self.operands, &bindings);
+            allocations.push(descriptors(&turn));
             let (n_data, gpu) = (self.data.len() as u32, Gpu::alone(record));
             let lists = OneList { data: &self.data, bindings: table };
             let launched = launch(&options, allocations, || {
@@ -355,7 +360,7 @@ impl Case {
                 let call = Call { step: &self.step, programs: &programs, tiles: Some(&tiles) };
                 // SAFETY: every thread of the block makes these calls; the operands have been checked.
                 let outcome = unsafe {
-                    turn::fetch(&sections, &block);
+                    turn::fetch(turn.as_ptr(), turn.len() as u32, &block);
                     block.sync();
                     run_gpu(&call, &block, || Ok(()))
                 };
@@ -1064,19 +1069,12 @@ fn advance() {
 fn a_number_nobody_has_is_a_fault() {
     let task = TaskDesc { task_type: u16::MAX, ..TaskDesc::zeroed() };
     let options = Options::new(1, 32, 1);
-    let sections = turn::Sections {
-        task: &raw const task,
-        operands: core::ptr::null(),
-        triggers: core::ptr::null(),
-        waits: core::ptr::null(),
-        events: core::ptr::null(),
-        bindings: core::ptr::null(),
-    };
-    let launched = launch(&options, descriptors(&task, &[]), || {
+    let turn = turn_of(&task, &[], &[]);
+    let launched = launch(&options, vec![descriptors(&turn)], || {
         let call = Call { step: &Step::default(), programs: &[], tiles: None };
         // SAFETY: every thread makes these calls, and no body runs.
         let outcome = unsafe {
-            turn::fetch(&sections, &Block::current());
+            turn::fetch(turn.as_ptr(), turn.len() as u32, &Block::current());
             Block::current().sync();
             run_gpu(&call, &Block::current(), || Ok(()))
         };

@@ -16,7 +16,7 @@ use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, TASK_THREADS, TILE_BYTES};
 use perpetua_shared::probe::{self, ProbeParams};
-use perpetua_shared::{DataOp, Operand, PrefetchOp, TaskDesc};
+use perpetua_shared::{DataOp, PrefetchOp, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -399,7 +399,7 @@ fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
     let mut ranges = vec![
         constant("programs", params.programs, params.n_programs, size_of::<ProgramDesc>()),
         constant("tasks", params.tasks, params.n_tasks, size_of::<TaskDesc>()),
-        constant("operands", params.operands, params.n_operands, size_of::<Operand>()),
+        constant("turns", params.turns, params.n_tasks, 4 * params.turn_words as usize),
         constant("events", params.events, params.n_events, size_of::<EventDesc>()),
         constant("waits", params.waits, params.n_waits, 4),
         constant("triggers", params.triggers, params.n_triggers, 4),

@@ -28,7 +28,7 @@ use crate::cuda::{Entered, Gpu, GpuError, Piece, upload};
 use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
-use perpetua_device::{advance, queue};
+use perpetua_device::{advance, queue, turns};
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{
@@ -89,7 +89,7 @@ struct Layout {
     table: u64,
     programs: u64,
     tasks: u64,
-    operands: u64,
+    turns: u64,
     events: u64,
     waits: u64,
     triggers: u64,
@@ -122,7 +122,7 @@ impl Layout {
         layout.table = place(8 * compiled.bindings.len(), 1);
         layout.programs = place(size_of_val(view.programs), 1);
         layout.tasks = place(size_of_val(view.tasks), 1);
-        layout.operands = place(size_of_val(view.operands), 1);
+        layout.turns = place(4 * turns::words(&view) * view.tasks.len(), 1);
         layout.events = place(size_of_val(view.events), 1);
         layout.waits = place(size_of_val(view.waits), 1);
         layout.triggers = place(size_of_val(view.triggers), 1);
@@ -340,7 +340,7 @@ impl Cuda {
         let params = LaunchParams {
             programs: at(layout.programs),
             tasks: at(layout.tasks),
-            operands: at(layout.operands),
+            turns: at(layout.turns),
             events: at(layout.events),
             waits: at(layout.waits),
             triggers: at(layout.triggers),
@@ -360,7 +360,7 @@ impl Cuda {
             timeout_ns: u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX),
             n_programs: view.programs.len() as u32,
             n_tasks: view.tasks.len() as u32,
-            n_operands: view.operands.len() as u32,
+            turn_words: turns::words(&view) as u32,
             n_events: view.events.len() as u32,
             n_waits: view.waits.len() as u32,
             n_triggers: view.triggers.len() as u32,
@@ -390,12 +390,13 @@ impl Cuda {
         };
 
         let table: Vec<u64> = layout.bindings.iter().map(|offset| at(*offset)).collect();
+        let turns = turns::records(&view, &table);
         let mut pieces = Vec::new();
         let mut piece = |offset: u64, bytes| pieces.push(Piece { to: base.offset(offset), bytes });
         piece(layout.table, bytemuck::cast_slice(&table));
         piece(layout.programs, bytemuck::cast_slice(view.programs));
         piece(layout.tasks, bytemuck::cast_slice(view.tasks));
-        piece(layout.operands, bytemuck::cast_slice(view.operands));
+        piece(layout.turns, bytemuck::cast_slice(&turns));
         piece(layout.events, bytemuck::cast_slice(view.events));
         piece(layout.waits, bytemuck::cast_slice(view.waits));
         piece(layout.triggers, bytemuck::cast_slice(view.triggers));

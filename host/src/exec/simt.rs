@@ -13,6 +13,7 @@ use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::kernels::TILED_ROWS;
 use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
+use perpetua_device::turns;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
@@ -161,6 +162,7 @@ impl Simt {
         let mut fault = Fault::default();
         let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
+        let turns = turns::records(&view, &bindings);
         let loads = if self.options.tiles { self.image.loads() } else { self.image.no_loads() };
         // Nobody reads these here; the kernel writes them all the same.
         let mut mailbox = [Mail::default(); 4];
@@ -175,7 +177,7 @@ impl Simt {
         let params = LaunchParams {
             programs: constant("programs", bytemuck::cast_slice(view.programs)),
             tasks: constant("tasks", bytemuck::cast_slice(view.tasks)),
-            operands: constant("operands", bytemuck::cast_slice(view.operands)),
+            turns: constant("turns", bytemuck::cast_slice(&turns)),
             events: constant("events", bytemuck::cast_slice(view.events)),
             waits: constant("waits", bytemuck::cast_slice(view.waits)),
             triggers: constant("triggers", bytemuck::cast_slice(view.triggers)),
@@ -195,7 +197,7 @@ impl Simt {
             timeout_ns: TIMEOUT_NS,
             n_programs: view.programs.len() as u32,
             n_tasks: view.tasks.len() as u32,
-            n_operands: view.operands.len() as u32,
+            turn_words: turns::words(&view) as u32,
             n_events: view.events.len() as u32,
             n_waits: view.waits.len() as u32,
             n_triggers: view.triggers.len() as u32,

@@ -1,0 +1,60 @@
+//! The records that workers on a GPU fetch tasks by ([`Turn`]), made on the host.
+
+use crate::worker::ImageView;
+use core::mem::offset_of;
+use perpetua_shared::turn::TURN_EVENTS;
+use perpetua_shared::{Operand, Turn};
+
+/// Words of each record of `view`.
+pub fn words(view: &ImageView<'_>) -> usize {
+    let operands = view.tasks.iter().map(|task| task.operand_count as usize).max().unwrap_or(0);
+    (size_of::<Turn>() + operands * size_of::<Operand>()) / 4
+}
+
+/// The records of all tasks of `view`, one after the other, with binding `i` at address `bindings[i]`.
+///
+/// # Panics
+/// When the image has more bindings.
+pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
+    let words = words(view);
+    let mut all = vec![0; words * view.tasks.len()];
+    for (record, task) in all.chunks_exact_mut(words).zip(view.tasks) {
+        let mut turn = Turn {
+            task_type: task.task_type,
+            flags: task.flags,
+            next: 0,
+            block: task.block,
+            row_first: task.row_first,
+            wait_first: task.wait_first,
+            wait_count: task.wait_count,
+            trigger_count: task.trigger_count,
+            trigger_first: task.trigger_first,
+            tiles: task.tiles,
+            params: task.params,
+            triggers: [0; TURN_EVENTS],
+            waits: [[0; 2]; TURN_EVENTS],
+            reserved: [0; 2],
+        };
+        for (to, event) in turn.triggers.iter_mut().zip(view.triggers(task)) {
+            *to = *event;
+        }
+        for (to, event) in turn.waits.iter_mut().zip(view.waits(task)) {
+            *to = [*event, view.events[*event as usize].num_triggers];
+        }
+        let (head, rest) = record.split_at_mut(size_of::<Turn>() / 4);
+        head.copy_from_slice(bytemuck::cast_slice(&[turn]));
+        for (to, operand) in rest.chunks_exact_mut(size_of::<Operand>() / 4).zip(view.operands(task)) {
+            let offset_bytes = bindings[operand.binding.idx()] + operand.offset_bytes;
+            to.copy_from_slice(bytemuck::cast_slice(&[Operand { offset_bytes, ..*operand }]));
+        }
+    }
+    // Just-in-time tasks, in lists of their own, have none after them.
+    for lists in view.list_heads.chunks_exact(view.n_workers as usize + 2) {
+        for ends in lists[..=view.n_workers as usize].windows(2) {
+            for pair in view.lists[ends[0] as usize..ends[1] as usize].windows(2) {
+                all[pair[0] as usize * words + offset_of!(Turn, next) / 4] = pair[1] + 1;
+            }
+        }
+    }
+    all
+}
