@@ -60,4 +60,4 @@ impl Scratch {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -191,7 +191,7 @@ fn near(expected: f32, got: f32, tolerance: f32) -> bool {
 }
 
 /// `n` cases, or as many as the environment wants: an emulated processor takes its time.
-fn cases(n: u32) -> ProptestConfig {
+pub(crate) fn cases(n: u32) -> ProptestConfig {
     let wanted = std::env::var_os("PROPTEST_CASES").map(|_| ProptestConfig::default());
     wanted.unwrap_or_else(|| ProptestConfig::with_cases(n))
 }

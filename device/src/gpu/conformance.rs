@@ -96,6 +96,8 @@ struct Case {
     /// Threads of the blocks to run it with.
     threads: &'static [u32],
     report: Report,
+    /// Whether it is a case of decoding, which reads every byte that its cost says, and no other.
+    counts: bool,
 }
 
 /// The only worker's copies, for a loader of its own.
@@ -130,12 +132,13 @@ impl Case {
             row_first: 0,
             block: 0,
             split: 0,
-            tolerance: 2e-5,
+            tolerance: K::TOLERANCE,
             seed: 0,
             data: Vec::new(),
             tile_bytes: 0,
             threads: &[64, 32, 96],
             report: Report::default(),
+            counts: false,
         }
     }
 
@@ -313,7 +316,8 @@ impl Case {
                 };
                 let start = core::ptr::with_exposed_provenance_mut((*base + operand.offset_bytes) as usize);
                 // SAFETY: as above; the box lies inside its memory.
-                allocations.push(unsafe { Allocation::new(slot.name, start, operand.span_bytes() as usize, access) });
+                let allocation = unsafe { Allocation::new(slot.name, start, operand.span_bytes() as usize, access) };
+                allocations.push(allocation.counted());
             }
             let mut fault = Fault::default();
             let record = &raw mut fault;
@@ -376,6 +380,11 @@ impl Case {
                 Ok(report) => self.report = report,
                 Err(error) => panic!("{what}: {error}\n{:?}", self.operands),
             }
+            if self.counts {
+                let read: u64 = self.report.read.iter().map(|(_, bytes)| bytes).sum();
+                let cost = (spec.cost)(&self.params, &self.operands);
+                assert_eq!(read, cost.bytes_read, "{what}: bytes read and their cost: {:?}", self.report.read);
+            }
             let faults: Vec<Fault> = faults.into_inner();
             match outcome {
                 Ok(()) => assert_eq!(faults, [], "{what}"),
@@ -422,75 +431,101 @@ impl Case {
     }
 }
 
-#[test]
-fn linear() {
-    let random = &mut Random(1);
-    for round in 0..60 {
-        let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
-        let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
-        let mut case =
-            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, merges: 0 });
-        for extent in [[rows, k], [n, k]] {
-            let dtype = random.dtype();
-            case.floats(random, dtype, &extent);
+/// A test that judges so many random cases of each kernel, by a seed and a round, which says what kind of case it is.
+macro_rules! judged {
+    ($($name:ident: $cases:literal),* $(,)?) => {
+        mod random {
+            use super::Random;
+            use crate::cpu::tests::cases;
+            use proptest::prelude::*;
+
+            $(proptest! {
+                #![proptest_config(cases($cases))]
+                #[test]
+                fn $name(seed: u64, round in 0..$cases as usize) {
+                    super::$name(&mut Random(seed), round);
+                }
+            })*
         }
-        case.maybe(random, &[n]);
-        case.maybe(random, &[rows, n]);
-        let dtype = random.dtype();
-        case.push(random, dtype, &[rows, n], |_| 7.0);
-        case.maybe_norm(random, rows, k);
-        case.step.rows = random.one_to(rows + 1);
-        case.tolerance = 4e-4;
-        case.judge("linear");
-    }
+    };
 }
 
-#[test]
-fn gated_linear() {
-    let random = &mut Random(2);
-    for round in 0..30 {
-        let (rows, n, k) = (if round % 3 == 0 { 1 } else { random.one_to(6) }, random.one_to(9), random.one_to(400));
-        let mut case =
-            Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
-        for extent in [[rows, k], [n, k], [n, k]] {
-            let dtype = random.dtype();
-            case.floats(random, dtype, &extent);
-        }
-        case.maybe(random, &[n]);
-        case.maybe(random, &[n]);
-        case.push(random, DType::F32, &[rows, n], |_| 7.0);
-        case.maybe_norm(random, rows, k);
-        case.step.rows = random.one_to(rows + 1);
-        case.tolerance = 1e-3;
-        case.judge("gated_linear");
+judged! {
+    linear: 60,
+    gated_linear: 30,
+    tiled_linear: 40,
+    thin_linear: 24,
+    merging_linear: 24,
+    wide_linear: 16,
+    warpgroup_linear: 8,
+    norms: 30,
+    embedding: 20,
+    elementwise_select_pool: 40,
+    rope: 30,
+    attention: 24,
+    split_attention: 40,
+    decode_attention: 40,
+    decode_attention_of_groups: 48,
+    attention_merge: 40,
+    splits_merged_are_the_whole: 40,
+    argmax: 40,
+    sample: 30,
+    advance: 60,
+}
+
+fn linear(random: &mut Random, round: usize) {
+    let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
+    let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, merges: 0 });
+    for extent in [[rows, k], [n, k]] {
+        let dtype = random.dtype();
+        case.floats(random, dtype, &extent);
     }
+    case.maybe(random, &[n]);
+    case.maybe(random, &[rows, n]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.maybe_norm(random, rows, k);
+    case.step.rows = random.one_to(rows + 1);
+    case.tolerance = 4e-4;
+    case.counts = rows == 1;
+    case.judge("linear");
+}
+
+fn gated_linear(random: &mut Random, round: usize) {
+    let (rows, n, k) = (if round % 3 == 0 { 1 } else { random.one_to(6) }, random.one_to(9), random.one_to(400));
+    let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
+    for extent in [[rows, k], [n, k], [n, k]] {
+        let dtype = random.dtype();
+        case.floats(random, dtype, &extent);
+    }
+    case.maybe(random, &[n]);
+    case.maybe(random, &[n]);
+    case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    case.maybe_norm(random, rows, k);
+    case.step.rows = random.one_to(rows + 1);
+    case.tolerance = 1e-3;
+    case.counts = rows == 1;
+    case.judge("gated_linear");
 }
 
 /// Weights from tiles: rows shorter and longer than a tile, rings that hold two tiles or all, one to sixteen rows of x.
-#[test]
-fn tiled_linear() {
-    let random = &mut Random(13);
-    for round in 0..40 {
-        let dtype = random.dtype();
-        let per_16 = 16 / dtype.size_bytes() as u32;
-        let (rows, n) = (if round % 3 == 0 { 1 } else { random.one_to(16) }, random.one_to(20));
-        let k = per_16 * random.one_to(if round % 4 == 0 { 120 } else { 20 });
-        let tile = 16 * (1 + random.below(40));
-        judge_tiled(random, dtype, [rows, n, k], tile, round % 2 == 1, &[64, 32, 96]);
-    }
+fn tiled_linear(random: &mut Random, round: usize) {
+    let dtype = random.dtype();
+    let per_16 = 16 / dtype.size_bytes() as u32;
+    let (rows, n) = (if round % 3 == 0 { 1 } else { random.one_to(16) }, random.one_to(20));
+    let k = per_16 * random.one_to(if round % 4 == 0 { 120 } else { 20 });
+    let tile = 16 * (1 + random.below(40));
+    judge_tiled(random, dtype, [rows, n, k], tile, round % 2 == 1, &[64, 32, 96]);
 }
 
 /// One row and bf16 weights in whole rows: the tensor cores', more rows than a warp keeps sums of among them.
-#[test]
-fn thin_linear() {
-    let random = &mut Random(19);
-    for round in 0..24 {
-        let k = 32 * random.one_to(if round % 6 == 0 { 128 } else { 20 });
-        let n = random.one_to(if round % 4 == 1 { 400 } else { 60 });
-        let n = if k > 1000 { n.min(40) } else { n };
-        let tile = 2 * k * random.one_to(20);
-        judge_tiled(random, DType::Bf16, [1, n, k], tile, round % 2 == 1, &[96, 224, 32]);
-    }
+fn thin_linear(random: &mut Random, round: usize) {
+    let k = 32 * random.one_to(if round % 6 == 0 { 128 } else { 20 });
+    let n = random.one_to(if round % 4 == 1 { 400 } else { 60 });
+    let n = if k > 1000 { n.min(40) } else { n };
+    let tile = 2 * k * random.one_to(20);
+    judge_tiled(random, DType::Bf16, [1, n, k], tile, round % 2 == 1, &[96, 224, 32]);
 }
 
 /// A product of `[rows, k]` with matrices of `[n, k]`, which come in tiles of at most `tile` bytes.
@@ -535,8 +570,8 @@ fn judge_tiled(
         case.absent();
     }
     case.step.rows = random.one_to(rows);
-    case.tolerance = 2e-3;
     case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
+    case.counts = rows == 1;
     case.compare("tiled linear");
     // Each byte of the weights is read from memory once, as the cost says.
     let weights = u64::from(n * k) * dtype.size_bytes() as u64 * (1 + u64::from(gated)) + u64::from(norm_bytes);
@@ -564,246 +599,219 @@ fn push_parts(case: &mut Case, random: &mut Random, [heads, splits, group, d]: [
 }
 
 /// Products that merge what splits found themselves: weights in tiles, for tensor cores or not, and from global memory.
-#[test]
-fn merging_linear() {
-    let random = &mut Random(16);
-    for round in 0..24 {
-        let (heads, group, splits, n) = (random.one_to(3), random.one_to(4), random.one_to(9), random.one_to(40));
-        let d = [32, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
-        let k = heads * group * d;
-        let mut case =
-            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 1 });
-        push_parts(&mut case, random, [heads, splits, group, d], 0);
-        let dtype = random.dtype();
-        let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
-        if from_tiles {
-            case.push_carried(random, if round % 3 == 0 { DType::Bf16 } else { dtype }, n, k);
-        } else {
-            case.floats(random, dtype, &[n, k]);
-        }
-        case.maybe(random, &[n]);
-        case.maybe(random, &[1, n]);
-        case.push(random, DType::F32, &[1, n], |_| 7.0);
-        case.absent();
-        case.step.rows = random.one_to(3);
-        case.tolerance = 1e-3;
-        if from_tiles {
-            case.threads = &[96, 224];
-            let row = case.operands[1].span_bytes() as u32 / n;
-            case.stream(&[1], row * random.one_to(5), row * 7);
-        }
-        case.judge("merging linear");
+fn merging_linear(random: &mut Random, round: usize) {
+    let (heads, group, splits, n) = (random.one_to(3), random.one_to(4), random.one_to(9), random.one_to(40));
+    let d = [32, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
+    let k = heads * group * d;
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 1 });
+    push_parts(&mut case, random, [heads, splits, group, d], 0);
+    let dtype = random.dtype();
+    let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
+    if from_tiles {
+        case.push_carried(random, if round % 3 == 0 { DType::Bf16 } else { dtype }, n, k);
+    } else {
+        case.floats(random, dtype, &[n, k]);
     }
+    case.maybe(random, &[n]);
+    case.maybe(random, &[1, n]);
+    case.push(random, DType::F32, &[1, n], |_| 7.0);
+    case.absent();
+    case.step.rows = random.one_to(3);
+    case.tolerance = 1e-3;
+    if from_tiles {
+        case.threads = &[96, 224];
+        let row = case.operands[1].span_bytes() as u32 / n;
+        case.stream(&[1], row * random.one_to(5), row * 7);
+    }
+    case.counts = true;
+    case.judge("merging linear");
 }
 
 /// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.
-#[test]
-fn wide_linear() {
-    let random = &mut Random(11);
+fn wide_linear(random: &mut Random, round: usize) {
     let exact = |random: &mut Random| half::bf16::from_f32(random.float()).to_f32();
-    for round in 0..16 {
-        let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
-        let is_exact = round % 4 != 0;
-        let x = |case: &mut Case, random: &mut Random| {
-            let dtype = random.dtype();
-            case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
-            case.tolerance = if is_exact { 3e-4 } else { 0.05 };
-        };
-        let mut case =
-            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
-        x(&mut case, random);
-        case.floats(random, DType::Bf16, &[n, k]);
-        case.maybe(random, &[n]);
-        case.maybe(random, &[rows, n]);
-        case.push(random, DType::F32, &[rows, n], |_| 7.0);
-        case.absent();
-        case.step.rows = 16 + random.one_to(rows - 16);
-        case.judge("wide linear");
+    let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
+    let is_exact = round % 4 != 0;
+    let x = |case: &mut Case, random: &mut Random, is_exact: bool| {
+        let dtype = random.dtype();
+        case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
+        // Others are rounded to bf16.
+        case.tolerance = if is_exact { 3e-4 } else { 0.05 };
+    };
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
+    x(&mut case, random, is_exact);
+    case.floats(random, DType::Bf16, &[n, k]);
+    case.maybe(random, &[n]);
+    case.maybe(random, &[rows, n]);
+    case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    case.absent();
+    case.step.rows = 16 + random.one_to(rows - 16);
+    case.judge("wide linear");
 
-        let mut case = Case::new::<GatedLinear>(gated_linear::Params {
-            activation: linear::Activation::Relu as u32,
-            eps: 0.0,
-            order: 0,
-        });
-        x(&mut case, random);
-        case.floats(random, DType::Bf16, &[n, k]);
-        case.floats(random, DType::Bf16, &[n, k]);
-        case.maybe(random, &[n]);
-        case.maybe(random, &[n]);
-        case.push(random, DType::F32, &[rows, n], |_| 7.0);
-        case.absent();
-        // A product of two such sums.
-        case.tolerance *= 4.0;
-        case.judge("wide gated_linear");
-    }
+    let mut case = Case::new::<GatedLinear>(gated_linear::Params {
+        activation: linear::Activation::Relu as u32,
+        eps: 0.0,
+        order: 0,
+    });
+    // A product of two such sums: where the one is large, what the other was rounded by is too.
+    x(&mut case, random, true);
+    case.floats(random, DType::Bf16, &[n, k]);
+    case.floats(random, DType::Bf16, &[n, k]);
+    case.maybe(random, &[n]);
+    case.maybe(random, &[n]);
+    case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    case.absent();
+    case.tolerance *= 4.0;
+    case.judge("wide gated_linear");
 }
 
 /// Matrices of bf16 on multiples of sixteen bytes: a warpgroup's products, over one part and several, with tails of every kind.
-#[test]
-fn warpgroup_linear() {
-    let random = &mut Random(12);
-    for round in 0..8 {
-        let (rows, n) = (16 + random.one_to([40, 120, 200, 120][round % 4]), random.one_to([150, 40][round % 2]));
-        let k = 8 * random.one_to([12, 70][round / 2 % 2]);
-        let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
-            (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
-            case.push_carried(random, DType::Bf16, rows, k);
-            (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
-        };
-        let multiplied = |case: &Case| case.report.products > 0;
-        let mut case =
-            Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
-        begin(&mut case, random, 1);
-        case.maybe(random, &[n]);
-        case.maybe(random, &[rows, n]);
+fn warpgroup_linear(random: &mut Random, round: usize) {
+    let (rows, n) = (16 + random.one_to([40, 120, 200, 120][round % 4]), random.one_to([150, 40][round % 2]));
+    let k = 8 * random.one_to([12, 70][round / 2 % 2]);
+    let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
+        (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
+        case.push_carried(random, DType::Bf16, rows, k);
+        (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
+    };
+    let multiplied = |case: &Case| case.report.products > 0;
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
+    begin(&mut case, random, 1);
+    case.maybe(random, &[n]);
+    case.maybe(random, &[rows, n]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.absent();
+    case.step.rows = 16 + random.one_to(rows - 16);
+    case.compare("warpgroup linear");
+    assert!(multiplied(&case));
+
+    let mut case = Case::new::<GatedLinear>(gated_linear::Params {
+        activation: linear::Activation::Relu as u32,
+        eps: 0.0,
+        order: 0,
+    });
+    begin(&mut case, random, 2);
+    case.maybe(random, &[n]);
+    case.maybe(random, &[n]);
+    case.push(random, DType::Bf16, &[rows, n], |_| 7.0);
+    case.absent();
+    // A product of two such sums.
+    case.tolerance *= 8.0;
+    case.compare("warpgroup gated_linear");
+    assert!(multiplied(&case));
+}
+
+fn norms(random: &mut Random, _: usize) {
+    let (rows, hidden) = (random.one_to(4), random.one_to(300));
+    let mut case = Case::new::<RmsNorm>(rms_norm::Params { eps: 1e-5 });
+    for extent in [&[rows, hidden][..], &[hidden], &[rows, hidden]] {
         let dtype = random.dtype();
-        case.push(random, dtype, &[rows, n], |_| 7.0);
+        case.floats(random, dtype, extent);
+    }
+    case.step.rows = random.one_to(rows);
+    case.counts = rows == 1;
+    case.judge("rms_norm");
+
+    let mut case = Case::new::<LayerNorm>(layer_norm::Params { eps: 1e-5 });
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, hidden]);
+    case.maybe(random, &[rows, hidden]);
+    for extent in [&[hidden][..], &[hidden], &[rows, hidden]] {
+        case.floats(random, dtype, extent);
+    }
+    case.tolerance = 1e-4;
+    case.counts = rows == 1;
+    case.judge("layer_norm");
+}
+
+fn embedding(random: &mut Random, round: usize) {
+    let (rows, hidden, vocab) = (random.one_to(4), random.one_to(80), random.one_to(50));
+    let mut case = Case::new::<Embedding>(embedding::Params { vocab });
+    // Every fourth time an id may lie outside.
+    let ids = if round % 4 == 0 { vocab + 2 } else { vocab };
+    case.push(random, DType::I32, &[12], |random| random.below(ids) as f32);
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[vocab, hidden]);
+    case.maybe(random, &[12, hidden]);
+    case.maybe(random, &[2, hidden]);
+    case.push(random, DType::F32, &[rows, hidden], |_| 7.0);
+    case.row_first = random.below(3);
+    case.step.first_pos = random.below(4);
+    case.step.rows = case.row_first + rows;
+    case.counts = rows == 1 && ids == vocab;
+    case.judge("embedding");
+}
+
+fn elementwise_select_pool(random: &mut Random, round: usize) {
+    let (rows, n) = (random.one_to(5), random.one_to(200));
+    let (function, activation) = (round as u32 % 4, random.below(5));
+    let mut case = Case::new::<Elementwise>(elementwise::Params { function, activation });
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, n]);
+    if function == elementwise::Function::Activate as u32 {
         case.absent();
-        case.step.rows = 16 + random.one_to(rows - 16);
-        case.compare("warpgroup linear");
-        assert!(multiplied(&case));
-
-        let mut case = Case::new::<GatedLinear>(gated_linear::Params {
-            activation: linear::Activation::Relu as u32,
-            eps: 0.0,
-            order: 0,
-        });
-        begin(&mut case, random, 2);
-        case.maybe(random, &[n]);
-        case.maybe(random, &[n]);
-        case.push(random, DType::Bf16, &[rows, n], |_| 7.0);
-        case.absent();
-        // A product of two such sums.
-        case.tolerance *= 8.0;
-        case.compare("warpgroup gated_linear");
-        assert!(multiplied(&case));
-    }
-}
-
-#[test]
-fn norms() {
-    let random = &mut Random(3);
-    for _ in 0..30 {
-        let (rows, hidden) = (random.one_to(4), random.one_to(300));
-        let mut case = Case::new::<RmsNorm>(rms_norm::Params { eps: 1e-5 });
-        for extent in [&[rows, hidden][..], &[hidden], &[rows, hidden]] {
-            let dtype = random.dtype();
-            case.floats(random, dtype, extent);
-        }
-        case.step.rows = random.one_to(rows);
-        case.judge("rms_norm");
-
-        let mut case = Case::new::<LayerNorm>(layer_norm::Params { eps: 1e-5 });
-        let dtype = random.dtype();
-        case.floats(random, dtype, &[rows, hidden]);
-        case.maybe(random, &[rows, hidden]);
-        for extent in [&[hidden][..], &[hidden], &[rows, hidden]] {
-            case.floats(random, dtype, extent);
-        }
-        case.tolerance = 1e-4;
-        case.judge("layer_norm");
-    }
-}
-
-#[test]
-fn embedding() {
-    let random = &mut Random(4);
-    for round in 0..20 {
-        let (rows, hidden, vocab) = (random.one_to(4), random.one_to(80), random.one_to(50));
-        let mut case = Case::new::<Embedding>(embedding::Params { vocab });
-        // Every fourth time an id may lie outside.
-        let ids = if round % 4 == 0 { vocab + 2 } else { vocab };
-        case.push(random, DType::I32, &[12], |random| random.below(ids) as f32);
-        let dtype = random.dtype();
-        case.floats(random, dtype, &[vocab, hidden]);
-        case.maybe(random, &[12, hidden]);
-        case.maybe(random, &[2, hidden]);
-        case.push(random, DType::F32, &[rows, hidden], |_| 7.0);
-        case.row_first = random.below(3);
-        case.step.first_pos = random.below(4);
-        case.step.rows = case.row_first + rows;
-        case.judge("embedding");
-    }
-}
-
-#[test]
-fn elementwise_select_pool() {
-    let random = &mut Random(5);
-    for round in 0..40 {
-        let (rows, n) = (random.one_to(5), random.one_to(200));
-        let (function, activation) = (round % 4, random.below(5));
-        let mut case = Case::new::<Elementwise>(elementwise::Params { function, activation });
-        let dtype = random.dtype();
+    } else {
         case.floats(random, dtype, &[rows, n]);
-        if function == elementwise::Function::Activate as u32 {
-            case.absent();
-        } else {
-            case.floats(random, dtype, &[rows, n]);
-        }
-        case.push(random, dtype, &[rows, n], |_| 7.0);
-        case.step.rows = random.one_to(rows);
-        case.judge("elementwise");
-
-        let mut case = Case::new::<SelectRow>(select_row::Params {});
-        case.floats(random, dtype, &[rows, n]);
-        case.push(random, DType::F32, &[1, n], |_| 7.0);
-        case.step.rows = random.one_to(rows);
-        case.judge("select_row");
-
-        let mut case = Case::new::<Pool>(pool::Params { mean: round % 2, normalise: random.below(2) });
-        case.floats(random, dtype, &[rows, n]);
-        case.push(random, DType::F32, &[1, n], |_| 7.0);
-        case.step.rows = random.one_to(rows);
-        case.judge("pool");
     }
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.step.rows = random.one_to(rows);
+    case.counts = rows == 1;
+    case.judge("elementwise");
+
+    let mut case = Case::new::<SelectRow>(select_row::Params {});
+    case.floats(random, dtype, &[rows, n]);
+    case.push(random, DType::F32, &[1, n], |_| 7.0);
+    case.step.rows = random.one_to(rows);
+    case.counts = rows == 1;
+    case.judge("select_row");
+
+    let mut case = Case::new::<Pool>(pool::Params { mean: round as u32 % 2, normalise: random.below(2) });
+    case.floats(random, dtype, &[rows, n]);
+    case.push(random, DType::F32, &[1, n], |_| 7.0);
+    case.step.rows = random.one_to(rows);
+    case.counts = rows == 1;
+    case.judge("pool");
 }
 
-#[test]
-fn rope() {
-    let random = &mut Random(6);
-    for _ in 0..30 {
-        let (rows, heads, group, d) = (random.one_to(3), random.one_to(3), random.one_to(3), 2 * random.one_to(50));
-        let context = 16;
-        let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6 });
-        let dtype = random.dtype();
-        case.floats(random, dtype, &[rows, heads, group, d]);
-        case.floats(random, dtype, &[rows, heads, d]);
-        case.floats(random, dtype, &[rows, heads, d]);
-        case.maybe(random, &[d]);
-        case.maybe(random, &[d]);
-        case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-        case.floats(random, dtype, &[heads, context, d]);
-        case.floats(random, dtype, &[heads, context, d]);
-        case.row_first = random.below(3);
-        case.step.first_pos = random.below(8);
-        case.step.rows = case.row_first + random.one_to(rows);
-        case.judge("rope");
-    }
+fn rope(random: &mut Random, _: usize) {
+    let (rows, heads, group, d) = (random.one_to(3), random.one_to(3), random.one_to(3), 2 * random.one_to(50));
+    let context = 16;
+    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6 });
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, heads, group, d]);
+    case.floats(random, dtype, &[rows, heads, d]);
+    case.floats(random, dtype, &[rows, heads, d]);
+    case.maybe(random, &[d]);
+    case.maybe(random, &[d]);
+    case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
+    case.floats(random, dtype, &[heads, context, d]);
+    case.floats(random, dtype, &[heads, context, d]);
+    case.row_first = random.below(3);
+    case.step.first_pos = random.below(8);
+    case.step.rows = case.row_first + random.one_to(rows);
+    case.counts = rows == 1;
+    case.judge("rope");
 }
 
-#[test]
-fn attention() {
-    let random = &mut Random(7);
-    for round in 0..24 {
-        // Every third time one row and head, as in decoding, so that warps share positions.
-        let decodes = round % 3 == 1;
-        let (rows, heads, group) =
-            if decodes { (1, 1, random.one_to(2)) } else { (random.one_to(3), random.one_to(2), random.one_to(3)) };
-        let d = if round % 6 == 0 { 270 } else { [random.one_to(140), 64][round % 2] };
-        let context = 120;
-        let causal = random.below(2);
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
-        let dtype = random.dtype();
-        case.floats(random, dtype, &[rows, heads, group, d]);
-        case.floats(random, dtype, &[heads, context, d]);
-        case.floats(random, dtype, &[heads, context, d]);
-        case.push(random, DType::F32, &[rows, heads, group, d], |_| 7.0);
-        case.row_first = random.below(3);
-        case.step.first_pos = random.below(context - 8);
-        case.step.rows = case.row_first + random.one_to(rows);
-        case.tolerance = 1e-4;
-        case.judge("attention");
-    }
+fn attention(random: &mut Random, round: usize) {
+    // Every third time one row and head, as in decoding, so that warps share positions.
+    let decodes = round % 3 == 1;
+    let (rows, heads, group) =
+        if decodes { (1, 1, random.one_to(2)) } else { (random.one_to(3), random.one_to(2), random.one_to(3)) };
+    let d = if round % 6 == 0 { 270 } else { [random.one_to(140), 64][round % 2] };
+    let context = 120;
+    let causal = random.below(2);
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, heads, group, d]);
+    case.floats(random, dtype, &[heads, context, d]);
+    case.floats(random, dtype, &[heads, context, d]);
+    case.push(random, DType::F32, &[rows, heads, group, d], |_| 7.0);
+    case.row_first = random.below(3);
+    case.step.first_pos = random.below(context - 8);
+    case.step.rows = case.row_first + random.one_to(rows);
+    case.judge("attention");
 }
 
 /// A cache of `heads`, NaN from position `visible` on.
@@ -815,26 +823,21 @@ fn push_cache(case: &mut Case, random: &mut Random, dtype: DType, [heads, contex
     });
 }
 
-#[test]
-fn split_attention() {
-    let random = &mut Random(11);
-    for round in 0..40 {
-        let (heads, group, splits) = (random.one_to(2), random.one_to(5), 1 + random.one_to(15));
-        let d = if round % 10 == 0 { 270 } else { [random.one_to(70), 64][round % 2] };
-        // Fewer positions than splits, too: some splits have none.
-        let context = [20, 120, 700][round % 3];
-        let visible = random.one_to(context);
-        let dtype = random.dtype();
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits, order: 0 });
-        case.floats(random, dtype, &[1, heads, group, d]);
-        push_cache(&mut case, random, dtype, [heads, context, d], visible);
-        push_cache(&mut case, random, dtype, [heads, context, d], visible);
-        case.push(random, DType::F32, &[heads, 1, group, attention::FOUND + d], |_| 7.0);
-        case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
-        (case.step.first_pos, case.step.rows) = (visible - 1, 1);
-        case.tolerance = 1e-4;
-        case.judge("attention, split");
-    }
+fn split_attention(random: &mut Random, round: usize) {
+    let (heads, group, splits) = (random.one_to(2), random.one_to(5), 1 + random.one_to(15));
+    let d = if round % 10 == 0 { 270 } else { [random.one_to(70), 64][round % 2] };
+    // Fewer positions than splits, too: some splits have none.
+    let context = [20, 120, 700][round % 3];
+    let visible = random.one_to(context);
+    let dtype = random.dtype();
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits, order: 0 });
+    case.floats(random, dtype, &[1, heads, group, d]);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible);
+    case.push(random, DType::F32, &[heads, 1, group, attention::FOUND + d], |_| 7.0);
+    case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+    (case.step.first_pos, case.step.rows) = (visible - 1, 1);
+    case.judge("attention, split");
 }
 
 /// A case of `visible` positions, the last of which is yet to be appended, in caches of type `dtype`.
@@ -856,108 +859,87 @@ fn decode_attention_case(
     let y = if splits > 1 { [heads, 1, group, attention::FOUND + d] } else { [1, heads, group, d] };
     case.push(random, DType::F32, &y, |_| 7.0);
     (case.step.first_pos, case.step.rows) = (visible - 1, 1);
-    case.tolerance = 2e-3;
     case
 }
 
-#[test]
-fn decode_attention() {
-    let random = &mut Random(14);
-    for round in 0..40 {
-        let (heads, group, splits) = (random.one_to(2), random.one_to(9), [1, 1 + random.one_to(15)][round % 2]);
-        let d = if round % 10 == 0 {
-            270.min(MAX_QUERY / group / 2 * 2)
-        } else {
-            [2 * random.one_to(35), 64][round % 3 % 2]
-        };
-        // Fewer positions than splits, too: some splits have none.
-        let context = [20, 120, 700][round % 3];
-        let visible = random.one_to(context);
-        let dtype = random.dtype();
-        let mut case = decode_attention_case(random, dtype, [heads, group, d, splits], (context, visible));
-        case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
-        case.judge("decode_attention");
-    }
+fn decode_attention(random: &mut Random, round: usize) {
+    let (heads, group, splits) = (random.one_to(2), random.one_to(9), [1, 1 + random.one_to(15)][round % 2]);
+    let d =
+        if round % 10 == 0 { 270.min(MAX_QUERY / group / 2 * 2) } else { [2 * random.one_to(35), 64][round % 3 % 2] };
+    // Fewer positions than splits, too: some splits have none.
+    let context = [20, 120, 700][round % 3];
+    let visible = if round % 4 == 2 { context } else { random.one_to(context) };
+    let dtype = random.dtype();
+    let mut case = decode_attention_case(random, dtype, [heads, group, d, splits], (context, visible));
+    case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+    case.counts = splits == 1 && visible == context;
+    case.judge("decode_attention");
 }
 
 /// Whole 32s of dimensions of bf16: the queries of a head together, where rows lie on 16 bytes, as every other does.
-#[test]
-fn decode_attention_of_groups() {
-    let random = &mut Random(15);
-    for round in 0..48 {
-        let (heads, group, splits) = (random.one_to(2), random.one_to(8), [1, 1 + random.one_to(15)][round % 2]);
-        let d = [64, 128, 32, 96, 160][round / 2 % 5];
-        let context = [20, 120, 700][round % 3];
-        let visible = random.one_to(context);
-        let mut case = decode_attention_case(random, DType::Bf16, [heads, group, d, splits], (context, visible));
-        case.threads = &[96, 224, 32];
-        case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
-        // Keys and values as the cache rounds them; what weighs and what is weighed has 16 bits.
-        case.tolerance = 2e-3;
-        case.judge("decode_attention, groups");
-    }
+fn decode_attention_of_groups(random: &mut Random, round: usize) {
+    let (heads, group, splits) = (random.one_to(2), random.one_to(8), [1, 1 + random.one_to(15)][round % 2]);
+    let d = [64, 128, 32, 96, 160][round / 2 % 5];
+    let context = [20, 120, 700][round % 3];
+    let visible = if round % 4 == 2 { context } else { random.one_to(context) };
+    let mut case = decode_attention_case(random, DType::Bf16, [heads, group, d, splits], (context, visible));
+    case.threads = &[96, 224, 32];
+    case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+    case.counts = splits == 1 && visible == context;
+    case.judge("decode_attention, groups");
 }
 
-#[test]
-fn attention_merge() {
-    let random = &mut Random(12);
-    for round in 0..40 {
-        let (heads, group, splits) = (random.one_to(3), random.one_to(5), random.one_to(attention_merge::MAX_SPLITS));
-        let d = random.one_to(140);
-        let mut case = Case::new::<AttentionMerge>(attention_merge::Params {});
-        push_parts(&mut case, random, [heads, splits, group, d], round);
-        let dtype = random.dtype();
-        case.push(random, dtype, &[1, heads, group, d], |_| 7.0);
-        case.judge("attention_merge");
-    }
+fn attention_merge(random: &mut Random, round: usize) {
+    let (heads, group, splits) = (random.one_to(3), random.one_to(5), random.one_to(attention_merge::MAX_SPLITS));
+    let d = random.one_to(140);
+    let mut case = Case::new::<AttentionMerge>(attention_merge::Params {});
+    push_parts(&mut case, random, [heads, splits, group, d], round);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[1, heads, group, d], |_| 7.0);
+    case.counts = true;
+    case.judge("attention_merge");
 }
 
 /// What the splits' definitions find and the merge's puts together is what attention's says.
-#[test]
-fn splits_merged_are_the_whole() {
-    let random = &mut Random(13);
-    for round in 0..40 {
-        let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
-        let visible = random.one_to(60);
-        let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1, order: 0 });
-        case.floats(random, DType::F32, &[1, heads, group, d]);
-        push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
-        push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
-        case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
-        case.push(random, DType::F32, &[heads, splits, group, attention::FOUND + d], |_| 7.0);
-        case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
-        let step = Step { first_pos: visible - 1, rows: 1, ..Step::default() };
-        let run = |kernel: &Spec, params, slots: &[usize], memory: &mut [Vec<u128>], block, operands: &[Operand]| {
-            let tensor = |slot: &usize| {
-                // SAFETY: each operand has its own memory.
-                unsafe { Tensor::new(memory[*slot].as_ptr().cast_mut().cast(), &operands[*slot]) }
-            };
-            let tensors: Vec<Tensor> = slots.iter().map(tensor).collect();
-            let task = TaskDesc { task_type: kernel.task_type, params, block, ..TaskDesc::zeroed() };
-            let io: Vec<Operand> = slots.iter().map(|slot| operands[*slot]).collect();
-            kernel.check(&params, &io).expect("a task");
-            (kernel.reference)(&io::Call { tensors: &tensors, task: &task, step: &step, programs: &[] })
-                .expect("sound");
-            tensors.last().copied().expect("an output")
+fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
+    let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
+    let visible = random.one_to(60);
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1, order: 0 });
+    case.floats(random, DType::F32, &[1, heads, group, d]);
+    push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
+    push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
+    case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
+    case.push(random, DType::F32, &[heads, splits, group, attention::FOUND + d], |_| 7.0);
+    case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
+    let step = Step { first_pos: visible - 1, rows: 1, ..Step::default() };
+    let run = |kernel: &Spec, params, slots: &[usize], memory: &mut [Vec<u128>], block, operands: &[Operand]| {
+        let tensor = |slot: &usize| {
+            // SAFETY: each operand has its own memory.
+            unsafe { Tensor::new(memory[*slot].as_ptr().cast_mut().cast(), &operands[*slot]) }
         };
-        let [attention, merge] =
-            [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
-        let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
-        let params = param_words(&attention::Params { scale: 0.5, causal: 1, splits, order: 0 });
-        let whole = case.operands[4];
-        for split in 0..splits {
-            case.operands[4].extent[1] = 1;
-            case.operands[4].offset_bytes = whole.offset_bytes + u64::from(split * whole.stride_elems[1] * 4);
-            run(attention, params, &[0, 1, 2, 4], &mut case.memory, [0, split, 0], &case.operands);
-        }
-        case.operands[4] = whole;
-        let merged = run(merge, [0; 8], &[4, 5], &mut case.memory, [0; 3], &case.operands);
-        for at in 0..(heads * group * d) as usize {
-            let (d, group) = (d as usize, group as usize);
-            let index = [0, at / d / group, at / d % group, at % d];
-            let (a, b) = (merged.get(index), expected.get(index));
-            assert!((a - b).abs() <= 1e-5, "round {round}: {index:?} is {a}, expected {b}");
-        }
+        let tensors: Vec<Tensor> = slots.iter().map(tensor).collect();
+        let task = TaskDesc { task_type: kernel.task_type, params, block, ..TaskDesc::zeroed() };
+        let io: Vec<Operand> = slots.iter().map(|slot| operands[*slot]).collect();
+        kernel.check(&params, &io).expect("a task");
+        (kernel.reference)(&io::Call { tensors: &tensors, task: &task, step: &step, programs: &[] }).expect("sound");
+        tensors.last().copied().expect("an output")
+    };
+    let [attention, merge] = [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
+    let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
+    let params = param_words(&attention::Params { scale: 0.5, causal: 1, splits, order: 0 });
+    let whole = case.operands[4];
+    for split in 0..splits {
+        case.operands[4].extent[1] = 1;
+        case.operands[4].offset_bytes = whole.offset_bytes + u64::from(split * whole.stride_elems[1] * 4);
+        run(attention, params, &[0, 1, 2, 4], &mut case.memory, [0, split, 0], &case.operands);
+    }
+    case.operands[4] = whole;
+    let merged = run(merge, [0; 8], &[4, 5], &mut case.memory, [0; 3], &case.operands);
+    for at in 0..(heads * group * d) as usize {
+        let (d, group) = (d as usize, group as usize);
+        let index = [0, at / d / group, at / d % group, at % d];
+        let (a, b) = (merged.get(index), expected.get(index));
+        assert!((a - b).abs() <= 1e-5, "round {round}: {index:?} is {a}, expected {b}");
     }
 }
 
@@ -971,18 +953,15 @@ fn logit(random: &mut Random) -> f32 {
     }
 }
 
-#[test]
-fn argmax() {
-    let random = &mut Random(8);
-    for round in 0..40 {
-        let n = random.one_to(150);
-        let mut case = Case::new::<ArgmaxPartial>(argmax::Params { blocks: 3, len_elems: 3 * n });
-        case.push(random, DType::F32, &[1, n], |random| if round % 8 == 0 { f32::NAN } else { logit(random) });
-        case.push(random, DType::F32, &[1], |_| 7.0);
-        case.push(random, DType::I32, &[1], |_| 7.0);
-        case.block = random.below(3);
-        case.judge("argmax_partial");
-    }
+fn argmax(random: &mut Random, round: usize) {
+    let n = random.one_to(150);
+    let mut case = Case::new::<ArgmaxPartial>(argmax::Params { blocks: 3, len_elems: 3 * n });
+    case.push(random, DType::F32, &[1, n], |random| if round % 8 == 0 { f32::NAN } else { logit(random) });
+    case.push(random, DType::F32, &[1], |_| 7.0);
+    case.push(random, DType::I32, &[1], |_| 7.0);
+    case.block = random.below(3);
+    case.counts = true;
+    case.judge("argmax_partial");
 }
 
 /// The control block as an operand's words.
@@ -995,74 +974,66 @@ fn push_control(case: &mut Case, random: &mut Random, control: &Control) {
     bytemuck::cast_slice_mut::<u128, u32>(&mut case.memory[at])[start..][..words.len()].copy_from_slice(&words);
 }
 
-#[test]
-fn sample() {
-    let random = &mut Random(9);
-    for round in 0..30 {
-        let n = random.one_to(120);
-        let mut control = Control::zeroed();
-        control.temperature = if round % 5 == 0 { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
-        control.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
-        control.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
-        control.seed = [random.next() as u32, random.next() as u32];
-        let mut case = Case::new::<Sample>(sample::Params {});
-        let mut logits = Vec::new();
-        case.push(random, DType::F32, &[1, n], |random| {
-            logits.push(if round % 10 == 7 { f32::NAN } else { logit(random) });
-            *logits.last().expect("just pushed")
-        });
-        let mut best = (f32::NEG_INFINITY, -1);
-        for (i, l) in logits.iter().enumerate() {
-            if *l > best.0 || (best.1 < 0 && !l.is_nan()) {
-                best = (*l, i as i32);
-            }
+fn sample(random: &mut Random, round: usize) {
+    let n = random.one_to(120);
+    let mut control = Control::zeroed();
+    control.temperature = if round % 5 == 0 { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
+    control.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
+    control.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
+    control.seed = [random.next() as u32, random.next() as u32];
+    let mut case = Case::new::<Sample>(sample::Params {});
+    let mut logits = Vec::new();
+    case.push(random, DType::F32, &[1, n], |random| {
+        logits.push(if round % 10 == 7 { f32::NAN } else { logit(random) });
+        *logits.last().expect("just pushed")
+    });
+    let mut best = (f32::NEG_INFINITY, -1);
+    for (i, l) in logits.iter().enumerate() {
+        if *l > best.0 || (best.1 < 0 && !l.is_nan()) {
+            best = (*l, i as i32);
         }
-        // The winner among parts of which some hold nothing.
-        let at = random.below(4);
-        let mut i = 0;
-        case.push(random, DType::F32, &[4], |_| {
-            i += 1;
-            if i - 1 == at { best.0 } else { f32::NEG_INFINITY }
-        });
-        let mut i = 0;
-        case.push(random, DType::I32, &[4], |_| {
-            i += 1;
-            if i - 1 == at { best.1 as f32 } else { -1.0 }
-        });
-        push_control(&mut case, random, &control);
-        case.push(random, DType::I32, &[20], |_| 99.0);
-        case.step.first_pos = random.below(8);
-        case.step.rows = random.one_to(8);
-        case.judge("sample");
     }
+    // The winner among parts of which some hold nothing.
+    let at = random.below(4);
+    let mut i = 0;
+    case.push(random, DType::F32, &[4], |_| {
+        i += 1;
+        if i - 1 == at { best.0 } else { f32::NEG_INFINITY }
+    });
+    let mut i = 0;
+    case.push(random, DType::I32, &[4], |_| {
+        i += 1;
+        if i - 1 == at { best.1 as f32 } else { -1.0 }
+    });
+    push_control(&mut case, random, &control);
+    case.push(random, DType::I32, &[20], |_| 99.0);
+    case.step.first_pos = random.below(8);
+    case.step.rows = random.one_to(8);
+    case.judge("sample");
 }
 
-#[test]
-fn advance() {
-    let random = &mut Random(10);
-    for _ in 0..60 {
-        let mut control = Control::zeroed();
-        control.n_tokens = random.one_to(9);
-        control.max_new_tokens = random.below(4);
-        control.max_context = 8 + random.below(4);
-        control.produced = random.below(3);
-        control.stop = u32::from(random.below(5) == 0);
-        control.n_stop_tokens = random.below(3);
-        control.stop_tokens[0] = 99;
-        control.program_runs[0] = random.below(9);
-        control.step = Step {
-            first_pos: random.below(control.n_tokens),
-            rows: 1,
-            sampling: random.below(2),
-            iteration: random.below(9),
-            ..Step::default()
-        };
-        let mut case = Case::new::<Advance>(advance::Params {});
-        case.push(random, DType::I32, &[20], |random| 97.0 + random.below(4) as f32);
-        // The body works on the block in place, as a control block: whole words from its binding's start.
-        push_control(&mut case, random, &control);
-        case.judge("advance");
-    }
+fn advance(random: &mut Random, _: usize) {
+    let mut control = Control::zeroed();
+    control.n_tokens = random.one_to(9);
+    control.max_new_tokens = random.below(4);
+    control.max_context = 8 + random.below(4);
+    control.produced = random.below(3);
+    control.stop = u32::from(random.below(5) == 0);
+    control.n_stop_tokens = random.below(3);
+    control.stop_tokens[0] = 99;
+    control.program_runs[0] = random.below(9);
+    control.step = Step {
+        first_pos: random.below(control.n_tokens),
+        rows: 1,
+        sampling: random.below(2),
+        iteration: random.below(9),
+        ..Step::default()
+    };
+    let mut case = Case::new::<Advance>(advance::Params {});
+    case.push(random, DType::I32, &[20], |random| 97.0 + random.below(4) as f32);
+    // The body works on the block in place, as a control block: whole words from its binding's start.
+    push_control(&mut case, random, &control);
+    case.judge("advance");
 }
 
 #[test]

@@ -27,6 +27,12 @@ pub const MAX_SPLITS: u32 = 32;
 /// Splits of which a thread has the loads under way: memory answers long after it is asked.
 const AHEAD: usize = 4;
 
+/// Bytes of `parts` that nobody reads: two words of each, see the [`FOUND`] words.
+pub(super) fn unread_bytes(parts: &Operand) -> u64 {
+    let [heads, splits, group, _] = parts.extent.map(u64::from);
+    8 * heads * splits * group
+}
+
 impl MacroKernel for AttentionMerge {
     const NAME: &'static str = "attention_merge";
     const SLOTS: &'static [Slot] = &[Slot::read("parts"), Slot::write("y")];
@@ -43,6 +49,12 @@ impl MacroKernel for AttentionMerge {
         rules::extent("y", y, 1, parts.extent[0])?;
         rules::extent("y", y, 2, parts.extent[2])?;
         rules::extent("parts", parts, 3, y.extent[3].saturating_add(FOUND))
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        let all = default_cost(Self::SLOTS, io);
+        let unread = io.first().map_or(0, unread_bytes);
+        Cost { bytes_read: all.bytes_read.saturating_sub(unread), ..all }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -220,7 +232,8 @@ impl Parts {
             max = largest;
             for ahead in 0..AHEAD {
                 let [largest, of] = found.heads[ahead];
-                let is_there = first + (ahead as u32) < splits && of != 0.0;
+                // A split of nothing but -inf counts nothing beside others, and alone makes 0 of 0.
+                let is_there = first + (ahead as u32) < splits && of != 0.0 && largest > f32::NEG_INFINITY;
                 let weight = if is_there { exp2((largest - max) * LOG2_E) } else { 0.0 };
                 total = fma(weight, of, total);
                 for j in 0..N {

@@ -21,6 +21,7 @@ impl MacroKernel for LayerNorm {
     const SLOTS: &'static [Slot] =
         &[Slot::read("x"), Slot::optional("residual"), Slot::read("w"), Slot::read("b"), Slot::write("y")];
     type Params = Params;
+    const TOLERANCE: f32 = 1e-4;
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {

@@ -88,6 +88,10 @@ pub trait MacroKernel {
     /// pass has up to [`TILED_ROWS`] rows: a tile of each in turn.
     const TILED: &'static [usize] = &[];
 
+    /// How far a body's result may be from the [reference](MacroKernel::reference)'s `y`, where operands are about 1 in size:
+    /// `TOLERANCE * (1 + |y|)`, beside the step from one number of the result's type to the next.
+    const TOLERANCE: f32 = 2e-5;
+
     /// Judges shapes, dtypes and strides; presence and slot count have been judged before.
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(params: &Self::Params, io: &[Operand]) -> Result<(), Violation>;
@@ -150,16 +154,21 @@ pub const TILED_ROWS: u32 = 16;
 /// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
 pub const MAX_NORMED: u32 = 4096;
 
+/// Bytes of an operand's elements; 0 where there is none.
+fn bytes_of(operand: &Operand) -> u64 {
+    match operand.dtype() {
+        None => 0,
+        // A row's scales are read with it.
+        Some(perpetua_shared::DType::Q8) => u64::from(operand.extent[0]) * u64::from(operand.stride_elems[0]),
+        Some(dtype) => operand.len_elems() * dtype.size_bytes() as u64,
+    }
+}
+
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     let mut cost = Cost::default();
     for (slot, operand) in slots.iter().zip(io) {
-        let bytes = match operand.dtype() {
-            None => 0,
-            // A row's scales are read with it.
-            Some(perpetua_shared::DType::Q8) => u64::from(operand.extent[0]) * u64::from(operand.stride_elems[0]),
-            Some(dtype) => operand.len_elems() * dtype.size_bytes() as u64,
-        };
+        let bytes = bytes_of(operand);
         if slot.usage != Use::Write {
             cost.bytes_read += bytes;
         }
@@ -202,6 +211,8 @@ pub struct Spec {
     pub slots: &'static [Slot],
     /// See [`MacroKernel::TILED`].
     pub tiled: &'static [usize],
+    /// See [`MacroKernel::TOLERANCE`].
+    pub tolerance: f32,
     check: fn(&[u32; PARAM_WORDS], &[Operand]) -> Result<(), Violation>,
     /// See [`MacroKernel::cost`].
     pub cost: fn(&[u32; PARAM_WORDS], &[Operand]) -> Cost,
@@ -262,6 +273,7 @@ macro_rules! kernels {
             name: $kernel::NAME,
             slots: $kernel::SLOTS,
             tiled: $kernel::TILED,
+            tolerance: $kernel::TOLERANCE,
             check: |words, io| $kernel::check(&params(words), io),
             cost: |words, io| $kernel::cost(&params(words), io),
             reference: |call| $kernel::reference(&params(&call.task.params), call),

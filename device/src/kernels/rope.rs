@@ -233,12 +233,12 @@ impl MacroKernel for Rope {
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
         // The cache is touched only at the rows appended.
-        let [q, k, v, .., k_cache, _] = io else { return Cost::default() };
-        let bytes = |o: &Operand| o.dtype().map_or(0, |d| o.len_elems() * d.size_bytes() as u64);
+        let [read @ .., k_cache, _] = io else { return Cost::default() };
+        let [q, k, ..] = read else { return Cost::default() };
         let appended = 2 * k.len_elems() * k_cache.dtype().map_or(0, |d| d.size_bytes() as u64);
         Cost {
-            bytes_read: bytes(q) + bytes(k) + bytes(v),
-            bytes_written: bytes(q) + appended,
+            bytes_read: read.iter().map(bytes_of).sum(),
+            bytes_written: bytes_of(q) + appended,
             flops: 6 * (q.len_elems() + k.len_elems()),
         }
     }

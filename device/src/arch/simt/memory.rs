@@ -45,6 +45,8 @@ pub struct Allocation {
     pub(super) access: Access,
     /// A page of cells for every [`PAGE`] of them, made when first touched.
     pages: Vec<Option<Box<[Cell]>>>,
+    /// Which bytes have been read, if that is counted.
+    read: Option<Vec<bool>>,
 }
 
 impl Allocation {
@@ -56,7 +58,18 @@ impl Allocation {
     pub unsafe fn new(name: impl Into<String>, base: *mut u8, bytes: usize, access: Access) -> Allocation {
         let cells = if matches!(access, Access::Written | Access::Unwritten) { bytes.div_ceil(UNIT) } else { 0 };
         let pages = (0..cells.div_ceil(PAGE)).map(|_| None).collect();
-        Allocation { name: name.into(), base: base.expose_provenance(), bytes, access, pages }
+        Allocation { name: name.into(), base: base.expose_provenance(), bytes, access, pages, read: None }
+    }
+
+    /// The same, of which the [report](super::Report::read) says how many bytes have been read.
+    pub fn counted(self) -> Allocation {
+        Allocation { read: Some(vec![false; self.bytes]), ..self }
+    }
+
+    fn note_read(&mut self, address: usize, bytes: usize) {
+        if let Some(read) = &mut self.read {
+            read[address - self.base..][..bytes].fill(true);
+        }
     }
 }
 
@@ -539,6 +552,15 @@ impl Global {
         Global { allocations, last: 0 }
     }
 
+    /// Bytes read, each once, of the allocations that [count](Allocation::counted) them.
+    pub(super) fn read(&self) -> Vec<(String, u64)> {
+        let counted = |a: &Allocation| {
+            let read = a.read.as_ref()?;
+            Some((a.name.clone(), read.iter().filter(|is_read| **is_read).count() as u64))
+        };
+        self.allocations.iter().filter_map(counted).collect()
+    }
+
     fn find(&mut self, address: usize) -> Option<usize> {
         let inside = |a: &Allocation| address >= a.base && address - a.base < a.bytes;
         if !self.allocations.get(self.last).is_some_and(inside) {
@@ -589,6 +611,9 @@ impl Global {
             return Err((Wrong::OutOfBounds, format!("{bytes} bytes at {}", self.name(address))));
         };
         let allocation = &mut self.allocations[at];
+        if touch == Touch::Read {
+            allocation.note_read(address, bytes);
+        }
         match (allocation.access, touch) {
             (Access::Constant, Touch::Read | Touch::View) | (_, Touch::Atomic) => return Ok(()),
             (Access::Constant, Touch::Write) => {
@@ -647,6 +672,7 @@ impl Global {
         }) else {
             return Err((Wrong::OutOfBounds, format!("a bulk copy of {bytes} bytes from {}", self.name(address))));
         };
+        self.allocations[at].note_read(address, bytes);
         let (access, base) = (self.allocations[at].access, self.allocations[at].base);
         match access {
             Access::Constant => return Ok(()),

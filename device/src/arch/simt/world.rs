@@ -53,6 +53,8 @@ pub struct Report {
     pub exchanges: u64,
     /// Bytes read from global memory, by all threads.
     pub bytes_read: u64,
+    /// Likewise, each once, of each allocation that [counts](Allocation::counted) them: its name, and how many.
+    pub read: Vec<(String, u64)>,
     /// Bytes written to global memory.
     pub bytes_written: u64,
     /// Products that warps have begun as part of a warpgroup.
@@ -384,7 +386,7 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
     // Threads that have not ended are unwound now.
     drop(lanes);
     drop(running);
-    outcome.map(|()| world.report)
+    outcome.map(|()| Report { read: world.global.read(), ..world.report })
 }
 
 fn drive(lanes: &mut [Lane]) -> Result<(), Box<SimtError>> {

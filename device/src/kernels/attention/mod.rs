@@ -74,6 +74,7 @@ impl MacroKernel for Attention {
     const NAME: &'static str = "attention";
     const SLOTS: &'static [Slot] = &[Slot::read("q"), Slot::read("k"), Slot::read("v"), Slot::write("y")];
     type Params = Params;
+    const TOLERANCE: f32 = 1e-4;
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {

@@ -38,6 +38,8 @@ impl MacroKernel for GatedLinear {
         Slot::optional("norm"),
     ];
     type Params = Params;
+    /// [`Linear`](super::Linear)'s, for a product of two.
+    const TOLERANCE: f32 = 2e-3;
     const TILED: &'static [usize] = &[6, 1, 2];
 
     #[cfg(not(target_arch = "nvptx64"))]

@@ -98,6 +98,8 @@ impl MacroKernel for Linear {
         Slot::optional("norm"),
     ];
     type Params = Params;
+    /// Sums in another order, and rows of activations as two terms of bf16.
+    const TOLERANCE: f32 = 2e-3;
     const TILED: &'static [usize] = &[5, 1];
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -144,8 +146,13 @@ impl MacroKernel for Linear {
     fn cost(p: &Params, io: &[Operand]) -> Cost {
         let [x, w, ..] = io else { return Cost::default() };
         let rows = if p.merges != 0 { 1 } else { x.extent[0] };
-        let flops = 2 * u64::from(rows) * w.len_elems();
-        Cost { flops, ..default_cost(Self::SLOTS, io) }
+        let all = default_cost(Self::SLOTS, io);
+        let unread = if p.merges != 0 { attention_merge::unread_bytes(x) } else { 0 };
+        Cost {
+            flops: 2 * u64::from(rows) * w.len_elems(),
+            bytes_read: all.bytes_read.saturating_sub(unread),
+            ..all
+        }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
