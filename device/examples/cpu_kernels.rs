@@ -144,7 +144,12 @@ fn gemv() {
                             for task in 0..tasks {
                                 let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
                                 let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                                let p = param_words(&linear::Params { activation: 0, eps: 0.0, order: 0, merges: 0 });
+                                let p = param_words(&linear::Params {
+                                    activation: 0,
+                                    eps: 0.0,
+                                    order: 0,
+                                    ..Default::default()
+                                });
                                 call::<Linear>(&io, p, Step { rows: 1, ..Step::default() }, &mut scratch);
                             }
                         });

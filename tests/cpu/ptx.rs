@@ -17,9 +17,9 @@ const COPIES: &str = "perpetua_probe_copy";
 /// compiler that copies barriers. Change a number together with the source that explains it. (The 128 sums of a
 /// warpgroup's products take most of them, and what the loop holds over all bodies the rest.)
 const REGISTERS: u32 = 254;
-///
+
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
-/// time, 2; attention 2; decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); linear 29 and
+/// time, 2; attention 2; decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); linear 31 and
 /// gated_linear 25 (a norm 3, in terms 1, and likewise, in linear, of what splits found; before and after sums of one row 2; a warpgroup's
 /// products 16: for each of three shapes, a step's of those who multiply and
 /// those who do not, the last step's of both, the sums' one; and a part's end); rms_norm 2; layer_norm 4; pool 2; argmax 2; sample 50 (the best 2, nine sums
@@ -27,12 +27,11 @@ const REGISTERS: u32 = 254;
 /// Votes: waits of linear, gated_linear and decode_attention, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration. Shuffles, five to a sum, twice that for two words:
 /// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 11, decode_attention 22 (a norm 5, neighbours of two pairs 2, a
-/// group's maximum and total 4, one by one 11), linear 70 and gated_linear 60 (from global memory and from tiles, and a norm twice, in
-/// linear for two kinds of row),
-/// sample 175.
-const BARRIERS: usize = 129;
+/// group's maximum and total 4, one by one 11), linear 80 and gated_linear 60 (from global memory and from tiles, and a norm twice, in
+/// linear for two kinds of row, and there the best of its outputs 10), sample 175.
+const BARRIERS: usize = 131;
 const BARRIER_VOTES: usize = 7;
-const SHUFFLES: usize = 373;
+const SHUFFLES: usize = 383;
 const WARP_SYNCS: usize = 23;
 const PRODUCTS: usize = 72;
 /// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of 64 x 64 x 16 four, in linear and in
@@ -40,25 +39,27 @@ const PRODUCTS: usize = 72;
 const GROUP_PRODUCTS: [usize; 2] = [24, 8];
 
 /// Of each macro kernel alone, which is an entry of its own in `kernels.ptx`: registers at most; and, counted in the source,
-/// block barriers, one of them behind the task's fetching, shuffles, warp syncs, tensor-core products; and bytes of shared memory (words, and mbarriers where tiles
-/// are taken). Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way.
-/// decode_attention: 64 sums, and 48 words of keys and values.)
-const KERNELS: &[(&str, u32, usize, usize, usize, usize, u32)] = &[
-    ("embedding", 56, 1, 0, 0, 0, 18688),
-    ("rms_norm", 42, 3, 5, 0, 0, 18688),
-    ("linear", 170, 30, 70, 8, 20, 19328),
-    ("gated_linear", 176, 26, 60, 8, 20, 19328),
-    ("rope", 72, 1, 5, 1, 0, 18688),
-    ("attention", 145, 3, 11, 0, 0, 18688),
-    ("layer_norm", 58, 5, 10, 0, 0, 18688),
-    ("elementwise", 39, 1, 0, 0, 0, 18688),
-    ("select_row", 28, 1, 0, 0, 0, 18688),
-    ("argmax", 28, 3, 10, 0, 0, 18688),
-    ("sample", 54, 51, 175, 0, 0, 18688),
-    ("advance", 40, 1, 0, 0, 0, 18688),
-    ("pool", 36, 3, 5, 0, 0, 18688),
-    ("attention_merge", 96, 1, 0, 0, 0, 18688),
-    ("decode_attention", 190, 6, 22, 1, 32, 18688),
+/// block barriers, one of them behind the task's fetching, shuffles, warp syncs, tensor-core products; bytes of shared memory (words,
+/// and mbarriers where tiles are taken); and looks at tiles' mbarriers, two where one is taken (a norm's, and those of products in
+/// terms or not, which in gated_linear are two each), and arrivals on them, one behind each warp sync but two. Stack and spills are
+/// none. (attention_merge: a thread has eight elements' loads of four splits under way. decode_attention: 64 sums, and 48 words of
+/// keys and values.)
+const KERNELS: &[(&str, u32, usize, usize, usize, usize, u32, [usize; 2])] = &[
+    ("embedding", 56, 1, 0, 0, 0, 18688, [0, 0]),
+    ("rms_norm", 42, 3, 5, 0, 0, 18688, [0, 0]),
+    ("linear", 170, 32, 80, 8, 20, 19328, [6, 6]),
+    ("gated_linear", 176, 26, 60, 8, 20, 19328, [10, 6]),
+    ("rope", 72, 1, 5, 1, 0, 18688, [0, 0]),
+    ("attention", 145, 3, 11, 0, 0, 18688, [0, 0]),
+    ("layer_norm", 58, 5, 10, 0, 0, 18688, [0, 0]),
+    ("elementwise", 39, 1, 0, 0, 0, 18688, [0, 0]),
+    ("select_row", 28, 1, 0, 0, 0, 18688, [0, 0]),
+    ("argmax", 28, 3, 10, 0, 0, 18688, [0, 0]),
+    ("sample", 54, 51, 175, 0, 0, 18688, [0, 0]),
+    ("advance", 40, 1, 0, 0, 0, 18688, [0, 0]),
+    ("pool", 36, 3, 5, 0, 0, 18688, [0, 0]),
+    ("attention_merge", 96, 1, 0, 0, 0, 18688, [0, 0]),
+    ("decode_attention", 190, 6, 22, 1, 32, 18688, [0, 0]),
 ];
 
 fn ptx() -> Option<&'static str> {
@@ -208,7 +209,7 @@ fn a_panic_is_a_trap() {
     let Some(ptx) = ptx() else { return };
     // Calls would need a stack; a panic on the device has no reader.
     assert_eq!(count(ptx, &["call"]), 0, "everything is inlined");
-    println!("{} trap instructions", count(ptx, &["trap"]));
+    assert!(count(entry(ptx, WORKER).1, &["trap"]) > 0, "a loader that waits in vain traps");
 }
 
 /// What ptxas says of `ptx`.
@@ -244,9 +245,10 @@ fn each_kernel_keeps_to_its_figures() {
     let mut names: Vec<&str> = KERNELS.iter().map(|kernel| kernel.0).collect();
     let entries = ptx.matches(".visible .entry perpetua_kernel_").count();
     assert_eq!((entries, names.len()), (SPECS.len(), SPECS.len()), "a row for each kernel");
+    names.sort_unstable();
     names.dedup();
-    assert_eq!(names.len(), entries);
-    for &(name, registers, block_barriers, shuffles, warp_syncs, products, shared) in KERNELS {
+    assert_eq!(names.len(), entries, "a kernel has two rows");
+    for &(name, registers, block_barriers, shuffles, warp_syncs, products, shared, tiles) in KERNELS {
         let name = format!("perpetua_kernel_{name}");
         let (_, body) = entry(ptx, &name);
         let mma = count(body, &["mma.sync"]);
@@ -254,8 +256,10 @@ fn each_kernel_keeps_to_its_figures() {
         let (used, bytes) = report
             .as_ref()
             .map_or((0, 0), |report| (figure(report, &name, " registers"), figure(report, &name, " bytes smem")));
-        println!("(\"{}\", {used}, {}, {}, {}, {}, {bytes}),", &name[16..], got.0, got.1, got.2, got.3);
+        println!("(\"{}\", {used}, {}, {}, {}, {}, {bytes}, ..),", &name[16..], got.0, got.1, got.2, got.3);
         assert_eq!(got, (block_barriers, shuffles, warp_syncs, products), "{name}");
+        let of_tiles = [count(body, &["mbarrier.try_wait"]), count(body, &["mbarrier.arrive"])];
+        assert_eq!(of_tiles, tiles, "{name}: looks at barriers of tiles, and arrivals");
         assert_eq!(count(body, &["ld.global.nc", "ldu.", "call", "ld.local", "st.local"]), 0, "{name}");
         if report.is_some() {
             assert!(used <= registers, "{name}: {used} registers, {registers} before");

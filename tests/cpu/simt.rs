@@ -16,7 +16,8 @@ use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Spec, Use};
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::{TaskFlags, WorkerId};
+use perpetua_shared::launch::TILE_BYTES;
+use perpetua_shared::{DataOp, TaskFlags, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 
@@ -288,6 +289,28 @@ fn split_attention(model: &Model, splits: u32, merges: Option<u32>, target: Targ
     }
 }
 
+/// The product that makes the logits finds the largest of them itself, each block its own; only the choice among these is left.
+#[test]
+fn the_search_for_the_next_token_is_the_last_products() {
+    let (_dir, model) = model(WIDE);
+    let sources = decoder_sources(&model, &[1], Cache::bf16(32), Head::Sample).expect("a sound model");
+    let compiled = compile(sources, &Config { check: true, ..Config::new(Target::gpu(9)) }).expect("it compiles");
+    let blocks = &compiled.programs[0].blocks;
+    let spec = |op: &perpetua::graph::threadblock::BlockOp| Spec::of(op.kernel.expect("a kernel").task_type);
+    let named =
+        |name: &str| blocks.ops.iter().filter(|op| spec(op).is_some_and(|spec| spec.name == name)).collect::<Vec<_>>();
+    assert!(named("argmax_partial").is_empty());
+    let ([sample], product) = (named("sample")[..], *named("linear").last().expect("products")) else {
+        panic!("one choice a pass");
+    };
+    for slot in [1, 2] {
+        let found = sample.accesses[slot].as_ref().expect("what blocks found").tensor;
+        assert_eq!(blocks.table[found].shape[..], [9]);
+        assert_eq!(product.accesses[slot + 5].as_ref().map(|access| access.tensor), Some(found));
+    }
+    assert_eq!(product.grid, [9, 1, 1]);
+}
+
 #[test]
 fn the_token_loop_runs_inside_the_kernel() {
     let (_dir, model) = small();
@@ -426,6 +449,7 @@ fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
     simt.finish().expect("it runs");
 }
 
+/// All matrices come by copies, and 64 KiB and more of them may be under way: always by the plan, and on some run's peak.
 #[test]
 fn loaders_keep_64_kib_under_way() {
     let (_dir, model) = model(WIDE);
@@ -435,6 +459,16 @@ fn loaders_keep_64_kib_under_way() {
         let options = Options { tiles, seed, block_threads: Some(64) };
         run_simt(&model, &compiled, compiled.image.clone(), options).unwrap_or_else(|error| panic!("{error}"))
     };
+    // What a copy finds begun and not released at the latest when it begins itself: from the time on that so much has been begun.
+    let loads = compiled.image.loads();
+    let mut begun = 0;
+    for (at, op) in loads.data.iter().enumerate() {
+        let unreleased = |other: &&DataOp| other.used_by >= op.after;
+        let under_way: u64 = loads.data[..=at].iter().filter(unreleased).map(|op| u64::from(op.bytes)).sum();
+        begun += u64::from(op.bytes);
+        assert!(under_way >= begun.min(64 << 10), "copy {at}: {under_way} bytes may be under way");
+    }
+    assert!(begun > 4 * u64::from(TILE_BYTES), "{begun} bytes are more than fit at once");
     let (without, _) = run(false, 1);
     for seed in 1..4 {
         let (logits, simt) = run(true, seed);

@@ -284,9 +284,9 @@ mod linear {
             let bias = optional(bias, &[n]);
             let residual = optional(residual, &[rows + extra_rows, n]);
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
-            let io = [x, w, bias, residual, y, Memory::absent()];
+            let io = [x, w, bias, residual, y, Memory::absent(), Memory::absent(), Memory::absent()];
             let on_unit = is_on_unit(isa, order, &io[0], &io[1]);
-            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, merges: 0 };
+            let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, ..Default::default() };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
             let (expected, got) = (expected[4].values(), got[4].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -338,8 +338,8 @@ mod linear {
                 let [e, g] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
                 (e[5].values(), g[5].values())
             } else {
-                let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let p = Params { activation: 0, eps: 0.0, order, merges: 0 };
+                let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
+                let p = Params { activation: 0, eps: 0.0, order, ..Default::default() };
                 let [e, g] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
                 (e[4].values(), g[4].values())
             };
@@ -405,8 +405,8 @@ mod linear {
             let w = Memory::new(DType::F32, &[n, k], gap, skew, |i| special(kind, seed ^ 1, i + 5) * 0.5);
             let bias = if bias { Memory::new(DType::F32, &[n], 0, skew, |i| noise(seed ^ 2, i)) } else { Memory::absent() };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
-            let io = [x, w, bias, Memory::absent(), y, Memory::absent()];
-            let p = Params { activation: 0, eps: 0.0, order: Order::Free as u32, merges: 0 };
+            let io = [x, w, bias, Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
+            let p = Params { activation: 0, eps: 0.0, order: Order::Free as u32, ..Default::default() };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
             for (i, (e, g)) in expected[4].values().iter().zip(&got[4].values()).enumerate() {
                 let (r, c) = (i / n, i % n);
@@ -424,9 +424,15 @@ mod linear {
                 let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
                 let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
-                let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let [_, got] =
-                    both::<Linear>(*isa, &Params { activation: 0, eps: 0.0, order: 0, merges: 0 }, &io, step(0, 1), 0);
+                let io =
+                    [x, w, Memory::absent(), Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
+                let [_, got] = both::<Linear>(
+                    *isa,
+                    &Params { activation: 0, eps: 0.0, order: 0, ..Default::default() },
+                    &io,
+                    step(0, 1),
+                    0,
+                );
                 assert!(got[4].values().iter().all(|y| !y.is_finite()), "{} {bad}", isa.name());
             }
         }
@@ -459,15 +465,33 @@ mod linear {
                     };
                     let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
-                    let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                    let p = Params { activation: 0, eps: 0.0, order, merges: 0 };
+                    let io = [
+                        x.clone(),
+                        w.clone(),
+                        Memory::absent(),
+                        Memory::absent(),
+                        y,
+                        Memory::absent(),
+                        Memory::absent(),
+                        Memory::absent(),
+                    ];
+                    let p = Params { activation: 0, eps: 0.0, order, ..Default::default() };
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
                         for c in [0, 3, 12] {
                             let x = Memory::new(DType::F32, &[few, k], 0, 1, |i| noise(1, r * k + i));
                             let w = weights(c, 1);
                             let y = Memory::new(DType::F32, &[few, 1], 0, 0, |_| 0.0);
-                            let io = [x, w, Memory::absent(), Memory::absent(), y, Memory::absent()];
+                            let io = [
+                                x,
+                                w,
+                                Memory::absent(),
+                                Memory::absent(),
+                                y,
+                                Memory::absent(),
+                                Memory::absent(),
+                                Memory::absent(),
+                            ];
                             let one = both::<Linear>(*isa, &p, &io, step(0, few as u32), 0)[1][4].values();
                             assert_eq!(one[0].to_bits(), whole[r * n + c].to_bits(), "{} {dtype} {k}", isa.name());
                         }

@@ -266,6 +266,22 @@ impl Case {
         }
     }
 
+    /// For a product of one row into f32: now and then, where the best of its outputs goes, else nothing.
+    fn maybe_best(&mut self, random: &mut Random, rows: u32, n: u32) {
+        let is_f32 = self.operands[4].dtype() == Some(DType::F32);
+        if rows == 1 && is_f32 && random.flip() {
+            self.block = random.below(3);
+            let best = argmax::Params { blocks: 3, len_elems: 3 * n };
+            let params = params::<linear::Params>(&self.params);
+            self.params = param_words(&linear::Params { best, ..params });
+            self.push(random, DType::F32, &[1], |_| 7.0);
+            self.push(random, DType::I32, &[1], |_| 7.0);
+        } else {
+            self.absent();
+            self.absent();
+        }
+    }
+
     fn absent(&mut self) {
         self.operands.push(Operand::ABSENT);
         self.memory.push(vec![0; 1]);
@@ -476,7 +492,8 @@ judged! {
 fn linear(random: &mut Random, round: usize) {
     let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
     let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, merges: 0 });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() });
     for extent in [[rows, k], [n, k]] {
         let dtype = random.dtype();
         case.floats(random, dtype, &extent);
@@ -486,6 +503,7 @@ fn linear(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
     case.maybe_norm(random, rows, k);
+    case.maybe_best(random, rows, n);
     case.step.rows = random.one_to(rows + 1);
     case.tolerance = 4e-4;
     case.counts = rows == 1;
@@ -542,7 +560,7 @@ fn judge_tiled(
     let mut case = if gated {
         Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
     } else {
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, merges: 0 })
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() })
     };
     case.threads = threads;
     case.floats(random, x_dtype, &[rows, k]);
@@ -568,6 +586,9 @@ fn judge_tiled(
         case.stream(&[case.operands.len() - 1], norm_bytes, capacity);
     } else {
         case.absent();
+    }
+    if !gated {
+        case.maybe_best(random, rows, n);
     }
     case.step.rows = random.one_to(rows);
     case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
@@ -603,7 +624,13 @@ fn merging_linear(random: &mut Random, round: usize) {
     let (heads, group, splits, n) = (random.one_to(3), random.one_to(4), random.one_to(9), random.one_to(40));
     let d = [32, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
     let k = heads * group * d;
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 1 });
+    let mut case = Case::new::<Linear>(linear::Params {
+        activation: random.below(5),
+        eps: 0.0,
+        order: 0,
+        merges: 1,
+        ..Default::default()
+    });
     push_parts(&mut case, random, [heads, splits, group, d], 0);
     let dtype = random.dtype();
     let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
@@ -616,6 +643,7 @@ fn merging_linear(random: &mut Random, round: usize) {
     case.maybe(random, &[1, n]);
     case.push(random, DType::F32, &[1, n], |_| 7.0);
     case.absent();
+    case.maybe_best(random, 1, n);
     case.step.rows = random.one_to(3);
     case.tolerance = 1e-3;
     if from_tiles {
@@ -638,13 +666,15 @@ fn wide_linear(random: &mut Random, round: usize) {
         // Others are rounded to bf16.
         case.tolerance = if is_exact { 3e-4 } else { 0.05 };
     };
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, ..Default::default() });
     x(&mut case, random, is_exact);
     case.floats(random, DType::Bf16, &[n, k]);
     case.maybe(random, &[n]);
     case.maybe(random, &[rows, n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     case.absent();
+    case.maybe_best(random, rows, n);
     case.step.rows = 16 + random.one_to(rows - 16);
     case.judge("wide linear");
 
@@ -675,13 +705,15 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
         (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
     };
     let multiplied = |case: &Case| case.report.products > 0;
-    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, merges: 0 });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, ..Default::default() });
     begin(&mut case, random, 1);
     case.maybe(random, &[n]);
     case.maybe(random, &[rows, n]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
     case.absent();
+    case.maybe_best(random, rows, n);
     case.step.rows = 16 + random.one_to(rows - 16);
     case.compare("warpgroup linear");
     assert!(multiplied(&case));

@@ -47,6 +47,10 @@ impl Slot {
     pub const fn optional(name: &'static str) -> Slot {
         Slot { name, usage: Use::Read, optional: true }
     }
+    /// An operand that is written when present.
+    pub const fn optional_write(name: &'static str) -> Slot {
+        Slot { name, usage: Use::Write, optional: true }
+    }
     /// An operand that is written.
     pub const fn write(name: &'static str) -> Slot {
         Slot { name, usage: Use::Write, optional: false }

@@ -396,12 +396,13 @@ impl KernelGraph {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
-        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None]);
-        let params = kernels::linear::Params { activation: activation as u32, eps: 0.0, order: 0, merges: 0 };
+        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None, None, None]);
+        let params =
+            kernels::linear::Params { activation: activation as u32, eps: 0.0, order: 0, ..Default::default() };
         self.add::<kernels::Linear>(
             name,
             &params,
-            vec![Some(x), Some(w), bias, residual, Some(y), None],
+            vec![Some(x), Some(w), bias, residual, Some(y), None, None, None],
             vec![columns],
         )?;
         Ok(y)

@@ -3,9 +3,11 @@
 //! cores (`gpu::thin`, `gpu::wide`).
 
 use super::*;
+use crate::block::Candidate;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
 use crate::gpu::{thin, warpgroup, wide};
+use core::cell::Cell;
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
@@ -25,19 +27,25 @@ pub(super) unsafe fn run(
         let is_thin = thin::is_for::<1>(call, rows, 5);
         let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
         let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
+        let searches = call.tensor(6).is_present();
         ready_or_release(&prepared, call, ready)?;
         let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
         let before = |r: u32, n: u32| {
             let residual = call.tensor(3);
             if residual.is_present() { residual.get([r, n]) } else { 0.0 }
         };
+        // The largest of the outputs that this thread has made.
+        let best = Cell::new(Candidate::NONE);
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
         let add = |r: u32, n: u32, mut sum: f32, before: f32| {
             let (bias, y) = (call.tensor(2), call.tensor(4));
             if bias.is_present() {
                 sum += bias.get([n]);
             }
-            y.set([r, n], activate(p.activation, sum) + before);
+            let value = activate(p.activation, sum) + before;
+            y.set([r, n], value);
+            // Always: to ask first would take longer.
+            best.set(best.get().better(Candidate { value, index: n }));
         };
         let finish = |r: u32, n: u32, sum: f32| add(r, n, sum, before(r, n));
         if let Some(tiles) = call.tiles
@@ -50,35 +58,39 @@ pub(super) unsafe fn run(
             } else {
                 tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             }
-            return Ok(());
-        }
-        if warpgroup::is_for::<1>(call, block, rows) {
+        } else if warpgroup::is_for::<1>(call, block, rows) {
             warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish(r, n, sum));
             return Ok(());
-        }
-        if wide::is_for(call, block, rows) {
+        } else if wide::is_for(call, block, rows) {
             wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish(r, n, sum));
             return Ok(());
-        }
-        let mut n = block.warp();
-        while n < columns {
-            if rows == 1 {
-                let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
-                if block.lane() == 0 {
-                    finish(0, n, sum);
-                }
-            } else {
-                let mut r = 0;
-                while r < rows {
-                    let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
-                    let row = r + block.lane();
-                    if block.lane() < 4 && row < rows {
-                        finish(row, n, pick(sums, block.lane()));
+        } else {
+            let mut n = block.warp();
+            while n < columns {
+                if rows == 1 {
+                    let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
+                    if block.lane() == 0 {
+                        finish(0, n, sum);
                     }
-                    r += 4;
+                } else {
+                    let mut r = 0;
+                    while r < rows {
+                        let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
+                        let row = r + block.lane();
+                        if block.lane() < 4 && row < rows {
+                            finish(row, n, pick(sums, block.lane()));
+                        }
+                        r += 4;
+                    }
                 }
+                n += block.warps();
             }
-            n += block.warps();
+        }
+        if searches {
+            let best = block.best(best.get());
+            if block.thread == 0 {
+                argmax::put(&p.best, best, call.block::<0>(), [call.tensor(6), call.tensor(7)]);
+            }
         }
     }
     Ok(())

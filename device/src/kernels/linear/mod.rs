@@ -3,6 +3,9 @@
 //! normalised as [`rms_norm`](super::rms_norm) does, in f32: one row of at most [`MAX_NORMED`] elements. With `merges` x is
 //! [kv_heads, splits, group, 4 + d] f32, from which every task first makes its row, as long, as
 //! [`attention_merge`](super::attention_merge) does.
+//!
+//! With `values` and `indices`, of one row, y's largest element and where it stands go there too, as
+//! [`argmax_partial`](super::argmax) has them of its part.
 
 use super::*;
 
@@ -75,7 +78,7 @@ impl Order {
 
 /// Parameters.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
     /// An [`Activation`].
     pub activation: u32,
@@ -85,6 +88,8 @@ pub struct Params {
     pub order: u32,
     /// 1: x is what the splits of an attention found, and the row what [`attention_merge`](super::attention_merge) makes of it.
     pub merges: u32,
+    /// Where there are `values`: how the whole row is cut into y of the operator's blocks.
+    pub best: argmax::Params,
 }
 
 impl MacroKernel for Linear {
@@ -96,6 +101,8 @@ impl MacroKernel for Linear {
         Slot::optional("residual"),
         Slot::write("y"),
         Slot::optional("norm"),
+        Slot::optional_write("values"),
+        Slot::optional_write("indices"),
     ];
     type Params = Params;
     /// Sums in another order, and rows of activations as two terms of bf16.
@@ -104,7 +111,7 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, w, bias, residual, y, norm] = io else { unreachable!("slots were counted") };
+        let [x, w, bias, residual, y, norm, values, indices] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
@@ -140,6 +147,12 @@ impl MacroKernel for Linear {
             rules::extent(name, operand, 0, rows)?;
             rules::extent(name, operand, 1, w.extent[0])?;
         }
+        if values.is_present() != indices.is_present() {
+            return Err("of `values` and `indices` one is present, expected both or none".to_owned());
+        }
+        if values.is_present() {
+            argmax::check(&p.best, [y, values, indices])?;
+        }
         Ok(())
     }
 
@@ -157,7 +170,7 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, w, bias, residual, y, norm] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, bias, residual, y, norm, values, indices] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
         let rows = if p.merges != 0 { 1 } else { call.rows(0) };
         for r in 0..rows {
@@ -174,13 +187,16 @@ impl MacroKernel for Linear {
                 y.set([r, n], sum);
             }
         }
+        if values.is_present() {
+            argmax::find(&p.best, call, [&y, &values, &indices]);
+        }
         Ok(())
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        // Lowered for workers that read x from afar: CPUs keep the norm, and the merge, an operator of its own.
-        if call.tensor(5).is_present() || p.merges != 0 {
+        // Lowered for workers that read x from afar: CPUs keep the norm, the merge, and the search, an operator of its own.
+        if call.tensor(5).is_present() || call.tensor(6).is_present() || p.merges != 0 {
             return Self::reference(p, call);
         }
         cpu::run(p, call, scratch)

@@ -9,8 +9,10 @@
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
 //!   `attention_merge` after it makes the result: a block per head, or, where that reads less than a hop costs, in every block of
 //!   the product that reads it.
+//! - The search for a row's largest element is made by the product that makes the row: each block finds its own.
 
 use super::*;
+use perpetua_device::kernels::{ArgmaxPartial, argmax};
 
 /// Cuts `graph`, a pass over one row.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
@@ -20,6 +22,7 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     one_block_per_worker(&fused, &mut lowered, target);
     replicate(&fused, &mut lowered);
     split_positions(&fused, &mut lowered, target);
+    search_in_products(&fused, &mut lowered);
     lowered.check()?;
     Ok(lowered)
 }
@@ -298,4 +301,64 @@ fn merge_in_readers(
         }
     }
     true
+}
+
+/// The slots of a product: its result, and where its largest elements go.
+const Y: usize = 4;
+const BEST: [usize; 2] = [6, 7];
+
+/// Has products find the largest of what they make, where an operator does nothing else. See the module head.
+fn search_in_products(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
+    let mut number = 0;
+    while number < lowered.ops.len() {
+        if search_in_product(graph, lowered, number).is_some() {
+            lowered.ops.remove(number);
+        } else {
+            number += 1;
+        }
+    }
+}
+
+/// The same for operator `number`, if it is such a search, which then is nobody's any more.
+fn search_in_product(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, number: usize) -> Option<()> {
+    let search = &lowered.ops[number];
+    search.kernel.filter(|kernel| kernel.task_type == ArgmaxPartial::TASK_TYPE)?;
+    let [x, values, indices] = [0, 1, 2].map(|slot| search.accesses[slot].as_ref().map(|access| access.tensor));
+    let (row, found) = (lowered.table[x?].clone(), [values?, indices?]);
+    let touches = |access: &Access| lowered.table[access.tensor].buffer == row.buffer;
+    // Who wrote the row last, and all of it.
+    let wrote = |access: &&Access| access.kind.writes() && touches(access);
+    let product = lowered.ops[..number].iter().rposition(|op| op.accesses.iter().flatten().any(|a| wrote(&a)))?;
+    let op = &lowered.ops[product];
+    let y = op.accesses.get(Y)?.as_ref()?;
+    let made = &lowered.table[y.tensor];
+    let blocks = op.grid[0];
+    let is_able = op.kernel.is_some_and(|kernel| kernel.task_type == Linear::TASK_TYPE)
+        && op.grid == [blocks, 1, 1]
+        && (y.map, &made.shape[..]) == ([Some(1), None, None], &row.shape[..])
+        && (made.offset_elems, made.dtype) == (row.offset_elems, DType::F32)
+        && made.shape[0] == 1
+        && BEST.iter().all(|slot| op.accesses[*slot].is_none())
+        && op.accesses.iter().flatten().filter(wrote).count() == 1
+        && !found.iter().any(|tensor| is_output(graph, &lowered.table, *tensor));
+    let len_elems = u32::try_from(made.shape[1]).ok().filter(|len| len.checked_mul(blocks).is_some());
+    let best = argmax::Params { blocks, len_elems: len_elems.filter(|_| is_able)? };
+
+    let mut add = |tensor: TensorId| {
+        let (name, dtype) = (lowered.table[tensor].name.clone(), lowered.table[tensor].dtype);
+        lowered.table.add(&format!("{name} of products"), &[blocks as usize], dtype, BufferKind::Intermediate).ok()
+    };
+    let instead = [add(found[0])?, add(found[1])?];
+    for access in lowered.ops[number + 1..].iter_mut().flat_map(|op| op.accesses.iter_mut().flatten()) {
+        if let Some(at) = found.iter().position(|tensor| *tensor == access.tensor) {
+            access.tensor = instead[at];
+        }
+    }
+    let op = &mut lowered.ops[product];
+    for (slot, tensor) in BEST.into_iter().zip(instead) {
+        op.accesses[slot] = Some(Access { tensor, kind: AccessKind::Write, map: [Some(0), None, None] });
+    }
+    let kernel = op.kernel.as_mut()?;
+    kernel.params = param_words(&linear::Params { best, ..kernels::params(&kernel.params) });
+    Some(())
 }
