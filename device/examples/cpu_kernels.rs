@@ -143,13 +143,9 @@ fn gemv() {
                             let y = y.tensor(DType::F32, t * 4096, &[1, n]);
                             for task in 0..tasks {
                                 let w = weights.tensor(dtype, (t * tasks + task) * n * k, &[n, k]);
-                                let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                                let p = param_words(&linear::Params {
-                                    activation: 0,
-                                    eps: 0.0,
-                                    order: 0,
-                                    ..Default::default()
-                                });
+                                let none = Tensor::ABSENT;
+                                let io = [x, w, none, none, y, none, none, none];
+                                let p = param_words(&linear::Params::default());
                                 call::<Linear>(&io, p, Step { rows: 1, ..Step::default() }, &mut scratch);
                             }
                         });
@@ -208,13 +204,9 @@ fn gemm() {
                             let w = weights.tensor(dtype, task * n * k, &[n, k]);
                             let x = x.tensor(DType::F32, 0, &[rows, k]);
                             let y = y.tensor(DType::F32, 0, &[rows, n]);
-                            let io = [x, w, Tensor::ABSENT, Tensor::ABSENT, y, Tensor::ABSENT];
-                            let p = param_words(&linear::Params {
-                                activation: 0,
-                                eps: 0.0,
-                                order: order as u32,
-                                merges: 0,
-                            });
+                            let none = Tensor::ABSENT;
+                            let io = [x, w, none, none, y, none, none, none];
+                            let p = param_words(&linear::Params { order: order as u32, ..Default::default() });
                             call::<Linear>(&io, p, Step { rows: rows as u32, ..Step::default() }, &mut scratch);
                         }
                     });

@@ -300,9 +300,10 @@ fn the_search_for_the_next_token_is_the_last_products() {
     let named =
         |name: &str| blocks.ops.iter().filter(|op| spec(op).is_some_and(|spec| spec.name == name)).collect::<Vec<_>>();
     assert!(named("argmax_partial").is_empty());
-    let ([sample], product) = (named("sample")[..], *named("linear").last().expect("products")) else {
-        panic!("one choice a pass");
-    };
+    // And it reads its row where the last layer left it.
+    assert!(named("select_row").is_empty());
+    let (choices, products) = (named("sample"), named("linear"));
+    let ([sample], [.., product]) = (&choices[..], &products[..]) else { panic!("one choice a pass") };
     for slot in [1, 2] {
         let found = sample.accesses[slot].as_ref().expect("what blocks found").tensor;
         assert_eq!(blocks.table[found].shape[..], [9]);

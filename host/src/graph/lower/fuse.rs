@@ -1,6 +1,7 @@
 //! Operators of a pass over one row, made fewer: every one less is a wait less between workers.
 //!
 //! - A [`RmsNorm`] whose result only products read goes into them: each normalises its row itself.
+//! - A [`SelectRow`] of one row is that row: who reads it reads what it was selected from.
 //! - [`Rope`] and the causal [`Attention`] over the cache it appends to become one [`DecodeAttention`].
 //!
 //! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read what
@@ -9,8 +10,8 @@
 use super::*;
 use crate::graph::kernel::GraphError;
 use perpetua_device::kernels::{
-    DecodeAttention, GatedLinear, Linear, MAX_NORMED, RmsNorm, Rope, decode_attention, gated_linear, linear, rms_norm,
-    rope,
+    DecodeAttention, GatedLinear, Linear, MAX_NORMED, RmsNorm, Rope, SelectRow, decode_attention, gated_linear, linear,
+    rms_norm, rope,
 };
 
 /// The slots of a product and of its norm.
@@ -31,6 +32,7 @@ fn norm_slot(op: &Operator) -> Option<usize> {
 pub(super) fn fuse(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
     let mut ops: Vec<Option<Operator>> = graph.ops().cloned().map(Some).collect();
     for at in 0..ops.len() {
+        select(graph, &mut ops, at);
         norm(graph, &mut ops, at);
         attend(graph, &mut ops, at);
     }
@@ -61,6 +63,38 @@ fn is_overwritten(
     of: &[TensorId],
 ) -> bool {
     ops[range].iter().flatten().any(|op| of.iter().any(|t| writes(graph, op, *t)))
+}
+
+/// Leaves out operator `at`, if it selects the only row there is.
+fn select(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
+    let Some(op) = ops[at].as_ref().filter(|op| op.kernel.task_type == SelectRow::TASK_TYPE && op.cut.is_none()) else {
+        return;
+    };
+    let [Some(x), Some(y)] = op.slots[..] else { return };
+    let (from, to) = (&graph.table[x], &graph.table[y]);
+    let is_same = (&from.shape, &from.strides, from.dtype) == (&to.shape, &to.strides, to.dtype);
+    if !is_same || from.shape[0] != 1 || is_output(graph, &graph.table, y) {
+        return;
+    }
+    let mut readers = Vec::new();
+    for (other, op) in ops.iter().enumerate() {
+        let Some(op) = op.as_ref().filter(|op| other != at && touches(graph, op, y, None)) else { continue };
+        let reads_parts = op.slots.iter().flatten().any(|t| *t != y && graph.table[*t].buffer == to.buffer);
+        if other < at || reads_parts || writes(graph, op, y) || op.cut.is_some() {
+            return;
+        }
+        readers.push(other);
+    }
+    if readers.last().is_some_and(|last| is_overwritten(graph, ops, at + 1..*last, &[x])) {
+        return;
+    }
+    for reader in readers {
+        let slots = ops[reader].iter_mut().flat_map(|op| &mut op.slots);
+        for slot in slots.filter(|slot| **slot == Some(y)) {
+            *slot = Some(x);
+        }
+    }
+    ops[at] = None;
 }
 
 /// Puts operator `at`, if it is a norm that can go, into its readers.
