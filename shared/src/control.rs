@@ -63,12 +63,15 @@ pub enum End {
     Stopped = 4,
     /// The tokens given have been read and none was to be made.
     PromptDone = 5,
+    /// The host asked to stop because the time it had given was over. Workers do not know why: theirs is [`End::Stopped`].
+    Deadline = 6,
 }
 
 impl End {
     /// The reason numbered `number`.
     pub fn from_u32(number: u32) -> Option<End> {
-        [End::Running, End::MaxTokens, End::StopToken, End::ContextFull, End::Stopped, End::PromptDone]
+        use End::*;
+        [Running, MaxTokens, StopToken, ContextFull, Stopped, PromptDone, Deadline]
             .into_iter()
             .find(|end| *end as u32 == number)
     }

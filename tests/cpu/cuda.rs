@@ -1,5 +1,6 @@
 //! The host side of the GPU, against a driver that records every call and runs the kernel on the simulated GPU.
 
+use perpetua::compile::Binding;
 use perpetua::cuda::driver::{Context, Driver, Stream, code};
 use perpetua::cuda::fake::{Fake, Options};
 use perpetua::cuda::probe::Prober;
@@ -9,9 +10,11 @@ use perpetua::exec::operators::operators;
 use perpetua::exec::{RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua_device::{queue, turns};
 use perpetua_shared::control::End;
-use perpetua_shared::launch::{BLOCK_THREADS, TASK_THREADS, TILE_BYTES};
-use perpetua_shared::{EventId, ProgramId};
+use perpetua_shared::image::BindingKind;
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::{EventId, Fault, ProgramId};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -107,6 +110,124 @@ fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
     let calls = driver.calls();
     let of = |name: &str| calls.iter().filter(|call| call.starts_with(name)).count();
     assert_eq!((of("cuMemAlloc "), of("cuMemFree"), of("cuModuleLoadDataEx")), (1, 1 + of("cuMemFreeHost"), 1));
+}
+
+/// What loading is, call by call: room is asked for and taken once, the kernel is got ready before anything is copied, and what
+/// the host does not bring is zeroed.
+#[test]
+fn loading_is_so_many_calls_in_this_order() {
+    let Some(embedded) = device_image().filter(|_| has_kernel()) else { return };
+    let (_dir, model) = small();
+    let driver = fake();
+    let mut handed = 0;
+    let mut engine = Engine::with_progress(&model, &config(gpu(&driver)), |bytes| handed += bytes).expect("resident");
+    let calls = driver.calls();
+    let device_bytes = engine.resident_mut().cuda().expect("a GPU").device_bytes();
+    let compiled = engine.resident().compiled();
+    let (view, loads) = (compiled.image.view(), compiled.image.loads());
+
+    // What the image is on the device, section by section, and what is only the kernel's.
+    let sections = [
+        8 * compiled.bindings.len(),
+        size_of_val(view.programs),
+        size_of_val(view.tasks),
+        4 * turns::words(&view) * view.tasks.len(),
+        size_of_val(view.events),
+        size_of_val(view.waits),
+        size_of_val(view.triggers),
+        size_of_val(view.list_heads),
+        size_of_val(view.lists),
+        size_of_val(&loads.data_heads[..]),
+        size_of_val(loads.data),
+        size_of_val(&loads.prefetch_heads[..]),
+        size_of_val(loads.prefetches),
+    ];
+    let counters = 4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize);
+    let own = [counters, size_of::<Fault>(), 4 * N_SMS as usize].map(|bytes| bytes.next_multiple_of(256));
+    let bindings = || compiled.bindings.iter();
+    assert!(bindings().all(|binding| binding.align_bytes <= 256), "256 bytes is what everything is aligned to here");
+    let all = sections.iter().map(|bytes| *bytes as u64).chain(bindings().map(|binding| binding.bytes));
+    let needed = all.map(|bytes| bytes.next_multiple_of(256)).sum::<u64>() + own.iter().sum::<usize>() as u64;
+    assert_eq!(device_bytes, needed);
+
+    let tokens = bindings().find(|binding| binding.kind == BindingKind::Tokens).expect("a decoder has them");
+    let mut expected: Vec<String> = vec![
+        "cuDeviceGetCount".into(),
+        "cuDevicePrimaryCtxRetain 0".into(),
+        "cuMemGetInfo".into(),
+        format!("cuModuleLoadDataEx {}", if embedded.cubin.is_some() { "cubin" } else { "PTX" }),
+        format!("cuModuleGetFunction {ENTRY}"),
+        format!("cuFuncSetAttribute MAX_DYNAMIC_SHARED_SIZE_BYTES {TILE_BYTES}"),
+        format!("cuOccupancyMaxActiveBlocksPerMultiprocessor threads {BLOCK_THREADS} shared {TILE_BYTES}"),
+        format!("cuMemAlloc {needed}"),
+        // The one beside the kernel's, and the kernel's.
+        "cuStreamCreate".into(),
+        "cuStreamCreate".into(),
+        // What is staged, the word that stops, and a letter for each token and the prompt's passes.
+        format!("cuMemHostAlloc {}", 1 << 20),
+        "cuMemHostAlloc 4".into(),
+        format!("cuMemHostAlloc {}", (tokens.bytes as usize / 4 + 1) * size_of::<Mail>()),
+    ];
+    let is_brought = |binding: &&Binding| binding.kind == BindingKind::Weight || binding.contents.is_some();
+    let zeroed = bindings().filter(|binding| !is_brought(binding) && binding.bytes > 0);
+    expected.extend(zeroed.map(|binding| format!("cuMemsetD8Async 0 {}", binding.bytes)));
+    expected.push(format!("cuMemsetD8Async 0 {}", own.iter().sum::<usize>()));
+    expected.push("cuStreamSynchronize".into());
+    let (before, uploads) = calls.split_at(expected.len());
+    assert_eq!(before, expected);
+
+    // Then several threads bring what there is, in any order: each piece once, through two buffers a thread as large as the
+    // largest, which are given back.
+    let mut pieces: Vec<usize> = sections.into_iter().filter(|bytes| *bytes > 0).collect();
+    pieces.extend(bindings().filter(is_brought).map(|binding| binding.bytes as usize));
+    let of = |name: &str| -> Vec<usize> {
+        let arguments = uploads.iter().filter_map(|call| call.strip_prefix(name));
+        let mut sizes: Vec<usize> = arguments.map(|bytes| bytes.parse().expect("a size")).collect();
+        sizes.sort_unstable();
+        sizes
+    };
+    pieces.sort_unstable();
+    assert_eq!(of("cuMemcpyHtoDAsync "), pieces);
+    assert_eq!(handed, pieces.iter().sum::<usize>() as u64);
+    let buffers = of("cuMemHostAlloc ");
+    assert!(
+        (1..=8).contains(&buffers.len()) && buffers.iter().all(|bytes| Some(bytes) == pieces.last()),
+        "{buffers:?}"
+    );
+    let count = |name: &str| uploads.iter().filter(|call| *call == name).count();
+    assert_eq!([count("cuStreamCreate"), count("cuStreamDestroy"), count("cuMemFreeHost")], [buffers.len(); 3]);
+    assert_eq!(uploads.len(), pieces.len() + 4 * buffers.len() + count("cuStreamSynchronize"), "{uploads:?}");
+}
+
+/// A deadline ends a launch that is under way, and one that has not begun; a launch per operator likewise.
+#[test]
+fn a_deadline_ends_the_kernel() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    for mode in [cuda::Mode::Persistent, cuda::Mode::PerOperator] {
+        let driver = fake();
+        let kernel = cuda::Options { mode, ..Default::default() };
+        let mut engine = Engine::new(&model, &EngineConfig { cuda: kernel, ..config(gpu(&driver)) }).expect("resident");
+        let expected = generate(&mut engine, &PROMPT, 3).expect("it runs");
+        // All of its tokens take seconds here.
+        for time in [Duration::ZERO, Duration::from_millis(30)] {
+            let late = GenerateOptions { max_time: Some(time), ..options(18) };
+            let mut generation = engine.generate(&PROMPT, &late).expect("it starts");
+            let made: Vec<u32> = generation.by_ref().map(|token| token.expect("it runs").id).collect();
+            assert_eq!(generation.end(), Some(End::Deadline), "{mode:?}, {time:?}: {} tokens", made.len());
+            assert!(made.len() < 18 && made.iter().zip(&expected).all(|(a, b)| a == b), "{made:?}, {expected:?}");
+            assert!(
+                !time.is_zero() || made.is_empty(),
+                "it ends with the first pass, which reads 4 of 6 tokens: {made:?}"
+            );
+        }
+        // The next run has its own time.
+        assert_eq!(generate(&mut engine, &PROMPT, 3).expect("it runs"), expected);
+        drop(engine);
+        assert_eq!(driver.leaks(), Vec::<String>::new());
+    }
 }
 
 /// The same tokens as the persistent kernel's, from a graph for each pass; and what such a run is, call by call.

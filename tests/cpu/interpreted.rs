@@ -13,6 +13,7 @@ use perpetua_shared::control::End;
 use proptest::prelude::*;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::Duration;
 
 fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
     Arc::new(Fake::new(Options { runs: Runs::Ptx, seed, ..Options::new(n_sms, 256 << 20) }))
@@ -198,6 +199,13 @@ fn drills_end_in_their_errors() {
     let error = engine.resident_mut().run_tokens(perpetua_shared::ProgramId(1), &[1, u32::MAX]).expect_err("no token");
     assert!(matches!(error, RunError::TokenOutOfRange { .. }), "{error}");
     assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
+
+    // The time is over while the kernel runs.
+    let late = GenerateOptions { max_time: Some(Duration::from_millis(30)), ..greedy(12) };
+    let mut generation = engine.generate(&prompt, &late).expect("it starts");
+    assert!(generation.by_ref().count() < 12);
+    assert_eq!(generation.end(), Some(End::Deadline));
+    drop(generation);
 
     let mut generation = engine.generate(&prompt, &greedy(12)).expect("it starts");
     generation.stop();

@@ -7,6 +7,7 @@ use safetensors::{Dtype, SafeTensors};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -155,6 +156,39 @@ fn greedy_tokens_match_transformers() {
     }
 }
 
+/// The GPU's code on a simulated GPU: a prompt's logits, and the tokens after it, whatever the number of SMs. The example
+/// `gpu_code_fixtures` does it with 132. The largest fixture takes as long as the others together, and has one number only.
+#[test]
+fn a_simulated_gpu_matches_transformers() {
+    for (name, sms) in [("tiny-qwen3", 4), ("tiny-llama", 4), ("tiny-llama", 7), ("tiny-qwen2", 4), ("tiny-qwen2", 7)] {
+        let model = Model::load(fixture(name)).unwrap();
+        let case = &cases(name)[0];
+        let n = 2;
+        let config = EngineConfig {
+            device: Device::Simt,
+            threads: Some(sms),
+            max_context: Some(case.ids.len() + n),
+            chunks: vec![case.ids.len()],
+            ..EngineConfig::default()
+        };
+        let mut engine = Engine::new(&model, &EngineConfig { all_logits: true, ..config.clone() }).unwrap();
+        let found = engine.logits(&case.ids, |_| ()).unwrap();
+        let vocab = model.config().vocab_size();
+        let rows = found.chunks_exact(vocab).zip(case.logits.chunks_exact(vocab));
+        let mean = rows.map(|(found, expected)| divergence(expected, found)).sum::<f64>() / case.ids.len() as f64;
+        assert!(mean <= 1e-3, "{name}, {sms} SMs: mean KL {mean}");
+
+        let options =
+            GenerateOptions { max_new_tokens: n, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
+        let mut engine = Engine::new(&model, &config).unwrap();
+        let made: Vec<u32> = engine.generate(&case.ids, &options).unwrap().map(|t| t.unwrap().id).collect();
+        let certain = case.margin.iter().take(n).take_while(|margin| **margin > 0.1).count();
+        assert!(certain > 0, "{name}: rounding may turn the first token");
+        assert_eq!((made.len(), &made[..certain]), (n, &case.greedy[..certain]), "{name}, {sms} SMs");
+        println!("{name}, {sms} SMs: {} positions, mean KL {mean:.1e}", case.ids.len());
+    }
+}
+
 #[test]
 fn any_worker_count_gives_the_same_tokens() {
     let model = Model::load(fixture("tiny-llama")).unwrap();
@@ -177,8 +211,15 @@ fn a_seeded_draw_repeats_and_respects_top_k() {
     let mut engine = engine(&model, Device::Cpu, false, &[32]);
     let prompt = &cases("tiny-qwen2")[0].ids;
     let mut draw = |temperature, top_k, top_p, seed| -> Vec<u32> {
-        let options =
-            GenerateOptions { max_new_tokens: 16, temperature, top_k, top_p, seed, stop_tokens: Some(Vec::new()) };
+        let options = GenerateOptions {
+            temperature,
+            top_k,
+            top_p,
+            seed,
+            stop_tokens: Some(Vec::new()),
+            max_new_tokens: 16,
+            max_time: None,
+        };
         engine.generate(prompt, &options).unwrap().map(|t| t.unwrap().id).collect()
     };
     let greedy = draw(0.0, 0, 1.0, 0);
@@ -351,6 +392,70 @@ fn no_text_is_lost_at_the_end() {
             assert_eq!((texts[1].0.len(), &texts[1].1), (n, &decode(&texts[1].0)));
         }
         assert!(unfinished > 0 || device == Device::Reference, "none of these texts ends inside a character");
+    }
+}
+
+/// When its time is over a text ends as if told to stop, with what there is, and says so.
+#[test]
+fn a_generation_ends_when_its_time_is_over() {
+    let model = Model::load(fixture("tiny-qwen2")).unwrap();
+    let options = |max_new_tokens, max_time| GenerateOptions {
+        max_new_tokens,
+        max_time,
+        stop_tokens: Some(vec![]),
+        ..GenerateOptions::default()
+    };
+    let (over, never) = (Some(Duration::ZERO), Some(Duration::MAX));
+    for device in [Device::Cpu, Device::Reference] {
+        let config = EngineConfig {
+            device,
+            max_context: Some(4096),
+            threads: Some(2),
+            sequences: Some(2),
+            ..EngineConfig::default()
+        };
+        let mut engine = Engine::new(&model, &config).unwrap();
+        let mut run = |n, max_time| {
+            let mut generation = engine.generate(&[1, 2, 3], &options(n, max_time)).unwrap();
+            let ids: Vec<u32> = generation.by_ref().map(|token| token.unwrap().id).collect();
+            assert!(generation.is_ended());
+            (ids, generation.end())
+        };
+        let (whole, end) = run(6, never);
+        assert_eq!((whole.len(), end), (6, Some(End::MaxTokens)));
+        let (ids, end) = run(4000, over);
+        assert_eq!(end, Some(End::Deadline), "{device:?}, after {} tokens", ids.len());
+        assert!(ids.len() < 4000 && ids.iter().zip(&whole).all(|(a, b)| a == b), "{ids:?}, {whole:?}");
+        // Stopped in its first pass, which reads the prompt and makes a token.
+        assert!(device == Device::Cpu || ids == whole[..1], "{ids:?}");
+        assert_eq!(run(2, None), (whole[..2].to_vec(), Some(End::MaxTokens)), "the engine goes on");
+
+        let mut batch = engine.generate_batch(&[[1, 2, 3], [3, 2, 1]], &options(4000, over)).unwrap();
+        assert!(batch.by_ref().map(Result::unwrap).count() < 8000);
+        assert_eq!([0, 1].map(|sequence| batch.end(sequence)), [Some(End::Deadline); 2], "{device:?}");
+        drop(batch);
+        if device == Device::Cpu {
+            let mut generation = engine.generate(&[1, 2, 3], &options(4000, never)).unwrap();
+            generation.stop();
+            assert!(generation.by_ref().count() < 4000);
+            assert_eq!(generation.end(), Some(End::Stopped), "its user did");
+        }
+    }
+
+    let dir = fixture("tiny-qwen2").to_string_lossy().into_owned();
+    let run = |seconds: &str| {
+        let args = ["generate", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "4000", "--model", &dir];
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+            .args([&args[..], &["--max-seconds", seconds]].concat())
+            .output()
+            .unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (status, said) = run("0");
+    assert!(status == Some(0) && said.starts_with("perpetua: the text ends where its time of 0 s is over"), "{said}");
+    for wrong in ["-1", "NaN"] {
+        let (status, said) = run(wrong);
+        assert!(status == Some(1) && said.contains(&format!("--max-seconds {wrong}: expected")), "{said}");
     }
 }
 

@@ -20,6 +20,7 @@ use perpetua_shared::launch::TILE_BYTES;
 use perpetua_shared::{DataOp, TaskFlags, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
+use std::time::Duration;
 
 /// Sizes of a network in which `tiny-simt`'s stand but for these.
 type Sizes = &'static [(&'static str, usize)];
@@ -218,6 +219,35 @@ fn who_launches_a_task_changes_no_bit() {
             assert_eq!(simt.report().stall, None, "{workers} workers, seed {seed}: somebody slept through a change");
         }
     }
+}
+
+/// The iteration in which the time is over is the last.
+#[test]
+fn a_deadline_ends_the_token_loop() {
+    let (_dir, model) = small();
+    let config = EngineConfig {
+        device: Device::Simt,
+        threads: Some(3),
+        max_context: Some(24),
+        chunks: vec![4],
+        ..EngineConfig::default()
+    };
+    let mut engine = Engine::new(&model, &config).expect("it compiles");
+    let mut run = |n, max_time| {
+        let options = GenerateOptions {
+            max_new_tokens: n,
+            max_time,
+            stop_tokens: Some(Vec::new()),
+            ..GenerateOptions::default()
+        };
+        let mut generation = engine.generate(&IDS[..6], &options).expect("it starts");
+        let made: Vec<u32> = generation.by_ref().map(|token| token.expect("it runs").id).collect();
+        (made, generation.end())
+    };
+    let (expected, end) = run(2, None);
+    assert_eq!(end, Some(End::MaxTokens));
+    assert_eq!(run(18, Some(Duration::ZERO)), (vec![], Some(End::Deadline)), "a pass reads 4 of the prompt's 6 tokens");
+    assert_eq!(run(2, Some(Duration::MAX)), (expected, Some(End::MaxTokens)));
 }
 
 /// The whole token loop, where passes with and without just-in-time tasks take turns.

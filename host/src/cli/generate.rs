@@ -1,8 +1,8 @@
 //! `perpetua generate`.
 
 use super::{
-    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, note, progress, say, warm, writable,
-    write_whole,
+    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, note, progress, say, to_stdout, warm,
+    writable, write_whole,
 };
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, GenerateOptions};
@@ -36,12 +36,36 @@ pub(crate) struct Args {
     /// Seed of the draws.
     #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
+    /// End the text after so many seconds, its prompt's included; loading the model does not count.
+    #[arg(long, value_name = "S", allow_negative_numbers = true)]
+    max_seconds: Option<f64>,
     /// Write the new token ids there, as a JSON array.
     #[arg(long, value_name = "FILE")]
     ids_out: Option<PathBuf>,
 }
 
+impl Args {
+    /// [`GenerateOptions::max_time`].
+    fn max_time(&self) -> Result<Option<Duration>, String> {
+        let time = |seconds: f64| {
+            Duration::try_from_secs_f64(seconds)
+                .map_err(|_| format!("--max-seconds {seconds}: expected a number of seconds, 0 or more"))
+        };
+        self.max_seconds.map(time).transpose()
+    }
+
+    /// Says which options of a draw are given where nothing is drawn.
+    fn note_unused(&self) {
+        let given = [("--top-p", self.top_p != 1.0), ("--top-k", self.top_k != 0), ("--seed", self.seed != 0)];
+        let names: Vec<&str> = given.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name).collect();
+        if self.temperature == 0.0 && !names.is_empty() {
+            say(&format!("without --temperature the likeliest token is taken: {} not used", names.join(", ")));
+        }
+    }
+}
+
 pub(crate) fn run(args: &Args) -> Outcome {
+    let max_time = args.max_time()?;
     // The others run to their end once begun: there Ctrl-C is left what it is.
     let stops = !matches!(args.model.device, DeviceName::Reference | DeviceName::Simt | DeviceName::Ptx);
     let interrupted = if stops { interrupt_flag()? } else { Default::default() };
@@ -59,7 +83,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         top_k: args.top_k,
         seed: args.seed,
         stop_tokens: None,
+        max_time,
     };
+    args.note_unused();
     let began = Instant::now();
     let config = args.model.config(&model, prompt.len().saturating_add(args.max_new_tokens));
     let mut engine = super::resident(&model, &config)?;
@@ -75,8 +101,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
             Some(token) => {
                 bar.finish_and_clear();
                 ids.push(token.id);
-                out.write_all(token.text.as_bytes())?;
-                out.flush()?;
+                to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
             }
             None => bar.set_position(generation.prompt_done() as u64),
         }
@@ -86,8 +111,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         }
     }
     bar.finish_and_clear();
-    out.write_all(b"\n")?;
-    out.flush()?;
+    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))?;
     let end = generation.end();
     drop(generation);
     if let Some(path) = &args.ids_out {
@@ -97,6 +121,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
         let (context, allowed) = (engine.context(), model.max_tokens());
         let more = if context < allowed { "see --max-context; the model allows" } else { "the model allows" };
         say(&format!("the text ends where the context of {context} tokens is full ({more} {allowed})"));
+    }
+    if end == Some(End::Deadline) {
+        let seconds = args.max_seconds.unwrap_or_default();
+        say(&format!(
+            "the text ends where its time of {seconds} s is over ({} tokens made; see --max-seconds)",
+            ids.len()
+        ));
     }
     report(&engine, prompt.len(), ids.len(), loaded);
     if asked_to_stop { Err(Interrupted.into()) } else { Ok(()) }

@@ -368,14 +368,20 @@ fn set_default_mode(_: &std::fs::File) -> std::io::Result<()> {
     Ok(())
 }
 
+/// How writing to standard output went. That nobody reads on stays an error of its own kind, which [`main`] knows.
+fn to_stdout(written: std::io::Result<()>) -> Outcome {
+    written.map_err(|error| match error.kind() {
+        std::io::ErrorKind::BrokenPipe => error.into(),
+        _ => format!("standard output: cannot write: {}", plain(&error)).into(),
+    })
+}
+
 /// Prints `text`, whole lines. Nobody's reading on is no reason to leave other outputs unwritten.
 fn print(text: &str) -> Outcome {
     let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
-            Err(format!("standard output: cannot write: {}", plain(&error)).into())
-        }
-        _ => Ok(()),
+    match to_stdout(out.write_all(text.as_bytes()).and_then(|()| out.flush())) {
+        Err(error) if is_broken_pipe(&*error) => Ok(()),
+        outcome => outcome,
     }
 }
 

@@ -20,6 +20,7 @@ use perpetua_shared::{DataOp, PrefetchOp, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
+use std::time::Instant;
 
 /// What a launch runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,6 +152,8 @@ struct State {
     /// The GPU's clock.
     now_ns: u64,
     has_failed: bool,
+    /// See [`Driver::stop_at`].
+    deadline: Option<(Instant, DevicePtr)>,
     /// What every call says after the kernel has gone wrong.
     lost: Option<CudaError>,
 }
@@ -283,6 +286,14 @@ impl Fake {
             }
             Work::Launch(launch) => {
                 state.launches += 1;
+                let deadline = state.deadline.filter(|(_, stop)| State::has(&state.device, stop.0, 4));
+                let mut host = move || {
+                    if let Some((_, stop)) = deadline.filter(|(deadline, _)| Instant::now() >= *deadline) {
+                        // SAFETY: a word of an allocation that is live while the lock is held, which the host may write at any
+                        // time; the kernel does not run in this moment.
+                        unsafe { at(stop.0).cast::<u32>().write_volatile(1) };
+                    }
+                };
                 let seed = self.options.seed.wrapping_add(state.launches);
                 let ran = match state.modules.get(&launch.module).and_then(|module| module.ptx.clone()) {
                     Some(module) => {
@@ -313,6 +324,7 @@ impl Fake {
                                 began_ns: state.now_ns + 1,
                                 most_instructions: u64::MAX,
                             },
+                            &mut host,
                         )
                         .map(|report| state.keep(report))
                     }
@@ -326,7 +338,7 @@ impl Fake {
                         let params = bytemuck::pod_read_unaligned(&launch.param);
                         // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
                         let kernel = || unsafe { entry::worker(LaunchBlock::new(&params)) };
-                        run_source(memory_of(&state, &params), &options, kernel)
+                        run_source(memory_of(&state, &params), &options, host, kernel)
                     }
                     None => run_probe(&state, launch, seed),
                 };
@@ -359,14 +371,20 @@ impl Fake {
                             began_ns,
                             most_instructions: u64::MAX,
                         },
+                        &mut || (),
                     )
                     .map(|report| state.keep(report)),
                     None => {
                         let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
                         // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
-                        run_source(memory, &options, || unsafe {
-                            entry::operator(LaunchBlock::new(&node.params), node.program, node.first_task);
-                        })
+                        run_source(
+                            memory,
+                            &options,
+                            || (),
+                            || unsafe {
+                                entry::operator(LaunchBlock::new(&node.params), node.program, node.first_task);
+                            },
+                        )
                     }
                 };
                 state.outlive(ran, call)?;
@@ -459,13 +477,13 @@ fn memory_of_probe(state: &State, params: &ProbeParams) -> Vec<Range> {
 }
 
 /// A launch of `kernel` on the simulated GPU.
-fn run_source(memory: Vec<Range>, options: &simt::Options, kernel: impl Fn()) -> Ran {
+fn run_source(memory: Vec<Range>, options: &simt::Options, host: impl FnMut(), kernel: impl Fn()) -> Ran {
     let allocation = |range: Range| {
         let base = std::ptr::with_exposed_provenance_mut(range.at as usize);
         // SAFETY: inside an allocation of this driver, which the launch alone touches while the lock is held.
         unsafe { Allocation::new(range.name, base, range.bytes as usize, range.access) }
     };
-    let ran = simt::launch(options, memory.into_iter().map(allocation).collect(), kernel);
+    let ran = simt::launch_beside(options, memory.into_iter().map(allocation).collect(), host, kernel);
     ran.map(|report| report.ended_ns).map_err(|error| format!("the simulated GPU says: {error}"))
 }
 
@@ -474,6 +492,7 @@ fn run_ptx(
     module: &ptx::Module,
     ranges: Vec<Range>,
     launch: &ptx::Launch<'_>,
+    host: &mut dyn FnMut(),
 ) -> std::result::Result<ptx::Report, String> {
     let mut memory = ptx::Memory::default();
     for Range { at, bytes, access, name } in ranges {
@@ -481,7 +500,7 @@ fn run_ptx(
         // SAFETY: as in `run_source`.
         unsafe { memory.add(name, at, host, bytes, access == Access::Constant) };
     }
-    module.launch(launch, &memory).map_err(|error| format!("the PTX of {}: {error}", launch.entry))
+    module.launch_beside(launch, &memory, host).map_err(|error| format!("the PTX of {}: {error}", launch.entry))
 }
 
 /// A launch of a probe on the simulated GPU.
@@ -492,16 +511,21 @@ fn run_probe(state: &State, launch: &Launched, seed: u64) -> Ran {
         began_ns: state.now_ns + 1,
         ..simt::Options::new(launch.blocks, launch.threads, seed)
     };
-    run_source(memory_of_probe(state, &params), &options, || {
-        // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
-        unsafe {
-            match launch.kernel.as_str() {
-                probe::READ => perpetua_device::probe::read(&params),
-                probe::HOP => perpetua_device::probe::hop(&params),
-                _ => perpetua_device::probe::meet(&params),
+    run_source(
+        memory_of_probe(state, &params),
+        &options,
+        || (),
+        || {
+            // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
+            unsafe {
+                match launch.kernel.as_str() {
+                    probe::READ => perpetua_device::probe::read(&params),
+                    probe::HOP => perpetua_device::probe::hop(&params),
+                    _ => perpetua_device::probe::meet(&params),
+                }
             }
-        }
-    })
+        },
+    )
 }
 
 // SAFETY: allocations are real memory that lives until it is freed; work is done in order.
@@ -666,6 +690,11 @@ unsafe impl Driver for Fake {
         let (kernel, module) = (name.clone(), *module);
         let work = Launched { kernel, module, blocks, threads, shared_bytes, param: param.to_vec() };
         self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(work))
+    }
+
+    fn stop_at(&self, deadline: Option<(Instant, DevicePtr)>) {
+        // Not in the record: no driver has it.
+        self.state().deadline = deadline;
     }
 
     fn create_graph(&self) -> Result<Graph> {

@@ -1,9 +1,10 @@
 //! Generations under way.
 
 use super::resident::Resident;
-use super::{EngineError, Model, Token};
+use super::{EngineError, GenerateOptions, Model, Token};
 use crate::model::{DecodeStream, ModelError};
 use perpetua_shared::control::End;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// What turns a sequence's ids into text; a model without a tokenizer still generates ids.
@@ -18,11 +19,55 @@ pub(super) fn text_stream(model: &Model) -> Result<Option<DecodeStream<'_>>, Eng
     }
 }
 
+/// How long a run may take, and who told it to stop.
+#[derive(Debug)]
+pub(super) struct Limit {
+    deadline: Option<Instant>,
+    is_over: bool,
+    by_user: AtomicBool,
+}
+
+impl Limit {
+    /// Of a generation that begins now. A time that no clock will show is none.
+    pub(super) fn new(options: &GenerateOptions) -> Limit {
+        let deadline = options.max_time.and_then(|time| Instant::now().checked_add(time));
+        Limit { deadline, is_over: false, by_user: AtomicBool::new(false) }
+    }
+
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    fn stop(&self, resident: &Resident) {
+        self.by_user.store(true, Ordering::Relaxed);
+        resident.stop();
+    }
+
+    /// Stops the run if its time is over.
+    fn enforce(&mut self, resident: &Resident) {
+        if !self.is_over && self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            self.is_over = true;
+            resident.stop();
+        }
+    }
+
+    /// Why it ended, where the control block says `end`.
+    fn end(&self, end: u32) -> Option<End> {
+        match End::from_u32(end) {
+            Some(End::Stopped) if self.deadline.is_some() && !self.by_user.load(Ordering::Relaxed) => {
+                Some(End::Deadline)
+            }
+            end => end,
+        }
+    }
+}
+
 /// A generation of several sequences under way: iterate over `(sequence, token)`. Each sequence's tokens come in order.
 #[derive(Debug)]
 pub struct BatchGeneration<'a> {
     pub(super) resident: &'a mut Resident,
     pub(super) each: Vec<Made<'a>>,
+    pub(super) limit: Limit,
     pub(super) ended: bool,
 }
 
@@ -74,7 +119,7 @@ impl Made<'_> {
 impl BatchGeneration<'_> {
     /// Asks the run to end after the tokens under way; those already made can still be taken.
     pub fn stop(&self) {
-        self.resident.stop();
+        self.limit.stop(self.resident);
     }
 
     /// Why sequence `sequence` ended, once all have.
@@ -107,6 +152,9 @@ impl Iterator for BatchGeneration<'_> {
 
     fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
         loop {
+            if !self.ended {
+                self.limit.enforce(self.resident);
+            }
             let is_over = self.ended || !self.resident.is_running();
             if let Some(token) = self.take().transpose() {
                 return Some(token);
@@ -119,7 +167,7 @@ impl Iterator for BatchGeneration<'_> {
                 match self.resident.finish() {
                     Ok(control) => {
                         for (made, sequence) in self.each.iter_mut().zip(&control.sequences) {
-                            made.end = End::from_u32(sequence.end);
+                            made.end = self.limit.end(sequence.end);
                         }
                     }
                     Err(error) => return Some(Err(error.into())),
@@ -147,6 +195,7 @@ impl Drop for BatchGeneration<'_> {
 pub struct Generation<'a> {
     pub(super) resident: &'a mut Resident,
     pub(super) made: Made<'a>,
+    pub(super) limit: Limit,
     pub(super) prompt_len: usize,
     pub(super) ended: bool,
 }
@@ -154,7 +203,7 @@ pub struct Generation<'a> {
 impl Generation<'_> {
     /// Asks the run to end after the token under way; tokens already made can still be taken.
     pub fn stop(&self) {
-        self.resident.stop();
+        self.limit.stop(self.resident);
     }
 
     /// How many of the prompt's tokens have been read.
@@ -187,6 +236,9 @@ impl Generation<'_> {
     pub fn poll(&mut self, patience: Duration) -> Result<Option<Token>, EngineError> {
         let began = Instant::now();
         loop {
+            if !self.ended {
+                self.limit.enforce(self.resident);
+            }
             let is_over = self.ended || !self.resident.is_running();
             if let Some(token) = self.made.take(self.resident, self.resident.produced())? {
                 return Ok(Some(token));
@@ -197,7 +249,7 @@ impl Generation<'_> {
             if is_over {
                 self.ended = true;
                 let control = self.resident.finish()?;
-                self.made.end = End::from_u32(control.end);
+                self.made.end = self.limit.end(control.end);
                 // The reference has run as a whole; its tokens are there only now.
                 continue;
             }

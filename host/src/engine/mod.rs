@@ -14,9 +14,10 @@
 
 mod embedder;
 mod generation;
+#[allow(unsafe_code, reason = "inputs and tokens of an executor that is idle")]
 mod resident;
 
-use generation::{Made, text_stream};
+use generation::{Limit, Made, text_stream};
 use resident::{Place, one_pass};
 
 pub use embedder::Embedder;
@@ -29,14 +30,14 @@ use crate::exec::cuda::CudaNewError;
 use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
 use crate::exec::{RunError, cuda};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
-use crate::model::{self, ModelError, ModelFolder, Quantize, Quantized};
+use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM};
 use perpetua_shared::image::EVERY_SEQUENCE;
 use perpetua_shared::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::{DType, ProgramId};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A model folder, opened. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -67,7 +68,14 @@ impl Model {
     /// A sentence model; weights that are missing, misshapen or not finite; too little memory.
     pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
         let Quantize::Q8 = how;
-        self.decoder()?;
+        if let ModelConfig::Bert(_) = self.config() {
+            let given = "q8 of a sentence model".to_owned();
+            return Err(EngineError::Option {
+                name: "quantize",
+                given,
+                expected: "a text model: only these have 8-bit weights",
+            });
+        }
         let tensors = model::layout::tensors(self.config());
         let needed = Quantized::needed(&tensors);
         if let Some(available) = available_bytes()
@@ -256,11 +264,22 @@ pub struct GenerateOptions {
     pub seed: u64,
     /// Token ids that end the text; `None`: those of the model's generation_config.json.
     pub stop_tokens: Option<Vec<u32>>,
+    /// The longest a generation may take from its start, its prompt included: then it ends as if told to stop, with the tokens
+    /// made so far and [`End::Deadline`]. Looked at whenever somebody asks for a token, or waits for one.
+    pub max_time: Option<Duration>,
 }
 
 impl Default for GenerateOptions {
     fn default() -> GenerateOptions {
-        GenerateOptions { max_new_tokens: 128, temperature: 0.0, top_p: 1.0, top_k: 0, seed: 0, stop_tokens: None }
+        GenerateOptions {
+            max_new_tokens: 128,
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            seed: 0,
+            stop_tokens: None,
+            max_time: None,
+        }
     }
 }
 
@@ -368,7 +387,7 @@ impl Engine {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         model.decoder()?;
         let place = match config.device {
-            Device::Auto if model.quantized().is_some() || config.sequences.is_some() => {
+            Device::Auto if model.quantized().is_some() || config.sequences.is_some() || config.exact => {
                 Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
             }
             _ => Place::of(config),
@@ -459,6 +478,7 @@ impl Engine {
     /// # Errors
     /// A prompt that is empty, too long or has ids the model does not; options out of range.
     pub fn generate(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<Generation<'_>, EngineError> {
+        let limit = Limit::new(options);
         self.check_prompt(prompt)?;
         let text = text_stream(&self.model)?;
         let mut control = self.control(options)?;
@@ -468,13 +488,13 @@ impl Engine {
         self.resident.set_tokens(0, prompt);
         let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
         if has_work {
-            self.resident.start(control);
+            self.resident.start_until(control, limit.deadline());
         }
         // Without a run, what is counted is an earlier run's.
         let taken = if has_work { 0 } else { self.resident.produced() as usize };
         let end = (!has_work).then_some(End::MaxTokens);
         let made = Made { text, next: prompt.len(), taken, held: None, end };
-        Ok(Generation { resident: &mut self.resident, made, prompt_len: prompt.len(), ended: !has_work })
+        Ok(Generation { resident: &mut self.resident, made, limit, prompt_len: prompt.len(), ended: !has_work })
     }
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
@@ -504,6 +524,7 @@ impl Engine {
         if self.sequences == 0 {
             return Err(EngineError::Purpose("batches: see EngineConfig::sequences"));
         }
+        let limit = Limit::new(options);
         if prompts.is_empty() || prompts.len() > self.sequences {
             return Err(EngineError::Batch { prompts: prompts.len(), sequences: self.sequences });
         }
@@ -527,9 +548,9 @@ impl Engine {
             each.push(Made { text: text_stream(&self.model)?, next, taken, held: None, end });
         }
         if !ended {
-            self.resident.start(control);
+            self.resident.start_until(control, limit.deadline());
         }
-        Ok(BatchGeneration { resident: &mut self.resident, each, ended })
+        Ok(BatchGeneration { resident: &mut self.resident, each, limit, ended })
     }
 
     /// A control block for `options`, without tokens and step.

@@ -183,11 +183,17 @@ impl Resident {
 
     /// Starts a run from `control`.
     pub fn start(&mut self, control: Control) {
+        self.start_until(control, None);
+    }
+
+    /// As [`Resident::start`]. Executors whose runs are over when this returns stop them at the `deadline`; others are told by
+    /// whoever waits for them.
+    pub(super) fn start_until(&mut self, control: Control, deadline: Option<Instant>) {
         match &mut self.executor {
             Executor::Threads(threads) => threads.start(control),
-            Executor::Reference(reference) => reference.start(control),
-            Executor::Simt(simt) => simt.start(control),
-            Executor::Cuda(cuda) => cuda.start(control),
+            Executor::Reference(reference) => reference.start_until(control, deadline),
+            Executor::Simt(simt) => simt.start_until(control, deadline),
+            Executor::Cuda(cuda) => cuda.start_until(control, deadline),
         }
     }
 

@@ -595,7 +595,13 @@ impl Cuda {
     /// Launches the token loop from `control`'s step; waits for an earlier run to end first. What has been counted so far
     /// (`program_runs`, the iteration) is kept: those fields of `control` are overwritten. An error waits in
     /// [`Cuda::finish`].
-    pub fn start(&mut self, mut control: Control) {
+    pub fn start(&mut self, control: Control) {
+        self.start_until(control, None);
+    }
+
+    /// As [`Cuda::start`]. A driver that runs the kernel inside its calls ends it after the iteration in which the `deadline` comes; on a
+    /// GPU whoever waits for the run looks at the clock, and says [`Cuda::stop`].
+    pub fn start_until(&mut self, mut control: Control, deadline: Option<Instant>) {
         assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         self.wait();
         *self.seen_mut() = Seen::default();
@@ -612,6 +618,7 @@ impl Cuda {
             control.step.program_runs = control.program_runs[control.step.program as usize];
         }
         self.outcome = None;
+        self.driver().stop_at(deadline.map(|deadline| (deadline, self.at(self.control).offset(STOP as u64))));
         if let Err(error) = self.launch(&control) {
             let lost = self.lose(error);
             self.outcome = Some(Err(lost));

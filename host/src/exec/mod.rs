@@ -65,6 +65,9 @@ pub enum RunError {
         /// Where the other workers were, where that is known.
         others: String,
     },
+    /// More simulated threads than this machine has room for.
+    #[error("{0}")]
+    NoStacks(String),
     /// The driver, or the device under it.
     #[error(transparent)]
     Cuda(#[from] crate::cuda::driver::CudaError),

@@ -6,8 +6,9 @@ use crate::image::Image;
 use perpetua_device::advance::step_of;
 use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::Spec;
-use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::{Fault, FaultCode, TaskFlags};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// The executor. A run is over when [`Reference::start`] returns.
@@ -33,12 +34,17 @@ impl Reference {
 
     /// Runs the token loop from `control`'s step until it ends.
     pub fn start(&mut self, control: Control) {
+        self.start_until(control, None);
+    }
+
+    /// As [`Reference::start`]; the pass in which the `deadline` comes is the last.
+    pub fn start_until(&mut self, control: Control, deadline: Option<Instant>) {
         check_sequences(&self.image, &control);
         let base = self.memory.control_base();
         self.stamps = vec![Instant::now()];
         // SAFETY: the control block is aligned and this is the only thread that touches it.
         unsafe { base.write(control) };
-        let ran = self.run();
+        let ran = self.run(deadline);
         // SAFETY: as above.
         self.outcome = Some(ran.map(|()| unsafe { base.read() }));
     }
@@ -72,7 +78,7 @@ impl Reference {
         &self.stamps
     }
 
-    fn run(&mut self) -> Result<(), RunError> {
+    fn run(&mut self, deadline: Option<Instant>) -> Result<(), RunError> {
         let (image, memory) = (&self.image, &self.memory);
         let view = image.view();
         loop {
@@ -84,6 +90,9 @@ impl Reference {
             let program = view.programs[step.program as usize];
             for id in program.task_first..program.task_first + program.task_count {
                 let task = &view.tasks[id as usize];
+                if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                    memory.control_word(STOP).store(1, Ordering::Relaxed);
+                }
                 if step.sampling == 0 && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
                     continue;
                 }

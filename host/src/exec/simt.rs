@@ -12,12 +12,13 @@ use crate::image::Image;
 use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::kernels::TILED_ROWS;
 use perpetua_device::queue;
-use perpetua_device::simt::{self, Access, Allocation, Report, SimtError};
+use perpetua_device::simt::{self, Access, Allocation, Report, SimtError, Wrong};
 use perpetua_device::turns;
-use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
 use perpetua_shared::{Fault, FaultCode};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// How the GPU is simulated.
@@ -104,7 +105,12 @@ impl Simt {
 
     /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
     /// iteration) is kept: those fields of `control` are overwritten.
-    pub fn start(&mut self, mut control: Control) {
+    pub fn start(&mut self, control: Control) {
+        self.start_until(control, None);
+    }
+
+    /// As [`Simt::start`]; the iteration in which the `deadline` comes is the last.
+    pub fn start_until(&mut self, mut control: Control, deadline: Option<Instant>) {
         assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         let base = self.memory.control_base();
         // SAFETY: the control block is aligned and nobody else touches it between launches.
@@ -117,7 +123,7 @@ impl Simt {
         // SAFETY: as above.
         unsafe { base.write(control) };
         self.stamps = vec![Instant::now()];
-        let ran = self.launch();
+        let ran = self.launch(deadline);
         self.stamps.push(Instant::now());
         // SAFETY: as above; the launch is over.
         let after = unsafe { base.read() };
@@ -158,7 +164,7 @@ impl Simt {
         &self.report
     }
 
-    fn launch(&mut self) -> Result<(), RunError> {
+    fn launch(&mut self, deadline: Option<Instant>) -> Result<(), RunError> {
         let mut fault = Fault::default();
         let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
@@ -245,7 +251,12 @@ impl Simt {
             tile_bytes: TILE_BYTES,
             ..simt::Options::new(view.n_workers, block_threads, self.options.seed)
         };
-        let launched = simt::launch(&options, allocations, || {
+        let host = || {
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.memory.control_word(STOP).store(1, Ordering::Relaxed);
+            }
+        };
+        let launched = simt::launch_beside(&options, allocations, host, || {
             // SAFETY: the launch block is as `LaunchParams` says, the image is checked, and the grid has its workers.
             unsafe { entry::worker(LaunchBlock::new(&params)) }
         });
@@ -262,6 +273,9 @@ impl Simt {
     }
 
     fn defect(&self, error: &SimtError) -> RunError {
+        if error.wrong == Wrong::NoStacks {
+            return RunError::NoStacks(error.to_string());
+        }
         let task = error.task.map_or("no task".to_owned(), |task| self.image.task_name(task));
         RunError::Defect { task, worker: format!("w{}", error.block), what: error.to_string() }
     }

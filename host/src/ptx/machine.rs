@@ -65,7 +65,13 @@ pub struct Report {
 }
 
 /// Runs `launch` of `entry`.
-pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &Memory) -> Result<Report, PtxError> {
+pub(super) fn run(
+    entry: &Entry,
+    layout: &Layout,
+    launch: &Launch<'_>,
+    memory: &Memory,
+    host: &mut dyn FnMut(),
+) -> Result<Report, PtxError> {
     let refuse = |what: String| Err(PtxError::Launch { entry: entry.name.clone(), what });
     let most = entry.most_threads.unwrap_or(1024);
     if launch.threads == 0 || launch.threads > most || !launch.threads.is_multiple_of(WARP as u32) {
@@ -111,7 +117,7 @@ pub(super) fn run(entry: &Entry, layout: &Layout, launch: &Launch<'_>, memory: &
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
         report: Report::default(),
     };
-    machine.run()?;
+    machine.run(host)?;
     machine.report.ended_ns = machine.now_ns();
     Ok(machine.report)
 }
@@ -390,8 +396,9 @@ impl Machine<'_> {
         self.launch.began_ns + self.leapt_ns + self.report.instructions / warps
     }
 
-    fn run(&mut self) -> Result<(), PtxError> {
+    fn run(&mut self, host: &mut dyn FnMut()) -> Result<(), PtxError> {
         loop {
+            host();
             self.turn += 1;
             if self.turn - self.changed > IDLE * (self.blocks.len() * self.warps) as u64 {
                 self.leapt_ns += LEAP_NS;

@@ -18,6 +18,7 @@
 mod decode;
 mod machine;
 mod matrix;
+#[allow(unsafe_code, reason = "a launch's memory, by address")]
 mod memory;
 mod parse;
 mod pipeline;
@@ -108,10 +109,24 @@ impl Module {
     /// # Errors
     /// See [`PtxError`]. Memory is then as the kernel left it.
     pub fn launch(&self, launch: &Launch<'_>, memory: &Memory) -> Result<Report, PtxError> {
+        self.launch_beside(launch, memory, &mut || ())
+    }
+
+    /// As [`Module::launch`]. `host` is called now and then, between instructions: what the host does meanwhile.
+    ///
+    /// # Errors
+    /// As [`Module::launch`].
+    pub fn launch_beside(
+        &self,
+        launch: &Launch<'_>,
+        memory: &Memory,
+        host: &mut dyn FnMut(),
+    ) -> Result<Report, PtxError> {
         let entry = self.entries.get(launch.entry).ok_or_else(|| PtxError::NoEntry(launch.entry.to_owned()))?;
-        machine::run(entry, &self.layout, launch, memory)
+        machine::run(entry, &self.layout, launch, memory, host)
     }
 }
 
 #[cfg(test)]
+#[allow(unsafe_code, reason = "words of a launch")]
 mod tests;

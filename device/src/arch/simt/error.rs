@@ -28,6 +28,8 @@ pub enum Wrong {
     Deadlock,
     /// A panic: on the GPU, a trap.
     Panic,
+    /// Nothing the program did: this machine has no room for so many threads' stacks.
+    NoStacks,
 }
 
 /// An error of the simulated program.
@@ -49,6 +51,9 @@ pub struct SimtError {
 
 impl fmt::Display for SimtError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.wrong == Wrong::NoStacks {
+            return f.write_str(&self.what);
+        }
         write!(
             f,
             "{:?}: {} (block {}, warp {}, lane {}",

@@ -18,7 +18,7 @@ mod tests;
 
 pub use error::{SimtError, Wrong};
 pub use memory::{Access, Allocation};
-pub use world::{Options, Report, launch};
+pub use world::{Options, Report, launch, launch_beside};
 
 use bytemuck::Pod;
 use memory::Touch;

@@ -1024,3 +1024,20 @@ fn a_warpgroups_sums() {
     });
     launched.unwrap_or_else(|error| panic!("{error}"));
 }
+
+/// Said with the numbers, before any thread is made.
+#[cfg(target_os = "linux")]
+#[test]
+fn more_stacks_than_a_process_may_have_are_refused() {
+    let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("Linux has it");
+    let limit: u32 = limit.trim().parse().expect("a number");
+    let options = Options::new(limit.div_ceil(2048), 1024, 0);
+    let error = launch(&options, Vec::new(), || unreachable!("no thread runs")).expect_err("refused");
+    assert_eq!(error.wrong, Wrong::NoStacks);
+    let said = error.to_string();
+    for word in
+        [format!("{} simulated threads", options.blocks * 1024), format!("may have {limit} "), "--threads".into()]
+    {
+        assert!(said.contains(&word), "{said:?} should say {word:?}");
+    }
+}

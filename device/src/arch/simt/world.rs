@@ -290,6 +290,10 @@ pub(super) fn suspend() {
 /// Virtual memory of a thread's stack. Only what is touched is ever backed; unoptimised bodies need a lot.
 const STACK_BYTES: usize = 256 << 10;
 
+/// Mappings of a process beside those of the stacks, of which each has two, one of them its guard: libraries, weights and
+/// large allocations, and many to spare.
+const OTHER_MAPPINGS: u64 = 2000;
+
 /// Time jumps without any change after which a stall is called a deadlock: a poller looks at its clock less often than
 /// it polls.
 const JUMPS: u32 = 256;
@@ -302,14 +306,33 @@ type Lane = Coroutine<(), (), (), DefaultStack>;
 /// The first error of the simulated program: the launch ends there.
 ///
 /// # Panics
-/// When the options make no grid, allocations overlap, or the system gives no memory for stacks.
+/// When the options make no grid, or allocations overlap.
 pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) -> Result<Report, Box<SimtError>> {
+    launch_beside(options, allocations, || (), body)
+}
+
+/// As [`launch`]. `host` is called now and then, between threads' turns: what the host does meanwhile, to words of memory that
+/// it may write while the kernel runs.
+///
+/// # Errors
+/// As [`launch`].
+///
+/// # Panics
+/// As [`launch`].
+pub fn launch_beside(
+    options: &Options,
+    allocations: Vec<Allocation>,
+    host: impl FnMut(),
+    body: impl Fn(),
+) -> Result<Report, Box<SimtError>> {
     let Options { blocks, seed, .. } = *options;
     let threads = options.block_threads();
     assert!(
         blocks > 0 && options.threads > 0 && threads.is_multiple_of(32) && threads <= 1024,
         "blocks are whole warps"
     );
+    let n = blocks * threads;
+    let stacks = stacks(n)?;
     let order = Order::new(blocks, options.threads, 32 * options.service_warps);
     let mbarrier = || Mbarrier {
         count: 0,
@@ -337,7 +360,6 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         task: None,
         n_tasks: 0,
     };
-    let n = blocks * threads;
     let thread = || Thread {
         wait: Wait::Ready,
         value: 0,
@@ -369,8 +391,7 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
         report: Report::default(),
     };
     let mut lanes: Vec<Lane> = Vec::with_capacity(n as usize);
-    for _ in 0..n {
-        let stack = DefaultStack::new(STACK_BYTES).expect("memory for the simulated threads' stacks");
+    for stack in stacks {
         let body = &body;
         let run = move |yielder: &Yielder<(), ()>, ()| {
             with(|world| world.threads[world.current as usize].yielder = yielder);
@@ -382,16 +403,42 @@ pub fn launch(options: &Options, allocations: Vec<Allocation>, body: impl Fn()) 
     }
     WORLD.set(&raw mut world);
     let running = Running;
-    let outcome = drive(&mut lanes);
+    let outcome = drive(&mut lanes, host);
     // Threads that have not ended are unwound now.
     drop(lanes);
     drop(running);
     outcome.map(|()| Report { read: world.global.read(), ..world.report })
 }
 
-fn drive(lanes: &mut [Lane]) -> Result<(), Box<SimtError>> {
+/// A stack for each of `n` threads.
+fn stacks(n: u32) -> Result<Vec<DefaultStack>, Box<SimtError>> {
+    let refusal =
+        |what| Box::new(SimtError { wrong: Wrong::NoStacks, what, block: 0, thread: 0, task: None, at: None });
+    let needed = 2 * u64::from(n) + OTHER_MAPPINGS;
+    // Asked before: a process that has all the mappings it may can fail in any allocation.
+    let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+    if let Some(limit) = limit.and_then(|text| text.trim().parse::<u64>().ok()).filter(|limit| needed > *limit) {
+        return Err(refusal(format!(
+            "the stacks of {n} simulated threads need {needed} mappings of memory, and a process may have {limit} here: \
+             simulate fewer SMs (--threads), or raise the limit (sysctl -w vm.max_map_count={needed})"
+        )));
+    }
+    let stack = |made| {
+        DefaultStack::new(STACK_BYTES).map_err(|error| {
+            let kib = STACK_BYTES >> 10;
+            refusal(format!(
+                "there is no memory for the stacks of {n} simulated threads, {kib} KiB each: after {made} of them, {error}; \
+                 simulate fewer SMs (--threads)"
+            ))
+        })
+    };
+    (0..n).map(stack).collect()
+}
+
+fn drive(lanes: &mut [Lane], mut host: impl FnMut()) -> Result<(), Box<SimtError>> {
     let mut jumps = 0;
     loop {
+        host();
         // Copies land when they like, but the sooner the longer others have nothing to do.
         with(|world| if world.queue.is_empty() || world.below(16) == 0 { world.land() } else { Ok(()) })?;
         let Some((warp, mut rounds)) = with(World::pick) else {
