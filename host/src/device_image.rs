@@ -11,6 +11,15 @@ pub struct DeviceImage {
     pub built_with: &'static str,
 }
 
+impl DeviceImage {
+    /// Major and minor version of the CUDA whose ptxas made the cubin.
+    pub fn cubin_cuda(&self) -> Option<(u32, u32)> {
+        let (_, version) = self.cubin.and(self.built_with.split_once("cuda_"))?;
+        let mut numbers = version.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().ok());
+        Some((numbers.next()??, numbers.next()??))
+    }
+}
+
 /// The device image; `None` when this library was built without a device toolchain (`./x setup` installs one).
 pub fn device_image() -> Option<DeviceImage> {
     include!(concat!(env!("OUT_DIR"), "/device_image.rs"))

@@ -1,6 +1,8 @@
 //! What users get wrong: one clear error, nothing written, nothing broken.
 
+use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
@@ -123,6 +125,75 @@ fn a_full_disk_leaves_no_file() {
     assert!(message.contains("/nonexistent/x"), "{message}");
 }
 
+/// What an option cannot do is refused in one line, or said, and never ignored in silence.
+#[test]
+fn options_without_effect_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let bert = temp.path().join("bert");
+    let source = SynthSource::Preset("tiny-bert");
+    synth(source, &bert, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let bert = bert.to_string_lossy().into_owned();
+    let text = fixture("tiny-qwen2").to_string_lossy().into_owned();
+    let trace = temp.path().join("t.json").to_string_lossy().into_owned();
+    let [embed, bench] = ["embed", "bench"].map(|verb| vec![verb, "--device", "cpu", "--model", &bert]);
+    let logits = vec!["logits", "--ids", "1", "--out", "/dev/null", "--model", &text];
+    for (verb, args, words) in [
+        (&embed, &["a", "--max-context", "0"][..], "--max-context 0 is for text models"),
+        (&embed, &["a", "--max-context", "1000000"], "up to 128 tokens"),
+        (&embed, &["a", "--exact"], "--exact is for text models"),
+        (&embed, &["a", "--quantize", "q8"], "q8 of a sentence model: expected a text model"),
+        (&bench, &["--quantize", "q8"], "q8 of a sentence model: expected a text model"),
+        (&bench, &["--max-context", "64"], "--max-context 64 is for text models"),
+        (&bench, &["--context", "100000"], "--context 100000: the model takes sentences of up to 128 tokens"),
+        (&bench, &["--trace", &trace], "--compare and --trace are for text models"),
+        (&bench, &["--compare"], "--compare and --trace are for text models"),
+        (&logits, &["--exact", "--device", "simt"], "--exact is for --device cpu or reference"),
+        (&logits, &["--exact", "--device", "ptx"], "--exact is for --device cpu or reference"),
+        (&logits, &["--exact", "--device", "cuda"], "--exact is for --device cpu or reference"),
+        (&vec!["bench", "--model", &text], &["--device", "simt"], "nothing to measure on --device simt"),
+    ] {
+        let output = perpetua(&[&verb[..], args].concat());
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{args:?}: {message}");
+        assert!(message.contains(words), "{message:?} should say {words:?}");
+    }
+    assert!(!Path::new(&trace).exists());
+    // A sentence is as long as the model takes, unless told otherwise.
+    let output = perpetua(&[&bench[..], &["--tokens", "1"]].concat());
+    assert!(String::from_utf8_lossy(&output.stdout).contains("sentence_tokens              128"));
+
+    let generate = |args: &[&str]| {
+        let verb = ["generate", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "2", "--model", &text];
+        let output = perpetua(&[&verb[..], args].concat());
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let line = "perpetua: without --temperature the likeliest token is taken: --top-p, --seed not used";
+    assert_eq!(generate(&["--top-p", "0.5", "--seed", "3"]).lines().next(), Some(line));
+    assert!(!generate(&["--top-p", "0.5", "--temperature", "0.5"]).contains("not used"));
+}
+
+/// More simulated SMs than this machine has room for stacks.
+#[cfg(target_os = "linux")]
+#[test]
+fn too_many_simulated_sms_are_refused_with_the_numbers() {
+    let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap();
+    // 96 threads of a worker, two mappings each.
+    let sms = limit.trim().parse::<usize>().unwrap() / 192 + 1;
+    if sms > 512 {
+        println!("skipped: this machine allows {} mappings, enough for all SMs", limit.trim());
+        return;
+    }
+    let model = fixture("tiny-qwen2").to_string_lossy().into_owned();
+    let args = ["logits", "--ids", "1", "--out", "/dev/null", "--device", "simt", "--model", &model, "--threads"];
+    let output = perpetua(&[&args[..], &[&sms.to_string()]].concat());
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+    for words in [&format!("{} simulated threads", 96 * sms), "vm.max_map_count", "--threads"] {
+        assert!(message.contains(words), "{message:?} should say {words:?}");
+    }
+}
+
 /// A link stays a link; what stands for something open is written to, never replaced; what cannot be written is said before
 /// any work is done.
 #[cfg(target_os = "linux")]
@@ -152,11 +223,21 @@ fn outputs_go_where_they_were_told_to() {
         assert_eq!((output.status.code(), message.lines().count(), output.stdout.len()), (Some(1), 1, 0), "{message}");
     }
     assert_eq!(std::fs::read_dir(temp.path()).unwrap().count(), 3, "no temporary file is left");
-    for args in [&["doctor"][..], &["plan", "--model", &model, "--target", "cpu:2"]] {
+    let bert = temp.path().join("bert");
+    let source = SynthSource::Preset("tiny-bert");
+    synth(source, &bert, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    let bert = bert.to_string_lossy().into_owned();
+    for args in [
+        &["doctor"][..],
+        &["plan", "--model", &model, "--target", "cpu:2"],
+        &["generate", "--model", &model, "--device", "cpu", "--prompt", "a", "--max-new-tokens", "2"],
+        &["embed", "--model", &bert, "--device", "cpu", "a"],
+    ] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
         let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).stdout(full).output().unwrap();
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+        assert_eq!(message.trim(), "perpetua: standard output: cannot write: no space left on device", "{args:?}");
     }
 }
 
@@ -240,7 +321,7 @@ fn batches_that_cannot_be_are_refused() {
     for (args, words) in [
         (&["--batch", "0"][..], "batch 0: expected 1 to 64"),
         (&["--batch", "65"], "batch 65: expected 1 to 64"),
-        (&["--batch", "2", "--device", "simt"], "GPU workers decode one sequence"),
+        (&["--batch", "2", "--device", "ptx"], "GPU workers decode one sequence"),
         (&["--batch", "64", "--max-context", "4096", "--tokens", "4096"], "the model has 4096"),
         (&["--batch", "2", "--max-context", "140"], "--max-context 140: --context and --tokens need 160 positions"),
     ] {

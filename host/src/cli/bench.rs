@@ -1,7 +1,9 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::loss::{self, Loss};
-use super::{ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, print, progress, warm, writable, write_whole};
+use super::{
+    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, print, progress, say, warm, writable, write_whole,
+};
 use perpetua::cuda::probe::Prober;
 use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
@@ -18,9 +20,9 @@ use std::time::{Duration, Instant};
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// Prompt tokens before the measured ones.
-    #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true)]
-    context: usize,
+    /// Prompt tokens before the measured ones, or tokens of a sentence [default: 128, or as many as the model takes].
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    context: Option<usize>,
     /// Tokens to measure (sentences, for an embedding model).
     #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true)]
     tokens: usize,
@@ -41,25 +43,47 @@ pub(crate) struct Args {
     trace: Option<PathBuf>,
 }
 
+/// Prompt tokens unless told otherwise.
+const CONTEXT: usize = 128;
+
 impl Args {
     /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace`.
     pub(super) fn of(model: ModelArgs, context: usize, tokens: usize, runs: usize, trace: PathBuf) -> Args {
+        let context = Some(context);
         Args { model, context, tokens, batch: None, runs, compare: true, json: None, trace: Some(trace) }
     }
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let Args { context, tokens, runs, .. } = *args;
+    let Args { tokens, runs, .. } = *args;
+    let context = args.context.unwrap_or(CONTEXT);
     if context == 0 || tokens == 0 || runs == 0 {
         return Err(format!("--context {context} --tokens {tokens} --runs {runs}: expected at least 1 of each").into());
+    }
+    if matches!(args.model.device, DeviceName::Simt) {
+        return Err("there is nothing to measure on --device simt: its launches are simulated as a whole, and their times mean \
+                    nothing (--device ptx goes through the steps of a benchmark, with times that mean nothing either)"
+            .into());
     }
     writable([&args.json, &args.trace].into_iter().flat_map(Option::as_deref))?;
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
     }
-    let figures =
+    if (args.compare || args.trace.is_some()) && !is_generator(&model) {
+        return Err("--compare and --trace are for text models, whose steps they are about".into());
+    }
+    let mut figures =
         if is_generator(&model) { generator(args, &model, &mut |_| Ok(()))? } else { embedder(args, &model)? };
+    if matches!(args.model.device, DeviceName::Ptx) {
+        figures["simulated"] = "a GPU that this machine simulates: its times and rates mean nothing".into();
+        say("the GPU is simulated: its times and rates mean nothing");
+    }
+    if let Some(share) = figures["share_of_bandwidth_percent"].as_f64().filter(|share| *share > 100.0) {
+        say(&format!(
+            "{share:.0} % of the bandwidth cannot be: this machine was busy with something else when the bandwidth was measured"
+        ));
+    }
     let mut text = String::new();
     lines(&figures, "", &mut text);
     print(&text)?;
@@ -193,18 +217,18 @@ pub(super) fn generator(
     keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
 ) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let vocab = model.config().vocab_size() as u64;
-    let needed = args.context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
+    let context = args.context.unwrap_or(CONTEXT);
+    let needed = context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
     if needed > model.max_tokens() {
         return Err(format!(
-            "--context {} --tokens {}: {needed} positions, the model has {}",
-            args.context,
+            "--context {context} --tokens {}: {needed} positions, the model has {}",
             args.tokens,
             model.max_tokens()
         )
         .into());
     }
-    if let Some(context) = args.model.max_context.filter(|context| *context < needed) {
-        return Err(format!("--max-context {context}: --context and --tokens need {needed} positions").into());
+    if let Some(most) = args.model.max_context.filter(|most| *most < needed) {
+        return Err(format!("--max-context {most}: --context and --tokens need {needed} positions").into());
     }
     let began = Instant::now();
     let traced = cuda::Options { n_trace: loss::TRACED, ..Default::default() };
@@ -223,7 +247,7 @@ pub(super) fn generator(
     let n_sequences = args.batch.unwrap_or(1);
     let id = |sequence: usize, i: usize| ((sequence * 613 + i) as u64 * 7919 % vocab) as u32;
     let prompts: Vec<Vec<u32>> =
-        (0..n_sequences).map(|sequence| (0..args.context).map(|i| id(sequence, i)).collect()).collect();
+        (0..n_sequences).map(|sequence| (0..context).map(|i| id(sequence, i)).collect()).collect();
     let prompt = &prompts[0];
     let n_workers = engine.resident().compiled().image.header().n_workers as usize;
     let before = bandwidth(&mut engine, model)?;
@@ -240,13 +264,13 @@ pub(super) fn generator(
     let runs = Run::several(args, &mut engine, &prompts)?;
     let run = &runs[runs.len() / 2];
     let after = bandwidth(&mut engine, model)?;
-    let read_tokens = n_sequences * (args.context - usize::from(args.batch.is_some()));
+    let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
     let decode: &perpetua::compile::Program = &programs[if args.batch.is_some() { programs.len() - 1 } else { 0 }];
     // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
     let bytes_at = |position| step_bytes(&programs[0], model, position, engine.context(), n_sequences);
     let (read, read_traced) =
-        (bytes_at(args.context + args.tokens / 2), bytes_at(args.context + TRACED_TOKENS.min(args.tokens) - 1));
+        (bytes_at(context + args.tokens / 2), bytes_at(context + TRACED_TOKENS.min(args.tokens) - 1));
     let bandwidth = before.max(after);
     let (tasks, events) = (decode.tasks.tasks.len(), decode.tasks.events.len());
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
@@ -270,7 +294,7 @@ pub(super) fn generator(
         "workers": n_workers,
         "load_s": load.as_secs_f64(),
         "compile_ms": compile.as_secs_f64() * 1e3,
-        "context": args.context,
+        "context": context,
         "prefill_tokens_per_s": read_tokens as f64 / run.prefill.as_secs_f64().max(1e-9),
         "step_ms_median": median * 1e3,
         "step_ms_p5": quantile(&run.steps, 0.05) * 1e3,
@@ -385,11 +409,16 @@ fn step_bytes(
 }
 
 fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    args.model.check_sentences(model)?;
+    let max = model.max_tokens();
+    if let Some(context) = args.context.filter(|context| *context > max) {
+        return Err(format!("--context {context}: the model takes sentences of up to {max} tokens").into());
+    }
     let began = Instant::now();
     let mut embedder = Embedder::new(model, &args.model.config(model, usize::MAX))?;
     warm(model)?;
     let load = began.elapsed();
-    let rows = args.context.min(model.max_tokens());
+    let rows = args.context.unwrap_or(CONTEXT).min(max);
     let vocab = model.config().vocab_size() as u64;
     let ids: Vec<u32> = (0..rows as u64).map(|i| (i * 7919 % vocab) as u32).collect();
     embedder.embed_ids(&ids)?;

@@ -1,6 +1,6 @@
 //! `perpetua embed`.
 
-use super::{Interrupted, ModelArgs, Outcome, interrupt_flag, progress, warm, writable, write_whole};
+use super::{Interrupted, ModelArgs, Outcome, interrupt_flag, progress, to_stdout, warm, writable, write_whole};
 use perpetua::Embedder;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -26,6 +26,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     writable(args.out.as_deref())?;
     let model = args.model.open()?;
     model.encoder()?;
+    args.model.check_sentences(&model)?;
     let mut embedder = Embedder::new(&model, &args.model.config(&model, usize::MAX))?;
     warm(&model)?;
     let bar = progress(args.texts.len() as u64, "embedding", "{msg} {bar:30} {pos}/{len} {eta}");
@@ -46,7 +47,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         out.flush()
     };
     match &args.out {
-        None => Ok(lines(&mut std::io::stdout().lock())?),
+        None => to_stdout(lines(&mut std::io::stdout().lock())),
         Some(path) if path.extension().is_some_and(|e| e == "json" || e == "jsonl") => write_whole(path, lines),
         Some(path) => {
             let flat: Vec<f32> = embeddings.iter().flatten().copied().collect();

@@ -2,22 +2,20 @@
 //! should and how fast. A record per section, as JSON.
 
 use super::group::{self, Group};
-use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, print, write_whole};
+use super::kernel_cases::{PRESETS, cases, uncovered};
+use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, plain, print, write_whole};
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::fake::{Fake, Options as FakeOptions, Runs};
 use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
-use perpetua::engine::{Resident, decoder_sources, sentence_sources};
+use perpetua::engine::Resident;
 use perpetua::exec::RunError;
-use perpetua::graph::kernel::Operator;
-use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
-use perpetua::model::decoder::{Cache, Head};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
-use perpetua_device::kernels::{GatedLinear, Linear, Numbered, Spec, TILED_ROWS, Use};
+use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample, TILED_ROWS};
 use perpetua_shared::control::End;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
-use perpetua_shared::{DType, EventId, Operand, ProgramId};
+use perpetua_shared::{EventId, Operand, ProgramId};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -141,7 +139,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         Err(error @ (GpuError::Driver(_) | GpuError::NoDevice)) => return Err(NoGpu(error.to_string()).into()),
         Err(error) => return Err(error.into()),
     };
-    std::fs::create_dir_all(&args.out).map_err(|error| format!("{}: {error}", args.out.display()))?;
+    std::fs::create_dir_all(&args.out).map_err(|error| {
+        format!("{}: cannot make this folder for the records: {}", args.out.display(), plain(&error))
+    })?;
     let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
     if let (true, &[section]) = (args.alone, sections) {
         group::follow();
@@ -167,7 +167,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
 fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn std::error::Error>> {
     let (name, path) = (section.name(), args.record(section));
     if path.exists() {
-        std::fs::remove_file(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        std::fs::remove_file(&path)
+            .map_err(|error| format!("{}: cannot remove the old record: {}", path.display(), plain(&error)))?;
     }
     let mut command = Command::new(std::env::current_exe()?);
     command.args(["gpu-check", &name, "--alone"]).arg("--out").arg(&args.out).arg("--fixtures").arg(&args.fixtures);
@@ -341,7 +342,8 @@ impl Check<'_> {
 
     fn synth_as_is(&self, preset: &str) -> Result<(tempfile::TempDir, Model), Box<dyn std::error::Error>> {
         let scratch = self.args.scratch.clone().unwrap_or_else(std::env::temp_dir);
-        let dir = tempfile::tempdir_in(&scratch).map_err(|error| format!("{}: {error}", scratch.display()))?;
+        let dir = tempfile::tempdir_in(&scratch)
+            .map_err(|error| format!("{}: cannot make a folder there: {}", scratch.display(), plain(&error)))?;
         let out = dir.path().join("model");
         synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))?;
         Ok((dir, Model::load(&out)?))
@@ -427,58 +429,22 @@ impl Check<'_> {
                 .map(|(kernel, (off, place))| ((*kernel).to_owned(), json!({"off": off, "in": place})))
                 .collect()
         };
-        for preset in ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"] {
+        for preset in PRESETS {
             let (_dir, model) = self.synth_as_is(preset)?;
-            // Rows of the pass, passes, and what is looked at. With every tensor an output nothing is fused or rounded, so
-            // decoding, a row at a time, looks at those alone that stay when it is, and so does a pass for the warpgroups.
-            let every = [1, 2, 7, 16, 40, 100].map(|rows| (rows, 1, Look::Every));
-            let mut cases = if self.args.simulated { vec![(7, 1, Look::Every)] } else { every.to_vec() };
-            if preset != "tiny-bert" {
-                cases.push((1, if self.args.simulated { 3 } else { 120 }, Look::Fused));
-                let many: &[usize] = if self.args.simulated { &[20] } else { &[20, 60, 128] };
-                cases.extend(many.iter().map(|rows| (*rows, 1, Look::Rounded)));
-            }
-            for (rows, passes, look) in cases {
-                let cache = Cache { dtype: DType::Bf16, context: 128, sequences: 1 };
-                let mut sources = match preset {
-                    "tiny-bert" => sentence_sources(&model, &[rows])?,
-                    _ => decoder_sources(&model, &[rows], cache, Head::AllLogits)?,
-                };
-                let mut names = Vec::new();
-                let graph = &mut sources[0].graph;
-                let ops: Vec<_> = graph.ops().cloned().collect();
-                for op in &ops {
-                    let Some(spec) = Spec::of(op.kernel.task_type) else { continue };
-                    for (slot, tensor) in spec.slots.iter().zip(&op.slots) {
-                        let Some(tensor) = tensor.filter(|_| slot.usage != Use::Read) else { continue };
-                        let written = &graph.table[tensor];
-                        let kind = &graph.table.buffers[written.buffer.idx()].kind;
-                        let is_seen = match look {
-                            Look::Every => matches!(kind, BufferKind::Intermediate | BufferKind::State),
-                            Look::Fused => stays_when_fused(&graph.table, &ops, op, tensor),
-                            Look::Rounded => !is_read_by_a_product(&graph.table, &ops, tensor),
-                        };
-                        if is_seen {
-                            let name = format!("check {} {}", op.name, slot.name);
-                            graph.output(&name, tensor);
-                            let kernel = match look {
-                                Look::Every => spec.name,
-                                Look::Fused => "decoding",
-                                Look::Rounded => "many rows",
-                            };
-                            names.push((name, op.name.clone(), kernel));
-                        }
-                    }
-                }
+            for case in cases(preset, self.args.simulated) {
+                let (rows, passes) = (case.rows, case.passes);
+                let (source, names) = case.source(&model)?;
                 let ids: Vec<u32> =
                     (0..(rows * passes) as u32).map(|i| (i * 7919 + 3) % model.config().vocab_size() as u32).collect();
                 let mut found = Vec::new();
+                let mut kernels = Vec::new();
                 for on_gpu in [false, true] {
-                    let sources = sources.clone();
+                    let sources = vec![source.clone()];
                     let mut resident = match on_gpu {
                         true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), &[], |_| {})?,
                         false => Resident::new(sources, &model, Device::Reference, None)?,
                     };
+                    kernels = names.iter().map(|name| name.figure(resident.compiled())).collect();
                     let at = |error| format!("{preset}, {rows} rows: {error}");
                     match passes {
                         1 => resident.run_tokens(ProgramId(0), &ids).map_err(at)?,
@@ -490,8 +456,9 @@ impl Check<'_> {
                     }
                     let values: Result<Vec<Vec<f32>>, EngineError> = names
                         .iter()
-                        .map(|(name, ..)| {
-                            let output = resident.output(ProgramId(0), name).ok_or(EngineError::Purpose("outputs"))?;
+                        .map(|name| {
+                            let output = resident.output(ProgramId(0), &name.output);
+                            let output = output.ok_or(EngineError::Purpose("outputs"))?;
                             let n = output.extent[0] as usize;
                             Ok(resident.read_f32(&flat(&output), rows.min(n))?)
                         })
@@ -499,12 +466,13 @@ impl Check<'_> {
                     found.push(values?);
                 }
                 let mut is_wrong = false;
-                for ((_, op, kernel), (expected, found)) in names.iter().zip(found[0].iter().zip(&found[1])) {
+                let values = found[0].iter().zip(&found[1]);
+                for ((name, kernel), (expected, found)) in names.iter().zip(kernels).zip(values) {
                     let scale = expected.iter().fold(1e-6f32, |max, x| max.max(x.abs()));
                     let off =
                         expected.iter().zip(found).map(|(e, f)| if f.is_finite() { (e - f).abs() } else { f32::MAX });
                     let off = f64::from(off.fold(0.0, f32::max) / scale);
-                    let place = format!("{preset}, {rows} rows, {op}");
+                    let place = format!("{preset}, {rows} rows, {}", name.op);
                     let tolerance = if rows > TILED_ROWS as usize { ROUNDED_TOLERANCE } else { KERNEL_TOLERANCE };
                     // What comes after it is wrong for that reason alone.
                     if off > tolerance && !std::mem::replace(&mut is_wrong, true) {
@@ -522,28 +490,62 @@ impl Check<'_> {
             return Err(wrong.join("; ").into());
         }
         let mut figures = figures_of(&worst);
-        // What chooses tokens writes no floats: the same draws as on the CPU.
-        let (_dir, model) = self.synth("tiny-qwen3")?;
-        let draws = [(0.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 1.0, 20), (0.8, 0.7, 0), (1.5, 0.9, 50)];
-        for (temperature, top_p, top_k) in draws.into_iter().take(if self.args.simulated { 2 } else { usize::MAX }) {
-            let n = if self.args.simulated { 2 } else { 16 };
-            let options = GenerateOptions { temperature, top_p, top_k, seed: 7, ..greedy_options(n) };
-            let mut made = Vec::new();
-            for device in [Device::Cpu, Device::Cuda] {
-                let config = EngineConfig { device, max_context: Some(64), chunks: vec![8], ..self.config() };
-                let mut engine = Engine::new(&model, &config)?;
-                let tokens = engine.generate(&[5, 6, 7, 8], &options)?.map(|token| token.map(|token| token.id));
-                made.push(tokens.collect::<Result<Vec<u32>, _>>()?);
-            }
-            let same = made[0].iter().zip(&made[1]).take_while(|(a, b)| a == b).count();
-            let what = format!("tokens, temperature {temperature}, top-p {top_p}, top-k {top_k}");
-            // A draw close to the edge between two tokens may fall on either side, sooner or later.
-            if same < n.min(4) {
-                return Err(format!("{what}: {:?}, on the CPU {:?}", made[1], made[0]).into());
-            }
-            figures.insert(what, json!({"made": n, "as_on_the_cpu": same}));
+        self.draws(&mut figures)?;
+        let missing = uncovered(|name| figures.contains_key(name));
+        if !missing.is_empty() {
+            return Err(format!("no figure for {}: the check is not whole", missing.join(", ")).into());
         }
         Ok(figures.into())
+    }
+
+    /// What chooses tokens writes no floats: the same tokens as on the CPU, and the same end. The largest logit is sought by an
+    /// operator of its own in the pass that ends a prompt; in those after it, by the head's product.
+    fn draws(&self, figures: &mut serde_json::Map<String, Value>) -> Outcome {
+        let (_dir, model) = self.synth("tiny-qwen3")?;
+        let engine = |device| {
+            let config = EngineConfig { device, max_context: Some(64), chunks: vec![8], ..self.config() };
+            Engine::new(&model, &config)
+        };
+        let mut engines = [engine(Device::Cpu)?, engine(Device::Cuda)?];
+        // How many tokens are the same from the first on.
+        let mut compare = |prompt: &[u32], options: &GenerateOptions, what: &str| {
+            let (mut made, mut ends) = (Vec::new(), Vec::new());
+            for engine in &mut engines {
+                let mut generation = engine.generate(prompt, options)?;
+                let tokens = generation.by_ref().map(|token| token.map(|token| token.id));
+                made.push(tokens.collect::<Result<Vec<u32>, _>>()?);
+                ends.push(generation.end());
+            }
+            let same = made[0].iter().zip(&made[1]).take_while(|(a, b)| a == b).count();
+            // A draw close to the edge between two tokens may fall on either side, sooner or later.
+            if same < options.max_new_tokens.min(4) || made[1].len() != options.max_new_tokens || ends[0] != ends[1] {
+                return Err(
+                    format!("{what}: {:?}, {:?}; on the CPU {:?}, {:?}", made[1], ends[1], made[0], ends[0]).into()
+                );
+            }
+            Ok::<usize, Box<dyn std::error::Error>>(same)
+        };
+        let n = if self.args.simulated { 2 } else { 16 };
+        let figure = |(made, same): (usize, usize)| json!({"tokens_made": made, "as_on_the_cpu": same});
+        let (mut drawn, mut all) = ((0, 0), (0, 0));
+        let draws = [(0.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 1.0, 20), (0.8, 0.7, 0), (1.5, 0.9, 50)];
+        for (temperature, top_p, top_k) in draws.into_iter().take(if self.args.simulated { 2 } else { usize::MAX }) {
+            let options = GenerateOptions { temperature, top_p, top_k, seed: 7, ..greedy_options(n) };
+            let what = format!("tokens, temperature {temperature}, top-p {top_p}, top-k {top_k}");
+            let same = compare(&[5, 6, 7, 8], &options, &what)?;
+            figures.insert(what, figure((n, same)));
+            all = (all.0 + n, all.1 + same);
+            if temperature > 0.0 {
+                drawn = (drawn.0 + n, drawn.1 + same);
+            }
+        }
+        for prompt in 0..n as u32 {
+            compare(&[17 * prompt, 6, 7, 8], &greedy_options(1), "a prompt's first token")?;
+        }
+        figures.insert(ArgmaxPartial::NAME.to_owned(), figure((n, n)));
+        figures.insert(Sample::NAME.to_owned(), figure(drawn));
+        figures.insert(Advance::NAME.to_owned(), figure(all));
+        Ok(())
     }
 
     fn fixtures(&self) -> Figures {
@@ -552,7 +554,7 @@ impl Check<'_> {
             let dir = self.args.fixtures.join(name);
             let model = Model::load(&dir)?;
             let path = self.args.fixtures.join(format!("{name}.expected.safetensors"));
-            let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+            let bytes = std::fs::read(&path).map_err(|error| format!("{}: {}", path.display(), plain(&error)))?;
             let file = SafeTensors::deserialize(&bytes)?;
             let (mut kl, mut positions, mut same, mut judged) = (0.0, 0, 0, 0);
             let n_cases = if self.args.simulated { 1 } else { usize::MAX };
@@ -636,6 +638,17 @@ impl Check<'_> {
         note("the host says stop", began, format!("{end:?} after {made} tokens"))?;
 
         let began = Instant::now();
+        let late = GenerateOptions { max_time: Some(Duration::ZERO), ..greedy_options(50) };
+        let mut generation = engine.generate(&prompt, &late)?;
+        let made = generation.by_ref().map(|token| token.map(|_| 1)).sum::<Result<usize, _>>()?;
+        let end = generation.end();
+        drop(generation);
+        if end != Some(End::Deadline) && made < 50 {
+            return Err(format!("with its time over, it ended with {end:?} after {made} tokens").into());
+        }
+        note("a deadline", began, format!("{end:?} after {made} tokens"))?;
+
+        let began = Instant::now();
         // Past the engine, which would refuse it before the GPU sees it.
         match engine.resident_mut().run_tokens(ProgramId(1), &[1, u32::MAX]) {
             Err(error @ RunError::TokenOutOfRange { .. }) => {
@@ -651,13 +664,7 @@ impl Check<'_> {
         let hogs = self.hog()?;
         let began = Instant::now();
         let refused = Engine::new(&model, &config);
-        {
-            let _entered = self.gpu.enter()?;
-            for hog in hogs {
-                // SAFETY: allocated above, used by nobody.
-                unsafe { self.gpu.driver().free(hog)? };
-            }
-        }
+        self.release(hogs)?;
         match refused {
             Err(error @ EngineError::Gpu(_)) => note("too little memory", began, error.to_string())?,
             Err(error) => return Err(error.into()),
@@ -679,6 +686,17 @@ impl Check<'_> {
             }
         }
         Ok(hogs)
+    }
+
+    /// Gives back what [`Check::hog`] took.
+    #[allow(unsafe_code, reason = "device memory of its own")]
+    fn release(&self, hogs: Vec<DevicePtr>) -> Result<(), CudaError> {
+        let _entered = self.gpu.enter()?;
+        for hog in hogs {
+            // SAFETY: allocated by `hog`, freed once, used by nobody.
+            unsafe { self.gpu.driver().free(hog)? };
+        }
+        Ok(())
     }
 
     fn long(&self) -> Figures {
@@ -827,34 +845,4 @@ fn ids(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<u32>, Box<
 fn floats(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
     let tensor = file.tensor(&format!("case{case}.{what}"))?;
     Ok(tensor.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
-}
-
-/// Which intermediates are outputs, to be compared.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Look {
-    /// All.
-    Every,
-    /// Those that stay when operators over one row are fused.
-    Fused,
-    /// Those that stay f32 when a product of many rows would round them.
-    Rounded,
-}
-
-/// Whether one of `ops` is a product of `tensor`'s buffer, which with many rows is bf16 then.
-fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId) -> bool {
-    let is_product = |op: &&Operator| matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE);
-    let of = table[tensor].buffer;
-    ops.iter().filter(is_product).any(|op| op.slots[0].is_some_and(|x| table[x].buffer == of))
-}
-
-/// Whether `op`, one of `ops`, is a product whose result `tensor` is what it wrote at the end of the pass, fused or not: nobody
-/// turns it in place.
-fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor: TensorId) -> bool {
-    let is_turned = |op: &Operator| {
-        let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
-        let mut slots = slots.iter().zip(&op.slots);
-        let same = |t: &Option<TensorId>| t.is_some_and(|t| table[t].buffer == table[tensor].buffer);
-        slots.any(|(slot, t)| slot.usage == Use::Update && same(t))
-    };
-    matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE) && !ops.iter().any(is_turned)
 }

@@ -1,7 +1,7 @@
 //! Command line: arguments, what verbs share, exit status.
 //!
-//! 0: done. 1: the request failed, one line on stderr says why. 2: bad usage. 130: stopped by Ctrl-C; what was made until
-//! then has been printed. Machine output goes to stdout or the named file, everything else to stderr; progress bars only
+//! 0: done. 1: the request failed, one line on stderr says why. 2: bad usage. 3: there is no GPU to check. 130: stopped by
+//! Ctrl-C; what was made until then has been printed. Machine output goes to stdout or the named file, everything else to stderr; progress bars only
 //! on a terminal.
 
 mod bench;
@@ -9,7 +9,9 @@ mod doctor;
 mod embed;
 mod generate;
 mod gpu_check;
+#[allow(unsafe_code, reason = "process groups and signals")]
 mod group;
+mod kernel_cases;
 mod logits;
 mod loss;
 mod pack;
@@ -151,7 +153,7 @@ struct ModelArgs {
     /// Positions of the KV cache [default: what the request needs].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_context: Option<usize>,
-    /// On the CPU, read prompts with the bits that their tokens give one by one: without matrix units (AMX), which are faster.
+    /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX), which are faster.
     #[arg(long)]
     exact: bool,
     /// The GPU, when it is not the system's first.
@@ -174,12 +176,32 @@ impl ModelArgs {
     }
 
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
+        if self.exact && matches!(self.device, DeviceName::Cuda | DeviceName::Simt | DeviceName::Ptx) {
+            return Err(
+                "--exact is for --device cpu or reference: a GPU multiplies the rows of a prompt in bf16".into()
+            );
+        }
         let model = load(&self.model)?;
         let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
         let bar = progress(model.weights()?.size_bytes() as u64, "quantizing", BYTES_BAR);
         let model = model.quantize(Quantize::Q8, |bytes| bar.inc(bytes))?;
         bar.finish_and_clear();
         Ok(model)
+    }
+
+    /// Refuses what only text models have, for a sentence model; quantising it has been.
+    fn check_sentences(&self, model: &Model) -> Outcome {
+        if let Some(context) = self.max_context {
+            let max = model.max_tokens();
+            return Err(format!(
+                "--max-context {context} is for text models, which have a KV cache: this one takes up to {max} tokens"
+            )
+            .into());
+        }
+        if self.exact {
+            return Err("--exact is for text models: a sentence is read in one pass".into());
+        }
+        Ok(())
     }
 
     /// An engine's configuration for a request of `positions` tokens in all.
@@ -352,6 +374,7 @@ fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Resul
 
 /// A temporary file is private; what is left for the user has the mode their umask gives.
 #[cfg(target_os = "linux")]
+#[allow(unsafe_code, reason = "the process's umask")]
 fn set_default_mode(file: &std::fs::File) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     // SAFETY: umask only swaps a number of this process; it is put back at once.

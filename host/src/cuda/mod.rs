@@ -9,11 +9,13 @@ pub mod driver;
 pub mod fake;
 pub mod libcuda;
 pub mod probe;
+mod ptx_isa;
 mod upload;
 
 use crate::device_image::device_image;
 use driver::{Context, CudaError, DeviceInfo, Driver, Module, Stream};
 use libcuda::{LibCuda, OpenError};
+pub use ptx_isa::PtxIsa;
 use std::sync::{Arc, OnceLock};
 pub(crate) use upload::{Piece, upload};
 

@@ -1,0 +1,259 @@
+//! What `gpu-check kernels` runs: small networks, and which of their intermediates it compares. Together they have every macro
+//! kernel ([`uncovered`]).
+
+use perpetua::EngineError;
+use perpetua::Model;
+use perpetua::compile::{Compiled, Source};
+use perpetua::engine::{decoder_sources, sentence_sources};
+use perpetua::graph::kernel::{GraphError, KernelGraph, Operator};
+use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
+use perpetua::model::decoder::{BuildError, Cache, Head};
+use perpetua_device::kernels::elementwise::Function;
+use perpetua_device::kernels::linear::Activation;
+use perpetua_device::kernels::{Attention, GatedLinear, Linear, Numbered, SPECS, Spec, Use};
+use perpetua_shared::DType;
+
+/// The networks' sizes and weights: presets of `synth`.
+pub(super) const PRESETS: [&str; 5] = ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"];
+
+/// A pass over a network.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Case {
+    network: Network,
+    /// Rows of the pass.
+    pub(super) rows: usize,
+    /// How often it is run, over the tokens that follow.
+    pub(super) passes: usize,
+    look: Look,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Network {
+    /// The model's, with a cache for so many positions.
+    Model { context: usize },
+    /// Operators that the models' passes have not, or not as something to look at.
+    Others,
+}
+
+/// Which intermediates are outputs, to be compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Look {
+    /// All.
+    Every,
+    /// Those that stay when operators over one row are fused.
+    Fused,
+    /// What attention found, when the rotation is part of it.
+    Attended,
+    /// Those that stay f32 when a product of many rows would round them.
+    Rounded,
+}
+
+/// An intermediate to compare.
+#[derive(Clone, Debug)]
+pub(super) struct Named {
+    /// The output's name.
+    pub(super) output: String,
+    /// The operator's that writes it.
+    pub(super) op: String,
+    /// What it is a figure of; `None`: of the macro kernel that the compiler has it written by.
+    of: Option<&'static str>,
+}
+
+/// What is run with `preset`'s model; on a simulated GPU, of 4 SMs, less.
+pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
+    let whole = Network::Model { context: 128 };
+    let case = |network, rows: usize, passes, look| Case { network, rows, passes, look };
+    // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that stay when
+    // it is, and so does a pass for the warpgroups.
+    let every: &[usize] = if is_simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };
+    let mut cases: Vec<Case> = every.iter().map(|rows| case(whole, *rows, 1, Look::Every)).collect();
+    if preset == "tiny-bert" {
+        return cases;
+    }
+    cases.push(case(whole, 1, if is_simulated { 3 } else { 120 }, Look::Fused));
+    let many: &[usize] = if is_simulated { &[20] } else { &[20, 60, 128] };
+    cases.extend(many.iter().map(|rows| case(whole, *rows, 1, Look::Rounded)));
+    // A short cache is not split among workers; of a longer one each has a share, where there are as many workers as that.
+    if preset == "tiny-llama" || !is_simulated {
+        let short = Network::Model { context: 64 };
+        cases.push(case(short, 1, if is_simulated { 3 } else { 60 }, Look::Attended));
+        cases.push(case(whole, 1, if is_simulated { 3 } else { 120 }, Look::Attended));
+    }
+    if preset == "tiny-qwen3" {
+        cases.extend(every.iter().map(|rows| case(Network::Others, *rows, 1, Look::Every)));
+    }
+    cases
+}
+
+impl Case {
+    /// The graph, and which of its outputs are to be compared.
+    pub(super) fn source(&self, model: &Model) -> Result<(Source, Vec<Named>), EngineError> {
+        let mut source = match self.network {
+            Network::Model { context } => {
+                let cache = Cache { dtype: DType::Bf16, context, sequences: 1 };
+                let sources = match model.decoder() {
+                    Ok(_) => decoder_sources(model, &[self.rows], cache, Head::AllLogits)?,
+                    Err(_) => sentence_sources(model, &[self.rows])?,
+                };
+                sources.into_iter().next().ok_or(EngineError::Purpose("a pass"))?
+            }
+            Network::Others => {
+                Source { name: "others".to_owned(), graph: others(model, self.rows)?, in_token_loop: false }
+            }
+        };
+        let names = self.look_at(&mut source.graph);
+        Ok((source, names))
+    }
+
+    fn look_at(&self, graph: &mut KernelGraph) -> Vec<Named> {
+        let mut names = Vec::new();
+        let ops: Vec<Operator> = graph.ops().cloned().collect();
+        for op in &ops {
+            let Some(spec) = Spec::of(op.kernel.task_type) else { continue };
+            for (slot, tensor) in spec.slots.iter().zip(&op.slots) {
+                let Some(tensor) = tensor.filter(|_| slot.usage != Use::Read) else { continue };
+                let kind = &graph.table.buffers[graph.table[tensor].buffer.idx()].kind;
+                let is_seen = match self.look {
+                    Look::Every => matches!(kind, BufferKind::Intermediate | BufferKind::State),
+                    Look::Fused => stays_when_fused(&graph.table, &ops, op, tensor),
+                    Look::Attended => op.kernel.task_type == Attention::TASK_TYPE,
+                    Look::Rounded => !is_read_by_a_product(&graph.table, &ops, tensor),
+                };
+                if is_seen {
+                    let output = format!("check {} {}", op.name, slot.name);
+                    graph.output(&output, tensor);
+                    let of = match self.look {
+                        Look::Every => Some(spec.name),
+                        Look::Fused => Some("decoding"),
+                        Look::Attended => None,
+                        Look::Rounded => Some("many rows"),
+                    };
+                    names.push(Named { output, op: op.name.clone(), of });
+                }
+            }
+        }
+        names
+    }
+}
+
+impl Named {
+    /// What its figure is called where the pass was compiled to `compiled`.
+    pub(super) fn figure(&self, compiled: &Compiled) -> &'static str {
+        self.of.or_else(|| writer(compiled, &self.output)).unwrap_or("nobody")
+    }
+}
+
+/// Element-wise functions, and the row that a prompt's pass ends with.
+fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
+    let (name, config) = ("model.embed_tokens.weight", model.decoder()?);
+    let shape = [config.vocab_size, config.hidden_size];
+    let dtype = model.weights()?.expect(name, &shape)?.dtype;
+    let build = || -> Result<KernelGraph, GraphError> {
+        let mut graph = KernelGraph::with_rows(rows as u32);
+        let tokens = graph.tokens(128)?;
+        let table = graph.weight(name, &shape, dtype)?;
+        let x = graph.embedding("embed", tokens, table, None, None)?;
+        let sum = graph.elementwise("add", Function::Add, Activation::None, x, Some(x))?;
+        let active = graph.elementwise("activate", Function::Activate, Activation::Gelu, sum, None)?;
+        let product = graph.elementwise("mul", Function::Mul, Activation::None, active, Some(x))?;
+        let gated = graph.elementwise("activate_mul", Function::ActivateMul, Activation::Silu, sum, Some(product))?;
+        graph.select_row("last_row", gated)?;
+        Ok(graph)
+    };
+    Ok(build().map_err(BuildError::from)?)
+}
+
+/// The macro kernel whose task writes the output called `name` last.
+fn writer(compiled: &Compiled, name: &str) -> Option<&'static str> {
+    let (_, output) = compiled.programs[0].outputs.iter().find(|(known, _)| known == name)?;
+    let view = compiled.image.view();
+    let program = view.programs[0];
+    let tasks = &view.tasks[program.task_first as usize..][..program.task_count as usize];
+    let specs = tasks.iter().rev().filter_map(|task| Some((task, Spec::of(task.task_type)?)));
+    // The first of its tasks begins where the tensor does.
+    let mut writes = specs.filter(|(task, spec)| {
+        let mut operands = spec.slots.iter().zip(view.operands(task));
+        operands.any(|(slot, operand)| {
+            slot.usage != Use::Read && (operand.binding, operand.offset_bytes) == (output.binding, output.offset_bytes)
+        })
+    });
+    writes.next().map(|(_, spec)| spec.name)
+}
+
+/// Macro kernels that `has` no figure of.
+pub(super) fn uncovered(has: impl Fn(&str) -> bool) -> Vec<&'static str> {
+    SPECS.iter().map(|spec| spec.name).filter(|name| !has(name)).collect()
+}
+
+/// Whether one of `ops` is a product of `tensor`'s buffer, which with many rows is bf16 then.
+fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId) -> bool {
+    let is_product = |op: &&Operator| matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE);
+    let of = table[tensor].buffer;
+    ops.iter().filter(is_product).any(|op| op.slots[0].is_some_and(|x| table[x].buffer == of))
+}
+
+/// Whether `op`, one of `ops`, is a product whose result `tensor` is what it wrote at the end of the pass, fused or not: nobody
+/// turns it in place.
+fn stays_when_fused(table: &TensorTable, ops: &[Operator], op: &Operator, tensor: TensorId) -> bool {
+    let is_turned = |op: &Operator| {
+        let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
+        let mut slots = slots.iter().zip(&op.slots);
+        let same = |t: &Option<TensorId>| t.is_some_and(|t| table[t].buffer == table[tensor].buffer);
+        slots.any(|(slot, t)| slot.usage == Use::Update && same(t))
+    };
+    matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE) && !ops.iter().any(is_turned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perpetua::compile::{Config, compile};
+    use perpetua::graph::lower::Target;
+    use perpetua::model::{SynthOptions, SynthSource, synth};
+    use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample};
+    use std::collections::BTreeSet;
+    use std::ops::ControlFlow;
+
+    /// What chooses tokens, judged by them.
+    const OF_TOKENS: [&str; 3] = [ArgmaxPartial::NAME, Sample::NAME, Advance::NAME];
+
+    fn model(preset: &str) -> (tempfile::TempDir, Model) {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let out = dir.path().join("model");
+        synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
+            .expect("a preset");
+        let model = Model::load(&out).expect("just written");
+        (dir, model)
+    }
+
+    /// Compiled as for the check, every macro kernel has an intermediate that is compared, or makes the tokens that are.
+    #[test]
+    fn every_macro_kernel_is_checked() {
+        for (is_simulated, sms) in [(true, 4), (false, 132)] {
+            let mut figures: BTreeSet<&str> = OF_TOKENS.into();
+            for preset in PRESETS {
+                let (_dir, model) = model(preset);
+                for case in cases(preset, is_simulated) {
+                    let (source, names) = case.source(&model).expect("a network");
+                    let compiled = compile(vec![source], &Config::new(Target::gpu(sms))).expect("it compiles");
+                    assert!(!names.is_empty(), "{preset}, {case:?}: nothing is compared");
+                    figures.extend(names.iter().map(|name| name.figure(&compiled)));
+                }
+            }
+            assert_eq!(uncovered(|name| figures.contains(name)), Vec::<&str>::new(), "on {sms} SMs");
+            assert!(!figures.contains("nobody"), "an output that no task writes");
+        }
+        // The tokens' kernels are in what makes them.
+        let (_dir, model) = model("tiny-qwen3");
+        let sources = decoder_sources(&model, &[8], Cache::bf16(64), Head::Sample).expect("a network");
+        let compiled = compile(sources, &Config::new(Target::gpu(4))).expect("it compiles");
+        let run: BTreeSet<&str> =
+            compiled.image.view().tasks.iter().filter_map(|task| Some(Spec::of(task.task_type)?.name)).collect();
+        assert!(OF_TOKENS.iter().all(|name| run.contains(name)), "{run:?}");
+    }
+
+    #[test]
+    fn a_macro_kernel_without_a_figure_is_named() {
+        assert_eq!(uncovered(|name| name != "pool"), ["pool"]);
+    }
+}
