@@ -3,10 +3,15 @@
 //! A model becomes a kernel graph, each operator is cut into a thread-block graph, blocks become tasks joined by events,
 //! tasks get workers, times and addresses, all of it is written as one image, and an executor runs the image.
 
+// Where it is allowed, each block carries its proof.
+#![deny(unsafe_code)]
+
 pub mod compile;
+#[allow(unsafe_code, reason = "the driver's functions")]
 pub mod cuda;
 pub mod device_image;
 pub mod engine;
+#[allow(unsafe_code, reason = "memory that tasks share in the order of their events")]
 pub mod exec;
 pub mod graph;
 pub mod image;

@@ -26,6 +26,7 @@ pub mod qwen3;
 pub mod sentence;
 pub mod synth;
 pub mod tokenizer;
+#[allow(unsafe_code, reason = "the mapping of files")]
 pub mod weights;
 
 use std::collections::HashSet;
