@@ -149,14 +149,17 @@ fn bench_measures_a_small_model() {
     let temp = tempfile::tempdir().unwrap();
     let json = temp.path().join("bench.json");
     let model = fixture("tiny-qwen2");
-    perpetua(&["bench", "--model", &model, "--context", "16", "--tokens", "8", "--json", &json.to_string_lossy()]);
+    let args = ["--context", "16", "--tokens", "8", "--threads", "2", "--json", &json.to_string_lossy()];
+    perpetua(&[&["bench", "--model", &model][..], &args].concat());
     let figures: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(json).unwrap()).unwrap();
-    for key in ["step_ms_median", "share_of_bandwidth_percent", "prefill_tokens_per_s", "compile_ms"] {
+    for key in ["step_ms_median", "share_of_bandwidth_percent", "prefill_tokens_per_s", "compile_ms", "event_ns"] {
         assert!(figures[key].as_f64().unwrap() > 0.0, "{key}: {figures}");
     }
     assert!(figures.get("sequences").is_none());
     let args = ["bench", "--model", &model, "--context", "9", "--tokens", "1", "--batch", "3", "--max-context", "64"];
+    let args = [&args[..], &["--threads", "1"]].concat();
     let printed = String::from_utf8(perpetua(&args).stdout).unwrap();
+    assert!(!printed.contains("event_ns"), "one worker waits for nobody: {printed}");
     let figure = |name: &str| -> f64 {
         let line = printed.lines().find(|line| line.split_whitespace().next() == Some(name));
         let line = line.unwrap_or_else(|| panic!("no {name} in {printed}"));
@@ -167,7 +170,18 @@ fn bench_measures_a_small_model() {
     assert!((figure("tokens_per_s") - 3.0 * figure("tokens_per_s_each")).abs() <= 0.003 * figure("tokens_per_s"));
     assert!(figure("share_of_bandwidth_percent") > 0.0 && figure("prefill_tokens_per_s") > 0.0);
     assert!(figure("times_alone") > 0.0);
-    perpetua(&["doctor"]);
+}
+
+/// Not more than a control group's quota of CPU time lasts for, which the standard library knows too.
+#[test]
+fn doctor_counts_the_workers_there_are_by_default() {
+    let printed = String::from_utf8(perpetua(&["doctor"]).stdout).unwrap();
+    let cores = printed.lines().find_map(|line| line.strip_prefix("cores")).unwrap();
+    let n = std::thread::available_parallelism().unwrap().to_string();
+    assert_eq!(cores.split_whitespace().next(), Some(&n[..]), "{printed}");
+    let config = perpetua::EngineConfig { device: perpetua::Device::Cpu, ..Default::default() };
+    let engine = perpetua::Engine::new(&perpetua::Model::load(fixture("tiny-qwen2")).unwrap(), &config).unwrap();
+    assert_eq!(engine.resident().compiled().image.header().n_workers.to_string(), n);
 }
 
 #[test]

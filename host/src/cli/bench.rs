@@ -8,7 +8,7 @@ use perpetua::cuda::probe::Prober;
 use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
 use perpetua::exec::operators::operators;
-use perpetua::exec::threads::allowed_cores;
+use perpetua::exec::threads::usable_cores;
 use perpetua::{Embedder, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
@@ -250,7 +250,7 @@ pub(super) fn generator(
         (0..n_sequences).map(|sequence| (0..context).map(|i| id(sequence, i)).collect()).collect();
     let prompt = &prompts[0];
     let n_workers = engine.resident().compiled().image.header().n_workers as usize;
-    let before = bandwidth(&mut engine, model)?;
+    let (before, event_before) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
     warm_up(args, &mut engine, prompt)?;
     // What a batch is compared with: as many steps, of which reading the prompt is none.
     let alone = match args.batch {
@@ -263,7 +263,7 @@ pub(super) fn generator(
     };
     let runs = Run::several(args, &mut engine, &prompts)?;
     let run = &runs[runs.len() / 2];
-    let after = bandwidth(&mut engine, model)?;
+    let (after, event_after) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
     let decode: &perpetua::compile::Program = &programs[if args.batch.is_some() { programs.len() - 1 } else { 0 }];
@@ -310,6 +310,9 @@ pub(super) fn generator(
         "memory_beside_weights": bytes(owned),
         "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
     });
+    if let Some(event) = event_before.into_iter().chain(event_after).min() {
+        figures["event_ns"] = (event.as_nanos() as u64).into();
+    }
     if runs.len() > 1 {
         figures["step_ms_of_runs"] = json!(spread(&runs));
     }
@@ -474,7 +477,7 @@ fn read_bandwidth(model: &Model, n_threads: usize) -> Result<f64, Box<dyn std::e
     let tensors: Vec<&[u8]> = weights.names().filter_map(|name| model.bytes(name)).collect();
     let total: usize = tensors.iter().map(|tensor| tensor.len()).sum();
     // Every tensor is cut into a piece per thread, so that the pieces of a thread are as many bytes as another's.
-    let n_threads = n_threads.clamp(1, allowed_cores().len().max(1));
+    let n_threads = n_threads.clamp(1, usable_cores());
     let pieces = |thread: usize| {
         tensors.iter().map(move |tensor| {
             let piece = tensor.len().div_ceil(n_threads);

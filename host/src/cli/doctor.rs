@@ -5,7 +5,7 @@ use perpetua::cuda::driver::{DeviceInfo, Driver};
 use perpetua::cuda::{self, PtxIsa};
 use perpetua::device_image::{DeviceImage, device_image};
 use perpetua::exec::memory::available_bytes;
-use perpetua::exec::threads::allowed_cores;
+use perpetua::exec::threads::{allowed_cores, usable_cores};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {}
@@ -14,7 +14,11 @@ pub(crate) fn run(_: &Args) -> Outcome {
     let mut rows = Rows::default();
     let mut row = |what: &str, found: String| rows.row(what, found);
     row("perpetua", env!("CARGO_PKG_VERSION").to_owned());
-    row("cores", format!("{} usable by this process", allowed_cores().len()));
+    let quota = match allowed_cores().len() {
+        n if n > usable_cores() => format!(": a control group grants it no more time, on {n} cores"),
+        _ => String::new(),
+    };
+    row("cores", format!("{} usable by this process{quota}", usable_cores()));
     row("CPU features", perpetua_device::cpu::simd::Isa::best().name().to_owned());
     match available_bytes() {
         Some(n) => row("memory", format!("{} available", bytes(n))),

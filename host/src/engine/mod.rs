@@ -28,6 +28,7 @@ use crate::compile::{CompileError, Source};
 use crate::cuda::{Gpu, GpuError};
 use crate::exec::cuda::CudaNewError;
 use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
+use crate::exec::threads::Pinning;
 use crate::exec::{RunError, cuda};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
@@ -136,8 +137,10 @@ pub enum Device {
 pub struct EngineConfig {
     /// Where it runs.
     pub device: Device,
-    /// CPU workers, `None`: one per core this process may use; SMs of a GPU, `None`: all; or simulated SMs, `None`: 4.
+    /// CPU workers, `None`: one per core this process may use, no more than a quota of CPU time lasts for; SMs of a GPU, `None`: all; or simulated SMs, `None`: 4.
     pub threads: Option<usize>,
+    /// Where CPU workers run.
+    pub pinning: Pinning,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_MAX_CONTEXT`].
     pub max_context: Option<usize>,
     /// Compile passes that give every row's logits instead of passes that choose tokens.

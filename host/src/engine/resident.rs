@@ -60,7 +60,7 @@ impl Resident {
         options: threads::Options,
         just_in_time: &[String],
     ) -> Result<Resident, EngineError> {
-        let n_workers = workers(n_threads, threads::allowed_cores().len(), perpetua_shared::limits::MAX_WORKERS)?;
+        let n_workers = workers(n_threads, threads::usable_cores(), perpetua_shared::limits::MAX_WORKERS)?;
         Resident::at(sources, weights, Place::Cpu { n_workers, options }, just_in_time, |_| {})
     }
 
@@ -104,13 +104,8 @@ impl Resident {
                 let (memory, options) = (Memory::new(&compiled, weights)?, simt::Options::default());
                 Executor::Simt(Box::new(simt::Simt::new(compiled.image.clone(), memory, options)))
             }
-            Place::Cpu { n_workers, mut options } => {
+            Place::Cpu { options, .. } => {
                 let memory = Memory::new(&compiled, weights)?;
-                let cores = threads::allowed_cores();
-                // More workers than cores: the scheduler places them better than a list could.
-                if options.cores.is_empty() && n_workers as usize <= cores.len() {
-                    options.cores = cores;
-                }
                 Executor::Threads(
                     threads::Threads::new(compiled.image.clone(), memory, options).map_err(EngineError::Threads)?,
                 )
@@ -301,6 +296,14 @@ impl Resident {
             Executor::Threads(threads) => threads.owned_bytes(),
             Executor::Reference(reference) => reference.memory().owned_bytes(),
             Executor::Simt(simt) => simt.memory().owned_bytes(),
+    /// See [`Threads::event_cost`](threads::Threads::event_cost); `None` on what is not CPU threads, too.
+    pub fn event_cost(&mut self) -> Option<Duration> {
+        match &mut self.executor {
+            Executor::Threads(threads) => threads.event_cost(),
+            Executor::Reference(_) | Executor::Simt(_) | Executor::Cuda(_) => None,
+        }
+    }
+
             Executor::Cuda(cuda) => cuda.owned_bytes(),
         }
     }
@@ -358,8 +361,9 @@ impl Place {
     pub(super) fn of(config: &EngineConfig) -> Result<Place, EngineError> {
         let max = perpetua_shared::limits::MAX_WORKERS;
         let cpu = || {
-            let n_workers = workers(config.threads, threads::allowed_cores().len(), max)?;
-            Ok(Place::Cpu { n_workers, options: threads::Options::default() })
+            let n_workers = workers(config.threads, threads::usable_cores(), max)?;
+            let options = threads::Options { pinning: config.pinning.clone(), ..threads::Options::default() };
+            Ok(Place::Cpu { n_workers, options })
         };
         let on = |gpu: Gpu| {
             let n_sms = gpu.info().n_sms as usize;

@@ -13,11 +13,16 @@
 //! fault; so does one whose body fails or panics; the others see the flag in their next wait, everyone leaves the loop,
 //! and the host gets the fault by name. After a fault the counters are zeroed, so the executor can be used again.
 
+mod cores;
+
+pub use cores::{Pinning, allowed_cores, usable_cores};
+
 use super::memory::Memory;
 use super::{RunError, check_sequences};
 use crate::image::Image;
 use crate::schedule::machine::Machine;
 use crate::schedule::prefetch::{self, Reads, Stream};
+use cores::{Claim, pin};
 use perpetua_device::advance::step_of;
 use perpetua_device::cpu::Scratch;
 use perpetua_device::cpu::ahead::Ahead;
@@ -44,8 +49,8 @@ use std::time::{Duration, Instant};
 pub struct Options {
     /// How long a worker waits while nothing at all happens before it calls that a stall.
     pub timeout: Duration,
-    /// Cores to pin workers to, in order; empty: the scheduler's choice.
-    pub cores: Vec<usize>,
+    /// Where workers run.
+    pub pinning: Pinning,
     /// For tests: before each task a worker dawdles for a while that depends on this seed, the task and the iteration,
     /// so that tasks meet in orders that an idle machine would hardly show.
     pub dawdle: Option<u64>,
@@ -53,7 +58,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { timeout: Duration::from_secs(60), cores: Vec::new(), dawdle: None }
+        Options { timeout: Duration::from_secs(60), pinning: Pinning::Apart, dawdle: None }
     }
 }
 
@@ -62,6 +67,16 @@ impl Default for Options {
 #[derive(Debug, Default)]
 struct Counter(AtomicU32);
 
+/// What workers tell each other by, and how they wait for it.
+#[derive(Debug)]
+struct Counters {
+    words: Box<[Counter]>,
+    /// Set with the first fault.
+    aborted: AtomicBool,
+    /// See [`Options::timeout`].
+    timeout: Duration,
+}
+
 /// What the host and the workers share.
 #[derive(Debug)]
 struct Shared {
@@ -69,12 +84,10 @@ struct Shared {
     memory: Memory,
     options: Options,
     /// Of the events; then the queue's words.
-    counters: Box<[Counter]>,
+    counters: Counters,
     launches: Mutex<Launches>,
     /// Per task, the weights its worker asks for before the task's events have fired.
     ahead: Box<[Ahead]>,
-    /// Set with the first fault.
-    aborted: AtomicBool,
     fault: Mutex<Option<Fault>>,
     /// Iterations since the counters were zeroed, agreed on by all workers at the end of a run.
     iteration: AtomicU32,
@@ -120,6 +133,8 @@ pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     running: bool,
+    /// Held until the workers have gone.
+    cores: Claim,
 }
 
 impl Threads {
@@ -132,7 +147,8 @@ impl Threads {
         let n_workers = image.header().n_workers;
         let view = image.view();
         let n_counters = view.events.len() + queue::words(view.max_just_in_time()) as usize;
-        let counters = (0..n_counters).map(|_| Counter::default()).collect();
+        let counters = Counters::new(n_counters, options.timeout);
+        let cores = Claim::new(&options.pinning, n_workers as usize);
         let ahead = plan_ahead(&image, &memory);
         let shared = Arc::new(Shared {
             ahead,
@@ -141,7 +157,6 @@ impl Threads {
             options,
             counters,
             launches: Mutex::new(Launches::default()),
-            aborted: AtomicBool::new(false),
             fault: Mutex::new(None),
             iteration: AtomicU32::new(0),
             bell: Mutex::new(Bell::default()),
@@ -150,13 +165,13 @@ impl Threads {
             waited_ns: AtomicU64::new(0),
             stamps: Mutex::new(Vec::new()),
         });
-        let mut threads = Threads { shared, workers: Vec::new(), running: false };
+        let mut threads = Threads { shared, workers: Vec::new(), running: false, cores };
         for worker in 0..n_workers {
-            let shared = threads.shared.clone();
+            let (shared, core) = (threads.shared.clone(), threads.cores.core(worker as usize));
             // On failure `threads` is dropped, which sends the workers already there home.
             let spawned = std::thread::Builder::new()
                 .name(format!("perpetua w{worker}"))
-                .spawn(move || resident(&shared, WorkerId(worker)))?;
+                .spawn(move || resident(&shared, WorkerId(worker), core))?;
             threads.workers.push(spawned);
         }
         Ok(threads)
@@ -260,10 +275,9 @@ impl Threads {
         self.wait_idle();
         if let Some(fault) = lock(&self.shared.fault).take() {
             // Nobody runs: start over with clean counters.
-            self.shared.counters.iter().for_each(|counter| counter.0.store(0, Ordering::Relaxed));
+            self.shared.counters.reset();
             *lock(&self.shared.launches) = Launches::default();
             self.shared.iteration.store(0, Ordering::Relaxed);
-            self.shared.aborted.store(false, Ordering::Relaxed);
             let base = self.shared.memory.control_base();
             // SAFETY: no worker runs.
             unsafe { (*base).program_runs = Default::default() };
@@ -290,12 +304,127 @@ impl Threads {
     pub fn waited(&self) -> Duration {
         Duration::from_nanos(self.shared.waited_ns.load(Ordering::Relaxed))
     }
+
+    /// What an event costs: from a worker's trigger until another, which has been waiting for it, goes on. Measured between two
+    /// threads where the first two workers run, which rest meanwhile; `None` where there is one worker, which waits for none.
+    pub fn event_cost(&mut self) -> Option<Duration> {
+        self.wait_idle();
+        if self.workers.len() < 2 {
+            return None;
+        }
+        event_cost([0, 1].map(|worker| self.cores.core(worker)))
+    }
 }
 
-impl Shared {
+/// Rounds of a sample of [`event_cost`]: enough that reading the clock does not show.
+const ROUNDS: u32 = 16;
+
+/// Samples, of which the median counts.
+const SAMPLES: u32 = 401;
+
+/// The time that a trigger takes from one thread to another, on `cores`, by the counters that workers use: two events, each
+/// waited for by one thread and answered with the other. `None` when a thread gets no turn for a minute.
+fn event_cost(cores: [Option<usize>; 2]) -> Option<Duration> {
+    let counters = Counters::new(2, Options::default().timeout);
+    let thread = |core: Option<usize>, serve: bool| {
+        core.into_iter().for_each(pin);
+        let waited = Cell::new(Duration::ZERO);
+        let (mine, other) = if serve { (EventId(0), EventId(1)) } else { (EventId(1), EventId(0)) };
+        let mut samples = Vec::new();
+        for sample in 0..SAMPLES {
+            let began = Instant::now();
+            for round in sample * ROUNDS..(sample + 1) * ROUNDS {
+                if serve {
+                    counters.trigger(other);
+                }
+                counters.wait(mine, round + 1, &waited, || None, || ()).ok()?;
+                if !serve {
+                    counters.trigger(other);
+                }
+            }
+            samples.push(began.elapsed());
+        }
+        samples.sort_unstable();
+        Some(samples[samples.len() / 2] / (2 * ROUNDS))
+    };
+    std::thread::scope(|scope| {
+        scope.spawn(|| thread(cores[1], false));
+        // On a thread of its own, too: the caller's stays where it may run.
+        scope.spawn(|| thread(cores[0], true)).join().ok()?
+    })
+}
+
+impl Counters {
+    fn new(n: usize, timeout: Duration) -> Counters {
+        let words = (0..n).map(|_| Counter::default()).collect();
+        Counters { words, aborted: AtomicBool::new(false), timeout }
+    }
+
+    /// As they were at first. Nobody may be waiting.
+    fn reset(&self) {
+        self.words.iter().for_each(|counter| counter.0.store(0, Ordering::Relaxed));
+        self.aborted.store(false, Ordering::Relaxed);
+    }
+
     /// Something that changes with every trigger of every event. Never `None`, so that the first look never matches.
     fn triggers_seen(&self) -> Option<u64> {
-        Some(self.counters.iter().fold(0u64, |sum, c| sum.wrapping_add(u64::from(c.0.load(Ordering::Relaxed)))))
+        Some(self.words.iter().fold(0u64, |sum, c| sum.wrapping_add(u64::from(c.0.load(Ordering::Relaxed)))))
+    }
+
+    /// Waits until `event` stands at `target`, or `look` has found a task to run first, which it returns. While it spins it
+    /// calls `meanwhile`; the time is added to `waited`.
+    #[inline(always)]
+    fn wait(
+        &self,
+        event: EventId,
+        target: u32,
+        waited: &Cell<Duration>,
+        look: impl Fn() -> Option<TaskId>,
+        meanwhile: impl Fn(),
+    ) -> Result<Option<TaskId>, Fault> {
+        let counter = &self.words[event.idx()].0;
+        let taken = look();
+        // Acquire: partner is the release add in `trigger`.
+        if taken.is_some() || reached(counter.load(Ordering::Acquire), target) {
+            return Ok(taken);
+        }
+        let began = Instant::now();
+        let mut since = began;
+        let mut seen = None;
+        let mut spins = 0u32;
+        loop {
+            let taken = look();
+            let count = counter.load(Ordering::Acquire);
+            if taken.is_some() || reached(count, target) {
+                waited.set(waited.get() + began.elapsed());
+                return Ok(taken);
+            }
+            if self.aborted.load(Ordering::Acquire) {
+                return Err(Fault::new(FaultCode::Aborted, event.0, count, target));
+            }
+            spins += 1;
+            if spins < SPINS {
+                meanwhile();
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+                if since.elapsed() > self.timeout {
+                    // A long task elsewhere is no stall: only if nothing at all was triggered meanwhile is it one.
+                    let triggers = self.triggers_seen();
+                    if triggers == seen {
+                        return Err(Fault::new(FaultCode::Timeout, event.0, count, target));
+                    }
+                    seen = triggers;
+                    since = Instant::now();
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn trigger(&self, event: EventId) {
+        // Release: partner is the acquire load in `wait`.
+        self.words[event.idx()].0.fetch_add(1, Ordering::Release);
     }
 }
 
@@ -313,10 +442,8 @@ impl Drop for Threads {
 }
 
 /// A worker's life.
-fn resident(shared: &Shared, worker: WorkerId) {
-    if let Some(core) = shared.options.cores.get(worker.idx()) {
-        pin(*core);
-    }
+fn resident(shared: &Shared, worker: WorkerId, core: Option<usize>) {
+    core.into_iter().for_each(pin);
     let mut scratch = Scratch::default();
     let mut heard = 0;
     loop {
@@ -350,7 +477,7 @@ fn resident(shared: &Shared, worker: WorkerId) {
             if first.is_none() && fault.code != FaultCode::Aborted as u32 {
                 *first = Some(fault);
             }
-            shared.aborted.store(true, Ordering::Release);
+            shared.counters.aborted.store(true, Ordering::Release);
         }
         shared.waited_ns.fetch_add(waiting.waited.get_mut().as_nanos() as u64, Ordering::Relaxed);
         let mut bell = lock(&shared.bell);
@@ -362,41 +489,6 @@ fn resident(shared: &Shared, worker: WorkerId) {
             }
         }
     }
-}
-
-/// Asks for `core`; where the system refuses (a container's limits), the worker runs unpinned.
-fn pin(core: usize) {
-    #[cfg(target_os = "linux")]
-    // SAFETY: a zeroed set is a valid empty set, CPU_SET stays inside it for the cores checked here, and the call only
-    // reads it.
-    unsafe {
-        let mut set: libc::cpu_set_t = core::mem::zeroed();
-        if core < 8 * size_of::<libc::cpu_set_t>() {
-            libc::CPU_SET(core, &mut set);
-            libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &set);
-        }
-    }
-    #[cfg(not(target_os = "linux"))]
-    let _ = core;
-}
-
-/// The cores this process may use.
-pub fn allowed_cores() -> Vec<usize> {
-    #[cfg(target_os = "linux")]
-    {
-        // SAFETY: a zeroed set is valid, and the call writes at most its size.
-        let (set, outcome) = unsafe {
-            let mut set: libc::cpu_set_t = core::mem::zeroed();
-            let outcome = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set);
-            (set, outcome)
-        };
-        if outcome == 0 {
-            // SAFETY: every index is inside the set.
-            let is_set = |core: &usize| unsafe { libc::CPU_ISSET(*core, &set) };
-            return (0..8 * size_of::<libc::cpu_set_t>()).filter(is_set).collect();
-        }
-    }
-    (0..std::thread::available_parallelism().map_or(1, |n| n.get())).collect()
 }
 
 /// Per task of `image`, which weights its worker may ask for when its list comes to it: as far as the plan of this kind of
@@ -465,24 +557,24 @@ impl Words for Waiting<'_> {
     }
 
     fn load(&self, at: u32) -> u32 {
-        self.shared.counters[at as usize].0.load(Ordering::Relaxed)
+        self.shared.counters.words[at as usize].0.load(Ordering::Relaxed)
     }
 
     fn acquire(&self, at: u32) -> u32 {
         // Acquire: partners are the release add in `trigger` and the release store in `publish`.
-        self.shared.counters[at as usize].0.load(Ordering::Acquire)
+        self.shared.counters.words[at as usize].0.load(Ordering::Acquire)
     }
 
     fn publish(&self, at: u32, value: u32) {
-        self.shared.counters[at as usize].0.store(value, Ordering::Release);
+        self.shared.counters.words[at as usize].0.store(value, Ordering::Release);
     }
 
     fn draw(&self, at: u32) -> u32 {
-        self.shared.counters[at as usize].0.fetch_add(1, Ordering::Relaxed)
+        self.shared.counters.words[at as usize].0.fetch_add(1, Ordering::Relaxed)
     }
 
     fn claim(&self, at: u32, old: u32, new: u32) -> bool {
-        let word = &self.shared.counters[at as usize].0;
+        let word = &self.shared.counters.words[at as usize].0;
         word.compare_exchange(old, new, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 }
@@ -514,50 +606,17 @@ impl Waiting<'_> {
 
 impl WorkerSync for Waiting<'_> {
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
-        let counter = &self.shared.counters[event.idx()].0;
-        let taken = pass.and_then(|step| self.look(step));
-        // Acquire: partner is the release add in `trigger`.
-        if taken.is_some() || reached(counter.load(Ordering::Acquire), target) {
-            return Ok(taken);
-        }
-        let began = Instant::now();
-        let mut since = began;
-        let mut seen = None;
-        let mut spins = 0u32;
-        loop {
-            let taken = pass.and_then(|step| self.look(step));
-            let count = counter.load(Ordering::Acquire);
-            if taken.is_some() || reached(count, target) {
-                self.waited.set(self.waited.get() + began.elapsed());
-                return Ok(taken);
-            }
-            if self.shared.aborted.load(Ordering::Acquire) {
-                return Err(Fault::new(FaultCode::Aborted, event.0, count, target));
-            }
-            spins += 1;
-            if spins < SPINS {
-                let mut ahead = self.ahead.get();
-                ahead.ask(1);
-                self.ahead.set(ahead);
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
-                if since.elapsed() > self.shared.options.timeout {
-                    // A long task elsewhere is no stall: only if nothing at all was triggered meanwhile is it one.
-                    let triggers = self.shared.triggers_seen();
-                    if triggers == seen {
-                        return Err(Fault::new(FaultCode::Timeout, event.0, count, target));
-                    }
-                    seen = triggers;
-                    since = Instant::now();
-                }
-            }
-        }
+        let look = || pass.and_then(|step| self.look(step));
+        let meanwhile = || {
+            let mut ahead = self.ahead.get();
+            ahead.ask(1);
+            self.ahead.set(ahead);
+        };
+        self.shared.counters.wait(event, target, &self.waited, look, meanwhile)
     }
 
     fn trigger(&self, event: EventId) {
-        // Release: partner is the acquire load in `wait`.
-        self.shared.counters[event.idx()].0.fetch_add(1, Ordering::Release);
+        self.shared.counters.trigger(event);
     }
 
     fn step(&self) -> Step {
@@ -621,5 +680,17 @@ impl Body for CpuBody<'_> {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever it is: a trigger takes some time, and none is lost.
+    #[test]
+    fn an_event_costs_something() {
+        let cost = event_cost([None, None]).expect("both threads get their turns");
+        assert!(cost > Duration::ZERO && cost < Options::default().timeout, "{cost:?}");
     }
 }
