@@ -296,9 +296,10 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     };
     clock.lap("workers");
     let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
+    // Before the arena: what `advance` does not wait for would have to be kept to the end.
+    end_with_last_task(&mut tasks);
     let arena = arena::plan(&blocks, &tasks, &outputs);
     clock.lap("arena");
-    end_with_last_task(&mut tasks);
     if config.target.cut == Cut::PerWorker {
         task::elide(&mut tasks, &lists);
     }

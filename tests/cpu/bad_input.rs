@@ -113,6 +113,70 @@ fn impossible_requests_are_refused() {
     assert_eq!(output.status.code(), Some(1));
 }
 
+/// Makes every element of tensor `name` NaN.
+fn poison(dir: &Path, name: &str) {
+    let path = dir.join("model.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let elements = file.tensor(name).unwrap().data();
+    let first = elements.as_ptr() as usize - bytes.as_ptr() as usize;
+    let end = first + elements.len();
+    // In bf16 and in f32.
+    bytes[first..end].fill(0xff);
+    std::fs::write(path, bytes).unwrap();
+}
+
+/// Results that are no numbers are written by no one, as no token is chosen from them.
+#[test]
+fn damaged_weights_give_no_results() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen3", temp.path());
+    poison(&dir, "model.norm.weight");
+    for device in ["cpu", "reference"] {
+        refused(&dir, &["--ids", "1,2,3", "--device", device], &["every logit for position 0 is NaN", "damaged"]);
+    }
+    let dir_text = dir.to_string_lossy().into_owned();
+    let output = perpetua(&["generate", "--model", &dir_text, "--prompt", "a"]);
+    assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
+
+    let dir = temp.path().join("bert");
+    let source = SynthSource::Preset("tiny-bert");
+    synth(source, &dir, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
+    poison(&dir, "embeddings.LayerNorm.bias");
+    let out = temp.path().join("e.safetensors");
+    for device in ["cpu", "reference"] {
+        let (dir, out) = (dir.to_string_lossy(), out.to_string_lossy());
+        let output = perpetua(&["embed", "--model", &dir, "--device", device, "--out", &out, "a sentence"]);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+        assert!(message.contains("a sentence") && message.contains("the embedding is NaN"), "{message}");
+    }
+    assert!(!out.exists(), "nothing is written");
+}
+
+/// What the system would not give is refused with numbers; asking for it would end the program.
+#[cfg(target_os = "linux")]
+#[test]
+fn too_little_memory_is_said() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen3", temp.path());
+    let config = std::fs::read_to_string(dir.join("config.json")).unwrap();
+    std::fs::write(dir.join("config.json"), config.replace(": 4096,", ": 1000000,")).unwrap();
+    // A position's keys and values are 3 layers of 2 times 4 heads of 64 numbers: 3.07 GB of addresses.
+    let args = ["logits", "--ids", "1", "--max-context", "1000000", "--out"];
+    let out = temp.path().join("out");
+    let output = Command::new("sh")
+        .args(["-c", "ulimit -v 2000000; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_perpetua")])
+        .args(args)
+        .args([&out, Path::new("--model"), &dir])
+        .output()
+        .unwrap();
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
+    assert!(message.contains("KV cache (see --max-context) and intermediates need 307"), "{message}");
+    assert!(!out.exists());
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_leaves_no_file() {

@@ -275,6 +275,30 @@ fn model(config: &serde_json::Value, n_workers: u32) -> (Compiled, Weights) {
     (compiled, weights)
 }
 
+/// Whatever a pass ends with, its intermediates share bytes: every row's logits cost no more than these logits.
+#[test]
+fn passes_that_choose_no_token_reuse_memory_too() {
+    let config = ModelConfig::from_value(Path::new("tiny-odd"), &preset_config("tiny-odd").unwrap()).unwrap();
+    let ModelConfig::Decoder(config) = config else { panic!("a model that makes text") };
+    const ROWS: usize = 8;
+    let arena = |head| {
+        let graph = decoder::build(&config, Declared::Assumed(DType::Bf16), ROWS, Cache::bf16(16), head).unwrap();
+        let source = Source { name: format!("{head:?}"), graph, in_token_loop: head == Head::Sample };
+        compile(vec![source], &Config { check: true, ..Config::new(Target::workers(3)) }).unwrap().programs[0]
+            .arena
+            .clone()
+    };
+    let (all, last) = (arena(Head::AllLogits), arena(Head::Sample));
+    let logits = (ROWS * config.vocab_size * size_of::<f32>()).next_multiple_of(256) as u64;
+    assert!(
+        all.peak_bytes <= last.peak_bytes + logits,
+        "{} bytes, {} beside {logits}",
+        all.peak_bytes,
+        last.peak_bytes
+    );
+    assert!(all.peak_bytes < all.without_reuse_bytes);
+}
+
 /// An image that is decoded can be run: whatever was changed in it, the reference ends, with a result or a fault, in memory
 /// that is its own. Positions are the engine's word, so what the caches and the token buffer hold is left as it is.
 #[test]

@@ -3,7 +3,7 @@
 use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, writable, write_whole};
 use perpetua::EngineConfig;
 use safetensors::Dtype;
-use safetensors::tensor::TensorView;
+use safetensors::tensor::{Metadata, TensorInfo};
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
@@ -47,13 +47,22 @@ pub(crate) fn run(args: &Args) -> Outcome {
     write(&args.out, &ids, &logits, logits.len() / ids.len())
 }
 
-/// Writes `logits`, `[ids.len(), vocab]`, and the ids as safetensors.
+/// Writes `logits`, `[ids.len(), vocab]`, and the ids as safetensors, from where they lie: they may be most of memory.
 pub(super) fn write(path: &Path, ids: &[u32], logits: &[f32], vocab: usize) -> Outcome {
     let wide: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
-    let tensors = [
-        ("input_ids", TensorView::new(Dtype::I64, vec![ids.len()], bytemuck::cast_slice(&wide))?),
-        ("logits", TensorView::new(Dtype::F32, vec![ids.len(), vocab], bytemuck::cast_slice(logits))?),
+    let parts: [&[u8]; 2] = [bytemuck::cast_slice(&wide), bytemuck::cast_slice(logits)];
+    let (first, all) = (parts[0].len(), parts[0].len() + parts[1].len());
+    let info = |dtype, shape, data_offsets| TensorInfo { dtype, shape, data_offsets };
+    let tensors = vec![
+        ("input_ids".to_owned(), info(Dtype::I64, vec![ids.len()], (0, first))),
+        ("logits".to_owned(), info(Dtype::F32, vec![ids.len(), vocab], (first, all))),
     ];
-    let bytes = safetensors::serialize(tensors, None)?;
-    write_whole(path, |file| file.write_all(&bytes))
+    let mut header = serde_json::to_vec(&Metadata::new(None, tensors)?)?;
+    // So that the data is aligned for its elements.
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    write_whole(path, |file| {
+        file.write_all(&(header.len() as u64).to_le_bytes())?;
+        file.write_all(&header)?;
+        parts.iter().try_for_each(|part| file.write_all(part))
+    })
 }

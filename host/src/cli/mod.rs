@@ -183,6 +183,9 @@ impl ModelArgs {
         }
         let model = load(&self.model)?;
         let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
+        // For a while a tokenizer takes several times its file to read: better before the weights are there than beside them.
+        // Whoever needs it hears what is wrong with it.
+        let _ = model.tokenizer();
         let bar = progress(model.weights()?.size_bytes() as u64, "quantizing", BYTES_BAR);
         let model = model.quantize(Quantize::Q8, |bytes| bar.inc(bytes))?;
         bar.finish_and_clear();
@@ -256,14 +259,14 @@ const TOKENS_BAR: &str = "{msg} {bar:30} {pos}/{len} tokens {eta}";
 /// Reads the checkpoint's pages once, with a progress bar: the first pass over the weights then runs at full speed, and
 /// a file that cannot be read says so here. Cheap when the pages are cached.
 fn warm(model: &Model) -> Outcome {
+    if model.quantized().is_some() {
+        // What it takes of the checkpoint has been read.
+        return Ok(());
+    }
     let weights = model.weights()?;
     let bar = progress(weights.size_bytes() as u64, "reading weights", BYTES_BAR);
     let mut sum = 0u8;
     for name in weights.names().map(str::to_owned).collect::<Vec<_>>() {
-        // What was quantised has been read.
-        if model.quantized().is_some_and(|quantized| quantized.get(&name).is_some()) {
-            continue;
-        }
         let Some(tensor) = weights.get(&name) else { continue };
         for page in tensor.bytes.chunks(1 << 20) {
             // One byte of each 4 KiB page is enough to have it read.

@@ -2,6 +2,7 @@
 
 use super::resident::{Place, Resident, one_pass};
 use super::{EngineConfig, EngineError, Model, sentence_sources};
+use crate::exec::RunError;
 use crate::model;
 use perpetua_shared::ProgramId;
 use perpetua_shared::limits::MAX_PROGRAMS;
@@ -71,7 +72,11 @@ impl Embedder {
         self.resident.start(one_pass(program, 0, ids.len() as u32, ids.len() as u32));
         self.resident.finish()?;
         let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;
-        Ok(self.resident.read_f32(&output, 1)?)
+        let embedding = self.resident.read_f32(&output, 1)?;
+        if embedding.iter().any(|x| x.is_nan()) {
+            return Err(RunError::EmbeddingNotANumber.into());
+        }
+        Ok(embedding)
     }
 
     /// See [`Embedder::resident`].

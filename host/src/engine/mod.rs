@@ -586,7 +586,8 @@ impl Engine {
     /// how many positions are done.
     ///
     /// # Errors
-    /// As [`Engine::generate`]; or an engine not made with [`EngineConfig::all_logits`].
+    /// As [`Engine::generate`]; a position of whose logits none is a number; or an engine not made with
+    /// [`EngineConfig::all_logits`].
     pub fn logits(&mut self, ids: &[u32], mut each: impl FnMut(usize)) -> Result<Vec<f32>, EngineError> {
         if !self.all_logits {
             return Err(EngineError::Purpose("every position's logits"));
@@ -594,7 +595,12 @@ impl Engine {
         self.check_prompt(ids)?;
         self.resident.set_tokens(0, ids);
         let max_rows: Vec<u32> = self.resident.compiled.image.view().programs.iter().map(|p| p.max_rows).collect();
-        let mut logits = Vec::with_capacity(ids.len() * self.model.config().vocab_size());
+        let vocab = self.model.config().vocab_size();
+        let mut logits = Vec::new();
+        logits.try_reserve_exact(ids.len() * vocab).map_err(|_| MemoryError::Refused {
+            what: "logits of every position".to_owned(),
+            bytes: (ids.len() * vocab * size_of::<f32>()) as u64,
+        })?;
         let mut first = 0;
         while first < ids.len() {
             let left = ids.len() - first;
@@ -604,7 +610,10 @@ impl Engine {
             self.resident.start(one_pass(program, first as u32, rows as u32, (first + rows) as u32));
             self.resident.finish()?;
             let output = self.resident.output(program, "logits").ok_or(EngineError::Purpose("logits"))?;
-            logits.extend(self.resident.read_f32(&output, rows)?);
+            self.resident.append_f32(&output, rows, &mut logits)?;
+            if let Some(row) = logits[first * vocab..].chunks(vocab).position(|row| row.iter().all(|x| x.is_nan())) {
+                return Err(RunError::NotANumber { position: (first + row) as u32 }.into());
+            }
             first += rows;
             each(first);
         }

@@ -129,12 +129,18 @@ impl Resident {
     /// # Errors
     /// A device that is lost.
     pub fn read_f32(&mut self, output: &Operand, rows: usize) -> Result<Vec<f32>, RunError> {
-        Ok(match &mut self.executor {
-            Executor::Threads(threads) => threads.memory().read_f32(output, rows),
-            Executor::Reference(reference) => reference.memory().read_f32(output, rows),
-            Executor::Simt(simt) => simt.memory().read_f32(output, rows),
-            Executor::Cuda(cuda) => cuda.read_f32(output, rows)?,
-        })
+        let mut out = Vec::new();
+        self.append_f32(output, rows, &mut out)?;
+        Ok(out)
+    }
+
+    /// As [`Resident::read_f32`], to the end of `out`.
+    pub(super) fn append_f32(&mut self, output: &Operand, rows: usize, out: &mut Vec<f32>) -> Result<(), RunError> {
+        match self.memory() {
+            Ok(memory) => memory.append_f32(output, rows, out),
+            Err(cuda) => out.append(&mut cuda.read_f32(output, rows)?),
+        }
+        Ok(())
     }
 
     /// The memory of an executor on this machine, once its run has ended.
@@ -290,12 +296,6 @@ impl Resident {
         }
     }
 
-    /// Bytes allocated beside the weights used in place: cache, intermediates, tables.
-    pub fn owned_bytes(&self) -> u64 {
-        match &self.executor {
-            Executor::Threads(threads) => threads.owned_bytes(),
-            Executor::Reference(reference) => reference.memory().owned_bytes(),
-            Executor::Simt(simt) => simt.memory().owned_bytes(),
     /// See [`Threads::event_cost`](threads::Threads::event_cost); `None` on what is not CPU threads, too.
     pub fn event_cost(&mut self) -> Option<Duration> {
         match &mut self.executor {
@@ -304,6 +304,12 @@ impl Resident {
         }
     }
 
+    /// Bytes allocated beside the weights used in place: cache, intermediates, tables.
+    pub fn owned_bytes(&self) -> u64 {
+        match &self.executor {
+            Executor::Threads(threads) => threads.owned_bytes(),
+            Executor::Reference(reference) => reference.memory().owned_bytes(),
+            Executor::Simt(simt) => simt.memory().owned_bytes(),
             Executor::Cuda(cuda) => cuda.owned_bytes(),
         }
     }

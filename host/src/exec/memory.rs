@@ -1,5 +1,9 @@
 //! The memory an image's bindings name: what the executor allocates, and the checkpoint's bytes where they lie.
 
+mod available;
+
+pub use available::available_bytes;
+
 use crate::compile::{Binding, Compiled};
 use crate::image::Image;
 use perpetua_shared::control::{Control, Sequence};
@@ -7,7 +11,7 @@ use perpetua_shared::image::{BindingDesc, BindingKind};
 use perpetua_shared::limits::MAX_SEQUENCES;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType};
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -24,15 +28,13 @@ unsafe impl Send for Owned {}
 unsafe impl Sync for Owned {}
 
 impl Owned {
-    fn zeroed(bytes: u64, align: u32) -> Owned {
+    /// `None` when the system does not give so much.
+    fn zeroed(bytes: u64, align: u32) -> Option<Owned> {
         let layout = Layout::from_size_align((bytes as usize).max(1), (align as usize).max(64))
             .expect("sizes and alignments are bounded by image::check");
         // SAFETY: the layout has a size of at least 1.
         let base = unsafe { alloc_zeroed(layout) };
-        if base.is_null() {
-            handle_alloc_error(layout);
-        }
-        Owned { base, layout }
+        (!base.is_null()).then_some(Owned { base, layout })
     }
 }
 
@@ -103,6 +105,14 @@ pub enum MemoryError {
         /// There.
         available: u64,
     },
+    /// More than the system gives, whatever it says is there.
+    #[error("{what} need {bytes} bytes, which the system refuses")]
+    Refused {
+        /// What for.
+        what: String,
+        /// Asked.
+        bytes: u64,
+    },
 }
 
 /// All bindings of one image, in memory.
@@ -125,12 +135,8 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// Bytes this machine could still give a process, where it says so.
-pub fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
-}
+/// What is allocated, in the user's words.
+const OWNED: &str = "KV cache (see --max-context) and intermediates";
 
 impl Memory {
     /// Allocates what `compiled` needs and finds its weights in `source`, which stay where they are unless they are
@@ -149,8 +155,7 @@ impl Memory {
         if let Some(available) = available_bytes()
             && needed > available
         {
-            let what = "KV cache (see --max-context) and intermediates".to_owned();
-            return Err(MemoryError::TooLarge { what, bytes: needed, available });
+            return Err(MemoryError::TooLarge { what: OWNED.to_owned(), bytes: needed, available });
         }
         let mut memory = Memory {
             bases: Vec::new(),
@@ -164,7 +169,13 @@ impl Memory {
         };
         for (number, binding) in compiled.bindings.iter().enumerate() {
             let mut owned = |contents: Option<&[u8]>| {
-                let own = Owned::zeroed(binding.bytes, binding.align_bytes);
+                let own = Owned::zeroed(binding.bytes, binding.align_bytes).ok_or_else(|| match binding.kind {
+                    BindingKind::Weight => MemoryError::Refused {
+                        what: format!("bytes of {} at an address where they can be used", binding.name),
+                        bytes: binding.bytes,
+                    },
+                    _ => MemoryError::Refused { what: OWNED.to_owned(), bytes: needed },
+                })?;
                 if let Some(contents) = contents {
                     assert!(contents.len() as u64 <= binding.bytes, "{} holds more than it has", binding.name);
                     // SAFETY: a fresh allocation of at least `contents.len()` bytes.
@@ -172,7 +183,7 @@ impl Memory {
                 }
                 let base = own.base;
                 memory._owned.push(own);
-                base
+                Ok(base)
             };
             let base = match binding.kind {
                 BindingKind::Weight => {
@@ -188,10 +199,10 @@ impl Memory {
                     if (bytes.as_ptr() as usize).is_multiple_of(binding.align_bytes as usize) {
                         bytes.as_ptr().cast_mut()
                     } else {
-                        owned(Some(bytes))
+                        owned(Some(bytes))?
                     }
                 }
-                _ => owned(binding.contents.as_deref()),
+                _ => owned(binding.contents.as_deref())?,
             };
             match binding.kind {
                 BindingKind::Control => memory.control = number,
@@ -298,6 +309,13 @@ impl Memory {
     /// # Panics
     /// When the output is not one of this memory's.
     pub fn read_f32(&self, output: &Operand, rows: usize) -> Vec<f32> {
+        let mut out = Vec::new();
+        self.append_f32(output, rows, &mut out);
+        out
+    }
+
+    /// As [`Memory::read_f32`], to the end of `out`.
+    pub(crate) fn append_f32(&self, output: &Operand, rows: usize, out: &mut Vec<f32>) {
         let bytes = self.descs.get(output.binding.idx()).map_or(0, |desc| desc.bytes);
         let dtype = output.dtype().filter(|dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16));
         assert!(
@@ -306,7 +324,7 @@ impl Memory {
             "an output of another compilation: {output:?}"
         );
         // SAFETY: it lies inside its binding, aligned; no worker runs while the caller holds the executor.
-        unsafe { read_f32(self.bases[output.binding.idx()], output, rows) }
+        unsafe { append_f32(self.bases[output.binding.idx()], output, rows, out) }
     }
 
     /// Bytes the executor allocated: everything but the weights used in place.
@@ -320,13 +338,41 @@ impl Memory {
 /// # Safety
 /// The box lies in memory at `base`, and nobody writes it.
 pub(super) unsafe fn read_f32(base: *mut u8, operand: &Operand, rows: usize) -> Vec<f32> {
+    let mut out = Vec::new();
+    // SAFETY: the caller's promise.
+    unsafe { append_f32(base, operand, rows, &mut out) };
+    out
+}
+
+/// As [`read_f32`], to the end of `out`.
+///
+/// # Safety
+/// As [`read_f32`].
+unsafe fn append_f32(base: *mut u8, operand: &Operand, rows: usize, out: &mut Vec<f32>) {
     // SAFETY: the caller's promise.
     let tensor = unsafe { perpetua_device::io::Tensor::new(base, operand) };
-    match operand.rank {
-        1 => (0..rows.min(tensor.extent(0))).map(|i| tensor.get([i])).collect(),
-        _ => {
-            let columns = tensor.extent(1);
-            (0..rows.min(tensor.extent(0))).flat_map(|r| (0..columns).map(move |c| tensor.get([r, c]))).collect()
-        }
+    let rows = rows.min(tensor.extent(0));
+    if operand.rank == 1 {
+        out.extend((0..rows).map(|i| tensor.get([i])));
+        return;
+    }
+    let columns = tensor.extent(1);
+    out.reserve(rows * columns);
+    for r in 0..rows {
+        out.extend((0..columns).map(|c| tensor.get([r, c])));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Owned;
+
+    #[test]
+    fn what_the_system_refuses_is_no_memory() {
+        assert!(Owned::zeroed(1 << 60, 64).is_none());
+        let own = Owned::zeroed(100, 256).expect("a hundred bytes");
+        assert!((own.base as usize).is_multiple_of(256));
+        // SAFETY: a hundred bytes that have been written.
+        assert!(unsafe { std::slice::from_raw_parts(own.base, 100) }.iter().all(|byte| *byte == 0));
     }
 }

@@ -49,6 +49,9 @@ pub enum RunError {
         /// The position.
         position: u32,
     },
+    /// An embedding has elements that are no numbers.
+    #[error("the embedding is NaN: the weights, or what they were multiplied with, are damaged")]
+    EmbeddingNotANumber,
     /// A wait outlasted its bound.
     #[error("{worker} stalled in {task}: event {event} stands at {found}, expected {expected}{others}")]
     Stalled {

@@ -112,6 +112,14 @@ pub enum ModelError {
         /// Row and column.
         at: [usize; 2],
     },
+    /// No memory for the 8-bit copy of a tensor.
+    #[error("{name}: {bytes} bytes for it in 8 bits, which the system refuses")]
+    NoMemory {
+        /// The tensor.
+        name: String,
+        /// Asked.
+        bytes: u64,
+    },
     /// tokenizer.json cannot be used.
     #[error("{}: not a usable tokenizer: {message}", path.display())]
     Tokenizer {

@@ -227,24 +227,28 @@ impl Weights {
         }
     }
 
-    /// Gives back the memory that the pages of tensor `name` take; they are read from the file again when they are wanted.
-    pub fn release(&self, name: &str) {
-        let Some(location) = self.locate(name) else { return };
+    /// Gives back the memory that the pages of `part`, bytes of one of the tensors, take; they are read from the file again
+    /// when they are wanted.
+    pub fn release(&self, part: &[u8]) {
         #[cfg(unix)]
-        {
-            let bytes = &self.shards[location.shard].bytes;
+        for shard in &self.shards {
+            let (file, part) = (shard.bytes.as_ptr_range(), part.as_ptr_range());
+            if part.start < file.start || part.end > file.end {
+                continue;
+            }
+            let first = part.start as usize - file.start as usize;
             // SAFETY: the mapping is of a file and never written, so what is dropped can be read again, the same. Advice
             // that the system does not take changes nothing.
             let _ = unsafe {
-                bytes.unchecked_advise_range(
+                shard.bytes.unchecked_advise_range(
                     memmap2::UncheckedAdvice::DontNeed,
-                    location.begin,
-                    location.end - location.begin,
+                    first,
+                    part.end as usize - part.start as usize,
                 )
             };
         }
         #[cfg(not(unix))]
-        let _ = location;
+        let _ = part;
     }
 
     /// The files mapped, in the order they were opened.
