@@ -44,7 +44,10 @@ const GROUP_PRODUCTS: [usize; 2] = [24, 8];
 /// terms or not, which in gated_linear are two each), and arrivals on them, one behind each warp sync but two. Stack and spills are
 /// none. (attention_merge: a thread has eight elements' loads of four splits under way. decode_attention: 64 sums, and 48 words of
 /// keys and values.)
-const KERNELS: &[(&str, u32, usize, usize, usize, usize, u32, [usize; 2])] = &[
+type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
+
+/// Of all of them.
+const KERNELS: &[Figures] = &[
     ("embedding", 56, 1, 0, 0, 0, 18688, [0, 0]),
     ("rms_norm", 42, 3, 5, 0, 0, 18688, [0, 0]),
     ("linear", 170, 32, 80, 8, 20, 19328, [6, 6]),

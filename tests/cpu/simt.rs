@@ -1,7 +1,7 @@
 //! The persistent kernel's own code on the simulated GPU: the whole pass through the real worker loop, and images whose
 //! events do not order what they must.
 
-use perpetua::compile::{Compiled, Config, compile};
+use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::decoder_sources;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::Memory;
@@ -9,7 +9,8 @@ use perpetua::exec::simt::{Options, Simt};
 use perpetua::graph::lower::Target;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::image::{Image, ImageError};
-use perpetua::model::decoder::{Cache, Head};
+use perpetua::model::ModelConfig;
+use perpetua::model::decoder::{self, Cache, Declared, Head};
 use perpetua::model::synth::preset_config;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
@@ -17,9 +18,10 @@ use perpetua_device::kernels::{Spec, Use};
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
-use perpetua_shared::{DataOp, TaskFlags, WorkerId};
+use perpetua_shared::{DType, DataOp, TaskFlags, WorkerId};
 use std::collections::HashMap;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::time::Duration;
 
 /// Sizes of a network in which `tiny-simt`'s stand but for these.
@@ -480,9 +482,9 @@ fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
     simt.finish().expect("it runs");
 }
 
-/// All matrices come by copies, and 64 KiB of them may be under way: by the plan nearly always, and in a run at its peak.
+/// All matrices come by copies, and 64 KiB of them are under way at some time.
 #[test]
-fn loaders_keep_64_kib_under_way() {
+fn loaders_have_64_kib_under_way() {
     let (_dir, model) = model(WIDE);
     // One worker, so that its share is the whole network's weights, several times what it has of shared memory.
     let compiled = compiled(&model, 1, IDS.len());
@@ -490,19 +492,6 @@ fn loaders_keep_64_kib_under_way() {
         let options = Options { tiles, seed, block_threads: Some(64) };
         run_simt(&model, &compiled, compiled.image.clone(), options).unwrap_or_else(|error| panic!("{error}"))
     };
-    // What a copy finds begun and not released at the latest when it begins itself: from the time on that so much has been begun.
-    let loads = compiled.image.loads();
-    let (mut begun, mut fewer) = (0, 0);
-    for (at, op) in loads.data.iter().enumerate() {
-        let unreleased = |other: &&DataOp| other.used_by >= op.after;
-        let under_way: u64 = loads.data[..=at].iter().filter(unreleased).map(|op| u64::from(op.bytes)).sum();
-        begun += u64::from(op.bytes);
-        fewer += usize::from(under_way < begun.min(64 << 10));
-        assert!(under_way >= begun.min(48 << 10), "copy {at}: {under_way} bytes may be under way");
-    }
-    // Where tiles of two sizes meet, some bytes between them are nobody's.
-    assert!(fewer * 10 <= loads.data.len(), "{fewer} of {} copies find less than 64 KiB under way", loads.data.len());
-    assert!(begun > 4 * u64::from(TILE_BYTES), "{begun} bytes are more than fit at once");
     let (without, _) = run(false, 1);
     for seed in 1..4 {
         let (logits, simt) = run(true, seed);
@@ -520,6 +509,31 @@ fn loaders_keep_64_kib_under_way() {
         assert_eq!(report.bytes_copied, 2 * (2 * per_layer + 512 * hidden));
         assert!(report.peak_in_flight >= 64 << 10, "{report:?}");
         assert_eq!(report.stall, None);
+    }
+}
+
+/// On an H200, qwen3-0.6b: from the time on that 64 KiB have been begun, a worker's copy finds as many begun and not released when
+/// it may begin at the latest.
+#[test]
+fn plans_let_64_kib_be_under_way_all_the_time() {
+    let mut json = preset_config("qwen3-0.6b").expect("a preset");
+    json["num_hidden_layers"] = 2.into();
+    let config = ModelConfig::from_value(Path::new("config.json"), &json).expect("a sound config");
+    let ModelConfig::Decoder(config) = config else { panic!("a model that makes text") };
+    let graph = decoder::build(&config, Declared::Assumed(DType::Bf16), 1, Cache::bf16(512), Head::Sample);
+    let source = Source { name: "decode".to_owned(), graph: graph.expect("a sound graph"), in_token_loop: true };
+    let compiled = compile(vec![source], &Config::new(Target::h200())).expect("it compiles");
+    let loads = compiled.image.loads();
+    for ends in loads.data_heads.windows(2) {
+        let ops = &loads.data[ends[0] as usize..ends[1] as usize];
+        let mut begun = 0;
+        for (at, op) in ops.iter().enumerate() {
+            let unreleased = |other: &&DataOp| other.used_by >= op.after;
+            let under_way: u64 = ops[..=at].iter().filter(unreleased).map(|op| u64::from(op.bytes)).sum();
+            begun += u64::from(op.bytes);
+            assert!(under_way >= begun.min(64 << 10), "copy {at} of {}: {under_way} bytes may be under way", ops.len());
+        }
+        assert!(begun > 4 * u64::from(TILE_BYTES), "{begun} bytes, which are not much more than fit at once");
     }
 }
 

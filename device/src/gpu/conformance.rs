@@ -491,7 +491,7 @@ judged! {
 
 fn linear(random: &mut Random, round: usize) {
     let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
-    let k = if round % 3 == 0 { 1100 + random.below(300) } else { random.one_to(300) };
+    let k = if round.is_multiple_of(3) { 1100 + random.below(300) } else { random.one_to(300) };
     let mut case =
         Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() });
     for extent in [[rows, k], [n, k]] {
@@ -511,7 +511,8 @@ fn linear(random: &mut Random, round: usize) {
 }
 
 fn gated_linear(random: &mut Random, round: usize) {
-    let (rows, n, k) = (if round % 3 == 0 { 1 } else { random.one_to(6) }, random.one_to(9), random.one_to(400));
+    let (rows, n, k) =
+        (if round.is_multiple_of(3) { 1 } else { random.one_to(6) }, random.one_to(9), random.one_to(400));
     let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
     for extent in [[rows, k], [n, k], [n, k]] {
         let dtype = random.dtype();
@@ -531,15 +532,15 @@ fn gated_linear(random: &mut Random, round: usize) {
 fn tiled_linear(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     let per_16 = 16 / dtype.size_bytes() as u32;
-    let (rows, n) = (if round % 3 == 0 { 1 } else { random.one_to(16) }, random.one_to(20));
-    let k = per_16 * random.one_to(if round % 4 == 0 { 120 } else { 20 });
+    let (rows, n) = (if round.is_multiple_of(3) { 1 } else { random.one_to(16) }, random.one_to(20));
+    let k = per_16 * random.one_to(if round.is_multiple_of(4) { 120 } else { 20 });
     let tile = 16 * (1 + random.below(40));
     judge_tiled(random, dtype, [rows, n, k], tile, round % 2 == 1, &[64, 32, 96]);
 }
 
 /// One row and bf16 weights in whole rows: the tensor cores', more rows than a warp keeps sums of among them.
 fn thin_linear(random: &mut Random, round: usize) {
-    let k = 32 * random.one_to(if round % 6 == 0 { 128 } else { 20 });
+    let k = 32 * random.one_to(if round.is_multiple_of(6) { 128 } else { 20 });
     let n = random.one_to(if round % 4 == 1 { 400 } else { 60 });
     let n = if k > 1000 { n.min(40) } else { n };
     let tile = 2 * k * random.one_to(20);
@@ -635,7 +636,7 @@ fn merging_linear(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
     if from_tiles {
-        case.push_carried(random, if round % 3 == 0 { DType::Bf16 } else { dtype }, n, k);
+        case.push_carried(random, if round.is_multiple_of(3) { DType::Bf16 } else { dtype }, n, k);
     } else {
         case.floats(random, dtype, &[n, k]);
     }
@@ -659,7 +660,7 @@ fn merging_linear(random: &mut Random, round: usize) {
 fn wide_linear(random: &mut Random, round: usize) {
     let exact = |random: &mut Random| half::bf16::from_f32(random.float()).to_f32();
     let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
-    let is_exact = round % 4 != 0;
+    let is_exact = !round.is_multiple_of(4);
     let x = |case: &mut Case, random: &mut Random, is_exact: bool| {
         let dtype = random.dtype();
         case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
@@ -761,7 +762,7 @@ fn embedding(random: &mut Random, round: usize) {
     let (rows, hidden, vocab) = (random.one_to(4), random.one_to(80), random.one_to(50));
     let mut case = Case::new::<Embedding>(embedding::Params { vocab });
     // Every fourth time an id may lie outside.
-    let ids = if round % 4 == 0 { vocab + 2 } else { vocab };
+    let ids = if round.is_multiple_of(4) { vocab + 2 } else { vocab };
     case.push(random, DType::I32, &[12], |random| random.below(ids) as f32);
     let dtype = random.dtype();
     case.floats(random, dtype, &[vocab, hidden]);
@@ -831,7 +832,7 @@ fn attention(random: &mut Random, round: usize) {
     let decodes = round % 3 == 1;
     let (rows, heads, group) =
         if decodes { (1, 1, random.one_to(2)) } else { (random.one_to(3), random.one_to(2), random.one_to(3)) };
-    let d = if round % 6 == 0 { 270 } else { [random.one_to(140), 64][round % 2] };
+    let d = if round.is_multiple_of(6) { 270 } else { [random.one_to(140), 64][round % 2] };
     let context = 120;
     let causal = random.below(2);
     let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
@@ -857,7 +858,7 @@ fn push_cache(case: &mut Case, random: &mut Random, dtype: DType, [heads, contex
 
 fn split_attention(random: &mut Random, round: usize) {
     let (heads, group, splits) = (random.one_to(2), random.one_to(5), 1 + random.one_to(15));
-    let d = if round % 10 == 0 { 270 } else { [random.one_to(70), 64][round % 2] };
+    let d = if round.is_multiple_of(10) { 270 } else { [random.one_to(70), 64][round % 2] };
     // Fewer positions than splits, too: some splits have none.
     let context = [20, 120, 700][round % 3];
     let visible = random.one_to(context);
@@ -867,7 +868,7 @@ fn split_attention(random: &mut Random, round: usize) {
     push_cache(&mut case, random, dtype, [heads, context, d], visible);
     push_cache(&mut case, random, dtype, [heads, context, d], visible);
     case.push(random, DType::F32, &[heads, 1, group, attention::FOUND + d], |_| 7.0);
-    case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+    case.split = if round.is_multiple_of(4) { splits - 1 } else { random.below(splits) };
     (case.step.first_pos, case.step.rows) = (visible - 1, 1);
     case.judge("attention, split");
 }
@@ -896,14 +897,17 @@ fn decode_attention_case(
 
 fn decode_attention(random: &mut Random, round: usize) {
     let (heads, group, splits) = (random.one_to(2), random.one_to(9), [1, 1 + random.one_to(15)][round % 2]);
-    let d =
-        if round % 10 == 0 { 270.min(MAX_QUERY / group / 2 * 2) } else { [2 * random.one_to(35), 64][round % 3 % 2] };
+    let d = if round.is_multiple_of(10) {
+        270.min(MAX_QUERY / group / 2 * 2)
+    } else {
+        [2 * random.one_to(35), 64][round % 3 % 2]
+    };
     // Fewer positions than splits, too: some splits have none.
     let context = [20, 120, 700][round % 3];
     let visible = if round % 4 == 2 { context } else { random.one_to(context) };
     let dtype = random.dtype();
     let mut case = decode_attention_case(random, dtype, [heads, group, d, splits], (context, visible));
-    case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+    case.split = if round.is_multiple_of(4) { splits - 1 } else { random.below(splits) };
     case.counts = splits == 1 && visible == context;
     case.judge("decode_attention");
 }
@@ -916,7 +920,7 @@ fn decode_attention_of_groups(random: &mut Random, round: usize) {
     let visible = if round % 4 == 2 { context } else { random.one_to(context) };
     let mut case = decode_attention_case(random, DType::Bf16, [heads, group, d, splits], (context, visible));
     case.threads = &[96, 224, 32];
-    case.split = if round % 4 == 0 { splits - 1 } else { random.below(splits) };
+    case.split = if round.is_multiple_of(4) { splits - 1 } else { random.below(splits) };
     case.counts = splits == 1 && visible == context;
     case.judge("decode_attention, groups");
 }
@@ -988,7 +992,7 @@ fn logit(random: &mut Random) -> f32 {
 fn argmax(random: &mut Random, round: usize) {
     let n = random.one_to(150);
     let mut case = Case::new::<ArgmaxPartial>(argmax::Params { blocks: 3, len_elems: 3 * n });
-    case.push(random, DType::F32, &[1, n], |random| if round % 8 == 0 { f32::NAN } else { logit(random) });
+    case.push(random, DType::F32, &[1, n], |random| if round.is_multiple_of(8) { f32::NAN } else { logit(random) });
     case.push(random, DType::F32, &[1], |_| 7.0);
     case.push(random, DType::I32, &[1], |_| 7.0);
     case.block = random.below(3);
@@ -1009,7 +1013,7 @@ fn push_control(case: &mut Case, random: &mut Random, control: &Control) {
 fn sample(random: &mut Random, round: usize) {
     let n = random.one_to(120);
     let mut control = Control::zeroed();
-    control.temperature = if round % 5 == 0 { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
+    control.temperature = if round.is_multiple_of(5) { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
     control.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
     control.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
     control.seed = [random.next() as u32, random.next() as u32];

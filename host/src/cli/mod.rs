@@ -1,8 +1,8 @@
 //! Command line: arguments, what verbs share, exit status.
 //!
 //! 0: done. 1: the request failed, one line on stderr says why. 2: bad usage. 3: there is no GPU to check. 130: stopped by
-//! Ctrl-C; what was made until then has been printed. Machine output goes to stdout or the named file, everything else to stderr; progress bars only
-//! on a terminal.
+//! Ctrl-C; what was made until then has been printed. Machine output goes to stdout or the named file, everything else to
+//! stderr; progress bars only on a terminal.
 
 mod bench;
 mod doctor;

@@ -73,11 +73,11 @@ impl Quantized {
             } else if let Some(at) = matrix(&view, out, &|part| weights.release(part)) {
                 return Err(ModelError::NotFinite { name: name.clone(), at });
             }
+            // Not its own pages alone: a fault maps those around it, too.
+            weights.release_all();
             progress(view.bytes.len() as u64);
             quantized.insert(name.clone(), (lines, bytes));
         }
-        // A fault maps the pages around it, too, some of which had been given back.
-        tensors.iter().filter_map(|spec| weights.get(&spec.name)).for_each(|view| weights.release(view.bytes));
         Ok(Quantized { tensors: quantized })
     }
 

@@ -251,6 +251,11 @@ impl Weights {
         let _ = part;
     }
 
+    /// [`Weights::release`] of all there is.
+    pub fn release_all(&self) {
+        self.shards.iter().for_each(|shard| self.release(&shard.bytes));
+    }
+
     /// The files mapped, in the order they were opened.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.shards.iter().map(|s| s.path.as_path())
