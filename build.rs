@@ -70,9 +70,12 @@ fn main() -> ExitCode {
 
 /// The outer build's `target`: `OUT_DIR` is `target/[triple/]profile/build/perpetua-hash/out`. The inner build's own
 /// directory lies in it, one for all profiles, so that `core` is built once; cargo locks it against a second build.
+///
+/// Cargo marks a `target` that it has made, but not one that was there: `./x` keeps ptxas in it, before the first build.
 fn shared_target_dir(out: &Path) -> PathBuf {
-    let marked = out.ancestors().find(|dir| dir.join("CACHEDIR.TAG").is_file());
-    marked.unwrap_or(out).to_path_buf()
+    let is_target = |dir: &&Path| dir.join("CACHEDIR.TAG").is_file() || dir.join("ptxas").is_dir();
+    let above_profile = out.ancestors().skip(4);
+    above_profile.clone().take(2).find(is_target).or(above_profile.clone().next()).unwrap_or(out).to_path_buf()
 }
 
 /// A rustc and the words that describe it.

@@ -316,6 +316,13 @@ fn ptxas() -> Option<String> {
     found
 }
 
+/// A program that was built where there is a ptxas carries what that made.
+#[test]
+fn a_cubin_is_embedded() {
+    let (Some(image), Some(ptxas)) = (device_image(), ptxas()) else { return };
+    assert!(image.cubin.is_some(), "there is {ptxas}, but the build found none");
+}
+
 #[test]
 fn ptxas_accepts_it_without_spills() {
     let (Some(ptx), Some(ptxas)) = (ptx(), ptxas()) else {
