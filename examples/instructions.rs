@@ -1,24 +1,48 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT]]`; 132 SMs and a context of 1 unless told otherwise.
-//! `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]]`; 132 SMs and a context of 1 unless told
+//! otherwise. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, so while others are
-//! waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them.
+//! waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
+//! what the slowest warp waits for. With an operator's name, or its end, the lines of PTX at which it waits longest.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
+use perpetua::device_image::device_image;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+/// What cycles go by.
+const CAUSES: [&str; 9] =
+    ["L2", "shared", "shuffles", "products", "tiles", "arithmetic", "branches", "its turn", "barriers"];
+
+/// Which of [`CAUSES`] it is when `at` waits for what `by` makes, instructions both; empty where there is none.
+fn cause(at: &str, by: &str) -> usize {
+    let at = at.strip_prefix('@').and_then(|guarded| guarded.split_once(' ')).map_or(at, |(_, at)| at);
+    match by.split('.').next().unwrap_or_default() {
+        _ if at.is_empty() => 8,
+        "ld" if by.contains(".shared") => 1,
+        "ldmatrix" => 1,
+        "ld" | "atom" => 0,
+        "shfl" | "redux" | "vote" => 2,
+        "mma" => 3,
+        "mbarrier" => 4,
+        _ if at.starts_with("bra") => 6,
+        "" => 7,
+        _ => 5,
+    }
+}
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
+    let wanted = args.next();
     let steps = 2;
     let model = Model::load(&folder)?;
     let driver =
@@ -61,5 +85,29 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         total += warps.iter().sum::<u64>() / passes;
     }
     println!("one after another: {path} cycles; in all {total} issue slots of all warps a step");
+
+    let ptx = device_image().ok_or("this build has no GPU code")?.ptx;
+    let lines: Vec<&str> = ptx.lines().map(str::trim).collect();
+    let line = |number: u32| (number as usize).checked_sub(1).map_or("", |at| lines[at]);
+    println!("\n{:32}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());
+    for (op, (name, tasks, ..)) in &ops {
+        let ids = (program.task_first..program.task_first + program.task_count)
+            .filter(|id| view.tasks[*id as usize].op == *op);
+        let mut all: BTreeMap<(u32, u32), u64> = BTreeMap::new();
+        for (lines, cycles) in ids.filter_map(|id| report.spent.get(&(id + 1))).flatten() {
+            *all.entry(*lines).or_default() += cycles;
+        }
+        let each = |count: u64| count / (u64::from(*tasks) * passes);
+        let mut causes = [0; CAUSES.len()];
+        all.iter().for_each(|((at, by), cycles)| causes[cause(line(*at), line(*by))] += cycles);
+        println!("{name:32}{}", causes.map(|cycles| format!(" {:10}", each(cycles))).concat());
+        if wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted)) {
+            let mut longest: Vec<_> = all.into_iter().collect();
+            longest.sort_by_key(|(_, cycles)| std::cmp::Reverse(*cycles));
+            for ((at, by), cycles) in longest.into_iter().filter(|(_, cycles)| each(*cycles) > 9) {
+                println!("  {:6} {at:7}: {:60} <- {by:6}: {}", each(cycles), line(at), line(by));
+            }
+        }
+    }
     Ok(())
 }

@@ -9,7 +9,7 @@ use super::decode::{
     Access, Atomic, Entry, Instruction, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special,
 };
 use super::matrix::Groups;
-use super::pipeline::{Pipeline, shared_accesses};
+use super::pipeline::{NOBODY, Pipeline, Stretch, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
 use std::collections::{BTreeMap, VecDeque};
@@ -62,6 +62,9 @@ pub struct Report {
     /// Likewise, how many cycles it took, see `ptx/pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
     /// what the fastest did before one that votes, until which some warp asks again and again for what others do.
     pub cycles: BTreeMap<u32, [u64; 2]>,
+    /// Likewise, where the first of these cycles went: until the instruction of the first line could issue, waiting for what that
+    /// of the second makes; 0 for the second where it waited for its turn, and for both at barriers.
+    pub spent: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
 }
 
 /// Runs `launch` of `entry`.
@@ -107,7 +110,7 @@ pub(super) fn run(
         warps,
         marks: vec![0; launch.blocks as usize],
         issues: 0,
-        before: vec![None; launch.blocks as usize],
+        before: (0..launch.blocks).map(|_| None).collect(),
         pipeline: launch
             .marks
             .map(|_| Pipeline::new(&entry.code, entry.rows, entry.preds, launch.blocks as usize * warps)),
@@ -118,6 +121,9 @@ pub(super) fn run(
         report: Report::default(),
     };
     machine.run(host)?;
+    for (mark, stretch) in std::mem::take(&mut machine.before).into_iter().flatten() {
+        machine.spend(mark, &stretch);
+    }
     machine.report.ended_ns = machine.now_ns();
     Ok(machine.report)
 }
@@ -346,8 +352,8 @@ pub(super) struct Machine<'a> {
     marks: Vec<u32>,
     /// Issue slots so far.
     issues: u64,
-    /// Of each block, what it was at between the last two of its barriers 0, unless the second voted, and the cycles.
-    before: Vec<Option<(u32, u64)>>,
+    /// Of each block, what it was at between the last two of its barriers 0, unless the second voted, and how that went.
+    before: Vec<Option<(u32, Stretch)>>,
     /// If anything is counted.
     pipeline: Option<Pipeline>,
     turn: u64,
@@ -643,6 +649,16 @@ impl Machine<'_> {
         let again = matches!(next, Next::Yield(State::Ready));
         if let Some(pipeline) = &mut self.pipeline {
             pipeline.ran(b * self.warps + w, pc as usize, instruction, accesses, again);
+        }
+    }
+
+    /// A block that was at `mark` has come to a barrier.
+    fn spend(&mut self, mark: u32, stretch: &Stretch) {
+        self.report.cycles.entry(mark).or_default()[0] += stretch.cycles;
+        let line = |pc: Pc| if pc == NOBODY { 0 } else { self.entry.code[pc as usize].line };
+        let lines = self.report.spent.entry(mark).or_default();
+        for spent in &stretch.spent {
+            *lines.entry((line(spent.at), line(spent.by))).or_default() += spent.cycles;
         }
     }
 
@@ -1084,20 +1100,25 @@ impl Machine<'_> {
         self.changed = self.turn;
         if let Some(pipeline) = &mut self.pipeline {
             let numbers: Vec<usize> = waiting.iter().chain([&w]).map(|w| b * self.warps + w).collect();
-            let cycles = pipeline.meet(&numbers, self.warps, vote.is_some());
+            let stretch = pipeline.meet(&numbers, self.warps, vote.is_some());
             if id == 0 {
-                // What stands before a task's wait is done while others are waited for, and begins before the block says where it is.
-                if vote.is_some()
-                    && let Some((mark, before)) = self.before[b].take()
-                {
-                    self.report.cycles.entry(mark).or_default()[0] -= before;
-                    self.report.cycles.entry(self.marks[b]).or_default()[1] += before;
+                let mark = self.marks[b];
+                match (vote.is_some(), self.before[b].take()) {
+                    // What stands before a task's wait is done while others are waited for, and begins before the block says where it is.
+                    (true, before) => {
+                        let ahead = before.map_or(0, |(_, before)| before.cycles);
+                        self.report.cycles.entry(mark).or_default()[1] += stretch.cycles + ahead;
+                    }
+                    (false, before) => {
+                        if let Some((mark, before)) = before {
+                            self.spend(mark, &before);
+                        }
+                        self.before[b] = Some((mark, stretch));
+                    }
                 }
-                self.report.cycles.entry(self.marks[b]).or_default()[usize::from(vote.is_some())] += cycles;
-                self.before[b] = vote.is_none().then_some((self.marks[b], cycles));
             }
         }
-        let entry = self.entry;
+        let (entry, block) = (self.entry, &mut self.blocks[b]);
         let settle = |warp: &mut Warp, lanes: u32, vote: Option<(Pred, Pred, bool)>| {
             if let Some((d, _, is_and)) = vote {
                 let holds = if is_and { votes[0] == votes[1] } else { votes[0] > 0 };

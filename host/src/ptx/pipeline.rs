@@ -10,7 +10,7 @@
 //! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
 //! is a lower bound rather than a forecast.
 
-use super::decode::{Access, Instruction, Op, Pred, Slot, Space};
+use super::decode::{Access, Instruction, Op, Pc, Pred, Slot, Space};
 use super::machine::{WARP, lanes_of};
 use super::rows::Row;
 
@@ -238,9 +238,9 @@ impl Operands {
 /// A warp's, in cycles of its block.
 #[derive(Clone, Debug)]
 struct Clock {
-    /// When registers' and predicates' values are there.
-    rows: Vec<u64>,
-    preds: Vec<u64>,
+    /// When registers' and predicates' values are there, and by which instruction.
+    rows: Vec<(u64, Pc)>,
+    preds: Vec<(u64, Pc)>,
     /// When the last branch or barrier had been passed.
     since: u64,
     /// The last issue after it, and how many there were.
@@ -252,8 +252,31 @@ struct Clock {
     barrier: u64,
     issues_since: u64,
     accesses_since: u64,
+    /// What it has spent since on which instructions.
+    spent: Vec<Spent>,
     /// It asks whether an mbarrier's phase is over, and it is not: what it does until then is waiting.
     waits: bool,
+}
+
+/// Cycles that went by until an instruction had issued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Spent {
+    pub(super) at: Pc,
+    /// The one whose result it waited for; [`NOBODY`] if others had to issue before it.
+    pub(super) by: Pc,
+    pub(super) cycles: u64,
+}
+
+/// No instruction's place.
+pub(super) const NOBODY: Pc = Pc::MAX;
+
+/// What a block's warps did between two barriers.
+#[derive(Debug)]
+pub(super) struct Stretch {
+    /// How long it took, see [`Pipeline::meet`].
+    pub(super) cycles: u64,
+    /// What the slowest warp spent them on.
+    pub(super) spent: Vec<Spent>,
 }
 
 impl Clock {
@@ -281,8 +304,8 @@ impl Pipeline {
     /// For `warps` warps that run `code`, with so many registers and predicates.
     pub(super) fn new(code: &[Instruction], rows: u32, preds: u32, warps: usize) -> Pipeline {
         let clock = || Clock {
-            rows: vec![0; rows as usize],
-            preds: vec![0; preds as usize],
+            rows: vec![(0, NOBODY); rows as usize],
+            preds: vec![(0, NOBODY); preds as usize],
             since: 0,
             latest: 0,
             issues: 0,
@@ -290,6 +313,7 @@ impl Pipeline {
             barrier: 0,
             issues_since: 0,
             accesses_since: 0,
+            spent: Vec::new(),
             waits: false,
         };
         Pipeline { operands: code.iter().map(Operands::of).collect(), warps: (0..warps).map(|_| clock()).collect() }
@@ -306,16 +330,20 @@ impl Pipeline {
             return;
         }
         let operands = &self.operands[pc];
-        let mut at = clock.since;
+        let before = clock.now();
+        // Of a tie, whatever: one of those that it waits for.
+        let mut last = (clock.since, NOBODY);
         for read in &operands.reads {
-            at = at.max(clock.rows.get(*read as usize).copied().unwrap_or(0));
+            last = last.max(clock.rows.get(*read as usize).copied().unwrap_or_default());
         }
         for pred in &operands.reads_preds {
-            at = at.max(clock.preds[*pred as usize]);
+            last = last.max(clock.preds[*pred as usize]);
         }
         if let Some((_, guard)) = instruction.guard {
-            at = at.max(clock.preds[guard as usize] + GUARD);
+            let (there, by) = clock.preds[guard as usize];
+            last = last.max((there + GUARD, by));
         }
+        let (mut at, by) = last;
         let is_store =
             matches!(instruction.op, Op::Store { .. } | Op::Atomic { .. } | Op::BarrierArrive { .. } | Op::Fence);
         if is_store || matches!(instruction.op, Op::Load { .. } | Op::LoadMatrices { .. }) {
@@ -326,8 +354,8 @@ impl Pipeline {
         clock.issues_since += u64::from(issues);
         clock.accesses_since += accesses;
         let there = at + u64::from(latency) + accesses.saturating_sub(1);
-        operands.writes.iter().for_each(|write| clock.rows[*write as usize] = there);
-        operands.writes_preds.iter().for_each(|write| clock.preds[*write as usize] = there);
+        operands.writes.iter().for_each(|write| clock.rows[*write as usize] = (there, pc as Pc));
+        operands.writes_preds.iter().for_each(|write| clock.preds[*write as usize] = (there, pc as Pc));
         if issues > 0 {
             clock.latest = clock.latest.max(at);
         }
@@ -339,14 +367,20 @@ impl Pipeline {
                 + if operands.reads_preds.is_empty() && operands.reads.is_empty() { 1 } else { BRANCH };
             clock.pass(passed);
         }
+        let cycles = clock.now() - before;
+        if cycles > 0 {
+            let by = if at > before { by } else { NOBODY };
+            clock.spent.push(Spent { at: pc as Pc, by, cycles });
+        }
     }
 
     /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest took since its
     /// last one.
-    pub(super) fn meet(&mut self, numbers: &[usize], warps: usize, is_wait: bool) -> u64 {
+    pub(super) fn meet(&mut self, numbers: &[usize], warps: usize, is_wait: bool) -> Stretch {
         let now = numbers.iter().map(|number| self.warps[*number].now()).max().unwrap_or(0);
-        let took = numbers.iter().map(|number| self.warps[*number].now() - self.warps[*number].barrier);
+        let took = numbers.iter().map(|number| (self.warps[*number].now() - self.warps[*number].barrier, *number));
         let took = if is_wait { took.min() } else { took.max() };
+        let (took, slowest) = took.expect("somebody has come to the barrier");
         let mut slots = [0; SCHEDULERS];
         let mut accesses = 0;
         for number in numbers {
@@ -355,14 +389,18 @@ impl Pipeline {
             accesses += std::mem::take(&mut clock.accesses_since);
         }
         let busy = slots.into_iter().max().unwrap_or(0).max(accesses);
-        let took = took.unwrap_or(0);
         let took = if is_wait { took } else { took.max(busy) };
+        let mut spent = std::mem::take(&mut self.warps[slowest].spent);
+        // The barrier's own, and what other warps' instructions and banks took.
+        let rest = took + BARRIER - spent.iter().map(|spent| spent.cycles).sum::<u64>();
+        spent.push(Spent { at: NOBODY, by: NOBODY, cycles: rest });
         for number in numbers {
             let clock = &mut self.warps[*number];
             clock.pass(now + BARRIER);
             clock.barrier = now + BARRIER;
+            clock.spent.clear();
         }
-        took + BARRIER
+        Stretch { cycles: took + BARRIER, spent }
     }
 }
 

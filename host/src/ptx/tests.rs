@@ -163,17 +163,39 @@ fn everything_that_is_embedded_is_understood() {
     }
 }
 
+/// A launch of `body` between two barriers of `threads` threads, behind the mark 7. Its first line is [`FIRST`].
+fn between(body: &str, threads: u32) -> Report {
+    let text = format!(
+        "mov.u32 %r190, words;\nshl.b32 %r191, %r1, 2;\nadd.s32 %r192, %r190, %r191;\nshl.b32 %r193, %r1, 4;\n\
+         add.s32 %r194, %r190, %r193;\nshl.b32 %r195, %r1, 7;\nadd.s32 %r196, %r190, %r195;\nmov.b32 %r199, 7;\n\
+         st.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, {threads};\n{body}\nbar.sync 0, {threads};"
+    );
+    run("", &text, threads, 3, &mut [0]).expect("it ends")
+}
+
+const FIRST: u32 = 29;
+
 /// Cycles of what stands between two barriers of `threads` threads, less those of nothing.
 fn cycles(body: &str, threads: u32) -> u64 {
-    let of = |body: &str| {
-        let text = format!(
-            "mov.u32 %r190, words;\nshl.b32 %r191, %r1, 2;\nadd.s32 %r192, %r190, %r191;\nshl.b32 %r193, %r1, 4;\n\
-             add.s32 %r194, %r190, %r193;\nshl.b32 %r195, %r1, 7;\nadd.s32 %r196, %r190, %r195;\nmov.b32 %r199, 7;\n\
-             st.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, {threads};\n{body}\nbar.sync 0, {threads};"
-        );
-        run("", &text, threads, 3, &mut [0]).expect("it ends").cycles[&7][0]
-    };
+    let of = |body: &str| between(body, threads).cycles[&7][0];
     of(body) - of("")
+}
+
+#[test]
+fn what_cycles_go_by_is_told_line_by_line() {
+    let report = between("ld.shared.b32 %r2, [%r192];\nadd.s32 %r3, %r2, 1;\nadd.s32 %r4, %r3, 1;", 32);
+    let spent = &report.spent[&7];
+    assert_eq!(spent.get(&(FIRST, 0)), Some(&1), "its turn");
+    assert_eq!(spent.get(&(FIRST + 1, FIRST)), Some(&28), "the load, but for its turn");
+    assert_eq!(spent.get(&(FIRST + 2, FIRST + 1)), Some(&4));
+    for (body, threads) in [("", 32), ("add.s32 %r2, %r1, 1;\nadd.s32 %r3, %r1, 2;\nadd.s32 %r4, %r1, 3;", 256)] {
+        let report = between(body, threads);
+        assert_eq!(
+            report.spent[&7].values().sum::<u64>(),
+            report.cycles[&7][0],
+            "all of them, other warps' among them"
+        );
+    }
 }
 
 #[test]
