@@ -36,5 +36,7 @@ pub use perpetua_device as device;
 /// What host and device agree on: element types, ids, the control block, the image's descriptors.
 pub use perpetua_shared as shared;
 
-pub use engine::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Token};
+pub use engine::{
+    Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Stopper, Token,
+};
 pub use perpetua_shared::control::End;

@@ -230,6 +230,44 @@ fn a_deadline_ends_the_kernel() {
     }
 }
 
+/// Another thread's word gets through while the kernel runs; of a run that has ended, or whose engine has gone, it is not passed on.
+#[test]
+fn another_thread_stops_the_kernel() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = fake();
+    let mut engine = Engine::new(&model, &config(gpu(&driver))).expect("resident");
+    let expected = generate(&mut engine, &PROMPT, 3).expect("it runs");
+    let mut generation = engine.generate(&PROMPT, &options(18)).expect("it starts");
+    let kept = generation.stopper();
+    let stopper = kept.clone();
+    let thread = std::thread::spawn(move || {
+        // All of its tokens take seconds here.
+        std::thread::sleep(Duration::from_millis(30));
+        stopper.stop();
+    });
+    let made: Vec<u32> = generation.by_ref().map(|token| token.expect("it runs").id).collect();
+    thread.join().expect("it only stops");
+    assert_eq!(generation.end(), Some(End::Stopped), "{} tokens", made.len());
+    assert!(made.len() < 18 && made.iter().zip(&expected).all(|(a, b)| a == b), "{made:?}, {expected:?}");
+    drop(generation);
+
+    let mut generation = engine.generate(&PROMPT, &options(3)).expect("it starts");
+    kept.stop();
+    let unused = generation.stopper();
+    let made: Vec<u32> = generation.by_ref().map(|token| token.expect("it runs").id).collect();
+    assert_eq!((made, generation.end()), (expected, Some(End::MaxTokens)));
+    drop(generation);
+    let dropped = engine.generate(&PROMPT, &options(18)).expect("it starts").stopper();
+    drop(engine);
+    let calls = driver.calls().len();
+    [kept, unused, dropped].iter().for_each(perpetua::Stopper::stop);
+    assert_eq!(driver.calls()[calls..], [""; 0]);
+    assert_eq!(driver.leaks(), Vec::<String>::new());
+}
+
 /// The same tokens as the persistent kernel's, from a graph for each pass; and what such a run is, call by call.
 #[test]
 fn operators_in_graphs_make_the_same_tokens() {

@@ -4,6 +4,7 @@
 use perpetua::Device;
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::Resident;
+use perpetua::exec::Stopper;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::reference::Reference;
 use perpetua::exec::threads::{Options, Threads};
@@ -443,6 +444,19 @@ fn a_host_follows_the_token_loop() {
     threads.stop();
     let stopped = threads.finish().unwrap();
     assert!(stopped.end == End::Stopped as u32 || stopped.produced == 3, "{} tokens", stopped.produced);
+    // From another thread; and of a run that has ended it stops none.
+    let stopper = Stopper::default();
+    threads.start_with(control, &stopper);
+    std::thread::scope(|scope| _ = scope.spawn(|| stopper.stop()));
+    let stopped = threads.finish().unwrap();
+    assert!(stopped.end == End::Stopped as u32 || stopped.produced == 3, "{} tokens", stopped.produced);
+    threads.start(control);
+    stopper.stop();
+    assert_eq!(threads.finish().unwrap().end, End::MaxTokens as u32);
+    // One that has been told before ends the run with its first pass, which makes no token.
+    threads.start_with(control, &stopper);
+    let stopped = threads.finish().unwrap();
+    assert_eq!((stopped.end, stopped.produced), (End::Stopped as u32, 0));
     threads.start(control);
     drop(threads);
 }

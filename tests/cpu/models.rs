@@ -459,6 +459,58 @@ fn a_generation_ends_when_its_time_is_over() {
     }
 }
 
+/// From another thread, while this one waits for tokens; kept beyond its run, and beyond the engine, it does nothing.
+#[test]
+fn a_stopper_ends_its_run_and_no_other() {
+    let model = Model::load(fixture("tiny-qwen2")).unwrap();
+    let config = EngineConfig {
+        device: Device::Cpu,
+        max_context: Some(4096),
+        threads: Some(2),
+        sequences: Some(2),
+        ..EngineConfig::default()
+    };
+    let options =
+        |max_new_tokens| GenerateOptions { max_new_tokens, stop_tokens: Some(vec![]), ..GenerateOptions::default() };
+    let mut engine = Engine::new(&model, &config).unwrap();
+    let mut generation = engine.generate(&[1, 2, 3], &options(4000)).unwrap();
+    let first = generation.next().unwrap().unwrap().id;
+    let kept = generation.stopper();
+    let stopper = kept.clone();
+    let thread = std::thread::spawn(move || stopper.stop());
+    let made = 1 + generation.by_ref().map(Result::unwrap).count();
+    thread.join().unwrap();
+    assert!(made < 4000);
+    assert_eq!(generation.end(), Some(End::Stopped), "after {made} tokens");
+    drop(generation);
+
+    let mut generation = engine.generate(&[1, 2, 3], &options(6)).unwrap();
+    kept.stop();
+    assert_eq!(generation.next().unwrap().unwrap().id, first);
+    assert_eq!((generation.by_ref().count(), generation.end()), (5, Some(End::MaxTokens)));
+    drop(generation);
+
+    let mut batch = engine.generate_batch(&[[1, 2, 3], [3, 2, 1]], &options(4000)).unwrap();
+    let stopper = batch.stopper();
+    let thread = std::thread::spawn(move || stopper.stop());
+    assert!(batch.by_ref().map(Result::unwrap).count() < 8000);
+    thread.join().unwrap();
+    assert_eq!([0, 1].map(|sequence| batch.end(sequence)), [Some(End::Stopped); 2]);
+
+    // Of a run that was given up by dropping it, and of one that is forgotten.
+    drop(batch);
+    let dropped = engine.generate(&[1], &options(4000)).unwrap().stopper();
+    let mut forgotten = engine.generate(&[1], &options(4000)).unwrap();
+    let stopper = forgotten.stopper();
+    assert!(forgotten.next().is_some());
+    std::mem::forget(forgotten);
+    dropped.stop();
+    stopper.stop();
+    assert_eq!(engine.generate(&[1, 2, 3], &options(6)).unwrap().count(), 6);
+    drop(engine);
+    [kept, dropped, stopper].iter().for_each(perpetua::Stopper::stop);
+}
+
 #[test]
 fn a_generation_says_why_it_ended() {
     let model = Model::load(fixture("tiny-qwen2")).unwrap();

@@ -3,9 +3,9 @@
 
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::decoder_sources;
-use perpetua::exec::RunError;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::simt::{Options, Simt};
+use perpetua::exec::{RunError, Stopper};
 use perpetua::graph::lower::Target;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::image::{Image, ImageError};
@@ -14,6 +14,7 @@ use perpetua::model::decoder::{self, Cache, Declared, Head};
 use perpetua::model::synth::preset_config;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_device::advance::step_from;
 use perpetua_device::kernels::{Spec, Use};
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
@@ -249,7 +250,41 @@ fn a_deadline_ends_the_token_loop() {
     let (expected, end) = run(2, None);
     assert_eq!(end, Some(End::MaxTokens));
     assert_eq!(run(18, Some(Duration::ZERO)), (vec![], Some(End::Deadline)), "a pass reads 4 of the prompt's 6 tokens");
+    // All of its tokens take a second here.
+    let (made, end) = run(18, Some(Duration::from_millis(30)));
+    assert_eq!(end, Some(End::Deadline), "{} tokens", made.len());
+    assert!(made.len() < 18 && made.iter().zip(&expected).all(|(a, b)| a == b), "{made:?}, {expected:?}");
     assert_eq!(run(2, Some(Duration::MAX)), (expected, Some(End::MaxTokens)));
+}
+
+/// While this one runs it; and of an earlier run it stops none.
+#[test]
+fn another_thread_stops_the_token_loop() {
+    let (_dir, model) = small();
+    let sources = decoder_sources(&model, &[4], Cache::bf16(24), Head::Sample).expect("a sound model");
+    let compiled = compile(sources, &Config::new(Target::workers(3))).expect("it compiles");
+    let memory = Memory::new(&compiled, &model).expect("a small model");
+    let mut simt = Simt::new(compiled.image.clone(), memory, Options::default());
+    simt.set_tokens(&IDS[..6]);
+    let mut run = |max_new_tokens, stopper: &Stopper| {
+        let mut control = Control { n_tokens: 6, max_new_tokens, max_context: 24, ..bytemuck::Zeroable::zeroed() };
+        control.step = step_from(&control, compiled.image.view().programs, 0, 0);
+        simt.start_with(control, stopper);
+        let control = simt.finish().expect("it runs");
+        (End::from_u32(control.end), control.produced)
+    };
+    let early = Stopper::default();
+    let (end, produced) = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(30));
+            early.stop();
+        });
+        run(18, &early)
+    });
+    // All of its tokens take a second here.
+    assert!(end == Some(End::Stopped) && produced < 18, "{end:?} after {produced} tokens");
+    early.stop();
+    assert_eq!(run(2, &Stopper::default()), (Some(End::MaxTokens), 2));
 }
 
 /// The whole token loop, where passes with and without just-in-time tasks take turns.

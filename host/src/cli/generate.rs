@@ -1,14 +1,13 @@
 //! `perpetua generate`.
 
 use super::{
-    DeviceName, Interrupted, ModelArgs, Outcome, TOKENS_BAR, interrupt_flag, note, progress, say, to_stdout, warm,
-    writable, write_whole,
+    Interrupted, ModelArgs, Outcome, TOKENS_BAR, note, on_interrupt, progress, say, to_stdout, warm, writable,
+    write_whole,
 };
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, GenerateOptions};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 #[derive(Debug, clap::Args)]
@@ -66,9 +65,6 @@ impl Args {
 
 pub(crate) fn run(args: &Args) -> Outcome {
     let max_time = args.max_time()?;
-    // The others run to their end once begun: there Ctrl-C is left what it is.
-    let stops = !matches!(args.model.device, DeviceName::Reference | DeviceName::Simt | DeviceName::Ptx);
-    let interrupted = if stops { interrupt_flag()? } else { Default::default() };
     writable(args.ids_out.as_deref())?;
     let model = args.model.open()?;
     model.decoder()?;
@@ -95,7 +91,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let mut out = std::io::stdout().lock();
     let bar = progress(prompt.len() as u64, "reading prompt", TOKENS_BAR);
     let mut generation = engine.generate(&prompt, &options)?;
-    let mut asked_to_stop = false;
+    // Until there is something to print, Ctrl-C ends the program.
+    let stopper = generation.stopper();
+    on_interrupt(move || stopper.stop())?;
     while !generation.is_ended() {
         match generation.poll(Duration::from_millis(50))? {
             Some(token) => {
@@ -104,10 +102,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
                 to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
             }
             None => bar.set_position(generation.prompt_done() as u64),
-        }
-        if interrupted.load(Ordering::Relaxed) && !asked_to_stop {
-            generation.stop();
-            asked_to_stop = true;
         }
     }
     bar.finish_and_clear();
@@ -130,7 +124,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         ));
     }
     report(&engine, prompt.len(), ids.len(), loaded);
-    if asked_to_stop { Err(Interrupted.into()) } else { Ok(()) }
+    if end == Some(End::Stopped) { Err(Interrupted.into()) } else { Ok(()) }
 }
 
 /// Where the time went, on a terminal or when asked by nobody else than a person.

@@ -292,15 +292,22 @@ fn resident(model: &Model, config: &EngineConfig) -> Result<Engine, Box<dyn std:
     Ok(engine?)
 }
 
-/// A flag that Ctrl-C sets. A second Ctrl-C ends the program at once.
+/// From now on Ctrl-C does `what` instead of ending the program. A second Ctrl-C ends it at once.
+fn on_interrupt(what: impl Fn() + Send + 'static) -> Outcome {
+    let mut is_second = false;
+    Ok(ctrlc::set_handler(move || {
+        if std::mem::replace(&mut is_second, true) {
+            std::process::exit(130);
+        }
+        what();
+    })?)
+}
+
+/// A flag that Ctrl-C sets.
 fn interrupt_flag() -> Result<Arc<AtomicBool>, Box<dyn std::error::Error>> {
     let flag = Arc::new(AtomicBool::new(false));
     let set = flag.clone();
-    ctrlc::set_handler(move || {
-        if set.swap(true, Ordering::Relaxed) {
-            std::process::exit(130);
-        }
-    })?;
+    on_interrupt(move || set.store(true, Ordering::Relaxed))?;
     Ok(flag)
 }
 

@@ -3,7 +3,6 @@
 
 use perpetua_shared::launch::LaunchParams;
 use std::fmt;
-use std::time::Instant;
 
 /// A failed call: which, what the driver said, and what to do about it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -228,9 +227,6 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     /// # Safety
     /// The kernel takes a parameter of so many bytes, and what that says is as the kernel wants it and stays until it ends.
     unsafe fn launch(&self, launch: &Launch) -> Result<()>;
-    /// Has the word at `stop` set to 1 once the time has come, in launches of a kernel that run inside a call of this driver. Those of
-    /// a GPU run beside the host, which writes the word itself: there is nothing to do.
-    fn stop_at(&self, _deadline: Option<(Instant, DevicePtr)>) {}
     /// cuGraphCreate.
     fn create_graph(&self) -> Result<Graph>;
     /// cuGraphAddKernelNode of a node that depends on `after`, if there is one.

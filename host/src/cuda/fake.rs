@@ -20,7 +20,6 @@ use perpetua_shared::{DataOp, PrefetchOp, TaskDesc};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
-use std::time::Instant;
 
 /// What a launch runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +74,9 @@ impl Options {
 pub struct Fake {
     options: Options,
     state: Mutex<State>,
+    /// Held by whoever does the work of streams: one at a time, so that a kernel needs no lock of the state's, and other threads'
+    /// calls get through while it runs. Taken before the state's.
+    work: Mutex<()>,
 }
 
 /// Memory, in units that are aligned as a driver's allocations are at least.
@@ -152,8 +154,6 @@ struct State {
     /// The GPU's clock.
     now_ns: u64,
     has_failed: bool,
-    /// See [`Driver::stop_at`].
-    deadline: Option<(Instant, DevicePtr)>,
     /// What every call says after the kernel has gone wrong.
     lost: Option<CudaError>,
 }
@@ -193,7 +193,7 @@ impl State {
 impl Fake {
     /// A driver with one device.
     pub fn new(options: Options) -> Fake {
-        Fake { options, state: Mutex::default() }
+        Fake { options, state: Mutex::default(), work: Mutex::default() }
     }
 
     /// Every call so far, with its arguments; addresses and handles are left out.
@@ -225,6 +225,11 @@ impl Fake {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// See [`Fake::work`].
+    fn work(&self) -> MutexGuard<'_, ()> {
+        self.work.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Notes `call` and refuses it where a driver would.
     fn begin(&self, call: &'static str, arguments: &str, wants_context: bool) -> Result<MutexGuard<'_, State>> {
         let mut state = self.state();
@@ -247,17 +252,22 @@ impl Fake {
         Ok(state)
     }
 
-    /// As [`Fake::step`], if it is a copy.
-    fn step_copy(&self, stream: Stream) -> Result<bool> {
-        let is_copy = {
+    /// Does the copies that come first in streams other than `stream`: they are what may run beside its kernel. The caller does
+    /// the work.
+    fn copy_beside(&self, stream: Stream) -> Result<()> {
+        let next = || {
             let state = self.state();
-            let first = state.streams.get(&stream.0).and_then(VecDeque::front);
-            matches!(first, Some(Work::CopyIn { .. } | Work::CopyOut { .. }))
+            let is_copy = |work: Option<&Work>| matches!(work, Some(Work::CopyIn { .. } | Work::CopyOut { .. }));
+            let mut others = state.streams.iter().filter(|(other, _)| **other != stream.0);
+            others.find(|(_, queue)| is_copy(queue.front())).map(|(other, _)| Stream(*other))
         };
-        if is_copy { self.step("cuStreamQuery", stream) } else { Ok(false) }
+        while let Some(other) = next() {
+            self.step("cuStreamQuery", other)?;
+        }
+        Ok(())
     }
 
-    /// Does the first work of `stream` that has not been done. Whether there was any.
+    /// Does the first work of `stream` that has not been done. Whether there was any. The caller does the work.
     fn step(&self, call: &'static str, stream: Stream) -> Result<bool> {
         let mut state = self.state();
         let queue = state.streams.get_mut(&stream.0).ok_or_else(|| error(call, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
@@ -286,22 +296,19 @@ impl Fake {
             }
             Work::Launch(launch) => {
                 state.launches += 1;
-                let deadline = state.deadline.filter(|(_, stop)| State::has(&state.device, stop.0, 4));
-                let mut host = move || {
-                    if let Some((_, stop)) = deadline.filter(|(deadline, _)| Instant::now() >= *deadline) {
-                        // SAFETY: a word of an allocation that is live while the lock is held, which the host may write at any
-                        // time; the kernel does not run in this moment.
-                        unsafe { at(stop.0).cast::<u32>().write_volatile(1) };
-                    }
-                };
                 let seed = self.options.seed.wrapping_add(state.launches);
-                let ran = match state.modules.get(&launch.module).and_then(|module| module.ptx.clone()) {
+                let began_ns = state.now_ns + 1;
+                let module = state.modules.get(&launch.module).and_then(|module| module.ptx.clone());
+                let memory = if launch.kernel == ENTRY {
+                    memory_of(&state, &bytemuck::pod_read_unaligned(&launch.param))
+                } else {
+                    memory_of_probe(&state, &bytemuck::pod_read_unaligned(&launch.param))
+                };
+                drop(state);
+                // There is nothing to say where these fail: whoever waits for them will hear.
+                let mut host = || drop(self.copy_beside(stream));
+                let ran = match module {
                     Some(module) => {
-                        let memory = if launch.kernel == ENTRY {
-                            memory_of(&state, &bytemuck::pod_read_unaligned(&launch.param))
-                        } else {
-                            memory_of_probe(&state, &bytemuck::pod_read_unaligned(&launch.param))
-                        };
                         // Where workers say which task they are at.
                         let marks = match bytemuck::try_pod_read_unaligned::<LaunchParams>(&launch.param) {
                             Ok(params) if self.options.counts && launch.kernel == ENTRY => {
@@ -321,28 +328,28 @@ impl Fake {
                                 params: &[&launch.param],
                                 seed,
                                 stray: self.options.stray,
-                                began_ns: state.now_ns + 1,
+                                began_ns,
                                 most_instructions: u64::MAX,
                             },
                             &mut host,
                         )
-                        .map(|report| state.keep(report))
+                        .map(|report| self.state().keep(report))
                     }
                     None if launch.kernel == ENTRY => {
                         let options = simt::Options {
                             service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
                             tile_bytes: launch.shared_bytes,
-                            began_ns: state.now_ns + 1,
+                            began_ns,
                             ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
                         };
                         let params = bytemuck::pod_read_unaligned(&launch.param);
                         // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
                         let kernel = || unsafe { entry::worker(LaunchBlock::new(&params)) };
-                        run_source(memory_of(&state, &params), &options, host, kernel)
+                        run_source(memory, &options, host, kernel)
                     }
-                    None => run_probe(&state, launch, seed),
+                    None => run_probe(memory, launch, seed, began_ns),
                 };
-                state.outlive(ran, call)?;
+                self.state().outlive(ran, call)?;
             }
             Work::Operator(node) => {
                 state.launches += 1;
@@ -351,6 +358,7 @@ impl Fake {
                 let memory = memory_of(&state, &node.params);
                 let module = state.functions.get(&node.function.0).map(|known| known.module);
                 let module = module.and_then(|module| state.modules.get(&module)).and_then(|module| module.ptx.clone());
+                drop(state);
                 let ran = match module {
                     Some(module) => run_ptx(
                         &module,
@@ -373,7 +381,7 @@ impl Fake {
                         },
                         &mut || (),
                     )
-                    .map(|report| state.keep(report)),
+                    .map(|report| self.state().keep(report)),
                     None => {
                         let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
                         // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
@@ -387,7 +395,7 @@ impl Fake {
                         )
                     }
                 };
-                state.outlive(ran, call)?;
+                self.state().outlive(ran, call)?;
             }
         }
         Ok(true)
@@ -480,7 +488,8 @@ fn memory_of_probe(state: &State, params: &ProbeParams) -> Vec<Range> {
 fn run_source(memory: Vec<Range>, options: &simt::Options, host: impl FnMut(), kernel: impl Fn()) -> Ran {
     let allocation = |range: Range| {
         let base = std::ptr::with_exposed_provenance_mut(range.at as usize);
-        // SAFETY: inside an allocation of this driver, which the launch alone touches while the lock is held.
+        // SAFETY: inside an allocation of this driver, which stays while work is done (`free` waits), and which the launch alone
+        // touches, and copies between its threads' turns.
         unsafe { Allocation::new(range.name, base, range.bytes as usize, range.access) }
     };
     let ran = simt::launch_beside(options, memory.into_iter().map(allocation).collect(), host, kernel);
@@ -504,15 +513,15 @@ fn run_ptx(
 }
 
 /// A launch of a probe on the simulated GPU.
-fn run_probe(state: &State, launch: &Launched, seed: u64) -> Ran {
+fn run_probe(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64) -> Ran {
     let params: ProbeParams = bytemuck::pod_read_unaligned(&launch.param);
     let options = simt::Options {
         tile_bytes: launch.shared_bytes,
-        began_ns: state.now_ns + 1,
+        began_ns,
         ..simt::Options::new(launch.blocks, launch.threads, seed)
     };
     run_source(
-        memory_of_probe(state, &params),
+        memory,
         &options,
         || (),
         || {
@@ -584,21 +593,17 @@ unsafe impl Driver for Fake {
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
         drop(self.begin("cuStreamSynchronize", "", true)?);
+        let _work = self.work();
         while self.step("cuStreamSynchronize", stream)? {}
         Ok(())
     }
 
     fn is_done(&self, stream: Stream) -> Result<bool> {
         // Not in the record: how often somebody asks is no one's business.
-        drop(self.begin("cuStreamQuery", "", true)?);
-        let mut state = self.state();
-        state.calls.pop();
-        // What other streams have to do they do meanwhile; copies are what may run beside a kernel.
-        let others: Vec<usize> = state.streams.keys().copied().filter(|other| *other != stream.0).collect();
-        drop(state);
-        for other in others {
-            while self.step_copy(Stream(other))? {}
-        }
+        self.begin("cuStreamQuery", "", true)?.calls.pop();
+        let _work = self.work();
+        // What other streams have to do they do meanwhile.
+        self.copy_beside(stream)?;
         Ok(!self.step("cuStreamQuery", stream)?)
     }
 
@@ -692,11 +697,6 @@ unsafe impl Driver for Fake {
         self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(work))
     }
 
-    fn stop_at(&self, deadline: Option<(Instant, DevicePtr)>) {
-        // Not in the record: no driver has it.
-        self.state().deadline = deadline;
-    }
-
     fn create_graph(&self) -> Result<Graph> {
         let mut state = self.begin("cuGraphCreate", "", true)?;
         let handle = state.handle();
@@ -784,6 +784,8 @@ unsafe impl Driver for Fake {
     }
 
     unsafe fn free(&self, at: DevicePtr) -> Result<()> {
+        // As a driver does, it waits for what is under way.
+        let _work = self.work();
         let mut state = self.begin("cuMemFree", "", true)?;
         state.device.remove(&at.0).map(|_| ()).ok_or_else(|| error("cuMemFree", 1, "CUDA_ERROR_INVALID_VALUE"))
     }
@@ -796,6 +798,7 @@ unsafe impl Driver for Fake {
     }
 
     unsafe fn free_pinned(&self, memory: Pinned) -> Result<()> {
+        let _work = self.work();
         let mut state = self.begin("cuMemFreeHost", "", true)?;
         let block = state.pinned.remove(&memory.device.0);
         block.map(|_| ()).ok_or_else(|| error("cuMemFreeHost", 1, "CUDA_ERROR_INVALID_VALUE"))

@@ -1,10 +1,13 @@
 //! Generations under way.
 
 use super::resident::Resident;
-use super::{EngineError, GenerateOptions, Model, Token};
+use super::{EngineError, Model, Token};
+use crate::exec::{RunError, Stopper};
 use crate::model::{DecodeStream, ModelError};
-use perpetua_shared::control::End;
-use std::sync::atomic::{AtomicBool, Ordering};
+use perpetua_shared::control::{Control, End};
+use std::convert::Infallible;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What turns a sequence's ids into text; a model without a tokenizer still generates ids.
@@ -19,45 +22,98 @@ pub(super) fn text_stream(model: &Model) -> Result<Option<DecodeStream<'_>>, Eng
     }
 }
 
-/// How long a run may take, and who told it to stop.
+/// A run under way, which is stopped when this is dropped.
 #[derive(Debug)]
-pub(super) struct Limit {
-    deadline: Option<Instant>,
-    is_over: bool,
-    by_user: AtomicBool,
+pub(super) struct Run<'a> {
+    pub(super) resident: &'a mut Resident,
+    stopper: Stopper,
+    timer: Option<Timer>,
+    ended: bool,
 }
 
-impl Limit {
-    /// Of a generation that begins now. A time that no clock will show is none.
-    pub(super) fn new(options: &GenerateOptions) -> Limit {
-        let deadline = options.max_time.and_then(|time| Instant::now().checked_add(time));
-        Limit { deadline, is_over: false, by_user: AtomicBool::new(false) }
+impl<'a> Run<'a> {
+    /// Starts `resident` from `control`, until `deadline` at the longest.
+    ///
+    /// # Errors
+    /// The system gives no thread that looks at the clock.
+    pub(super) fn start(
+        resident: &'a mut Resident,
+        control: Control,
+        deadline: Option<Instant>,
+    ) -> Result<Run<'a>, EngineError> {
+        let stopper = Stopper::default();
+        // Before the run, which may be over when it has been started.
+        let timer = deadline.map(|deadline| Timer::new(deadline, &stopper)).transpose();
+        let timer = timer.map_err(EngineError::Threads)?.flatten();
+        resident.start_with(control, &stopper);
+        Ok(Run { resident, stopper, timer, ended: false })
     }
 
-    pub(super) fn deadline(&self) -> Option<Instant> {
-        self.deadline
+    /// None: there is nothing to do.
+    pub(super) fn none(resident: &'a mut Resident) -> Run<'a> {
+        Run { resident, stopper: Stopper::default(), timer: None, ended: true }
     }
 
-    fn stop(&self, resident: &Resident) {
-        self.by_user.store(true, Ordering::Relaxed);
-        resident.stop();
+    fn is_over(&mut self) -> bool {
+        self.ended || !self.resident.is_running()
     }
 
-    /// Stops the run if its time is over.
-    fn enforce(&mut self, resident: &Resident) {
-        if !self.is_over && self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            self.is_over = true;
-            resident.stop();
+    /// Waits for its end. Then what it has made is all there.
+    fn finish(&mut self) -> Result<Control, RunError> {
+        self.ended = true;
+        let outcome = self.resident.finish();
+        self.timer = None;
+        outcome
+    }
+}
+
+impl Drop for Run<'_> {
+    fn drop(&mut self) {
+        if !self.ended {
+            self.stopper.stop();
+            // Whatever the run ended with, nobody is there to hear it.
+            let _ = self.finish();
         }
     }
+}
 
-    /// Why it ended, where the control block says `end`.
-    fn end(&self, end: u32) -> Option<End> {
-        match End::from_u32(end) {
-            Some(End::Stopped) if self.deadline.is_some() && !self.by_user.load(Ordering::Relaxed) => {
-                Some(End::Deadline)
+/// A thread that tells a run to stop when its time is over, whoever asks for tokens or does not. It ends when this is dropped.
+#[derive(Debug)]
+struct Timer {
+    /// What the thread waits for: that this is dropped.
+    watched: Option<Sender<Infallible>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Timer {
+    /// Of the run of `stopper`. `None`: its time is over, and it has been told.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    fn new(deadline: Instant, stopper: &Stopper) -> std::io::Result<Option<Timer>> {
+        if Instant::now() >= deadline {
+            stopper.tell(End::Deadline);
+            return Ok(None);
+        }
+        let (watched, watching) = channel();
+        let stopper = stopper.clone();
+        let watch = move || {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if watching.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
+                stopper.tell(End::Deadline);
             }
-            end => end,
+        };
+        let thread = std::thread::Builder::new().name("perpetua timer".to_owned()).spawn(watch)?;
+        Ok(Some(Timer { watched: Some(watched), thread: Some(thread) }))
+    }
+}
+
+impl Drop for Timer {
+    fn drop(&mut self) {
+        self.watched = None;
+        if let Some(thread) = self.thread.take() {
+            // If it panicked, it has said so.
+            let _ = thread.join();
         }
     }
 }
@@ -65,10 +121,8 @@ impl Limit {
 /// A generation of several sequences under way: iterate over `(sequence, token)`. Each sequence's tokens come in order.
 #[derive(Debug)]
 pub struct BatchGeneration<'a> {
-    pub(super) resident: &'a mut Resident,
+    pub(super) run: Run<'a>,
     pub(super) each: Vec<Made<'a>>,
-    pub(super) limit: Limit,
-    pub(super) ended: bool,
 }
 
 /// What one sequence has made.
@@ -119,7 +173,12 @@ impl Made<'_> {
 impl BatchGeneration<'_> {
     /// Asks the run to end after the tokens under way; those already made can still be taken.
     pub fn stop(&self) {
-        self.limit.stop(self.resident);
+        self.run.stopper.stop();
+    }
+
+    /// What does the same, from any thread.
+    pub fn stopper(&self) -> Stopper {
+        self.run.stopper.clone()
     }
 
     /// Why sequence `sequence` ended, once all have.
@@ -129,7 +188,7 @@ impl BatchGeneration<'_> {
 
     /// A token that has been made, of the sequence of which the fewest have been taken.
     fn take(&mut self) -> Result<Option<(usize, Token)>, EngineError> {
-        let resident = &self.resident;
+        let resident = &*self.run.resident;
         loop {
             let waiting = self.each.iter_mut().enumerate();
             let waiting = waiting.filter(|(number, made)| resident.produced_of(*number) as usize > made.taken);
@@ -138,7 +197,7 @@ impl BatchGeneration<'_> {
                 return Ok(Some((number, token)));
             }
         }
-        for (number, made) in self.each.iter_mut().enumerate().filter(|_| self.ended) {
+        for (number, made) in self.each.iter_mut().enumerate().filter(|_| self.run.ended) {
             if let Some(token) = made.take_last()? {
                 return Ok(Some((number, token)));
             }
@@ -152,22 +211,18 @@ impl Iterator for BatchGeneration<'_> {
 
     fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
         loop {
-            if !self.ended {
-                self.limit.enforce(self.resident);
-            }
-            let is_over = self.ended || !self.resident.is_running();
+            let is_over = self.run.is_over();
             if let Some(token) = self.take().transpose() {
                 return Some(token);
             }
-            if self.ended {
+            if self.run.ended {
                 return None;
             }
             if is_over {
-                self.ended = true;
-                match self.resident.finish() {
+                match self.run.finish() {
                     Ok(control) => {
                         for (made, sequence) in self.each.iter_mut().zip(&control.sequences) {
-                            made.end = self.limit.end(sequence.end);
+                            made.end = self.run.stopper.end(sequence.end);
                         }
                     }
                     Err(error) => return Some(Err(error.into())),
@@ -175,17 +230,7 @@ impl Iterator for BatchGeneration<'_> {
                 // The reference has run as a whole; its tokens are there only now.
                 continue;
             }
-            self.resident.rest();
-        }
-    }
-}
-
-impl Drop for BatchGeneration<'_> {
-    fn drop(&mut self) {
-        if !self.ended {
-            self.resident.stop();
-            // Whatever the run ended with, nobody is there to hear it.
-            let _ = self.resident.finish();
+            self.run.resident.rest();
         }
     }
 }
@@ -193,22 +238,26 @@ impl Drop for BatchGeneration<'_> {
 /// A generation under way: iterate over its tokens. Their texts are together the whole text.
 #[derive(Debug)]
 pub struct Generation<'a> {
-    pub(super) resident: &'a mut Resident,
+    pub(super) run: Run<'a>,
     pub(super) made: Made<'a>,
-    pub(super) limit: Limit,
     pub(super) prompt_len: usize,
-    pub(super) ended: bool,
 }
 
 impl Generation<'_> {
     /// Asks the run to end after the token under way; tokens already made can still be taken.
     pub fn stop(&self) {
-        self.limit.stop(self.resident);
+        self.run.stopper.stop();
+    }
+
+    /// What does the same, from any thread. Where a run is over when it has been started ([`Device::Reference`](super::Device)
+    /// and [`Device::Simt`](super::Device)) it comes too late.
+    pub fn stopper(&self) -> Stopper {
+        self.run.stopper.clone()
     }
 
     /// How many of the prompt's tokens have been read.
     pub fn prompt_done(&self) -> usize {
-        (self.resident.position() as usize).min(self.prompt_len)
+        (self.run.resident.position() as usize).min(self.prompt_len)
     }
 
     /// Why it ended, once it has.
@@ -236,33 +285,29 @@ impl Generation<'_> {
     pub fn poll(&mut self, patience: Duration) -> Result<Option<Token>, EngineError> {
         let began = Instant::now();
         loop {
-            if !self.ended {
-                self.limit.enforce(self.resident);
-            }
-            let is_over = self.ended || !self.resident.is_running();
-            if let Some(token) = self.made.take(self.resident, self.resident.produced())? {
+            let is_over = self.run.is_over();
+            if let Some(token) = self.made.take(self.run.resident, self.run.resident.produced())? {
                 return Ok(Some(token));
             }
-            if self.ended {
+            if self.run.ended {
                 return self.made.take_last();
             }
             if is_over {
-                self.ended = true;
-                let control = self.resident.finish()?;
-                self.made.end = self.limit.end(control.end);
+                let control = self.run.finish()?;
+                self.made.end = self.run.stopper.end(control.end);
                 // The reference has run as a whole; its tokens are there only now.
                 continue;
             }
             if began.elapsed() >= patience {
                 return Ok(None);
             }
-            self.resident.rest();
+            self.run.resident.rest();
         }
     }
 
     /// Whether the run is over and every token has been taken.
     pub fn is_ended(&self) -> bool {
-        self.ended && self.made.held.is_none() && self.resident.produced() as usize <= self.made.taken
+        self.run.ended && self.made.held.is_none() && self.run.resident.produced() as usize <= self.made.taken
     }
 }
 
@@ -281,12 +326,67 @@ impl Iterator for Generation<'_> {
     }
 }
 
-impl Drop for Generation<'_> {
-    fn drop(&mut self) {
-        if !self.ended {
-            self.resident.stop();
-            // Whatever the run ended with, nobody is there to hear it.
-            let _ = self.resident.finish();
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Device, Engine, EngineConfig, GenerateOptions};
+
+    /// Waits for `what`, which nothing but its own doing brings about.
+    fn eventually(mut what: impl FnMut() -> bool) {
+        let began = Instant::now();
+        while !what() {
+            assert!(began.elapsed() < Duration::from_secs(120), "nothing happens");
+            std::thread::sleep(Duration::from_millis(1));
         }
+    }
+
+    #[test]
+    fn a_timer_tells_when_the_time_is_over_and_not_before() {
+        let over = Stopper::default();
+        assert!(Timer::new(Instant::now(), &over).unwrap().is_none() && over.is_told());
+
+        let soon = Stopper::default();
+        let timer = Timer::new(Instant::now() + Duration::from_millis(5), &soon).unwrap();
+        eventually(|| soon.is_told());
+        assert_eq!(soon.end(End::Stopped as u32), Some(End::Deadline));
+        drop(timer);
+
+        let late = Stopper::default();
+        let timer = Timer::new(Instant::now() + Duration::from_secs(24 * 3600), &late).unwrap();
+        assert!(timer.is_some());
+        // It waits for the thread, not for the time.
+        drop(timer);
+        assert!(!late.is_told());
+    }
+
+    /// Only the end of the run is waited for here, and no token asked for.
+    #[test]
+    fn a_deadline_comes_though_nobody_asks_for_tokens() {
+        let model = Model::load(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/tiny-qwen2")).unwrap();
+        let config = EngineConfig {
+            device: Device::Cpu,
+            threads: Some(2),
+            max_context: Some(4096),
+            sequences: Some(2),
+            ..EngineConfig::default()
+        };
+        let mut engine = Engine::new(&model, &config).unwrap();
+        let options = GenerateOptions {
+            max_new_tokens: 4000,
+            max_time: Some(Duration::from_millis(10)),
+            stop_tokens: Some(vec![]),
+            ..GenerateOptions::default()
+        };
+        let mut generation = engine.generate(&[1, 2, 3], &options).unwrap();
+        eventually(|| !generation.run.resident.is_running());
+        let made = generation.run.resident.produced() as usize;
+        assert_eq!(generation.by_ref().map(Result::unwrap).count(), made, "they can still be taken");
+        assert_eq!(generation.end(), Some(End::Deadline), "{made} tokens");
+        drop(generation);
+
+        let mut batch = engine.generate_batch(&[[1, 2], [2, 1]], &options).unwrap();
+        eventually(|| !batch.run.resident.is_running());
+        assert!(batch.by_ref().map(Result::unwrap).count() < 8000);
+        assert_eq!([0, 1].map(|sequence| batch.end(sequence)), [Some(End::Deadline); 2]);
     }
 }

@@ -17,9 +17,10 @@ mod generation;
 #[allow(unsafe_code, reason = "inputs and tokens of an executor that is idle")]
 mod resident;
 
-use generation::{Limit, Made, text_stream};
+use generation::{Made, Run, text_stream};
 use resident::{Place, one_pass};
 
+pub use crate::exec::Stopper;
 pub use embedder::Embedder;
 pub use generation::{BatchGeneration, Generation};
 pub use resident::Resident;
@@ -192,7 +193,7 @@ pub enum EngineError {
     #[error(transparent)]
     Run(#[from] RunError),
     /// The system gives no threads.
-    #[error("cannot start the worker threads: {0}")]
+    #[error("cannot start a thread: {0}")]
     Threads(std::io::Error),
     /// The GPU.
     #[error(transparent)]
@@ -268,7 +269,7 @@ pub struct GenerateOptions {
     /// Token ids that end the text; `None`: those of the model's generation_config.json.
     pub stop_tokens: Option<Vec<u32>>,
     /// The longest a generation may take from its start, its prompt included: then it ends as if told to stop, with the tokens
-    /// made so far and [`End::Deadline`]. Looked at whenever somebody asks for a token, or waits for one.
+    /// made so far and [`End::Deadline`], whether or not somebody asks for them: a thread of its own looks at the clock.
     pub max_time: Option<Duration>,
 }
 
@@ -287,6 +288,11 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
+    /// When a generation that begins now is to end. A time that no clock will show is none.
+    fn deadline(&self) -> Option<Instant> {
+        self.max_time.and_then(|time| Instant::now().checked_add(time))
+    }
+
     fn check(&self) -> Result<(), EngineError> {
         let bad = |name, given: String, expected| Err(EngineError::Option { name, given, expected });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
@@ -481,7 +487,7 @@ impl Engine {
     /// # Errors
     /// A prompt that is empty, too long or has ids the model does not; options out of range.
     pub fn generate(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<Generation<'_>, EngineError> {
-        let limit = Limit::new(options);
+        let deadline = options.deadline();
         self.check_prompt(prompt)?;
         let text = text_stream(&self.model)?;
         let mut control = self.control(options)?;
@@ -490,14 +496,15 @@ impl Engine {
             perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
         self.resident.set_tokens(0, prompt);
         let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
-        if has_work {
-            self.resident.start_until(control, limit.deadline());
-        }
         // Without a run, what is counted is an earlier run's.
         let taken = if has_work { 0 } else { self.resident.produced() as usize };
         let end = (!has_work).then_some(End::MaxTokens);
         let made = Made { text, next: prompt.len(), taken, held: None, end };
-        Ok(Generation { resident: &mut self.resident, made, limit, prompt_len: prompt.len(), ended: !has_work })
+        let run = match has_work {
+            true => Run::start(&mut self.resident, control, deadline)?,
+            false => Run::none(&mut self.resident),
+        };
+        Ok(Generation { run, made, prompt_len: prompt.len() })
     }
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
@@ -527,7 +534,7 @@ impl Engine {
         if self.sequences == 0 {
             return Err(EngineError::Purpose("batches: see EngineConfig::sequences"));
         }
-        let limit = Limit::new(options);
+        let deadline = options.deadline();
         if prompts.is_empty() || prompts.len() > self.sequences {
             return Err(EngineError::Batch { prompts: prompts.len(), sequences: self.sequences });
         }
@@ -542,18 +549,19 @@ impl Engine {
             self.resident.set_tokens(number * part, prompt);
         }
         control.step = perpetua_device::advance::batch_step(&control, self.resident.compiled.image.view().programs, 0);
-        let ended = options.max_new_tokens == 0;
+        let has_work = options.max_new_tokens > 0;
         for (number, prompt) in prompts.iter().enumerate() {
             let next = number * part + prompt.len();
             // Without a run, what is counted is an earlier run's.
-            let taken = if ended { self.resident.produced_of(number) as usize } else { 0 };
-            let end = ended.then_some(End::MaxTokens);
+            let taken = if has_work { 0 } else { self.resident.produced_of(number) as usize };
+            let end = (!has_work).then_some(End::MaxTokens);
             each.push(Made { text: text_stream(&self.model)?, next, taken, held: None, end });
         }
-        if !ended {
-            self.resident.start_until(control, limit.deadline());
-        }
-        Ok(BatchGeneration { resident: &mut self.resident, each, limit, ended })
+        let run = match has_work {
+            true => Run::start(&mut self.resident, control, deadline)?,
+            false => Run::none(&mut self.resident),
+        };
+        Ok(BatchGeneration { run, each })
     }
 
     /// A control block for `options`, without tokens and step.

@@ -7,7 +7,7 @@ use crate::cuda::{Gpu, GpuError};
 use crate::device_image::device_image;
 use crate::exec::cuda::Cuda;
 use crate::exec::memory::{Memory, MemoryError, WeightSource};
-use crate::exec::{RunError, cuda, reference, simt, threads};
+use crate::exec::{RunError, Stopper, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
 use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::ProgramId;
@@ -184,26 +184,16 @@ impl Resident {
 
     /// Starts a run from `control`.
     pub fn start(&mut self, control: Control) {
-        self.start_until(control, None);
+        self.start_with(control, &Stopper::default());
     }
 
-    /// As [`Resident::start`]. Executors whose runs are over when this returns stop them at the `deadline`; others are told by
-    /// whoever waits for them.
-    pub(super) fn start_until(&mut self, control: Control, deadline: Option<Instant>) {
+    /// As [`Resident::start`]; `stopper`, of this run alone, ends it after the pass under way.
+    pub fn start_with(&mut self, control: Control, stopper: &Stopper) {
         match &mut self.executor {
-            Executor::Threads(threads) => threads.start(control),
-            Executor::Reference(reference) => reference.start_until(control, deadline),
-            Executor::Simt(simt) => simt.start_until(control, deadline),
-            Executor::Cuda(cuda) => cuda.start_until(control, deadline),
-        }
-    }
-
-    /// Asks a run to end after the pass under way.
-    pub fn stop(&self) {
-        match &self.executor {
-            Executor::Threads(threads) => threads.stop(),
-            Executor::Cuda(cuda) => cuda.stop(),
-            Executor::Reference(_) | Executor::Simt(_) => {}
+            Executor::Threads(threads) => threads.start_with(control, stopper),
+            Executor::Reference(reference) => reference.start_with(control, stopper),
+            Executor::Simt(simt) => simt.start_with(control, stopper),
+            Executor::Cuda(cuda) => cuda.start_with(control, stopper),
         }
     }
 

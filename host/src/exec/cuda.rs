@@ -6,7 +6,8 @@
 //! nothing to repack.
 //! *Talking.* Tokens come through the [mailbox](perpetua_shared::launch::Mail), pinned memory of the host that the kernel
 //! writes and never waits for. The control block lies on the device, where 132 workers read it every iteration; the word
-//! `stop` is written there by a copy on a second stream, which runs beside the kernel.
+//! `stop` is written there by a copy on a second stream, which runs beside the kernel, by whichever thread tells the run's
+//! [`Stopper`].
 //! *Ending.* The kernel ends by itself: at a stop token, at the bounds in its control block, when it is told to stop, and
 //! when a wait outlasts [`Options::timeout`], which is a fault that names task, event and workers. Should it not, the host
 //! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still writes
@@ -17,9 +18,9 @@
 //! launches [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
 //! see another program in the step, or none, and do nothing.
 
-use super::RunError;
 use super::memory::{MemoryError, WeightSource, read_f32};
 use super::operators::operators;
+use super::{RunError, Stopper};
 use crate::compile::Compiled;
 use crate::cuda::driver::{
     CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
@@ -37,7 +38,7 @@ use perpetua_shared::launch::{
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, EventId, Fault, FaultCode, WorkerId};
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -192,8 +193,8 @@ pub struct Cuda {
     iteration: u32,
     prompt: Vec<u32>,
     is_running: bool,
-    /// A copy of the word `stop` may be under way.
-    is_told: AtomicBool,
+    /// Of the run under way, or the last one.
+    stopper: Stopper,
     is_tracing: bool,
     launched: Instant,
     finished: Option<Instant>,
@@ -452,7 +453,7 @@ impl Cuda {
             iteration: 0,
             prompt: Vec::new(),
             is_running: false,
-            is_told: AtomicBool::new(false),
+            stopper: Stopper::default(),
             is_tracing: true,
             launched: Instant::now(),
             finished: None,
@@ -596,12 +597,11 @@ impl Cuda {
     /// (`program_runs`, the iteration) is kept: those fields of `control` are overwritten. An error waits in
     /// [`Cuda::finish`].
     pub fn start(&mut self, control: Control) {
-        self.start_until(control, None);
+        self.start_with(control, &Stopper::default());
     }
 
-    /// As [`Cuda::start`]. A driver that runs the kernel inside its calls ends it after the iteration in which the `deadline` comes; on a
-    /// GPU whoever waits for the run looks at the clock, and says [`Cuda::stop`].
-    pub fn start_until(&mut self, mut control: Control, deadline: Option<Instant>) {
+    /// As [`Cuda::start`]; the run ends soon after `stopper` is told.
+    pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
         assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         self.wait();
         *self.seen_mut() = Seen::default();
@@ -618,17 +618,19 @@ impl Cuda {
             control.step.program_runs = control.program_runs[control.step.program as usize];
         }
         self.outcome = None;
-        self.driver().stop_at(deadline.map(|deadline| (deadline, self.at(self.control).offset(STOP as u64))));
-        if let Err(error) = self.launch(&control) {
+        let before = std::mem::replace(&mut self.stopper, stopper.clone());
+        if let Err(error) = self.launch(&control, &before) {
             let lost = self.lose(error);
             self.outcome = Some(Err(lost));
         }
     }
 
-    fn launch(&mut self, control: &Control) -> Result<(), CudaError> {
+    /// Launches a run; that of the stopper `before` was the last.
+    fn launch(&mut self, control: &Control, before: &Stopper) -> Result<(), CudaError> {
         let n_trace = if self.is_tracing { self.options.n_trace } else { 0 };
         let params = LaunchParams { iteration: self.iteration, n_trace, ..self.params };
-        if self.is_told.swap(false, Ordering::Relaxed) {
+        if before.is_told() {
+            // A copy of the word may be under way.
             let _entered = self.gpu.enter()?;
             self.driver().synchronize(self.side)?;
         }
@@ -637,6 +639,7 @@ impl Cuda {
             self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
             self.write(self.at(self.control), bytemuck::bytes_of(control))?;
         }
+        self.open();
         let _entered = self.gpu.enter()?;
         let traced = self.layout.trace_end - self.layout.trace;
         if n_trace > 0 {
@@ -701,19 +704,26 @@ impl Cuda {
         write.map_err(|error| self.lose(error))
     }
 
-    /// Asks the loop to end after the iteration that runs.
-    pub fn stop(&self) {
-        let stop = || -> Result<(), CudaError> {
-            let _entered = self.enter()?;
-            let to = self.at(self.control).offset(STOP as u64);
-            self.is_told.store(true, Ordering::Relaxed);
+    /// Has whoever tells the stopper copy the word `stop` to the device, until [`Cuda::wait`] has seen the run's end.
+    fn open(&self) {
+        let (gpu, to) = (self.gpu.clone(), self.at(self.control).offset(STOP as u64));
+        let (flag, side) = (self.flag, self.side);
+        let bring = move || -> Result<(), CudaError> {
+            let _entered = gpu.enter()?;
+            // The whole of it, which may go to other threads as its address alone may not.
+            let flag = flag;
             // SAFETY: `stop` is a word of the control block that the host may write at any time; the flag is never written
-            // again. Nobody waits for the copy, lest a GPU that does not answer stop the host, too: before the word is written
-            // otherwise, `launch` does.
-            unsafe { self.driver().copy_in(to, self.flag.host, 4, self.side) }
+            // again; all is there until the executor is dropped, which closes the stopper before. Nobody waits for the copy,
+            // lest a GPU that does not answer stop the host, too: before the word is written otherwise, `launch` does.
+            unsafe { gpu.driver().copy_in(to, flag.host, 4, side) }
         };
         // A device that is lost says so to whoever waits for the run's end.
-        let _ = stop();
+        self.stopper.open(move || drop(bring()));
+    }
+
+    /// Asks the run to end after the iteration that runs.
+    pub fn stop(&self) {
+        self.stopper.stop();
     }
 
     fn seen_mut(&self) -> MutexGuard<'_, Seen> {
@@ -809,6 +819,7 @@ impl Cuda {
         while self.is_running() {
             self.rest();
         }
+        self.stopper.close();
         if self.finished.is_none() {
             self.finished = Some(Instant::now());
         }
@@ -933,8 +944,8 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         if self.is_running() {
             self.stop();
-            self.wait();
         }
+        self.wait();
     }
 }
 

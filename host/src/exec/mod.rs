@@ -13,7 +13,10 @@ pub mod memory;
 pub mod operators;
 pub mod reference;
 pub mod simt;
+mod stopper;
 pub mod threads;
+
+pub use stopper::Stopper;
 
 use crate::image::Image;
 use perpetua_shared::control::Control;

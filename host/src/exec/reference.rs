@@ -1,7 +1,7 @@
 //! The reference executor: one thread, tasks in program order, plain-loop bodies in f32. Slow and obvious.
 
 use super::memory::Memory;
-use super::{RunError, check_sequences};
+use super::{RunError, Stopper, check_sequences};
 use crate::image::Image;
 use perpetua_device::advance::step_of;
 use perpetua_device::io::{Call, Tensor};
@@ -34,17 +34,17 @@ impl Reference {
 
     /// Runs the token loop from `control`'s step until it ends.
     pub fn start(&mut self, control: Control) {
-        self.start_until(control, None);
+        self.start_with(control, &Stopper::default());
     }
 
-    /// As [`Reference::start`]; the pass in which the `deadline` comes is the last.
-    pub fn start_until(&mut self, control: Control, deadline: Option<Instant>) {
+    /// As [`Reference::start`]; the pass in which `stopper` is told is the last.
+    pub fn start_with(&mut self, control: Control, stopper: &Stopper) {
         check_sequences(&self.image, &control);
         let base = self.memory.control_base();
         self.stamps = vec![Instant::now()];
         // SAFETY: the control block is aligned and this is the only thread that touches it.
         unsafe { base.write(control) };
-        let ran = self.run(deadline);
+        let ran = self.run(stopper);
         // SAFETY: as above.
         self.outcome = Some(ran.map(|()| unsafe { base.read() }));
     }
@@ -78,7 +78,7 @@ impl Reference {
         &self.stamps
     }
 
-    fn run(&mut self, deadline: Option<Instant>) -> Result<(), RunError> {
+    fn run(&mut self, stopper: &Stopper) -> Result<(), RunError> {
         let (image, memory) = (&self.image, &self.memory);
         let view = image.view();
         loop {
@@ -90,7 +90,7 @@ impl Reference {
             let program = view.programs[step.program as usize];
             for id in program.task_first..program.task_first + program.task_count {
                 let task = &view.tasks[id as usize];
-                if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                if stopper.is_told() {
                     memory.control_word(STOP).store(1, Ordering::Relaxed);
                 }
                 if step.sampling == 0 && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {

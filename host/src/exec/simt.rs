@@ -6,8 +6,8 @@
 //! they must, or a body that races, reads what nobody wrote or parts its lanes, ends the run with the task, block, lane
 //! and line.
 
-use super::RunError;
 use super::memory::Memory;
+use super::{RunError, Stopper};
 use crate::image::Image;
 use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::kernels::TILED_ROWS;
@@ -106,11 +106,11 @@ impl Simt {
     /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
     /// iteration) is kept: those fields of `control` are overwritten.
     pub fn start(&mut self, control: Control) {
-        self.start_until(control, None);
+        self.start_with(control, &Stopper::default());
     }
 
-    /// As [`Simt::start`]; the iteration in which the `deadline` comes is the last.
-    pub fn start_until(&mut self, mut control: Control, deadline: Option<Instant>) {
+    /// As [`Simt::start`]; the iteration in which `stopper` is told is the last.
+    pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
         assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
         let base = self.memory.control_base();
         // SAFETY: the control block is aligned and nobody else touches it between launches.
@@ -123,7 +123,7 @@ impl Simt {
         // SAFETY: as above.
         unsafe { base.write(control) };
         self.stamps = vec![Instant::now()];
-        let ran = self.launch(deadline);
+        let ran = self.launch(stopper);
         self.stamps.push(Instant::now());
         // SAFETY: as above; the launch is over.
         let after = unsafe { base.read() };
@@ -164,7 +164,7 @@ impl Simt {
         &self.report
     }
 
-    fn launch(&mut self, deadline: Option<Instant>) -> Result<(), RunError> {
+    fn launch(&mut self, stopper: &Stopper) -> Result<(), RunError> {
         let mut fault = Fault::default();
         let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
@@ -251,8 +251,9 @@ impl Simt {
             tile_bytes: TILE_BYTES,
             ..simt::Options::new(view.n_workers, block_threads, self.options.seed)
         };
+        // Written by the thread in which the kernel's run, too, between their turns: `advance` takes the block for its own.
         let host = || {
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            if stopper.is_told() {
                 self.memory.control_word(STOP).store(1, Ordering::Relaxed);
             }
         };

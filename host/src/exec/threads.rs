@@ -8,6 +8,8 @@
 //! [scheduler](perpetua_device::scheduler), unless another does so at that moment. The one that has triggered a task's last
 //! event is the next to look.
 //!
+//! The worker that ends an iteration looks whether the run's [`Stopper`] has been told: nobody but workers writes what they read.
+//!
 //! Waiting inside a run spins for a while and then yields the core, so that more workers than cores still move. Every
 //! wait is bounded: a worker that has waited longer than [`Options::timeout`] while no task anywhere finished writes a
 //! fault; so does one whose body fails or panics; the others see the flag in their next wait, everyone leaves the loop,
@@ -18,7 +20,7 @@ mod cores;
 pub use cores::{Pinning, allowed_cores, usable_cores};
 
 use super::memory::Memory;
-use super::{RunError, check_sequences};
+use super::{RunError, Stopper, check_sequences};
 use crate::image::Image;
 use crate::schedule::machine::Machine;
 use crate::schedule::prefetch::{self, Reads, Stream};
@@ -89,6 +91,8 @@ struct Shared {
     /// Per task, the weights its worker asks for before the task's events have fired.
     ahead: Box<[Ahead]>,
     fault: Mutex<Option<Fault>>,
+    /// Of the run under way, or the last one.
+    stopper: Mutex<Stopper>,
     /// Iterations since the counters were zeroed, agreed on by all workers at the end of a run.
     iteration: AtomicU32,
     bell: Mutex<Bell>,
@@ -158,6 +162,7 @@ impl Threads {
             counters,
             launches: Mutex::new(Launches::default()),
             fault: Mutex::new(None),
+            stopper: Mutex::default(),
             iteration: AtomicU32::new(0),
             bell: Mutex::new(Bell::default()),
             rung: Condvar::new(),
@@ -195,7 +200,12 @@ impl Threads {
 
     /// Starts a run from `control`, whose `step` says where. Waits for an earlier run to end first. What has been
     /// counted so far (`program_runs`, the iteration) is kept: those fields of `control` are overwritten.
-    pub fn start(&mut self, mut control: Control) {
+    pub fn start(&mut self, control: Control) {
+        self.start_with(control, &Stopper::default());
+    }
+
+    /// As [`Threads::start`]; the iteration in which `stopper` is told is the last.
+    pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
         check_sequences(&self.shared.image, &control);
         self.wait_idle();
         let base = self.shared.memory.control_base();
@@ -208,6 +218,7 @@ impl Threads {
         }
         // SAFETY: no worker runs; the bell's mutex publishes this to the workers.
         unsafe { base.write(control) };
+        *lock(&self.shared.stopper) = stopper.clone();
         *lock(&self.shared.host) = Some(std::thread::current());
         let mut stamps = lock(&self.shared.stamps);
         stamps.clear();
@@ -229,9 +240,9 @@ impl Threads {
         self.shared.memory.control_word(at).load(Ordering::Acquire)
     }
 
-    /// Asks the loop to end after the iteration that runs.
+    /// Asks the run to end after the iteration that runs.
     pub fn stop(&self) {
-        self.shared.memory.control_word(STOP).store(1, Ordering::Relaxed);
+        lock(&self.shared.stopper).stop();
     }
 
     /// Tokens made so far in this run.
@@ -672,8 +683,12 @@ impl Body for CpuBody<'_> {
         let Some(spec) = Spec::of(task.task_type) else {
             return Err(Fault::new(FaultCode::NoSuchKernel, u32::from(task.task_type), 0, 0));
         };
+        let ends_iteration = task.task_type == Advance::TASK_TYPE;
+        if ends_iteration && lock(&self.shared.stopper).is_told() {
+            self.shared.memory.control_word(STOP).store(1, Ordering::Relaxed);
+        }
         (spec.cpu)(&call, self.scratch)?;
-        if task.task_type == Advance::TASK_TYPE {
+        if ends_iteration {
             lock(&self.shared.stamps).push(Instant::now());
             if let Some(host) = lock(&self.shared.host).as_ref() {
                 host.unpark();
