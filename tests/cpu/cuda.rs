@@ -4,9 +4,10 @@ use perpetua::compile::Binding;
 use perpetua::cuda::driver::{Context, Driver, Stream, code};
 use perpetua::cuda::fake::{Fake, Options};
 use perpetua::cuda::probe::Prober;
-use perpetua::cuda::{Gpu, GpuError};
+use perpetua::cuda::{Gpu, GpuError, upload_threads};
 use perpetua::device_image::device_image;
 use perpetua::exec::operators::operators;
+use perpetua::exec::threads::usable_cores;
 use perpetua::exec::{RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
@@ -191,7 +192,8 @@ fn loading_is_so_many_calls_in_this_order() {
     assert_eq!(handed, pieces.iter().sum::<usize>() as u64);
     let buffers = of("cuMemHostAlloc ");
     assert!(
-        (1..=8).contains(&buffers.len()) && buffers.iter().all(|bytes| Some(bytes) == pieces.last()),
+        (1..=2 * upload_threads(usable_cores())).contains(&buffers.len())
+            && buffers.iter().all(|bytes| Some(bytes) == pieces.last()),
         "{buffers:?}"
     );
     let count = |name: &str| uploads.iter().filter(|call| *call == name).count();
@@ -608,6 +610,22 @@ fn probes_measure_what_they_say() {
         }
         assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
         assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
+        // What is brought, copy by copy: a whole number of those the memory has room for; and pieces, each in parts, once.
+        let mut brought = |bring: &mut dyn FnMut(&mut Prober)| -> Vec<usize> {
+            let began = driver.calls().len();
+            bring(&mut prober);
+            let calls = driver.calls().split_off(began);
+            let copies = calls.iter().filter_map(|call| call.strip_prefix("cuMemcpyHtoDAsync "));
+            copies.map(|bytes| bytes.parse().expect("a number")).collect()
+        };
+        let copies = brought(&mut |prober| assert!(prober.bus(5 << 20).expect("it runs") > 0.0));
+        assert_eq!(copies, [1 << 20; 5]);
+        let pieces = [&[1; 700_000][..], &[2; 3], &[], &[4; 300_000]];
+        let mut copies = brought(&mut |prober| {
+            assert!(prober.upload(&pieces, 2).expect("it runs").as_nanos() > 0);
+        });
+        copies.sort_unstable();
+        assert_eq!(copies, [3, 300_000, 700_000]);
     }
     assert_eq!(driver.leaks(), Vec::<String>::new());
 }

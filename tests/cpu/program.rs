@@ -243,8 +243,8 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
         return;
     }
-    perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency", "bench-0.6b"]);
-    for section in ["facts", "latency", "bench-0.6b"] {
+    perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency", "load", "bench-0.6b"]);
+    for section in ["facts", "latency", "load", "bench-0.6b"] {
         let text = std::fs::read_to_string(out.join(format!("{section}.json"))).expect("a record");
         let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         assert_eq!(record["section"], section);
@@ -252,8 +252,24 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
         assert_eq!(record["device"], "Fake H200");
         assert!(record["unix_time"].as_u64().is_some() && record["seconds"].as_f64().is_some(), "{text}");
         assert!(record["figures"].is_object() && record["error"].is_null() && record["unfinished"].is_null(), "{text}");
+        let number = |path: &str| record.pointer(path).and_then(serde_json::Value::as_f64).expect(path);
+        if section == "load" {
+            let bus = number("/figures/bus_gb_per_s");
+            assert!(bus > 0.0 && number("/figures/threads") >= 4.0, "{text}");
+            for from in ["from_memory", "from_disk"] {
+                let figure = |name: &str| number(&format!("/figures/{from}/{name}"));
+                let (upload, file) = (figure("upload_gb_per_s"), figure("file_gb_per_s"));
+                assert!(upload > 0.0 && file > 0.0 && figure("bytes") > 0.0, "{text}");
+                assert!((figure("share_percent") / 100.0 * bus.min(file) / upload - 1.0).abs() < 1e-6, "{text}");
+                assert_eq!(figure("bar_percent"), 80.0);
+                if cfg!(target_os = "linux") {
+                    // How much the system keeps of what it is told to forget is its own affair.
+                    let there = figure("in_memory_before_percent");
+                    assert!(there == 100.0 || from == "from_disk" && (0.0..100.0).contains(&there), "{text}");
+                }
+            }
+        }
         if section.starts_with("bench") {
-            let number = |path: &str| record.pointer(path).and_then(serde_json::Value::as_f64).expect(path);
             let parts = ["prologue", "hops_exposed", "waiting_for_data", "computing", "tail"];
             let sum: f64 = parts.iter().map(|part| number(&format!("/figures/loss/{part}_us"))).sum();
             let step = number("/figures/loss/step_us");

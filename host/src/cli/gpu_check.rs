@@ -1,6 +1,7 @@
 //! `perpetua gpu-check`: one command that shows, on a machine with nothing but a driver, that the GPU computes what it
 //! should and how fast. A record per section, as JSON.
 
+use super::files;
 use super::group::{self, Group};
 use super::kernel_cases::{PRESETS, cases, uncovered};
 use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, plain, print, write_whole};
@@ -10,7 +11,8 @@ use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
-use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::exec::threads::usable_cores;
+use perpetua::model::{SynthOptions, SynthSource, Weights, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample, TILED_ROWS};
 use perpetua_shared::control::End;
@@ -70,6 +72,8 @@ enum Section {
     Ceiling,
     /// How long workers take to hear of each other.
     Latency,
+    /// The rate at which weights come to the GPU, beside the bus's and the disk's.
+    Load,
     /// Every macro kernel against its reference.
     Kernels,
     /// Logits and tokens against `transformers`.
@@ -97,13 +101,14 @@ enum Section {
 }
 
 impl Section {
-    const USUAL: [Section; 12] = [
+    const USUAL: [Section; 13] = [
         Section::Facts,
         Section::Kernels,
         Section::Fixtures,
         Section::Drills,
         Section::Ceiling,
         Section::Latency,
+        Section::Load,
         Section::Long,
         Section::BenchSmall,
         Section::BenchLlama,
@@ -118,7 +123,7 @@ impl Section {
         Duration::from_secs(match self {
             // Half a minute of it for the driver's compiler, where it does not take the cubin and keeps no cache.
             Section::Facts | Section::Ceiling | Section::Latency => 60,
-            Section::Kernels | Section::Fixtures | Section::Drills | Section::Long => 90,
+            Section::Kernels | Section::Fixtures | Section::Drills | Section::Load | Section::Long => 90,
             Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
             Section::BenchLarge => 300 + compile,
             Section::Accuracy => 150,
@@ -318,6 +323,7 @@ impl Check<'_> {
             Section::Facts => self.facts(),
             Section::Ceiling => self.ceiling(),
             Section::Latency => self.latency(),
+            Section::Load => self.load(),
             Section::Kernels => self.kernels(),
             Section::Fixtures => self.fixtures(),
             Section::Drills => self.drills(),
@@ -416,6 +422,75 @@ impl Check<'_> {
             }
         }
         Ok(json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "barrier_by_sms": barriers}))
+    }
+
+    /// How fast a checkpoint comes to the device, from memory and from the disk, and what part that is of the slower of the bus
+    /// and of reading the file, each measured alone. The bar is no condition: others may use the disk.
+    fn load(&self) -> Figures {
+        let (dir, model) = self.synth("llama-3.2-1b")?;
+        drop(model);
+        let folder = dir.path().join("model");
+        let weights = Weights::open(&folder)?;
+        let paths: Vec<PathBuf> = weights.files().map(Path::to_owned).collect();
+        let all = weights.size_bytes() as u64;
+        // Pages of a file that is mapped stay in memory.
+        drop(weights);
+        let cores = usable_cores();
+        let n_threads = cuda::upload_threads(cores);
+        let mut prober = Prober::new(self.gpu.clone(), all)?;
+        // A second's work, at least where a bus has as many lanes as it should.
+        let (bus, bus_spread) = spread(5, || prober.bus(if self.args.simulated { 1 << 20 } else { 8 << 30 }))?;
+        let mut figures = json!({
+            "bus_gb_per_s": bus / 1e9,
+            "bus_spread_percent": bus_spread,
+            "threads": n_threads,
+        });
+        self.keep(figures.clone())?;
+        for from in ["memory", "disk"] {
+            let prepare = || match from {
+                "disk" => files::forget(&paths),
+                // What was just written is there already, unless there is too little of it.
+                _ => files::read_through(&paths, n_threads, LOAD_MOST).map(|_| ()),
+            };
+            let mut most = all;
+            let (file, file_spread) = spread(3, || {
+                prepare()?;
+                let (bytes, took) = files::read_through(&paths, n_threads, LOAD_MOST)?;
+                // No more is brought to the device than could be read in the time.
+                most = most.min(bytes);
+                Ok::<_, Box<dyn std::error::Error>>(bytes as f64 / took.as_secs_f64().max(1e-9))
+            })?;
+            let (mut n_bytes, mut there) = (0, None);
+            let (upload, upload_spread) = spread(3, || {
+                prepare()?;
+                there = files::in_memory(&paths)?;
+                // Mapped anew, as for an engine: no page of it is in the page table yet.
+                let weights = Weights::open(&folder)?;
+                let mut left = most as usize;
+                let pieces = weights.names().filter_map(|name| weights.get(name)).map(|tensor| {
+                    let piece = &tensor.bytes[..tensor.bytes.len().min(left)];
+                    left -= piece.len();
+                    piece
+                });
+                let pieces: Vec<&[u8]> = pieces.collect();
+                n_bytes = pieces.iter().map(|piece| piece.len()).sum();
+                let took = prober.upload(&pieces, cores)?;
+                Ok::<_, Box<dyn std::error::Error>>(n_bytes as f64 / took.as_secs_f64().max(1e-9))
+            })?;
+            figures[format!("from_{from}")] = json!({
+                "share_percent": 100.0 * upload / bus.min(file),
+                "bar_percent": LOAD_BAR_PERCENT,
+                "slower": if bus < file { "bus" } else { "file" },
+                "upload_gb_per_s": upload / 1e9,
+                "upload_spread_percent": upload_spread,
+                "file_gb_per_s": file / 1e9,
+                "file_spread_percent": file_spread,
+                "bytes": n_bytes,
+                "in_memory_before_percent": there.map(|there| 100.0 * there),
+            });
+            self.keep(figures.clone())?;
+        }
+        Ok(figures)
     }
 
     /// Small networks whose every intermediate is an output, on the GPU and on the reference executor: the operator where
@@ -807,6 +882,12 @@ impl Check<'_> {
     }
 }
 
+/// What loading should reach of the slower of the bus and the disk.
+const LOAD_BAR_PERCENT: f64 = 80.0;
+
+/// The longest that a file is read at a time: a slow disk shows its rate with a part of it.
+const LOAD_MOST: Duration = Duration::from_secs(4);
+
 /// The most an intermediate may be off, as a part of the largest value of its tensor: the cache is bf16, and differences
 /// grow from operator to operator.
 const KERNEL_TOLERANCE: f64 = 2e-2;
@@ -830,7 +911,7 @@ fn greedy_options(n: usize) -> GenerateOptions {
 }
 
 /// The median of `n` measurements, and the spread of all as a percentage of it.
-fn spread(n: usize, mut measure: impl FnMut() -> Result<f64, GpuError>) -> Result<(f64, f64), GpuError> {
+fn spread<E>(n: usize, mut measure: impl FnMut() -> Result<f64, E>) -> Result<(f64, f64), E> {
     let mut values = (0..n).map(|_| measure()).collect::<Result<Vec<f64>, _>>()?;
     values.sort_by(f64::total_cmp);
     let median = values[n / 2];

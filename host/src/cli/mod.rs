@@ -7,6 +7,8 @@
 mod bench;
 mod doctor;
 mod embed;
+#[allow(unsafe_code, reason = "which pages of a file lie in memory")]
+mod files;
 mod generate;
 mod gpu_check;
 #[allow(unsafe_code, reason = "process groups and signals")]

@@ -17,6 +17,7 @@ use driver::{Context, CudaError, DeviceInfo, Driver, Module, Stream};
 use libcuda::{LibCuda, OpenError};
 pub use ptx_isa::PtxIsa;
 use std::sync::{Arc, OnceLock};
+pub use upload::upload_threads;
 pub(crate) use upload::{Piece, upload};
 
 /// Compute capability the GPU code is compiled for. It is architecture-specific code (`sm_90a`): neither older nor newer

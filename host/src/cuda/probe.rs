@@ -1,10 +1,12 @@
-//! What a GPU can do, measured: the rate at which loaders can read, and how long workers take to hear of each other.
+//! What a GPU can do, measured: the rate at which loaders can read, how long workers take to hear of each other, and how fast
+//! bytes come to it from the host.
 
 use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
-use super::{Gpu, GpuError};
+use super::upload::Buffers;
+use super::{Gpu, GpuError, Piece, upload};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{GAVE_UP, HOP, MEET, ProbeParams, READ, THREADS};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A device with the probes loaded, and memory for them.
 #[derive(Debug)]
@@ -20,6 +22,11 @@ pub struct Prober {
 
 /// Bytes of the small allocations.
 const SMALL: u64 = 4096;
+
+/// A copy that shows what the bus can do: so large that its start is nothing beside it.
+const BUS_COPY_BYTES: u64 = 8 << 20;
+/// Streams that such copies are given to in turn.
+const BUS_STREAMS: usize = 4;
 
 impl Prober {
     /// Loads the probes and takes `source_bytes` of memory to read.
@@ -118,6 +125,56 @@ impl Prober {
     pub fn meet(&mut self, blocks: u32, rounds: u32) -> Result<Duration, GpuError> {
         let times = self.run(MEET, blocks, ProbeParams { rounds, ..ProbeParams::default() })?;
         Ok(times.iter().max().copied().unwrap_or_default() / rounds)
+    }
+
+    /// Bytes a second that the bus brings from pinned memory to the device when nothing else is done: at least `bytes`, in large
+    /// copies on several streams.
+    ///
+    /// # Errors
+    /// The driver.
+    pub fn bus(&mut self, bytes: u64) -> Result<f64, GpuError> {
+        let copy_bytes = BUS_COPY_BYTES.min(self.source_bytes);
+        let _entered = self.gpu.enter()?;
+        let driver = self.gpu.driver();
+        let mut buffers = Buffers::new(&self.gpu);
+        for _ in 0..BUS_STREAMS {
+            buffers.make(copy_bytes as usize)?;
+        }
+        let n_copies = bytes.div_ceil(copy_bytes);
+        let n_places = self.source_bytes / copy_bytes;
+        let began = Instant::now();
+        for copy in 0..n_copies {
+            let (buffer, stream) = buffers.made[copy as usize % BUS_STREAMS];
+            let to = self.memory[2].offset(copy % n_places * copy_bytes);
+            // SAFETY: the buffer has as many bytes and nobody writes it; so has the place, of which nobody wants what it holds.
+            unsafe { driver.copy_in(to, buffer.host, copy_bytes as usize, stream)? };
+        }
+        buffers.synchronize()?;
+        Ok((n_copies * copy_bytes) as f64 / began.elapsed().as_secs_f64().max(1e-9))
+    }
+
+    /// How long `pieces` take to come to the device, one after the other, as weights do when an engine is made on a host of
+    /// `cores` cores.
+    ///
+    /// # Errors
+    /// The driver.
+    ///
+    /// # Panics
+    /// If they are more than the memory to read.
+    pub fn upload(&mut self, pieces: &[&[u8]], cores: usize) -> Result<Duration, GpuError> {
+        let mut at = 0;
+        let place = |bytes: &&'_ [u8]| {
+            let to = self.memory[2].offset(at);
+            at += bytes.len() as u64;
+            to
+        };
+        let places: Vec<DevicePtr> = pieces.iter().map(place).collect();
+        assert!(at <= self.source_bytes, "{at} bytes, there is room for {}", self.source_bytes);
+        let pieces: Vec<Piece<'_>> = places.into_iter().zip(pieces).map(|(to, &bytes)| Piece { to, bytes }).collect();
+        let began = Instant::now();
+        // SAFETY: each has room of its own in the allocation, which no launch uses.
+        unsafe { upload(&self.gpu, &pieces, cores, |_| ())? };
+        Ok(began.elapsed())
     }
 }
 

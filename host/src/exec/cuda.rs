@@ -20,6 +20,7 @@
 
 use super::memory::{MemoryError, WeightSource, read_f32};
 use super::operators::operators;
+use super::threads::usable_cores;
 use super::{RunError, Stopper};
 use crate::compile::Compiled;
 use crate::cuda::driver::{
@@ -428,7 +429,7 @@ impl Cuda {
         unsafe { driver.set(base.offset(layout.counters), 0, layout.trace_end - layout.counters, stream)? };
         driver.synchronize(stream)?;
         // SAFETY: every piece goes to a place of the layout that was made for it, and nothing runs.
-        unsafe { upload(&gpu, &pieces, progress)? };
+        unsafe { upload(&gpu, &pieces, usable_cores(), progress)? };
         drop(entered);
 
         Ok(Cuda {
