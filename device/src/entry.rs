@@ -569,6 +569,14 @@ mod ptx {
     }
 
     /// # Safety
+    /// As [`probe::hand`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_hand(params: ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::hand(&params) }
+    }
+
+    /// # Safety
     /// As [`probe::meet`].
     #[unsafe(no_mangle)]
     pub unsafe extern "ptx-kernel" fn perpetua_probe_meet(params: ProbeParams) {

@@ -1,7 +1,8 @@
 //! The bodies of the [probes](perpetua_shared::probe).
 
 use crate::arch::{atomic, bulk, mbarrier, memory, thread};
-use perpetua_shared::probe::{GAVE_UP, ProbeParams};
+use perpetua_shared::launch::TASK_THREADS;
+use perpetua_shared::probe::{GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, WORDS_AT};
 
 fn word(address: u64, at: u64) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut((address + at) as usize)
@@ -18,27 +19,36 @@ unsafe fn tell(params: &ProbeParams, ns: u64) {
     unsafe { memory::store(out.add(thread::block_idx() as usize), ns) };
 }
 
+/// Waits until `is_there`: whether it was in time.
+#[inline(always)]
+fn poll(timeout_ns: u64, is_there: impl Fn() -> bool) -> bool {
+    let started = thread::timer_ns();
+    let mut polls = 0u32;
+    while !is_there() {
+        polls = polls.wrapping_add(1);
+        // As workers poll.
+        thread::sleep_ns(20);
+        if polls.is_multiple_of(64) && thread::timer_ns() - started > timeout_ns {
+            return false;
+        }
+    }
+    true
+}
+
 /// Waits until `counter` has reached `target`: whether it did in time.
 ///
 /// # Safety
 /// The counter is a word that is only touched atomically.
 #[inline(always)]
 unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
-    let started = thread::timer_ns();
-    let mut polls = 0u32;
     // SAFETY: the caller's promise.
     unsafe {
-        while atomic::load_relaxed(counter) < target {
-            polls = polls.wrapping_add(1);
-            // As workers poll.
-            thread::sleep_ns(20);
-            if polls.is_multiple_of(64) && thread::timer_ns() - started > timeout_ns {
-                return false;
-            }
+        let is_there = poll(timeout_ns, || atomic::load_relaxed(counter) >= target);
+        if is_there {
+            atomic::load_acquire(counter);
         }
-        atomic::load_acquire(counter);
+        is_there
     }
-    true
 }
 
 /// See [`READ`](perpetua_shared::probe::READ).
@@ -109,6 +119,84 @@ pub unsafe fn hop(params: &ProbeParams) {
             }
         }
         tell(params, thread::timer_ns() - began);
+    }
+}
+
+/// See [`HAND`](perpetua_shared::probe::HAND). Of two rounds the second is of what the first has brought, so nobody is ahead.
+///
+/// # Safety
+/// As [`hop`], but of blocks of `TASK_THREADS` threads, with `source` writable.
+#[inline(always)]
+pub unsafe fn hand(params: &ProbeParams) {
+    let (block, thread) = (thread::block_idx(), thread::thread_idx());
+    if block > 1 {
+        return;
+    }
+    // Neighbours' words side by side.
+    let in_row = |row: u32, i: u32| u64::from(row) * ROW_BYTES + 4 * u64::from(thread + i * TASK_THREADS);
+    let tagged = |row: u32, i: u32| word(params.counters, WORDS_AT + in_row(row, i));
+    let plain = |row: u32, i: u32| word(params.source, in_row(row, i));
+    let counter = |row: u32| word(params.counters, 128 * u64::from(row));
+    // SAFETY: the caller's promise; a thread writes words of its own, which others read behind a counter or only touch atomically, and
+    // writes them again when its block has heard that they have been read. Conditions around barriers are the whole block's.
+    let give = |value: u32| unsafe {
+        if params.in_words != 0 {
+            for i in 0..2 * ROW_WORDS {
+                atomic::fetch_add(tagged(block, i), 1);
+            }
+            return;
+        }
+        for i in 0..ROW_WORDS {
+            memory::store(plain(block, i), value);
+        }
+        thread::sync();
+        if thread == 0 {
+            atomic::add_release(counter(block), 1);
+        }
+    };
+    // SAFETY: as above.
+    let take = |value: u32| unsafe {
+        let mut is_there = true;
+        if params.in_words != 0 {
+            is_there = poll(params.timeout_ns, || {
+                let mut all = true;
+                for i in 0..2 * ROW_WORDS {
+                    all &= atomic::load_relaxed(tagged(1 - block, i)) >= value;
+                }
+                all
+            });
+            return !thread::sync_or(!is_there);
+        }
+        if thread == 0 {
+            is_there = reach(counter(1 - block), value, params.timeout_ns);
+        }
+        if thread::sync_or(!is_there) {
+            return false;
+        }
+        for i in 0..ROW_WORDS {
+            is_there &= memory::load(plain(1 - block, i)) == value;
+        }
+        !thread::sync_or(!is_there)
+    };
+    let began = thread::timer_ns();
+    for round in 1..=params.rounds {
+        if block == 0 {
+            give(round);
+        }
+        if !take(round) {
+            if thread == 0 {
+                // SAFETY: the caller's promise.
+                unsafe { tell(params, GAVE_UP) };
+            }
+            return;
+        }
+        if block == 1 {
+            give(round);
+        }
+    }
+    if thread == 0 {
+        // SAFETY: as above.
+        unsafe { tell(params, thread::timer_ns() - began) };
     }
 }
 

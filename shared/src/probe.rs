@@ -1,5 +1,6 @@
 //! Probes: small kernels that measure what a GPU can do, so that shares of it can be told.
 
+use crate::launch::TASK_THREADS;
 use bytemuck::{Pod, Zeroable};
 
 /// Every block streams its own bytes into shared memory by bulk copies and looks at none of them: the ceiling of what a
@@ -10,8 +11,24 @@ pub const HOP: &str = "perpetua_probe_hop";
 /// All blocks meet `rounds` times at one counter: `out[block]`.
 pub const MEET: &str = "perpetua_probe_meet";
 
-/// Threads of a probe's block.
-pub const THREADS: u32 = 32;
+/// Blocks 0 and 1, of [`TASK_THREADS`] threads, hand each other a row of [`ROW_WORDS`] words a thread, `rounds`
+/// times there and back in `out[0]`: behind a counter, as events have it, or, with `in_words`, twice as many words, each of
+/// which says itself that it is there.
+pub const HAND: &str = "perpetua_probe_hand";
+
+/// Threads of the blocks of the probe called `name`.
+pub fn threads(name: &str) -> u32 {
+    if name == HAND { TASK_THREADS } else { 32 }
+}
+
+/// See [`HAND`].
+pub const ROW_WORDS: u32 = 4;
+
+/// Where in the counters the words of [`HAND`]'s two rows begin, and how far the second is from the first; of the rows behind counters
+/// the first begins where `source` does.
+pub const WORDS_AT: u64 = 4096;
+/// See [`WORDS_AT`].
+pub const ROW_BYTES: u64 = 8192;
 
 /// The block's time when it gave up waiting.
 pub const GAVE_UP: u64 = u64::MAX;
@@ -22,7 +39,7 @@ pub const GAVE_UP: u64 = u64::MAX;
 pub struct ProbeParams {
     /// Bytes to read, `blocks` times `bytes`.
     pub source: u64,
-    /// Counters, zeroed: two words, 128 bytes apart.
+    /// Counters, zeroed: two words, 128 bytes apart, and for [`HAND`] two rows of words.
     pub counters: u64,
     /// `[u64; blocks]`: nanoseconds.
     pub out: u64,
@@ -38,4 +55,10 @@ pub struct ProbeParams {
     pub blocks: u32,
     /// How often blocks meet.
     pub rounds: u32,
+    /// See [`HAND`].
+    pub in_words: u32,
+    /// 0.
+    pub reserved: u32,
 }
+
+const _: () = assert!(2 * ROW_WORDS as u64 * 4 * TASK_THREADS as u64 <= ROW_BYTES);

@@ -609,6 +609,9 @@ fn probes_measure_what_they_say() {
             assert!(prober.read(N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
         }
         assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
+        for in_words in [false, true] {
+            assert!(prober.hand(5, in_words).expect("it runs").as_nanos() > 0);
+        }
         assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
         // What is brought, copy by copy: a whole number of those the memory has room for; and pieces, each in parts, once.
         let mut brought = |bring: &mut dyn FnMut(&mut Prober)| -> Vec<usize> {

@@ -222,5 +222,8 @@ fn probes_measure_what_they_say() {
         assert!(prober.read(3, tile_bytes, n_tiles).expect("it runs") > 0.0);
     }
     assert!(prober.hop(20).expect("it runs").as_nanos() > 0);
+    for in_words in [false, true] {
+        assert!(prober.hand(5, in_words).expect("it runs").as_nanos() > 0);
+    }
     assert!(prober.meet(3, 20).expect("it runs").as_nanos() > 0);
 }

@@ -336,8 +336,8 @@ fn ptxas_accepts_it_without_spills() {
         assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
     }
     assert_eq!(
-        functions, 7,
-        "the kernel, its operators alone, three probes, two entries that nobody launches, and nothing else: {report}"
+        functions, 8,
+        "the kernel, its operators alone, four probes, two entries that nobody launches, and nothing else: {report}"
     );
     // What a block may have on sm_90 when it asks: 227 KiB.
     let shared = figure(&report, WORKER, " bytes smem");

@@ -414,6 +414,11 @@ impl Check<'_> {
         let rounds = if self.args.simulated { 20 } else { 10_000 };
         let mut prober = self.prober()?;
         let (hop, hop_spread) = spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
+        let mut rows = serde_json::Map::new();
+        for (way, in_words) in [("behind_a_counter", false), ("in_words", true)] {
+            let (time, spread) = spread(5, || prober.hand(rounds, in_words).map(|time| time.as_secs_f64()))?;
+            rows.insert(way.to_owned(), json!({"us": time * 1e6, "spread_percent": spread}));
+        }
         let mut barriers = serde_json::Map::new();
         for blocks in [2, 16, 64, n_sms] {
             if blocks <= n_sms {
@@ -421,7 +426,7 @@ impl Check<'_> {
                 barriers.insert(blocks.to_string(), json!({"us": time * 1e6, "spread_percent": spread}));
             }
         }
-        Ok(json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "barrier_by_sms": barriers}))
+        Ok(json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers}))
     }
 
     /// How fast a checkpoint comes to the device, from memory and from the disk, and what part that is of the slower of the bus

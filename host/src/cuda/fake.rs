@@ -530,6 +530,7 @@ fn run_probe(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64) ->
                 match launch.kernel.as_str() {
                     probe::READ => perpetua_device::probe::read(&params),
                     probe::HOP => perpetua_device::probe::hop(&params),
+                    probe::HAND => perpetua_device::probe::hand(&params),
                     _ => perpetua_device::probe::meet(&params),
                 }
             }
@@ -643,7 +644,7 @@ unsafe impl Driver for Fake {
             .get(&module.0)
             .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
         let has_name = image.image.windows(name.len()).any(|window| window == name.as_bytes());
-        if !has_name || ![ENTRY, OPERATOR, probe::READ, probe::HOP, probe::MEET].contains(&name) {
+        if !has_name || ![ENTRY, OPERATOR, probe::READ, probe::HOP, probe::HAND, probe::MEET].contains(&name) {
             return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
         }
         let handle = state.handle();
@@ -686,7 +687,7 @@ unsafe impl Driver for Fake {
         }
         let (expected, param_bytes) = match name.as_str() {
             ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
-            _ => ((shared_bytes, probe::THREADS), size_of::<ProbeParams>()),
+            _ => ((shared_bytes, probe::threads(name)), size_of::<ProbeParams>()),
         };
         if shared_bytes > *most || (shared_bytes, threads) != expected {
             return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));

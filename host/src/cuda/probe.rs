@@ -5,7 +5,7 @@ use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::upload::Buffers;
 use super::{Gpu, GpuError, Piece, upload};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
-use perpetua_shared::probe::{GAVE_UP, HOP, MEET, ProbeParams, READ, THREADS};
+use perpetua_shared::probe::{GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, WORDS_AT, threads};
 use std::time::{Duration, Instant};
 
 /// A device with the probes loaded, and memory for them.
@@ -21,7 +21,7 @@ pub struct Prober {
 }
 
 /// Bytes of the small allocations.
-const SMALL: u64 = 4096;
+const SMALL: u64 = WORDS_AT + 2 * ROW_BYTES;
 
 /// A copy that shows what the bus can do: so large that its start is nothing beside it.
 const BUS_COPY_BYTES: u64 = 8 << 20;
@@ -70,7 +70,7 @@ impl Prober {
         let launch = Launch {
             function,
             blocks,
-            threads: THREADS,
+            threads: threads(name),
             shared_bytes: TILE_BYTES,
             stream: self.stream,
             param: bytemuck::bytes_of(&params),
@@ -115,6 +115,20 @@ impl Prober {
     /// The driver.
     pub fn hop(&mut self, rounds: u32) -> Result<Duration, GpuError> {
         let times = self.run(HOP, 2, ProbeParams { rounds, ..ProbeParams::default() })?;
+        Ok(times[0] / (2 * rounds))
+    }
+
+    /// From one worker's beginning to store a row of some 900 numbers to another's having all of it, and its threads having met:
+    /// behind a counter, as events are; or, if it is `in_words`, each number in a word that says itself that it is there.
+    ///
+    /// # Errors
+    /// The driver.
+    ///
+    /// # Panics
+    /// If the memory to read is less than two such rows.
+    pub fn hand(&mut self, rounds: u32, in_words: bool) -> Result<Duration, GpuError> {
+        assert!(self.source_bytes >= 2 * ROW_BYTES, "room for two rows");
+        let times = self.run(HAND, 2, ProbeParams { rounds, in_words: in_words.into(), ..ProbeParams::default() })?;
         Ok(times[0] / (2 * rounds))
     }
 
