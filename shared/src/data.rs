@@ -18,7 +18,8 @@ pub struct DataOp {
     pub bytes: u32,
     /// Where they go, counted from the start of the shared memory that tiles have.
     pub dest_offset_bytes: u32,
-    /// Compute ops of this worker that must have retired before the copy may start.
+    /// Compute ops of this worker that must have retired before the copy may start; not, among them, the one before its reader, if that
+    /// is of the same task: a body may hold the tiles of one until it has those of the next.
     pub after: u32,
     /// The compute op of this worker that reads the bytes; its completion frees them.
     pub used_by: u32,

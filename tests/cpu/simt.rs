@@ -597,6 +597,12 @@ fn broken_loads_are_named() {
     says(&|parts| parts.data[late..].iter_mut().for_each(|op| op.after = 0), "still to be read");
     says(&|parts| parts.data[late].after = parts.data[late].used_by + 1, "nothing would move");
     says(&|parts| parts.data[1].used_by = 0, "nothing would move");
+    let follows = |pair: &[DataOp]| {
+        let end = pair[0].source_offset_bytes + u64::from(pair[0].bytes);
+        (pair[0].source, end, pair[0].used_by + 1) == (pair[1].source, pair[1].source_offset_bytes, pair[1].used_by)
+    };
+    let next = 1 + whole.data.windows(2).position(follows).expect("a matrix of two tiles");
+    says(&|parts| parts.data[next].after = parts.data[next].used_by, "may be held until it is there");
     says(&|parts| parts.data[2].barrier = 7, "barrier 7, expected 2");
     says(&|parts| parts.data[0].dest_offset_bytes = 212_990, "of 212992");
     says(&|parts| parts.data[0].source_offset_bytes += 8, "bytes from 8");

@@ -283,6 +283,17 @@ pub(crate) mod shared {
         unsafe { backend::shared_load16(at) }
     }
 
+    /// Two words from word `at` on, a multiple of two.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load8(at: u32) -> [u32; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::shared_load8(at) }
+    }
+
     /// Sets four words from word `at` on, a multiple of four.
     ///
     /// # Safety

@@ -371,6 +371,19 @@ pub(super) unsafe fn shared_load16(at: u32) -> [u32; 4] {
 }
 
 #[inline(always)]
+pub(super) unsafe fn shared_load8(at: u32) -> [u32; 2] {
+    let (a, b);
+    // SAFETY: the caller promises eight aligned bytes of shared memory.
+    unsafe {
+        asm!(
+            "ld.shared.v2.u32 {{{}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, in(reg32) shared_address(at), options(nostack)
+        );
+    }
+    [a, b]
+}
+
+#[inline(always)]
 unsafe fn load16_at(at: u32) -> [u32; 4] {
     let (a, b, c, d);
     // SAFETY: the caller promises sixteen aligned bytes of shared memory.

@@ -168,8 +168,10 @@ impl Case {
         normed
     }
 
-    /// Plans a ring of `capacity` bytes through which matrices `slots` go, `tile` bytes at most of each at a time.
+    /// Plans a ring of `capacity` bytes, or of as many as it takes for a step to be under way while the one before is held,
+    /// through which matrices `slots` go, `tile` bytes at most of each at a time.
     fn stream(&mut self, slots: &[usize], tile: u32, capacity: u32) {
+        let capacity = capacity.max(3 * tile * slots.len() as u32);
         self.tile_bytes = capacity;
         let first = &self.operands[slots[0]];
         let (rows, k) = if first.rank == 1 { (1, first.extent[0]) } else { (first.extent[0], first.extent[1]) };
@@ -199,6 +201,7 @@ impl Case {
                 let barrier =
                     self.data.len().checked_sub(TILE_BARRIERS as usize).map_or(0, |at| self.data[at].used_by + 1);
                 after = after.max(under).max(barrier);
+                assert!(used_by == steps || after < used_by, "a step that waits for the one before it");
                 self.data.push(DataOp {
                     source_offset_bytes: self.operands[*slot].offset_bytes + u64::from(at),
                     source: *slot as u32,

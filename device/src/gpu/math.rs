@@ -1,5 +1,6 @@
 //! The functions `core` lacks on this target, in f32 unless said otherwise.
 
+use crate::arch::memory;
 use crate::arch::scalar::{self, exp2, fma, fma64};
 use crate::kernels::linear::Activation;
 
@@ -23,6 +24,12 @@ pub(crate) fn exp(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn rsqrt(x: f32) -> f32 {
     scalar::rsqrt(x)
+}
+
+/// 1 / n, found here and not where it is wanted: a division takes long.
+#[inline(always)]
+pub(crate) fn reciprocal(n: u32) -> f32 {
+    f32::from_bits(memory::opaque_word((1.0 / n as f32).to_bits()))
 }
 
 /// tanh, absolute error below 3e-7.

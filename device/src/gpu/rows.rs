@@ -4,7 +4,7 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::math::rsqrt;
+use super::math::{reciprocal, rsqrt};
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32, Tensor};
 use crate::arch::scalar::{f16_to_f32, f32_to_bf16_pair, fma};
@@ -245,10 +245,14 @@ impl Values<1> for Staged {
 /// Where the staged row starts.
 const STAGE: u32 = FREE_SHARED;
 
-/// Where it starts as two terms, which `gpu::thin` multiplies: pairs of hi, then, so many words further, pairs of lo. The words
-/// between make that a warp's lanes find both in different banks.
+/// Where it starts as two terms, which `gpu::thin` multiplies: pairs of hi, then pairs of lo, in the order of [`term_at`].
 pub(super) const TERMS: u32 = STAGE;
-pub(super) const GAP: u32 = 16;
+
+/// Where pair `pair` of a term stands: of each four the first and the third come first, as a product takes them.
+#[inline(always)]
+fn term_at(pair: u32) -> u32 {
+    pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2
+}
 
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
@@ -495,8 +499,8 @@ unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, bl
             }
             if how.in_terms {
                 let [high, low] = in_two(values);
-                shared::store(TERMS + unit, high);
-                shared::store(TERMS + k / 2 + GAP + unit, low);
+                shared::store(TERMS + term_at(unit), high);
+                shared::store(TERMS + k / 2 + term_at(unit), low);
             } else {
                 shared::store(STAGE + unit, values[1].to_bits());
             }
@@ -517,6 +521,7 @@ unsafe fn stage_terms(call: &Call<'_>, prepared: &Prepared, x: &impl Source, k: 
     unsafe {
         let Prepared { how, tile, .. } = *prepared;
         let norm = (tile.bytes > 0).then(|| call.tensor(how.norm).dtype());
+        let share = if norm.is_some() { reciprocal(k) } else { 0.0 };
         let mut squares = 0.0;
         let mut put = |unit: u32, mut values: [f32; 8]| {
             if let Some(dtype) = norm {
@@ -532,10 +537,11 @@ unsafe fn stage_terms(call: &Call<'_>, prepared: &Prepared, x: &impl Source, k: 
             }
             let (mut high, mut low) = ([0; 4], [0; 4]);
             for i in 0..4 {
-                [high[i], low[i]] = in_two([values[2 * i], values[2 * i + 1]]);
+                let at = term_at(i as u32) as usize;
+                [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
             }
             shared::store16(TERMS + 4 * unit, high);
-            shared::store16(TERMS + k / 2 + GAP + 4 * unit, low);
+            shared::store16(TERMS + k / 2 + 4 * unit, low);
         };
         // Two at a time: memory answers long after it is asked.
         let (mut unit, step) = (block.thread, block.threads);
@@ -567,7 +573,7 @@ unsafe fn stage_terms(call: &Call<'_>, prepared: &Prepared, x: &impl Source, k: 
         for warp in 0..block.warps() {
             total += f32::from_bits(shared::load(warp));
         }
-        rsqrt(total / k as f32 + how.eps)
+        rsqrt(total * share + how.eps)
     }
 }
 

@@ -1,26 +1,28 @@
 //! Products of one row with bf16 weights that come in tiles: what `linear` and `gated_linear` are made of in decoding.
 //!
 //! ```text
-//! A   16 rows of weights x 16 of k   straight from the tile: a lane's sixteen bytes are k for two products
-//! B   16 of k x 8 columns            the row as two terms, hi and lo, of one k in columns 0 and 1, of another in 2 and 3
-//! D   16 rows x 8 columns            even rows in columns 0 and 1, odd rows in 2 and 3: a warp's part of k; warps' parts are
-//!                                    added once rows enough are there
+//! A   16 rows x 16 of k    8 rows of weights: a lane's sixteen bytes, as they lie in the tile, are four registers of A, words
+//!                          0 and 2 in row g, words 1 and 3 in row g + 8
+//! B   16 of k x 8 columns  the row of activations at the k that words 0 and 2 have, or words 1 and 3, in even rows of weights, or
+//!                          in odd ones, hi or lo: a column for each
+//! D   16 rows x 8 columns  of which row g and row g + 8 want a column each for either term; a warp's part of k; warps' parts
+//!                          are added once rows enough are there
 //! ```
 //! A product is a sum over k in any order, so a lane takes k as they lie, eight in a row, and the four numbers that the tensor
-//! core believes to be k = 2t, 2t + 1, 2t + 8 and 2t + 9 are others, the same in A and B. Of two matrices (gate and up) the one
-//! has A's upper eight rows, the other the lower.
+//! core believes to be k = 2t, 2t + 1, 2t + 8 and 2t + 9 are others, the same in A and B; nothing is moved between registers.
 //!
 //! Rows of weights are multiples of 128 bytes apart, so in the same banks of shared memory, which give a quarter of a warp, two rows,
-//! 128 bytes at a time. So an odd row is 64 bytes ahead of the even one, and behind it the next time: the products' k are not the
-//! same in both, hence the columns.
+//! 128 bytes at a time. So an odd row is at one half of a pair of chunks while the even one is at the other: the products' k are not
+//! the same in both, hence the columns. B's columns are such that half a warp, which is given eight bytes a lane at a time,
+//! finds all of a pair of chunks in one term.
 //!
 //! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its event has fired: its weights
 //! are in shared memory by then, and every instruction stands between two hops. 256 weights cost a warp 27 instructions one by one,
-//! as `rows` does it, and sums over lanes for every row; this way 4, and a sum over warps for all rows together.
+//! as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all rows together.
 //!
 //! x is taken as hi + lo, both bf16, which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
 
-use super::rows::{GAP, Prepared, TERMS};
+use super::rows::{Prepared, TERMS};
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call};
 use crate::arch::{bulk, shared, warp};
@@ -28,10 +30,10 @@ use crate::block::Block;
 use crate::kernels::MAX_NORMED;
 use perpetua_shared::launch::TASK_THREADS;
 
-/// Elements of k that a product takes, and those that a warp takes at a time, with their bytes.
+/// Elements of k that a product takes of eight rows, with their bytes, and as words of a term.
 const CHUNK: u32 = 32;
-const PAIR: u32 = 2 * CHUNK;
-const PAIR_BYTES: u32 = 2 * PAIR;
+const CHUNK_BYTES: u32 = 2 * CHUNK;
+const CHUNK_WORDS: u32 = CHUNK / 2;
 
 /// Words from one warp's sums to the next's: whole products' worth of them, 16 each.
 #[inline(always)]
@@ -39,8 +41,7 @@ fn room(parts: u32, warps: u32) -> u32 {
     (shared::KEPT - parts) / (16 * warps) * 16
 }
 
-const _: () =
-    assert!((shared::KEPT - (TERMS + MAX_NORMED + GAP)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
+const _: () = assert!((shared::KEPT - (TERMS + MAX_NORMED)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
 
 /// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on and an operand `norm` or none.
 ///
@@ -55,7 +56,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32, norm: us
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
         let whole = left <= u32::from(call.tensor(norm).is_present()) + N as u32 * columns;
-        rows == 1 && left > 0 && whole && w.dtype() == BF16 && k.is_multiple_of(PAIR) && k <= MAX_NORMED
+        rows == 1 && left > 0 && whole && w.dtype() == BF16 && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED
     }
 }
 
@@ -75,85 +76,74 @@ pub(crate) unsafe fn multiply<const N: usize>(
     finish: impl Fn(u32, [f32; N], f32),
 ) {
     // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the tiles alone. A warp writes its
-    // own sums, which others read between two barriers; lanes of rows that are not there read the last one's weights.
+    // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
     unsafe {
         let k = call.tensor(1).extent(1);
         let (lane, warps) = (block.lane(), block.warps());
         let (g, t) = (lane / 4, lane % 4);
         let per = 16 / N as u32;
-        // An odd row's part of a pair of chunks comes first by that much, and last by that much less.
-        let (ahead, behind) = (g % 2 * CHUNK, CHUNK - g % 2 * CHUNK);
-        let b_at = TERMS + g % 2 * (k / 2 + GAP) + 4 * t;
-        let (b_ahead, b_behind) = (b_at + g / 2 % 2 * (CHUNK / 2), b_at + (1 - g / 2 % 2) * (CHUNK / 2));
-        let parts = TERMS + k + GAP;
+        let parts = TERMS + k;
         let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
         let early = if block.thread < call.tensor(1).extent(0) { before(block.thread) } else { 0.0 };
-        let mut taken = [Tile::NONE; N];
-        // The first row whose sums are kept, and how many are; rows of the tiles at hand, and those done.
-        let (mut first, mut rows, mut done) = (0, 0, 0);
+        let least = |a: u32, b: u32| if a < b { a } else { b };
+        let take = || {
+            let mut taken = [Tile::NONE; N];
+            for i in 0..N {
+                taken[i] = tiles.take();
+            }
+            let rows = (u64::from(taken[0].bytes) * u64::from(prepared.per_row)) >> 32;
+            (taken, rows as u32)
+        };
+        // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
+        let row = |i: u32| if N == 1 { g + 8 * i } else { g };
+        let place = |taken: &[Tile; N], i: u32, row: u32| taken[i as usize % N].at + row * 2 * k + 16 * t;
+        // The tiles at hand, their rows, those that are done, and the first tile that has not been released.
+        let (mut taken, mut rows, mut done, mut oldest) = ([Tile::NONE; N], 0, 0, tiles.next());
+        // The first row whose sums are kept.
+        let mut first = 0;
         loop {
             let mut kept = 0;
             while (done < rows || tiles.left() >= N as u32) && (kept + per) * N as u32 <= pitch {
                 if done == rows {
-                    for i in 0..N {
-                        taken[i] = tiles.take();
+                    (taken, rows) = take();
+                    done = 0;
+                }
+                let mut here = least(rows - done, per);
+                let mut at = [0; 2];
+                for i in 0..2 {
+                    at[i as usize] = place(&taken, i, done + least(row(i), here - 1));
+                }
+                done += here;
+                // What these leave empty the next tiles fill, for which those that are held need not be released (`DataOp::after`).
+                if here < per && tiles.left() >= N as u32 {
+                    (taken, rows) = take();
+                    done = least(rows, per - here);
+                    for i in 0..2 {
+                        if row(i) >= here {
+                            at[i as usize] = place(&taken, i, least(row(i) - here, done - 1));
+                        }
                     }
-                    (rows, done) = (((u64::from(taken[0].bytes) * u64::from(prepared.per_row)) >> 32) as u32, 0);
+                    here += done;
                 }
-                let here = if rows - done < per { rows - done } else { per };
-                let row = |at: u32, least: u32| done + least + if at + least < here { at } else { here - least - 1 };
-                let low_at = taken[0].at + row(g, 0) * 2 * k + 16 * t;
-                // With one matrix the lower rows are there from the ninth on.
-                let has_high = N == 2 || here > 8;
-                let high_at = match (N, has_high) {
-                    (2, _) => taken[N - 1].at + row(g, 0) * 2 * k + 16 * t,
-                    (_, true) => taken[0].at + row(g, 8) * 2 * k + 16 * t,
-                    _ => low_at,
+                let sums = if N == 2 || here > 8 {
+                    products::<true>(at, k / CHUNK, block)
+                } else {
+                    products::<false>(at, k / CHUNK, block)
                 };
-                let fetch = |pair: u32, ahead: u32, b_at: u32| {
-                    let from = pair * PAIR_BYTES + 2 * ahead;
-                    let low = bulk::load16(low_at + from);
-                    let high = if has_high { bulk::load16(high_at + from) } else { [0; 4] };
-                    (low, high, shared::load16(b_at + pair * (PAIR / 2)))
-                };
-                // Each added to every other time, so that few products wait for the one before.
-                let mut sums = [[0f32; 4]; 4];
-                let mut add = |at: usize, (low, high, b): ([u32; 4], [u32; 4], [u32; 4])| {
-                    sums[at] = warp::mma([low[0], high[0], low[1], high[1]], [b[0], b[1]], sums[at]);
-                    sums[at + 1] = warp::mma([low[2], high[2], low[3], high[3]], [b[2], b[3]], sums[at + 1]);
-                };
-                let mut pair = block.warp();
-                while pair < k / PAIR {
-                    let (one, other) = (fetch(pair, ahead, b_ahead), fetch(pair, behind, b_behind));
-                    add(0, one);
-                    add(2, other);
-                    pair += warps;
-                }
-                // Columns 0 and 1 are the first of four lanes', columns 2 and 3 the second's.
                 if t == g % 2 {
-                    let sum = |i: usize| {
-                        let column = |i: usize| (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-                        (column(i) + column(i + 1)).to_bits()
-                    };
-                    let at = own + (kept + g) * N as u32;
-                    if g < here {
-                        shared::store(at, sum(0));
-                    }
-                    if N == 2 && g < here {
-                        shared::store(at + 1, sum(2));
-                    }
-                    if N == 1 && g + 8 < here {
-                        shared::store(at + 8, sum(2));
+                    for i in 0..2 {
+                        if row(i) < here {
+                            let to = if N == 1 { row(i) } else { 2 * g + i };
+                            shared::store(own + kept * N as u32 + to, sums[i as usize].to_bits());
+                        }
                     }
                 }
                 kept += here;
-                done += here;
-                if done == rows {
-                    for i in 0..N {
-                        tiles.release(taken[i]);
-                    }
-                }
+                let rest = if done < rows { N as u32 } else { 0 };
+                let n = tiles.next().wrapping_sub(oldest) - rest;
+                tiles.release_some(oldest, n);
+                oldest = oldest.wrapping_add(n);
             }
             block.sync();
             for at in block.mine(kept) {
@@ -175,5 +165,53 @@ pub(crate) unsafe fn multiply<const N: usize>(
             }
             block.sync();
         }
+    }
+}
+
+/// What the calling warp's chunks of `chunks` add to the sums of eight rows, and, if `HIGH`, to those of eight more, of which a
+/// lane's weights begin at these bytes of the tiles: on one or the other of the first two lanes of four, for even rows and for odd.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn products<const HIGH: bool>([low_at, high_at]: [u32; 2], chunks: u32, block: &Block) -> [f32; 2] {
+    // SAFETY: the caller's promise; chunks are pairs, so that a chunk's other one is there.
+    unsafe {
+        let (lane, warps) = (block.lane(), block.warps());
+        let (g, t) = (lane / 4, lane % 4);
+        // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
+        let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
+        let b_at = TERMS + term * chunks * CHUNK_WORDS + 4 * t + 2 * words;
+        let fetch = |chunk: u32| {
+            let from = (chunk ^ (g % 2)) * CHUNK_BYTES;
+            let low = bulk::load16(low_at + from);
+            let high = if HIGH { bulk::load16(high_at + from) } else { [0; 4] };
+            (low, high, shared::load8(b_at + (chunk ^ parity) * CHUNK_WORDS))
+        };
+        // Every other product is added to others, so that few wait for the one before.
+        let mut sums = [[[0f32; 4]; 2]; 2];
+        let mut add = |at: usize, (low, high, b): ([u32; 4], [u32; 4], [u32; 2])| {
+            sums[0][at] = warp::mma(low, b, sums[0][at]);
+            if HIGH {
+                sums[1][at] = warp::mma(high, b, sums[1][at]);
+            }
+        };
+        let mut chunk = block.warp();
+        while chunk + warps < chunks {
+            let (one, other) = (fetch(chunk), fetch(chunk + warps));
+            add(0, one);
+            add(1, other);
+            chunk += 2 * warps;
+        }
+        if chunk < chunks {
+            add(0, fetch(chunk));
+        }
+        // Lane t has columns 2t and 2t + 1, words 0 and 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
+        let sum = |half: usize| {
+            let [one, other] = sums[half];
+            let own = (one[0] + other[0]) + (one[3] + other[3]);
+            own + f32::from_bits(warp::shuffle_xor(own.to_bits(), 2))
+        };
+        [sum(0), if HIGH { sum(1) } else { 0.0 }]
     }
 }

@@ -330,6 +330,28 @@ impl<'a> Tiles<'a> {
         }
     }
 
+    /// The number, in the launch, of the tile that [`take`](Tiles::take) takes next.
+    #[inline(always)]
+    pub(crate) fn next(&self) -> u32 {
+        self.next.get()
+    }
+
+    /// Gives back the bytes of the tiles numbered from `first` on, `n` of them, at most 32: the warp has read what it wanted.
+    ///
+    /// # Safety
+    /// As [`take`](Tiles::take), of each; none has been released.
+    #[inline(always)]
+    pub(crate) unsafe fn release_some(&self, first: u32, n: u32) {
+        let lane = memory::opaque_word(self.thread) % WARP;
+        // SAFETY: the caller's promise. The warp's reads are before the lanes' arrivals, one on each tile's barrier.
+        unsafe {
+            warp::sync();
+            if lane < n {
+                mbarrier::arrive(EMPTY + phase(first.wrapping_add(lane)).0);
+            }
+        }
+    }
+
     /// Takes and releases what the body has left of the task's tiles.
     ///
     /// # Safety

@@ -234,7 +234,8 @@ impl Parts {
                 let [largest, of] = found.heads[ahead];
                 // A split of nothing but -inf counts nothing beside others, and alone makes 0 of 0.
                 let is_there = first + (ahead as u32) < splits && of != 0.0 && largest > f32::NEG_INFINITY;
-                let weight = if is_there { exp2((largest - max) * LOG2_E) } else { 0.0 };
+                // A power for each, 0 for what is not there: around a choice of powers there would be branches.
+                let weight = exp2(if is_there { (largest - max) * LOG2_E } else { f32::NEG_INFINITY });
                 total = fma(weight, of, total);
                 for j in 0..N {
                     sums[j] = fma(weight, found.values[ahead][j], sums[j]);

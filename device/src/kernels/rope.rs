@@ -8,7 +8,7 @@
 use super::*;
 use crate::{
     arch::{WARP, scalar::fma, warp},
-    gpu::math::{rsqrt, sin_cos},
+    gpu::math::{reciprocal, rsqrt, sin_cos},
 };
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::io;
@@ -149,6 +149,7 @@ impl Turn {
             let (mut x, mut scale) = (from.gather(self.elements(0)), 1.0);
             if self.norm.is_present() {
                 let (mut squares, mut first, mut of) = (0.0, 0, x);
+                let share = reciprocal(2 * half);
                 loop {
                     for n in 0..2 {
                         let is_there = first + n as u32 * WARP + lane < half;
@@ -161,7 +162,7 @@ impl Turn {
                     }
                     of = from.gather(self.elements(first));
                 }
-                scale = rsqrt(warp::sum(squares) / (2 * half) as f32 + self.eps);
+                scale = rsqrt(warp::sum(squares) * share + self.eps);
             }
             let mut first = 0;
             loop {

@@ -17,7 +17,8 @@
 //!    program the first, which stands for any; `advance` of the program for batches all, and no other task of it any.
 //!
 //! 7. *Loads.* See [`loads`](super::loads): a loader's copies come from weights, land where nothing is in use that is still to be
-//!    read, never wait for each other in a circle, and are, in order, the tiles that the tasks of its list take.
+//!    read, never wait for each other in a circle, nor for what a body may hold until they are there, and are, in order, the
+//!    tiles that the tasks of its list take.
 //!
 //! That overlapping accesses are ordered (law 1) is judged on the graph, where their sizes are known.
 

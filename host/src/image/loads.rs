@@ -129,7 +129,8 @@ fn inside(image: &Image, source: u32, first: u64, bytes: u32, kinds: &[BindingKi
 }
 
 /// A task's tiles are what its kernel takes, in the order in which it does: a vector first, whole; then of each matrix a tile in
-/// turn, whole rows or, of longer rows, pieces, one after the other until all are there.
+/// turn, whole rows or, of longer rows, pieces, one after the other until all are there. Each may arrive while those of the compute
+/// op before it, if that is the task's, too, have not been released.
 fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp]) -> Result<(), String> {
     if data.is_empty() {
         return Ok(());
@@ -146,6 +147,14 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     let is_at = |op: &DataOp, operand: &Operand, at: u64| {
         (op.source, op.source_offset_bytes) == (operand.binding.0, operand.offset_bytes + at)
     };
+    for op in data {
+        if op.used_by > data[0].used_by && op.after >= op.used_by {
+            let (after, held) = (op.after, op.used_by - 1);
+            return Err(format!(
+                "has a tile that waits for {after} compute ops, number {held} among them, which may be held until it is there"
+            ));
+        }
+    }
     let mut data = data.iter();
     for vector in vectors {
         let fits = |op: &&DataOp| is_at(op, vector, 0) && u64::from(op.bytes) == bytes(vector);

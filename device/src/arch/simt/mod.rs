@@ -307,6 +307,13 @@ pub(super) unsafe fn shared_load16(at: u32) -> [u32; 4] {
 }
 
 #[track_caller]
+pub(super) unsafe fn shared_load8(at: u32) -> [u32; 2] {
+    assert!(at.is_multiple_of(2), "eight bytes at word {at}");
+    // SAFETY: judged.
+    unsafe { [shared_load(at), shared_load(at + 1)] }
+}
+
+#[track_caller]
 pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
     assert!(at.is_multiple_of(4), "sixteen bytes at word {at}");
     for (i, word) in value.into_iter().enumerate() {

@@ -152,7 +152,7 @@ impl Group {
                     // the total is 0.
                     let [max, total] = [0, 1].map(|i| f32::from_bits(heads[at][i]));
                     let is_there = (at as u32) < parts && total != 0.0;
-                    let weight = if is_there { exp2((max - found.max) * LOG2_E) } else { 0.0 };
+                    let weight = exp2(if is_there { (max - found.max) * LOG2_E } else { f32::NEG_INFINITY });
                     found.total = fma(total, weight, found.total);
                     for j in 0..4 {
                         found.sums[j] = fma(f32::from_bits(of[at][j]), weight, found.sums[j]);
@@ -197,8 +197,9 @@ impl Group {
             while at < end {
                 let row = |i: u32| if at + i < end { at + i } else { end - 1 };
                 let keys = [keys(row(g)), keys(row(g + 8))];
-                let values = [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9].map(|i| values(row(i)));
-                let mut scores = [[0f32; 4]; 2];
+                let rows = [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9].map(row);
+                // Of two tiles of positions; of every other sixteen dimensions apart, so that no product waits for the one before.
+                let mut scores = [[[0f32; 4]; 2]; 2];
                 let (mut fetched, mut held) = ([[[0; 4]; 2]; 4], [[0; 4]; 4]);
                 // Memory answers long after it is asked: all keys, and half of the values, before the first is used.
                 each_of_four!(c => if 32 * c < d {
@@ -207,24 +208,28 @@ impl Group {
                         fetched[c as usize][tile] = memory::load16(at);
                     }
                 });
-                each_of_four!(row => held[row] = memory::load16(values[row].wrapping_add(columns[0])));
+                each_of_four!(row => held[row] = memory::load16(values(rows[row]).wrapping_add(columns[0])));
                 each_of_four!(c => if 32 * c < d {
                     let (high, low) = (shared::load16(high_at + 16 * c), shared::load16(low_at + 16 * c));
                     let [one, other] = fetched[c as usize];
                     let (even, odd) = ([high[0], low[0], high[1], low[1]], [high[2], low[2], high[3], low[3]]);
-                    scores[0] = warp::mma(even, [one[0], one[1]], scores[0]);
-                    scores[1] = warp::mma(even, [other[0], other[1]], scores[1]);
-                    scores[0] = warp::mma(odd, [one[2], one[3]], scores[0]);
-                    scores[1] = warp::mma(odd, [other[2], other[3]], scores[1]);
+                    scores[0][0] = warp::mma(even, [one[0], one[1]], scores[0][0]);
+                    scores[1][0] = warp::mma(even, [other[0], other[1]], scores[1][0]);
+                    scores[0][1] = warp::mma(odd, [one[2], one[3]], scores[0][1]);
+                    scores[1][1] = warp::mma(odd, [other[2], other[3]], scores[1][1]);
                 });
-                // The other half, where the keys were.
+                // The other half, where the keys were; their addresses are found anew, for want of registers.
                 let mut more = [[0; 4]; 4];
                 if d > 64 {
-                    each_of_four!(row => more[row] = memory::load16(values[row].wrapping_add(columns[1])));
+                    each_of_four!(row => {
+                        more[row] = memory::load16(values(memory::opaque_word(rows[row])).wrapping_add(columns[1]));
+                    });
                 }
                 let score = |tile: usize, i: usize| {
                     let is_there = at + 8 * tile as u32 + 2 * t + (i as u32) < end;
-                    if is_there { (scores[tile][i] + scores[tile][i + 2]) * self.scale } else { f32::NEG_INFINITY }
+                    let [even, odd] = scores[tile];
+                    let sum = (even[i] + odd[i]) + (even[i + 2] + odd[i + 2]);
+                    if is_there { sum * self.scale } else { f32::NEG_INFINITY }
                 };
                 let scores = [score(0, 0), score(0, 1), score(1, 0), score(1, 1)];
                 let mut largest = max;

@@ -18,7 +18,8 @@
 //!
 //! Compute ops retire in the order in which their tiles were loaded, so a ring is the best allocator there is: a tile goes
 //! where the one before it ends, or to the start of memory, and may be loaded once the youngest tile it overwrites has
-//! been consumed. This is the feasible memory scheduler of [`super::plain`] with its data ops in consumption order and
+//! been consumed. (On a GPU, where a body may hold the tiles of one compute op until it has those of the next, memory has room for
+//! four times as many.) This is the feasible memory scheduler of [`super::plain`] with its data ops in consumption order and
 //! nothing ever spilled, in linear time.
 //!
 //! Laws, judged by [`check()`], which shares no code with the planner: a plan covers exactly what its tasks read; no two
