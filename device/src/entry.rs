@@ -21,12 +21,12 @@ use crate::gpu::scheduler;
 use crate::gpu::sync::{Gpu, anew};
 use crate::gpu::tiles::{self, Lists, Tiles};
 use crate::gpu::turn;
-use crate::kernels::{Advance, Numbered, run_gpu};
+use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, await_task, run};
 use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
-use perpetua_shared::launch::{LaunchParams, Mail, TaskTrace};
+use perpetua_shared::launch::TaskTrace;
 use perpetua_shared::{
     DataOp, EventDesc, EventId, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId,
 };
@@ -40,10 +40,10 @@ struct DeviceImage {
     params: LaunchBlock,
 }
 
-/// A field of the launch block.
+/// A field of the image's launch block.
 macro_rules! param {
     ($image:expr, $field:ident) => {
-        $image.params.get::<{ offset_of!(LaunchParams, $field) }, _>(|params| params.$field)
+        crate::arch::param!($image.params, $field)
     };
 }
 
@@ -232,7 +232,7 @@ impl BlockBody<'_> {
     fn call<'a>(&'a self, step: &'a Step) -> Call<'a> {
         // SAFETY: see `DeviceImage`.
         let programs = unsafe { entries(param!(self.image, programs), 0, param!(self.image, n_programs)) };
-        Call { step, programs, tiles: Some(&self.tiles) }
+        Call { step, programs, tiles: Some(&self.tiles), launch: Some(self.image.params) }
     }
 }
 
@@ -292,32 +292,6 @@ impl BlockBody<'_> {
             memory::store_volatile(&raw mut (*at).task, id.0);
             memory::store_volatile(&raw mut (*at).iteration, step.iteration);
             memory::store_volatile(&raw mut (*at).data_ns, self.tiles.waited_ns());
-        }
-    }
-
-    /// Tells the host that the iteration `step` has ended: its [`Advance`] task, `task`, has run.
-    ///
-    /// # Safety
-    /// See [`DeviceImage`]; one thread calls it.
-    #[inline(always)]
-    unsafe fn post(&self, step: &Step) {
-        let step = &anew(step);
-        let at = step.iteration.wrapping_sub(param!(self.image, iteration));
-        if at >= param!(self.image, n_mail) {
-            return;
-        }
-        let mail = core::ptr::with_exposed_provenance_mut::<Mail>(param!(self.image, mailbox) as usize);
-        // SAFETY: the entry is in the mailbox and written by this task alone. The token is the one `sample` wrote before
-        // the event that `Advance` waited on.
-        unsafe {
-            let mail = mail.add(at as usize);
-            let next_pos = step.first_pos.wrapping_add(step.rows);
-            let token = match step.sampling {
-                0 => None,
-                _ => Some(self.call(step).tensor(0).get_word(next_pos)),
-            };
-            memory::store_volatile(&raw mut (*mail).stamp_ns, thread::timer_ns());
-            memory::store_volatile(&raw mut (*mail).word, Mail::word_of(next_pos, token));
         }
     }
 }
@@ -384,9 +358,6 @@ impl Body for BlockBody<'_> {
             self.tiles.drain();
             if began_ns != 0 {
                 self.trace(id, step, began_ns);
-            }
-            if turn::task_type() == Advance::TASK_TYPE && self.block.thread == 0 {
-                self.post(step);
             }
             outcome
         }
@@ -486,13 +457,8 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, false), traced: Cell::new(0) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
     let outcome = unsafe { run_gpu(&body.call(&step), &block, || Ok(())) };
-    match outcome {
-        Err(fault) => sync.report(&Fault { task: id, worker: worker.0, ..fault }),
-        Ok(()) if turn::task_type() == Advance::TASK_TYPE && block.thread == 0 => {
-            // SAFETY: one thread, whose `advance` has run.
-            unsafe { body.post(&step) }
-        }
-        Ok(()) => {}
+    if let Err(fault) = outcome {
+        sync.report(&Fault { task: id, worker: worker.0, ..fault });
     }
 }
 

@@ -54,6 +54,15 @@ macro_rules! each_of_four {
 }
 pub(crate) use each_of_four;
 
+/// Field `$field` of the [`LaunchBlock`] `$launch`.
+macro_rules! param {
+    ($launch:expr, $field:ident) => {
+        $launch
+            .get::<{ core::mem::offset_of!(perpetua_shared::launch::LaunchParams, $field) }, _>(|params| params.$field)
+    };
+}
+pub(crate) use param;
+
 /// Which thread this is, and the block's barrier.
 pub(crate) mod thread {
     use super::backend;

@@ -380,7 +380,7 @@ impl Case {
                     tiles.begin(0, 0, n_data, me == 0);
                     tiles.begin_task(n_data);
                 }
-                let call = Call { step: &self.step, programs: &programs, tiles: Some(&tiles) };
+                let call = Call { step: &self.step, programs: &programs, tiles: Some(&tiles), launch: None };
                 // SAFETY: every thread of the block makes these calls; the operands have been checked.
                 let outcome = unsafe {
                     turn::fetch(turn.as_ptr(), turn.len() as u32, &block);
@@ -1081,7 +1081,7 @@ fn a_number_nobody_has_is_a_fault() {
     let options = Options::new(1, 32, 1);
     let turn = turn_of(&task, &[], &[]);
     let launched = launch(&options, vec![descriptors(&turn)], || {
-        let call = Call { step: &Step::default(), programs: &[], tiles: None };
+        let call = Call { step: &Step::default(), programs: &[], tiles: None, launch: None };
         // SAFETY: every thread makes these calls, and no body runs.
         let outcome = unsafe {
             turn::fetch(turn.as_ptr(), turn.len() as u32, &Block::current());

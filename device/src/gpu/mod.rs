@@ -18,8 +18,9 @@ pub(crate) mod wide;
 #[cfg(test)]
 mod conformance;
 
-use crate::arch::{memory, scalar};
+use crate::arch::{LaunchBlock, memory, param, scalar, thread};
 use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
 use perpetua_shared::{DType, Step};
 
@@ -287,6 +288,8 @@ pub struct Call<'a> {
     pub programs: &'a [ProgramDesc],
     /// The worker's tiles, where a loader brings some.
     pub(crate) tiles: Option<&'a tiles::Tiles<'a>>,
+    /// The launch, where there is one that has a host to talk to.
+    pub(crate) launch: Option<LaunchBlock>,
 }
 
 impl Call<'_> {
@@ -299,6 +302,27 @@ impl Call<'_> {
     #[track_caller]
     pub unsafe fn tensor(&self, i: usize) -> Tensor {
         Tensor::of_turn(i)
+    }
+
+    /// Tells the host that the pass has ended, and which token it has made.
+    ///
+    /// # Safety
+    /// The pass's last task calls it, once, on one thread.
+    #[inline(always)]
+    pub(crate) unsafe fn tell(&self, token: Option<u32>) {
+        let Some(launch) = self.launch else { return };
+        let at = self.step.iteration.wrapping_sub(param!(launch, iteration));
+        if at >= param!(launch, n_mail) {
+            return;
+        }
+        let mail = core::ptr::with_exposed_provenance_mut::<Mail>(param!(launch, mailbox) as usize);
+        let in_cache = self.step.first_pos.wrapping_add(self.step.rows);
+        // SAFETY: the entry is in the mailbox (the launch's promise), and this pass's alone (the caller's).
+        unsafe {
+            let mail = mail.add(at as usize);
+            memory::store_volatile(&raw mut (*mail).stamp_ns, thread::timer_ns());
+            memory::store_volatile(&raw mut (*mail).word, Mail::word_of(in_cache, token));
+        }
     }
 
     /// The macro kernel's number.

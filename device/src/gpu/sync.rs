@@ -6,12 +6,10 @@
 //! plain loads after the wait see plain stores from before the trigger.
 
 use super::scheduler::TAKEN_TASK;
-use crate::arch::{LaunchBlock, atomic, memory, shared, thread};
+use crate::arch::{LaunchBlock, atomic, memory, param, shared, thread};
 use crate::queue::{Words, take};
 use crate::sync::Sync;
-use core::mem::offset_of;
 use perpetua_shared::event::reached;
-use perpetua_shared::launch::LaunchParams;
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
 /// A worker's view of the words it shares with the others.
@@ -143,12 +141,12 @@ impl Patience {
 impl Words for Gpu {
     #[inline(always)]
     fn n_events(&self) -> u32 {
-        self.params.get::<{ offset_of!(LaunchParams, n_events) }, _>(|params| params.n_events)
+        param!(self.params, n_events)
     }
 
     #[inline(always)]
     fn n_slots(&self) -> u32 {
-        self.params.get::<{ offset_of!(LaunchParams, n_slots) }, _>(|params| params.n_slots)
+        param!(self.params, n_slots)
     }
 
     #[inline(always)]

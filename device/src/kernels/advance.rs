@@ -76,10 +76,11 @@ impl MacroKernel for Advance {
                 let (tokens, words) = (call.tensor(0), call.tensor(1));
                 let control = memory::exclusive(words.address([0]).cast::<Control>());
                 let token = match control.step.sampling {
-                    0 => 0,
-                    _ => tokens.get_word(control.step.first_pos + control.step.rows),
+                    0 => None,
+                    _ => Some(tokens.get_word(control.step.first_pos + control.step.rows)),
                 };
-                crate::advance::advance(control, call.programs, token);
+                crate::advance::advance(control, call.programs, token.unwrap_or(0));
+                call.tell(token);
             }
         }
         Ok(())
