@@ -37,6 +37,18 @@ fn cause(at: &str, by: &str) -> usize {
     }
 }
 
+/// What all tasks of an operator took.
+#[derive(Default)]
+struct Op {
+    tasks: u64,
+    /// Issue slots of each warp.
+    warps: Vec<u64>,
+    /// After the last event and before it.
+    cycles: [u64; 2],
+    /// Of those after it, by two lines of the PTX.
+    spent: BTreeMap<(u32, u32), u64>,
+}
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
     let folder = args.next().ok_or("expected a model folder")?;
@@ -64,25 +76,29 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let view = image.view();
     // The program of the passes that follow the prompt: the first.
     let program = view.programs[0];
-    let mut ops: BTreeMap<u32, (String, u32, Vec<u64>, [u64; 2])> = BTreeMap::new();
+    let mut ops: BTreeMap<u32, Op> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {
-        let task = &view.tasks[id as usize];
-        let op = ops.entry(task.op).or_insert_with(|| (image.op_name(task.op).to_owned(), 0, vec![0; 8], [0; 2]));
-        op.1 += 1;
-        let cycles = report.cycles.get(&(id + 1)).copied().unwrap_or_default();
-        op.3 = [op.3[0] + cycles[0], op.3[1] + cycles[1]];
+        let op = ops.entry(view.tasks[id as usize].op).or_default();
+        op.tasks += 1;
         let phase = report.phases.get(&(id + 1));
-        phase.into_iter().flatten().zip(&mut op.2).for_each(|(count, sum)| *sum += count);
+        op.warps.resize(8, 0);
+        phase.into_iter().flatten().zip(&mut op.warps).for_each(|(count, sum)| *sum += count);
+        let cycles = report.cycles.get(&(id + 1)).copied().unwrap_or_default();
+        op.cycles = [op.cycles[0] + cycles[0], op.cycles[1] + cycles[1]];
+        for (lines, cycles) in report.spent.get(&(id + 1)).into_iter().flatten() {
+            *op.spent.entry(*lines).or_default() += cycles;
+        }
     }
     println!("{:32} {:>6} {:>9} {:>9} {:>9} {:>9}", "operator", "tasks", "cycles", "ahead", "warp 1", "all warps");
     let passes = if context == 1 { steps } else { steps - 1 } as u64;
     let (mut path, mut total) = (0, 0);
-    for (name, tasks, warps, [cycles, ahead]) in ops.values() {
-        let each = |count: u64| count / (u64::from(*tasks) * passes);
-        let (warp, all) = (each(warps[1]), each(warps.iter().sum()));
-        println!("{name:32} {tasks:6} {:9} {:9} {warp:9} {all:9}", each(*cycles), each(*ahead));
-        path += each(*cycles);
-        total += warps.iter().sum::<u64>() / passes;
+    for (number, op) in &ops {
+        let each = |count: u64| count / (op.tasks * passes);
+        let (name, [cycles, ahead]) = (image.op_name(*number), op.cycles.map(each));
+        let (warp, all) = (each(op.warps[1]), each(op.warps.iter().sum()));
+        println!("{name:32} {:6} {cycles:9} {ahead:9} {warp:9} {all:9}", op.tasks);
+        path += cycles;
+        total += op.warps.iter().sum::<u64>() / passes;
     }
     println!("one after another: {path} cycles; in all {total} issue slots of all warps a step");
 
@@ -90,19 +106,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let lines: Vec<&str> = ptx.lines().map(str::trim).collect();
     let line = |number: u32| (number as usize).checked_sub(1).map_or("", |at| lines[at]);
     println!("\n{:32}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());
-    for (op, (name, tasks, ..)) in &ops {
-        let ids = (program.task_first..program.task_first + program.task_count)
-            .filter(|id| view.tasks[*id as usize].op == *op);
-        let mut all: BTreeMap<(u32, u32), u64> = BTreeMap::new();
-        for (lines, cycles) in ids.filter_map(|id| report.spent.get(&(id + 1))).flatten() {
-            *all.entry(*lines).or_default() += cycles;
-        }
-        let each = |count: u64| count / (u64::from(*tasks) * passes);
+    for (number, op) in ops {
+        let each = |count: u64| count / (op.tasks * passes);
+        let name = image.op_name(number);
         let mut causes = [0; CAUSES.len()];
-        all.iter().for_each(|((at, by), cycles)| causes[cause(line(*at), line(*by))] += cycles);
+        op.spent.iter().for_each(|((at, by), cycles)| causes[cause(line(*at), line(*by))] += cycles);
         println!("{name:32}{}", causes.map(|cycles| format!(" {:10}", each(cycles))).concat());
         if wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted)) {
-            let mut longest: Vec<_> = all.into_iter().collect();
+            let mut longest: Vec<_> = op.spent.into_iter().collect();
             longest.sort_by_key(|(_, cycles)| std::cmp::Reverse(*cycles));
             for ((at, by), cycles) in longest.into_iter().filter(|(_, cycles)| each(*cycles) > 9) {
                 println!("  {:6} {at:7}: {:60} <- {by:6}: {}", each(cycles), line(at), line(by));

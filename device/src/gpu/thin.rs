@@ -86,7 +86,6 @@ pub(crate) unsafe fn multiply<const N: usize>(
         let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
         let early = if block.thread < call.tensor(1).extent(0) { before(block.thread) } else { 0.0 };
-        let least = |a: u32, b: u32| if a < b { a } else { b };
         let take = || {
             let mut taken = [Tile::NONE; N];
             for i in 0..N {
@@ -109,19 +108,19 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     (taken, rows) = take();
                     done = 0;
                 }
-                let mut here = least(rows - done, per);
+                let mut here = per.min(rows - done);
                 let mut at = [0; 2];
                 for i in 0..2 {
-                    at[i as usize] = place(&taken, i, done + least(row(i), here - 1));
+                    at[i as usize] = place(&taken, i, done + row(i).min(here - 1));
                 }
                 done += here;
                 // What these leave empty the next tiles fill, for which those that are held need not be released (`DataOp::after`).
                 if here < per && tiles.left() >= N as u32 {
                     (taken, rows) = take();
-                    done = least(rows, per - here);
+                    done = rows.min(per - here);
                     for i in 0..2 {
                         if row(i) >= here {
-                            at[i as usize] = place(&taken, i, least(row(i) - here, done - 1));
+                            at[i as usize] = place(&taken, i, (row(i) - here).min(done - 1));
                         }
                     }
                     here += done;

@@ -414,16 +414,17 @@ impl Check<'_> {
         let rounds = if self.args.simulated { 20 } else { 10_000 };
         let mut prober = self.prober()?;
         let (hop, hop_spread) = spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
+        let figure = |time: f64, spread: f64| json!({"us": time * 1e6, "spread_percent": spread});
         let mut rows = serde_json::Map::new();
         for (way, in_words) in [("behind_a_counter", false), ("in_words", true)] {
             let (time, spread) = spread(5, || prober.hand(rounds, in_words).map(|time| time.as_secs_f64()))?;
-            rows.insert(way.to_owned(), json!({"us": time * 1e6, "spread_percent": spread}));
+            rows.insert(way.to_owned(), figure(time, spread));
         }
         let mut barriers = serde_json::Map::new();
         for blocks in [2, 16, 64, n_sms] {
             if blocks <= n_sms {
                 let (time, spread) = spread(5, || prober.meet(blocks, rounds).map(|time| time.as_secs_f64()))?;
-                barriers.insert(blocks.to_string(), json!({"us": time * 1e6, "spread_percent": spread}));
+                barriers.insert(blocks.to_string(), figure(time, spread));
             }
         }
         Ok(json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers}))

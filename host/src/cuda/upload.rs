@@ -175,8 +175,7 @@ fn ask_for(bytes: &[u8]) {
     {
         /// The system takes no more of one piece of advice than it reads ahead, which is seldom less.
         const ASKED_BYTES: usize = 128 << 10;
-        // SAFETY: it reads a constant of the system.
-        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096);
+        let page = page_bytes();
         // Advice is of whole pages; what else lies in those at the ends is read as well.
         let before = bytes.as_ptr().addr() % page;
         let end = if bytes.is_empty() { 0 } else { before + bytes.len() };
@@ -189,6 +188,13 @@ fn ask_for(bytes: &[u8]) {
     }
     #[cfg(not(target_os = "linux"))]
     let _ = bytes;
+}
+
+/// Bytes of a page of memory.
+#[cfg(target_os = "linux")]
+fn page_bytes() -> usize {
+    // SAFETY: it reads a constant of the system.
+    usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
 #[cfg(test)]
@@ -269,8 +275,7 @@ mod tests {
         unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
         // SAFETY: nobody else has the file.
         let map = unsafe { memmap2::Mmap::map(&file) }.expect("mapped");
-        // SAFETY: it reads a constant of the system.
-        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize;
+        let page = page_bytes();
         // Which pages are in memory, of the whole file.
         let there = || -> Vec<bool> {
             let mut pages = vec![0; n.div_ceil(page)];
