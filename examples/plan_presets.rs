@@ -20,9 +20,9 @@ const PRESETS: [&str; 8] =
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let context = std::env::args().nth(1).map_or(Ok(512), |text| text.parse())?;
     println!(
-        "| preset | step, us | floor, us | bus busy | lost to events | to full memory | at the end | busy without prefetch across operators | arena, bytes | its lower bound | without reuse | copies |"
+        "| preset | step, us | floor, us | bus busy | lost to events | to full memory | at the end | busy without prefetch across operators | arena, bytes | its lower bound | without reuse | flagged | copies |"
     );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|---|");
     for name in PRESETS {
         let ModelConfig::Decoder(config) = ModelConfig::from_value(Path::new(name), &preset_config(name)?)? else {
             unreachable!("these presets are decoders")
@@ -36,13 +36,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let plan = &program.plan;
         prefetch::check(plan, &program.lists, &program.reads).map_err(|broken| broken[0].clone())?;
         let run = |prefetch| {
-            predict(&program.tasks, &program.lists, plan, &program.reads, &program.costs, &machine, prefetch)
-                .ok_or("the worker lists do not run to their end")
+            predict(
+                &program.tasks,
+                &program.told,
+                &program.lists,
+                plan,
+                &program.reads,
+                &program.costs,
+                &machine,
+                prefetch,
+            )
+            .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
         let share = |part_s: f64| 100.0 * part_s / across.step_s;
         println!(
-            "| {name} | {:.0} | {:.0} | {:.1} % | {:.1} % | {:.1} % | {:.1} % | {:.1} % | {} | {} | {} | {} |",
+            "| {name} | {:.0} | {:.0} | {:.1} % | {:.1} % | {:.1} % | {:.1} % | {:.1} % | {} | {} | {} | {} | {} |",
             across.step_s * 1e6,
             across.floor_s * 1e6,
             100.0 * across.busy_share(),
@@ -53,6 +62,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             program.arena.peak_bytes,
             program.arena.lower_bound_bytes,
             program.arena.without_reuse_bytes,
+            program.arena.flagged_bytes,
             plan.n_data(),
         );
     }

@@ -10,6 +10,8 @@ mod cuda;
 mod dependency;
 #[path = "cpu/executors.rs"]
 mod executors;
+#[path = "cpu/flags.rs"]
+mod flags;
 #[path = "cpu/interpreted.rs"]
 mod interpreted;
 #[path = "cpu/memory.rs"]

@@ -25,7 +25,7 @@ impl Memory {
         Memory(vec![word; bytes.div_ceil(8)])
     }
     fn tensor(&self, dtype: DType, offset_elems: usize, extents: &[usize]) -> Tensor {
-        let mut operand = Operand { dtype: dtype as u16, rank: extents.len() as u16, ..Operand::ABSENT };
+        let mut operand = Operand { dtype: dtype as u16, rank: extents.len() as u8, ..Operand::ABSENT };
         operand.offset_bytes = (offset_elems * dtype.size_bytes()) as u64;
         let mut stride = 1;
         for dim in (0..extents.len()).rev() {

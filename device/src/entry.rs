@@ -19,7 +19,7 @@ use crate::block::Block;
 use crate::gpu::Call;
 use crate::gpu::scheduler;
 use crate::gpu::sync::{Gpu, anew};
-use crate::gpu::tiles::{self, Lists, Tiles};
+use crate::gpu::tiles::{self, Lists, Tiles, Waited};
 use crate::gpu::turn;
 use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, await_task, run};
@@ -244,7 +244,9 @@ impl BlockBody<'_> {
     /// That there has been a fault, which has been reported: its words would be held over all bodies.
     #[inline(always)]
     fn ready(&self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
+        let began_ns = self.tiles.now_ns();
         let outcome = await_task(&self.image, id, step, iteration, self.tiles.sync());
+        self.tiles.waited(Waited::Tasks, began_ns);
         outcome.map_err(|fault| self.reported(id, &fault))
     }
 
@@ -291,7 +293,8 @@ impl BlockBody<'_> {
             memory::store_volatile(&raw mut (*at).ended_ns, thread::timer_ns());
             memory::store_volatile(&raw mut (*at).task, id.0);
             memory::store_volatile(&raw mut (*at).iteration, step.iteration);
-            memory::store_volatile(&raw mut (*at).data_ns, self.tiles.waited_ns());
+            memory::store_volatile(&raw mut (*at).data_ns, self.tiles.waited_ns(Waited::Tiles));
+            memory::store_volatile(&raw mut (*at).event_ns, self.tiles.waited_ns(Waited::Tasks));
         }
     }
 }
@@ -349,8 +352,9 @@ impl Body for BlockBody<'_> {
             let began_ns = self.begin_task(id);
             thread::at_task(id.0);
             self.tiles.begin_task(self.task_tiles());
-            // What bodies compute from who they are stays in them.
-            let block = Block { thread: memory::opaque_word(self.block.thread), threads: self.block.threads };
+            // What bodies compute from who they are stays in them; how many they are the compiler is told once more, so that it
+            // writes loops over warps out.
+            let block = Block { thread: memory::opaque_word(self.block.thread), threads: thread::task_threads() };
             // For the body alone: what comes after it looks at the loop's own.
             let fresh = anew(step);
             let ready = || self.ready(id, &fresh, iteration);

@@ -1,7 +1,7 @@
 //! The bodies of the [probes](perpetua_shared::probe).
 
 use crate::arch::{atomic, bulk, mbarrier, memory, thread};
-use perpetua_shared::launch::TASK_THREADS;
+use perpetua_shared::flag;
 use perpetua_shared::probe::{GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, WORDS_AT};
 
 fn word(address: u64, at: u64) -> *mut u32 {
@@ -132,22 +132,22 @@ pub unsafe fn hand(params: &ProbeParams) {
     if block > 1 {
         return;
     }
-    // Neighbours' words side by side.
-    let in_row = |row: u32, i: u32| u64::from(row) * ROW_BYTES + 4 * u64::from(thread + i * TASK_THREADS);
-    let tagged = |row: u32, i: u32| word(params.counters, WORDS_AT + in_row(row, i));
-    let plain = |row: u32, i: u32| word(params.source, in_row(row, i));
+    // A thread's words, four side by side, as bodies read them.
+    let in_row = |row: u32| u64::from(row) * ROW_BYTES + u64::from(4 * ROW_WORDS * thread);
+    let flagged = |row: u32| word(params.counters, WORDS_AT + in_row(row));
+    let plain = |row: u32| word(params.source, in_row(row));
     let counter = |row: u32| word(params.counters, 128 * u64::from(row));
     // SAFETY: the caller's promise; a thread writes words of its own, which others read behind a counter or only touch atomically, and
     // writes them again when its block has heard that they have been read. Conditions around barriers are the whole block's.
-    let give = |value: u32| unsafe {
-        if params.in_words != 0 {
-            for i in 0..2 * ROW_WORDS {
-                atomic::fetch_add(tagged(block, i), 1);
+    let give = |round: u32| unsafe {
+        if params.by_flags != 0 {
+            for i in 0..ROW_WORDS as usize {
+                atomic::store_relaxed(flagged(block).add(i), flag::mark(1.0, flag::of_run(round)));
             }
             return;
         }
-        for i in 0..ROW_WORDS {
-            memory::store(plain(block, i), value);
+        for i in 0..ROW_WORDS as usize {
+            memory::store(plain(block).add(i), round);
         }
         thread::sync();
         if thread == 0 {
@@ -155,26 +155,30 @@ pub unsafe fn hand(params: &ProbeParams) {
         }
     };
     // SAFETY: as above.
-    let take = |value: u32| unsafe {
+    let take = |round: u32| unsafe {
         let mut is_there = true;
-        if params.in_words != 0 {
+        if params.by_flags != 0 {
+            let from = flagged(1 - block);
             is_there = poll(params.timeout_ns, || {
-                let mut all = true;
-                for i in 0..2 * ROW_WORDS {
-                    all &= atomic::load_relaxed(tagged(1 - block, i)) >= value;
+                let words = atomic::load16_relaxed(from);
+                let mut lacks = 0;
+                for i in 0..ROW_WORDS as usize {
+                    lacks |= (words[i] ^ flag::of_run(round)) & flag::MASK;
                 }
-                all
+                lacks == 0
             });
+            atomic::settled();
             return !thread::sync_or(!is_there);
         }
         if thread == 0 {
-            is_there = reach(counter(1 - block), value, params.timeout_ns);
+            is_there = reach(counter(1 - block), round, params.timeout_ns);
         }
         if thread::sync_or(!is_there) {
             return false;
         }
-        for i in 0..ROW_WORDS {
-            is_there &= memory::load(plain(1 - block, i)) == value;
+        let words = memory::load16(plain(1 - block).cast());
+        for i in 0..ROW_WORDS as usize {
+            is_there &= words[i] == round;
         }
         !thread::sync_or(!is_there)
     };

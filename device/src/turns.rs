@@ -18,7 +18,7 @@ pub fn words(view: &ImageView<'_>) -> usize {
 pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
     let words = words(view);
     let mut all = vec![0; words * view.tasks.len()];
-    for (record, task) in all.chunks_exact_mut(words).zip(view.tasks) {
+    for (number, (record, task)) in (0..).zip(all.chunks_exact_mut(words).zip(view.tasks)) {
         let mut turn = Turn {
             task_type: task.task_type,
             flags: task.flags,
@@ -33,7 +33,8 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
             params: task.params,
             triggers: [0; TURN_EVENTS],
             waits: [[0; 2]; TURN_EVENTS],
-            reserved: [0; 2],
+            task: number,
+            reserved: 0,
         };
         for (to, event) in turn.triggers.iter_mut().zip(view.triggers(task)) {
             *to = *event;

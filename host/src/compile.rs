@@ -1,5 +1,6 @@
 //! From kernel graphs to an image: the list of stages, readable top to bottom.
 
+use crate::graph::flags;
 use crate::graph::kernel::{GraphError, KernelGraph};
 use crate::graph::lower::{self, Cut, Target, block_operand};
 use crate::graph::task::{self, TaskClass, TaskError, TaskGraph, WorkerLists};
@@ -63,8 +64,12 @@ pub struct Program {
     pub outputs: Vec<(String, Operand)>,
     /// HOW every operator is cut.
     pub blocks: ThreadBlockGraph,
-    /// Tasks and events.
+    /// Tasks, and events for whatever orders them.
     pub tasks: TaskGraph,
+    /// The same tasks with the events that the image has: those for what no [flag](crate::graph::flags) tells.
+    pub counted: TaskGraph,
+    /// Per event of `tasks`, whether flags take its place.
+    pub told: Vec<bool>,
     /// Every worker's tasks.
     pub lists: WorkerLists,
     /// Per task, bytes and flops.
@@ -180,10 +185,11 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
         let (source, mut program) = planned?;
         layout.add(&source, &program.blocks, &program.arena)?;
         for (name, tensor) in source.graph.outputs() {
-            let whole = crate::graph::kernel::whole_operand(&program.blocks.table[*tensor]);
-            program
-                .outputs
-                .push((name.clone(), layout.place(&program, program.blocks.table[*tensor].buffer.idx(), whole)));
+            let table = &program.blocks.table;
+            let buffer = table[*tensor].buffer.idx();
+            let is_flagged = u8::from(table.buffers[buffer].kind == BufferKind::Flagged);
+            let whole = Operand { is_flagged, ..crate::graph::kernel::whole_operand(&table[*tensor]) };
+            program.outputs.push((name.clone(), layout.place(&program, buffer, whole)));
         }
         let in_token_loop = if source.graph.is_batch { EVERY_SEQUENCE } else { u32::from(source.in_token_loop) };
         layout.sources.push((source.graph.rows, in_token_loop));
@@ -272,10 +278,19 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         source.graph.advance()?;
     }
     let mut clock = Clock::new();
-    let blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
+    let mut blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
+    let classes = classes(&blocks, config);
+    if config.target.has_flags && source.graph.rows == Some(1) {
+        let is_launched = |op: usize| classes.contains(&(op as u32, TaskClass::JustInTime));
+        flags::flag(&mut blocks, |op| !is_launched(op));
+    }
     clock.lap("cut");
-    let mut tasks = task::lower(&blocks, &task::Config { classes: classes(&blocks, config), ..Default::default() })?;
+    let task_config = task::Config { classes, ..Default::default() };
+    let mut tasks = task::lower(&blocks, &task_config)?;
     check_launches(&blocks, &tasks)?;
+    let by_events = flags::without_flagged(&blocks);
+    let has_flagged = by_events != blocks;
+    let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
     let costs = costs(&blocks, &tasks);
     // Tiles pay where weights are read once for few rows.
@@ -297,13 +312,16 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     clock.lap("workers");
     let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
     // Before the arena: what `advance` does not wait for would have to be kept to the end.
-    end_with_last_task(&mut tasks);
-    let arena = arena::plan(&blocks, &tasks, &outputs);
+    end_with_last_task(&mut tasks, None);
+    // Of what flags order nobody need know but a worker's last, which comes after the others.
+    end_with_last_task(&mut counted, has_flagged.then_some(&lists));
+    let arena = arena::plan(&blocks, &counted, &outputs);
     clock.lap("arena");
     if config.target.cut == Cut::PerWorker {
         task::elide(&mut tasks, &lists);
+        task::elide(&mut counted, &lists);
     }
-    check_task_events(&blocks, &tasks)?;
+    check_task_events(&blocks, &counted)?;
     clock.lap("last");
     let machine = Machine::of(&config.target);
     let plan = match has_loaders {
@@ -312,19 +330,25 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     };
     clock.lap("tiles");
     if config.check {
+        // All there is to order; then what events must, by events alone.
         task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
-        task::check(&arena::in_arena(&blocks, &arena), &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
+        task::check(&by_events, &counted, Some(&lists)).map_err(CompileError::Dependencies)?;
+        let in_arena = arena::in_arena(&by_events, &arena);
+        task::check(&in_arena, &counted, Some(&lists)).map_err(CompileError::Dependencies)?;
         if has_loaders {
             prefetch::check(&plan, &lists, &reads).map_err(CompileError::Tiles)?;
         }
         clock.lap("check");
     }
+    let told = flags::told(&blocks, &tasks);
     let program = Program {
         name: source.name.clone(),
         id: ProgramId(number as u32),
         outputs: Vec::new(),
         blocks,
         tasks,
+        counted,
+        told,
         lists,
         costs,
         reads,
@@ -374,10 +398,15 @@ pub fn task_operands<'a>(blocks: &ThreadBlockGraph, task: &task::Task, buffer: &
     buffer
 }
 
-/// Makes the last task, `advance`, wait for every task that nobody else waits for.
-fn end_with_last_task(tasks: &mut TaskGraph) {
+/// Makes the last task, `advance`, wait for every task that nobody else waits for; of those in one of `lists` the last.
+fn end_with_last_task(tasks: &mut TaskGraph, lists: Option<&WorkerLists>) {
     let Some(last) = tasks.tasks.len().checked_sub(1) else { return };
-    let leaves: Vec<u32> = tasks.leaves().into_iter().filter(|task| *task as usize != last).collect();
+    let mut leaves: Vec<u32> = tasks.leaves().into_iter().filter(|task| *task as usize != last).collect();
+    if let Some(lists) = lists {
+        let places = lists.places(tasks.tasks.len());
+        let is_last = |(worker, at): (u32, u32)| at as usize + 1 == lists.lists[worker as usize].len();
+        leaves.retain(|task| places[*task as usize].is_none_or(is_last));
+    }
     if leaves.is_empty() {
         return;
     }
@@ -427,6 +456,8 @@ struct Layout {
     /// Per program and buffer, its binding.
     of_buffer: Vec<Vec<BindingId>>,
     sources: Vec<(Option<u32>, u32)>,
+    /// Where each program's flagged bytes start.
+    flagged_first: Vec<u64>,
 }
 
 impl Layout {
@@ -443,6 +474,15 @@ impl Layout {
         let (arena_id, arena_bytes) =
             self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
         self.bindings[arena_id.idx()].bytes = arena_bytes.max(arena.peak_bytes);
+        let flagged_id = (arena.flagged_bytes > 0).then(|| {
+            let (id, first) = self.binding("flagged", BindingKind::Flagged, 0, arena::ALIGN_BYTES as u32);
+            self.bindings[id.idx()].bytes += arena.flagged_bytes;
+            self.flagged_first.push(first);
+            id
+        });
+        if flagged_id.is_none() {
+            self.flagged_first.push(0);
+        }
         // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
         let mut weight_align = vec![1; blocks.table.buffers.len()];
         for tensor in &blocks.table.tensors {
@@ -453,6 +493,10 @@ impl Layout {
             let (kind, align) = match &buffer.kind {
                 BufferKind::Intermediate => {
                     of_buffer.push(arena_id);
+                    continue;
+                }
+                BufferKind::Flagged => {
+                    of_buffer.extend(flagged_id);
                     continue;
                 }
                 BufferKind::Input => (BindingKind::Input, 64),
@@ -489,6 +533,7 @@ impl Layout {
         let binding = self.of_buffer[program.id.idx()][buffer];
         let shift = match program.blocks.table.buffers[buffer].kind {
             BufferKind::Intermediate => program.arena.offsets[buffer],
+            BufferKind::Flagged => self.flagged_first[program.id.idx()] + program.arena.offsets[buffer],
             _ => 0,
         };
         Operand { binding, offset_bytes: operand.offset_bytes + shift, ..operand }
@@ -513,7 +558,7 @@ impl Layout {
     fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: u32) {
         let (task_first, event_first) = (parts.tasks.len() as u32, parts.events.len() as u32);
         let op_first = parts.op_names.len() as u32;
-        let graph = &program.tasks;
+        let graph = &program.counted;
         parts.op_names.extend(program.blocks.ops.iter().map(|op| op.name.clone()));
         parts.events.extend(graph.events.iter().map(|n| EventDesc { num_triggers: *n }));
         let mut tiles = vec![0; graph.tasks.len()];

@@ -20,13 +20,16 @@ pub enum FaultCode {
     Aborted = 5,
     /// A worker thread panicked: a defect of this program.
     Panic = 6,
+    /// A [flagged](crate::flag) element was not written in time. `detail`: the task's operand; `found`: in which bits a
+    /// flag there differs; `expected`: the pass's flag.
+    NotWritten = 7,
 }
 
 impl FaultCode {
     /// The code numbered `number`.
     pub fn from_u32(number: u32) -> Option<FaultCode> {
         use FaultCode::*;
-        [None, Timeout, TokenOutOfRange, NoSuchKernel, NotANumber, Aborted, Panic]
+        [None, Timeout, TokenOutOfRange, NoSuchKernel, NotANumber, Aborted, Panic, NotWritten]
             .into_iter()
             .find(|code| *code as u32 == number)
     }

@@ -14,7 +14,7 @@ use bytemuck::{Pod, Zeroable};
 /// First bytes of every image.
 pub const MAGIC: [u8; 8] = *b"PERPIMG\0";
 /// Format version; an image of another version is refused.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// What a binding is for: how an executor provides it.
 #[repr(u32)]
@@ -34,13 +34,18 @@ pub enum BindingKind {
     Constant = 6,
     /// Written by the host before a run.
     Input = 7,
+    /// Elements that say which pass wrote them ([`flag`](crate::flag)): zeroed when the event counters are, kept from pass to
+    /// pass.
+    Flagged = 8,
 }
 
 impl BindingKind {
     /// The kind numbered `number`.
     pub fn from_u32(number: u32) -> Option<BindingKind> {
         use BindingKind::*;
-        [Arena, State, Control, Tokens, Weight, Constant, Input].into_iter().find(|kind| *kind as u32 == number)
+        [Arena, State, Control, Tokens, Weight, Constant, Input, Flagged]
+            .into_iter()
+            .find(|kind| *kind as u32 == number)
     }
 }
 

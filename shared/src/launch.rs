@@ -143,7 +143,7 @@ impl Mail {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct TaskTrace {
-    /// Its waits had been met. 0: the entry was not written.
+    /// Its worker had turned to it. 0: the entry was not written.
     pub began_ns: u64,
     /// Its body had returned, all its tiles used.
     pub ended_ns: u64,
@@ -153,8 +153,8 @@ pub struct TaskTrace {
     pub iteration: u32,
     /// Of the time between the two, how long the first warp waited for tiles.
     pub data_ns: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Likewise how long its first thread waited for other tasks.
+    pub event_ns: u32,
 }
 
 #[cfg(test)]

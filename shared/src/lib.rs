@@ -11,6 +11,7 @@ pub mod data;
 pub mod dtype;
 pub mod event;
 pub mod fault;
+pub mod flag;
 pub mod id;
 pub mod image;
 pub mod launch;

@@ -12,8 +12,8 @@ pub const HOP: &str = "perpetua_probe_hop";
 pub const MEET: &str = "perpetua_probe_meet";
 
 /// Blocks 0 and 1, of [`TASK_THREADS`] threads, hand each other a row of [`ROW_WORDS`] words a thread, `rounds`
-/// times there and back in `out[0]`: behind a counter, as events have it, or, with `in_words`, twice as many words, each of
-/// which says itself that it is there.
+/// times there and back in `out[0]`: behind a counter, as events have it, or, with `by_flags`, each word with its
+/// [flag](crate::flag).
 pub const HAND: &str = "perpetua_probe_hand";
 
 /// Threads of the blocks of the probe called `name`.
@@ -24,8 +24,8 @@ pub fn threads(name: &str) -> u32 {
 /// See [`HAND`].
 pub const ROW_WORDS: u32 = 4;
 
-/// Where in the counters the words of [`HAND`]'s two rows begin, and how far the second is from the first; of the rows behind counters
-/// the first begins where `source` does.
+/// Where in the counters the flagged words of [`HAND`]'s two rows begin, and how far the second is from the first; of the rows behind
+/// counters the first begins where `source` does.
 pub const WORDS_AT: u64 = 4096;
 /// See [`WORDS_AT`].
 pub const ROW_BYTES: u64 = 8192;
@@ -56,9 +56,9 @@ pub struct ProbeParams {
     /// How often blocks meet.
     pub rounds: u32,
     /// See [`HAND`].
-    pub in_words: u32,
+    pub by_flags: u32,
     /// 0.
     pub reserved: u32,
 }
 
-const _: () = assert!(2 * ROW_WORDS as u64 * 4 * TASK_THREADS as u64 <= ROW_BYTES);
+const _: () = assert!(ROW_WORDS == 4 && ROW_WORDS as u64 * 4 * TASK_THREADS as u64 <= ROW_BYTES);

@@ -15,7 +15,9 @@ pub struct Operand {
     /// A [`DType`] number; 0 marks an operand that is absent (an optional bias, say).
     pub dtype: u16,
     /// Dimensions that count, at most [`MAX_RANK`].
-    pub rank: u16,
+    pub rank: u8,
+    /// 1 when its elements are [flagged](crate::flag), else 0.
+    pub is_flagged: u8,
     /// Elements along each dimension; 1 beyond `rank`.
     pub extent: [u32; MAX_RANK],
     /// Elements from one index to the next along each dimension; 0 beyond `rank`.
@@ -29,6 +31,7 @@ impl Operand {
         binding: BindingId(0),
         dtype: 0,
         rank: 0,
+        is_flagged: 0,
         extent: [1; MAX_RANK],
         stride_elems: [0; MAX_RANK],
     };

@@ -39,8 +39,10 @@ pub struct Turn {
     pub triggers: [u32; TURN_EVENTS],
     /// The first events that it waits on, each with its [`num_triggers`](crate::EventDesc::num_triggers).
     pub waits: [[u32; 2]; TURN_EVENTS],
+    /// The task's number.
+    pub task: u32,
     /// 0.
-    pub reserved: [u32; 2],
+    pub reserved: u32,
 }
 
 const _: () = assert!(size_of::<Turn>() == 176 && size_of::<Turn>().is_multiple_of(16));

@@ -15,7 +15,7 @@ use perpetua_device::{queue, turns};
 use perpetua_shared::control::End;
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, TASK_THREADS, TILE_BYTES};
-use perpetua_shared::{EventId, Fault, ProgramId};
+use perpetua_shared::{EventId, Fault, ProgramId, TaskId};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -481,9 +481,19 @@ fn drills_end_in_their_errors_and_the_engine_goes_on() {
     let last = engine.resident().compiled().image.view().events.len() as u32 - 1;
     engine.resident_mut().cuda().expect("a GPU").miscount(EventId(last)).expect("idle");
     let error = generate(&mut engine, &PROMPT, 2).expect_err("it stalls");
-    let EngineError::Run(RunError::Stalled { event, others, .. }) = &error else { panic!("{error}") };
-    assert_eq!(*event, format!("e{last}"));
+    let EngineError::Run(RunError::Stalled { missing, others, .. }) = &error else { panic!("{error}") };
+    assert!(missing.starts_with(&format!("event e{last} stands at")), "{error}");
     assert!(others.contains("began"), "{error}");
+    assert_eq!(generate(&mut engine, &PROMPT, 2).expect("it runs again"), expected);
+
+    // A row that is never written: the embedding's.
+    let first = TaskId(engine.resident().compiled().image.view().programs[0].task_first);
+    engine.resident_mut().cuda().expect("a GPU").mute(first, true).expect("idle");
+    let error = generate(&mut engine, &PROMPT, 2).expect_err("it stalls");
+    let EngineError::Run(RunError::Stalled { missing, task, others, .. }) = &error else { panic!("{error}") };
+    assert!(missing.starts_with("operand `x` has elements without flag"), "{error}");
+    assert!(task.contains("layers.0") && others.contains("began"), "{error}");
+    engine.resident_mut().cuda().expect("a GPU").mute(first, false).expect("idle");
     assert_eq!(generate(&mut engine, &PROMPT, 2).expect("it runs again"), expected);
 
     // The host says stop before the first token.
@@ -609,8 +619,8 @@ fn probes_measure_what_they_say() {
             assert!(prober.read(N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
         }
         assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
-        for in_words in [false, true] {
-            assert!(prober.hand(5, in_words).expect("it runs").as_nanos() > 0);
+        for by_flags in [false, true] {
+            assert!(prober.hand(5, by_flags).expect("it runs").as_nanos() > 0);
         }
         assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
         // What is brought, copy by copy: a whole number of those the memory has room for; and pieces, each in parts, once.

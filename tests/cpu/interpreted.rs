@@ -196,6 +196,14 @@ fn drills_end_in_their_errors() {
     assert!(matches!(&error, EngineError::Run(RunError::Stalled { .. })), "{error}");
     assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
 
+    let first = perpetua_shared::TaskId(engine.resident().compiled().image.view().programs[0].task_first);
+    engine.resident_mut().cuda().expect("a GPU").mute(first, true).expect("idle");
+    let error = tokens(&mut engine, &prompt, &greedy(2)).expect_err("a row is never written");
+    let EngineError::Run(RunError::Stalled { missing, .. }) = &error else { panic!("{error}") };
+    assert!(missing.starts_with("operand `x` has elements without flag"), "{error}");
+    engine.resident_mut().cuda().expect("a GPU").mute(first, false).expect("idle");
+    assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
+
     let error = engine.resident_mut().run_tokens(perpetua_shared::ProgramId(1), &[1, u32::MAX]).expect_err("no token");
     assert!(matches!(error, RunError::TokenOutOfRange { .. }), "{error}");
     assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs again"), expected);
@@ -222,8 +230,8 @@ fn probes_measure_what_they_say() {
         assert!(prober.read(3, tile_bytes, n_tiles).expect("it runs") > 0.0);
     }
     assert!(prober.hop(20).expect("it runs").as_nanos() > 0);
-    for in_words in [false, true] {
-        assert!(prober.hand(5, in_words).expect("it runs").as_nanos() > 0);
+    for by_flags in [false, true] {
+        assert!(prober.hand(5, by_flags).expect("it runs").as_nanos() > 0);
     }
     assert!(prober.meet(3, 20).expect("it runs").as_nanos() > 0);
 }

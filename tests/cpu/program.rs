@@ -275,7 +275,7 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
             let step = number("/figures/loss/step_us");
             assert!((sum / step - 1.0).abs() < 1e-3, "{sum} us in parts of {step}: {text}");
             assert!(number("/figures/loss/floor_us") > 0.0, "{text}");
-            for way in ["without_loaders", "launch_per_operator"] {
+            for way in ["without_loaders", "without_flags", "launch_per_operator"] {
                 assert_eq!(number(&format!("/figures/{way}/same_tokens")), 2.0, "{text}");
                 assert!(number(&format!("/figures/{way}/times_the_persistent_step")) > 0.0, "{text}");
             }

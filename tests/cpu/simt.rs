@@ -41,7 +41,7 @@ const MANY_ROWS: Sizes = &[
 ];
 
 /// A network of which a worker's share fills its shared memory more than once.
-const WIDE: Sizes = &[
+pub(crate) const WIDE: Sizes = &[
     ("num_hidden_layers", 2),
     ("hidden_size", 128),
     ("intermediate_size", 640),

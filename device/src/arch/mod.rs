@@ -639,6 +639,34 @@ pub(crate) mod atomic {
         unsafe { backend::load_relaxed(word) }
     }
 
+    /// Four words from `words` on, each as [`load_relaxed`] has it.
+    ///
+    /// # Safety
+    /// They are words of global memory, aligned to sixteen bytes.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::load16_relaxed(words) }
+    }
+
+    /// What this thread has polled it has found: for a simulated GPU, which lets a thread that polls sleep until a word changes.
+    #[inline(always)]
+    pub(crate) fn settled() {
+        backend::settled();
+    }
+
+    /// Writes `word`, ordering nothing.
+    ///
+    /// # Safety
+    /// As [`load_relaxed`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store_relaxed(word: *mut u32, value: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::store_relaxed(word, value) }
+    }
+
     /// Reads `word`; what was written before the [`add_release`] it sees is visible afterwards.
     ///
     /// # Safety

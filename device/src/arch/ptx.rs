@@ -492,6 +492,28 @@ pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
 }
 
 #[inline(always)]
+pub(super) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
+    let (a, b, c, d);
+    // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
+    unsafe {
+        asm!(
+            "ld.relaxed.gpu.global.v4.u32 {{{}, {}, {}, {}}}, [{}];",
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) words, options(nostack)
+        );
+    }
+    [a, b, c, d]
+}
+
+#[inline(always)]
+pub(super) fn settled() {}
+
+#[inline(always)]
+pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
+    // SAFETY: the caller promises a word of global memory.
+    unsafe { asm!("st.relaxed.gpu.global.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
+}
+
+#[inline(always)]
 pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
     let value;
     // SAFETY: the caller promises a word of global memory.

@@ -27,7 +27,7 @@ impl Memory {
     /// `skew` elements into its memory; element i (in row-major order) is `value(i)`.
     fn new(dtype: DType, extents: &[usize], gap: usize, skew: usize, mut value: impl FnMut(usize) -> f32) -> Memory {
         let rank = extents.len();
-        let mut operand = Operand { dtype: dtype as u16, rank: rank as u16, ..Operand::ABSENT };
+        let mut operand = Operand { dtype: dtype as u16, rank: rank as u8, ..Operand::ABSENT };
         let mut stride = 1;
         for dim in (0..rank).rev() {
             operand.extent[dim] = extents[dim] as u32;

@@ -7,7 +7,7 @@ use super::sync::Gpu;
 use super::tiles::{self, Lists, Tiles};
 use super::turn;
 use crate::arch::simt::{Access, Allocation, Options, Report, launch};
-use crate::arch::thread;
+use crate::arch::{atomic, thread};
 use crate::block::Block;
 use crate::io::{self, Tensor};
 use crate::kernels::decode_attention::MAX_QUERY;
@@ -19,7 +19,7 @@ use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
-use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc};
+use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, flag};
 
 /// SplitMix64.
 struct Random(u64);
@@ -223,7 +223,7 @@ impl Case {
         let mut operand = Operand {
             binding: BindingId(self.operands.len() as u32),
             dtype: dtype as u16,
-            rank: rank as u16,
+            rank: rank as u8,
             offset_bytes: u64::from(random.below(20)) * dtype.size_bytes() as u64,
             ..Operand::ABSENT
         };
@@ -298,6 +298,8 @@ impl Case {
     fn compare(&mut self, what: &str) {
         let spec = Spec::of(self.task_type).expect("a kernel of the list");
         spec.check(&self.params, &self.operands).expect(what);
+        self.flag(spec);
+        let flag = flag::of_run(self.step.program_runs);
         let task = TaskDesc {
             task_type: self.task_type,
             params: self.params,
@@ -317,18 +319,42 @@ impl Case {
         let outcome =
             (spec.reference)(&io::Call { tensors: &expected, task: &task, step: &self.step, programs: &programs });
 
+        // What is flagged and read: another block writes it, after what a pass before has left there.
+        let mut late = Vec::new();
+        for (slot, (operand, tensor)) in
+            spec.slots.iter().zip(self.operands.iter().zip(tensors(&mut device, &self.operands)))
+        {
+            if operand.is_flagged != 0 && slot.usage == Use::Read {
+                let address = |index: [usize; 4]| -> u64 {
+                    let at = index.iter().zip(operand.stride_elems).map(|(i, stride)| *i as u64 * u64::from(stride));
+                    operand.offset_bytes + 4 * at.sum::<u64>()
+                };
+                let words = indices(operand).map(|index| (operand.binding.idx(), address(index), tensor.get(index)));
+                late.extend(words);
+            }
+        }
+        let n_blocks = if late.is_empty() { 1 } else { 2 };
         let mut bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
         let table = bindings.as_mut_ptr();
         for &threads in self.threads {
             if threads != self.threads[0] && self.updates() {
                 continue;
             }
+            let stale = flag::mark(f32::NAN, flag::of_run(self.step.program_runs.wrapping_sub(1)));
+            for (binding, at, _) in &late {
+                let word = core::ptr::with_exposed_provenance_mut::<u32>((bindings[*binding] + at) as usize);
+                // SAFETY: an element of an operand's own memory, which nothing else touches now.
+                unsafe { word.write(stale) };
+            }
+            let late: Vec<(u64, f32)> =
+                late.iter().map(|(binding, at, value)| (bindings[*binding] + at, *value)).collect();
             let faults = std::cell::RefCell::new(Vec::new());
             // SAFETY: the table and the operands' memory outlive the launch, and only it touches them.
             let mut allocations =
                 vec![unsafe { Allocation::new("bindings", table.cast(), 8 * self.operands.len(), Access::Constant) }];
             for (slot, (operand, base)) in spec.slots.iter().zip(self.operands.iter().zip(&bindings)) {
                 let access = match slot.usage {
+                    _ if operand.is_flagged != 0 => Access::Atomic,
                     Use::Read => Access::Constant,
                     Use::Write => Access::Unwritten,
                     Use::Update | Use::Append => Access::Written,
@@ -352,7 +378,7 @@ impl Case {
             let options = Options {
                 service_warps: u32::from(!self.data.is_empty()),
                 tile_bytes: self.tile_bytes,
-                ..Options::new(1, threads, self.seed)
+                ..Options::new(n_blocks, threads, self.seed)
             };
             let turn = turn_of(&task, &self.operands, &bindings);
             allocations.push(descriptors(&turn));
@@ -360,6 +386,14 @@ impl Case {
             let lists = OneList { data: &self.data, bindings: table };
             let launched = launch(&options, allocations, || {
                 let (me, block) = (thread::thread_idx(), Block { thread: thread::thread_idx(), threads });
+                if thread::block_idx() == 1 {
+                    for (address, value) in late.iter().skip(me as usize).step_by(thread::block_dim() as usize) {
+                        let word = core::ptr::with_exposed_provenance_mut::<u32>(*address as usize);
+                        // SAFETY: an element of an operand, which is only touched atomically.
+                        unsafe { atomic::store_relaxed(word, flag::mark(*value, flag)) };
+                    }
+                    return;
+                }
                 // SAFETY: one thread makes the barriers, one loads, and the data ops have been planned.
                 unsafe {
                     if n_data > 0 {
@@ -416,11 +450,15 @@ impl Case {
                 if !operand.is_present() {
                     continue;
                 }
-                let e = operand.extent;
-                for at in 0..operand.len_elems() as u32 {
-                    let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
-                    let index = index.map(|i| i as usize);
-                    let (a, b) = (got.get(index), expected.get(index));
+                for index in indices(operand) {
+                    let (mut a, b) = (got.get(index), expected.get(index));
+                    if operand.is_flagged != 0 {
+                        // But for what neither writes.
+                        let is_left = a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+                        let is_marked = a.to_bits() & flag::MASK == flag;
+                        assert!(is_left || is_marked, "{what}: {}{index:?} is flagged", slot.name);
+                        a = flag::unmark(a.to_bits());
+                    }
                     let step = match operand.dtype() {
                         Some(DType::Bf16) => 1.0 / 128.0,
                         Some(DType::F16) => 1.0 / 1024.0,
@@ -444,10 +482,37 @@ impl Case {
         }
     }
 
+    /// Flags some of the operands that may be, in a pass of any number.
+    fn flag(&mut self, spec: &Spec) {
+        let mut random = Random(self.seed ^ 0xf1a6);
+        self.step.program_runs = random.below(9);
+        // Who asks for flagged words asks again, so that bytes read are not counted.
+        for &slot in spec.flagged.iter().filter(|_| !self.counts) {
+            let operand = &mut self.operands[slot];
+            operand.is_flagged = u8::from(operand.dtype() == Some(DType::F32) && random.flip());
+            if spec.check(&self.params, &self.operands).is_err() {
+                self.operands[slot].is_flagged = 0;
+            }
+            let operand = &self.operands[slot];
+            if operand.is_flagged != 0 {
+                // SAFETY: the operand's own memory.
+                let tensor = unsafe { Tensor::new(self.memory[slot].as_mut_ptr().cast(), operand) };
+                indices(operand).for_each(|at| tensor.set(at, flag::unmark(tensor.get(at).to_bits())));
+            }
+        }
+    }
+
     fn updates(&self) -> bool {
         let spec = Spec::of(self.task_type).expect("a kernel of the list");
         spec.slots.iter().any(|slot| matches!(slot.usage, Use::Update | Use::Append))
     }
+}
+
+/// Every index of `operand`'s box.
+fn indices(operand: &Operand) -> impl Iterator<Item = [usize; 4]> {
+    let e = operand.extent;
+    let index = move |at: u32| [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
+    (0..operand.len_elems() as u32).map(move |at| index(at).map(|i| i as usize))
 }
 
 /// A test that judges so many random cases of each kernel, by a seed and a round, which says what kind of case it is.

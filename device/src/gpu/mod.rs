@@ -5,6 +5,7 @@
 //! one thread writes and another reads inside a body stands on two sides of a barrier. The worker loop's own barriers
 //! (before a trigger, after a wait) order one task with the next.
 
+pub(crate) mod flags;
 pub(crate) mod math;
 pub(crate) mod rows;
 pub(crate) mod scheduler;
@@ -30,6 +31,7 @@ use perpetua_shared::{DType, Step};
 pub struct Tensor {
     base: *mut u8,
     dtype: u16,
+    is_flagged: bool,
     extent: [u32; MAX_RANK],
     stride: [u32; MAX_RANK],
 }
@@ -43,6 +45,7 @@ impl Tensor {
         Tensor {
             base: core::ptr::with_exposed_provenance_mut(address as usize),
             dtype: kind as u16,
+            is_flagged: kind >> 24 != 0,
             extent: [e0, e1, e2, e3],
             stride: [s0, s1, s2, s3],
         }
@@ -52,6 +55,12 @@ impl Tensor {
     #[inline(always)]
     pub fn is_present(&self) -> bool {
         self.dtype != 0
+    }
+
+    /// Whether its elements are [flagged](perpetua_shared::flag): f32, to be touched by [`Call::put`] and [`Call::get`] alone.
+    #[inline(always)]
+    pub(crate) fn is_flagged(&self) -> bool {
+        self.is_flagged
     }
 
     /// Elements along dimension `dim`.
@@ -250,6 +259,9 @@ impl Row {
 pub(crate) const F32: u16 = DType::F32 as u16;
 pub(crate) const BF16: u16 = DType::Bf16 as u16;
 const F16: u16 = DType::F16 as u16;
+
+// Where `Tensor::of_turn` finds it.
+const _: () = assert!(core::mem::offset_of!(perpetua_shared::Operand, is_flagged) == 15);
 
 /// The float of type `dtype` at `from`, as f32.
 #[inline(always)]

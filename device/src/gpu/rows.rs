@@ -4,11 +4,12 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
+use super::flags::unmarked;
 use super::math::{reciprocal, rsqrt};
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32, Tensor};
 use crate::arch::scalar::{f16_to_f32, f32_to_bf16_pair, fma};
-use crate::arch::{WARP, bulk, memory, shared, warp};
+use crate::arch::{WARP, atomic, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
 use crate::kernels::attention_merge::{Found, Merge, Parts, Place};
@@ -286,44 +287,60 @@ trait Source: Copy {
     unsafe fn one(&self, at: u32) -> f32;
 }
 
-/// Row 0 of a matrix.
+/// Row 0 of operand 0, a matrix.
 #[derive(Clone, Copy)]
-struct First(Tensor);
+struct First<'a> {
+    call: &'a Call<'a>,
+    x: Tensor,
+}
 
-impl Source for First {
+impl Source for First<'_> {
     type Place = *const u8;
-    type Asked = [f32; 8];
+    type Asked = ([u32; 4], [u32; 4]);
 
     #[inline(always)]
     fn by_eight(&self, k: u32) -> bool {
-        self.0.dtype() == F32 && k.is_multiple_of(8) && self.0.address([0, 0]).addr().is_multiple_of(16)
+        self.x.dtype() == F32 && k.is_multiple_of(8) && self.x.address([0, 0]).addr().is_multiple_of(16)
     }
 
     #[inline(always)]
     fn place(&self, unit: u32) -> *const u8 {
-        self.0.address([0, 0]).wrapping_add(32 * unit as usize)
+        self.x.address([0, 0]).wrapping_add(32 * unit as usize)
     }
 
     #[inline(always)]
-    unsafe fn ask(&self, place: *const u8) -> [f32; 8] {
+    unsafe fn ask(&self, place: *const u8) -> ([u32; 4], [u32; 4]) {
+        let next = place.wrapping_add(16);
         // SAFETY: the caller's promise.
-        unsafe { Single::eight(place, false) }
+        unsafe {
+            if self.x.is_flagged() {
+                (atomic::load16_relaxed(place.cast()), atomic::load16_relaxed(next.cast()))
+            } else {
+                (memory::load16(place), memory::load16(next))
+            }
+        }
     }
 
     #[inline(always)]
-    unsafe fn eight(&self, _: *const u8, asked: [f32; 8]) -> [f32; 8] {
-        asked
+    unsafe fn eight(&self, place: *const u8, asked: ([u32; 4], [u32; 4])) -> [f32; 8] {
+        if !self.x.is_flagged() {
+            return singles(asked.0, asked.1);
+        }
+        // SAFETY: the caller's promise.
+        let (low, high) = self.call.there(0, asked, || unsafe { self.ask(place) });
+        let ([a, b, c, d], [e, f, g, h]) = (unmarked(low), unmarked(high));
+        [a, b, c, d, e, f, g, h]
     }
 
     #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         // SAFETY: the caller's promise.
-        unsafe { self.0.get([0, at]) }
+        unsafe { self.call.told(0, &self.x, [0, at], self.call.ask(&self.x, [0, at])) }
     }
 }
 
 /// What the splits of an attention found, merged.
-impl Source for Parts {
+impl Source for Parts<'_> {
     type Place = Place;
     type Asked = Found<8>;
 
@@ -449,9 +466,9 @@ pub(crate) unsafe fn stage(call: &Call<'_>, prepared: &Prepared, block: &Block) 
     // SAFETY: the caller's promises.
     unsafe {
         if prepared.how.merges {
-            stage_source(call, prepared, &Parts::new(call.tensor(0), prepared.merge), block)
+            stage_source(call, prepared, &Parts::new(call, prepared.merge), block)
         } else {
-            stage_source(call, prepared, &First(call.tensor(0)), block)
+            stage_source(call, prepared, &First { call, x: call.tensor(0) }, block)
         }
     }
 }
@@ -479,22 +496,19 @@ unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, bl
             }
             scale = rsqrt(block.sum(squares) / k as f32 + how.eps);
         }
-        let value = |at: u32| {
-            let weight = match (tile.bytes, weights.dtype()) {
-                _ if !weights.is_present() => 1.0,
-                (0, _) => weights.get([at]),
-                (_, F32) => Single::tile_one(tile.at + 4 * at),
-                (_, BF16) => Brain::tile_one(tile.at + 2 * at),
-                _ => Half::tile_one(tile.at + 2 * at),
-            };
-            x.one(at) * scale * weight
-        };
         // One by one, or two at a time; the same code fetches both.
         let step = if how.in_terms { 2 } else { 1 };
         for unit in block.mine(k / step) {
             let (mut values, mut at) = ([0.0; 2], step * unit);
             while at < step * (unit + 1) {
-                values = [values[1], value(at)];
+                let weight = match (tile.bytes, weights.dtype()) {
+                    _ if !weights.is_present() => 1.0,
+                    (0, _) => weights.get([at]),
+                    (_, F32) => Single::tile_one(tile.at + 4 * at),
+                    (_, BF16) => Brain::tile_one(tile.at + 2 * at),
+                    _ => Half::tile_one(tile.at + 2 * at),
+                };
+                values = [values[1], x.one(at) * scale * weight];
                 at += 1;
             }
             if how.in_terms {
@@ -543,20 +557,22 @@ unsafe fn stage_terms(call: &Call<'_>, prepared: &Prepared, x: &impl Source, k: 
             shared::store16(TERMS + 4 * unit, high);
             shared::store16(TERMS + k / 2 + 4 * unit, low);
         };
-        // Two at a time: memory answers long after it is asked.
-        let (mut unit, step) = (block.thread, block.threads);
-        while unit < k / 8 {
-            let place = x.place(unit);
-            let one = x.ask(place);
-            if unit + step < k / 8 {
-                let next = x.place(unit + step);
-                let other = x.ask(next);
-                put(unit, x.eight(place, one));
-                put(unit + step, x.eight(next, other));
-            } else {
-                put(unit, x.eight(place, one));
+        // Two are under way: memory answers long after it is asked.
+        let (mut unit, units) = (block.thread, k / 8);
+        if unit < units {
+            let mut place = x.place(unit);
+            let mut asked = x.ask(place);
+            loop {
+                let next = unit + block.threads;
+                // Beyond the last it is that one again, which costs nothing but its place in the queue.
+                let next_place = x.place(if next < units { next } else { unit });
+                let next_asked = x.ask(next_place);
+                put(unit, x.eight(place, asked));
+                if next >= units {
+                    break;
+                }
+                (unit, place, asked) = (next, next_place, next_asked);
             }
-            unit += 2 * step;
         }
         if norm.is_some() {
             let partial = warp::sum(squares);

@@ -28,9 +28,10 @@ pub struct Gpu {
 }
 
 // How long a poller sleeps, and after how many polls it looks at the clock and at the fault flag: often enough to leave
-// within a few microseconds, rarely enough to keep the extra load off the path of a wait that succeeds.
+// within a few microseconds, rarely enough to keep the extra load off the path of a wait that succeeds, as most do before the first look.
 const SLEEP_NS: u32 = 20;
 const POLLS_PER_LOOK: u32 = 64;
+const FIRST_LOOK: u32 = 8;
 
 impl Gpu {
     /// That of a block without others, which has a fault record and nothing to wait for.
@@ -120,9 +121,9 @@ impl Patience {
     /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, and why.
     #[inline(always)]
     pub(crate) fn ends(&mut self, sync: &Gpu) -> Option<FaultCode> {
-        if self.polls.is_multiple_of(POLLS_PER_LOOK) {
+        if self.polls % POLLS_PER_LOOK == FIRST_LOOK {
             let now = thread::timer_ns();
-            if self.polls == 0 {
+            if self.polls == FIRST_LOOK {
                 self.started = now;
             } else if now.wrapping_sub(self.started) > sync.timeout_ns {
                 return Some(FaultCode::Timeout);

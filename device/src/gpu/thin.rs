@@ -60,9 +60,9 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32, norm: us
     }
 }
 
-/// Calls `finish(n, sums, before(n))`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
-/// `scale` times the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms. What `before`
-/// fetches is asked for before the products.
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
+/// `scale` times the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms. What it can,
+/// it asks for before the products.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it, and the tiles are those of a plan for this task.
@@ -72,8 +72,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
     tiles: &Tiles<'_>,
     block: &Block,
     (prepared, scale): (&Prepared, f32),
-    before: impl Fn(u32) -> f32,
-    finish: impl Fn(u32, [f32; N], f32),
+    ask: impl Fn(u32) -> u32,
+    finish: impl Fn(u32, [f32; N], u32),
 ) {
     // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the tiles alone. A warp writes its
     // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
@@ -85,7 +85,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
         let parts = TERMS + k;
         let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
-        let early = if block.thread < call.tensor(1).extent(0) { before(block.thread) } else { 0.0 };
+        let early = if block.thread < call.tensor(1).extent(0) { ask(block.thread) } else { 0 };
         let take = || {
             let mut taken = [Tile::NONE; N];
             for i in 0..N {
@@ -156,7 +156,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     sums[i] *= scale;
                 }
                 let n = first + at;
-                finish(n, sums, if n == block.thread { early } else { before(n) });
+                finish(n, sums, if n == block.thread { early } else { ask(n) });
             }
             first += kept;
             if done == rows && tiles.left() < N as u32 {

@@ -33,16 +33,18 @@ const EMPTY: u32 = TILE_BARRIERS;
 const STEP: u32 = 2 * TILE_BARRIERS;
 const TAKEN: u32 = STEP + 1;
 
-// Words of shared memory: place and bytes of each barrier's tile, then the program of the pass and its position.
+// Words of shared memory: place and bytes of each barrier's tile, then the program of the pass and its position, then how long
+// the first thread has waited, while it measures that, for what `Waited` names.
 const PLACES: u32 = shared::KEPT;
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
+const WAITED: u32 = POSITION + 1;
 
 /// What is there beyond these: barriers, and words of shared memory.
 pub(super) const BARRIERS: u32 = TAKEN + 1;
-pub(super) const WORDS_END: u32 = POSITION + 1;
+pub(super) const WORDS_END: u32 = WAITED + 2;
 
-const _: () = assert!(TAKEN < mbarrier::COUNT && POSITION < shared::WORDS && TILE_BARRIERS == 32);
+const _: () = assert!(TAKEN < mbarrier::COUNT && WORDS_END <= shared::WORDS && TILE_BARRIERS == 32);
 
 /// Makes the barriers, for `task_threads` threads that take tiles.
 ///
@@ -205,6 +207,15 @@ impl Tile {
     pub(crate) const NONE: Tile = Tile { at: 0, bytes: 0, barrier: 0 };
 }
 
+/// What a task waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Waited {
+    /// Tiles that have not arrived.
+    Tiles,
+    /// Other tasks.
+    Tasks,
+}
+
 /// What a thread that runs tasks knows of its worker's tiles.
 #[derive(Debug)]
 pub(crate) struct Tiles<'a> {
@@ -218,9 +229,8 @@ pub(crate) struct Tiles<'a> {
     pass_end: Cell<u32>,
     task_end: Cell<u32>,
     passes: Cell<u32>,
-    /// Whether this thread measures its waits, and how long they were since the task began.
+    /// Whether this thread measures its waits.
     is_timed: Cell<bool>,
-    waited_ns: Cell<u32>,
 }
 
 impl<'a> Tiles<'a> {
@@ -235,7 +245,6 @@ impl<'a> Tiles<'a> {
             task_end: zero(),
             passes: zero(),
             is_timed: Cell::new(false),
-            waited_ns: zero(),
         }
     }
 
@@ -270,17 +279,41 @@ impl<'a> Tiles<'a> {
         self.task_end.set(self.next.get().wrapping_add(n));
     }
 
-    /// Measures this thread's waits from now on, or no longer.
+    /// Measures this thread's waits from now on, or no longer: that of the block's first alone.
     #[inline(always)]
     pub(crate) fn time(&self, is_timed: bool) {
         self.is_timed.set(is_timed);
-        self.waited_ns.set(0);
+        if is_timed {
+            // SAFETY: words of one thread alone.
+            unsafe {
+                shared::store(WAITED + Waited::Tiles as u32, 0);
+                shared::store(WAITED + Waited::Tasks as u32, 0);
+            }
+        }
     }
 
-    /// How long this thread has waited for tiles since [`time`](Tiles::time).
+    /// The time, for [`waited`](Tiles::waited), if this thread measures its waits; else 0.
+    // The two ends of a wait and no closure between, which the compiler would not always take for part of its caller.
     #[inline(always)]
-    pub(crate) fn waited_ns(&self) -> u32 {
-        self.waited_ns.get()
+    pub(crate) fn now_ns(&self) -> u64 {
+        if self.is_timed.get() { thread::timer_ns() } else { 0 }
+    }
+
+    /// This thread has waited for `what` since `began_ns`.
+    #[inline(always)]
+    pub(crate) fn waited(&self, what: Waited, began_ns: u64) {
+        if began_ns != 0 {
+            let ns = (thread::timer_ns() - began_ns) as u32;
+            // SAFETY: a word of one thread alone.
+            unsafe { shared::store(WAITED + what as u32, shared::load(WAITED + what as u32).wrapping_add(ns)) };
+        }
+    }
+
+    /// How long this thread, which [measures](Tiles::time) it, has waited for `what`.
+    #[inline(always)]
+    pub(crate) fn waited_ns(&self, what: Waited) -> u32 {
+        // SAFETY: a word of one thread alone.
+        unsafe { shared::load(WAITED + what as u32) }
     }
 
     /// Whether a body may use the tiles' memory for itself: there is some, and the pass has no more tiles for it.
@@ -303,13 +336,11 @@ impl<'a> Tiles<'a> {
     pub(crate) unsafe fn take(&self) -> Tile {
         let (barrier, parity) = phase(self.next.get());
         self.next.set(self.next.get().wrapping_add(1));
-        let began = if self.is_timed.get() { thread::timer_ns() } else { 0 };
         // SAFETY: the loader wrote the place before it arrived.
         unsafe {
+            let began_ns = self.now_ns();
             wait(self.sync, FULL + barrier, parity);
-            if began != 0 {
-                self.waited_ns.set(self.waited_ns.get() + (thread::timer_ns() - began) as u32);
-            }
+            self.waited(Waited::Tiles, began_ns);
             Tile { at: shared::load(PLACES + 2 * barrier), bytes: shared::load(PLACES + 2 * barrier + 1), barrier }
         }
     }

@@ -75,6 +75,13 @@ pub(crate) fn row_first() -> u32 {
     word::<{ offset_of!(Turn, row_first) }>()
 }
 
+/// [`Turn::task`].
+#[inline(always)]
+#[track_caller]
+pub(crate) fn task() -> u32 {
+    word::<{ offset_of!(Turn, task) }>()
+}
+
 /// [`Turn::tiles`].
 #[inline(always)]
 #[track_caller]

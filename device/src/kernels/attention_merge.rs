@@ -8,7 +8,9 @@
 
 use super::attention::FOUND;
 use super::*;
-use crate::arch::memory;
+use crate::arch::{atomic, memory};
+use crate::gpu::flags::Read;
+use perpetua_shared::flag;
 use crate::arch::scalar::{exp2, fma};
 use core::f32::consts::LOG2_E;
 
@@ -37,6 +39,7 @@ impl MacroKernel for AttentionMerge {
     const NAME: &'static str = "attention_merge";
     const SLOTS: &'static [Slot] = &[Slot::read("parts"), Slot::write("y")];
     type Params = Params;
+    const FLAGGED: &'static [usize] = &[0, 1];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -71,28 +74,29 @@ impl MacroKernel for AttentionMerge {
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
-            let parts = Parts::new(call.tensor(0), Merge::of(&call.tensor(0)));
+            let parts = Parts::new(call, Merge::of(&call.tensor(0)));
             let (group, d) = {
                 let y = call.tensor(1);
                 (y.extent(2), y.extent(3))
             };
             if parts.by_eight() {
-                for unit in block.mine(parts.0.extent(0) * group * d / 8) {
+                for unit in block.mine(parts.of.extent(0) * group * d / 8) {
                     let (item, i) = (8 * unit / d, 8 * unit % d);
                     let place = parts.place(8 * unit);
                     let merged = parts.merged::<8>(place, parts.fetch(place, 0));
-                    let y = call.tensor(1).row([0, item / group, item % group]);
+                    let y = call.tensor(1);
+                    let row = y.row([0, item / group, item % group]);
                     for j in 0..8 {
-                        y.set(i + j as u32, merged[j]);
+                        call.put_in_row(&y, &row, i + j as u32, merged[j]);
                     }
                 }
                 return Ok(());
             }
-            for unit in block.mine(parts.0.extent(0) * group * d) {
+            for unit in block.mine(parts.of.extent(0) * group * d) {
                 let (item, i) = (unit / d, unit % d);
                 let place = parts.place(unit);
                 let [merged] = parts.merged::<1>(place, parts.fetch(place, 0));
-                call.tensor(1).row([0, item / group, item % group]).set(i, merged);
+                call.put(&call.tensor(1), [0, item / group, item % group, i], merged);
             }
         }
         Ok(())
@@ -147,32 +151,40 @@ impl Merge {
     }
 }
 
-/// What splits found, to be merged by whoever reads it.
+/// What splits found, operand 0, to be merged by whoever reads it.
 #[derive(Clone, Copy)]
-pub(crate) struct Parts(gpu::Tensor, Merge);
+pub(crate) struct Parts<'a> {
+    call: &'a gpu::Call<'a>,
+    of: gpu::Tensor,
+    merge: Merge,
+}
 
-impl Parts {
-    /// `parts` as the module head has them.
+impl Parts<'_> {
+    /// Those of `call`, as the module head has them.
+    ///
+    /// # Safety
+    /// Operand 0 is such parts, which `merge` is [of](Merge::of).
     #[inline(always)]
-    pub(crate) fn new(parts: gpu::Tensor, merge: Merge) -> Parts {
-        Parts(parts, merge)
+    pub(crate) unsafe fn new<'a>(call: &'a gpu::Call<'a>, merge: Merge) -> Parts<'a> {
+        // SAFETY: the caller's promise.
+        Parts { call, of: unsafe { call.tensor(0) }, merge }
     }
 
     /// Whether eight elements may be merged at once, from every eighth on.
     #[inline(always)]
     pub(crate) fn by_eight(&self) -> bool {
-        let strides = self.0.stride(0) | self.0.stride(1) | self.0.stride(2);
-        strides.is_multiple_of(4) && (self.0.extent(3) - FOUND).is_multiple_of(8) && self.0.row([0]).is_aligned(16)
+        let strides = self.of.stride(0) | self.of.stride(1) | self.of.stride(2);
+        strides.is_multiple_of(4) && (self.of.extent(3) - FOUND).is_multiple_of(8) && self.of.row([0]).is_aligned(16)
     }
 
     /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
     #[inline(always)]
     pub(crate) fn place(&self, at: u32) -> Place {
-        let (group, d) = (self.0.extent(2), self.0.extent(3) - FOUND);
+        let (group, d) = (self.of.extent(2), self.of.extent(3) - FOUND);
         let divided = |n: u32, per: u32| if per == 0 { n } else { ((u64::from(n) * u64::from(per)) >> 32) as u32 };
-        let item = divided(at, self.1.0[0]);
-        let head = divided(item, self.1.0[1]);
-        Place { row: self.0.row([head, 0, item - head * group]).at(0), i: at - item * d }
+        let item = divided(at, self.merge.0[0]);
+        let head = divided(item, self.merge.0[1]);
+        Place { row: self.of.row([head, 0, item - head * group]).at(0), i: at - item * d }
     }
 
     /// What splits `first` to `first + AHEAD - 1` found of elements `place` and the next N - 1, asked for: N is 1, or,
@@ -182,28 +194,53 @@ impl Parts {
     /// They are there, and nobody writes the parts.
     #[inline(always)]
     pub(crate) unsafe fn fetch<const N: usize>(&self, place: Place, first: u32) -> Found<N> {
-        let mut found = Found { heads: [[0.0; 2]; AHEAD], values: [[0.0; N]; AHEAD] };
-        let (splits, step) = (self.0.extent(1), self.0.stride(1));
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.of.is_flagged() {
+                let (one, four) = (|at| atomic::load_relaxed(at), |at| atomic::load16_relaxed(at));
+                self.fetch_by(place, first, one, four)
+            } else {
+                self.fetch_by(place, first, |at| memory::load(at), |at: *const u32| memory::load16(at.cast()))
+            }
+        }
+    }
+
+    /// [`fetch`](Parts::fetch), a word or four at a time.
+    ///
+    /// # Safety
+    /// As [`fetch`](Parts::fetch).
+    #[inline(always)]
+    unsafe fn fetch_by<const N: usize>(
+        &self,
+        place: Place,
+        first: u32,
+        one: impl Fn(*const u32) -> u32,
+        four: impl Fn(*const u32) -> [u32; 4],
+    ) -> Found<N> {
+        let mut found = Found { heads: [[0; 2]; AHEAD], values: [[0; N]; AHEAD] };
         for ahead in 0..AHEAD {
-            // Those beyond the last are the last once more.
-            let split = first + ahead as u32;
-            let split = if split < splits { split } else { splits - 1 };
-            let part = place.row.wrapping_add((u64::from(split) * u64::from(4 * step)) as usize).cast::<f32>();
-            // SAFETY: rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
-            unsafe {
-                found.heads[ahead] = [memory::load(part), memory::load(part.add(1))];
-                let at = part.add((FOUND + place.i) as usize);
-                if N == 1 {
-                    found.values[ahead][0] = memory::load(at);
-                } else {
-                    let halves = [memory::load16(at.cast()), memory::load16(at.add(4).cast())];
-                    for j in 0..N {
-                        found.values[ahead][j] = f32::from_bits(halves[j / 4][j % 4]);
-                    }
+            // Rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
+            let part = self.part(place, first + ahead as u32);
+            found.heads[ahead] = [one(part), one(part.wrapping_add(1))];
+            let at = part.wrapping_add((FOUND + place.i) as usize);
+            if N == 1 {
+                found.values[ahead][0] = one(at);
+            } else {
+                let halves = [four(at), four(at.wrapping_add(4))];
+                for j in 0..N {
+                    found.values[ahead][j] = halves[j / 4][j % 4];
                 }
             }
         }
         found
+    }
+
+    /// The row of split `split`; beyond the last it is the last's once more.
+    #[inline(always)]
+    fn part(&self, place: Place, split: u32) -> *const u32 {
+        let (splits, step) = (self.of.extent(1), self.of.stride(1));
+        let split = if split < splits { split } else { splits - 1 };
+        place.row.wrapping_add((u64::from(split) * u64::from(4 * step)) as usize).cast_const().cast()
     }
 
     /// Elements `place` and the next N - 1, of which the first `AHEAD` splits' `found` has been fetched.
@@ -212,14 +249,26 @@ impl Parts {
     /// As [`fetch`](Parts::fetch).
     #[inline(always)]
     pub(crate) unsafe fn merged<const N: usize>(&self, place: Place, mut found: Found<N>) -> [f32; N] {
-        let splits = self.0.extent(1);
+        let splits = self.of.extent(1);
         let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0, [0.0; N]);
         let mut first = 0;
+        // Without a flag, which is in no word then, a word is the number.
+        let number = if self.of.is_flagged() { !flag::MASK } else { u32::MAX };
+        let number = |word: u32| f32::from_bits(word & number);
         loop {
+            if self.of.is_flagged() {
+                // Until the first split's maximum is there it asks for that alone: all of it, asked for by every block again and
+                // again, is more than L2 gives beside what attention itself wants.
+                let part = self.part(place, first);
+                // SAFETY: the caller's promise, for both.
+                [found.heads[0][0]] = self.call.there(0, [found.heads[0][0]], || unsafe { [atomic::load_relaxed(part)] });
+                // SAFETY: see above.
+                found = self.call.there(0, found, || unsafe { self.fetch(place, first) });
+            }
             let mut largest = max;
             for ahead in 0..AHEAD {
                 // Without positions the maximum is -inf, which makes no other smaller.
-                let [max, _] = found.heads[ahead];
+                let max = number(found.heads[ahead][0]);
                 largest = if max > largest { max } else { largest };
             }
             if first > 0 {
@@ -231,14 +280,14 @@ impl Parts {
             }
             max = largest;
             for ahead in 0..AHEAD {
-                let [largest, of] = found.heads[ahead];
+                let [largest, of] = found.heads[ahead].map(number);
                 // A split of nothing but -inf counts nothing beside others, and alone makes 0 of 0.
                 let is_there = first + (ahead as u32) < splits && of != 0.0 && largest > f32::NEG_INFINITY;
                 // A power for each, 0 for what is not there: around a choice of powers there would be branches.
                 let weight = exp2(if is_there { (largest - max) * LOG2_E } else { f32::NEG_INFINITY });
                 total = fma(weight, of, total);
                 for j in 0..N {
-                    sums[j] = fma(weight, found.values[ahead][j], sums[j]);
+                    sums[j] = fma(weight, number(found.values[ahead][j]), sums[j]);
                 }
             }
             first += AHEAD as u32;
@@ -263,9 +312,16 @@ pub(crate) struct Place {
     i: u32,
 }
 
-/// What some splits found: maxima and totals, and of N elements the sums.
+/// What some splits found, as words: maxima and totals, and of N elements the sums.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Found<const N: usize> {
-    heads: [[f32; 2]; AHEAD],
-    values: [[f32; N]; AHEAD],
+    heads: [[u32; 2]; AHEAD],
+    values: [[u32; N]; AHEAD],
+}
+
+impl<const N: usize> Read for Found<N> {
+    #[inline(always)]
+    fn lacks(&self, flag: u32) -> u32 {
+        self.heads.lacks(flag) | self.values.lacks(flag)
+    }
 }

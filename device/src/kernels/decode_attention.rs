@@ -61,6 +61,7 @@ impl MacroKernel for DecodeAttention {
         Slot::write("y"),
     ];
     type Params = Params;
+    const FLAGGED: &'static [usize] = &[0, 1, 2, 8];
     /// Queries and weights of values as two terms of bf16.
     const TOLERANCE: f32 = 2e-3;
 
@@ -176,7 +177,8 @@ impl MacroKernel for DecodeAttention {
                     let is_key = g == queries;
                     let from = if is_key { call.tensor(1).row([0, h]) } else { call.tensor(0).row([0, h, g]) };
                     let to = call.tensor(6).row([h, pos]);
-                    turn(g, lane).head(&from, ahead, |i, [low, high]| {
+                    let from = |at| call.gather(usize::from(is_key), &from, at);
+                    turn(g, lane).head(from, ahead, |i, [low, high]| {
                         // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
                         let is_odd = lane % 2 == 1;
                         let other = warp::shuffle_xor((if is_odd { low } else { high }).to_bits(), 1);
@@ -232,14 +234,14 @@ unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, h: u32, g: u32, i: u32, fou
     unsafe {
         let y = call.tensor(8);
         let split = p.splits > 1;
-        let y = if split { y.row([h, 0, g]) } else { y.row([0, h, g]) };
+        let row = if split { y.row([h, 0, g]) } else { y.row([0, h, g]) };
         if split && i == 0 {
-            y.set(0, found.max);
-            y.set(1, found.total);
+            call.put_in_row(&y, &row, 0, found.max);
+            call.put_in_row(&y, &row, 1, found.total);
         }
         let (factor, at) = if split { (1.0, FOUND) } else { (1.0 / found.total, 0) };
         for j in 0..4 {
-            y.set(at + i + j as u32, found.sums[j] * factor);
+            call.put_in_row(&y, &row, at + i + j as u32, found.sums[j] * factor);
         }
     }
 }
@@ -276,7 +278,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 let (from, to) = part((first, end), unit % parts, parts);
                 let found = attend(&head, slice, from, to, lane);
                 if parts == 1 {
-                    put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
+                    put(&p.attention(), (call, &call.tensor(8)), [0, h, g], d, slice, lane, &found);
                 } else {
                     keep(PARTS + unit * PART, &found, lane);
                 }
@@ -287,7 +289,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 let g = block.warp();
                 if g < group {
                     let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
-                    put(&p.attention(), &call.tensor(8), [0, h, g], d, slice, lane, &found);
+                    put(&p.attention(), (call, &call.tensor(8)), [0, h, g], d, slice, lane, &found);
                 }
             }
             slice += SLICE;

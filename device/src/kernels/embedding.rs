@@ -27,6 +27,7 @@ impl MacroKernel for Embedding {
         Slot::write("y"),
     ];
     type Params = Params;
+    const FLAGGED: &'static [usize] = &[4];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -99,7 +100,7 @@ impl MacroKernel for Embedding {
                     if kinds.is_present() {
                         value += kinds.get([0, c]);
                     }
-                    y.set([r, c], value);
+                    call.put(&y, [r, c], value);
                 }
             }
         }

@@ -92,6 +92,9 @@ pub trait MacroKernel {
     /// pass has up to [`TILED_ROWS`] rows: a tile of each in turn.
     const TILED: &'static [usize] = &[];
 
+    /// Operands whose elements the GPU body reads and writes as [flagged](perpetua_shared::flag) where they are: f32 all.
+    const FLAGGED: &'static [usize] = &[];
+
     /// How far a body's result may be from the [reference](MacroKernel::reference)'s `y`, where operands are about 1 in size:
     /// `TOLERANCE * (1 + |y|)`, beside the step from one number of the result's type to the next.
     const TOLERANCE: f32 = 2e-5;
@@ -215,6 +218,8 @@ pub struct Spec {
     pub slots: &'static [Slot],
     /// See [`MacroKernel::TILED`].
     pub tiled: &'static [usize],
+    /// See [`MacroKernel::FLAGGED`].
+    pub flagged: &'static [usize],
     /// See [`MacroKernel::TOLERANCE`].
     pub tolerance: f32,
     check: fn(&[u32; PARAM_WORDS], &[Operand]) -> Result<(), Violation>,
@@ -248,6 +253,13 @@ impl Spec {
                 return Err(format!("{}: operand `{}` is absent, expected a tensor", self.name, slot.name));
             }
         }
+        for (at, (slot, operand)) in self.slots.iter().zip(io).enumerate() {
+            let may_be = self.flagged.contains(&at) && operand.dtype() == Some(perpetua_shared::DType::F32);
+            if operand.is_flagged != 0 && !may_be {
+                let what = "is flagged, which only some operands may be, of f32";
+                return Err(format!("{}: operand `{}` {what}", self.name, slot.name));
+            }
+        }
         (self.check)(words, io).map_err(|violation| format!("{}: {violation}", self.name))
     }
 }
@@ -277,6 +289,7 @@ macro_rules! kernels {
             name: $kernel::NAME,
             slots: $kernel::SLOTS,
             tiled: $kernel::TILED,
+            flagged: $kernel::FLAGGED,
             tolerance: $kernel::TOLERANCE,
             check: |words, io| $kernel::check(&params(words), io),
             cost: |words, io| $kernel::cost(&params(words), io),
@@ -394,7 +407,24 @@ pub(crate) mod rules {
         Err(format!("`{name}` has {} elements along dimension {dim}, expected {expected}", operand.extent[dim]))
     }
 
-    pub(crate) fn rank(name: &str, operand: &Operand, expected: u16) -> Result<(), Violation> {
+    /// A flagged row is read into shared memory, all of it.
+    pub(crate) fn flagged_row(name: &str, operand: &Operand) -> Result<(), Violation> {
+        let [rows, k, ..] = operand.extent;
+        if operand.is_flagged == 0 || rows == 1 && k <= super::MAX_NORMED {
+            return Ok(());
+        }
+        Err(format!("`{name}` is {rows} x {k} and flagged, expected one row of at most {} then", super::MAX_NORMED))
+    }
+
+    /// Bodies of many rows know no flags.
+    pub(crate) fn flagged_in(operands: &[(&str, &Operand)], rows: u32) -> Result<(), Violation> {
+        match operands.iter().find(|(_, operand)| operand.is_flagged != 0 && rows != 1) {
+            Some((name, _)) => Err(format!("`{name}` is flagged in a product of {rows} rows, expected one row then")),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn rank(name: &str, operand: &Operand, expected: u8) -> Result<(), Violation> {
         if !operand.is_present() || operand.rank == expected {
             return Ok(());
         }

@@ -135,18 +135,23 @@ impl Turn {
         }
     }
 
-    /// A warp's [`turned`]: gives `put` elements i and i + half of the head that starts at `from`, on
+    /// A warp's [`turned`]: gives `put` elements i and i + half of the head of which `from` gets some, on
     /// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
     /// before it puts them, and with a norm every lane has. `ahead` is that of the first pairs.
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the head is there, and see [`ahead`](Turn::ahead).
     #[inline(always)]
-    pub(super) unsafe fn head(&self, from: &gpu::Row, mut ahead: Ahead, put: impl Fn(u32, [f32; 2])) {
+    pub(super) unsafe fn head(
+        &self,
+        from: impl Fn([u32; 4]) -> [f32; 4],
+        mut ahead: Ahead,
+        put: impl Fn(u32, [f32; 2]),
+    ) {
         let (half, lane) = (self.half, self.lane);
         // SAFETY: the caller's promises; the conditions around the shuffles, and around `put`, are the same for all lanes.
         unsafe {
-            let (mut x, mut scale) = (from.gather(self.elements(0)), 1.0);
+            let (mut x, mut scale) = (from(self.elements(0)), 1.0);
             if self.norm.is_present() {
                 let (mut squares, mut first, mut of) = (0.0, 0, x);
                 let share = reciprocal(2 * half);
@@ -160,7 +165,7 @@ impl Turn {
                     if first >= half {
                         break;
                     }
-                    of = from.gather(self.elements(first));
+                    of = from(self.elements(first));
                 }
                 scale = rsqrt(warp::sum(squares) * share + self.eps);
             }
@@ -184,7 +189,7 @@ impl Turn {
                 if first >= half {
                     return;
                 }
-                (x, ahead) = (from.gather(self.elements(first)), self.ahead(first));
+                (x, ahead) = (from(self.elements(first)), self.ahead(first));
             }
         }
     }
@@ -202,7 +207,7 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
         let mut first = 0;
         while first < d {
             let at = |n: u32| if first + n * WARP + lane < d { first + n * WARP + lane } else { d - 1 };
-            let values = v.gather([at(0), at(1), at(2), at(3)]);
+            let values = call.gather(2, &v, [at(0), at(1), at(2), at(3)]);
             for n in 0..4 {
                 if first + n * WARP + lane < d {
                     cached.set(first + n * WARP + lane, values[n as usize]);
@@ -286,7 +291,7 @@ impl MacroKernel for Rope {
                 let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
                 let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
                 let turn = Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() };
-                turn.head(&from, turn.ahead(0), |i, [low, high]| {
+                turn.head(|at| from.gather(at), turn.ahead(0), |i, [low, high]| {
                     if i < half {
                         to.set(i, low);
                         to.set(i + half, high);

@@ -17,7 +17,7 @@ use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model
 use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample, TILED_ROWS};
 use perpetua_shared::control::End;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
-use perpetua_shared::{EventId, Operand, ProgramId};
+use perpetua_shared::{EventId, Operand, ProgramId, TaskId};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -416,8 +416,8 @@ impl Check<'_> {
         let (hop, hop_spread) = spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
         let figure = |time: f64, spread: f64| json!({"us": time * 1e6, "spread_percent": spread});
         let mut rows = serde_json::Map::new();
-        for (way, in_words) in [("behind_a_counter", false), ("in_words", true)] {
-            let (time, spread) = spread(5, || prober.hand(rounds, in_words).map(|time| time.as_secs_f64()))?;
+        for (way, by_flags) in [("behind_a_counter", false), ("by_flags", true)] {
+            let (time, spread) = spread(5, || prober.hand(rounds, by_flags).map(|time| time.as_secs_f64()))?;
             rows.insert(way.to_owned(), figure(time, spread));
         }
         let mut barriers = serde_json::Map::new();
@@ -705,6 +705,21 @@ impl Check<'_> {
         }
         if tokens(&mut engine, &prompt, 3)? != expected {
             return Err("after a stall the engine makes other tokens".into());
+        }
+
+        // The first task of the passes that follow the prompt: the embedding.
+        let task = TaskId(engine.resident().compiled().image.view().programs[0].task_first);
+        engine.resident_mut().cuda().ok_or("a GPU engine")?.mute(task, true)?;
+        let began = Instant::now();
+        match tokens(&mut engine, &prompt, 3) {
+            Err(error @ EngineError::Run(RunError::Stalled { .. })) => {
+                note("a row that nobody writes", began, error.to_string())?;
+            }
+            other => return Err(format!("a row that nobody writes: {other:?}").into()),
+        }
+        engine.resident_mut().cuda().ok_or("a GPU engine")?.mute(task, false)?;
+        if tokens(&mut engine, &prompt, 3)? != expected {
+            return Err("after a row that nobody wrote the engine makes other tokens".into());
         }
 
         let mut generation = engine.generate(&prompt, &greedy_options(50))?;

@@ -24,7 +24,7 @@ pub(super) struct Loss {
     pub(super) step_us: f64,
     /// Until a worker's first task: it hears of the step, reads it, and waits for whoever comes first.
     pub(super) prologue_us: f64,
-    /// Between a worker's tasks: events that had not fired.
+    /// Between a worker's tasks, and in them: events that had not fired, and rows that were not there.
     pub(super) hops_us: f64,
     /// In tasks: tiles that had not arrived.
     pub(super) data_us: f64,
@@ -49,10 +49,10 @@ impl Loss {
         for tasks in workers.values() {
             let mut at = begin;
             for (i, task) in tasks.iter().enumerate() {
-                let waited = task.began_ns.saturating_sub(at);
-                *if i == 0 { &mut prologue } else { &mut hops } += waited;
-                data += u64::from(task.data_ns);
-                compute += (task.ended_ns - task.began_ns).saturating_sub(u64::from(task.data_ns));
+                let (for_tasks, for_data) = (u64::from(task.event_ns), u64::from(task.data_ns));
+                *if i == 0 { &mut prologue } else { &mut hops } += task.began_ns.saturating_sub(at) + for_tasks;
+                data += for_data;
+                compute += (task.ended_ns - task.began_ns).saturating_sub(for_data + for_tasks);
                 at = task.ended_ns;
             }
             tail += end.saturating_sub(at);
@@ -118,11 +118,14 @@ pub(super) fn write_trace(path: &Path, process: &str, image: &Image, trace: &[(W
     write_whole(path, |file| {
         writeln!(file, "{{\"displayTimeUnit\": \"ns\", \"traceEvents\": [")?;
         for (worker, entry) in tasks() {
+            // A body does a little before it waits for others; it is shown after that, as predicted ones are.
+            let began_ns = (entry.began_ns + u64::from(entry.event_ns)).min(entry.ended_ns);
+            let (for_data, for_tasks) = (f64::from(entry.data_ns) / 1e3, f64::from(entry.event_ns) / 1e3);
             let event = json!({
                 "name": image.task_name(entry.task), "ph": "X", "pid": 0, "tid": 2 * worker.0 + 1,
-                "ts": (entry.began_ns - begin) as f64 / 1e3,
-                "dur": (entry.ended_ns - entry.began_ns) as f64 / 1e3,
-                "args": {"task": entry.task, "waited_for_data_us": f64::from(entry.data_ns) / 1e3},
+                "ts": (began_ns - begin) as f64 / 1e3,
+                "dur": (entry.ended_ns - began_ns) as f64 / 1e3,
+                "args": {"task": entry.task, "waited_for_data_us": for_data, "waited_for_tasks_us": for_tasks},
             });
             writeln!(file, "{event},")?;
         }
@@ -140,7 +143,7 @@ mod tests {
         let entry = |worker: u32, iteration: u32, began_ns: u64, ended_ns: u64, data_ns: u32| {
             (WorkerId(worker), TaskTrace { began_ns, ended_ns, task: 0, iteration, data_ns, ..TaskTrace::default() })
         };
-        let trace = [
+        let mut trace = [
             // The step before: only its end counts.
             entry(0, 6, 100, 5_000, 0),
             entry(1, 6, 100, 9_000, 0),
@@ -148,13 +151,15 @@ mod tests {
             entry(0, 7, 17_000, 21_000, 0),
             entry(1, 7, 13_000, 19_000, 2_000),
         ];
+        // Of a worker's first task it is what the step begins with.
+        (trace[2].1.event_ns, trace[3].1.event_ns) = (500, 1_500);
         let loss = Loss::of(&trace).expect("two steps");
         let expected = Loss {
             step_us: 12.0,
-            prologue_us: (1.0 + 4.0) / 2.0,
-            hops_us: 3.0 / 2.0,
+            prologue_us: (1.5 + 4.0) / 2.0,
+            hops_us: 4.5 / 2.0,
             data_us: (1.0 + 2.0) / 2.0,
-            compute_us: (3.0 + 4.0 + 4.0) / 2.0,
+            compute_us: (2.5 + 2.5 + 4.0) / 2.0,
             tail_us: 2.0 / 2.0,
         };
         assert_eq!(loss, expected);

@@ -136,7 +136,7 @@ impl Planned {
             );
         }
         let run = |prefetch| {
-            predict(&program.tasks, &program.lists, &plan, &reads, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.told, &program.lists, &plan, &reads, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
@@ -194,9 +194,16 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
     row("program", format!("{} for {}", program.name, args.target.name));
     row("ops", program.blocks.ops.len().to_string());
     row("tasks", program.tasks.tasks.len().to_string());
-    row("events", program.tasks.events.len().to_string());
+    row("events", stats.events.to_string());
     row("waits", format!("{} (median {} a task, at most {})", stats.waits, stats.median_waits, stats.max_waits));
     row("triggers", stats.triggers.to_string());
+    if program.arena.flagged_bytes > 0 {
+        let bytes = bytes(program.arena.flagged_bytes);
+        row(
+            "flagged",
+            format!("{bytes} of intermediates; the image has {} of the events", program.counted.stats.events),
+        );
+    }
     row("pairs", stats.pairs.to_string());
     row("oversync", format!("{:.3}", stats.oversync));
     let arena = &program.arena;
@@ -253,10 +260,11 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
     row(
         "assumed",
         format!(
-            "{:.1} GB/s a worker, load latency {}, hop {}: not measured on this target",
+            "{:.1} GB/s a worker, load latency {}, hop {}, by flags {}: not measured on this target",
             machine.bytes_per_s / 1e9,
             us(machine.load_latency_s),
-            us(machine.hop_s)
+            us(machine.hop_s),
+            us(machine.flag_hop_s)
         ),
     );
     let stages: Vec<String> =

@@ -390,7 +390,8 @@ impl Place {
             Place::Cpu { n_workers, .. } => {
                 Target { cuts_rows: !Isa::best().has_matrix_unit(), ..Target::cpu(*n_workers) }
             }
-            Place::Simt { n_workers } | Place::Gpu { n_workers, .. } => Target::gpu(*n_workers),
+            Place::Simt { n_workers } => Target::gpu(*n_workers),
+            Place::Gpu { n_workers, options, .. } => Target { has_flags: options.flags, ..Target::gpu(*n_workers) },
         }
     }
 }

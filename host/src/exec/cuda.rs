@@ -37,8 +37,9 @@ use perpetua_shared::launch::{
     BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TASK_THREADS, TILE_BYTES, TaskTrace,
 };
 use perpetua_shared::task::Operand;
-use perpetua_shared::{DType, EventId, Fault, FaultCode, WorkerId};
+use perpetua_shared::{DType, EventId, Fault, FaultCode, TaskId, Turn, WorkerId};
 use std::collections::{BTreeMap, VecDeque};
+use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -59,17 +60,20 @@ pub enum Mode {
 pub struct Options {
     /// What a run is.
     pub mode: Mode,
-    /// The longest a worker waits for one event or one tile.
+    /// The longest a worker waits for one event, one row or one tile.
     pub timeout: Duration,
     /// Whether loaders bring weights into shared memory.
     pub tiles: bool,
+    /// Whether workers tell each other by [flags](perpetua_shared::flag) that a row is there, rather than by events: a matter of the
+    /// program an engine compiles for the GPU, see [`Target::has_flags`](crate::graph::lower::Target::has_flags).
+    pub flags: bool,
     /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`] and [`Cuda::set_tracing`]; 0: none.
     pub n_trace: u32,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { mode: Mode::Persistent, timeout: Duration::from_millis(500), tiles: true, n_trace: 0 }
+        Options { mode: Mode::Persistent, timeout: Duration::from_millis(500), tiles: true, flags: true, n_trace: 0 }
     }
 }
 
@@ -705,6 +709,22 @@ impl Cuda {
         write.map_err(|error| self.lose(error))
     }
 
+    /// For drills: task `task` will write nothing, until it is no longer muted, so that whoever waits for what it
+    /// [flags](perpetua_shared::flag) stalls. Waits for a run to end.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn mute(&mut self, task: TaskId, is_muted: bool) -> Result<(), RunError> {
+        self.wait();
+        assert!(task.0 < self.params.n_tasks, "the image has {} tasks", self.params.n_tasks);
+        let record = self.layout.turns + 4 * u64::from(self.params.turn_words) * u64::from(task.0);
+        let word = self.base.offset(record + offset_of!(Turn, row_first) as u64);
+        // No pass has so many rows.
+        let row_first = if is_muted { u32::MAX } else { self.image.view().tasks[task.idx()].row_first };
+        // SAFETY: a word of the task's record; no kernel runs.
+        unsafe { self.write(word, &row_first.to_ne_bytes()) }.map_err(|error| self.lose(error))
+    }
+
     /// Has whoever tells the stopper copy the word `stop` to the device, until [`Cuda::wait`] has seen the run's end.
     fn open(&self) {
         let (gpu, to) = (self.gpu.clone(), self.at(self.control).offset(STOP as u64));
@@ -868,14 +888,19 @@ impl Cuda {
         if let RunError::Stalled { others, .. } = &mut error {
             *others = self.positions()?;
         }
-        // Start over with clean counters, no fault and nobody anywhere.
+        // Start over with clean counters and flags, no fault and nobody anywhere.
         self.program_runs = Zeroable::zeroed();
         self.iteration = 0;
         let _entered = self.gpu.enter()?;
-        // SAFETY: the sections follow each other; no kernel runs.
+        // SAFETY: the sections follow each other, as do a binding's bytes; no kernel runs.
         unsafe {
             let bytes = self.layout.trace - self.layout.counters;
             self.driver().set(self.base.offset(self.layout.counters), 0, bytes, self.stream)?;
+            for (binding, (kind, _)) in self.names.iter().enumerate() {
+                if *kind == BindingKind::Flagged {
+                    self.driver().set(self.at(binding), 0, self.sizes[binding], self.stream)?;
+                }
+            }
         }
         self.driver().synchronize(self.stream)?;
         Ok(Err(error))

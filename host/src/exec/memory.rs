@@ -10,7 +10,7 @@ use perpetua_shared::control::{Control, Sequence};
 use perpetua_shared::image::{BindingDesc, BindingKind};
 use perpetua_shared::limits::MAX_SEQUENCES;
 use perpetua_shared::task::Operand;
-use perpetua_shared::{BindingId, DType};
+use perpetua_shared::{BindingId, DType, flag};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
@@ -352,14 +352,15 @@ unsafe fn append_f32(base: *mut u8, operand: &Operand, rows: usize, out: &mut Ve
     // SAFETY: the caller's promise.
     let tensor = unsafe { perpetua_device::io::Tensor::new(base, operand) };
     let rows = rows.min(tensor.extent(0));
+    let number = |value: f32| if operand.is_flagged != 0 { flag::unmark(value.to_bits()) } else { value };
     if operand.rank == 1 {
-        out.extend((0..rows).map(|i| tensor.get([i])));
+        out.extend((0..rows).map(|i| number(tensor.get([i]))));
         return;
     }
     let columns = tensor.extent(1);
     out.reserve(rows * columns);
     for r in 0..rows {
-        out.extend((0..columns).map(|c| tensor.get([r, c])));
+        out.extend((0..columns).map(|c| number(tensor.get([r, c]))));
     }
 }
 

@@ -56,18 +56,14 @@ pub enum RunError {
     #[error("the embedding is NaN: the weights, or what they were multiplied with, are damaged")]
     EmbeddingNotANumber,
     /// A wait outlasted its bound.
-    #[error("{worker} stalled in {task}: event {event} stands at {found}, expected {expected}{others}")]
+    #[error("{worker} stalled in {task}: {missing}{others}")]
     Stalled {
         /// Who waited.
         worker: String,
         /// In which task.
         task: String,
-        /// For what.
-        event: String,
-        /// Its count.
-        found: u32,
-        /// The count it waited for.
-        expected: u32,
+        /// For what: an event and its counts, or an operand that has not been written.
+        missing: String,
         /// Where the other workers were, where that is known.
         others: String,
     },
@@ -98,14 +94,15 @@ impl RunError {
                 RunError::TokenOutOfRange { id: fault.found, position: fault.detail, vocab: fault.expected }
             }
             Some(FaultCode::NotANumber) => RunError::NotANumber { position: fault.detail },
-            Some(FaultCode::Timeout) => RunError::Stalled {
-                worker,
-                task,
-                event: format!("e{}", fault.detail),
-                found: fault.found,
-                expected: fault.expected,
-                others: String::new(),
-            },
+            Some(FaultCode::Timeout) => {
+                let missing = format!("event e{} stands at {}, expected {}", fault.detail, fault.found, fault.expected);
+                RunError::Stalled { worker, task, missing, others: String::new() }
+            }
+            Some(FaultCode::NotWritten) => {
+                let operand = image.operand_name(fault.task, fault.detail);
+                let missing = format!("operand `{operand}` has elements without flag {}, this pass's", fault.expected);
+                RunError::Stalled { worker, task, missing, others: String::new() }
+            }
             code => RunError::Defect { task, worker, what: format!("{code:?}") },
         }
     }

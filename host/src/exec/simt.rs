@@ -132,8 +132,15 @@ impl Simt {
         if ran.is_err() {
             self.counters.fill(0);
             self.iteration = 0;
-            // SAFETY: as above.
-            unsafe { (*base).program_runs = Default::default() };
+            // SAFETY: as above; the flagged bindings have as many bytes.
+            unsafe {
+                (*base).program_runs = Default::default();
+                for (binding, base) in self.image.bindings().iter().zip(&self.bases) {
+                    if binding.kind == BindingKind::Flagged as u32 {
+                        base.write_bytes(0, binding.bytes as usize);
+                    }
+                }
+            }
         }
         self.outcome = Some(ran.map(|()| after));
     }
@@ -222,6 +229,7 @@ impl Simt {
                 BindingKind::Weight | BindingKind::Constant => Access::Constant,
                 // What an iteration reads of the arena, one of this run has written.
                 BindingKind::Arena => Access::Unwritten,
+                BindingKind::Flagged => Access::Atomic,
                 BindingKind::State | BindingKind::Control | BindingKind::Tokens | BindingKind::Input => Access::Written,
             };
             // SAFETY: the executor's memory has `bytes` bytes at every base and outlives the launch; only weights and

@@ -36,6 +36,7 @@ use perpetua_device::sync::Sync as WorkerSync;
 use perpetua_device::worker::{self, Body, ImageView};
 use perpetua_shared::control::{Control, End, PRODUCED, STOP, Sequence};
 use perpetua_shared::event::reached;
+use perpetua_shared::image::BindingKind;
 use perpetua_shared::limits::{MAX_OPERANDS, MAX_SEQUENCES};
 use perpetua_shared::{EventId, Fault, FaultCode, Operand, Step, TaskDesc, TaskId, WorkerId};
 use std::cell::Cell;
@@ -148,6 +149,8 @@ impl Threads {
     /// When the system gives no more threads.
     pub fn new(image: Image, memory: Memory, options: Options) -> std::io::Result<Threads> {
         assert!(memory.serves(&image), "an image runs on memory of its own compilation");
+        let is_flagged = image.bindings().iter().any(|binding| binding.kind == BindingKind::Flagged as u32);
+        assert!(!is_flagged, "an image whose tasks tell each other by flags is a GPU's");
         let n_workers = image.header().n_workers;
         let view = image.view();
         let n_counters = view.events.len() + queue::words(view.max_just_in_time()) as usize;

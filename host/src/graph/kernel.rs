@@ -745,7 +745,7 @@ pub fn whole_operand(tensor: &DTensor) -> Operand {
         offset_bytes: (tensor.offset_elems * tensor.dtype.size_bytes()) as u64,
         binding: BindingId(0),
         dtype: tensor.dtype as u16,
-        rank: tensor.shape.len() as u16,
+        rank: tensor.shape.len() as u8,
         ..Operand::ABSENT
     };
     for dim in 0..tensor.shape.len().min(MAX_RANK) {

@@ -44,6 +44,8 @@ arena_id!(OpId, "op");
 pub enum BufferKind {
     /// Made and used up within one pass; its address in the arena is planned.
     Intermediate,
+    /// As an intermediate, of [flagged](perpetua_shared::flag) f32: its bytes are its own.
+    Flagged,
     /// Written by the host before a run.
     Input,
     /// A tensor of the checkpoint, used in place.

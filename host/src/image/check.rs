@@ -20,9 +20,14 @@
 //!    read, never wait for each other in a circle, nor for what a body may hold until they are there, and are, in order, the
 //!    tiles that the tasks of its list take.
 //!
+//! 8. *Flags.* An operand is flagged exactly if its binding is. Each flagged element is written by one task, in every run of its
+//!    program, a pass of one row, and read by tasks of that program alone, none of them just-in-time; who reads it waits for
+//!    who writes it, as rule 4 has it. It orders nothing else: of rule 5 it is no part.
+//!
 //! That overlapping accesses are ordered (law 1) is judged on the graph, where their sizes are known.
 
 use super::Image;
+use super::flagged::Writers;
 use perpetua_device::kernels::{Advance, Numbered, Spec, Use};
 use perpetua_shared::control::Control;
 use perpetua_shared::dtype::q8_row_bytes;
@@ -80,7 +85,10 @@ pub(super) fn check(image: &Image) -> Result<(), Vec<Violation>> {
         judge.events();
     }
     if judge.broken.is_empty() {
-        judge.runs();
+        match super::flagged::check(image) {
+            Ok(writers) => judge.runs(&writers),
+            Err((at, what)) => judge.report(at, what),
+        }
     }
     if judge.broken.is_empty() { Ok(()) } else { Err(judge.broken) }
 }
@@ -390,8 +398,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Runs each program's lists against its events, and walks back from `advance`.
-    fn runs(&mut self) {
+    /// Runs each program's lists against its events and flags, and walks back from `advance`.
+    fn runs(&mut self, writers: &Writers) {
         let view = self.image.view();
         for (number, program) in view.programs.iter().enumerate() {
             let mut counts = vec![0u32; view.events.len()];
@@ -401,6 +409,11 @@ impl Judge<'_> {
             let mut next = vec![0usize; lists.len()];
             // Workers blocked on an event, and workers that may go on.
             let mut blocked: Vec<Vec<usize>> = vec![Vec::new(); view.events.len()];
+            // Likewise on a task that writes what the next one reads; how many of these have been seen done.
+            let first = program.task_first;
+            let mut is_done = vec![false; program.task_count as usize];
+            let mut reading: Vec<Vec<usize>> = vec![Vec::new(); program.task_count as usize];
+            let mut seen = vec![0; lists.len()];
             let mut ready: Vec<usize> = (0..lists.len()).collect();
             let fired = |counts: &[u32], event: u32| counts[event as usize] >= view.events[event as usize].num_triggers;
             let mut done = 0u32;
@@ -411,6 +424,16 @@ impl Judge<'_> {
                         blocked[event as usize].push(worker);
                         break;
                     }
+                    let missing =
+                        writers.of(id).enumerate().skip(seen[worker]).find(|(_, of)| !is_done[(of - first) as usize]);
+                    if let Some((at, of)) = missing {
+                        seen[worker] = at;
+                        reading[(of - first) as usize].push(worker);
+                        break;
+                    }
+                    seen[worker] = 0;
+                    is_done[(id - first) as usize] = true;
+                    ready.append(&mut reading[(id - first) as usize]);
                     next[worker] += 1;
                     done += 1;
                     for &event in view.triggers(task) {

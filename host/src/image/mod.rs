@@ -6,9 +6,11 @@
 
 pub mod check;
 pub mod encode;
+mod flagged;
 mod loads;
 
 use check::Violation;
+use perpetua_device::kernels::Spec;
 use perpetua_device::worker::ImageView;
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ImageHeader, MAGIC, ProgramDesc, VERSION};
@@ -253,6 +255,12 @@ impl Image {
             Some(desc) => format!("t{task} ({}, block {:?})", self.op_name(desc.op), desc.block),
             None => "no task".to_owned(),
         }
+    }
+
+    /// Operand `operand` of task `task`, as its macro kernel calls it.
+    pub fn operand_name(&self, task: u32, operand: u32) -> String {
+        let spec = self.view().tasks.get(task as usize).and_then(|desc| Spec::of(desc.task_type));
+        spec.and_then(|spec| spec.slots.get(operand as usize)).map_or("?", |slot| slot.name).to_owned()
     }
 }
 

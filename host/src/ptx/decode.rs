@@ -200,6 +200,8 @@ pub(super) struct Instruction {
     pub(super) guard: Option<(bool, Pred)>,
     pub(super) line: u32,
     pub(super) cost: Cost,
+    /// It reads a word that another block may be about to write.
+    pub(super) is_look: bool,
     /// Of a branch that may part lanes: where they meet again, its immediate post-dominator.
     pub(super) join: Option<Pc>,
 }
@@ -316,7 +318,8 @@ pub(super) fn decode(text: &EntryText<'_>, layout: &Layout) -> Result<Entry, Ptx
                 let guard = guard.map_err(unread)?;
                 let op = decoder.op(opcode, operands).map_err(unread)?;
                 let cost = Cost::of(opcode, &op);
-                code.push(Instruction { op, guard, line: *line, cost, join: None });
+                let is_look = opcode.starts_with("ld.relaxed.");
+                code.push(Instruction { op, guard, line: *line, cost, is_look, join: None });
             }
         }
     }

@@ -60,7 +60,8 @@ pub struct Report {
     /// another, of all blocks together.
     pub phases: BTreeMap<u32, Vec<u64>>,
     /// Likewise, how many cycles it took, see `ptx/pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
-    /// what the fastest did before one that votes, until which some warp asks again and again for what others do.
+    /// what the fastest did before one that votes, until which some warp asks again and again for what others do, or a warp before it
+    /// looked for what others write.
     pub cycles: BTreeMap<u32, [u64; 2]>,
     /// Likewise, where the first of these cycles went: until the instruction of the first line could issue, waiting for what that
     /// of the second makes; 0 for the second where it waited for its turn, and for both at barriers.
@@ -1110,7 +1111,10 @@ impl Machine<'_> {
                         self.report.cycles.entry(mark).or_default()[1] += stretch.cycles + ahead;
                     }
                     (false, before) => {
-                        if let Some((mark, before)) = before {
+                        if stretch.looks {
+                            let ahead = before.map_or(0, |(_, before)| before.cycles) + stretch.ahead;
+                            self.report.cycles.entry(mark).or_default()[1] += ahead;
+                        } else if let Some((mark, before)) = before {
                             self.spend(mark, &before);
                         }
                         self.before[b] = Some((mark, stretch));

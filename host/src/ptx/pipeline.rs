@@ -6,6 +6,9 @@
 //! barrier is thus what its longest chain takes or, if that is more, what issuing takes; four warp schedulers issue for the block, and
 //! one path to shared memory moves 128 bytes a cycle for all its warps.
 //!
+//! A warp that looks whether others have written what it wants (a relaxed load), for the first time since a barrier or after it
+//! has slept, begins anew there: what it did before, it did while they worked, *ahead*.
+//!
 //! What this leaves out: ptxas has fewer registers than PTX, and moves instructions across branches too; copies have landed and
 //! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
 //! is a lower bound rather than a forecast.
@@ -256,6 +259,10 @@ struct Clock {
     spent: Vec<Spent>,
     /// It asks whether an mbarrier's phase is over, and it is not: what it does until then is waiting.
     waits: bool,
+    /// Whether it has looked for what others write since the last barrier, and between that and the one before, and what it did
+    /// until it looked last.
+    looks: [bool; 2],
+    ahead: u64,
 }
 
 /// Cycles that went by until an instruction had issued.
@@ -275,6 +282,9 @@ pub(super) const NOBODY: Pc = Pc::MAX;
 pub(super) struct Stretch {
     /// How long it took, see [`Pipeline::meet`].
     pub(super) cycles: u64,
+    /// Whether warps looked for what others write, for the first time since the barrier before, and how long they took until then.
+    pub(super) looks: bool,
+    pub(super) ahead: u64,
     /// What the slowest warp spent them on.
     pub(super) spent: Vec<Spent>,
 }
@@ -283,6 +293,14 @@ impl Clock {
     /// It goes on at `at`, and nothing before.
     fn pass(&mut self, at: u64) {
         (self.since, self.latest, self.issues) = (at, at, 0);
+    }
+
+    /// What it has done since the last barrier it did while others were waited for.
+    fn put_aside(&mut self) {
+        let now = self.now();
+        self.ahead += now - self.barrier;
+        (self.barrier, self.issues_since, self.accesses_since) = (now, 0, 0);
+        self.spent.clear();
     }
 
     fn now(&self) -> u64 {
@@ -315,6 +333,8 @@ impl Pipeline {
             accesses_since: 0,
             spent: Vec::new(),
             waits: false,
+            looks: [false; 2],
+            ahead: 0,
         };
         Pipeline { operands: code.iter().map(Operands::of).collect(), warps: (0..warps).map(|_| clock()).collect() }
     }
@@ -329,6 +349,11 @@ impl Pipeline {
         if clock.waits {
             return;
         }
+        // What is read after what was looked for is there, too, as a rule: a residual beside the row.
+        if instruction.is_look && clock.looks == [false; 2] || matches!(instruction.op, Op::Sleep(_)) {
+            clock.put_aside();
+        }
+        clock.looks[0] |= instruction.is_look;
         let operands = &self.operands[pc];
         let before = clock.now();
         // Of a tie, whatever: one of those that it waits for.
@@ -375,18 +400,25 @@ impl Pipeline {
     }
 
     /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest took since its
-    /// last one.
+    /// last one. Where some looked for what others write, they count alone, from then on.
     pub(super) fn meet(&mut self, numbers: &[usize], warps: usize, is_wait: bool) -> Stretch {
-        let now = numbers.iter().map(|number| self.warps[*number].now()).max().unwrap_or(0);
-        let took = numbers.iter().map(|number| (self.warps[*number].now() - self.warps[*number].barrier, *number));
+        let clocks = || numbers.iter().map(|number| (&self.warps[*number], *number));
+        let now = clocks().map(|(clock, _)| clock.now()).max().unwrap_or(0);
+        let looks = !is_wait && clocks().any(|(clock, _)| clock.looks == [true, false]);
+        let counted: Vec<usize> =
+            clocks().filter(|(clock, _)| !looks || clock.looks[0]).map(|(_, number)| number).collect();
+        let took = counted.iter().map(|number| {
+            let clock = &self.warps[*number];
+            (clock.now() - clock.barrier + if is_wait { clock.ahead } else { 0 }, *number)
+        });
         let took = if is_wait { took.min() } else { took.max() };
         let (took, slowest) = took.expect("somebody has come to the barrier");
         let mut slots = [0; SCHEDULERS];
         let mut accesses = 0;
-        for number in numbers {
-            let clock = &mut self.warps[*number];
-            slots[number % warps % SCHEDULERS] += std::mem::take(&mut clock.issues_since);
-            accesses += std::mem::take(&mut clock.accesses_since);
+        for number in &counted {
+            let clock = &self.warps[*number];
+            slots[number % warps % SCHEDULERS] += clock.issues_since;
+            accesses += clock.accesses_since;
         }
         let busy = slots.into_iter().max().unwrap_or(0).max(accesses);
         let took = if is_wait { took } else { took.max(busy) };
@@ -394,13 +426,16 @@ impl Pipeline {
         // The barrier's own, and what other warps' instructions and banks took.
         let rest = took + BARRIER - spent.iter().map(|spent| spent.cycles).sum::<u64>();
         spent.push(Spent { at: NOBODY, by: NOBODY, cycles: rest });
+        let ahead = if looks { self.warps[slowest].ahead } else { 0 };
         for number in numbers {
             let clock = &mut self.warps[*number];
             clock.pass(now + BARRIER);
             clock.barrier = now + BARRIER;
+            (clock.issues_since, clock.accesses_since, clock.ahead) = (0, 0, 0);
+            clock.looks = [false, clock.looks[0]];
             clock.spent.clear();
         }
-        Stretch { cycles: took + BARRIER, spent }
+        Stretch { cycles: took + BARRIER, looks, ahead, spent }
     }
 }
 

@@ -21,10 +21,12 @@ pub const ALIGN_BYTES: u64 = 256;
 /// Where the intermediates lie.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arena {
-    /// Per buffer of the graph, its offset; meaningless for buffers that are no intermediates.
+    /// Per buffer of the graph, its offset; meaningless for buffers that are neither intermediates nor flagged.
     pub offsets: Vec<u64>,
     /// Bytes of the arena.
     pub peak_bytes: u64,
+    /// Bytes of what is flagged, beside it: the offsets of these buffers count from their own start.
+    pub flagged_bytes: u64,
     /// No plan for these lifetimes can need fewer.
     pub lower_bound_bytes: u64,
     /// What it would take if nothing shared bytes.
@@ -168,14 +170,22 @@ pub fn plan(graph: &ThreadBlockGraph, tasks: &TaskGraph, outputs: &[TensorId]) -
         );
     }
     let mut offsets = vec![0; n_buffers];
+    let mut flagged_bytes = 0;
+    for (buffer, offset) in graph.table.buffers.iter().zip(&mut offsets) {
+        if buffer.kind == BufferKind::Flagged {
+            *offset = flagged_bytes;
+            flagged_bytes += buffer.bytes.next_multiple_of(ALIGN_BYTES);
+        }
+    }
     if buffers.is_empty() {
-        return Arena { offsets, peak_bytes: 0, lower_bound_bytes: 0, without_reuse_bytes: 0 };
+        return Arena { offsets, peak_bytes: 0, flagged_bytes, lower_bound_bytes: 0, without_reuse_bytes: 0 };
     }
     let placement = memory::pack::arena(&buffers);
     ids.iter().zip(&placement.offsets).for_each(|(id, offset)| offsets[*id] = *offset);
     Arena {
         offsets,
         peak_bytes: placement.peak_bytes,
+        flagged_bytes,
         lower_bound_bytes: memory::lower_bound(&buffers),
         without_reuse_bytes: buffers.iter().map(|b| b.size_bytes).sum(),
     }

@@ -27,6 +27,8 @@ pub struct Machine {
     pub flops_per_s: f64,
     /// From the last trigger of an event to a waiting task's start on another worker.
     pub hop_s: f64,
+    /// From a [flagged](perpetua_shared::flag) row's last element to a waiting task's having read it, on another worker.
+    pub flag_hop_s: f64,
     /// From the last trigger of a just-in-time task's events to its start on a worker that waits: a scheduler sees the event, and
     /// the worker the queue.
     pub dispatch_s: f64,
@@ -38,7 +40,8 @@ impl Machine {
     /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 208 KiB remain, in tiles of up to
     /// 24 KiB: with fewer rows of weights in a tile more of a tensor core's product is empty, with more the last tile is waited
     /// for longer;
-    /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival and 1.5 us a hop, to be measured; tiles at
+    /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
+    /// L2, half a poll and a poll), to be measured; tiles at
     /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; 6 TFLOP/s dense bf16. A dispatch is two
     /// hops, from trigger to scheduler and from scheduler to worker.
     pub const H200: Machine = Machine {
@@ -52,6 +55,7 @@ impl Machine {
         near_bytes_per_s: 100e9,
         flops_per_s: 6.0e12,
         hop_s: 1.5e-6,
+        flag_hop_s: 0.6e-6,
         dispatch_s: 3.0e-6,
         task_s: 0.2e-6,
     };
@@ -70,6 +74,7 @@ impl Machine {
         near_bytes_per_s: 50e9,
         flops_per_s: 100e9,
         hop_s: 0.2e-6,
+        flag_hop_s: 0.2e-6,
         dispatch_s: 0.2e-6,
         task_s: 0.2e-6,
     };

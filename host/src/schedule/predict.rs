@@ -3,7 +3,7 @@
 //! Every worker has a loader and consumers. The loader follows the worker's [data ops](super::prefetch) in order, each as
 //! soon as the one before is off the bus and its bytes are free; a copy takes its bytes at the worker's share of the memory
 //! rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the compute ops in order: the first of a task waits for
-//! its events, as seen from that worker (one hop after the last trigger of another worker, at once after its own); each
+//! its events, as seen from that worker (one hop after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each
 //! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
 //! its activations at the near rate and a fixed cost.
 //!
@@ -237,9 +237,12 @@ impl Launches {
     }
 }
 
-/// Predicts one pass; `reads` are the tasks' ([`reads`](super::prefetch::reads)). `None` when not all of it runs.
+/// Predicts one pass; `told` says of which events [flags](crate::graph::flags::told) take the place, `reads` are the tasks'
+/// ([`reads`](super::prefetch::reads)). `None` when not all of it runs.
+#[allow(clippy::too_many_arguments, reason = "what a pass is")]
 pub fn predict(
     tasks: &TaskGraph,
+    told: &[bool],
     lists: &WorkerLists,
     plan: &Plan,
     reads: &[Reads],
@@ -250,6 +253,7 @@ pub fn predict(
     let n_workers = lists.lists.len();
     let mut pass = Pass {
         tasks,
+        told,
         plan,
         reads,
         costs,
@@ -302,6 +306,7 @@ pub fn predict(
 /// A pass under way.
 struct Pass<'a> {
     tasks: &'a TaskGraph,
+    told: &'a [bool],
     plan: &'a Plan,
     reads: &'a [Reads],
     costs: &'a [Cost],
@@ -374,7 +379,11 @@ impl Pass<'_> {
             self.blocked[event as usize].push(number);
             return;
         }
-        let seen = waits.iter().map(|event| self.fired[*event as usize].seen_s(number, self.machine.hop_s));
+        let seen = waits.iter().map(|event| {
+            let event = *event as usize;
+            let hop_s = if self.told[event] { self.machine.flag_hop_s } else { self.machine.hop_s };
+            self.fired[event].seen_s(number, hop_s)
+        });
         let (at_s, begun) = (seen.fold(worker.free_s, f64::max), worker.begun);
         self.happens(at_s, Moment::Fired { worker: number, begun });
     }
@@ -505,6 +514,7 @@ mod tests {
         near_bytes_per_s: 1.0,
         flops_per_s: 1.0,
         hop_s: 2.0,
+        flag_hop_s: 0.5,
         dispatch_s: 3.0,
         task_s: 0.0,
         ..Machine::H200
@@ -514,6 +524,10 @@ mod tests {
     type Row = (u64, Option<u32>, Option<u32>, bool);
 
     fn prediction(rows: &[Row], lists: &[&[u32]], near: &[(u32, u32)]) -> Option<Prediction> {
+        prediction_told(rows, lists, near, [false; 2])
+    }
+
+    fn prediction_told(rows: &[Row], lists: &[&[u32]], near: &[(u32, u32)], told: [bool; 2]) -> Option<Prediction> {
         let mut tasks = TaskGraph::default();
         let (mut costs, mut reads) = (Vec::new(), vec![Reads::default(); rows.len()]);
         tasks.events = vec![0; 2];
@@ -541,11 +555,23 @@ mod tests {
         };
         let plan = Plan { workers: lists.iter().map(worker).collect(), ..Plan::default() };
         let lists = WorkerLists { lists: lists.iter().map(|list| list.to_vec()).collect() };
-        predict(&tasks, &lists, &plan, &reads, &costs, &MACHINE, Prefetch::AcrossTasks)
+        predict(&tasks, &told, &lists, &plan, &reads, &costs, &MACHINE, Prefetch::AcrossTasks)
     }
 
     fn spans(prediction: &Prediction) -> Vec<(u32, f64, f64)> {
         prediction.spans.iter().map(|span| (span.worker, span.start_s, span.end_s)).collect()
+    }
+
+    #[test]
+    fn a_hop_is_shorter_where_flags_tell() {
+        let rows = [(10, None, Some(0), false), (5, Some(0), Some(1), false), (3, Some(1), None, false)];
+        let ends = |told| {
+            let found = prediction_told(&rows, &[&[0, 2], &[1]], &[], told).expect("it runs");
+            spans(&found).iter().map(|(_, start_s, end_s)| (*start_s, *end_s)).collect::<Vec<_>>()
+        };
+        // Events' hops take 2 seconds, flags' half a one.
+        assert_eq!(ends([false, false]), [(0.0, 10.0), (12.0, 17.0), (19.0, 22.0)]);
+        assert_eq!(ends([true, false]), [(0.0, 10.0), (10.5, 15.5), (17.5, 20.5)]);
     }
 
     /// Task 0 launches 1 and 2, after which 3 comes.

@@ -400,6 +400,23 @@ pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
 }
 
 #[track_caller]
+pub(super) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
+    touch(words.addr(), 16, 16, Touch::Atomic);
+    // SAFETY: four words of a live allocation, as has been judged.
+    [0, 1, 2, 3].map(|at| unsafe { load_relaxed(words.add(at)) })
+}
+
+pub(super) fn settled() {
+    with(World::settled);
+}
+
+#[track_caller]
+pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
+    atomic(word).store(value, Ordering::Relaxed);
+    with(|world| world.changed(word.addr()));
+}
+
+#[track_caller]
 pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
     let value = atomic(word).load(Ordering::Acquire);
     with(|world| world.acquire(word.addr()));

@@ -1328,8 +1328,12 @@ impl World {
     pub(super) fn acquire(&mut self, word: usize) {
         self.order.acquire(self.ordinal(), word);
         self.threads[self.current as usize].is_fenced = false;
-        // The wait is over. Words of past waits would only wake the thread for nothing, and hide in a report which one
-        // it waits for now.
+        self.settled();
+    }
+
+    /// The current thread's wait is over. Words of past waits would only wake it for nothing, and hide in a report which one it
+    /// waits for now.
+    pub(super) fn settled(&mut self) {
         self.threads[self.current as usize].polled.clear();
     }
 

@@ -127,7 +127,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
                 if parts == 1 {
-                    put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
+                    put(p, (call, &call.tensor(3)), [r, h, g], d, slice, lane, &found);
                 } else {
                     keep(FREE_SHARED + unit * PART, &found, lane);
                 }
@@ -143,7 +143,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let visible = p.visible(call.step, call.row_first() + r) as u32;
                     let at = FREE_SHARED + item * parts * PART;
                     let found = merge(at, parts, p.share(visible, call.block::<1>()), lane);
-                    put(p, &call.tensor(3), [r, h, g], d, slice, lane, &found);
+                    put(p, (call, &call.tensor(3)), [r, h, g], d, slice, lane, &found);
                 }
                 block.sync();
             }
@@ -165,7 +165,7 @@ pub(in crate::kernels) fn part((from, to): (u32, u32), number: u32, parts: u32) 
 #[inline(always)]
 pub(in crate::kernels) unsafe fn put(
     p: &Params,
-    y: &Tensor,
+    (call, y): (&crate::gpu::Call<'_>, &Tensor),
     [r, h, g]: [u32; 3],
     d: u32,
     slice: u32,
@@ -176,16 +176,26 @@ pub(in crate::kernels) unsafe fn put(
     // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are written by
     // one lane each.
     unsafe {
-        let y = if split { y.row([h, 0, g]) } else { y.row([r, h, g]) };
+        let row = if split { y.row([h, 0, g]) } else { y.row([r, h, g]) };
         if split && slice == 0 && lane == 0 {
-            y.set(0, found.max);
-            y.set(1, found.total);
+            call.put_in_row(y, &row, 0, found.max);
+            call.put_in_row(y, &row, 1, found.total);
         }
         let (divisor, at) = if split { (1.0, FOUND) } else { (found.total, 0) };
+        // A loop for each way to write, since one around both would not be unrolled, and the sums would go to memory for it.
+        if y.is_flagged() {
+            for step in 0..PER_LANE {
+                let i = slice + dimension(step, lane);
+                if i < d {
+                    call.put_in_row(y, &row, at + i, found.sums[step] / divisor);
+                }
+            }
+            return;
+        }
         for step in 0..PER_LANE {
             let i = slice + dimension(step, lane);
             if i < d {
-                y.set(at + i, found.sums[step] / divisor);
+                row.set(at + i, found.sums[step] / divisor);
             }
         }
     }

@@ -20,7 +20,7 @@ pub(super) unsafe fn run(
     unsafe {
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
-        let staged = call.tensor(6).is_present();
+        let staged = call.tensor(6).is_present() || call.tensor(0).is_flagged();
         let is_thin = thin::is_for::<2>(call, rows, 6);
         let how = Staging { norm: 6, eps: p.eps, merges: false, in_terms: is_thin };
         let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
@@ -34,14 +34,14 @@ pub(super) unsafe fn run(
             if up_bias.is_present() {
                 u += up_bias.get([n]);
             }
-            y.set([r, n], activate(p.activation, g) * u);
+            call.put(&y, [r, n], activate(p.activation, g) * u);
         };
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
             if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
-                thin::multiply::<2>(call, tiles, block, (prepared, scale), |_| 0.0, |n, [g, u], _| finish(0, n, g, u));
+                thin::multiply::<2>(call, tiles, block, (prepared, scale), |_| 0, |n, [g, u], _| finish(0, n, g, u));
             } else {
                 tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
             }

@@ -41,6 +41,7 @@ impl MacroKernel for GatedLinear {
     /// [`Linear`](super::Linear)'s, for a product of two.
     const TOLERANCE: f32 = 2e-3;
     const TILED: &'static [usize] = &[6, 1, 2];
+    const FLAGGED: &'static [usize] = &[0, 5];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -65,6 +66,8 @@ impl MacroKernel for GatedLinear {
         }
         rules::extent("gate", gate, 1, x.extent[1])?;
         rules::norm(norm, x)?;
+        rules::flagged_row("x", x)?;
+        rules::flagged_in(&[("y", y)], x.extent[0])?;
         rules::extent("up", up, 0, gate.extent[0])?;
         rules::extent("up", up, 1, x.extent[1])?;
         rules::extent("gate_bias", gate_bias, 0, gate.extent[0])?;

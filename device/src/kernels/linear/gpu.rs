@@ -23,46 +23,55 @@ pub(super) unsafe fn run(
     unsafe {
         let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(0)) };
         let columns = call.tensor(1).extent(0);
-        let staged = call.tensor(5).is_present() || p.merges != 0;
+        let staged = call.tensor(5).is_present() || p.merges != 0 || call.tensor(0).is_flagged();
         let is_thin = thin::is_for::<1>(call, rows, 5);
         let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
         let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
         let searches = call.tensor(6).is_present();
         ready_or_release(&prepared, call, ready)?;
         let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
-        let before = |r: u32, n: u32| {
+        let ask = |r: u32, n: u32| {
             let residual = call.tensor(3);
-            if residual.is_present() { residual.get([r, n]) } else { 0.0 }
+            if residual.is_present() { call.ask(&residual, [r, n]) } else { 0 }
         };
         // The largest of the outputs that this thread has made.
         let best = Cell::new(Candidate::NONE);
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
-        let add = |r: u32, n: u32, mut sum: f32, before: f32| {
-            let (bias, y) = (call.tensor(2), call.tensor(4));
+        let add = |r: u32, n: u32, mut sum: f32, asked: u32| {
+            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
             if bias.is_present() {
                 sum += bias.get([n]);
             }
-            let value = activate(p.activation, sum) + before;
-            y.set([r, n], value);
+            let value = activate(p.activation, sum) + call.told(3, &residual, [r, n], asked);
+            call.put(&y, [r, n], value);
             // Always: to ask first would take longer.
             best.set(best.get().better(Candidate { value, index: n }));
         };
-        let finish = |r: u32, n: u32, sum: f32| add(r, n, sum, before(r, n));
+        let finish = |r: u32, n: u32, sum: f32| add(r, n, sum, ask(r, n));
+        // Of passes of many rows nothing is flagged.
+        let finish_plain = |r: u32, n: u32, mut sum: f32| {
+            let (bias, residual) = (call.tensor(2), call.tensor(3));
+            if bias.is_present() {
+                sum += bias.get([n]);
+            }
+            let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
+            call.tensor(4).set([r, n], activate(p.activation, sum) + before);
+        };
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
             if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
-                let finish = |n: u32, [sum]: [f32; 1], before: f32| add(0, n, sum, before);
-                thin::multiply::<1>(call, tiles, block, (prepared, scale), |n| before(0, n), finish);
+                let finish = |n: u32, [sum]: [f32; 1], asked: u32| add(0, n, sum, asked);
+                thin::multiply::<1>(call, tiles, block, (prepared, scale), |n| ask(0, n), finish);
             } else {
                 tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             }
         } else if warpgroup::is_for::<1>(call, block, rows) {
-            warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish(r, n, sum));
+            warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_plain(r, n, sum));
             return Ok(());
         } else if wide::is_for(call, block, rows) {
-            wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish(r, n, sum));
+            wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_plain(r, n, sum));
             return Ok(());
         } else {
             let mut n = block.warp();
@@ -78,7 +87,7 @@ pub(super) unsafe fn run(
                         let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
                         let row = r + block.lane();
                         if block.lane() < 4 && row < rows {
-                            finish(row, n, pick(sums, block.lane()));
+                            finish_plain(row, n, pick(sums, block.lane()));
                         }
                         r += 4;
                     }

@@ -108,6 +108,7 @@ impl MacroKernel for Linear {
     /// Sums in another order, and rows of activations as two terms of bf16.
     const TOLERANCE: f32 = 2e-3;
     const TILED: &'static [usize] = &[5, 1];
+    const FLAGGED: &'static [usize] = &[0, 3, 4];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -140,9 +141,11 @@ impl MacroKernel for Linear {
             rules::unit_stride("x", x)?;
             rules::extent("w", w, 1, x.extent[1])?;
             rules::norm(norm, x)?;
+            rules::flagged_row("x", x)?;
             x.extent[0]
         };
         rules::extent("bias", bias, 0, w.extent[0])?;
+        rules::flagged_in(&[("residual", residual), ("y", y)], rows)?;
         for (name, operand) in [("residual", residual), ("y", y)] {
             rules::extent(name, operand, 0, rows)?;
             rules::extent(name, operand, 1, w.extent[0])?;

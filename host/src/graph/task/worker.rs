@@ -1,7 +1,7 @@
 //! Static worker lists: whether they can be run to their end, and what they make superfluous.
 
 use super::{Lists, TaskClass, TaskGraph};
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fmt;
 
 /// Which worker runs which tasks, in which order. Just-in-time tasks are in no list.
@@ -174,7 +174,7 @@ pub fn simulate(graph: &TaskGraph, workers: &WorkerLists) -> Result<(), Stall> {
 
 /// Drops the waits and triggers that the order of a worker's own list makes superfluous: a task need not wait on an event
 /// whose triggers all come earlier on its worker, and need not trigger an event whose waiting tasks all come later on
-/// its worker. Every pair of tasks stays ordered by events and worker order together.
+/// its worker, or that a later task of its worker triggers. Every pair of tasks stays ordered by events and worker order together.
 ///
 /// A task whose triggers all go this way is a leaf to [`TaskGraph::leaves`]: what waits for all leaves waits for a few
 /// more tasks than it must.
@@ -189,7 +189,29 @@ pub fn elide(graph: &mut TaskGraph, workers: &WorkerLists) {
     let triggerers = graph.triggers.inverted(n_events);
     let waits = retained(&graph.waits, |task, event| !triggerers.of(event as usize).iter().all(|t| after(task, *t)));
     let waiters = waits.inverted(n_events);
-    let triggers = retained(&graph.triggers, |task, event| !waiters.of(event as usize).iter().all(|t| after(*t, task)));
+    // Tasks that trigger an event which a later one of their worker triggers, too.
+    let mut told_later = HashSet::new();
+    let mut last: Vec<Option<u32>> = vec![None; workers.lists.len()];
+    for event in 0..n_events {
+        for &task in triggerers.of(event) {
+            let Some((worker, _)) = places[task as usize] else { continue };
+            if let Some(other) = last[worker as usize].replace(task) {
+                let is_later = after(task, other);
+                told_later.insert((if is_later { other } else { task }, event as u32));
+                if !is_later {
+                    last[worker as usize] = Some(other);
+                }
+            }
+        }
+        for &task in triggerers.of(event) {
+            if let Some((worker, _)) = places[task as usize] {
+                last[worker as usize] = None;
+            }
+        }
+    }
+    let triggers = retained(&graph.triggers, |task, event| {
+        !waiters.of(event as usize).iter().all(|t| after(*t, task)) && !told_later.contains(&(task, event))
+    });
     // An event nobody waits on lost all its triggers just now; one without triggers has no waiting task left, since each
     // of its triggers came before all of them.
     let mut counts = vec![0u32; n_events];

@@ -1,0 +1,183 @@
+//! [Flagged](perpetua_shared::flag) elements, as bodies write and read them: an operand says whether its elements are.
+//!
+//! Whoever writes one is done with it; whoever reads one asks for it until it is there, each thread for what it wants itself, with
+//! no barrier and no counter between the two. A reader in vain reports that and goes on with what it found: whatever it waits for
+//! next finds the fault, and the last of a worker's waits, which is for an event, sends it home.
+
+use super::sync::Patience;
+use super::tiles::Waited;
+use super::{Call, Row, Tensor};
+use crate::arch::{atomic, thread};
+use perpetua_shared::flag::{self, MASK};
+use perpetua_shared::{Fault, FaultCode};
+
+/// What has been read of an operand, perhaps too early.
+pub(crate) trait Read {
+    /// 0 if every element has flag `flag`.
+    fn lacks(&self, flag: u32) -> u32;
+}
+
+impl<const N: usize> Read for [u32; N] {
+    #[inline(always)]
+    fn lacks(&self, flag: u32) -> u32 {
+        let mut lacks = 0;
+        for i in 0..N {
+            lacks |= self[i] ^ flag;
+        }
+        lacks & MASK
+    }
+}
+
+impl<const N: usize, const M: usize> Read for [[u32; M]; N] {
+    #[inline(always)]
+    fn lacks(&self, flag: u32) -> u32 {
+        let mut lacks = 0;
+        for i in 0..N {
+            lacks |= self[i].lacks(flag);
+        }
+        lacks
+    }
+}
+
+impl<A: Read, B: Read> Read for (A, B) {
+    #[inline(always)]
+    fn lacks(&self, flag: u32) -> u32 {
+        self.0.lacks(flag) | self.1.lacks(flag)
+    }
+}
+
+/// Flagged words as numbers.
+#[inline(always)]
+pub(crate) fn unmarked<const N: usize>(words: [u32; N]) -> [f32; N] {
+    let mut values = [0.0; N];
+    for i in 0..N {
+        values[i] = flag::unmark(words[i]);
+    }
+    values
+}
+
+impl Call<'_> {
+    /// The flag of what this pass writes.
+    #[inline(always)]
+    fn flag(&self) -> u32 {
+        flag::of_run(self.step.program_runs)
+    }
+
+    /// Sets the element at `at` of `tensor`.
+    ///
+    /// # Safety
+    /// As [`Tensor::set`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn put<const N: usize>(&self, tensor: &Tensor, at: [u32; N], value: f32) {
+        // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
+        unsafe {
+            if tensor.is_flagged() {
+                atomic::store_relaxed(tensor.address(at).cast(), flag::mark(value, self.flag()));
+            } else {
+                tensor.set(at, value);
+            }
+        }
+    }
+
+    /// Sets element `i` of `row`, which is one of `tensor`'s.
+    ///
+    /// # Safety
+    /// As [`Row::set`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn put_in_row(&self, tensor: &Tensor, row: &Row, i: u32, value: f32) {
+        // SAFETY: as in `put`.
+        unsafe {
+            if tensor.is_flagged() {
+                atomic::store_relaxed(row.at(i).cast(), flag::mark(value, self.flag()));
+            } else {
+                row.set(i, value);
+            }
+        }
+    }
+
+    /// Asks for the element at `at` of `tensor`, for [`told`](Call::told) to look at.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn ask<const N: usize>(&self, tensor: &Tensor, at: [u32; N]) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if tensor.is_flagged() {
+                atomic::load_relaxed(tensor.address(at).cast_const().cast())
+            } else {
+                tensor.get(at).to_bits()
+            }
+        }
+    }
+
+    /// The element at `at` of operand `operand`, which is `tensor`, [asked](Call::ask) for before.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn told<const N: usize>(&self, operand: usize, tensor: &Tensor, at: [u32; N], asked: u32) -> f32 {
+        if !tensor.is_flagged() {
+            return f32::from_bits(asked);
+        }
+        // SAFETY: the caller's promise.
+        let [value] = unmarked(self.there(operand, [asked], || unsafe { [self.ask(tensor, at)] }));
+        value
+    }
+
+    /// Elements `at` of `row`, which is one of operand `operand`'s, all of them asked for together.
+    ///
+    /// # Safety
+    /// As [`Row::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn gather<const N: usize>(&self, operand: usize, row: &Row, at: [u32; N]) -> [f32; N] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if !self.tensor(operand).is_flagged() {
+                return row.gather(at);
+            }
+            let ask = || {
+                let mut words = [0; N];
+                for i in 0..N {
+                    words[i] = atomic::load_relaxed(row.at(at[i]).cast_const().cast());
+                }
+                words
+            };
+            unmarked(self.there(operand, ask(), ask))
+        }
+    }
+
+    /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
+    #[inline(always)]
+    pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Fn() -> T) -> T {
+        let flag = self.flag();
+        let mut lacks = found.lacks(flag);
+        if lacks != 0
+            && let Some(tiles) = self.tiles
+        {
+            let began_ns = tiles.now_ns();
+            let mut patience = Patience::default();
+            while lacks != 0 {
+                if let Some(code) = patience.ends(tiles.sync()) {
+                    if code as u32 == FaultCode::Timeout as u32 {
+                        let fault = Fault::new(FaultCode::NotWritten, operand as u32, lacks, flag);
+                        // The record says where the task stands; the block is the worker.
+                        let (task, worker) = (super::turn::task(), thread::block_idx());
+                        tiles.sync().report(&Fault { task, worker, ..fault });
+                    }
+                    break;
+                }
+                found = again();
+                lacks = found.lacks(flag);
+            }
+            tiles.waited(Waited::Tasks, began_ns);
+        }
+        atomic::settled();
+        found
+    }
+}

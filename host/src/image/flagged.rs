@@ -1,0 +1,133 @@
+//! Rule 8 of an image, judged on its bytes: whoever reads a flagged element waits for one task, which writes it in every pass.
+
+use super::Image;
+use perpetua_device::kernels::{Spec, Use};
+use perpetua_shared::image::{BindingKind, EVERY_SEQUENCE, ProgramDesc};
+use perpetua_shared::limits::MAX_RANK;
+use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+/// Bytes of a binding, from its start.
+type Bytes = Range<u64>;
+
+/// Per task, the tasks that write what it reads: a list for each of its flagged operands.
+#[derive(Debug, Default)]
+pub(super) struct Writers {
+    of: HashMap<u32, Vec<Rc<[u32]>>>,
+}
+
+impl Writers {
+    /// Those of `task`, in a fixed order; some may be there twice.
+    pub(super) fn of(&self, task: u32) -> impl Iterator<Item = u32> + '_ {
+        self.of.get(&task).into_iter().flatten().flat_map(|writers| writers.iter().copied())
+    }
+}
+
+/// Who waits for whom, or the first thing wrong with what is flagged, and where.
+pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
+    let view = image.view();
+    let mut writers = Writers::default();
+    // By binding and first byte, which task writes up to where: of all programs.
+    let mut written: Vec<(u32, Bytes, u32)> = Vec::new();
+    let mut read: Vec<(u32, Bytes, u32)> = Vec::new();
+    for program in view.programs {
+        for id in program.task_first..program.task_first + program.task_count {
+            let task = &view.tasks[id as usize];
+            let slots = Spec::of(task.task_type).map_or(&[][..], |spec| spec.slots);
+            for (slot, operand) in slots.iter().zip(view.operands(task)).filter(|(_, operand)| operand.is_present()) {
+                let fail = |what: String| (image.task_name(id), format!("operand `{}` {what}", slot.name));
+                let is_flagged = is_flagged(image, operand).map_err(fail)?;
+                if !is_flagged {
+                    continue;
+                }
+                let is_written = slot.usage != Use::Read;
+                judge(program, task, is_written).map_err(|what| fail(what.to_owned()))?;
+                let bytes = bytes_of(operand).into_iter().map(|bytes| (operand.binding.0, bytes, id));
+                if is_written { &mut written } else { &mut read }.extend(bytes);
+            }
+        }
+    }
+    written.sort_unstable_by_key(|(binding, bytes, _)| (*binding, bytes.start));
+    for pair in written.windows(2) {
+        let [(binding, bytes, one), (other_binding, other_bytes, other)] = pair else { continue };
+        if binding == other_binding && other_bytes.start < bytes.end {
+            let what = format!("writes flagged bytes {other_bytes:?} of b{binding}, as does {}", image.task_name(*one));
+            return Err((image.task_name(*other), what));
+        }
+    }
+    let program_of =
+        |task: u32| view.programs.iter().position(|p| (p.task_first..p.task_first + p.task_count).contains(&task));
+    let mut known: HashMap<(u32, Bytes, Option<usize>), Rc<[u32]>> = HashMap::new();
+    for (binding, bytes, task) in read {
+        let key = (binding, bytes.clone(), program_of(task));
+        if let Some(list) = known.get(&key) {
+            writers.of.entry(task).or_default().push(list.clone());
+            continue;
+        }
+        let mut at = bytes.start;
+        let first = written.partition_point(|(b, of, _)| (*b, of.end) <= (binding, at));
+        let mut list = Vec::new();
+        for (_, of, writer) in written[first..].iter().take_while(|(b, of, _)| *b == binding && of.start < bytes.end) {
+            if of.start > at || program_of(*writer) != key.2 {
+                break;
+            }
+            list.push(*writer);
+            at = of.end;
+        }
+        if at < bytes.end {
+            let what =
+                format!("reads flagged bytes {at}..{} of b{binding}, which no task of its program writes", bytes.end);
+            return Err((image.task_name(task), what));
+        }
+        let list: Rc<[u32]> = list.into();
+        known.insert(key, list.clone());
+        writers.of.entry(task).or_default().push(list);
+    }
+    Ok(writers)
+}
+
+/// Whether `operand` says that it is flagged, as its binding does.
+fn is_flagged(image: &Image, operand: &Operand) -> Result<bool, String> {
+    let kind = BindingKind::from_u32(image.bindings()[operand.binding.idx()].kind);
+    match (operand.is_flagged, kind == Some(BindingKind::Flagged)) {
+        (0, false) => Ok(false),
+        (1, true) => Ok(true),
+        (says, _) => Err(format!("lies in {}, of kind {kind:?}, and its mark as flagged is {says}", operand.binding)),
+    }
+}
+
+/// Whether `task` of `program` may write or read what is flagged.
+fn judge(program: &ProgramDesc, task: &TaskDesc, is_written: bool) -> Result<(), &'static str> {
+    if program.max_rows != 1 || program.in_token_loop == EVERY_SEQUENCE || task.row_first != 0 {
+        return Err("is flagged, in a pass that may leave rows out");
+    }
+    if task.flags & TaskFlags::JUST_IN_TIME != 0 {
+        return Err("is flagged, of a task that events alone launch");
+    }
+    if is_written && task.flags & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
+        return Err("is flagged, and not written in every pass");
+    }
+    Ok(())
+}
+
+/// The bytes of `operand`'s box, in runs.
+fn bytes_of(operand: &Operand) -> Vec<Bytes> {
+    let size = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
+    let mut starts = vec![operand.offset_bytes];
+    let mut width = size;
+    // From the innermost dimension out: one that goes on where the run ends makes it longer.
+    for dim in (0..MAX_RANK).rev() {
+        let (n, stride) = (u64::from(operand.extent[dim]), u64::from(operand.stride_elems[dim]) * size);
+        if n == 0 {
+            return Vec::new();
+        }
+        if n > 1 && stride == width && starts.len() == 1 {
+            width *= n;
+        } else if n > 1 {
+            starts = (0..n).flat_map(|i| starts.iter().map(move |start| start + i * stride)).collect();
+        }
+    }
+    starts.into_iter().map(|start| start..start + width).collect()
+}
