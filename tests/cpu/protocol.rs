@@ -20,7 +20,7 @@ use perpetua_device::sync::Sync;
 use perpetua_device::worker::{Body, ImageView, await_task, run};
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, reached};
-use perpetua_shared::{EventId, Fault, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
+use perpetua_shared::{EventId, Fault, Step, TaskDesc, TaskFlags, TaskId, WorkerId, flag};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -228,6 +228,13 @@ enum Work {
     Advance,
     /// Reads, and counts that it has run.
     ReadOnce,
+    /// Hands a number over by its flag.
+    Put,
+    /// Waits for that.
+    Get,
+    /// Writes before it, and reads after it, what the flag does not order.
+    WriteAndPut,
+    GetAndRead,
 }
 
 /// Who launches just-in-time tasks.
@@ -274,6 +281,16 @@ fn hand_over(orders: Orders) -> World {
     static LISTS: [u32; 3] = [0, 2, 1];
     let work = &[Work::Write, Work::Read, Work::Advance];
     World { view: view(&TASKS, &HEADS, &LISTS), work, orders, launcher: Launcher::Nobody }
+}
+
+/// w0 hands a number over by its flag and ends the iteration, w1 reads it between the two; `heard`: w0 waits until it has.
+fn flagged(work: &'static [Work; 3], heard: bool) -> World {
+    static TASKS: [TaskDesc; 3] = [task((0, 0), (0, 0)), task((0, 0), (1, 1)), task((1, 2), (2, 1))];
+    static UNHEARD: [TaskDesc; 3] = [task((0, 0), (0, 0)), task((0, 0), (1, 0)), task((2, 1), (2, 1))];
+    static HEADS: [u32; 4] = [0, 2, 3, 3];
+    static LISTS: [u32; 3] = [0, 2, 1];
+    let tasks = if heard { &TASKS } else { &UNHEARD };
+    World { view: view(tasks, &HEADS, &LISTS), work, orders: RIGHT, launcher: Launcher::Nobody }
 }
 
 /// w0 writes and ends the iteration; two tasks between that are launched when w0 has written; the others, if there are any,
@@ -325,6 +342,8 @@ struct Shared<M: Model> {
     counters: [M::Word; 8],
     step: M::Cell<Step>,
     data: M::Cell<u32>,
+    /// A number with its flag.
+    flagged: M::Word,
     /// What each just-in-time task makes: how often it has run.
     made: [M::Cell<u32>; 2],
     /// How many passes w0 has told the scheduler of; `u32::MAX`: that there are no more.
@@ -510,9 +529,32 @@ impl<M: Model> Body for Tasks<'_, M> {
             await_task(&self.0.view, id, step, iteration, self.0)?;
         }
         let words = &self.0.words;
-        match self.0.work[id.idx()] {
-            Work::Write => M::write(&words.data, |data| *data = 10 + step.iteration),
-            Work::Read => M::read(&words.data, |data| assert_eq!(*data, 10 + step.iteration)),
+        let work = self.0.work[id.idx()];
+        let (number, run) = ((10 + step.iteration) as f32, step.program_runs);
+        match work {
+            Work::Write | Work::WriteAndPut => M::write(&words.data, |data| *data = 10 + step.iteration),
+            Work::Get | Work::GetAndRead => {
+                let mut rest = Rest::default();
+                loop {
+                    let word = M::load(&words.flagged, Ordering::Relaxed);
+                    if word & flag::MASK == flag::of_run(run) {
+                        assert_eq!(flag::unmark(word), number);
+                        break;
+                    }
+                    let before = if run == 0 { 0 } else { flag::of_run(run - 1) };
+                    assert_eq!(word & flag::MASK, before, "the flag of a pass to come");
+                    rest.rest(words);
+                }
+            }
+            _ => {}
+        }
+        match work {
+            Work::Put | Work::WriteAndPut => {
+                M::store(&words.flagged, flag::mark(number, flag::of_run(run)), Ordering::Relaxed);
+                words.changed();
+            }
+            Work::Read | Work::GetAndRead => M::read(&words.data, |data| assert_eq!(*data, 10 + step.iteration)),
+            Work::Write | Work::Get => {}
             Work::ReadOnce => {
                 M::read(&words.data, |data| assert_eq!(*data, 10 + step.iteration));
                 M::write(&words.made[id.idx() - 1], |made| *made += 1);
@@ -536,6 +578,7 @@ fn play<M: Model>(world: fn() -> World) {
         counters: core::array::from_fn(|_| M::word()),
         step: M::cell(Step { rows: 1, ..Step::default() }),
         data: M::cell(0),
+        flagged: M::word(),
         made: core::array::from_fn(|_| M::cell(0)),
         passes: M::word(),
         launches: M::lock((0, Scheduler::new(0, 1, 1))),
@@ -599,6 +642,21 @@ fn refuses(world: fn() -> World) -> bool {
 #[test]
 fn workers_hand_over_and_go_on() {
     explore(|| hand_over(RIGHT));
+}
+
+#[test]
+fn numbers_are_handed_over_by_their_flags() {
+    explore(|| flagged(&[Work::Put, Work::Get, Work::Advance], true));
+}
+
+#[test]
+fn a_pass_that_begins_before_the_last_is_read_is_refused() {
+    assert!(refuses(|| flagged(&[Work::Put, Work::Get, Work::Advance], false)));
+}
+
+#[test]
+fn who_takes_a_flag_for_more_than_its_number_is_refused() {
+    assert!(refuses(|| flagged(&[Work::WriteAndPut, Work::GetAndRead, Work::Advance], true)));
 }
 
 #[test]

@@ -50,7 +50,7 @@ type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 const KERNELS: &[Figures] = &[
     ("embedding", 56, 1, 0, 0, 0, 18688, [0, 0]),
     ("rms_norm", 42, 3, 5, 0, 0, 18688, [0, 0]),
-    ("linear", 190, 32, 83, 8, 25, 19328, [8, 6]),
+    ("linear", 192, 32, 83, 8, 25, 19328, [8, 6]),
     ("gated_linear", 176, 26, 62, 7, 22, 19328, [14, 5]),
     ("rope", 72, 1, 5, 1, 0, 18688, [0, 0]),
     ("attention", 147, 3, 11, 0, 0, 18688, [0, 0]),
@@ -61,8 +61,8 @@ const KERNELS: &[Figures] = &[
     ("sample", 54, 51, 175, 0, 0, 18688, [0, 0]),
     ("advance", 48, 1, 0, 0, 0, 18688, [0, 0]),
     ("pool", 36, 3, 5, 0, 0, 18688, [0, 0]),
-    ("attention_merge", 134, 1, 0, 0, 0, 18688, [0, 0]),
-    ("decode_attention", 196, 6, 22, 1, 32, 18688, [0, 0]),
+    ("attention_merge", 138, 1, 0, 0, 0, 18688, [0, 0]),
+    ("decode_attention", 198, 6, 22, 1, 32, 18688, [0, 0]),
 ];
 
 fn ptx() -> Option<&'static str> {

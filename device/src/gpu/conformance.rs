@@ -486,8 +486,7 @@ impl Case {
     fn flag(&mut self, spec: &Spec) {
         let mut random = Random(self.seed ^ 0xf1a6);
         self.step.program_runs = random.below(9);
-        // Who asks for flagged words asks again, so that bytes read are not counted.
-        for &slot in spec.flagged.iter().filter(|_| !self.counts) {
+        for &slot in spec.flagged {
             let operand = &mut self.operands[slot];
             operand.is_flagged = u8::from(operand.dtype() == Some(DType::F32) && random.flip());
             if spec.check(&self.params, &self.operands).is_err() {
@@ -632,6 +631,10 @@ fn judge_tiled(
         Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() })
     };
     case.threads = threads;
+    if gated {
+        // What one sum is off by is multiplied with the other, which is as large as the root of k, and more in one of many.
+        case.tolerance *= ((k as f32).sqrt() / 8.0).max(1.0);
+    }
     case.floats(random, x_dtype, &[rows, k]);
     for _ in 0..1 + u32::from(gated) {
         case.push_carried(random, dtype, n, k);
@@ -733,7 +736,7 @@ fn wide_linear(random: &mut Random, round: usize) {
         let dtype = random.dtype();
         case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
         // Others are rounded to bf16.
-        case.tolerance = if is_exact { 3e-4 } else { 0.05 };
+        case.tolerance = if is_exact { 3e-4 } else { 0.1 };
     };
     let mut case =
         Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, ..Default::default() });

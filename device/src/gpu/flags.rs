@@ -162,7 +162,13 @@ impl Call<'_> {
         {
             let began_ns = tiles.now_ns();
             let mut patience = Patience::default();
-            while lacks != 0 {
+            loop {
+                // First, since what is looked at may have been asked for long ago.
+                found = again();
+                lacks = found.lacks(flag);
+                if lacks == 0 {
+                    break;
+                }
                 if let Some(code) = patience.ends(tiles.sync()) {
                     if code as u32 == FaultCode::Timeout as u32 {
                         let fault = Fault::new(FaultCode::NotWritten, operand as u32, lacks, flag);
@@ -172,8 +178,6 @@ impl Call<'_> {
                     }
                     break;
                 }
-                found = again();
-                lacks = found.lacks(flag);
             }
             tiles.waited(Waited::Tasks, began_ns);
         }

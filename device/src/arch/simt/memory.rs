@@ -532,6 +532,8 @@ pub(super) enum Touch {
     Read,
     Write,
     Atomic,
+    /// An atomic one that only reads.
+    Poll,
     /// A look at constant memory, as a slice.
     View,
 }
@@ -611,11 +613,11 @@ impl Global {
             return Err((Wrong::OutOfBounds, format!("{bytes} bytes at {}", self.name(address))));
         };
         let allocation = &mut self.allocations[at];
-        if touch == Touch::Read {
+        if matches!(touch, Touch::Read | Touch::Poll) {
             allocation.note_read(address, bytes);
         }
         match (allocation.access, touch) {
-            (Access::Constant, Touch::Read | Touch::View) | (_, Touch::Atomic) => return Ok(()),
+            (Access::Constant, Touch::Read | Touch::View) | (_, Touch::Atomic | Touch::Poll) => return Ok(()),
             (Access::Constant, Touch::Write) => {
                 return Err((Wrong::Forbidden, format!("a write to {}, which is only read", self.name(address))));
             }

@@ -386,22 +386,22 @@ fn touch(address: usize, bytes: usize, align: usize, kind: Touch) {
 
 /// The word as an atomic, once it has been judged.
 #[track_caller]
-fn atomic<'a>(word: *const u32) -> &'a AtomicU32 {
-    touch(word.addr(), 4, 4, Touch::Atomic);
+fn atomic<'a>(word: *const u32, kind: Touch) -> &'a AtomicU32 {
+    touch(word.addr(), 4, 4, kind);
     // SAFETY: an aligned word of a live allocation, as has been judged; others touch it atomically, or in this thread.
     unsafe { AtomicU32::from_ptr(word.cast_mut()) }
 }
 
 #[track_caller]
 pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
-    let value = atomic(word).load(Ordering::Relaxed);
+    let value = atomic(word, Touch::Poll).load(Ordering::Relaxed);
     with(|world| world.polled(word.addr()));
     value
 }
 
 #[track_caller]
 pub(super) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
-    touch(words.addr(), 16, 16, Touch::Atomic);
+    touch(words.addr(), 16, 16, Touch::Poll);
     // SAFETY: four words of a live allocation, as has been judged.
     [0, 1, 2, 3].map(|at| unsafe { load_relaxed(words.add(at)) })
 }
@@ -412,20 +412,20 @@ pub(super) fn settled() {
 
 #[track_caller]
 pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
-    atomic(word).store(value, Ordering::Relaxed);
+    atomic(word, Touch::Atomic).store(value, Ordering::Relaxed);
     with(|world| world.changed(word.addr()));
 }
 
 #[track_caller]
 pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
-    let value = atomic(word).load(Ordering::Acquire);
+    let value = atomic(word, Touch::Poll).load(Ordering::Acquire);
     with(|world| world.acquire(word.addr()));
     value
 }
 
 #[track_caller]
 pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
-    atomic(word).fetch_add(value, Ordering::Release);
+    atomic(word, Touch::Atomic).fetch_add(value, Ordering::Release);
     with(|world| {
         world.release(word.addr());
         world.changed(word.addr());
@@ -434,7 +434,7 @@ pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
 
 #[track_caller]
 pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
-    atomic(word).store(value, Ordering::Release);
+    atomic(word, Touch::Atomic).store(value, Ordering::Release);
     with(|world| {
         world.release_anew(word.addr());
         world.changed(word.addr());
@@ -443,14 +443,14 @@ pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
 
 #[track_caller]
 pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
-    let was = atomic(word).fetch_add(value, Ordering::Relaxed);
+    let was = atomic(word, Touch::Atomic).fetch_add(value, Ordering::Relaxed);
     with(|world| world.changed(word.addr()));
     was
 }
 
 #[track_caller]
 pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
-    let outcome = atomic(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
+    let outcome = atomic(word, Touch::Atomic).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire);
     with(|world| {
         world.acquire(word.addr());
         if outcome.is_ok() {

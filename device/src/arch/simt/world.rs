@@ -1297,7 +1297,7 @@ impl World {
         match touch {
             Touch::Read => self.report.bytes_read += bytes as u64,
             Touch::Write => self.report.bytes_written += bytes as u64,
-            Touch::Atomic | Touch::View => {}
+            Touch::Atomic | Touch::Poll | Touch::View => {}
         }
         let thread = self.ordinal();
         let judged = self.global.touch(&mut self.order, thread, address, bytes, align, touch);

@@ -37,25 +37,22 @@ pub(super) unsafe fn run(
         // The largest of the outputs that this thread has made.
         let best = Cell::new(Candidate::NONE);
         // What is needed once an output is fetched then: held over the loops it would cost them registers.
-        let add = |r: u32, n: u32, mut sum: f32, asked: u32| {
-            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
-            if bias.is_present() {
-                sum += bias.get([n]);
-            }
-            let value = activate(p.activation, sum) + call.told(3, &residual, [r, n], asked);
-            call.put(&y, [r, n], value);
+        let activated = |n: u32, sum: f32| {
+            let bias = call.tensor(2);
+            activate(p.activation, if bias.is_present() { sum + bias.get([n]) } else { sum })
+        };
+        let add = |r: u32, n: u32, sum: f32, asked: u32| {
+            let value = activated(n, sum) + call.told(3, &call.tensor(3), [r, n], asked);
+            call.put(&call.tensor(4), [r, n], value);
             // Always: to ask first would take longer.
             best.set(best.get().better(Candidate { value, index: n }));
         };
         let finish = |r: u32, n: u32, sum: f32| add(r, n, sum, ask(r, n));
-        // Of passes of many rows nothing is flagged.
-        let finish_plain = |r: u32, n: u32, mut sum: f32| {
-            let (bias, residual) = (call.tensor(2), call.tensor(3));
-            if bias.is_present() {
-                sum += bias.get([n]);
-            }
+        // Of many rows none is flagged, and nothing is searched.
+        let finish_one_of_many = |r: u32, n: u32, sum: f32| {
+            let residual = call.tensor(3);
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
-            call.tensor(4).set([r, n], activate(p.activation, sum) + before);
+            call.tensor(4).set([r, n], activated(n, sum) + before);
         };
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
@@ -68,10 +65,10 @@ pub(super) unsafe fn run(
                 tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
             }
         } else if warpgroup::is_for::<1>(call, block, rows) {
-            warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_plain(r, n, sum));
+            warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
             return Ok(());
         } else if wide::is_for(call, block, rows) {
-            wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_plain(r, n, sum));
+            wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
             return Ok(());
         } else {
             let mut n = block.warp();
@@ -87,7 +84,7 @@ pub(super) unsafe fn run(
                         let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
                         let row = r + block.lane();
                         if block.lane() < 4 && row < rows {
-                            finish_plain(row, n, pick(sums, block.lane()));
+                            finish_one_of_many(row, n, pick(sums, block.lane()));
                         }
                         r += 4;
                     }
