@@ -474,15 +474,14 @@ impl Layout {
         let (arena_id, arena_bytes) =
             self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
         self.bindings[arena_id.idx()].bytes = arena_bytes.max(arena.peak_bytes);
-        let flagged_id = (arena.flagged_bytes > 0).then(|| {
+        // After those of other programs: a flag counts the runs of one.
+        let mut flagged = (None, 0);
+        if arena.flagged_bytes > 0 {
             let (id, first) = self.binding("flagged", BindingKind::Flagged, 0, arena::ALIGN_BYTES as u32);
             self.bindings[id.idx()].bytes += arena.flagged_bytes;
-            self.flagged_first.push(first);
-            id
-        });
-        if flagged_id.is_none() {
-            self.flagged_first.push(0);
+            flagged = (Some(id), first);
         }
+        self.flagged_first.push(flagged.1);
         // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
         let mut weight_align = vec![1; blocks.table.buffers.len()];
         for tensor in &blocks.table.tensors {
@@ -496,7 +495,7 @@ impl Layout {
                     continue;
                 }
                 BufferKind::Flagged => {
-                    of_buffer.extend(flagged_id);
+                    of_buffer.push(flagged.0.expect("what is flagged has bytes"));
                     continue;
                 }
                 BufferKind::Input => (BindingKind::Input, 64),
