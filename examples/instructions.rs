@@ -5,8 +5,8 @@
 //! otherwise. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
-//! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, so while others are
-//! waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
+//! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
+//! before it looks for a row, so while others are waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
 //! what the slowest warp waits for. With an operator's name, or its end, the lines of PTX at which it waits longest.
 
 use perpetua::cuda::Gpu;

@@ -13,6 +13,8 @@
 //! - *Order in an iteration.* The lists and events of a program are live (law 3, judged when the image is made): with
 //!   every worker resident, the earliest unfinished task in program order is always either running or next on its
 //!   worker's list with all its events fired, or just-in-time and launched, or about to be ([scheduler](crate::scheduler)).
+//! - *Flags.* A body may wait for numbers that other tasks [flag](perpetua_shared::flag), which no event tells. They are earlier in
+//!   program order and in no list behind it (the image's check runs the lists so), so the earliest unfinished task finds its own there.
 //! - *Just in time.* A worker that waits, be it for the event of its next task, for which the launched task may be what
 //!   is missing, or for the iteration's end, takes launched tasks meanwhile. So a launched task is left in the queue
 //!   only while all workers run others, which end.

@@ -3,7 +3,7 @@
 //! Hand-over between two workers: the producer's threads write, meet at their barrier, and one of them adds to the
 //! counter with release; one thread of the consumer sees the count and reads it once more with acquire, then its block
 //! meets at the barrier. Release and acquire order the two threads, the barriers carry that order to their blocks, so
-//! plain loads after the wait see plain stores from before the trigger.
+//! plain loads after the wait see plain stores from before the trigger. What is handed over by [flags](super::flags) needs none of this.
 
 use super::scheduler::TAKEN_TASK;
 use crate::arch::{LaunchBlock, atomic, memory, param, shared, thread};
