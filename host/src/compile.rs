@@ -280,7 +280,8 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut clock = Clock::new();
     let mut blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
     let classes = classes(&blocks, config);
-    if config.target.has_flags && source.graph.rows == Some(1) {
+    // In a batch a sequence may have ended, and its tasks write nothing.
+    if config.target.has_flags && source.graph.rows == Some(1) && !source.graph.is_batch {
         let is_launched = |op: usize| classes.contains(&(op as u32, TaskClass::JustInTime));
         flags::flag(&mut blocks, |op| !is_launched(op));
     }
