@@ -1,7 +1,7 @@
 //! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone.
 
+use super::simt::broken_rule;
 use perpetua::engine::EngineError;
-use perpetua::image::ImageError;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
@@ -188,14 +188,7 @@ fn sequences_are_kept_apart_by_the_image() {
     let image = &engine.resident().compiled().image;
     assert_eq!(image.sequences(), 3);
     assert_eq!(encode(&Parts::of(image)).as_ref(), Ok(image));
-    let broken = |change: &dyn Fn(&mut Parts)| {
-        let mut parts = Parts::of(image);
-        change(&mut parts);
-        match encode(&parts) {
-            Err(ImageError::Rules(broken)) => broken[0].to_string(),
-            other => panic!("expected broken rules, found {other:?}"),
-        }
-    };
+    let broken = |change: &dyn Fn(&mut Parts)| broken_rule(&Parts::of(image), change);
     let programs = image.view().programs;
     let (decode, batch) = (0, programs.len() - 1);
     // The first rope of a program: it touches the cache.

@@ -572,6 +572,16 @@ fn plans_let_64_kib_be_under_way_all_the_time() {
     }
 }
 
+/// The first rule that `whole` breaks once it is changed.
+pub(crate) fn broken_rule(whole: &Parts, change: &dyn Fn(&mut Parts)) -> String {
+    let mut parts = whole.clone();
+    change(&mut parts);
+    match encode(&parts) {
+        Err(ImageError::Rules(broken)) => broken[0].to_string(),
+        other => panic!("expected broken rules, found {other:?}"),
+    }
+}
+
 /// Each rule of the loaders' sections refuses an image that breaks it.
 #[test]
 fn broken_loads_are_named() {
@@ -579,16 +589,8 @@ fn broken_loads_are_named() {
     let compiled = compiled_for(&model, Target { split_positions: 8, ..Target::gpu(2) }, 1);
     let whole = Parts::of(&compiled.image);
     assert!(encode(&whole).is_ok() && whole.data.len() > 40 && !whole.prefetches.is_empty());
-    let broken = |change: &dyn Fn(&mut Parts)| {
-        let mut parts = whole.clone();
-        change(&mut parts);
-        match encode(&parts) {
-            Err(ImageError::Rules(broken)) => broken[0].to_string(),
-            other => panic!("expected broken rules, found {other:?}"),
-        }
-    };
     let says = |change: &dyn Fn(&mut Parts), expected: &str| {
-        let found = broken(change);
+        let found = broken_rule(&whole, change);
         assert!(found.contains(expected), "{found}, expected {expected}");
     };
     // A copy that waits for what it overwrites, in the first worker's list.
@@ -637,14 +639,8 @@ fn broken_launches_are_named() {
     let launched: Vec<usize> = whole.lists[first..end].iter().map(|task| *task as usize).collect();
     assert!(encode(&whole).is_ok() && launched.len() > 1);
     let says = |change: &dyn Fn(&mut Parts), expected: &str| {
-        let mut parts = whole.clone();
-        change(&mut parts);
-        match encode(&parts) {
-            Err(ImageError::Rules(broken)) => {
-                assert!(broken[0].to_string().contains(expected), "{}, expected {expected}", broken[0]);
-            }
-            other => panic!("expected broken rules, found {other:?}"),
-        }
+        let found = broken_rule(&whole, change);
+        assert!(found.contains(expected), "{found}, expected {expected}");
     };
     let (one, last) = (launched[0], whole.tasks.len() - 1);
     let listed =

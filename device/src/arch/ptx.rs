@@ -483,6 +483,18 @@ fn shared_address(at: u32) -> u32 {
     base + 4 * at
 }
 
+/// Four words of global memory from `$from` on, by the instruction `$opcode`.
+macro_rules! load_four {
+    ($opcode:literal, $from:expr) => {{
+        let (a, b, c, d);
+        asm!(
+            concat!($opcode, " {{{}, {}, {}, {}}}, [{}];"),
+            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) $from, options(nostack)
+        );
+        [a, b, c, d]
+    }};
+}
+
 #[inline(always)]
 pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
     let value;
@@ -493,15 +505,8 @@ pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
 
 #[inline(always)]
 pub(super) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
-    let (a, b, c, d);
     // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
-    unsafe {
-        asm!(
-            "ld.relaxed.gpu.global.v4.u32 {{{}, {}, {}, {}}}, [{}];",
-            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) words, options(nostack)
-        );
-    }
-    [a, b, c, d]
+    unsafe { load_four!("ld.relaxed.gpu.global.v4.u32", words) }
 }
 
 #[inline(always)]
@@ -649,28 +654,14 @@ pub(super) unsafe fn exclusive<'a, T>(at: *mut T) -> &'a mut T {
 
 #[inline(always)]
 pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
-    let (a, b, c, d);
     // SAFETY: the caller promises 16 aligned bytes of global memory.
-    unsafe {
-        asm!(
-            "ld.global.v4.u32 {{{}, {}, {}, {}}}, [{}];",
-            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) from, options(nostack)
-        );
-    }
-    [a, b, c, d]
+    unsafe { load_four!("ld.global.v4.u32", from) }
 }
 
 #[inline(always)]
 pub(super) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
-    let (a, b, c, d);
     // SAFETY: the caller promises 16 aligned bytes of global memory.
-    unsafe {
-        asm!(
-            "ld.global.L1::no_allocate.v4.u32 {{{}, {}, {}, {}}}, [{}];",
-            out(reg32) a, out(reg32) b, out(reg32) c, out(reg32) d, in(reg64) from, options(nostack)
-        );
-    }
-    [a, b, c, d]
+    unsafe { load_four!("ld.global.L1::no_allocate.v4.u32", from) }
 }
 
 #[inline(always)]

@@ -246,11 +246,7 @@ impl Case {
         let mut memory = vec![u128::MAX; (bytes as usize).div_ceil(16)];
         // SAFETY: the box was just given room.
         let tensor = unsafe { Tensor::new(memory.as_mut_ptr().cast(), &operand) };
-        let e = operand.extent;
-        for at in 0..operand.len_elems() as u32 {
-            let index = [at / e[3] / e[2] / e[1], at / e[3] / e[2] % e[1], at / e[3] % e[2], at % e[3]];
-            tensor.set(index.map(|i| i as usize), value(random));
-        }
+        indices(&operand).for_each(|index| tensor.set(index, value(random)));
         self.operands.push(operand);
         self.memory.push(memory);
         self.seed = random.next();

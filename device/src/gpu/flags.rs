@@ -70,14 +70,8 @@ impl Call<'_> {
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn put<const N: usize>(&self, tensor: &Tensor, at: [u32; N], value: f32) {
-        // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
-        unsafe {
-            if tensor.is_flagged() {
-                atomic::store_relaxed(tensor.address(at).cast(), flag::mark(value, self.flag()));
-            } else {
-                tensor.set(at, value);
-            }
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.put_at(tensor, tensor.address(at), value) }
     }
 
     /// Sets element `i` of `row`, which is one of `tensor`'s.
@@ -87,12 +81,23 @@ impl Call<'_> {
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn put_in_row(&self, tensor: &Tensor, row: &Row, i: u32, value: f32) {
-        // SAFETY: as in `put`.
+        // SAFETY: the caller's promise.
+        unsafe { self.put_at(tensor, row.at(i), value) }
+    }
+
+    /// Sets the element of `tensor` that lies at `to`.
+    ///
+    /// # Safety
+    /// As [`Tensor::set`].
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn put_at(&self, tensor: &Tensor, to: *mut u8, value: f32) {
+        // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
         unsafe {
             if tensor.is_flagged() {
-                atomic::store_relaxed(row.at(i).cast(), flag::mark(value, self.flag()));
+                atomic::store_relaxed(to.cast(), flag::mark(value, self.flag()));
             } else {
-                row.set(i, value);
+                super::store(tensor.dtype(), to, value);
             }
         }
     }

@@ -12,6 +12,14 @@ use std::rc::Rc;
 /// Bytes of a binding, from its start.
 type Bytes = Range<u64>;
 
+/// Flagged bytes that a task writes or reads.
+struct Touch {
+    binding: u32,
+    bytes: Bytes,
+    program: usize,
+    task: u32,
+}
+
 /// Per task, the tasks that write what it reads: a list for each of its flagged operands.
 #[derive(Debug, Default)]
 pub(super) struct Writers {
@@ -29,10 +37,9 @@ impl Writers {
 pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
     let view = image.view();
     let mut writers = Writers::default();
-    // By binding and first byte, which task writes up to where: of all programs.
-    let mut written: Vec<(u32, Bytes, u32)> = Vec::new();
-    let mut read: Vec<(u32, Bytes, u32)> = Vec::new();
-    for program in view.programs {
+    // Of all programs.
+    let (mut written, mut read): (Vec<Touch>, Vec<Touch>) = Default::default();
+    for (number, program) in view.programs.iter().enumerate() {
         for id in program.task_first..program.task_first + program.task_count {
             let task = &view.tasks[id as usize];
             let slots = Spec::of(task.task_type).map_or(&[][..], |spec| spec.slots);
@@ -44,41 +51,41 @@ pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
                 }
                 let is_written = slot.usage != Use::Read;
                 judge(program, task, is_written).map_err(|what| fail(what.to_owned()))?;
-                let bytes = bytes_of(operand).into_iter().map(|bytes| (operand.binding.0, bytes, id));
-                if is_written { &mut written } else { &mut read }.extend(bytes);
+                let binding = operand.binding.0;
+                let touch = |bytes| Touch { binding, bytes, program: number, task: id };
+                if is_written { &mut written } else { &mut read }.extend(bytes_of(operand).into_iter().map(touch));
             }
         }
     }
-    written.sort_unstable_by_key(|(binding, bytes, _)| (*binding, bytes.start));
+    written.sort_unstable_by_key(|touch| (touch.binding, touch.bytes.start));
     for pair in written.windows(2) {
-        let [(binding, bytes, one), (other_binding, other_bytes, other)] = pair else { continue };
-        if binding == other_binding && other_bytes.start < bytes.end {
-            let what = format!("writes flagged bytes {other_bytes:?} of b{binding}, as does {}", image.task_name(*one));
-            return Err((image.task_name(*other), what));
+        let [one, other] = pair else { continue };
+        if one.binding == other.binding && other.bytes.start < one.bytes.end {
+            let (bytes, binding) = (&other.bytes, other.binding);
+            let what = format!("writes flagged bytes {bytes:?} of b{binding}, as does {}", image.task_name(one.task));
+            return Err((image.task_name(other.task), what));
         }
     }
-    let program_of =
-        |task: u32| view.programs.iter().position(|p| (p.task_first..p.task_first + p.task_count).contains(&task));
-    let mut known: HashMap<(u32, Bytes, Option<usize>), Rc<[u32]>> = HashMap::new();
-    for (binding, bytes, task) in read {
-        let key = (binding, bytes.clone(), program_of(task));
+    let mut known: HashMap<(u32, Bytes, usize), Rc<[u32]>> = HashMap::new();
+    for Touch { binding, bytes, program, task } in read {
+        let key = (binding, bytes.clone(), program);
         if let Some(list) = known.get(&key) {
             writers.of.entry(task).or_default().push(list.clone());
             continue;
         }
         let mut at = bytes.start;
-        let first = written.partition_point(|(b, of, _)| (*b, of.end) <= (binding, at));
+        let first = written.partition_point(|touch| (touch.binding, touch.bytes.end) <= (binding, at));
         let mut list = Vec::new();
-        for (_, of, writer) in written[first..].iter().take_while(|(b, of, _)| *b == binding && of.start < bytes.end) {
-            if of.start > at || program_of(*writer) != key.2 {
+        for of in written[first..].iter().take_while(|of| of.binding == binding && of.bytes.start < bytes.end) {
+            if of.bytes.start > at || of.program != program {
                 break;
             }
-            list.push(*writer);
-            at = of.end;
+            list.push(of.task);
+            at = of.bytes.end;
         }
         if at < bytes.end {
-            let what =
-                format!("reads flagged bytes {at}..{} of b{binding}, which no task of its program writes", bytes.end);
+            let end = bytes.end;
+            let what = format!("reads flagged bytes {at}..{end} of b{binding}, which no task of its program writes");
             return Err((image.task_name(task), what));
         }
         let list: Rc<[u32]> = list.into();
