@@ -23,7 +23,6 @@ use crate::gpu::tiles::{self, Lists, Tiles, Waited};
 use crate::gpu::turn;
 use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, await_task, run};
-use core::cell::Cell;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::launch::TaskTrace;
@@ -208,8 +207,6 @@ struct BlockBody<'a> {
     worker: WorkerId,
     block: Block,
     tiles: Tiles<'a>,
-    /// Entries of the worker's row of the trace that have been written.
-    traced: Cell<u32>,
 }
 
 impl BlockBody<'_> {
@@ -260,36 +257,44 @@ impl BlockBody<'_> {
         Fault::new(FaultCode::Aborted, 0, 0, 0)
     }
 
-    /// Says where the worker is. Returns the time if it is wanted, which only the block's first thread is asked for.
+    /// Says where the worker is, and notes when the task began if the block's first thread, which alone is asked for it, has room for that.
     ///
     /// # Safety
     /// See [`DeviceImage`].
     #[inline(always)]
-    unsafe fn begin_task(&self, id: TaskId) -> u64 {
+    unsafe fn begin_task(&self, id: TaskId) {
         if self.block.thread != 0 {
-            return 0;
+            return;
         }
         let positions = core::ptr::with_exposed_provenance_mut::<u32>(param!(self.image, positions) as usize);
         // SAFETY: a word for every worker, which it alone writes.
         unsafe { memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1) };
-        let is_traced = self.traced.get() < param!(self.image, n_trace);
+        let is_traced = self.tiles.n_timed() < param!(self.image, n_trace);
         self.tiles.time(is_traced);
-        if is_traced { thread::timer_ns() } else { 0 }
+        if is_traced {
+            // SAFETY: see `trace_entry`. It is there and not in a register, which would be held over all bodies.
+            unsafe { memory::store_volatile(&raw mut (*self.trace_entry()).began_ns, thread::timer_ns()) };
+        }
     }
 
-    /// Notes when the task was run.
-    ///
-    /// # Safety
-    /// See [`DeviceImage`]; `begin_task` of this thread returned the time.
+    /// The next entry of the worker's row of the trace, its own, and in the row if the task is [timed](Tiles::is_timed).
     #[inline(always)]
-    unsafe fn trace(&self, id: TaskId, step: &Step, began_ns: u64) {
+    fn trace_entry(&self) -> *mut TaskTrace {
         let row = self.worker.0 * param!(self.image, n_trace);
         let trace = core::ptr::with_exposed_provenance_mut::<TaskTrace>(param!(self.image, trace) as usize);
-        let at = trace.wrapping_add((row + self.traced.get()) as usize);
-        self.traced.set(self.traced.get() + 1);
-        // SAFETY: the entry is the worker's own, and in its row: `begin_task` saw that there was room.
+        trace.wrapping_add((row + self.tiles.n_timed()) as usize)
+    }
+
+    /// Notes when the task ended, whose beginning has been noted.
+    ///
+    /// # Safety
+    /// See [`DeviceImage`]; the task is [timed](Tiles::is_timed).
+    #[inline(always)]
+    unsafe fn trace(&self, id: TaskId, step: &Step) {
+        let at = self.trace_entry();
+        self.tiles.has_timed();
+        // SAFETY: see `trace_entry`; `begin_task` saw that there was room.
         unsafe {
-            memory::store_volatile(&raw mut (*at).began_ns, began_ns);
             memory::store_volatile(&raw mut (*at).ended_ns, thread::timer_ns());
             memory::store_volatile(&raw mut (*at).task, id.0);
             memory::store_volatile(&raw mut (*at).iteration, step.iteration);
@@ -349,7 +354,7 @@ impl Body for BlockBody<'_> {
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits `ready`
         // meets.
         unsafe {
-            let began_ns = self.begin_task(id);
+            self.begin_task(id);
             thread::at_task(id.0);
             self.tiles.begin_task(self.task_tiles());
             // What bodies compute from who they are stays in them; how many they are the compiler is told once more, so that it
@@ -360,8 +365,8 @@ impl Body for BlockBody<'_> {
             let ready = || self.ready(id, &fresh, iteration);
             let outcome = run_gpu(&self.call(&fresh), &block, ready).map_err(|fault| self.reported(id, &fault));
             self.tiles.drain();
-            if began_ns != 0 {
-                self.trace(id, step, began_ns);
+            if self.tiles.is_timed() {
+                self.trace(id, step);
             }
             outcome
         }
@@ -410,8 +415,7 @@ pub unsafe fn worker(params: LaunchBlock) {
             return;
         }
     }
-    let mut body =
-        BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true), traced: Cell::new(0) };
+    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true) };
     if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
         // Threads that left because another one faulted have nothing to add.
         if fault.code != FaultCode::Aborted as u32 {
@@ -458,7 +462,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
         return;
     }
     thread::at_task(id);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, false), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, false) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
     let outcome = unsafe { run_gpu(&body.call(&step), &block, || Ok(())) };
     if let Err(fault) = outcome {
@@ -477,7 +481,7 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true), traced: Cell::new(0) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true) };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.
     let outcome = unsafe {

@@ -858,6 +858,12 @@ pub(crate) mod scalar {
         backend::rsqrt(x)
     }
 
+    /// 1 / x to 1 ulp; subnormal numbers, and results, count as zero. A correctly rounded one is ten instructions and a call.
+    #[inline(always)]
+    pub(crate) fn reciprocal(x: f32) -> f32 {
+        backend::reciprocal(x)
+    }
+
     /// The square root, correctly rounded.
     #[inline(always)]
     pub(crate) fn sqrt(x: f32) -> f32 {

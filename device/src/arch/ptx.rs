@@ -45,6 +45,8 @@ unsafe extern "unadjusted" {
     fn nvvm_ex2(x: f32) -> f32;
     #[link_name = "llvm.nvvm.rsqrt.approx.ftz.f"]
     fn nvvm_rsqrt(x: f32) -> f32;
+    #[link_name = "llvm.nvvm.rcp.approx.ftz.f"]
+    fn nvvm_reciprocal(x: f32) -> f32;
     #[link_name = "llvm.nvvm.sqrt.rn.f"]
     fn nvvm_sqrt(x: f32) -> f32;
 }
@@ -686,6 +688,12 @@ pub(super) fn exp2(x: f32) -> f32 {
 pub(super) fn rsqrt(x: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_rsqrt(x) }
+}
+
+#[inline(always)]
+pub(super) fn reciprocal(x: f32) -> f32 {
+    // SAFETY: arithmetic.
+    unsafe { nvvm_reciprocal(x) }
 }
 
 #[inline(always)]

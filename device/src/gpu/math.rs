@@ -35,14 +35,14 @@ pub(crate) fn reciprocal(n: u32) -> f32 {
 /// tanh, absolute error below 3e-7.
 #[inline(always)]
 fn tanh(x: f32) -> f32 {
-    1.0 - 2.0 / (exp(2.0 * x) + 1.0)
+    1.0 - 2.0 * scalar::reciprocal(exp(2.0 * x) + 1.0)
 }
 
 /// The error function, absolute error below 5e-7: Abramowitz and Stegun 7.1.26.
 #[inline(always)]
 fn erf(x: f32) -> f32 {
     let a = if x < 0.0 { -x } else { x };
-    let t = 1.0 / fma(0.327_591_1, a, 1.0);
+    let t = scalar::reciprocal(fma(0.327_591_1, a, 1.0));
     let mut p = fma(1.061_405_4, t, -1.453_152);
     p = fma(p, t, 1.421_413_8);
     p = fma(p, t, -0.284_496_72);
@@ -84,7 +84,7 @@ pub(crate) fn activate(activation: u32, x: f32) -> f32 {
     const GELU_TANH: u32 = Activation::GeluTanh as u32;
     match activation {
         GELU => 0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2)),
-        SILU => x / (1.0 + exp(-x)),
+        SILU => x * scalar::reciprocal(1.0 + exp(-x)),
         RELU => {
             if x < 0.0 {
                 0.0

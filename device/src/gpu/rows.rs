@@ -4,15 +4,14 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::flags::unmarked;
-use super::math::{reciprocal, rsqrt};
+use super::math::rsqrt;
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32, Tensor};
-use crate::arch::scalar::{f16_to_f32, f32_to_bf16_pair, fma};
-use crate::arch::{WARP, atomic, bulk, memory, shared, warp};
+use crate::arch::scalar::{f16_to_f32, fma};
+use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
-use crate::kernels::attention_merge::{Found, Merge, Parts, Place};
+use crate::kernels::attention_merge::{Merge, Parts};
 use core::marker::PhantomData;
 use perpetua_shared::Fault;
 
@@ -46,13 +45,13 @@ trait Float {
 }
 
 #[inline(always)]
-fn widen_brain(v: [u32; 4]) -> [f32; 8] {
+pub(super) fn widen_brain(v: [u32; 4]) -> [f32; 8] {
     let (low, high) = (|u: u32| f32::from_bits(u << 16), |u: u32| f32::from_bits(u & 0xffff_0000));
     [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
 }
 
 #[inline(always)]
-fn widen_half(v: [u32; 4]) -> [f32; 8] {
+pub(super) fn widen_half(v: [u32; 4]) -> [f32; 8] {
     let (low, high) = (|u: u32| f16_to_f32(u as u16), |u: u32| f16_to_f32((u >> 16) as u16));
     [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
 }
@@ -246,42 +245,10 @@ impl Values<1> for Staged {
 /// Where the staged row starts.
 const STAGE: u32 = FREE_SHARED;
 
-/// Where it starts as two terms, which `gpu::thin` multiplies: pairs of hi, then pairs of lo, in the order of [`term_at`].
-pub(super) const TERMS: u32 = STAGE;
-
-/// Where pair `pair` of a term stands: of each four the first and the third come first, as a product takes them.
-#[inline(always)]
-fn term_at(pair: u32) -> u32 {
-    pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2
-}
-
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
 /// The row to be staged.
 trait Source: Copy {
-    /// Where eight elements are, and eight that are under way.
-    type Place: Copy;
-    /// See [`Place`](Source::Place).
-    type Asked;
-
-    /// Whether eight elements may be asked for at once, from every eighth of `k` on.
-    fn by_eight(&self, k: u32) -> bool;
-
-    /// Where elements 8 * `unit` to 8 * `unit` + 7 are.
-    fn place(&self, unit: u32) -> Self::Place;
-
-    /// Asks for them.
-    ///
-    /// # Safety
-    /// They are there, and [`by_eight`](Source::by_eight).
-    unsafe fn ask(&self, place: Self::Place) -> Self::Asked;
-
-    /// What was asked for.
-    ///
-    /// # Safety
-    /// As [`ask`](Source::ask).
-    unsafe fn eight(&self, place: Self::Place, asked: Self::Asked) -> [f32; 8];
-
     /// # Safety
     /// Element `at` is there.
     unsafe fn one(&self, at: u32) -> f32;
@@ -295,43 +262,6 @@ struct First<'a> {
 }
 
 impl Source for First<'_> {
-    type Place = *const u8;
-    type Asked = ([u32; 4], [u32; 4]);
-
-    #[inline(always)]
-    fn by_eight(&self, k: u32) -> bool {
-        self.x.dtype() == F32 && k.is_multiple_of(8) && self.x.address([0, 0]).addr().is_multiple_of(16)
-    }
-
-    #[inline(always)]
-    fn place(&self, unit: u32) -> *const u8 {
-        self.x.address([0, 0]).wrapping_add(32 * unit as usize)
-    }
-
-    #[inline(always)]
-    unsafe fn ask(&self, place: *const u8) -> ([u32; 4], [u32; 4]) {
-        let next = place.wrapping_add(16);
-        // SAFETY: the caller's promise.
-        unsafe {
-            if self.x.is_flagged() {
-                (atomic::load16_relaxed(place.cast()), atomic::load16_relaxed(next.cast()))
-            } else {
-                (memory::load16(place), memory::load16(next))
-            }
-        }
-    }
-
-    #[inline(always)]
-    unsafe fn eight(&self, place: *const u8, asked: ([u32; 4], [u32; 4])) -> [f32; 8] {
-        if !self.x.is_flagged() {
-            return singles(asked.0, asked.1);
-        }
-        // SAFETY: the caller's promise.
-        let (low, high) = self.call.there(0, asked, || unsafe { self.ask(place) });
-        let ([a, b, c, d], [e, f, g, h]) = (unmarked(low), unmarked(high));
-        [a, b, c, d, e, f, g, h]
-    }
-
     #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         // SAFETY: the caller's promise.
@@ -341,31 +271,6 @@ impl Source for First<'_> {
 
 /// What the splits of an attention found, merged.
 impl Source for Parts<'_> {
-    type Place = Place;
-    type Asked = Found<8>;
-
-    #[inline(always)]
-    fn by_eight(&self, _: u32) -> bool {
-        Parts::by_eight(self)
-    }
-
-    #[inline(always)]
-    fn place(&self, unit: u32) -> Place {
-        Parts::place(self, 8 * unit)
-    }
-
-    #[inline(always)]
-    unsafe fn ask(&self, place: Place) -> Found<8> {
-        // SAFETY: the caller's promise.
-        unsafe { self.fetch(place, 0) }
-    }
-
-    #[inline(always)]
-    unsafe fn eight(&self, place: Place, found: Found<8>) -> [f32; 8] {
-        // SAFETY: the caller's promise.
-        unsafe { self.merged(place, found) }
-    }
-
     #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         let place = Parts::place(self, at);
@@ -384,8 +289,6 @@ pub(crate) struct Staging {
     pub(crate) eps: f32,
     /// Whether operand 0 is what an attention's splits found, and the row what they make together.
     pub(crate) merges: bool,
-    /// Whether an element is hi + lo, two bf16.
-    pub(crate) in_terms: bool,
 }
 
 /// What a row is staged with that is known before the row is there.
@@ -395,8 +298,6 @@ pub(crate) struct Prepared {
     /// The norm's weights, where they come in a tile.
     tile: Tile,
     merge: Merge,
-    /// Bytes times this are rows of operand 1, of bf16, in the upper word: exactly, for numbers as small as a tile's.
-    pub(super) per_row: u32,
 }
 
 impl Prepared {
@@ -409,8 +310,7 @@ impl Prepared {
             let is_normed = call.tensor(how.norm).is_present();
             let tiles = call.tiles.filter(|tiles| is_normed && tiles.left() > 0);
             let merge = if how.merges { Merge::of(&call.tensor(0)) } else { Merge::NONE };
-            let per_row = u32::MAX / (2 * call.tensor(1).extent(1)) + 1;
-            Prepared { how, tile: tiles.map_or(Tile::NONE, |tiles| tiles.take()), merge, per_row }
+            Prepared { how, tile: tiles.map_or(Tile::NONE, |tiles| tiles.take()), merge }
         }
     }
 
@@ -454,15 +354,13 @@ pub(crate) unsafe fn ready_or_release(
 
 /// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
 /// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
-/// come from the task's next tile if it has tiles. Returns what is still to be multiplied to every product with the row: the root
-/// is known only after all of it, which so need not be waited for twice.
+/// come from the task's next tile if it has tiles.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 makes one row of as
-/// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], an even number of them if they are terms, and operand
-/// `norm` as many.
+/// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], and operand `norm` as many.
 #[inline(always)]
-pub(crate) unsafe fn stage(call: &Call<'_>, prepared: &Prepared, block: &Block) -> f32 {
+pub(crate) unsafe fn stage(call: &Call<'_>, prepared: &Prepared, block: &Block) {
     // SAFETY: the caller's promises.
     unsafe {
         if prepared.how.merges {
@@ -478,15 +376,12 @@ pub(crate) unsafe fn stage(call: &Call<'_>, prepared: &Prepared, block: &Block) 
 /// # Safety
 /// As [`stage`].
 #[inline(always)]
-unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, block: &Block) -> f32 {
+unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let Prepared { how, tile, .. } = *prepared;
         let k = call.tensor(1).extent(1);
         let weights = call.tensor(how.norm);
-        if how.in_terms && (tile.bytes > 0 || !weights.is_present()) && x.by_eight(k) {
-            return stage_terms(call, prepared, x, k, block);
-        }
         let mut scale = 1.0;
         if weights.is_present() {
             let mut squares = 0.0;
@@ -496,110 +391,19 @@ unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, bl
             }
             scale = rsqrt(block.sum(squares) / k as f32 + how.eps);
         }
-        // One by one, or two at a time; the same code fetches both.
-        let step = if how.in_terms { 2 } else { 1 };
-        for unit in block.mine(k / step) {
-            let (mut values, mut at) = ([0.0; 2], step * unit);
-            while at < step * (unit + 1) {
-                let weight = match (tile.bytes, weights.dtype()) {
-                    _ if !weights.is_present() => 1.0,
-                    (0, _) => weights.get([at]),
-                    (_, F32) => Single::tile_one(tile.at + 4 * at),
-                    (_, BF16) => Brain::tile_one(tile.at + 2 * at),
-                    _ => Half::tile_one(tile.at + 2 * at),
-                };
-                values = [values[1], x.one(at) * scale * weight];
-                at += 1;
-            }
-            if how.in_terms {
-                let [high, low] = in_two(values);
-                shared::store(TERMS + term_at(unit), high);
-                shared::store(TERMS + k / 2 + term_at(unit), low);
-            } else {
-                shared::store(STAGE + unit, values[1].to_bits());
-            }
+        for at in block.mine(k) {
+            let weight = match (tile.bytes, weights.dtype()) {
+                _ if !weights.is_present() => 1.0,
+                (0, _) => weights.get([at]),
+                (_, F32) => Single::tile_one(tile.at + 4 * at),
+                (_, BF16) => Brain::tile_one(tile.at + 2 * at),
+                _ => Half::tile_one(tile.at + 2 * at),
+            };
+            shared::store(STAGE + at, (x.one(at) * scale * weight).to_bits());
         }
         prepared.release(call);
         block.sync();
     }
-    1.0
-}
-
-/// [`stage`] by eight elements of `k`, with weights of type `norm` from the next tile or none.
-///
-/// # Safety
-/// As [`stage`].
-#[inline(always)]
-unsafe fn stage_terms(call: &Call<'_>, prepared: &Prepared, x: &impl Source, k: u32, block: &Block) -> f32 {
-    // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
-    unsafe {
-        let Prepared { how, tile, .. } = *prepared;
-        let norm = (tile.bytes > 0).then(|| call.tensor(how.norm).dtype());
-        let share = if norm.is_some() { reciprocal(k) } else { 0.0 };
-        let mut squares = 0.0;
-        let mut put = |unit: u32, mut values: [f32; 8]| {
-            if let Some(dtype) = norm {
-                let weight = match dtype {
-                    F32 => Single::tile_eight(tile.at + 32 * unit),
-                    BF16 => Brain::tile_eight(tile.at + 16 * unit),
-                    _ => Half::tile_eight(tile.at + 16 * unit),
-                };
-                for i in 0..8 {
-                    squares = fma(values[i], values[i], squares);
-                    values[i] *= weight[i];
-                }
-            }
-            let (mut high, mut low) = ([0; 4], [0; 4]);
-            for i in 0..4 {
-                let at = term_at(i as u32) as usize;
-                [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
-            }
-            shared::store16(TERMS + 4 * unit, high);
-            shared::store16(TERMS + k / 2 + 4 * unit, low);
-        };
-        // Two are under way: memory answers long after it is asked.
-        let (mut unit, units) = (block.thread, k / 8);
-        if unit < units {
-            let mut place = x.place(unit);
-            let mut asked = x.ask(place);
-            loop {
-                let next = unit + block.threads;
-                // Beyond the last it is that one again, which costs nothing but its place in the queue.
-                let next_place = x.place(if next < units { next } else { unit });
-                let next_asked = x.ask(next_place);
-                put(unit, x.eight(place, asked));
-                if next >= units {
-                    break;
-                }
-                (unit, place, asked) = (next, next_place, next_asked);
-            }
-        }
-        if norm.is_some() {
-            let partial = warp::sum(squares);
-            if block.lane() == 0 {
-                shared::store(block.warp(), partial.to_bits());
-            }
-            prepared.release(call);
-        }
-        block.sync();
-        if norm.is_none() {
-            return 1.0;
-        }
-        let mut total = 0.0;
-        for warp in 0..block.warps() {
-            total += f32::from_bits(shared::load(warp));
-        }
-        rsqrt(total * share + how.eps)
-    }
-}
-
-/// Two bf16 of each value, the first value's in the low halves, of which it is the sum but for 2^-17 of it: both first ones, and
-/// both second.
-#[inline(always)]
-pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
-    let high = f32_to_bf16_pair(values[0], values[1]);
-    let rest = |value: f32, high: u32| value - f32::from_bits(high);
-    [high, f32_to_bf16_pair(rest(values[0], high << 16), rest(values[1], high & 0xffff_0000))]
 }
 
 /// The activations that [`dots`] multiplies: up to R rows from `first` on.

@@ -39,10 +39,14 @@ const PLACES: u32 = shared::KEPT;
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
 const WAITED: u32 = POSITION + 1;
+// How many passes the first thread has begun, and how many of its tasks it has timed: its own, but in registers they would be held over all
+// bodies.
+const PASSES: u32 = WAITED + 2;
+const TIMED: u32 = PASSES + 1;
 
 /// What is there beyond these: barriers, and words of shared memory.
 pub(super) const BARRIERS: u32 = TAKEN + 1;
-pub(super) const WORDS_END: u32 = WAITED + 2;
+pub(super) const WORDS_END: u32 = TIMED + 1;
 
 const _: () = assert!(TAKEN < mbarrier::COUNT && WORDS_END <= shared::WORDS && TILE_BARRIERS == 32);
 
@@ -60,6 +64,8 @@ pub(crate) unsafe fn init(task_threads: u32) {
         mbarrier::init(STEP, 1);
         mbarrier::init(TAKEN, 1);
         mbarrier::fence();
+        shared::store(PASSES, 0);
+        shared::store(TIMED, 0);
     }
 }
 
@@ -228,7 +234,6 @@ pub(crate) struct Tiles<'a> {
     next: Cell<u32>,
     pass_end: Cell<u32>,
     task_end: Cell<u32>,
-    passes: Cell<u32>,
     /// Whether this thread measures its waits.
     is_timed: Cell<bool>,
 }
@@ -236,16 +241,7 @@ pub(crate) struct Tiles<'a> {
 impl<'a> Tiles<'a> {
     pub(crate) fn new(sync: &'a Gpu, thread: u32, has_memory: bool) -> Tiles<'a> {
         let zero = || Cell::new(0);
-        Tiles {
-            sync,
-            thread,
-            has_memory,
-            next: zero(),
-            pass_end: zero(),
-            task_end: zero(),
-            passes: zero(),
-            is_timed: Cell::new(false),
-        }
+        Tiles { sync, thread, has_memory, next: zero(), pass_end: zero(), task_end: zero(), is_timed: Cell::new(false) }
     }
 
     /// A pass of `program` at `position` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
@@ -255,10 +251,10 @@ impl<'a> Tiles<'a> {
         if !is_first_thread {
             return;
         }
-        let pass = self.passes.get();
-        self.passes.set(pass.wrapping_add(1));
-        // SAFETY: one thread of the block; the loader reads the word between the two barriers' phases.
+        // SAFETY: one thread of the block; the loader reads the words between the two barriers' phases.
         unsafe {
+            let pass = shared::load(PASSES);
+            shared::store(PASSES, pass.wrapping_add(1));
             if pass > 0 {
                 wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
             }
@@ -279,6 +275,20 @@ impl<'a> Tiles<'a> {
         self.task_end.set(self.next.get().wrapping_add(n));
     }
 
+    /// How many tasks the block's first thread has [timed](Tiles::time) to their ends; it alone asks.
+    #[inline(always)]
+    pub(crate) fn n_timed(&self) -> u32 {
+        // SAFETY: a word of one thread alone, which `init` has written.
+        unsafe { shared::load(TIMED) }
+    }
+
+    /// A task has been timed to its end.
+    #[inline(always)]
+    pub(crate) fn has_timed(&self) {
+        // SAFETY: see `n_timed`.
+        unsafe { shared::store(TIMED, shared::load(TIMED) + 1) };
+    }
+
     /// Measures this thread's waits from now on, or no longer: that of the block's first alone.
     #[inline(always)]
     pub(crate) fn time(&self, is_timed: bool) {
@@ -292,11 +302,17 @@ impl<'a> Tiles<'a> {
         }
     }
 
+    /// Whether this thread measures its waits.
+    #[inline(always)]
+    pub(crate) fn is_timed(&self) -> bool {
+        self.is_timed.get()
+    }
+
     /// The time, for [`waited`](Tiles::waited), if this thread measures its waits; else 0.
     // The two ends of a wait and no closure between, which the compiler would not always take for part of its caller.
     #[inline(always)]
     pub(crate) fn now_ns(&self) -> u64 {
-        if self.is_timed.get() { thread::timer_ns() } else { 0 }
+        if self.is_timed() { thread::timer_ns() } else { 0 }
     }
 
     /// This thread has waited for `what` since `began_ns`.

@@ -11,6 +11,7 @@ use super::attention::FOUND;
 use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put};
 use super::attention::group::{self, Group, Sums};
 use super::*;
+use crate::arch::scalar::reciprocal;
 use crate::arch::{memory, shared, warp};
 use crate::block::FREE_SHARED;
 
@@ -239,7 +240,7 @@ unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, h: u32, g: u32, i: u32, fou
             call.put_in_row(&y, &row, 0, found.max);
             call.put_in_row(&y, &row, 1, found.total);
         }
-        let (factor, at) = if split { (1.0, FOUND) } else { (1.0 / found.total, 0) };
+        let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
         for j in 0..4 {
             call.put_in_row(&y, &row, at + i + j as u32, found.sums[j] * factor);
         }

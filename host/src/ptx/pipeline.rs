@@ -117,6 +117,7 @@ impl Cost {
             "cvt" => SPECIAL,
             "ex2" | "rsqrt" | "popc" | "clz" => SPECIAL,
             // Sequences: an approximation, its correction, and a test whether that holds.
+            "rcp" if opcode.contains("approx") => SPECIAL,
             "rcp" | "sqrt" => cost(8, 50),
             "div" if opcode.ends_with("f32") => cost(10, 60),
             "div" | "rem" if is_64 => cost(60, 300),

@@ -156,6 +156,7 @@ pub(super) fn unary(opcode: &str) -> Option<Unary> {
         "clz.b32" => row!(|a| u64::from((a as u32).leading_zeros())),
         "rcp.rn.f32" => row!(|a| of_f32(1.0 / f32_of(a))),
         "sqrt.rn.f32" => row!(|a| of_f32(f32_of(a).sqrt())),
+        "rcp.approx.ftz.f32" => row!(|a| of_f32(flushed(1.0 / flushed(f32_of(a))))),
         "rsqrt.approx.ftz.f32" => row!(|a| of_f32((1.0 / f64::from(flushed(f32_of(a))).sqrt()) as f32)),
         // Two units in the last place on the chip; here rounded once.
         "ex2.approx.ftz.f32" => row!(|a| of_f32(flushed(f64::from(flushed(f32_of(a))).exp2() as f32))),

@@ -565,8 +565,16 @@ pub(super) fn sqrt(x: f32) -> f32 {
 }
 
 pub(super) fn rsqrt(x: f32) -> f32 {
-    let x = if x.is_subnormal() { 0.0f32.copysign(x) } else { x };
-    (1.0 / f64::from(x).sqrt()) as f32
+    (1.0 / f64::from(flushed(x)).sqrt()) as f32
+}
+
+pub(super) fn reciprocal(x: f32) -> f32 {
+    flushed(1.0 / flushed(x))
+}
+
+/// `x`, or a zero of its sign where it is subnormal.
+fn flushed(x: f32) -> f32 {
+    if x.is_subnormal() { 0.0f32.copysign(x) } else { x }
 }
 
 pub(super) fn f16_to_f32(bits: u16) -> f32 {

@@ -8,7 +8,7 @@
 //! exp(m - M) times, M the largest of the maxima.
 
 use super::*;
-use crate::arch::scalar::fma;
+use crate::arch::scalar::{fma, reciprocal};
 use crate::arch::{WARP, memory, shared, warp};
 use crate::block::FREE_SHARED;
 use crate::gpu::math::exp;
@@ -181,13 +181,13 @@ pub(in crate::kernels) unsafe fn put(
             call.put_in_row(y, &row, 0, found.max);
             call.put_in_row(y, &row, 1, found.total);
         }
-        let (divisor, at) = if split { (1.0, FOUND) } else { (found.total, 0) };
+        let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
         // A loop for each way to write, since one around both would not be unrolled, and the sums would go to memory for it.
         if y.is_flagged() {
             for step in 0..PER_LANE {
                 let i = slice + dimension(step, lane);
                 if i < d {
-                    call.put_in_row(y, &row, at + i, found.sums[step] / divisor);
+                    call.put_in_row(y, &row, at + i, found.sums[step] * factor);
                 }
             }
             return;
@@ -195,7 +195,7 @@ pub(in crate::kernels) unsafe fn put(
         for step in 0..PER_LANE {
             let i = slice + dimension(step, lane);
             if i < d {
-                row.set(at + i, found.sums[step] / divisor);
+                row.set(at + i, found.sums[step] * factor);
             }
         }
     }

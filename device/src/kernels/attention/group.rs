@@ -19,7 +19,7 @@ use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
 use crate::arch::{each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::gpu::BF16;
-use crate::gpu::rows::in_two;
+use crate::gpu::thin::in_two;
 use core::f32::consts::LOG2_E;
 use perpetua_shared::launch::TASK_THREADS;
 

@@ -5,7 +5,8 @@
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
-use crate::gpu::{thin, warpgroup, wide};
+use crate::gpu::thin::{self, First};
+use crate::gpu::{warpgroup, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
@@ -21,11 +22,7 @@ pub(super) unsafe fn run(
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(6).is_present() || call.tensor(0).is_flagged();
-        let is_thin = thin::is_for::<2>(call, rows, 6);
-        let how = Staging { norm: 6, eps: p.eps, merges: false, in_terms: is_thin };
-        let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
-        ready_or_release(&prepared, call, ready)?;
-        let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
+        let how = Staging { norm: 6, eps: p.eps, merges: false };
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
             if gate_bias.is_present() {
@@ -36,15 +33,20 @@ pub(super) unsafe fn run(
             }
             call.put(&y, [r, n], activate(p.activation, g) * u);
         };
+        let row = First { call, x: call.tensor(0) };
+        if rows == 1 && thin::is_for::<2, _>(call, &row, how) {
+            return thin::run::<2, 30, _>(call, &row, how, block, ready, |_| 0, |n, [g, u], _| finish(0, n, g, u));
+        }
+        let prepared = staged.then(|| Prepared::new(call, how));
+        ready_or_release(&prepared, call, ready)?;
+        if let Some(prepared) = &prepared {
+            stage(call, prepared, block);
+        }
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
-                thin::multiply::<2>(call, tiles, block, (prepared, scale), |_| 0, |n, [g, u], _| finish(0, n, g, u));
-            } else {
-                tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
-            }
+            tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
             return Ok(());
         }
         if warpgroup::is_for::<2>(call, block, rows) {

@@ -6,7 +6,9 @@ use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
-use crate::gpu::{thin, warpgroup, wide};
+use crate::gpu::thin::{self, First};
+use crate::gpu::{warpgroup, wide};
+use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
 
 /// # Safety
@@ -24,12 +26,7 @@ pub(super) unsafe fn run(
         let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(0)) };
         let columns = call.tensor(1).extent(0);
         let staged = call.tensor(5).is_present() || p.merges != 0 || call.tensor(0).is_flagged();
-        let is_thin = thin::is_for::<1>(call, rows, 5);
-        let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, in_terms: is_thin };
-        let prepared = (staged || is_thin).then(|| Prepared::new(call, how));
-        let searches = call.tensor(6).is_present();
-        ready_or_release(&prepared, call, ready)?;
-        let scale = prepared.as_ref().map_or(1.0, |prepared| stage(call, prepared, block));
+        let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0 };
         let ask = |r: u32, n: u32| {
             let residual = call.tensor(3);
             if residual.is_present() { call.ask(&residual, [r, n]) } else { 0 }
@@ -54,16 +51,25 @@ pub(super) unsafe fn run(
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
             call.tensor(4).set([r, n], activated(n, sum) + before);
         };
+        let ask_one = |n: u32| ask(0, n);
+        let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| add(0, n, sum, asked);
+        let row = First { call, x: call.tensor(0) };
+        if p.merges != 0 && thin::is_for::<1, _>(call, &Parts::new(call, Merge::NONE), how) {
+            let merged = Parts::new(call, Merge::of(&call.tensor(0)));
+            thin::run::<1, 10, _>(call, &merged, how, block, ready, ask_one, finish_one)?;
+        } else if p.merges == 0 && rows == 1 && thin::is_for::<1, _>(call, &row, how) {
+            thin::run::<1, 20, _>(call, &row, how, block, ready, ask_one, finish_one)?;
+        } else {
+        let prepared = staged.then(|| Prepared::new(call, how));
+        ready_or_release(&prepared, call, ready)?;
+        if let Some(prepared) = &prepared {
+            stage(call, prepared, block);
+        }
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows <= TILED_ROWS
         {
-            if let Some(prepared) = prepared.as_ref().filter(|_| is_thin) {
-                let finish = |n: u32, [sum]: [f32; 1], asked: u32| add(0, n, sum, asked);
-                thin::multiply::<1>(call, tiles, block, (prepared, scale), |n| ask(0, n), finish);
-            } else {
-                tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
-            }
+            tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
         } else if warpgroup::is_for::<1>(call, block, rows) {
             warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
             return Ok(());
@@ -92,7 +98,8 @@ pub(super) unsafe fn run(
                 n += block.warps();
             }
         }
-        if searches {
+        }
+        if call.tensor(6).is_present() {
             let best = block.best(best.get());
             if block.thread == 0 {
                 argmax::put(&p.best, best, call.block::<0>(), [call.tensor(6), call.tensor(7)]);

@@ -16,114 +16,165 @@
 //! the same in both, hence the columns. B's columns are such that half a warp, which is given eight bytes a lane at a time,
 //! finds all of a pair of chunks in one term.
 //!
-//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its event has fired: its weights
-//! are in shared memory by then, and every instruction stands between two hops. 256 weights cost a warp 27 instructions one by one,
+//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its row is there: the first rows of weights
+//! are in registers by then ([`held`]), others in shared memory, and every instruction stands between two hops. 256 weights cost a warp 27 instructions one by one,
 //! as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all rows together.
 //!
-//! x is taken as hi + lo, both bf16, which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
+//! x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
 
-use super::rows::{Prepared, TERMS};
-use super::tiles::{Tile, Tiles};
+mod held;
+mod terms;
+
+use super::rows::Staging;
+use super::tiles::Tiles;
 use super::{BF16, Call};
-use crate::arch::{bulk, shared, warp};
+use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
+use held::{Held, Taken};
+use perpetua_shared::Fault;
 use perpetua_shared::launch::TASK_THREADS;
+use terms::TERMS;
+pub(crate) use terms::in_two;
+pub(crate) use terms::{First, Source};
 
 /// Elements of k that a product takes of eight rows, with their bytes, and as words of a term.
 const CHUNK: u32 = 32;
 const CHUNK_BYTES: u32 = 2 * CHUNK;
 const CHUNK_WORDS: u32 = CHUNK / 2;
 
-/// Words from one warp's sums to the next's: whole products' worth of them, 16 each.
+/// Words for the sums of squares that warps have staged, after the row's; then come the sums of products.
+const SQUARES: u32 = 8;
+
+/// Words from one warp's sums to the next's, from word `parts` on: whole products' worth of them, 16 each.
 #[inline(always)]
 fn room(parts: u32, warps: u32) -> u32 {
     (shared::KEPT - parts) / (16 * warps) * 16
 }
 
-const _: () = assert!((shared::KEPT - (TERMS + MAX_NORMED)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
+const _: () = assert!(TASK_THREADS / 32 <= SQUARES, "every warp has a word");
+const _: () =
+    assert!((shared::KEPT - (TERMS + MAX_NORMED + SQUARES)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
 
-/// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on and an operand `norm` or none.
+/// Whether [`run`] is for this call, of `N` matrices of weights from operand 1 on, if `source` is its one row.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32, norm: usize) -> bool {
+pub(crate) unsafe fn is_for<const N: usize, const E: usize>(
+    call: &Call<'_>,
+    source: &impl Source<E>,
+    how: Staging,
+) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
         let w = call.tensor(1);
         let (columns, k) = (w.extent(0), w.extent(1));
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
-        let whole = left <= u32::from(call.tensor(norm).is_present()) + N as u32 * columns;
-        rows == 1 && left > 0 && whole && w.dtype() == BF16 && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED
+        let whole = left <= u32::from(call.tensor(how.norm).is_present()) + N as u32 * columns;
+        let is_fit = w.dtype() == BF16 && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED;
+        left > 0 && whole && is_fit && source.is_whole()
     }
 }
 
+/// Where the activations of the terms stand that a lane has the column of, in chunk 0 of `chunks`, and which rows of weights want them: even
+/// ones or odd ones.
+#[inline(always)]
+fn activations(chunks: u32, block: &Block) -> (u32, u32) {
+    let (g, t) = (block.lane() / 4, block.lane() % 4);
+    // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
+    let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
+    (TERMS + term * chunks * CHUNK_WORDS + 4 * t + 2 * words, parity)
+}
+
+/// What a lane's two columns of two products add to the sum of its row, with the other term's: lane t has columns 2t and 2t + 1, words 0 and
+/// 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
+///
+/// # Safety
+/// As [`run`].
+#[inline(always)]
+unsafe fn sum_of([one, other]: [[f32; 4]; 2]) -> f32 {
+    let own = (one[0] + other[0]) + (one[3] + other[3]);
+    // SAFETY: the caller's promise.
+    own + f32::from_bits(unsafe { warp::shuffle_xor(own.to_bits(), 2) })
+}
+
 /// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
-/// `scale` times the products with the row that [`stage`](super::rows::stage) has put into shared memory as terms. What it can,
-/// it asks for before the products.
+/// the products with the row `source`. What it can it does before `ready`, and asks for before the products; `H`
+/// products' weights it holds in registers by then.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it, and the tiles are those of a plan for this task.
+///
+/// # Errors
+/// Those of `ready`.
 #[inline(always)]
-pub(crate) unsafe fn multiply<const N: usize>(
+pub(crate) unsafe fn run<const N: usize, const H: usize, const E: usize>(
     call: &Call<'_>,
-    tiles: &Tiles<'_>,
+    source: &impl Source<E>,
+    how: Staging,
     block: &Block,
-    (prepared, scale): (&Prepared, f32),
+    ready: impl Fn() -> Result<(), Fault>,
     ask: impl Fn(u32) -> u32,
     finish: impl Fn(u32, [f32; N], u32),
-) {
+) -> Result<(), Fault> {
     // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the tiles alone. A warp writes its
     // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
     unsafe {
-        let k = call.tensor(1).extent(1);
+        let Some(tiles) = call.tiles else { return Ok(()) };
+        let (norm, k) = (call.tensor(how.norm), call.tensor(1).extent(1));
+        if norm.is_present() {
+            terms::keep_norm(tiles, &norm, k, block);
+        }
+        let held = Held::<N, H>::new(tiles, k, block);
+        let outcome = ready();
+        if outcome.is_err() {
+            held.release(tiles);
+            return outcome;
+        }
+        // Found out anew, all that follows from it, too: weights are held where it would be.
+        let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
+        let squares = terms::stage(source, &norm, k, block);
         let (lane, warps) = (block.lane(), block.warps());
         let (g, t) = (lane / 4, lane % 4);
         let per = 16 / N as u32;
-        let parts = TERMS + k;
+        let (squares_at, parts) = (TERMS + k, TERMS + k + SQUARES);
         let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
         let early = if block.thread < call.tensor(1).extent(0) { ask(block.thread) } else { 0 };
-        let take = || {
-            let mut taken = [Tile::NONE; N];
-            for i in 0..N {
-                taken[i] = tiles.take();
-            }
-            let rows = (u64::from(taken[0].bytes) * u64::from(prepared.per_row)) >> 32;
-            (taken, rows as u32)
-        };
         // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
         let row = |i: u32| if N == 1 { g + 8 * i } else { g };
-        let place = |taken: &[Tile; N], i: u32, row: u32| taken[i as usize % N].at + row * 2 * k + 16 * t;
-        // The tiles at hand, their rows, those that are done, and the first tile that has not been released.
-        let (mut taken, mut rows, mut done, mut oldest) = ([Tile::NONE; N], 0, 0, tiles.next());
-        // The first row whose sums are kept.
-        let mut first = 0;
+        let place = |taken: &Taken<N>, i: u32, row: u32| taken.at[i as usize % N] + row * 2 * k + 16 * t;
+        let squares = held.multiply(own, k, squares, block);
+        if lane == 0 {
+            shared::store(squares_at + block.warp(), squares.to_bits());
+        }
+        let mut taken = held.taken;
+        // The first row whose sums are kept, and how many are.
+        let (mut first, mut kept) = (0, held.rows);
         loop {
-            let mut kept = 0;
-            while (done < rows || tiles.left() >= N as u32) && (kept + per) * N as u32 <= pitch {
-                if done == rows {
-                    (taken, rows) = take();
-                    done = 0;
+            while (taken.done < taken.rows || tiles.left() >= N as u32) && (kept + per) * N as u32 <= pitch {
+                let oldest = taken.oldest(tiles);
+                if taken.done == taken.rows {
+                    taken.take(tiles);
                 }
-                let mut here = per.min(rows - done);
+                let mut here = per.min(taken.rows - taken.done);
                 let mut at = [0; 2];
                 for i in 0..2 {
-                    at[i as usize] = place(&taken, i, done + row(i).min(here - 1));
+                    at[i as usize] = place(&taken, i, taken.done + row(i).min(here - 1));
                 }
-                done += here;
+                taken.done += here;
                 // What these leave empty the next tiles fill, for which those that are held need not be released (`DataOp::after`).
                 if here < per && tiles.left() >= N as u32 {
-                    (taken, rows) = take();
-                    done = rows.min(per - here);
+                    taken.take(tiles);
+                    taken.done = taken.rows.min(per - here);
                     for i in 0..2 {
                         if row(i) >= here {
-                            at[i as usize] = place(&taken, i, (row(i) - here).min(done - 1));
+                            at[i as usize] = place(&taken, i, (row(i) - here).min(taken.done - 1));
                         }
                     }
-                    here += done;
+                    here += taken.done;
                 }
                 let sums = if N == 2 || here > 8 {
                     products::<true>(at, k / CHUNK, block)
@@ -139,12 +190,17 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     }
                 }
                 kept += here;
-                let rest = if done < rows { N as u32 } else { 0 };
-                let n = tiles.next().wrapping_sub(oldest) - rest;
-                tiles.release_some(oldest, n);
-                oldest = oldest.wrapping_add(n);
+                taken.release(tiles, oldest);
             }
             block.sync();
+            let mut scale = 1.0;
+            if norm.is_present() {
+                let mut total = 0.0;
+                for warp in 0..warps {
+                    total += f32::from_bits(shared::load(squares_at + warp));
+                }
+                scale = terms::root(total, k, &how);
+            }
             for at in block.mine(kept) {
                 let mut sums = [0f32; N];
                 for warp in 0..warps {
@@ -159,9 +215,10 @@ pub(crate) unsafe fn multiply<const N: usize>(
                 finish(n, sums, if n == block.thread { early } else { ask(n) });
             }
             first += kept;
-            if done == rows && tiles.left() < N as u32 {
-                return;
+            if taken.done == taken.rows && tiles.left() < N as u32 {
+                return Ok(());
             }
+            kept = 0;
             block.sync();
         }
     }
@@ -171,16 +228,14 @@ pub(crate) unsafe fn multiply<const N: usize>(
 /// lane's weights begin at these bytes of the tiles: on one or the other of the first two lanes of four, for even rows and for odd.
 ///
 /// # Safety
-/// As [`multiply`].
+/// As [`run`].
 #[inline(always)]
 unsafe fn products<const HIGH: bool>([low_at, high_at]: [u32; 2], chunks: u32, block: &Block) -> [f32; 2] {
     // SAFETY: the caller's promise; chunks are pairs, so that a chunk's other one is there.
     unsafe {
-        let (lane, warps) = (block.lane(), block.warps());
-        let (g, t) = (lane / 4, lane % 4);
-        // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
-        let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
-        let b_at = TERMS + term * chunks * CHUNK_WORDS + 4 * t + 2 * words;
+        let warps = block.warps();
+        let g = block.lane() / 4;
+        let (b_at, parity) = activations(chunks, block);
         let fetch = |chunk: u32| {
             let from = (chunk ^ (g % 2)) * CHUNK_BYTES;
             let low = bulk::load16(low_at + from);
@@ -205,12 +260,6 @@ unsafe fn products<const HIGH: bool>([low_at, high_at]: [u32; 2], chunks: u32, b
         if chunk < chunks {
             add(0, fetch(chunk));
         }
-        // Lane t has columns 2t and 2t + 1, words 0 and 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
-        let sum = |half: usize| {
-            let [one, other] = sums[half];
-            let own = (one[0] + other[0]) + (one[3] + other[3]);
-            own + f32::from_bits(warp::shuffle_xor(own.to_bits(), 2))
-        };
-        [sum(0), if HIGH { sum(1) } else { 0.0 }]
+        [sum_of(sums[0]), if HIGH { sum_of(sums[1]) } else { 0.0 }]
     }
 }

@@ -1,0 +1,240 @@
+//! Weights in registers: a task's first rows, taken from their tiles while the row of activations is on its way.
+
+use super::super::tiles::Tiles;
+use super::{CHUNK, CHUNK_BYTES, CHUNK_WORDS, activations, sum_of};
+use crate::arch::{bulk, shared, warp};
+use crate::block::Block;
+
+/// Of how many times eight rows weights are held, at most.
+const GROUPS: usize = 6;
+
+/// How many times eight rows those are where `C` products of each are the warp's, of `held` in all.
+const fn groups(held: usize, chunks: usize) -> usize {
+    if held / chunks < GROUPS { held / chunks } else { GROUPS }
+}
+
+/// Calls `$held.$what::<C>($args)` for a `C` that is at least `$width`, how many chunks of k a warp has: constant, since
+/// registers have no numbers that are found out. Where they would be too many it is `$else`.
+macro_rules! of_width {
+    ($width:expr, $held:ident.$what:ident($($args:expr),*), $else:expr) => {
+        match $width {
+            0..=2 => $held.$what::<2>($($args),*),
+            3..=5 => $held.$what::<5>($($args),*),
+            6..=10 => $held.$what::<10>($($args),*),
+            11..=14 => $held.$what::<14>($($args),*),
+            _ => $else,
+        }
+    };
+}
+
+/// `$body` for every chunk, or group, `$i` below `$n`, written out: what loops index the compiler does not always keep in registers.
+macro_rules! each {
+    (chunk $i:ident below $n:expr => $body:block) => {
+        each!($i below $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13)
+    };
+    (group $i:ident below $n:expr => $body:block) => {
+        each!($i below $n => $body; 0 1 2 3 4 5)
+    };
+    ($i:ident below $n:expr => $body:block; $($number:literal)*) => {
+        $({
+            let $i = const { $number };
+            if $i < $n $body
+        })*
+    };
+}
+
+/// Tiles that a warp has taken, one of each matrix.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken<const N: usize> {
+    /// Where they begin.
+    pub(super) at: [u32; N],
+    /// Rows of weights in each, and how many of those have been read.
+    pub(super) rows: u32,
+    pub(super) done: u32,
+    /// Bytes times this are rows, in the upper word: exactly, for numbers as small as a tile's.
+    per_row: u32,
+}
+
+impl<const N: usize> Taken<N> {
+    /// Takes the next ones.
+    ///
+    /// # Safety
+    /// As [`Tiles::take`]; there are so many.
+    #[inline(always)]
+    pub(super) unsafe fn take(&mut self, tiles: &Tiles<'_>) {
+        for i in 0..N {
+            // SAFETY: the caller's promise.
+            let tile = unsafe { tiles.take() };
+            self.at[i] = tile.at;
+            self.rows = ((u64::from(tile.bytes) * u64::from(self.per_row)) >> 32) as u32;
+        }
+        self.done = 0;
+    }
+
+    /// The number, in the launch, of the first tile that has not been released, if all that could be have been.
+    #[inline(always)]
+    pub(super) fn oldest(&self, tiles: &Tiles<'_>) -> u32 {
+        tiles.next().wrapping_sub(if self.done < self.rows { N as u32 } else { 0 })
+    }
+
+    /// Releases those from number `first` on of which all has been read.
+    ///
+    /// # Safety
+    /// As [`Tiles::release_some`].
+    #[inline(always)]
+    pub(super) unsafe fn release(&self, tiles: &Tiles<'_>, first: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { tiles.release_some(first, self.oldest(tiles).wrapping_sub(first)) };
+    }
+}
+
+/// A task's first rows of weights, in registers: read while the row that they are multiplied with is on its way, so that what is left
+/// to do once it is there are products. Their tiles are released by then, so the loader is ahead by that much, too.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Held<const N: usize, const H: usize> {
+    /// Sixteen bytes a lane for each product: of eight rows of one matrix after the other, by chunks of the warp.
+    weights: [[u32; 4]; H],
+    /// How many rows of each matrix.
+    pub(super) rows: u32,
+    /// The tiles at hand by then.
+    pub(super) taken: Taken<N>,
+}
+
+/// Where the calling warp's chunks are of eight rows of weights: a lane's, in its row, an odd row at one half of a pair of chunks while
+/// the even one is at the other.
+#[inline(always)]
+fn chunk_of(c: usize, parity: u32, block: &Block) -> u32 {
+    // Every other one is as many even chunks further on.
+    let (warp, warps) = (block.warp(), block.warps());
+    ((warp + c as u32 % 2 * warps) ^ parity) + c as u32 / 2 * 2 * warps
+}
+
+impl<const N: usize, const H: usize> Held<N, H> {
+    /// Takes the first rows' tiles, of rows of `k`, and waits for them: no weights depend on the row.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    #[inline(always)]
+    pub(super) unsafe fn new(tiles: &Tiles<'_>, k: u32, block: &Block) -> Held<N, H> {
+        let per_row = u32::MAX / (2 * k) + 1;
+        let taken = Taken { at: [0; N], rows: 0, done: 0, per_row };
+        let mut held = Held { weights: [[0; 4]; H], rows: 0, taken };
+        // SAFETY: the caller's promise.
+        unsafe { of_width!((k / CHUNK).div_ceil(block.warps()), held.fill(tiles, k, block), ()) };
+        held
+    }
+
+    /// Reads what `C` chunks of the first rows want.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    #[inline(always)]
+    unsafe fn fill<const C: usize>(&mut self, tiles: &Tiles<'_>, k: u32, block: &Block) {
+        // SAFETY: the caller's promise. Instead of a chunk beyond the last it is the first, which is multiplied with nothing.
+        unsafe {
+            let (g, t) = (block.lane() / 4, block.lane() % 4);
+            let mut from = [0; C];
+            each!(chunk c below C => {
+                let chunk = chunk_of(c, g % 2, block);
+                from[c] = if chunk < k / CHUNK { chunk } else { 0 } * CHUNK_BYTES + 16 * t;
+            });
+            each!(group j below groups(H, C) / N => { self.fill_group(tiles, &from, j, k, g) });
+        }
+    }
+
+    /// Likewise of the `j`th eight rows of each matrix, if so many are held: those of row `g` of them, from these bytes of it on.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    #[inline(always)]
+    unsafe fn fill_group<const C: usize>(&mut self, tiles: &Tiles<'_>, from: &[u32; C], j: usize, k: u32, g: u32) {
+        let mut read = 0;
+        // SAFETY: the caller's promise.
+        unsafe {
+            while read < 8 && (self.taken.done < self.taken.rows || tiles.left() >= N as u32) {
+                let oldest = self.taken.oldest(tiles);
+                if self.taken.done == self.taken.rows {
+                    self.taken.take(tiles);
+                }
+                let here = (8 - read).min(self.taken.rows - self.taken.done);
+                if g.wrapping_sub(read) < here {
+                    let row = (self.taken.done + g - read) * 2 * k;
+                    for i in 0..N {
+                        each!(chunk c below C => {
+                            self.weights[(j * N + i) * C + c] = bulk::load16(self.taken.at[i] + row + from[c]);
+                        });
+                    }
+                }
+                read += here;
+                self.taken.done += here;
+                self.taken.release(tiles, oldest);
+            }
+        }
+        self.rows += read;
+    }
+
+    /// Gives back what has been taken and not released.
+    ///
+    /// # Safety
+    /// As [`Tiles::release_some`].
+    #[inline(always)]
+    pub(super) unsafe fn release(&self, tiles: &Tiles<'_>) {
+        let first = self.taken.oldest(tiles);
+        // SAFETY: the caller's promise.
+        unsafe { tiles.release_some(first, tiles.next().wrapping_sub(first)) };
+    }
+
+    /// Puts what the calling warp's chunks add to the sums of all rows held into shared memory, from word `own` on, for rows of `k`;
+    /// and adds up `squares` over the warp meanwhile.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    #[inline(always)]
+    pub(super) unsafe fn multiply(&self, own: u32, k: u32, squares: f32, block: &Block) -> f32 {
+        let chunks = k / CHUNK;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let width = chunks.div_ceil(block.warps());
+            of_width!(width, self.products(own, chunks, squares, block), warp::sum(squares))
+        }
+    }
+
+    /// [`multiply`](Held::multiply), of `C` chunks.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    #[inline(always)]
+    unsafe fn products<const C: usize>(&self, own: u32, chunks: u32, squares: f32, block: &Block) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (b_at, parity) = activations(chunks, block);
+            let mut b = [[0; 2]; C];
+            each!(chunk c below C => {
+                let chunk = chunk_of(c, parity, block);
+                let is_there = chunk_of(c, 0, block) < chunks;
+                let words = shared::load8(b_at + if is_there { chunk } else { 0 } * CHUNK_WORDS);
+                b[c] = if is_there { words } else { [0; 2] };
+            });
+            // All groups', whether they have rows or not: a branch would be waited for, and so would each group's products alone.
+            let mut sums = [[[0f32; 4]; 2]; GROUPS];
+            each!(group j below groups(H, C) / N * N => {
+                each!(chunk c below C => {
+                    sums[j][c % 2] = warp::mma(self.weights[j * C + c], b[c], sums[j][c % 2]);
+                });
+            });
+            let squares = warp::sum(squares);
+            let mut own_sums = [0f32; GROUPS];
+            each!(group j below groups(H, C) / N * N => { own_sums[j] = sum_of(sums[j]) });
+            let (g, t) = (block.lane() / 4, block.lane() % 4);
+            if t == g % 2 {
+                each!(group j below groups(H, C) / N * N => {
+                    let row = 8 * (j / N) as u32 + g;
+                    if row < self.rows {
+                        shared::store(own + row * N as u32 + (j % N) as u32, own_sums[j].to_bits());
+                    }
+                });
+            }
+            squares
+        }
+    }
+}

@@ -1,0 +1,247 @@
+//! The row of activations as products take it: in shared memory, each element hi + lo, two bf16, which leaves out what is below 2^-17 of
+//! it.
+
+use super::super::flags::unmarked;
+use super::super::math::{reciprocal, rsqrt};
+use super::super::rows::{singles, widen_brain, widen_half};
+use super::super::tiles::Tiles;
+use super::super::{BF16, Call, F32, Tensor};
+use super::Staging;
+use crate::arch::scalar::{f32_to_bf16_pair, fma};
+use crate::arch::{atomic, bulk, memory, shared};
+use crate::block::{Block, FREE_SHARED};
+use crate::kernels::MAX_NORMED;
+use crate::kernels::attention_merge::{Found, Parts, Place};
+
+/// Where the row starts: pairs of hi, then pairs of lo, in the order of [`term_at`].
+pub(super) const TERMS: u32 = FREE_SHARED;
+
+const _: () = assert!(TERMS.is_multiple_of(4) && TERMS + MAX_NORMED <= shared::KEPT, "a row has room");
+
+/// Where pair `pair` of a term stands: of each four the first and the third come first, as a product takes them.
+#[inline(always)]
+fn term_at(pair: u32) -> u32 {
+    pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2
+}
+
+/// Two bf16 of each value, the first value's in the low halves, of which it is the sum but for 2^-17 of it: both first ones, and
+/// both second.
+#[inline(always)]
+pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
+    let high = f32_to_bf16_pair(values[0], values[1]);
+    let rest = |value: f32, high: u32| value - f32::from_bits(high);
+    [high, f32_to_bf16_pair(rest(values[0], high << 16), rest(values[1], high & 0xffff_0000))]
+}
+
+/// The row to be staged, which is asked for by units of `E` elements, a multiple of eight.
+pub(crate) trait Source<const E: usize>: Copy {
+    /// Whether two units may be under way at once, or there are no registers for so much.
+    const TWO: bool;
+    /// Where a unit is, and one that is under way.
+    type Place: Copy;
+    /// See [`Place`](Source::Place).
+    type Asked;
+
+    /// Whether units may be asked for at once.
+    fn is_whole(&self) -> bool;
+
+    /// Where elements from E * `unit` on are.
+    fn place(&self, unit: u32) -> Self::Place;
+
+    /// Asks for them.
+    ///
+    /// # Safety
+    /// They are there, and the row [is whole](Source::is_whole).
+    unsafe fn ask(&self, place: Self::Place) -> Self::Asked;
+
+    /// What was asked for.
+    ///
+    /// # Safety
+    /// As [`ask`](Source::ask).
+    unsafe fn unit(&self, place: Self::Place, asked: Self::Asked) -> [f32; E];
+}
+
+/// Row 0 of operand 0, a matrix.
+#[derive(Clone, Copy)]
+pub(crate) struct First<'a> {
+    pub(crate) call: &'a Call<'a>,
+    pub(crate) x: Tensor,
+}
+
+impl Source<8> for First<'_> {
+    const TWO: bool = true;
+    /// Its number: addresses would be held.
+    type Place = u32;
+    type Asked = ([u32; 4], [u32; 4]);
+
+    #[inline(always)]
+    fn is_whole(&self) -> bool {
+        self.x.dtype() == F32 && self.x.address([0, 0]).addr().is_multiple_of(16)
+    }
+
+    #[inline(always)]
+    fn place(&self, unit: u32) -> u32 {
+        unit
+    }
+
+    #[inline(always)]
+    unsafe fn ask(&self, place: u32) -> ([u32; 4], [u32; 4]) {
+        let place = self.x.address([0, 0]).wrapping_add(32 * place as usize);
+        let next = place.wrapping_add(16);
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.x.is_flagged() {
+                (atomic::load16_relaxed(place.cast()), atomic::load16_relaxed(next.cast()))
+            } else {
+                (memory::load16(place), memory::load16(next))
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn unit(&self, place: u32, asked: ([u32; 4], [u32; 4])) -> [f32; 8] {
+        if !self.x.is_flagged() {
+            return singles(asked.0, asked.1);
+        }
+        // SAFETY: the caller's promise.
+        let (low, high) = self.call.there(0, asked, || unsafe { self.ask(place) });
+        let ([a, b, c, d], [e, f, g, h]) = (unmarked(low), unmarked(high));
+        [a, b, c, d, e, f, g, h]
+    }
+}
+
+/// Elements that are merged at once: what splits found beside the elements themselves is asked for once for all of them.
+const MERGED: usize = 8;
+
+/// What the splits of an attention found, merged.
+impl Source<MERGED> for Parts<'_> {
+    const TWO: bool = false;
+    type Place = Place;
+    type Asked = Found<MERGED>;
+
+    #[inline(always)]
+    fn is_whole(&self) -> bool {
+        self.by(MERGED as u32)
+    }
+
+    #[inline(always)]
+    fn place(&self, unit: u32) -> Place {
+        Parts::place(self, MERGED as u32 * unit)
+    }
+
+    #[inline(always)]
+    unsafe fn ask(&self, place: Place) -> Found<MERGED> {
+        // SAFETY: the caller's promise.
+        unsafe { self.fetch(place, 0) }
+    }
+
+    #[inline(always)]
+    unsafe fn unit(&self, place: Place, found: Found<MERGED>) -> [f32; MERGED] {
+        // SAFETY: the caller's promise.
+        unsafe { self.merged(place, found) }
+    }
+}
+
+/// Puts the weights of the norm, which come in the task's next tile, where the terms of the elements will stand that they belong to: the
+/// tile need not be held until the row is there.
+///
+/// # Safety
+/// As [`stage`]; the task has a tile of the weights next.
+#[inline(always)]
+pub(super) unsafe fn keep_norm(tiles: &Tiles<'_>, norm: &Tensor, k: u32, block: &Block) {
+    // SAFETY: the caller's promise; a thread writes the words that it stages.
+    unsafe {
+        let tile = tiles.take();
+        for unit in block.mine(k / 8) {
+            let (high_at, low_at) = place_of(unit, k);
+            if norm.dtype() == F32 {
+                shared::store16(high_at, bulk::load16(tile.at + 32 * unit));
+                shared::store16(low_at, bulk::load16(tile.at + 32 * unit + 16));
+            } else {
+                shared::store16(high_at, bulk::load16(tile.at + 16 * unit));
+            }
+        }
+        tiles.release(tile);
+    }
+}
+
+/// Where the terms of elements 8 * `unit` to 8 * `unit` + 7 of `k` stand, hi and lo.
+#[inline(always)]
+fn place_of(unit: u32, k: u32) -> (u32, u32) {
+    (TERMS + 4 * unit, TERMS + k / 2 + 4 * unit)
+}
+
+/// Puts the `k` elements of row `x` into shared memory, multiplied with the weights of the norm, if there is one, which
+/// [`keep_norm`] has put there; the sum of the squares of those that this thread had.
+///
+/// # Safety
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k` elements, at most
+/// [`MAX_NORMED`], in [whole](Source::is_whole) units; of eight elements if there is a norm.
+#[inline(always)]
+pub(super) unsafe fn stage<const E: usize, S: Source<E>>(x: &S, norm: &Tensor, k: u32, block: &Block) -> f32 {
+    // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
+    unsafe {
+        let mut squares = 0.0;
+        let mut put = |unit: u32, mut values: [f32; E]| {
+            if E == 8 && norm.is_present() {
+                let (high_at, low_at) = place_of(unit, k);
+                let first = shared::load16(high_at);
+                let weight = match norm.dtype() {
+                    F32 => singles(first, shared::load16(low_at)),
+                    BF16 => widen_brain(first),
+                    _ => widen_half(first),
+                };
+                for i in 0..8 {
+                    squares = fma(values[i], values[i], squares);
+                    values[i] *= weight[i];
+                }
+            }
+            for part in 0..E / 8 {
+                let (high_at, low_at) = place_of(unit * (E / 8) as u32 + part as u32, k);
+                let (mut high, mut low) = ([0; 4], [0; 4]);
+                for i in 0..4 {
+                    let at = term_at(i as u32) as usize;
+                    let first = 8 * part + 2 * i;
+                    [high[at], low[at]] = in_two([values[first], values[first + 1]]);
+                }
+                shared::store16(high_at, high);
+                shared::store16(low_at, low);
+            }
+        };
+        let units = k / E as u32;
+        if !S::TWO {
+            for unit in block.mine(units) {
+                let place = x.place(unit);
+                put(unit, x.unit(place, x.ask(place)));
+            }
+            block.sync();
+            return squares;
+        }
+        // Two are under way: memory answers long after it is asked.
+        let mut unit = block.thread;
+        if unit < units {
+            let mut place = x.place(unit);
+            let mut asked = x.ask(place);
+            loop {
+                let next = unit + block.threads;
+                // Beyond the last it is that one again, which costs nothing but its place in the queue.
+                let next_place = x.place(if next < units { next } else { unit });
+                let next_asked = x.ask(next_place);
+                put(unit, x.unit(place, asked));
+                if next >= units {
+                    break;
+                }
+                (unit, place, asked) = (next, next_place, next_asked);
+            }
+        }
+        block.sync();
+        squares
+    }
+}
+
+/// What every product with a row is still to be multiplied with when the squares of its `k` elements make `total`: 1 / root of their mean.
+/// It is known only after all of the row, which so need not be waited for twice.
+#[inline(always)]
+pub(super) fn root(total: f32, k: u32, how: &Staging) -> f32 {
+    rsqrt(total * reciprocal(k) + how.eps)
+}
