@@ -143,9 +143,9 @@ impl Mail {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct TaskTrace {
-    /// Its worker had turned to it. 0: the entry was not written.
+    /// Its worker had turned to it.
     pub began_ns: u64,
-    /// Its body had returned, all its tiles used.
+    /// Its body had returned, all its tiles used. 0: it has not, and nothing else counts.
     pub ended_ns: u64,
     /// The task.
     pub task: u32,

@@ -42,8 +42,7 @@ impl MacroKernel for Advance {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [tokens, words] = core::array::from_fn(|i| call.tensor(i));
-        let mut control: Control =
-            bytemuck::cast::<[u32; WORDS], Control>(core::array::from_fn(|i| load(&words, i)));
+        let mut control: Control = bytemuck::cast::<[u32; WORDS], Control>(core::array::from_fn(|i| load(&words, i)));
         if control.n_sequences > 0 {
             // Every sequence has an equal part of the token buffer.
             let part = tokens.extent(0) / max_sequences(call.programs);

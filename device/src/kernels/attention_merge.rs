@@ -8,11 +8,11 @@
 
 use super::attention::FOUND;
 use super::*;
+use crate::arch::scalar::{exp2, fma, reciprocal};
 use crate::arch::{atomic, memory};
 use crate::gpu::flags::Read;
-use perpetua_shared::flag;
-use crate::arch::scalar::{exp2, fma, reciprocal};
 use core::f32::consts::LOG2_E;
+use perpetua_shared::flag;
 
 /// See the module head.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl MacroKernel for AttentionMerge {
                 let y = call.tensor(1);
                 (y.extent(2), y.extent(3))
             };
-            if parts.by(8) {
+            if parts.by_eight() {
                 for unit in block.mine(parts.of.extent(0) * group * d / 8) {
                     let (item, i) = (8 * unit / d, 8 * unit % d);
                     let place = parts.place(8 * unit);
@@ -113,7 +113,8 @@ pub(super) fn merged_len(parts: &Operand) -> Result<u64, Violation> {
     if splits == 0 || splits > MAX_SPLITS {
         return Err(format!("`parts` has {splits} splits, expected 1 to {MAX_SPLITS}"));
     }
-    let d = width.checked_sub(FOUND).ok_or_else(|| format!("`parts` has rows of {width}, expected {FOUND} and more"))?;
+    let d =
+        width.checked_sub(FOUND).ok_or_else(|| format!("`parts` has rows of {width}, expected {FOUND} and more"))?;
     Ok(u64::from(heads) * u64::from(group) * u64::from(d))
 }
 
@@ -170,11 +171,11 @@ impl Parts<'_> {
         Parts { call, of: unsafe { call.tensor(0) }, merge }
     }
 
-    /// Whether `n` elements, a multiple of four, may be merged at once, from every `n`th on.
+    /// Whether eight elements may be merged at once, from every eighth on.
     #[inline(always)]
-    pub(crate) fn by(&self, n: u32) -> bool {
+    pub(crate) fn by_eight(&self) -> bool {
         let strides = self.of.stride(0) | self.of.stride(1) | self.of.stride(2);
-        strides.is_multiple_of(4) && (self.of.extent(3) - FOUND).is_multiple_of(n) && self.of.row([0]).is_aligned(16)
+        strides.is_multiple_of(4) && (self.of.extent(3) - FOUND).is_multiple_of(8) && self.of.row([0]).is_aligned(16)
     }
 
     /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
@@ -187,8 +188,8 @@ impl Parts<'_> {
         Place { row: self.of.row([head, 0, item - head * group]).at(0), i: at - item * d }
     }
 
-    /// What splits `first` to `first + AHEAD - 1` found of elements `place` and the next N - 1, asked for: N is 1, or
-    /// such that they may be merged [by](Parts::by) N.
+    /// What splits `first` to `first + AHEAD - 1` found of elements `place` and the next N - 1, asked for: N is 1, or,
+    /// [by eight](Parts::by_eight), 8.
     ///
     /// # Safety
     /// They are there, and nobody writes the parts.
@@ -226,11 +227,9 @@ impl Parts<'_> {
             if N == 1 {
                 found.values[ahead][0] = one(at);
             } else {
-                for j in 0..N / 4 {
-                    let words = four(at.wrapping_add(4 * j));
-                    for i in 0..4 {
-                        found.values[ahead][4 * j + i] = words[i];
-                    }
+                let halves = [four(at), four(at.wrapping_add(4))];
+                for j in 0..N {
+                    found.values[ahead][j] = halves[j / 4][j % 4];
                 }
             }
         }
@@ -263,7 +262,8 @@ impl Parts<'_> {
                 // again, is more than L2 gives beside what attention itself wants.
                 let part = self.part(place, first);
                 // SAFETY: the caller's promise, for both.
-                [found.heads[0][0]] = self.call.there(0, [found.heads[0][0]], || unsafe { [atomic::load_relaxed(part)] });
+                [found.heads[0][0]] =
+                    self.call.there(0, [found.heads[0][0]], || unsafe { [atomic::load_relaxed(part)] });
                 // SAFETY: see above.
                 found = self.call.there(0, found, || unsafe { self.fetch(place, first) });
             }

@@ -118,8 +118,7 @@ impl MacroKernel for DecodeAttention {
             }
             for g in 0..group {
                 let q = turn((0..d).map(|i| q.get([0, h, g, i])).collect(), &q_norm);
-                let (max, total, sums) =
-                    attention::attended(&q, [&k_cache, &v_cache], h, positions.clone(), p.scale);
+                let (max, total, sums) = attention::attended(&q, [&k_cache, &v_cache], h, positions.clone(), p.scale);
                 if p.splits <= 1 {
                     (0..d).for_each(|i| y.set([0, h, g, i], sums[i] / total));
                 } else {

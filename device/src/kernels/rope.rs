@@ -6,12 +6,12 @@
 //! the pair (x[i], x[i + d/2]) by the angle p * frequencies[i], in f32.
 
 use super::*;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::io;
 use crate::{
     arch::{WARP, scalar::fma, warp},
     gpu::math::{reciprocal, rsqrt, sin_cos},
 };
-#[cfg(not(target_arch = "nvptx64"))]
-use crate::io;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -291,12 +291,16 @@ impl MacroKernel for Rope {
                 let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
                 let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
                 let turn = Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() };
-                turn.head(|at| from.gather(at), turn.ahead(0), |i, [low, high]| {
-                    if i < half {
-                        to.set(i, low);
-                        to.set(i + half, high);
-                    }
-                });
+                turn.head(
+                    |at| from.gather(at),
+                    turn.ahead(0),
+                    |i, [low, high]| {
+                        if i < half {
+                            to.set(i, low);
+                            to.set(i + half, high);
+                        }
+                    },
+                );
                 if is_key {
                     append_value(call, r, h, pos, d, block.lane());
                 }

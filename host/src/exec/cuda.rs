@@ -961,7 +961,7 @@ impl Cuda {
         let read = unsafe { self.read(self.base.offset(self.layout.trace), bytemuck::cast_slice_mut(&mut entries)) };
         read.map_err(|error| self.lose(error))?;
         let rows = entries.chunks(n_trace.max(1)).zip(0..);
-        let written = rows.flat_map(|(row, w)| row.iter().filter(|e| e.began_ns != 0).map(move |e| (WorkerId(w), *e)));
+        let written = rows.flat_map(|(row, w)| row.iter().filter(|e| e.ended_ns != 0).map(move |e| (WorkerId(w), *e)));
         Ok(written.collect())
     }
 }

@@ -1,9 +1,10 @@
 //! Weights in registers: a task's first rows, taken from their tiles while the row of activations is on its way.
 
 use super::super::tiles::Tiles;
-use super::{CHUNK, CHUNK_BYTES, CHUNK_WORDS, activations, sum_of};
+use super::{CHUNK, CHUNK_BYTES, CHUNK_WORDS, SQUARES, TERMS, activations, room, sum_of};
 use crate::arch::{bulk, shared, warp};
 use crate::block::Block;
+use perpetua_shared::launch::TASK_THREADS;
 
 /// Of how many times eight rows weights are held, at most.
 const GROUPS: usize = 6;
@@ -12,6 +13,17 @@ const GROUPS: usize = 6;
 const fn groups(held: usize, chunks: usize) -> usize {
     if held / chunks < GROUPS { held / chunks } else { GROUPS }
 }
+
+/// The widest that `H` of [`Held`] is.
+const MOST: usize = 30;
+
+/// Whether sums of all rows that are held have room where a warp has `chunks` of them.
+const fn is_room(chunks: usize) -> bool {
+    const WARPS: u32 = TASK_THREADS / 32;
+    8 * groups(MOST, chunks) as u32 <= room(TERMS + chunks as u32 * WARPS * CHUNK + SQUARES, WARPS)
+}
+
+const _: () = assert!(is_room(2) && is_room(5) && is_room(10) && is_room(14), "what is held has room");
 
 /// Calls `$held.$what::<C>($args)` for a `C` that is at least `$width`, how many chunks of k a warp has: constant, since
 /// registers have no numbers that are found out. Where they would be too many it is `$else`.
@@ -116,6 +128,7 @@ impl<const N: usize, const H: usize> Held<N, H> {
     /// As [`run`](super::run).
     #[inline(always)]
     pub(super) unsafe fn new(tiles: &Tiles<'_>, k: u32, block: &Block) -> Held<N, H> {
+        const { assert!(H <= MOST) };
         let per_row = u32::MAX / (2 * k) + 1;
         let taken = Taken { at: [0; N], rows: 0, done: 0, per_row };
         let mut held = Held { weights: [[0; 4]; H], rows: 0, taken };

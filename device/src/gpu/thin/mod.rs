@@ -17,8 +17,9 @@
 //! finds all of a pair of chunks in one term.
 //!
 //! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its row is there: the first rows of weights
-//! are in registers by then ([`held`]), others in shared memory, and every instruction stands between two hops. 256 weights cost a warp 27 instructions one by one,
-//! as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all rows together.
+//! are in registers by then ([`held`]), others in shared memory, and every instruction stands between two hops. 256 weights cost a
+//! warp 27 instructions one by one, as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all
+//! rows together.
 //!
 //! x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
 
@@ -35,8 +36,7 @@ use held::{Held, Taken};
 use perpetua_shared::Fault;
 use perpetua_shared::launch::TASK_THREADS;
 use terms::TERMS;
-pub(crate) use terms::in_two;
-pub(crate) use terms::{First, Source};
+pub(crate) use terms::{First, Source, in_two};
 
 /// Elements of k that a product takes of eight rows, with their bytes, and as words of a term.
 const CHUNK: u32 = 32;
@@ -48,7 +48,7 @@ const SQUARES: u32 = 8;
 
 /// Words from one warp's sums to the next's, from word `parts` on: whole products' worth of them, 16 each.
 #[inline(always)]
-fn room(parts: u32, warps: u32) -> u32 {
+const fn room(parts: u32, warps: u32) -> u32 {
     (shared::KEPT - parts) / (16 * warps) * 16
 }
 
@@ -61,11 +61,7 @@ const _: () =
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for<const N: usize, const E: usize>(
-    call: &Call<'_>,
-    source: &impl Source<E>,
-    how: Staging,
-) -> bool {
+pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
         let w = call.tensor(1);
@@ -110,9 +106,9 @@ unsafe fn sum_of([one, other]: [[f32; 4]; 2]) -> f32 {
 /// # Errors
 /// Those of `ready`.
 #[inline(always)]
-pub(crate) unsafe fn run<const N: usize, const H: usize, const E: usize>(
+pub(crate) unsafe fn run<const N: usize, const H: usize>(
     call: &Call<'_>,
-    source: &impl Source<E>,
+    source: &impl Source,
     how: Staging,
     block: &Block,
     ready: impl Fn() -> Result<(), Fault>,

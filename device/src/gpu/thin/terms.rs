@@ -33,8 +33,8 @@ pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
     [high, f32_to_bf16_pair(rest(values[0], high << 16), rest(values[1], high & 0xffff_0000))]
 }
 
-/// The row to be staged, which is asked for by units of `E` elements, a multiple of eight.
-pub(crate) trait Source<const E: usize>: Copy {
+/// The row to be staged, which is asked for by units of eight elements.
+pub(crate) trait Source: Copy {
     /// Whether two units may be under way at once, or there are no registers for so much.
     const TWO: bool;
     /// Where a unit is, and one that is under way.
@@ -45,7 +45,7 @@ pub(crate) trait Source<const E: usize>: Copy {
     /// Whether units may be asked for at once.
     fn is_whole(&self) -> bool;
 
-    /// Where elements from E * `unit` on are.
+    /// Where elements 8 * `unit` to 8 * `unit` + 7 are.
     fn place(&self, unit: u32) -> Self::Place;
 
     /// Asks for them.
@@ -58,7 +58,7 @@ pub(crate) trait Source<const E: usize>: Copy {
     ///
     /// # Safety
     /// As [`ask`](Source::ask).
-    unsafe fn unit(&self, place: Self::Place, asked: Self::Asked) -> [f32; E];
+    unsafe fn unit(&self, place: Self::Place, asked: Self::Asked) -> [f32; 8];
 }
 
 /// Row 0 of operand 0, a matrix.
@@ -68,7 +68,7 @@ pub(crate) struct First<'a> {
     pub(crate) x: Tensor,
 }
 
-impl Source<8> for First<'_> {
+impl Source for First<'_> {
     const TWO: bool = true;
     /// Its number: addresses would be held.
     type Place = u32;
@@ -110,33 +110,30 @@ impl Source<8> for First<'_> {
     }
 }
 
-/// Elements that are merged at once: what splits found beside the elements themselves is asked for once for all of them.
-const MERGED: usize = 8;
-
 /// What the splits of an attention found, merged.
-impl Source<MERGED> for Parts<'_> {
+impl Source for Parts<'_> {
     const TWO: bool = false;
     type Place = Place;
-    type Asked = Found<MERGED>;
+    type Asked = Found<8>;
 
     #[inline(always)]
     fn is_whole(&self) -> bool {
-        self.by(MERGED as u32)
+        self.by_eight()
     }
 
     #[inline(always)]
     fn place(&self, unit: u32) -> Place {
-        Parts::place(self, MERGED as u32 * unit)
+        Parts::place(self, 8 * unit)
     }
 
     #[inline(always)]
-    unsafe fn ask(&self, place: Place) -> Found<MERGED> {
+    unsafe fn ask(&self, place: Place) -> Found<8> {
         // SAFETY: the caller's promise.
         unsafe { self.fetch(place, 0) }
     }
 
     #[inline(always)]
-    unsafe fn unit(&self, place: Place, found: Found<MERGED>) -> [f32; MERGED] {
+    unsafe fn unit(&self, place: Place, found: Found<8>) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe { self.merged(place, found) }
     }
@@ -176,15 +173,15 @@ fn place_of(unit: u32, k: u32) -> (u32, u32) {
 ///
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k` elements, at most
-/// [`MAX_NORMED`], in [whole](Source::is_whole) units; of eight elements if there is a norm.
+/// [`MAX_NORMED`], in [whole](Source::is_whole) units.
 #[inline(always)]
-pub(super) unsafe fn stage<const E: usize, S: Source<E>>(x: &S, norm: &Tensor, k: u32, block: &Block) -> f32 {
+pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let mut squares = 0.0;
-        let mut put = |unit: u32, mut values: [f32; E]| {
-            if E == 8 && norm.is_present() {
-                let (high_at, low_at) = place_of(unit, k);
+        let mut put = |unit: u32, mut values: [f32; 8]| {
+            let (high_at, low_at) = place_of(unit, k);
+            if norm.is_present() {
                 let first = shared::load16(high_at);
                 let weight = match norm.dtype() {
                     F32 => singles(first, shared::load16(low_at)),
@@ -196,30 +193,22 @@ pub(super) unsafe fn stage<const E: usize, S: Source<E>>(x: &S, norm: &Tensor, k
                     values[i] *= weight[i];
                 }
             }
-            for part in 0..E / 8 {
-                let (high_at, low_at) = place_of(unit * (E / 8) as u32 + part as u32, k);
-                let (mut high, mut low) = ([0; 4], [0; 4]);
-                for i in 0..4 {
-                    let at = term_at(i as u32) as usize;
-                    let first = 8 * part + 2 * i;
-                    [high[at], low[at]] = in_two([values[first], values[first + 1]]);
-                }
-                shared::store16(high_at, high);
-                shared::store16(low_at, low);
+            let (mut high, mut low) = ([0; 4], [0; 4]);
+            for i in 0..4 {
+                let at = term_at(i as u32) as usize;
+                [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
             }
+            shared::store16(high_at, high);
+            shared::store16(low_at, low);
         };
-        let units = k / E as u32;
+        let (mut unit, units) = (block.thread, k / 8);
         if !S::TWO {
             for unit in block.mine(units) {
                 let place = x.place(unit);
                 put(unit, x.unit(place, x.ask(place)));
             }
-            block.sync();
-            return squares;
-        }
-        // Two are under way: memory answers long after it is asked.
-        let mut unit = block.thread;
-        if unit < units {
+        } else if unit < units {
+            // Two are under way: memory answers long after it is asked.
             let mut place = x.place(unit);
             let mut asked = x.ask(place);
             loop {

@@ -15,10 +15,10 @@
 
 use super::Params;
 use super::cpu::{Divide, exponentials, relative_to, scaled};
+use crate::cpu::Scratch;
 use crate::cpu::outer;
 use crate::cpu::rows::Row;
 use crate::cpu::simd::{Body, Leaf, Level, Simd};
-use crate::cpu::Scratch;
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;

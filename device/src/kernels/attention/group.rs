@@ -169,13 +169,7 @@ impl Group {
     /// # Safety
     /// As [`attend`](Group::attend); every lane of the warp makes this same call, whose words those are.
     #[inline(always)]
-    unsafe fn find(
-        &self,
-        (first, end): (u32, u32),
-        (number, parts): (u32, u32),
-        lane: u32,
-        to: u32,
-    ) {
+    unsafe fn find(&self, (first, end): (u32, u32), (number, parts): (u32, u32), lane: u32, to: u32) {
         let (queries, d) = (self.queries, self.d);
         let (g, t) = (lane / 4, lane % 4);
         // Rows of A beyond the last query are that query again, and nobody looks at what comes of them.
@@ -187,7 +181,8 @@ impl Group {
             2 * (if i < d { i } else { d - 8 }) as usize
         };
         let columns = [column(0), column(1)];
-        let row = |head: &Head, t: u32| head.first.at(0).wrapping_add((u64::from(t) * u64::from(2 * head.step)) as usize);
+        let row =
+            |head: &Head, t: u32| head.first.at(0).wrapping_add((u64::from(t) * u64::from(2 * head.step)) as usize);
         let (keys, values) = (|t: u32| row(&self.k, t), |t: u32| row(&self.v, t));
         let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0, [[0f32; 4]; 16]);
         let mut at = first + UNIT * number;

@@ -193,7 +193,8 @@ impl Attend<'_> {
             let multiply = <Tiles<InPlace> as Products<Vectors>>::multiply;
             multiply(keys, k_stride, [seen, d, count], packed, 0, areas.scores, QUERIES);
             for m in (0..count).step_by(TILE) {
-                let seen_by = core::array::from_fn(|i| self.visible(first + m + i).saturating_sub(start).min(seen) as i32);
+                let seen_by =
+                    core::array::from_fn(|i| self.visible(first + m + i).saturating_sub(start).min(seen) as i32);
                 with_avx512_bf16(Softmax {
                     scores: areas.scores.add(m),
                     n: seen,
@@ -210,7 +211,13 @@ impl Attend<'_> {
             let to = if start == 0 { sums } else { areas.found };
             multiply(values, BLOCK, [d, long, count], areas.weights, 0, to, QUERIES);
             if start > 0 {
-                Vectors::call(Rescale { sums, factor: areas.factor, found: areas.found, d, blocks: count.div_ceil(TILE) });
+                Vectors::call(Rescale {
+                    sums,
+                    factor: areas.factor,
+                    found: areas.found,
+                    d,
+                    blocks: count.div_ceil(TILE),
+                });
             }
         }
     }

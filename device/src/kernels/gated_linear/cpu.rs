@@ -1,8 +1,8 @@
 //! The CPU body of `gated_linear`: two gate rows and two up rows in a tile, so that both matrices stream together. See
 //! `cpu::gemm`; the tolerance is `linear`'s for each factor.
 
-use super::*;
 use super::super::linear::cpu::{By, InPanels};
+use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};

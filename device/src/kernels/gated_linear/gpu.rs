@@ -34,8 +34,8 @@ pub(super) unsafe fn run(
             call.put(&y, [r, n], activate(p.activation, g) * u);
         };
         let row = First { call, x: call.tensor(0) };
-        if rows == 1 && thin::is_for::<2, _>(call, &row, how) {
-            return thin::run::<2, 30, _>(call, &row, how, block, ready, |_| 0, |n, [g, u], _| finish(0, n, g, u));
+        if rows == 1 && thin::is_for::<2>(call, &row, how) {
+            return thin::run::<2, 30>(call, &row, how, block, ready, |_| 0, |n, [g, u], _| finish(0, n, g, u));
         }
         let prepared = staged.then(|| Prepared::new(call, how));
         ready_or_release(&prepared, call, ready)?;

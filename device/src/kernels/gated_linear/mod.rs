@@ -54,12 +54,7 @@ impl MacroKernel for GatedLinear {
         }
         rules::weights("gate", gate)?;
         rules::weights("up", up)?;
-        for (name, operand, rank) in [
-            ("x", x, 2),
-            ("gate_bias", gate_bias, 1),
-            ("up_bias", up_bias, 1),
-            ("y", y, 2),
-        ] {
+        for (name, operand, rank) in [("x", x, 2), ("gate_bias", gate_bias, 1), ("up_bias", up_bias, 1), ("y", y, 2)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;

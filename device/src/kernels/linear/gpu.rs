@@ -54,50 +54,50 @@ pub(super) unsafe fn run(
         let ask_one = |n: u32| ask(0, n);
         let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| add(0, n, sum, asked);
         let row = First { call, x: call.tensor(0) };
-        if p.merges != 0 && thin::is_for::<1, _>(call, &Parts::new(call, Merge::NONE), how) {
+        if p.merges != 0 && thin::is_for::<1>(call, &Parts::new(call, Merge::NONE), how) {
             let merged = Parts::new(call, Merge::of(&call.tensor(0)));
-            thin::run::<1, 10, _>(call, &merged, how, block, ready, ask_one, finish_one)?;
-        } else if p.merges == 0 && rows == 1 && thin::is_for::<1, _>(call, &row, how) {
-            thin::run::<1, 20, _>(call, &row, how, block, ready, ask_one, finish_one)?;
+            thin::run::<1, 10>(call, &merged, how, block, ready, ask_one, finish_one)?;
+        } else if p.merges == 0 && rows == 1 && thin::is_for::<1>(call, &row, how) {
+            thin::run::<1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else {
-        let prepared = staged.then(|| Prepared::new(call, how));
-        ready_or_release(&prepared, call, ready)?;
-        if let Some(prepared) = &prepared {
-            stage(call, prepared, block);
-        }
-        if let Some(tiles) = call.tiles
-            && tiles.left() > 0
-            && rows <= TILED_ROWS
-        {
-            tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
-        } else if warpgroup::is_for::<1>(call, block, rows) {
-            warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
-            return Ok(());
-        } else if wide::is_for(call, block, rows) {
-            wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
-            return Ok(());
-        } else {
-            let mut n = block.warp();
-            while n < columns {
-                if rows == 1 {
-                    let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
-                    if block.lane() == 0 {
-                        finish(0, n, sum);
-                    }
-                } else {
-                    let mut r = 0;
-                    while r < rows {
-                        let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
-                        let row = r + block.lane();
-                        if block.lane() < 4 && row < rows {
-                            finish_one_of_many(row, n, pick(sums, block.lane()));
-                        }
-                        r += 4;
-                    }
-                }
-                n += block.warps();
+            let prepared = staged.then(|| Prepared::new(call, how));
+            ready_or_release(&prepared, call, ready)?;
+            if let Some(prepared) = &prepared {
+                stage(call, prepared, block);
             }
-        }
+            if let Some(tiles) = call.tiles
+                && tiles.left() > 0
+                && rows <= TILED_ROWS
+            {
+                tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
+            } else if warpgroup::is_for::<1>(call, block, rows) {
+                warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
+                return Ok(());
+            } else if wide::is_for(call, block, rows) {
+                wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
+                return Ok(());
+            } else {
+                let mut n = block.warp();
+                while n < columns {
+                    if rows == 1 {
+                        let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
+                        if block.lane() == 0 {
+                            finish(0, n, sum);
+                        }
+                    } else {
+                        let mut r = 0;
+                        while r < rows {
+                            let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
+                            let row = r + block.lane();
+                            if block.lane() < 4 && row < rows {
+                                finish_one_of_many(row, n, pick(sums, block.lane()));
+                            }
+                            r += 4;
+                        }
+                    }
+                    n += block.warps();
+                }
+            }
         }
         if call.tensor(6).is_present() {
             let best = block.best(best.get());
