@@ -5,8 +5,9 @@
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
 use super::math::rsqrt;
+use super::thin::First;
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32, Tensor};
+use super::{BF16, Call, F16, F32};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -218,7 +219,7 @@ impl<X: Float + Copy, const R: usize> Values<R> for Global<X, R> {
     }
 }
 
-/// The row that [`stage`] has put into shared memory, from a word on.
+/// The row that [`ready_and_staged`] has put into shared memory, from a word on.
 #[derive(Clone, Copy)]
 struct Staged(u32);
 
@@ -254,13 +255,6 @@ trait Source: Copy {
     unsafe fn one(&self, at: u32) -> f32;
 }
 
-/// Row 0 of operand 0, a matrix.
-#[derive(Clone, Copy)]
-struct First<'a> {
-    call: &'a Call<'a>,
-    x: Tensor,
-}
-
 impl Source for First<'_> {
     #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
@@ -291,95 +285,53 @@ pub(crate) struct Staging {
     pub(crate) merges: bool,
 }
 
-/// What a row is staged with that is known before the row is there.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Prepared {
-    how: Staging,
-    /// The norm's weights, where they come in a tile.
-    tile: Tile,
-    merge: Merge,
-}
-
-impl Prepared {
-    /// # Safety
-    /// As [`stage`].
-    #[inline(always)]
-    pub(crate) unsafe fn new(call: &Call<'_>, how: Staging) -> Prepared {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let is_normed = call.tensor(how.norm).is_present();
-            let tiles = call.tiles.filter(|tiles| is_normed && tiles.left() > 0);
-            let merge = if how.merges { Merge::of(&call.tensor(0)) } else { Merge::NONE };
-            Prepared { how, tile: tiles.map_or(Tile::NONE, |tiles| tiles.take()), merge }
-        }
-    }
-
-    /// Gives the loader its tile back, as it wants of every one.
-    ///
-    /// # Safety
-    /// As [`Tiles::release`].
-    #[inline(always)]
-    unsafe fn release(&self, call: &Call<'_>) {
-        if self.tile.bytes > 0
-            && let Some(tiles) = call.tiles
-        {
-            // SAFETY: the caller's promise.
-            unsafe { tiles.release(self.tile) };
-        }
-    }
-}
-
-/// Calls `ready`, and releases what has been taken for the row, if one is prepared, where that ends in a fault.
+/// Calls `ready`; then, if `staged`, puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean
+/// square and the weights that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The
+/// weights come from the task's next tile if it has tiles.
 ///
 /// # Safety
-/// As [`Tiles::release`].
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 makes one row of as
+/// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], and operand `norm` as many. Where there is a norm it is `staged`.
 ///
 /// # Errors
 /// Those of `ready`.
 #[inline(always)]
-pub(crate) unsafe fn ready_or_release(
-    prepared: &Option<Prepared>,
+pub(crate) unsafe fn ready_and_staged(
     call: &Call<'_>,
+    how: Staging,
+    staged: bool,
+    block: &Block,
     ready: impl Fn() -> Result<(), Fault>,
 ) -> Result<(), Fault> {
-    let outcome = ready();
-    if outcome.is_err()
-        && let Some(prepared) = prepared
-    {
-        // SAFETY: the caller's promise.
-        unsafe { prepared.release(call) };
-    }
-    outcome
-}
-
-/// Puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean square and the weights
-/// that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The weights
-/// come from the task's next tile if it has tiles.
-///
-/// # Safety
-/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 makes one row of as
-/// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], and operand `norm` as many.
-#[inline(always)]
-pub(crate) unsafe fn stage(call: &Call<'_>, prepared: &Prepared, block: &Block) {
-    // SAFETY: the caller's promises.
+    // SAFETY: the caller's promises; the tile is released whatever `ready` says.
     unsafe {
-        if prepared.how.merges {
-            stage_source(call, prepared, &Parts::new(call, prepared.merge), block)
-        } else {
-            stage_source(call, prepared, &First { call, x: call.tensor(0) }, block)
+        let is_normed = call.tensor(how.norm).is_present();
+        let tiles = call.tiles.filter(|tiles| is_normed && tiles.left() > 0);
+        let tile = if let Some(tiles) = tiles { tiles.take() } else { Tile::NONE };
+        let merge = if how.merges { Merge::of(&call.tensor(0)) } else { Merge::NONE };
+        let outcome = ready();
+        if staged && outcome.is_ok() {
+            if how.merges {
+                stage(call, how, tile, &Parts::new(call, merge), block);
+            } else {
+                stage(call, how, tile, &First { call, x: call.tensor(0) }, block);
+            }
         }
+        if let Some(tiles) = tiles {
+            tiles.release(tile);
+        }
+        outcome
     }
 }
 
-/// [`stage`] of the row that `x` is.
+/// Puts row `x` into shared memory, with the norm's weights in `tile` if that has bytes.
 ///
 /// # Safety
-/// As [`stage`].
+/// As [`ready_and_staged`].
 #[inline(always)]
-unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, block: &Block) {
+unsafe fn stage(call: &Call<'_>, how: Staging, tile: Tile, x: &impl Source, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
-        let Prepared { how, tile, .. } = *prepared;
         let k = call.tensor(1).extent(1);
         let weights = call.tensor(how.norm);
         let mut scale = 1.0;
@@ -401,7 +353,6 @@ unsafe fn stage_source(call: &Call<'_>, prepared: &Prepared, x: &impl Source, bl
             };
             shared::store(STAGE + at, (x.one(at) * scale * weight).to_bits());
         }
-        prepared.release(call);
         block.sync();
     }
 }
@@ -415,7 +366,7 @@ pub(crate) struct Rows<'a> {
     pub(crate) rows: u32,
     /// The first one.
     pub(crate) first: u32,
-    /// Whether the one row there is has been [staged](stage).
+    /// Whether the one row there is has been [staged](ready_and_staged).
     pub(crate) staged: bool,
 }
 
@@ -554,7 +505,7 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
 ///
 /// # Safety
 /// Every thread of the block makes this same call, with `rows` at most 32; operand 0 is a matrix of floats of `rows` rows and
-/// the tiles are those of a plan for this task; `staged` where there is one row and it has been [staged](stage).
+/// the tiles are those of a plan for this task; `staged` where there is one row and it has been [staged](ready_and_staged).
 #[inline(always)]
 pub(crate) unsafe fn tiled<const N: usize>(
     call: &Call<'_>,

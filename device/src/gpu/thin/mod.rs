@@ -26,6 +26,7 @@
 mod held;
 mod terms;
 
+use super::math::{reciprocal, rsqrt};
 use super::rows::Staging;
 use super::tiles::Tiles;
 use super::{BF16, Call};
@@ -124,6 +125,7 @@ pub(crate) unsafe fn run<const N: usize, const H: usize>(
             terms::keep_norm(tiles, &norm, k, block);
         }
         let held = Held::<N, H>::new(tiles, k, block);
+        let share = if norm.is_present() { reciprocal(k) } else { 0.0 };
         let outcome = ready();
         if outcome.is_err() {
             held.release(tiles);
@@ -189,13 +191,14 @@ pub(crate) unsafe fn run<const N: usize, const H: usize>(
                 taken.release(tiles, oldest);
             }
             block.sync();
+            // 1 / root of the mean square, which all of the row has a part in: so every product is multiplied with it, and none waits.
             let mut scale = 1.0;
             if norm.is_present() {
                 let mut total = 0.0;
                 for warp in 0..warps {
                     total += f32::from_bits(shared::load(squares_at + warp));
                 }
-                scale = terms::root(total, k, &how);
+                scale = rsqrt(total * share + how.eps);
             }
             for at in block.mine(kept) {
                 let mut sums = [0f32; N];

@@ -2,11 +2,9 @@
 //! it.
 
 use super::super::flags::unmarked;
-use super::super::math::{reciprocal, rsqrt};
 use super::super::rows::{singles, widen_brain, widen_half};
 use super::super::tiles::Tiles;
 use super::super::{BF16, Call, F32, Tensor};
-use super::Staging;
 use crate::arch::scalar::{f32_to_bf16_pair, fma};
 use crate::arch::{atomic, bulk, memory, shared};
 use crate::block::{Block, FREE_SHARED};
@@ -226,11 +224,4 @@ pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Bloc
         block.sync();
         squares
     }
-}
-
-/// What every product with a row is still to be multiplied with when the squares of its `k` elements make `total`: 1 / root of their mean.
-/// It is known only after all of the row, which so need not be waited for twice.
-#[inline(always)]
-pub(super) fn root(total: f32, k: u32, how: &Staging) -> f32 {
-    rsqrt(total * reciprocal(k) + how.eps)
 }

@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
+use crate::gpu::rows::{Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{self, First};
 use crate::gpu::{warpgroup, wide};
 
@@ -37,11 +37,7 @@ pub(super) unsafe fn run(
         if rows == 1 && thin::is_for::<2>(call, &row, how) {
             return thin::run::<2, 30>(call, &row, how, block, ready, |_| 0, |n, [g, u], _| finish(0, n, g, u));
         }
-        let prepared = staged.then(|| Prepared::new(call, how));
-        ready_or_release(&prepared, call, ready)?;
-        if let Some(prepared) = &prepared {
-            stage(call, prepared, block);
-        }
+        ready_and_staged(call, how, staged, block, ready)?;
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows <= TILED_ROWS

@@ -5,7 +5,7 @@
 use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Prepared, Rows, Staging, dots, pick, ready_or_release, stage, tiled};
+use crate::gpu::rows::{Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{self, First};
 use crate::gpu::{warpgroup, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
@@ -60,11 +60,7 @@ pub(super) unsafe fn run(
         } else if p.merges == 0 && rows == 1 && thin::is_for::<1>(call, &row, how) {
             thin::run::<1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else {
-            let prepared = staged.then(|| Prepared::new(call, how));
-            ready_or_release(&prepared, call, ready)?;
-            if let Some(prepared) = &prepared {
-                stage(call, prepared, block);
-            }
+            ready_and_staged(call, how, staged, block, ready)?;
             if let Some(tiles) = call.tiles
                 && tiles.left() > 0
                 && rows <= TILED_ROWS
