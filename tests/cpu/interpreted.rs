@@ -137,6 +137,27 @@ fn the_token_loop_makes_the_cpus_tokens() {
     }
 }
 
+/// Rows longer than shared memory has room for, by flags: of two in a tile, of one in a tile larger than others, and of so many elements
+/// that all threads have all the registers of it that there may be. And where no tiles are brought.
+#[test]
+fn long_rows_make_the_cpus_tokens() {
+    if !has_kernel() {
+        return;
+    }
+    for (seed, inner, loaders) in [(3, 4360, true), (4, 8968, true), (5, 14_336, true), (6, 4360, false)] {
+        let (_dir, model) = model_of("tiny-simt", &[("hidden_size", 48), ("intermediate_size", inner)], seed);
+        let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
+        let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+        let prompt = [3, 80, 41, 5, 0, 66];
+        let expected =
+            tokens(&mut Engine::new(&model, &cpu).expect("it compiles"), &prompt, &greedy(2)).expect("it runs");
+        let driver = driver(3, seed);
+        let config = EngineConfig { cuda: cuda::Options { tiles: loaders, ..config.cuda }, ..config };
+        let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
+        assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs"), expected, "{inner}");
+    }
+}
+
 /// A launch per operator, from graphs.
 #[test]
 fn operators_make_the_cpus_tokens() {

@@ -534,6 +534,7 @@ judged! {
     gated_linear: 30,
     tiled_linear: 40,
     thin_linear: 24,
+    long_linear: 24,
     merging_linear: 24,
     wide_linear: 16,
     warpgroup_linear: 8,
@@ -610,6 +611,13 @@ fn thin_linear(random: &mut Random, round: usize) {
     judge_tiled(random, DType::Bf16, [1, n, k], tile, round % 2 == 1, &[96, 224, 32]);
 }
 
+/// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it.
+fn long_linear(random: &mut Random, round: usize) {
+    let k = 8 * random.one_to(if round.is_multiple_of(3) { 1792 } else { 400 });
+    let (n, tile) = (random.one_to(24), 2 * k * random.one_to(3));
+    judge_tiled(random, DType::Bf16, [1, n, k], tile, false, &[96, 224, 32]);
+}
+
 /// A product of `[rows, k]` with matrices of `[n, k]`, which come in tiles of at most `tile` bytes.
 fn judge_tiled(
     random: &mut Random,
@@ -642,7 +650,7 @@ fn judge_tiled(
         case.maybe(random, &[rows, n]);
     }
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
-    let normed = rows == 1 && random.flip();
+    let normed = rows == 1 && k <= MAX_NORMED && random.flip();
     let mut norm_bytes = 0;
     if normed {
         case.push_carried(random, dtype, 1, k);

@@ -46,6 +46,19 @@ impl<A: Read, B: Read> Read for (A, B) {
     }
 }
 
+/// How what has been read too early is read again.
+pub(crate) trait Again<T> {
+    /// Reads it.
+    fn again(&self) -> T;
+}
+
+impl<T, F: Fn() -> T> Again<T> for F {
+    #[inline(always)]
+    fn again(&self) -> T {
+        self()
+    }
+}
+
 /// Flagged words as numbers.
 #[inline(always)]
 pub(crate) fn unmarked<const N: usize>(words: [u32; N]) -> [f32; N] {
@@ -159,7 +172,7 @@ impl Call<'_> {
 
     /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
     #[inline(always)]
-    pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Fn() -> T) -> T {
+    pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Again<T>) -> T {
         let flag = self.flag();
         let mut lacks = found.lacks(flag);
         if lacks != 0
@@ -169,7 +182,7 @@ impl Call<'_> {
             let mut patience = Patience::default();
             loop {
                 // First, since what is looked at may have been asked for long ago.
-                found = again();
+                found = again.again();
                 lacks = found.lacks(flag);
                 if lacks == 0 {
                     break;

@@ -390,12 +390,13 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
             [sum; R]
         } else {
             match types {
+                // Too long to be staged, and nobody's favourite, as are the other pairs below.
+                _ if is_flagged::<R>(&x) => one_by_one::<R>(&x, w, n, lane),
                 (BF16, F32) => typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
                 (BF16, BF16) => typed::<Brain, _, R>(&x, Global::<Brain, R>::new(&x, 0), w, n, lane),
                 (F32, F32) => typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
                 (F16, F32) => typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
                 (F16, F16) => typed::<Half, _, R>(&x, Global::<Half, R>::new(&x, 0), w, n, lane),
-                // The other pairs are nobody's favourite.
                 _ => one_by_one::<R>(&x, w, n, lane),
             }
         }
@@ -414,11 +415,24 @@ fn row(x: &Rows<'_>, j: usize) -> u32 {
     if row < x.rows { row } else { x.rows - 1 }
 }
 
+/// Whether the one row that there is says element by element whether it is there.
+#[inline(always)]
+fn is_flagged<const R: usize>(x: &Rows<'_>) -> bool {
+    // SAFETY: operand 0 is there (caller).
+    R == 1 && unsafe { x.call.tensor(0) }.is_flagged()
+}
+
 /// Element `at` of row `j`, however it lies.
 #[inline(always)]
-unsafe fn value(x: &Rows<'_>, j: usize, at: u32) -> f32 {
-    // SAFETY: the element is there (caller).
-    unsafe { if x.staged { Staged(STAGE).one(j, at as usize) } else { x.call.tensor(0).get([row(x, j), at]) } }
+unsafe fn value<const R: usize>(x: &Rows<'_>, j: usize, at: u32) -> f32 {
+    // SAFETY: the element is there (caller), or will be.
+    unsafe {
+        match x.call.tensor(0) {
+            _ if x.staged => Staged(STAGE).one(j, at as usize),
+            x_all if is_flagged::<R>(x) => First { call: x.call, x: x_all }.one(at),
+            x_all => x_all.get([row(x, j), at]),
+        }
+    }
 }
 
 /// A lane's share of [`dots`] for any types and any alignment.
@@ -433,7 +447,7 @@ unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) 
         unsafe {
             let weight = w.get([n, at]);
             for j in 0..R {
-                sums[j] = fma(weight, value(x, j, at), sums[j]);
+                sums[j] = fma(weight, value::<R>(x, j, at), sums[j]);
             }
         }
         at += WARP;
@@ -616,9 +630,9 @@ unsafe fn tile_dots<const R: usize>(x: Rows<'_>, w: usize, part: Stretch, lane: 
             [sum; R]
         } else {
             match types {
-                (BF16, F32) => tile_typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
-                (F32, F32) => tile_typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
-                (F16, F32) => tile_typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (BF16, F32) if !is_flagged::<R>(&x) => tile_typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (F32, F32) if !is_flagged::<R>(&x) => tile_typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (F16, F32) if !is_flagged::<R>(&x) => tile_typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
                 (BF16, _) => tile_one_by_one::<Brain, R>(&x, part, lane),
                 (F16, _) => tile_one_by_one::<Half, R>(&x, part, lane),
                 _ => tile_one_by_one::<Single, R>(&x, part, lane),
@@ -642,7 +656,7 @@ unsafe fn tile_one_by_one<W: Float, const R: usize>(x: &Rows<'_>, part: Stretch,
         while at < part.len {
             let weight = W::tile_one(part.at + at * W::BYTES as u32);
             for j in 0..R {
-                sums[j] = fma(weight, value(x, j, part.first + at), sums[j]);
+                sums[j] = fma(weight, value::<R>(x, j, part.first + at), sums[j]);
             }
             at += WARP;
         }

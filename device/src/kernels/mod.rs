@@ -161,6 +161,10 @@ pub const TILED_ROWS: u32 = 16;
 /// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
 pub const MAX_NORMED: u32 = 4096;
 
+/// Elements of a row that a product takes by flags: the GPU keeps them in registers where they are more than [`MAX_NORMED`], eight times
+/// eight for each thread.
+pub const MAX_FLAGGED: u32 = 64 * perpetua_shared::launch::TASK_THREADS;
+
 /// Bytes of an operand's elements; 0 where there is none.
 fn bytes_of(operand: &Operand) -> u64 {
     match operand.dtype() {
@@ -407,13 +411,13 @@ pub(crate) mod rules {
         Err(format!("`{name}` has {} elements along dimension {dim}, expected {expected}", operand.extent[dim]))
     }
 
-    /// A flagged row is read into shared memory, all of it.
-    pub(crate) fn flagged_row(name: &str, operand: &Operand) -> Result<(), Violation> {
+    /// A flagged row is read into shared memory or registers, all of it: it has at most `most` elements.
+    pub(crate) fn flagged_row(name: &str, operand: &Operand, most: u32) -> Result<(), Violation> {
         let [rows, k, ..] = operand.extent;
-        if operand.is_flagged == 0 || rows == 1 && k <= super::MAX_NORMED {
+        if operand.is_flagged == 0 || rows == 1 && k <= most {
             return Ok(());
         }
-        Err(format!("`{name}` is {rows} x {k} and flagged, expected one row of at most {} then", super::MAX_NORMED))
+        Err(format!("`{name}` is {rows} x {k} and flagged, expected one row of at most {most} then"))
     }
 
     /// Bodies of many rows know no flags.

@@ -11,8 +11,11 @@ pub struct Machine {
     pub shared_bytes: u64,
     /// What of it tiles do not get: barriers, reductions between warps, activations in flight.
     pub reserve_bytes: u64,
-    /// Largest tile: one copy.
+    /// Largest tile, one copy, where rows are no longer.
     pub tile_bytes: u64,
+    /// What the rows of a step may be, one of each matrix that a kernel takes a tile of, to be a tile each although they are longer. Longer
+    /// ones come in pieces.
+    pub row_bytes: u64,
     /// Barriers for copies in flight or not yet used.
     pub n_barriers: u32,
     /// Bytes per second of memory bandwidth that one worker has while all stream.
@@ -39,7 +42,7 @@ pub struct Machine {
 impl Machine {
     /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 208 KiB remain, in tiles of up to
     /// 24 KiB: with fewer rows of weights in a tile more of a tensor core's product is empty, with more the last tile is waited
-    /// for longer;
+    /// for longer; a longer row whole, if a body may hold one while the next is on its way and as much again;
     /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
     /// L2, half a poll and a poll), to be measured; tiles at
     /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; 6 TFLOP/s dense bf16. A dispatch is two
@@ -48,6 +51,7 @@ impl Machine {
         shared_bytes: 227 << 10,
         reserve_bytes: 19 << 10,
         tile_bytes: 24 << 10,
+        row_bytes: 52 << 10,
         n_barriers: 32,
         bytes_per_s: 4.3e12 / 132.0,
         load_latency_s: 0.8e-6,
@@ -67,6 +71,7 @@ impl Machine {
         shared_bytes: 2 << 20,
         reserve_bytes: 1 << 20,
         tile_bytes: 16 << 10,
+        row_bytes: 16 << 10,
         n_barriers: 1 << 10,
         bytes_per_s: 16.5e9,
         load_latency_s: 0.1e-6,

@@ -509,6 +509,7 @@ mod tests {
     /// A byte a second, from wherever, and seconds that can be added up by hand.
     const MACHINE: Machine = Machine {
         tile_bytes: 2,
+        row_bytes: 2,
         bytes_per_s: 1.0,
         load_latency_s: 1.0,
         near_bytes_per_s: 1.0,

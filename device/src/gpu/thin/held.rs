@@ -1,6 +1,7 @@
 //! Weights in registers: a task's first rows, taken from their tiles while the row of activations is on its way.
 
 use super::super::tiles::Tiles;
+use super::taken::Taken;
 use super::{CHUNK, CHUNK_BYTES, CHUNK_WORDS, SQUARES, TERMS, activations, room, sum_of};
 use crate::arch::{bulk, shared, warp};
 use crate::block::Block;
@@ -39,67 +40,6 @@ macro_rules! of_width {
     };
 }
 
-/// `$body` for every chunk, or group, `$i` below `$n`, written out: what loops index the compiler does not always keep in registers.
-macro_rules! each {
-    (chunk $i:ident below $n:expr => $body:block) => {
-        each!($i below $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13)
-    };
-    (group $i:ident below $n:expr => $body:block) => {
-        each!($i below $n => $body; 0 1 2 3 4 5)
-    };
-    ($i:ident below $n:expr => $body:block; $($number:literal)*) => {
-        $({
-            let $i = const { $number };
-            if $i < $n $body
-        })*
-    };
-}
-
-/// Tiles that a warp has taken, one of each matrix.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Taken<const N: usize> {
-    /// Where they begin.
-    pub(super) at: [u32; N],
-    /// Rows of weights in each, and how many of those have been read.
-    pub(super) rows: u32,
-    pub(super) done: u32,
-    /// Bytes times this are rows, in the upper word: exactly, for numbers as small as a tile's.
-    per_row: u32,
-}
-
-impl<const N: usize> Taken<N> {
-    /// Takes the next ones.
-    ///
-    /// # Safety
-    /// As [`Tiles::take`]; there are so many.
-    #[inline(always)]
-    pub(super) unsafe fn take(&mut self, tiles: &Tiles<'_>) {
-        for i in 0..N {
-            // SAFETY: the caller's promise.
-            let tile = unsafe { tiles.take() };
-            self.at[i] = tile.at;
-            self.rows = ((u64::from(tile.bytes) * u64::from(self.per_row)) >> 32) as u32;
-        }
-        self.done = 0;
-    }
-
-    /// The number, in the launch, of the first tile that has not been released, if all that could be have been.
-    #[inline(always)]
-    pub(super) fn oldest(&self, tiles: &Tiles<'_>) -> u32 {
-        tiles.next().wrapping_sub(if self.done < self.rows { N as u32 } else { 0 })
-    }
-
-    /// Releases those from number `first` on of which all has been read.
-    ///
-    /// # Safety
-    /// As [`Tiles::release_some`].
-    #[inline(always)]
-    pub(super) unsafe fn release(&self, tiles: &Tiles<'_>, first: u32) {
-        // SAFETY: the caller's promise.
-        unsafe { tiles.release_some(first, self.oldest(tiles).wrapping_sub(first)) };
-    }
-}
-
 /// A task's first rows of weights, in registers: read while the row that they are multiplied with is on its way, so that what is left
 /// to do once it is there are products. Their tiles are released by then, so the loader is ahead by that much, too.
 #[derive(Clone, Copy, Debug)]
@@ -129,9 +69,7 @@ impl<const N: usize, const H: usize> Held<N, H> {
     #[inline(always)]
     pub(super) unsafe fn new(tiles: &Tiles<'_>, k: u32, block: &Block) -> Held<N, H> {
         const { assert!(H <= MOST) };
-        let per_row = u32::MAX / (2 * k) + 1;
-        let taken = Taken { at: [0; N], rows: 0, done: 0, per_row };
-        let mut held = Held { weights: [[0; 4]; H], rows: 0, taken };
+        let mut held = Held { weights: [[0; 4]; H], rows: 0, taken: Taken::none(k) };
         // SAFETY: the caller's promise.
         unsafe { of_width!((k / CHUNK).div_ceil(block.warps()), held.fill(tiles, k, block), ()) };
         held

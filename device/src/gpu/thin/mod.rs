@@ -23,7 +23,29 @@
 //!
 //! x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
 
+/// `$body` for every chunk, group of rows or unit `$i` below `$n`, written out: what loops index the compiler does not always keep in
+/// registers.
+macro_rules! each {
+    (chunk $i:ident below $n:expr => $body:block) => {
+        each!($i below $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13)
+    };
+    (group $i:ident below $n:expr => $body:block) => {
+        each!($i below $n => $body; 0 1 2 3 4 5)
+    };
+    (unit $i:ident below $n:expr => $body:block) => {
+        each!($i below $n => $body; 0 1 2 3 4 5 6 7 8 9)
+    };
+    ($i:ident below $n:expr => $body:block; $($number:literal)*) => {
+        $({
+            let $i = const { $number };
+            if $i < $n $body
+        })*
+    };
+}
+
 mod held;
+pub(crate) mod long;
+mod taken;
 mod terms;
 
 use super::math::{reciprocal, rsqrt};
@@ -33,9 +55,10 @@ use super::{BF16, Call};
 use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
-use held::{Held, Taken};
+use held::Held;
 use perpetua_shared::Fault;
 use perpetua_shared::launch::TASK_THREADS;
+use taken::Taken;
 use terms::TERMS;
 pub(crate) use terms::{First, Source, in_two};
 

@@ -66,6 +66,18 @@ pub(crate) struct First<'a> {
     pub(crate) x: Tensor,
 }
 
+impl First<'_> {
+    /// A unit, which is there.
+    #[inline(always)]
+    pub(super) fn values(&self, unit: ([u32; 4], [u32; 4])) -> [f32; 8] {
+        if !self.x.is_flagged() {
+            return singles(unit.0, unit.1);
+        }
+        let ([a, b, c, d], [e, f, g, h]) = (unmarked(unit.0), unmarked(unit.1));
+        [a, b, c, d, e, f, g, h]
+    }
+}
+
 impl Source for First<'_> {
     const TWO: bool = true;
     /// Its number: addresses would be held.
@@ -99,12 +111,10 @@ impl Source for First<'_> {
     #[inline(always)]
     unsafe fn unit(&self, place: u32, asked: ([u32; 4], [u32; 4])) -> [f32; 8] {
         if !self.x.is_flagged() {
-            return singles(asked.0, asked.1);
+            return self.values(asked);
         }
         // SAFETY: the caller's promise.
-        let (low, high) = self.call.there(0, asked, || unsafe { self.ask(place) });
-        let ([a, b, c, d], [e, f, g, h]) = (unmarked(low), unmarked(high));
-        [a, b, c, d, e, f, g, h]
+        self.values(self.call.there(0, asked, || unsafe { self.ask(place) }))
     }
 }
 

@@ -61,7 +61,7 @@ impl MacroKernel for GatedLinear {
         }
         rules::extent("gate", gate, 1, x.extent[1])?;
         rules::norm(norm, x)?;
-        rules::flagged_row("x", x)?;
+        rules::flagged_row("x", x, MAX_NORMED)?;
         rules::flagged_in(&[("y", y)], x.extent[0])?;
         rules::extent("up", up, 0, gate.extent[0])?;
         rules::extent("up", up, 1, x.extent[1])?;

@@ -6,7 +6,7 @@ use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, First};
+use crate::gpu::thin::{self, First, long};
 use crate::gpu::{warpgroup, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
@@ -25,7 +25,8 @@ pub(super) unsafe fn run(
     unsafe {
         let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(0)) };
         let columns = call.tensor(1).extent(0);
-        let staged = call.tensor(5).is_present() || p.merges != 0 || call.tensor(0).is_flagged();
+        let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
+        let staged = call.tensor(5).is_present() || p.merges != 0 || is_flagged;
         let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0 };
         let ask = |r: u32, n: u32| {
             let residual = call.tensor(3);
@@ -60,8 +61,11 @@ pub(super) unsafe fn run(
         } else if p.merges == 0 && rows == 1 && thin::is_for::<1>(call, &row, how) {
             thin::run::<1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else {
-            ready_and_staged(call, how, staged, block, ready)?;
-            if let Some(tiles) = call.tiles
+            let is_long = p.merges == 0 && rows == 1 && long::is_for(call, &row, how, block);
+            ready_and_staged(call, how, staged && !is_long, block, ready)?;
+            if is_long {
+                long::run(call, &row, block, ask_one, finish_one);
+            } else if let Some(tiles) = call.tiles
                 && tiles.left() > 0
                 && rows <= TILED_ROWS
             {

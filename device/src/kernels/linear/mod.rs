@@ -112,6 +112,7 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        use perpetua_shared::DType;
         let [x, w, bias, residual, y, norm, values, indices] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
@@ -141,7 +142,8 @@ impl MacroKernel for Linear {
             rules::unit_stride("x", x)?;
             rules::extent("w", w, 1, x.extent[1])?;
             rules::norm(norm, x)?;
-            rules::flagged_row("x", x)?;
+            let is_whole = w.dtype() == Some(DType::Bf16) && x.extent[1].is_multiple_of(8);
+            rules::flagged_row("x", x, if is_whole { MAX_FLAGGED } else { MAX_NORMED })?;
             x.extent[0]
         };
         rules::extent("bias", bias, 0, w.extent[0])?;

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! A task *streams* the weights that its macro kernel takes from tiles ([`Spec::tiled`]): they are cut into tiles of whole rows
-//! where a row fits a tile. The task becomes as many compute ops as its longest stream has tiles; compute op `i` consumes
+//! where a row fits a tile, or memory has room for a few. The task becomes as many compute ops as its longest stream has tiles; compute op `i` consumes
 //! tile `i` of each stream (a norm's weights with the first rows, gate with up), and a task that streams nothing is one
 //! compute op. Data ops are all tiles of a worker's list in the order they are consumed, across tasks and operators:
 //! weights depend on no activation, so the loader waits on no event, only for room.
@@ -239,8 +239,9 @@ fn rows(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -
     Some(PrefetchOp { source_offset_bytes: first, bytes, row_bytes, splits, split, ..PrefetchOp::default() })
 }
 
-/// The contiguous pieces of `stream`, none larger than `tile_bytes`, as offset and bytes in its source.
-fn tiles(stream: &Stream, tile_bytes: u64, out: &mut Vec<(u64, u32)>) {
+/// The contiguous pieces of `stream`, none larger than `tile_bytes`, but for whole rows of at most `row_bytes`, as offset and bytes in its
+/// source.
+fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
     let operand = &stream.operand;
     let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
@@ -261,6 +262,7 @@ fn tiles(stream: &Stream, tile_bytes: u64, out: &mut Vec<(u64, u32)>) {
         inner = dim;
     }
     let row = row.unwrap_or(elem);
+    let tile_bytes = if row <= row_bytes { tile_bytes.max(row) } else { tile_bytes };
     let piece = match tile_bytes / row {
         0 => row.div_ceil(row.div_ceil(tile_bytes)).next_multiple_of(TILE_ALIGN_BYTES).min(tile_bytes),
         rows => rows * row,
@@ -348,7 +350,7 @@ pub(crate) fn plan_list(
         plan.prefetches.extend(reads[task as usize].near.iter().map(|op| PrefetchOp { before, used_by, ..*op }));
         cut.resize_with(cut.len().max(streams.len()), Vec::new);
         for (stream, tiles_of) in streams.iter().zip(&mut cut) {
-            tiles(stream, machine.tile_bytes, tiles_of);
+            tiles(stream, machine.tile_bytes, machine.row_bytes / streams.len() as u64, tiles_of);
         }
         let steps = cut[..streams.len()].iter().map(Vec::len).max().unwrap_or(0).max(1);
         for step in 0..steps {

@@ -1,0 +1,54 @@
+//! Tiles of weights, as products of one row go through them: by whole rows.
+
+use super::super::tiles::Tiles;
+
+/// Tiles that a warp has taken, one of each matrix.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken<const N: usize> {
+    /// Where they begin.
+    pub(super) at: [u32; N],
+    /// Rows of weights in each, and how many of those have been read.
+    pub(super) rows: u32,
+    pub(super) done: u32,
+    /// Bytes times this are rows, in the upper word: exactly, for numbers as small as a tile's.
+    per_row: u32,
+}
+
+impl<const N: usize> Taken<N> {
+    /// None yet, of rows of `k`.
+    #[inline(always)]
+    pub(super) fn none(k: u32) -> Taken<N> {
+        Taken { at: [0; N], rows: 0, done: 0, per_row: u32::MAX / (2 * k) + 1 }
+    }
+
+    /// Takes the next ones.
+    ///
+    /// # Safety
+    /// As [`Tiles::take`]; there are so many.
+    #[inline(always)]
+    pub(super) unsafe fn take(&mut self, tiles: &Tiles<'_>) {
+        for i in 0..N {
+            // SAFETY: the caller's promise.
+            let tile = unsafe { tiles.take() };
+            self.at[i] = tile.at;
+            self.rows = ((u64::from(tile.bytes) * u64::from(self.per_row)) >> 32) as u32;
+        }
+        self.done = 0;
+    }
+
+    /// The number, in the launch, of the first tile that has not been released, if all that could be have been.
+    #[inline(always)]
+    pub(super) fn oldest(&self, tiles: &Tiles<'_>) -> u32 {
+        tiles.next().wrapping_sub(if self.done < self.rows { N as u32 } else { 0 })
+    }
+
+    /// Releases those from number `first` on of which all has been read.
+    ///
+    /// # Safety
+    /// As [`Tiles::release_some`].
+    #[inline(always)]
+    pub(super) unsafe fn release(&self, tiles: &Tiles<'_>, first: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { tiles.release_some(first, self.oldest(tiles).wrapping_sub(first)) };
+    }
+}
