@@ -329,6 +329,11 @@ impl Case {
                 late.extend(words);
             }
         }
+        // In any order: a thread that writes has no turn in between, so what it writes comes together.
+        let mut random = Random(self.seed ^ 0x1a7e);
+        for at in (1..late.len()).rev() {
+            late.swap(at, random.below(at as u32 + 1) as usize);
+        }
         let n_blocks = if late.is_empty() { 1 } else { 2 };
         let mut bindings: Vec<u64> = device.iter_mut().map(|m| m.as_mut_ptr().expose_provenance() as u64).collect();
         let table = bindings.as_mut_ptr();
@@ -534,7 +539,7 @@ judged! {
     gated_linear: 30,
     tiled_linear: 40,
     thin_linear: 24,
-    long_linear: 24,
+    long_linear: 48,
     merging_linear: 24,
     wide_linear: 16,
     warpgroup_linear: 8,
