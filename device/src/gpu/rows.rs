@@ -630,9 +630,15 @@ unsafe fn tile_dots<const R: usize>(x: Rows<'_>, w: usize, part: Stretch, lane: 
             [sum; R]
         } else {
             match types {
-                (BF16, F32) if !is_flagged::<R>(&x) => tile_typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
-                (F32, F32) if !is_flagged::<R>(&x) => tile_typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
-                (F16, F32) if !is_flagged::<R>(&x) => tile_typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane),
+                (BF16, F32) if !is_flagged::<R>(&x) => {
+                    tile_typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane)
+                }
+                (F32, F32) if !is_flagged::<R>(&x) => {
+                    tile_typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane)
+                }
+                (F16, F32) if !is_flagged::<R>(&x) => {
+                    tile_typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane)
+                }
                 (BF16, _) => tile_one_by_one::<Brain, R>(&x, part, lane),
                 (F16, _) => tile_one_by_one::<Half, R>(&x, part, lane),
                 _ => tile_one_by_one::<Single, R>(&x, part, lane),

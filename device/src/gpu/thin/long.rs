@@ -13,6 +13,7 @@ use super::super::rows::widen_brain;
 use super::super::tiles::Tiles;
 use super::super::{BF16, Call};
 use super::taken::Taken;
+use super::terms::Asked;
 use super::{First, Source};
 use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
@@ -65,7 +66,7 @@ pub(crate) unsafe fn run(
         let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
         let early = if block.thread < columns { ask(block.thread) } else { 0 };
         // Until its first unit is there a thread asks for no more: the row is as many bytes as a tile.
-        let first = row.place(if block.thread < k / UNIT { block.thread } else { 0 });
+        let first = if block.thread < k / UNIT { block.thread } else { 0 };
         let first = row.unit(first, row.ask(first));
         let (n, last) = match (k / UNIT).div_ceil(block.threads) {
             0..=4 => multiply::<4>(tiles, row, first, k, block),
@@ -119,7 +120,7 @@ impl<const W: usize> Mine<W> {
     /// # Safety
     /// As [`First::ask`].
     #[inline(always)]
-    unsafe fn ask(&self, row: &First<'_>) -> Asked<W> {
+    unsafe fn ask(&self, row: &First<'_>) -> Units<W> {
         // SAFETY: the caller's promise.
         unsafe {
             let mut asked = [row.ask(self.0[1]); W];
@@ -128,7 +129,7 @@ impl<const W: usize> Mine<W> {
                     asked[i] = row.ask(self.0[i]);
                 }
             });
-            Asked(asked)
+            Units(asked)
         }
     }
 
@@ -156,9 +157,9 @@ impl<const W: usize> Mine<W> {
 
 /// What [`Mine::ask`] asked for.
 #[derive(Clone, Copy)]
-struct Asked<const W: usize>([([u32; 4], [u32; 4]); W]);
+struct Units<const W: usize>([Asked; W]);
 
-impl<const W: usize> Read for Asked<W> {
+impl<const W: usize> Read for Units<W> {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;
@@ -167,9 +168,9 @@ impl<const W: usize> Read for Asked<W> {
     }
 }
 
-impl<const W: usize> Again<Asked<W>> for &(Mine<W>, &First<'_>) {
+impl<const W: usize> Again<Units<W>> for &(Mine<W>, &First<'_>) {
     #[inline(always)]
-    fn again(&self) -> Asked<W> {
+    fn again(&self) -> Units<W> {
         // SAFETY: `multiply` has asked for them before.
         unsafe { self.0.ask(self.1) }
     }

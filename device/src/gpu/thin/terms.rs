@@ -9,7 +9,7 @@ use crate::arch::scalar::{f32_to_bf16_pair, fma};
 use crate::arch::{atomic, bulk, memory, shared};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
-use crate::kernels::attention_merge::{Found, Parts, Place};
+use crate::kernels::attention_merge::Parts;
 
 /// Where the row starts: pairs of hi, then pairs of lo, in the order of [`term_at`].
 pub(super) const TERMS: u32 = FREE_SHARED;
@@ -31,32 +31,16 @@ pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
     [high, f32_to_bf16_pair(rest(values[0], high << 16), rest(values[1], high & 0xffff_0000))]
 }
 
-/// The row to be staged, which is asked for by units of eight elements.
+/// The row to be staged.
 pub(crate) trait Source: Copy {
-    /// Whether two units may be under way at once, or there are no registers for so much.
-    const TWO: bool;
-    /// Where a unit is, and one that is under way.
-    type Place: Copy;
-    /// See [`Place`](Source::Place).
-    type Asked;
-
-    /// Whether units may be asked for at once.
+    /// Whether elements may be asked for by eight.
     fn is_whole(&self) -> bool;
 
-    /// Where elements 8 * `unit` to 8 * `unit` + 7 are.
-    fn place(&self, unit: u32) -> Self::Place;
-
-    /// Asks for them.
+    /// Calls `put(unit, values)` for every unit of eight of the `k` elements, on some thread.
     ///
     /// # Safety
-    /// They are there, and the row [is whole](Source::is_whole).
-    unsafe fn ask(&self, place: Self::Place) -> Self::Asked;
-
-    /// What was asked for.
-    ///
-    /// # Safety
-    /// As [`ask`](Source::ask).
-    unsafe fn unit(&self, place: Self::Place, asked: Self::Asked) -> [f32; 8];
+    /// Every thread of the block makes this same call; they are there, or will be, and the row [is whole](Source::is_whole).
+    unsafe fn each(&self, k: u32, block: &Block, put: impl FnMut(u32, [f32; 8]));
 }
 
 /// Row 0 of operand 0, a matrix.
@@ -66,37 +50,17 @@ pub(crate) struct First<'a> {
     pub(crate) x: Tensor,
 }
 
+/// Eight elements that have been asked for.
+pub(super) type Asked = ([u32; 4], [u32; 4]);
+
 impl First<'_> {
-    /// A unit, which is there.
+    /// Asks for unit `unit`.
+    ///
+    /// # Safety
+    /// It is there, and the row [is whole](Source::is_whole).
     #[inline(always)]
-    pub(super) fn values(&self, unit: ([u32; 4], [u32; 4])) -> [f32; 8] {
-        if !self.x.is_flagged() {
-            return singles(unit.0, unit.1);
-        }
-        let ([a, b, c, d], [e, f, g, h]) = (unmarked(unit.0), unmarked(unit.1));
-        [a, b, c, d, e, f, g, h]
-    }
-}
-
-impl Source for First<'_> {
-    const TWO: bool = true;
-    /// Its number: addresses would be held.
-    type Place = u32;
-    type Asked = ([u32; 4], [u32; 4]);
-
-    #[inline(always)]
-    fn is_whole(&self) -> bool {
-        self.x.dtype() == F32 && self.x.address([0, 0]).addr().is_multiple_of(16)
-    }
-
-    #[inline(always)]
-    fn place(&self, unit: u32) -> u32 {
-        unit
-    }
-
-    #[inline(always)]
-    unsafe fn ask(&self, place: u32) -> ([u32; 4], [u32; 4]) {
-        let place = self.x.address([0, 0]).wrapping_add(32 * place as usize);
+    pub(super) unsafe fn ask(&self, unit: u32) -> Asked {
+        let place = self.x.address([0, 0]).wrapping_add(32 * unit as usize);
         let next = place.wrapping_add(16);
         // SAFETY: the caller's promise.
         unsafe {
@@ -108,42 +72,75 @@ impl Source for First<'_> {
         }
     }
 
+    /// What was asked for of unit `unit`, once it is there.
+    ///
+    /// # Safety
+    /// As [`ask`](First::ask).
     #[inline(always)]
-    unsafe fn unit(&self, place: u32, asked: ([u32; 4], [u32; 4])) -> [f32; 8] {
+    pub(super) unsafe fn unit(&self, unit: u32, asked: Asked) -> [f32; 8] {
         if !self.x.is_flagged() {
             return self.values(asked);
         }
         // SAFETY: the caller's promise.
-        self.values(self.call.there(0, asked, || unsafe { self.ask(place) }))
+        self.values(self.call.there(0, asked, || unsafe { self.ask(unit) }))
+    }
+
+    /// What was asked for, which is there.
+    #[inline(always)]
+    pub(super) fn values(&self, asked: Asked) -> [f32; 8] {
+        if !self.x.is_flagged() {
+            return singles(asked.0, asked.1);
+        }
+        let ([a, b, c, d], [e, f, g, h]) = (unmarked(asked.0), unmarked(asked.1));
+        [a, b, c, d, e, f, g, h]
+    }
+}
+
+impl Source for First<'_> {
+    #[inline(always)]
+    fn is_whole(&self) -> bool {
+        self.x.dtype() == F32 && self.x.address([0, 0]).addr().is_multiple_of(16)
+    }
+
+    #[inline(always)]
+    unsafe fn each(&self, k: u32, block: &Block, mut put: impl FnMut(u32, [f32; 8])) {
+        let (mut unit, units) = (block.thread, k / 8);
+        if unit >= units {
+            return;
+        }
+        // SAFETY: the caller's promise. Two are under way: memory answers long after it is asked.
+        unsafe {
+            let mut asked = self.ask(unit);
+            loop {
+                let next = unit + block.threads;
+                // Beyond the last it is that one again, which costs nothing but its place in the queue.
+                let next_asked = self.ask(if next < units { next } else { unit });
+                put(unit, self.unit(unit, asked));
+                if next >= units {
+                    return;
+                }
+                (unit, asked) = (next, next_asked);
+            }
+        }
     }
 }
 
 /// What the splits of an attention found, merged.
 impl Source for Parts<'_> {
-    const TWO: bool = false;
-    type Place = Place;
-    type Asked = Found<8>;
-
     #[inline(always)]
     fn is_whole(&self) -> bool {
         self.by_eight()
     }
 
     #[inline(always)]
-    fn place(&self, unit: u32) -> Place {
-        Parts::place(self, 8 * unit)
-    }
-
-    #[inline(always)]
-    unsafe fn ask(&self, place: Place) -> Found<8> {
-        // SAFETY: the caller's promise.
-        unsafe { self.fetch(place, 0) }
-    }
-
-    #[inline(always)]
-    unsafe fn unit(&self, place: Place, found: Found<8>) -> [f32; 8] {
-        // SAFETY: the caller's promise.
-        unsafe { self.merged(place, found) }
+    unsafe fn each(&self, k: u32, block: &Block, mut put: impl FnMut(u32, [f32; 8])) {
+        for unit in block.mine(k / 8) {
+            // SAFETY: the caller's promise. One at a time: two have no registers, beside weights that are held.
+            unsafe {
+                let place = self.place(8 * unit);
+                put(unit, self.merged(place, self.fetch(place, 0)));
+            }
+        }
     }
 }
 
@@ -187,7 +184,7 @@ pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Bloc
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let mut squares = 0.0;
-        let mut put = |unit: u32, mut values: [f32; 8]| {
+        let put = |unit: u32, mut values: [f32; 8]| {
             let (high_at, low_at) = place_of(unit, k);
             if norm.is_present() {
                 let first = shared::load16(high_at);
@@ -209,28 +206,7 @@ pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Bloc
             shared::store16(high_at, high);
             shared::store16(low_at, low);
         };
-        let (mut unit, units) = (block.thread, k / 8);
-        if !S::TWO {
-            for unit in block.mine(units) {
-                let place = x.place(unit);
-                put(unit, x.unit(place, x.ask(place)));
-            }
-        } else if unit < units {
-            // Two are under way: memory answers long after it is asked.
-            let mut place = x.place(unit);
-            let mut asked = x.ask(place);
-            loop {
-                let next = unit + block.threads;
-                // Beyond the last it is that one again, which costs nothing but its place in the queue.
-                let next_place = x.place(if next < units { next } else { unit });
-                let next_asked = x.ask(next_place);
-                put(unit, x.unit(place, asked));
-                if next >= units {
-                    break;
-                }
-                (unit, place, asked) = (next, next_place, next_asked);
-            }
-        }
+        x.each(k, block, put);
         block.sync();
         squares
     }
