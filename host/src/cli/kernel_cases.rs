@@ -14,7 +14,8 @@ use perpetua_device::kernels::{Attention, GatedLinear, Linear, Numbered, SPECS, 
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 5] = ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-bert"];
+pub(super) const PRESETS: [&str; 6] =
+    ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-long", "tiny-bert"];
 
 /// A pass over a network.
 #[derive(Clone, Copy, Debug)]
@@ -63,6 +64,10 @@ pub(super) struct Named {
 pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let whole = Network::Model { context: 128 };
     let case = |network, rows: usize, passes, look| Case { network, rows, passes, look };
+    if preset == "tiny-long" {
+        // What is special about it is seen in decoding alone.
+        return vec![case(whole, 1, if is_simulated { 3 } else { 20 }, Look::Fused)];
+    }
     // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that stay when
     // it is, and so does a pass for the warpgroups.
     let every: &[usize] = if is_simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };

@@ -1,12 +1,11 @@
 //! Rows that shared memory has no room for as terms, in registers: `down` of all but the smallest models.
 //!
-//! A thread has units of eight elements of the row, every so-many-eth as there are threads, as they are, and multiplies them with the
-//! same units of one row of weights after another, by FMAs: a unit is 17 instructions a row, where the tensor cores', fed from
-//! shared memory, is some 3. What that leaves out is all the rest: nothing is staged, nobody meets before the sums of warps are there, and the
-//! ring of tiles is as large as for short rows. A row of k elements is k / 100 cycles this way, with seven warps on four schedulers, and the
-//! memory takes k / 9 for it.
+//! A thread has units of eight elements of the row, as they are, one in so many as there are threads, and multiplies them with the same
+//! units of one row of weights after another by FMAs: 17 instructions a unit, where tensor cores fed from shared memory take some
+//! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its size. A row of weights of
+//! k elements takes some k / 18 cycles by the counter of docs/gpu.md, and k / 9 to come from memory.
 //!
-//! Weights of the first row are on their way while the row of activations is, and those of each next one while the one before is multiplied.
+//! The first row of weights is read while the row of activations is on its way, and each next one while the one before is multiplied.
 
 use super::super::flags::{Again, Read};
 use super::super::rows::widen_brain;
