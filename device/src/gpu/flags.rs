@@ -46,7 +46,8 @@ impl<A: Read, B: Read> Read for (A, B) {
     }
 }
 
-/// How what has been read too early is read again.
+/// How what has been read too early is read again: by a closure, or, where that is so much that the compiler would not take a closure for
+/// part of its caller, by something else.
 pub(crate) trait Again<T> {
     /// Reads it.
     fn again(&self) -> T;

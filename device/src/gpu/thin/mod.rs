@@ -33,7 +33,7 @@ macro_rules! each {
         each!($i below $n => $body; 0 1 2 3 4 5)
     };
     (unit $i:ident below $n:expr => $body:block) => {
-        each!($i below $n => $body; 0 1 2 3 4 5 6 7 8 9)
+        each!($i below $n => $body; 0 1 2 3 4 5 6 7)
     };
     ($i:ident below $n:expr => $body:block; $($number:literal)*) => {
         $({
