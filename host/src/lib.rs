@@ -6,6 +6,7 @@
 // Where it is allowed, each block carries its proof.
 #![deny(unsafe_code)]
 
+pub mod codegen;
 pub mod compile;
 #[allow(unsafe_code, reason = "the driver's functions")]
 pub mod cuda;

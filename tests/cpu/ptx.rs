@@ -20,22 +20,22 @@ const COPIES: &str = "perpetua_probe_copy";
 const REGISTERS: u32 = 252;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
-/// time, 2; attention 2; decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); linear 34 and
+/// time, 2; attention 6 (parts 2; of many rows 2, for 64 dimensions and for 128); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); linear 34 and
 /// gated_linear 25 (a norm 3, likewise, in linear, of what splits found; one row of terms 3, in linear of two kinds, and a long one 1; a warpgroup's
 /// products 16: for each of three shapes, a step's of those who multiply and
 /// those who do not, the last step's of both, the sums' one; and a part's end); rms_norm 2; layer_norm 4; pool 2; argmax 2; sample 50 (the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2.
 /// Votes: waits of linear, three for its kinds of row, gated_linear, two, and decode_attention, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration. Shuffles, five to a sum, twice that for two words:
-/// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 11, decode_attention 22 (a norm 5, neighbours of two pairs 2, a
+/// rms_norm 5, layer_norm 10, pool 5, argmax 10, rope 5, attention 27 (11, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes), decode_attention 22 (a norm 5, neighbours of two pairs 2, a
 /// group's maximum and total 4, one by one 11), linear 172 and gated_linear 98 (from global memory and from tiles, of terms 77 and 43, a norm, and in linear a long row 25 and the best of its
 /// outputs 10), sample 175. Of terms: 3 and 2 for eight rows and eight more in the loop, linear's for two kinds of row; 13 and 8, and 16,
 /// for the eight rows that are held, by how many chunks a warp has of them; and a norm's sum for each of these and without, 25 each.
-const BARRIERS: usize = 134;
+const BARRIERS: usize = 138;
 const BARRIER_VOTES: usize = 10;
-const SHUFFLES: usize = 513;
-const WARP_SYNCS: usize = 60;
-const PRODUCTS: usize = 274;
+const SHUFFLES: usize = 529;
+const WARP_SYNCS: usize = 66;
+const PRODUCTS: usize = 450;
 /// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of 64 x 64 x 16 four, in linear and in
 /// gated_linear.
 const GROUP_PRODUCTS: [usize; 2] = [24, 8];
@@ -46,7 +46,8 @@ const GROUP_PRODUCTS: [usize; 2] = [24, 8];
 /// terms, and of those in terms a step's and the next one's, which in gated_linear are two each; of a long row's the first and the next, of
 /// four widths), and arrivals on them, one behind each
 /// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. advance: it
-/// tells the host, too. decode_attention: 64 sums, and 48 words of keys and values.)
+/// tells the host, too. decode_attention: 64 sums, and 48 words of keys and values. attention, of
+/// many rows: 64 sums and a tile of scores.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 
 /// Of all of them.
@@ -56,7 +57,7 @@ const KERNELS: &[Figures] = &[
     ("linear", 215, 35, 172, 37, 130, 19328, [74, 35]),
     ("gated_linear", 182, 26, 98, 15, 112, 19328, [48, 13]),
     ("rope", 72, 1, 5, 1, 0, 18688, [0, 0]),
-    ("attention", 147, 3, 11, 0, 0, 18688, [0, 0]),
+    ("attention", 191, 7, 27, 6, 176, 18688, [0, 0]),
     ("layer_norm", 62, 5, 10, 0, 0, 18688, [0, 0]),
     ("elementwise", 39, 1, 0, 0, 0, 18688, [0, 0]),
     ("select_row", 28, 1, 0, 0, 0, 18688, [0, 0]),
@@ -129,13 +130,14 @@ fn barriers_are_neither_copied_nor_lost() {
     // Where warps release tiles: for one row of terms a norm's weights 1, the loop's 1, where the wait fails 1, in linear for two kinds of
     // row, and the rows that are held, 13 and 8, and 8 in gated_linear; other rows in each 2, and a norm's weights, 1; in linear where a long
     // one takes the first row of weights and the next, of four widths 8; and what takes the tiles a body left: 3; around outputs that lanes exchange: linear and gated_linear 2 each;
-    // before turned elements are put: rope 1, decode_attention 1.
+    // before turned elements are put: rope 1, decode_attention 1; around what a warp has of queries and results: attention 3, for two sizes.
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
     // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one row three chunks,
     // two of them together, of eight rows of weights and of sixteen: 9 in linear, for two kinds of row, and in gated_linear, which always
     // has sixteen, 6; and what is held: 66 and 30 in linear, of 20 and of 10 at most, and 90 of 30 in gated_linear.
     // In decode_attention four for each 32 dimensions of queries and keys, one for each eight
-    // of values.
+    // of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in the loop, and 64 for the
+    // sums; of 128 16, for 32 scores, and 64.
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]), PRODUCTS);
     let products =
         ["m64n128k16", "m64n64k16"].map(|shape| format!("wgmma.mma_async.sync.aligned.{shape}.f32.bf16.bf16"));
@@ -158,11 +160,12 @@ fn an_operator_alone_has_the_bodies_and_no_more() {
     let (_, body) = entry(ptx, OPERATOR);
     let (of_kernels, shuffles) = KERNELS.iter().fold((0, 0), |sum, kernel| (sum.0 + kernel.2 - 1, sum.1 + kernel.3));
     // One fetches for all of them. Without the tiles' memory there are no products of a warpgroup's, 16 barriers each in linear and
-    // in gated_linear; without tiles none of one row of terms, 3 each, of which linear has two kinds, nor of a long one.
-    assert_eq!(barriers(body), 1 + of_kernels - 42);
+    // in gated_linear, and no attention of many rows, 4; without tiles none of one row of terms, 3 each, of which linear has two kinds, nor
+    // of a long one.
+    assert_eq!(barriers(body), 1 + of_kernels - 46);
     assert_eq!(count(body, &["bar.red", "barrier.red", "barrier.cta.red", "bar.cta.red"]), 1);
-    // linear and gated_linear sum 25 times from tiles, and the terms of products; linear a long row's.
-    assert_eq!(count(body, &["shfl.sync"]), shuffles - 50 - 77 - 43 - 25);
+    // linear and gated_linear sum 25 times from tiles, and the terms of products; linear a long row's; attention of many rows.
+    assert_eq!(count(body, &["shfl.sync"]), shuffles - 50 - 77 - 43 - 25 - 16);
     assert_eq!(count(body, &["mbarrier", "cp.async", "wgmma", "ld.acquire", "ld.local", "st.local", "call"]), 0);
 }
 

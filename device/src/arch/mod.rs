@@ -818,6 +818,13 @@ pub(crate) mod memory {
         backend::opaque_word(word)
     }
 
+    /// At the start of a loop's body: it stays a loop. What turns PTX into instructions unrolls others to ask for several rounds'
+    /// operands at once, in registers that there may not be.
+    #[inline(always)]
+    pub(crate) fn rolled() {
+        backend::rolled();
+    }
+
     /// Sixteen bytes that are read once: weights, which would only push activations out of L1.
     ///
     /// # Safety

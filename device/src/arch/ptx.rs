@@ -581,6 +581,12 @@ pub(super) fn opaque_word(mut word: u32) -> u32 {
 }
 
 #[inline(always)]
+pub(super) fn rolled() {
+    // SAFETY: a hint.
+    unsafe { asm!(".pragma \"nounroll\";", options(nostack, preserves_flags)) };
+}
+
+#[inline(always)]
 pub(super) unsafe fn load<T: Copy>(from: *const T) -> T {
     // SAFETY: the caller's promise.
     unsafe { from.read() }

@@ -218,7 +218,19 @@ impl Case {
     }
 
     /// An operand of `extent`, somewhere in a binding full of NaN, its elements given by `value`.
-    fn push(&mut self, random: &mut Random, dtype: DType, extent: &[u32], mut value: impl FnMut(&mut Random) -> f32) {
+    fn push(&mut self, random: &mut Random, dtype: DType, extent: &[u32], value: impl FnMut(&mut Random) -> f32) {
+        self.push_placed(random, dtype, extent, value, false);
+    }
+
+    /// [`push`](Case::push), all of whose rows begin on sixteen bytes where `whole`.
+    fn push_placed(
+        &mut self,
+        random: &mut Random,
+        dtype: DType,
+        extent: &[u32],
+        mut value: impl FnMut(&mut Random) -> f32,
+        whole: bool,
+    ) {
         let rank = extent.len();
         let mut operand = Operand {
             binding: BindingId(self.operands.len() as u32),
@@ -227,7 +239,7 @@ impl Case {
             offset_bytes: u64::from(random.below(20)) * dtype.size_bytes() as u64,
             ..Operand::ABSENT
         };
-        let aligned = random.flip();
+        let aligned = whole || random.flip();
         if aligned {
             operand.offset_bytes = operand.offset_bytes / 16 * 16;
         }
@@ -236,7 +248,7 @@ impl Case {
             operand.extent[dim] = extent[dim];
             operand.stride_elems[dim] = stride;
             stride *= extent[dim];
-            if dim + 1 == rank && aligned {
+            if dim + 1 == rank && aligned || whole {
                 stride = stride.next_multiple_of(8);
             } else if random.flip() {
                 stride += random.below(5);
@@ -548,6 +560,7 @@ judged! {
     elementwise_select_pool: 40,
     rope: 30,
     attention: 24,
+    attention_of_many: 16,
     split_attention: 40,
     decode_attention: 40,
     decode_attention_of_groups: 48,
@@ -925,6 +938,35 @@ fn attention(random: &mut Random, round: usize) {
     case.step.first_pos = random.below(context - 8);
     case.step.rows = case.row_first + random.one_to(rows);
     case.judge("attention");
+}
+
+/// Rows of queries on tensor cores: several keys' blocks, rows that see part of one, heads that are not whole tiles, several parts.
+fn attention_of_many(random: &mut Random, round: usize) {
+    let (rows, heads, group) = (15 + random.one_to(50), random.one_to(2), random.one_to(3));
+    let d = 8 * random.one_to([8, 16][round % 2]);
+    let (context, causal) = ([90, 300][round / 2 % 2], random.below(2));
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
+    (case.tile_bytes, case.threads) = (TILE_BYTES, &[224, 160, 32]);
+    case.row_first = random.below(3);
+    case.step.first_pos = random.below(context - rows - 4);
+    case.step.rows = case.row_first + random.one_to(rows);
+    let visible = if causal == 1 { case.step.first_pos + case.step.rows } else { case.step.rows };
+    let dtype = random.dtype();
+    let mut push = |case: &mut Case, dtype, extent: &[u32], visible: u32| {
+        let mut at = 0;
+        let value = |random: &mut Random| {
+            at += 1;
+            if (at - 1) / d % context < visible { random.float() } else { f32::NAN }
+        };
+        case.push_placed(random, dtype, extent, value, true);
+    };
+    push(&mut case, dtype, &[rows, heads, group, d], context);
+    push(&mut case, DType::Bf16, &[heads, context, d], visible);
+    push(&mut case, DType::Bf16, &[heads, context, d], visible);
+    let (dtype, is_whole) = (random.dtype(), random.below(4) > 0);
+    case.push_placed(random, dtype, &[rows, heads, group, d], |_| 7.0, is_whole);
+    case.compare("attention of many");
+    assert!(case.report.warp_products > 0 || !is_whole || (case.step.rows - case.row_first) * group < 16);
 }
 
 /// A cache of `heads`, NaN from position `visible` on.

@@ -11,6 +11,7 @@ pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub mod sync;
 pub(crate) mod thin;
+pub(crate) mod tile;
 pub(crate) mod tiles;
 pub(crate) mod turn;
 pub(crate) mod warpgroup;
@@ -216,6 +217,31 @@ impl Row {
             match self.dtype {
                 F32 => memory::store(self.base.wrapping_add(4 * i as usize).cast::<f32>(), value),
                 other => store(other, self.base.wrapping_add(2 * i as usize), value),
+            }
+        }
+    }
+
+    /// Sets the four elements from `i`, a multiple of four, on, as [`set`](Row::set) does.
+    ///
+    /// # Safety
+    /// As [`set`](Row::set), and the row starts on sixteen bytes.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn set_four(&self, i: u32, four: [f32; 4]) {
+        let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        let to = self.at(i).cast::<u64>();
+        // SAFETY: the elements are there (caller), on eight bytes.
+        unsafe {
+            if self.dtype == F32 {
+                let [a, b, c, d] = four.map(f32::to_bits);
+                memory::store(to, both(a, b));
+                memory::store(to.wrapping_add(1), both(c, d));
+            } else if self.dtype == BF16 {
+                let pair = scalar::f32_to_bf16_pair;
+                memory::store(to, both(pair(four[0], four[1]), pair(four[2], four[3])));
+            } else {
+                let pair = |a, b| u32::from(scalar::f32_to_f16(a)) | u32::from(scalar::f32_to_f16(b)) << 16;
+                memory::store(to, both(pair(four[0], four[1]), pair(four[2], four[3])));
             }
         }
     }

@@ -57,6 +57,8 @@ pub struct Report {
     pub read: Vec<(String, u64)>,
     /// Bytes written to global memory.
     pub bytes_written: u64,
+    /// Products that warps have made by themselves.
+    pub warp_products: u64,
     /// Products that warps have begun as part of a warpgroup.
     pub products: u64,
     /// Bulk copies into shared memory.
@@ -1266,6 +1268,7 @@ impl World {
         }
         let lanes = &mut self.threads[thread / 32 * 32..][..32];
         let made = compute(&core::array::from_fn(|lane| lanes[lane].words));
+        self.report.warp_products += u64::from(purpose == Purpose::Mma);
         for (lane, made) in lanes.iter_mut().zip(made) {
             lane.words[..4].copy_from_slice(&made);
         }

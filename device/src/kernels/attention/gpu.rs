@@ -13,6 +13,7 @@ use crate::arch::{WARP, memory, shared, warp};
 use crate::block::FREE_SHARED;
 use crate::gpu::math::exp;
 use crate::gpu::rows::singles;
+use crate::gpu::tile::Rows;
 use crate::gpu::{BF16, F32, Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
@@ -106,6 +107,9 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     // the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is the same for
     // all lanes, and those around a barrier for all threads. A part's words are one warp's until the barrier.
     unsafe {
+        if many_rows(p, call, block) {
+            return Ok(());
+        }
         let lane = block.lane();
         let (items, d) = {
             let q = call.tensor(0);
@@ -151,6 +155,55 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         }
     }
     Ok(())
+}
+
+/// Rows of queries from which on tensor cores are worth it.
+const MANY: u32 = 16;
+
+/// Attends to keys and values of bf16, where queries are many, on tensor cores. Whether it has.
+#[inline(always)]
+unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
+    // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise.
+    unsafe {
+        let (q, k, v, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3));
+        let (count, heads, group, d) = (call.rows(&q) * q.extent(2), q.extent(1), q.extent(2), q.extent(3));
+        let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
+        let are_brains = k.dtype() == BF16 && v.dtype() == BF16;
+        let is_fit = is_free && are_brains && p.splits <= 1 && d <= 128 && d.is_multiple_of(8);
+        if !is_fit || count < MANY || !is_whole(&q, 3) || !is_whole(&k, 2) || !is_whole(&v, 2) || !is_whole(&y, 3) {
+            return false;
+        }
+        let mut h = 0;
+        while h < heads {
+            // The tensors anew for each row, which the compiler would hold over all loops otherwise: there are no registers for it.
+            let row = |slot, m: u32| call.tensor(memory::opaque_word(slot) as usize).row([m / group, h, m % group]);
+            let (k, v) = (Head::new(&call.tensor(1), h), Head::new(&call.tensor(2), h));
+            let seen = |m: u32| p.visible(call.step, call.row_first() + m / group) as u32;
+            let positions = seen(count - 1);
+            let queries = &Rows { row: |m| row(0, m), count, columns: d };
+            let keys = &Rows { row: |t| k.row(t), count: positions, columns: d };
+            let values = &Rows { row: |t| v.row(t), count: positions, columns: d };
+            let results = &Rows { row: |m| row(3, m), count, columns: d };
+            let scale = p.scale * core::f32::consts::LOG2_E;
+            if d <= 64 {
+                flash::attend_64(block, queries, keys, values, results, seen, scale);
+            } else {
+                flash::attend_128(block, queries, keys, values, results, seen, scale);
+            }
+            h += 1;
+        }
+        true
+    }
+}
+
+/// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes whatever its type.
+#[inline(always)]
+fn is_whole(x: &Tensor, dims: usize) -> bool {
+    let mut is_whole = x.address([0, 0]).addr().is_multiple_of(16);
+    for dim in 0..dims {
+        is_whole &= x.stride(dim).is_multiple_of(8);
+    }
+    is_whole
 }
 
 /// The positions, of `from..to`, of part `number` of `parts`, whole 32s but for the last.

@@ -14,6 +14,7 @@ use super::*;
 mod bidirectional;
 #[cfg(not(target_arch = "nvptx64"))]
 mod cpu;
+mod flash;
 pub(super) mod gpu;
 pub(super) mod group;
 #[cfg(target_arch = "x86_64")]

@@ -1,0 +1,324 @@
+//! Macro kernels of the memory levels, which generated bodies are made of: what moves a tile from one level to the next, and what
+//! registers compute.
+//!
+//! ```text
+//! Global     rows, wherever a function says that they lie          load, split ▼      ▲ write
+//! Shared     Tile: rows of bf16, all warps'                                           │
+//!            Own: 16 rows a warp, its own, in two bf16 terms or as f32     product ▼  ▲ keep
+//! Register   Eights, Sixteens: 16 rows a warp and all columns; PerRow: a number for each row
+//! ```
+//! A block's warps have 16 rows each. Of a product the tensor cores see columns in whatever order both operands are in, so that whoever
+//! loads takes sixteen neighbouring bytes: lane `4g + t` has of rows `g` and `g + 8` eight columns from `8t` on of each 32
+//! ([`Eights`]) as what multiplies and what comes out of a product with rows; out of a product with columns come sixteen from
+//! `16t` on of each 64 ([`Sixteens`]). The types say which, so that what does not fit does not compile.
+//!
+//! Sixteen bytes of a row in shared memory stand where [`place`] says, so that no quarter of a warp wants a bank twice: the lanes of a
+//! product with rows read four neighbours of an even row and of an odd one, those of a product with columns two neighbours of rows
+//! that are eight apart.
+//!
+//! What multiplies is hi + lo, both bf16, which leaves out 2^-17 of a number; what it is multiplied with is bf16; sums are f32.
+//! None of these functions meets other threads but by shuffles: barriers are the generated body's.
+
+/// A block for each of the first 2, 4 or 8 numbers, as far as they are below a constant, written out: a loop around a convergent call
+/// is never unrolled.
+macro_rules! each {
+    ($i:ident in 2 $(below $n:ident)? => $body:block) => {
+        each!(@ $i [$($n)?] $body 0 1)
+    };
+    ($i:ident in 4 $(below $n:ident)? => $body:block) => {
+        each!(@ $i [$($n)?] $body 0 1 2 3)
+    };
+    ($i:ident in 8 => $body:block) => {
+        each!(@ $i [] $body 0 1 2 3 4 5 6 7)
+    };
+    (@ $i:ident [] $body:block $($number:literal)*) => {
+        $({
+            let $i = const { $number };
+            $body
+        })*
+    };
+    (@ $i:ident [$n:ident] $body:block $($number:literal)*) => {
+        $({
+            let $i = const { $number };
+            if $i < $n $body
+        })*
+    };
+}
+
+mod register;
+
+pub(crate) use register::{Eights, PerRow, Sixteens, larger, where_seen};
+
+use super::Row;
+use crate::arch::{WARP, bulk, copy, memory, warpgroup};
+use crate::block::Block;
+use crate::gpu::rows::singles;
+use crate::gpu::thin::in_two;
+use crate::gpu::{BF16, F32};
+
+/// Rows that a warp has.
+pub(crate) const WARP_ROWS: u32 = 16;
+
+/// Elements of a chunk, sixteen bytes.
+const CHUNK: u32 = 8;
+
+/// Bytes of what a warp multiplies at once, 16 rows of 16 columns of bf16.
+const OPERAND: u32 = 16 * WARP;
+
+/// A lane of a warp that has rows of its own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Lane {
+    /// Its first row, of all that the block has, and the one that is eight later: rows beyond the last count as nothing.
+    pub(crate) row: u32,
+    warp: u32,
+    lane: u32,
+}
+
+impl Lane {
+    /// The calling one, in a block whose first row is `first`.
+    #[inline(always)]
+    pub(crate) fn of(block: &Block, first: u32) -> Lane {
+        let (warp, lane) = (block.warp(), block.lane());
+        Lane { row: first + WARP_ROWS * warp + lane / 4, warp, lane }
+    }
+
+    /// The same, of which the compiler knows nothing: what follows from it is found out where it is wanted, not kept over the loops of all
+    /// that is done with tiles.
+    #[inline(always)]
+    fn anew(&self) -> Lane {
+        Lane { lane: memory::opaque_word(self.lane), ..*self }
+    }
+
+    /// What `of` says of its rows, the last of `count` for those that come after it.
+    #[inline(always)]
+    pub(crate) fn each_row(&self, count: u32, of: impl Fn(u32) -> u32) -> [u32; 2] {
+        let of = |row: u32| of(if row < count { row } else { count - 1 });
+        [of(self.row), of(self.row + 8)]
+    }
+
+    #[inline(always)]
+    fn g(&self) -> u32 {
+        self.lane / 4
+    }
+
+    #[inline(always)]
+    fn t(&self) -> u32 {
+        self.lane % 4
+    }
+
+    /// The warp's first row, of all.
+    #[inline(always)]
+    fn first(&self) -> u32 {
+        self.row - self.g()
+    }
+}
+
+/// The last row of a block whose first is `first`, of `count`.
+#[inline(always)]
+pub(crate) fn last_row(block: &Block, first: u32, count: u32) -> u32 {
+    let end = first + WARP_ROWS * block.warps();
+    (if end < count { end } else { count }) - 1
+}
+
+/// Where chunk `chunk` of row `row` stands, counted from the tile's start, in rows of `chunks`, a multiple of eight.
+#[inline(always)]
+const fn place(row: u32, chunk: u32, chunks: u32) -> u32 {
+    (row * chunks + (chunk ^ (row % 2 * 4) ^ (row / 8 % 4 * 2))) * 16
+}
+
+/// Rows of a matrix in global memory: `count` of them, of `columns` elements, which are contiguous, whole chunks, and begin on sixteen
+/// bytes. Row `i` lies where `row(i)` says.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows<F> {
+    pub(crate) row: F,
+    pub(crate) count: u32,
+    pub(crate) columns: u32,
+}
+
+/// The byte, counted from the first that tiles may have, as the ring's.
+#[inline(always)]
+fn in_ring(byte: u32) -> u32 {
+    warpgroup::first() + byte
+}
+
+/// `R` rows of `C` chunks of bf16 in shared memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tile<const R: u32, const C: u32> {
+    at: u32,
+}
+
+impl<const R: u32, const C: u32> Tile<R, C> {
+    const BYTES: u32 = R * C * 16;
+
+    /// The one from byte `byte` on, of `stages` that take turns: the one whose turn it is in step `step`.
+    #[inline(always)]
+    pub(crate) fn at(byte: u32, stages: u32, step: u32) -> Tile<R, C> {
+        Tile { at: in_ring(byte + step % stages * Self::BYTES) }
+    }
+
+    /// Begins to copy `R` rows from row `first` and C chunks from column `column` on, zero where there are none: `cp.async`, by all
+    /// threads.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call; the rows are there and bf16; nobody else touches the tile until all threads have
+    /// waited for their copies and met.
+    #[inline(always)]
+    pub(crate) unsafe fn load(&self, block: &Block, from: &Rows<impl Fn(u32) -> Row>, first: u32, column: u32) {
+        let block = Block { thread: memory::opaque_word(block.thread), ..*block };
+        for unit in block.mine(R * C) {
+            let (row, chunk) = (unit / C, unit % C);
+            let (r, at) = (first + row, column + chunk * CHUNK);
+            let is_there = r < from.count && at < from.columns;
+            // SAFETY: the rows' (caller).
+            unsafe {
+                let from = if is_there { (from.row)(r).at(at) } else { (from.row)(0).at(0) };
+                copy::sixteen(self.at + place(row, chunk, C), from, is_there);
+            }
+        }
+    }
+
+    /// Where chunk `chunk` of row `row` stands; those of rows that are a multiple of 32 or, without reaching the next eight, of two later
+    /// stand as many rows further. A number of which the compiler knows nothing, so that it keeps this one alone.
+    #[inline(always)]
+    fn base(&self, row: u32, chunk: u32) -> u32 {
+        memory::opaque_word(self.at + place(row, chunk, C))
+    }
+
+    /// The sixteen bytes that stand `rows` rows and `chunks` chunks, a multiple of eight, after `base`.
+    #[inline(always)]
+    unsafe fn chunk(base: u32, rows: u32, chunks: u32) -> [u32; 4] {
+        // SAFETY: loaded, waited for and met (caller).
+        unsafe { bulk::load16(base + (rows * C + chunks) * 16) }
+    }
+}
+
+/// Rows of all warps in shared memory, each of which touches its own alone: C chunks of a hi term and as many of a lo, as the tensor
+/// cores take them, or the same elements as f32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Own<const C: u32> {
+    byte: u32,
+}
+
+impl<const C: u32> Own<C> {
+    const WARP_BYTES: u32 = WARP_ROWS * C * 32;
+
+    /// The one from byte `byte` on.
+    #[inline(always)]
+    pub(crate) fn at(byte: u32) -> Own<C> {
+        Own { byte }
+    }
+
+    #[inline(always)]
+    fn of(&self, lane: &Lane) -> u32 {
+        in_ring(self.byte + lane.warp * Self::WARP_BYTES)
+    }
+
+    /// Brings the warp's rows, C chunks from column `column` on, as two terms, zero where there are none.
+    ///
+    /// # Safety
+    /// Every lane of the warp makes this same call; the rows are there; none of the others touches the warp's part now.
+    #[inline(always)]
+    pub(crate) unsafe fn split(&self, lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) {
+        let (lane, to) = (&lane.anew(), self.of(lane));
+        let mut unit = lane.lane;
+        while unit < WARP_ROWS / 2 * C {
+            let (row, chunk) = (unit / C, unit % C);
+            let (r, at) = (lane.first() + row, column + chunk * CHUNK);
+            // SAFETY: the rows' (caller); the words are this lane's.
+            unsafe {
+                let (first, second) = (in_terms(from, r, at), in_terms(from, r + 8, at));
+                let to = to + Self::operand(chunk / 4) + (row * 4 + chunk % 4) * 16;
+                each!(s in 2 => {
+                    each!(term in 2 => {
+                        let [a, b] = [2 * s, 2 * s + 1];
+                        let words = [first[a][term], second[a][term], first[b][term], second[b][term]];
+                        bulk::store16(to + (2 * s + term) as u32 * OPERAND, words);
+                    });
+                });
+            }
+            unit += WARP;
+        }
+    }
+
+    /// Where the operands of a product with the `group`th 32 columns stand, those of the first 16 first, of each hi and lo: a warp's
+    /// [`OPERAND`] bytes, which each lane loads as it gives them to the tensor cores.
+    #[inline(always)]
+    const fn operand(group: u32) -> u32 {
+        group * 4 * OPERAND
+    }
+
+    /// The terms of the lane's rows in the `group`th 32 columns: of the first 16 and of the others, hi and lo of each.
+    #[inline(always)]
+    unsafe fn terms(&self, lane: &Lane, group: u32) -> [[[u32; 4]; 2]; 2] {
+        let from = memory::opaque_word(self.of(lane) + Self::operand(group) + lane.lane * 16);
+        // SAFETY: split by this warp, which has met since (caller).
+        [0, 2].map(|s| [s, s + 1].map(|at| unsafe { bulk::load16(from + at * OPERAND) }))
+    }
+
+    /// Puts the warp's rows there as f32, for [`write`](Own::write).
+    ///
+    /// # Safety
+    /// Every lane of the warp makes this same call, and none still reads what was there.
+    #[inline(always)]
+    pub(crate) unsafe fn keep(&self, lane: &Lane, rows: &impl Fours) {
+        let (lane, to) = (&lane.anew(), self.of(lane));
+        // SAFETY: the words are this lane's.
+        rows.each_four(lane.t(), |half, column, four| unsafe {
+            bulk::store16(to + place(lane.g() + 8 * half, column / 4, 2 * C), four.map(f32::to_bits));
+        });
+    }
+
+    /// Writes the warp's [kept](Own::keep) rows from column `column` on, as far as there are such, in the rows' type: neighbours by
+    /// neighbouring lanes.
+    ///
+    /// # Safety
+    /// Every lane of the warp makes this same call, and they have met since they kept them; nobody else touches the rows.
+    #[inline(always)]
+    pub(crate) unsafe fn write(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
+        let (lane, from) = (&lane.anew(), self.of(lane));
+        let mut unit = lane.lane;
+        while unit < WARP_ROWS * 2 * C {
+            let (row, four) = (unit / (2 * C), unit % (2 * C));
+            let (r, at) = (lane.first() + row, column + 4 * four);
+            if r < to.count && at < to.columns {
+                // SAFETY: kept, and met since; an element is one lane's.
+                unsafe {
+                    let bits = bulk::load16(from + place(row, four, 2 * C));
+                    (to.row)(r).set_four(at, bits.map(f32::from_bits));
+                }
+            }
+            unit += WARP;
+        }
+    }
+}
+
+/// Registers whose columns come by fours.
+pub(crate) trait Fours {
+    /// Calls `put(half, column, four)` for each four neighbouring columns of lane `t`'s rows, of the first (half 0) and the second.
+    fn each_four(&self, t: u32, put: impl Fn(u32, u32, [f32; 4]));
+}
+
+/// Eight elements of row `r` from column `at` on, two at a time, hi and lo of each two; zero where there are none.
+#[inline(always)]
+unsafe fn in_terms(from: &Rows<impl Fn(u32) -> Row>, r: u32, at: u32) -> [[u32; 2]; 4] {
+    let is_there = r < from.count && at < from.columns;
+    // SAFETY: the rows' (caller).
+    let e = if is_there { unsafe { eight_of(&(from.row)(r), at) } } else { [0.0; 8] };
+    [in_two([e[0], e[1]]), in_two([e[2], e[3]]), in_two([e[4], e[5]]), in_two([e[6], e[7]])]
+}
+
+/// Eight elements of `row` from `at` on.
+#[inline(always)]
+unsafe fn eight_of(row: &Row, at: u32) -> [f32; 8] {
+    // SAFETY: they are there, and begin on sixteen bytes (`Rows`).
+    unsafe {
+        if row.is(F32) {
+            return singles(row.load16(at), row.load16(at + 4));
+        }
+        if row.is(BF16) {
+            let [a, b, c, d] = row.load16(at).map(|pair| [pair << 16, pair & 0xffff_0000].map(f32::from_bits));
+            return [a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]];
+        }
+        row.gather([at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6, at + 7])
+    }
+}

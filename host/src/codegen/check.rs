@@ -1,0 +1,223 @@
+//! Judges a body.
+//!
+//! 1. Tiles have shapes that their level takes: columns of Shared and Own are multiples of 64, of Eights of 32 up to 128, of Sixteens 64 or 128;
+//!    Shared has rows in multiples of 32, up to 128, and at least one stage.
+//! 2. Each operation has its operands on the levels, and with the shapes, that it takes.
+//! 3. What is read has been written before: on the way in, or in each round of a loop around both.
+//! 4. A Shared tile is loaded once, in a loop's round or outside all, and read there or in loops inside.
+//! 5. Loads of one round have tiles of as many stages; outside all loops one.
+//! 6. The tiles in shared memory have room.
+
+use super::*;
+
+/// Judges `body`.
+///
+/// # Errors
+/// Every rule that it breaks, naming the tile or operand.
+pub fn check(body: &Body) -> Result<(), Vec<String>> {
+    let mut judge = Judge { body, wrong: Vec::new() };
+    for tile in &body.tiles {
+        judge.tile(tile);
+    }
+    judge.steps(&body.steps, &mut Vec::new(), &mut vec![false; body.tiles.len()]);
+    judge.loads(&body.steps, true);
+    let needed: u32 = (0..body.tiles.len()).map(|tile| body.bytes(TileId(tile))).sum();
+    if needed > CAPACITY {
+        judge.wrong.push(format!("the tiles take {needed} bytes of shared memory, expected at most {CAPACITY}"));
+    }
+    if judge.wrong.is_empty() { Ok(()) } else { Err(judge.wrong) }
+}
+
+struct Judge<'a> {
+    body: &'a Body,
+    wrong: Vec<String>,
+}
+
+impl Judge<'_> {
+    fn tile(&mut self, tile: &Tile) {
+        let whole = |n: u32, of: u32, most: u32| n > 0 && n.is_multiple_of(of) && n <= most;
+        let fits = match tile.place {
+            Place::Shared { rows, columns, stages } => whole(rows, 32, 128) && whole(columns, 64, 1024) && stages > 0,
+            Place::Own { columns } => whole(columns, 64, 1024),
+            Place::Eights { columns } => whole(columns, 32, 128),
+            Place::Sixteens { columns } => whole(columns, 64, 128),
+            Place::PerRow => true,
+        };
+        if !fits {
+            self.wrong.push(format!("`{}` is {:?}, which its level does not take", tile.name, tile.place));
+        }
+    }
+
+    fn place(&self, tile: TileId) -> Place {
+        self.body.tiles[tile.0].place
+    }
+
+    fn name(&self, tile: TileId) -> &str {
+        &self.body.tiles[tile.0].name
+    }
+
+    fn expect(&mut self, is_so: bool, tile: TileId, expected: &str) {
+        if !is_so {
+            let (name, place) = (self.name(tile).to_owned(), self.place(tile));
+            self.wrong.push(format!("`{name}` is {place:?}, expected {expected}"));
+        }
+    }
+
+    /// Rules 2 and 3, and the half of 4 that says who may read, of `steps` in `loops`; `written` are the tiles written on the way.
+    fn steps(&mut self, steps: &[Step], loops: &mut Vec<LoopId>, written: &mut [bool]) {
+        for step in steps {
+            match step {
+                Step::Loop(inner) => {
+                    if inner.by == 0 {
+                        self.wrong.push(format!("loop `{}` has steps of 0", inner.name));
+                    }
+                    loops.push(inner.id);
+                    // It may have no rounds: what it writes counts for nothing after it.
+                    self.steps(&inner.steps, loops, &mut written.to_vec());
+                    loops.pop();
+                }
+                Step::Op(op) => {
+                    for tile in op.reads() {
+                        if !written[tile.0] {
+                            let name = self.name(tile).to_owned();
+                            self.wrong
+                                .push(format!("`{name}` is read by {op:?}, expected to have been written before"));
+                        }
+                    }
+                    self.op(op, loops);
+                    if let Some(tile) = op.writes() {
+                        written[tile.0] = true;
+                    }
+                }
+            }
+        }
+    }
+
+    fn op(&mut self, op: &Op, loops: &[LoopId]) {
+        let is_open = |id: &Option<LoopId>| id.is_none_or(|id| loops.contains(&id));
+        match op {
+            Op::Load { to, row, column, .. } => {
+                self.expect(matches!(self.place(*to), Place::Shared { .. }), *to, "Shared, as loads fill");
+                if !is_open(row) || !is_open(column) {
+                    self.wrong.push(format!("the load of `{}` has the place of a loop it is not in", self.name(*to)));
+                }
+            }
+            Op::Split { to, column, .. } => {
+                self.expect(matches!(self.place(*to), Place::Own { .. }), *to, "Own, as splits fill");
+                if !is_open(column) {
+                    self.wrong.push(format!("the split of `{}` has the place of a loop it is not in", self.name(*to)));
+                }
+            }
+            Op::Fill { to, .. } => self.expect(self.is_register(*to), *to, "registers"),
+            Op::Product { into, a, b, by } => self.product(*into, *a, *b, *by),
+            Op::Map { to, expr } => {
+                self.expect(self.is_register(*to), *to, "registers");
+                let shape = self.place(*to);
+                for tile in expr.tiles() {
+                    let fits = self.place(tile) == shape || self.place(tile) == Place::PerRow;
+                    self.expect(fits, tile, &format!("{shape:?} or PerRow beside `{}`", self.name(*to).to_owned()));
+                }
+                let matrices = expr.tiles().iter().filter(|tile| self.place(**tile) != Place::PerRow).count();
+                if shape != Place::PerRow && matrices != 1 {
+                    let name = self.name(*to).to_owned();
+                    self.wrong.push(format!("`{name}` is made of {matrices} tiles of its shape, expected one"));
+                }
+                expr.each(&mut |expr| {
+                    if let Expr::Visible(id, _) = expr
+                        && (!loops.contains(id) || shape == Place::PerRow)
+                    {
+                        let name = self.body.tiles[to.0].name.clone();
+                        self.wrong.push(format!("`{name}` asks what rows see, expected columns, in the loop it names"));
+                    }
+                });
+            }
+            Op::Reduce { to, of, .. } => {
+                self.expect(self.place(*to) == Place::PerRow, *to, "PerRow");
+                self.expect(matches!(self.place(*of), Place::Eights { .. }), *of, "Eights");
+            }
+            Op::Keep { to, from } => {
+                let columns = match self.place(*from) {
+                    Place::Eights { columns } | Place::Sixteens { columns } => columns,
+                    _ => 0,
+                };
+                self.expect(columns > 0, *from, "Eights or Sixteens");
+                let fits = matches!(self.place(*to), Place::Own { columns: room } if room >= columns);
+                self.expect(fits, *to, &format!("Own of at least {columns} columns"));
+            }
+            Op::Write { from, column, .. } => {
+                self.expect(matches!(self.place(*from), Place::Own { .. }), *from, "Own");
+                if !is_open(column) {
+                    self.wrong.push(format!("`{}` goes to the place of a loop it is not in", self.name(*from)));
+                }
+            }
+        }
+    }
+
+    fn product(&mut self, into: TileId, a: TileId, b: TileId, by: By) {
+        let Place::Shared { rows, columns, .. } = self.place(b) else {
+            return self.expect(false, b, "Shared, as products' right operands");
+        };
+        let (made, summed) = match by {
+            By::Rows => (Place::Eights { columns: rows }, columns),
+            By::Columns => (Place::Sixteens { columns }, rows),
+        };
+        self.expect(self.place(into) == made, into, &format!("{made:?}"));
+        let left = match by {
+            By::Rows => Place::Own { columns: summed },
+            By::Columns => Place::Eights { columns: summed },
+        };
+        self.expect(self.place(a) == left, a, &format!("{left:?}"));
+    }
+
+    fn is_register(&self, tile: TileId) -> bool {
+        !matches!(self.place(tile), Place::Shared { .. } | Place::Own { .. })
+    }
+
+    /// Rules 4 and 5.
+    fn loads(&mut self, steps: &[Step], is_outside: bool) {
+        let loaded: Vec<TileId> = steps.iter().filter_map(load_of).collect();
+        let stages = |tile: &TileId| match self.place(*tile) {
+            Place::Shared { stages, .. } => stages,
+            _ => 1,
+        };
+        let all: Vec<u32> = loaded.iter().map(stages).collect();
+        if all.windows(2).any(|two| two[0] != two[1]) || is_outside && all.iter().any(|stages| *stages != 1) {
+            let names: Vec<&str> = loaded.iter().map(|tile| self.name(*tile)).collect();
+            let expected = if is_outside { "1 outside all loops" } else { "as many of each" };
+            self.wrong.push(format!("{names:?} are loaded together and have {all:?} stages, expected {expected}"));
+        }
+        for (at, tile) in loaded.iter().enumerate() {
+            let elsewhere = count(&self.body.steps, &|op| matches!(op, Op::Load { to, .. } if to == tile));
+            let read = count(&self.body.steps, &|op| op.reads().contains(tile));
+            let read_here = count(steps, &|op| op.reads().contains(tile));
+            if loaded[..at].contains(tile) || elsewhere != 1 || read != read_here {
+                let name = self.name(*tile);
+                let got =
+                    format!("loaded {elsewhere} times, and read {read} times, {read_here} of them where it is loaded");
+                self.wrong.push(format!("`{name}` is {got}, expected once and everywhere"));
+            }
+        }
+        for step in steps {
+            if let Step::Loop(inner) = step {
+                self.loads(&inner.steps, false);
+            }
+        }
+    }
+}
+
+/// The tile that `step` loads.
+pub(super) fn load_of(step: &Step) -> Option<TileId> {
+    match step {
+        Step::Op(Op::Load { to, .. }) => Some(*to),
+        _ => None,
+    }
+}
+
+/// Operations of `steps`, loops' too, that are `such`.
+fn count(steps: &[Step], such: &impl Fn(&Op) -> bool) -> usize {
+    let of = |step: &Step| match step {
+        Step::Op(op) => usize::from(such(op)),
+        Step::Loop(inner) => count(&inner.steps, such),
+    };
+    steps.iter().map(of).sum()
+}

@@ -1,0 +1,433 @@
+//! From a plan to Rust: a function of the device crate.
+//!
+//! Levels and shapes are types there, so that what `check` should have refused does not compile. The text has line breaks and indentation,
+//! but is meant for rustfmt.
+
+use super::bodies::File;
+use super::plan::{Act, Plan, Scope, stages};
+use super::*;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+
+/// The text of `file`, whose bodies' plans are `plans`.
+pub fn emit(file: &File, plans: &[Plan]) -> String {
+    let mut functions = String::new();
+    let mut used = BTreeSet::new();
+    for plan in plans {
+        let mut emitter = Emitter { plan, text: String::new(), depth: 3, declared: Vec::new(), used: &mut used };
+        emitter.function();
+        functions.push('\n');
+        functions.push_str(&emitter.text);
+    }
+    let from = |module: &str| {
+        let names = used.iter().filter(|(of, _)| *of == module).map(|(_, name)| *name).collect::<Vec<_>>();
+        match &names[..] {
+            [] => String::new(),
+            [one] => format!("use crate::{module}::{one};\n"),
+            _ => format!("use crate::{module}::{{{}}};\n", names.join(", ")),
+        }
+    };
+    let [scalar, arch, tile] = ["arch::scalar", "arch", "gpu::tile"].map(from);
+    format!(
+        "//! {}\n//!\n//! Generated from `perpetua::codegen::bodies::{}` by `BLESS=1 cargo test --test cpu codegen::`: what is to change \
+         changes\n//! there. Barriers and waits follow from who touches which part of a tile.\n\n{scalar}{arch}use \
+         crate::block::Block;\nuse crate::gpu::Row;\n{tile}{functions}",
+        file.doc, file.from
+    )
+}
+
+/// The same text without what rustfmt may change: spaces, line breaks, commas before a closing bracket.
+pub fn without_layout(text: &str) -> String {
+    let mut bare = String::new();
+    for c in text.chars().filter(|c| !c.is_whitespace()) {
+        if matches!(c, ')' | ']' | '}') && bare.ends_with(',') {
+            bare.pop();
+        }
+        bare.push(c);
+    }
+    bare
+}
+
+struct Emitter<'a, 'b> {
+    plan: &'a Plan,
+    text: String,
+    depth: usize,
+    /// Register tiles that have a variable, by scope, outermost first.
+    declared: Vec<BTreeSet<TileId>>,
+    used: &'b mut BTreeSet<(&'static str, &'static str)>,
+}
+
+impl Emitter<'_, '_> {
+    fn line(&mut self, line: &str) {
+        let _ = writeln!(self.text, "{}{line}", "    ".repeat(self.depth));
+    }
+
+    fn uses(&mut self, module: &'static str, name: &'static str) {
+        self.used.insert((module, name));
+    }
+
+    fn name(&self, tile: TileId) -> &str {
+        &self.plan.body.tiles[tile.0].name
+    }
+
+    fn global(&self, global: GlobalId) -> &str {
+        &self.plan.body.globals[global.0]
+    }
+
+    fn place(&self, tile: TileId) -> Place {
+        self.plan.body.tiles[tile.0].place
+    }
+
+    fn function(&mut self) {
+        let body = &self.plan.body;
+        let asks = asks_what_is_seen(&body.steps);
+        let mut arguments = vec!["block: &Block".to_owned()];
+        arguments.extend(body.globals.iter().map(|name| format!("{name}: &Rows<impl Fn(u32) -> Row>")));
+        if asks != [false; 2] {
+            arguments.push("seen: impl Fn(u32) -> u32".to_owned());
+        }
+        arguments.extend(body.scalars.iter().map(|name| format!("{name}: f32")));
+        let rows = self.global(body.rows).to_owned();
+        for name in ["Lane", "Rows", "WARP_ROWS"] {
+            self.uses("gpu::tile", name);
+        }
+        let _ = write!(
+            self.text,
+            "/// {}\n///\n/// # Safety\n/// Every thread of the block makes this same call; the operands are there, nobody else writes them, and \
+             nobody else touches `{rows}`,\n/// whose rows are as many as those of what is read with it. The memory of tiles is the \
+             task's.\n#[inline(always)]\npub(super) unsafe fn {}({}) {{\n",
+            body.doc,
+            body.name,
+            arguments.join(", ")
+        );
+        let offsets = body.offsets();
+        self.depth = 1;
+        for tile in &body.tiles {
+            if let Place::Shared { rows, columns, .. } = tile.place {
+                self.uses("gpu::tile", "Tile");
+                self.line(&format!("type {} = Tile<{rows}, {}>;", type_name(&tile.name), columns / 8));
+            }
+        }
+        for (tile, offset) in body.tiles.iter().zip(&offsets) {
+            if let Place::Own { columns } = tile.place {
+                self.uses("gpu::tile", "Own");
+                self.line(&format!("let {} = &Own::<{}>::at({offset});", tile.name, columns / 8));
+            }
+        }
+        self.line(
+            "// SAFETY: the caller's promises; what stands between accesses of a tile has been found, and judged.",
+        );
+        self.line("unsafe {");
+        self.depth = 2;
+        self.line("let mut first = 0;");
+        self.line(&format!("while first < {rows}.count {{"));
+        self.depth = 3;
+        self.line("let lane = &Lane::of(block, first);");
+        if asks[0] {
+            self.uses("gpu::tile", "last_row");
+            self.line(&format!("let seen_end = seen(last_row(block, first, {rows}.count));"));
+        }
+        if asks[1] {
+            self.line(&format!("let seen_by = lane.each_row({rows}.count, &seen);"));
+        }
+        self.declared.push(BTreeSet::new());
+        self.acts(&self.plan.acts, &[]);
+        self.line("first += WARP_ROWS * block.warps();");
+        self.depth = 2;
+        self.line("}");
+        self.depth = 1;
+        self.line("}");
+        self.depth = 0;
+        self.line("}");
+    }
+
+    /// `acts`, in loops `open`.
+    fn acts(&mut self, acts: &[Act], open: &[&Loop]) {
+        for (at, act) in acts.iter().enumerate() {
+            match act {
+                Act::Do(op) => self.op(op, &acts[at + 1..], open),
+                Act::Meet(Scope::Block) => self.line("block.sync();"),
+                Act::Meet(Scope::Warp) => {
+                    self.uses("arch", "warp");
+                    self.line("warp::sync();");
+                }
+                Act::Await(left) => {
+                    self.uses("arch", "copy");
+                    self.line(&format!("copy::wait::<{left}>();"));
+                }
+                Act::Begin { of, loads, ahead, is_first } => {
+                    let after = acts[at + 1..].iter().find_map(|act| match act {
+                        Act::Loop { of: next, .. } if Some(next.id) == *of => Some(next),
+                        _ => None,
+                    });
+                    let inside = open.iter().find(|inner| Some(inner.id) == *of).copied();
+                    self.begin(inside.or(after), loads, *ahead, *is_first, open);
+                }
+                Act::Loop { of, acts } => {
+                    let (name, has_rounds) = (&of.name, has_stages(self.plan, acts));
+                    let end = self.extent(of.end);
+                    if has_rounds {
+                        self.line(&format!("let (mut {name}, mut {name}_round) = (0, 0);"));
+                    } else {
+                        self.line(&format!("let mut {name} = 0;"));
+                    }
+                    self.line(&format!("while {name} < {end} {{"));
+                    self.depth += 1;
+                    self.declared.push(BTreeSet::new());
+                    let inside: Vec<&Loop> = open.iter().copied().chain([of]).collect();
+                    self.acts(acts, &inside);
+                    self.declared.pop();
+                    self.line(&format!("{name} += {};", of.by));
+                    if has_rounds {
+                        self.line(&format!("{name}_round += 1;"));
+                    }
+                    self.depth -= 1;
+                    self.line("}");
+                }
+            }
+        }
+    }
+
+    fn extent(&self, end: Extent) -> String {
+        match end {
+            Extent::Rows(global) => format!("{}.count", self.global(global)),
+            Extent::Columns(global) => format!("{}.columns", self.global(global)),
+            Extent::Seen => "seen_end".to_owned(),
+        }
+    }
+
+    fn begin(&mut self, of: Option<&Loop>, loads: &[Op], ahead: u32, is_first: bool, open: &[&Loop]) {
+        self.uses("arch", "copy");
+        // What is ahead by no round is there: the loop has it.
+        let is_sure = of.is_none() || ahead == 0 && !is_first;
+        if let Some(of) = of.filter(|_| !is_sure) {
+            let at = if is_first { (of.by * ahead).to_string() } else { plus(&of.name, of.by * ahead) };
+            self.line(&format!("if {at} < {} {{", self.extent(of.end)));
+            self.depth += 1;
+        }
+        for load in loads {
+            let Op::Load { to, from, row, column } = load else { continue };
+            let place = |id: &Option<LoopId>| match (id, of) {
+                (None, _) => "0".to_owned(),
+                (Some(id), Some(of)) if of.id == *id && is_first => (of.by * ahead).to_string(),
+                (Some(id), Some(of)) if of.id == *id => plus(&of.name, of.by * ahead),
+                (Some(id), _) => {
+                    open.iter().find(|open| open.id == *id).map_or(String::new(), |open| open.name.clone())
+                }
+            };
+            let (row, column) = (place(row), place(column));
+            let round = match of {
+                None => "0".to_owned(),
+                Some(_) if is_first => ahead.to_string(),
+                Some(of) => plus(&format!("{}_round", of.name), ahead),
+            };
+            let tile = self.shared(*to, &round);
+            self.line(&format!("{tile}.load(block, {}, {row}, {column});", self.global(*from)));
+        }
+        if !is_sure {
+            self.depth -= 1;
+            self.line("}");
+        }
+        self.line("copy::commit();");
+    }
+
+    /// The Shared tile whose turn it is in round `round`.
+    fn shared(&self, tile: TileId, round: &str) -> String {
+        let (offset, stages) = (self.plan.body.offsets()[tile.0], stages(&self.plan.body, tile));
+        let round = if stages == 1 { "0" } else { round };
+        format!("{}::at({offset}, {stages}, {round})", type_name(self.name(tile)))
+    }
+
+    /// `op`, in loops `open`, before `after`.
+    fn op(&mut self, op: &Op, after: &[Act], open: &[&Loop]) {
+        let place = |id: &Option<LoopId>| {
+            let found = id.and_then(|id| open.iter().find(|open| open.id == id));
+            found.map_or("0".to_owned(), |open| open.name.clone())
+        };
+        match op {
+            Op::Load { .. } => unreachable!("loads are begun"),
+            Op::Split { to, from, column } => {
+                let line = format!("{}.split(lane, {}, {});", self.name(*to), self.global(*from), place(column));
+                self.line(&line);
+            }
+            Op::Write { to, from, column } => {
+                let line = format!("{}.write(lane, {}, {});", self.name(*from), self.global(*to), place(column));
+                self.line(&line);
+            }
+            Op::Keep { to, from } => {
+                let line = format!("{}.keep(lane, &{});", self.name(*to), self.name(*from));
+                self.line(&line);
+            }
+            Op::Fill { to, value } => {
+                let value =
+                    if *value == f32::NEG_INFINITY { "f32::NEG_INFINITY".to_owned() } else { format!("{value:?}") };
+                let text = match self.place(*to) {
+                    Place::PerRow => {
+                        self.uses("gpu::tile", "PerRow");
+                        format!("PerRow::of({value})")
+                    }
+                    Place::Eights { columns } => {
+                        self.uses("gpu::tile", "Eights");
+                        format!("Eights::<{}>::of({value})", columns / 32)
+                    }
+                    Place::Sixteens { columns } => {
+                        self.uses("gpu::tile", "Sixteens");
+                        format!("Sixteens::<{}>::of({value})", columns / 64)
+                    }
+                    place => unreachable!("{place:?} is not filled"),
+                };
+                self.set(*to, &text, after);
+            }
+            Op::Product { into, a, b, by } => {
+                let round = self.round_of(*b, open);
+                // What is Own is a reference already.
+                let (how, and) = if *by == By::Rows { ("add_rows", "") } else { ("add_columns", "&") };
+                let (into, a, b) = (self.name(*into), self.name(*a), self.shared(*b, &round));
+                self.line(&format!("{into}.{how}(lane, {and}{a}, &{b});"));
+            }
+            Op::Reduce { to, of, by } => {
+                let how = if *by == Reduction::Max { "max" } else { "sum" };
+                self.set(*to, &format!("{}.{how}()", self.name(*of)), after);
+            }
+            Op::Map { to, expr } => {
+                let text = self.map(*to, expr);
+                self.set(*to, &text, after);
+            }
+        }
+    }
+
+    /// The variable that counts the rounds of the loop that loads `tile`.
+    fn round_of(&self, tile: TileId, open: &[&Loop]) -> String {
+        let of = open.iter().find(|open| super::judge::loads_in(&self.plan.body.steps, open.id, tile));
+        of.map_or("0".to_owned(), |of| format!("{}_round", of.name))
+    }
+
+    /// Sets a register tile, before `after`: a variable of this scope's own, or one of a scope around it.
+    fn set(&mut self, tile: TileId, value: &str, after: &[Act]) {
+        let name = self.name(tile).to_owned();
+        let (scope, around) = self.declared.split_last_mut().expect("there is a scope");
+        if !scope.contains(&tile) && around.iter().any(|scope| scope.contains(&tile)) {
+            return self.line(&format!("{name} = {value};"));
+        }
+        scope.insert(tile);
+        let and = if is_changed(tile, after) { "mut " } else { "" };
+        self.line(&format!("let {and}{name} = {value};"));
+    }
+
+    fn map(&mut self, to: TileId, expr: &Expr) -> String {
+        let matrix = expr.tiles().into_iter().find(|tile| self.place(*tile) != Place::PerRow);
+        if let Expr::Tile(tile) = expr {
+            return self.name(*tile).to_owned();
+        }
+        let mut asks = [false; 2];
+        expr.each(&mut |part| {
+            asks[0] |= matches!(part, Expr::Tile(tile) if self.place(*tile) == Place::PerRow);
+            asks[0] |= matches!(part, Expr::Visible(..));
+            asks[1] |= matches!(part, Expr::Visible(..));
+        });
+        let value = self.expr(expr, matrix, 0);
+        if self.place(to) == Place::PerRow {
+            self.uses("gpu::tile", "PerRow");
+            return format!("PerRow::each(|row| {value})");
+        }
+        let [row, column] =
+            [(asks[0], "row"), (asks[1], "column")].map(|(is_asked, name)| if is_asked { name } else { "_" });
+        let of = matrix.map_or("", |matrix| self.name(matrix));
+        format!("{of}.map(lane, |x, {row}, {column}| {value})")
+    }
+
+    /// `expr`, in brackets where its operator binds less than `level`; numbers of `matrix` are the closure's argument.
+    fn expr(&mut self, expr: &Expr, matrix: Option<TileId>, level: u8) -> String {
+        let (text, own) = match expr {
+            Expr::Tile(tile) if Some(*tile) == matrix => ("x".to_owned(), 3),
+            Expr::Tile(tile) => (format!("{}.0[row]", self.name(*tile)), 3),
+            Expr::Scalar(name) => (name.clone(), 3),
+            Expr::Add(a, b) => (format!("{} + {}", self.expr(a, matrix, 1), self.expr(b, matrix, 2)), 1),
+            Expr::Sub(a, b) => (format!("{} - {}", self.expr(a, matrix, 1), self.expr(b, matrix, 2)), 1),
+            Expr::Mul(a, b) => (format!("{} * {}", self.expr(a, matrix, 2), self.expr(b, matrix, 3)), 2),
+            Expr::Larger(a, b) => {
+                self.uses("gpu::tile", "larger");
+                (format!("larger({}, {})", self.expr(a, matrix, 0), self.expr(b, matrix, 0)), 3)
+            }
+            Expr::Exp2(a) => {
+                self.uses("arch::scalar", "exp2");
+                (format!("exp2({})", self.expr(a, matrix, 0)), 3)
+            }
+            Expr::Reciprocal(a) => {
+                self.uses("arch::scalar", "reciprocal");
+                (format!("reciprocal({})", self.expr(a, matrix, 0)), 3)
+            }
+            Expr::Visible(id, a) => {
+                let name = loop_name(&self.plan.body.steps, *id).unwrap_or_default();
+                let a = self.expr(a, matrix, 0);
+                self.uses("gpu::tile", "where_seen");
+                (format!("where_seen({name} + column, seen_by[row], {a})"), 3)
+            }
+        };
+        if own < level { format!("({text})") } else { text }
+    }
+}
+
+/// `name + n`.
+fn plus(name: &str, n: u32) -> String {
+    if n == 0 { name.to_owned() } else { format!("{name} + {n}") }
+}
+
+/// `name`, as types are written.
+fn type_name(name: &str) -> String {
+    let word = |word: &str| word[..1].to_uppercase() + &word[1..];
+    name.split('_').map(word).collect()
+}
+
+/// Whether a variable of `tile` changes in `after`: added to, or set in a loop, before it is made anew.
+fn is_changed(tile: TileId, after: &[Act]) -> bool {
+    for act in after {
+        match act {
+            Act::Do(Op::Product { into, .. }) if *into == tile => return true,
+            Act::Do(op) if op.writes() == Some(tile) => return false,
+            Act::Loop { acts, .. } if writes(tile, acts) => return true,
+            _ => {}
+        }
+    }
+    false
+}
+
+fn writes(tile: TileId, acts: &[Act]) -> bool {
+    acts.iter().any(|act| match act {
+        Act::Do(op) => op.writes() == Some(tile),
+        Act::Loop { acts, .. } => writes(tile, acts),
+        _ => false,
+    })
+}
+
+/// Whether rounds of the loop whose acts these are have tiles that take turns.
+fn has_stages(plan: &Plan, acts: &[Act]) -> bool {
+    let is_staged = |load: &Op| load.writes().is_some_and(|tile| stages(&plan.body, tile) > 1);
+    acts.iter().any(|act| matches!(act, Act::Begin { loads, is_first: false, .. } if loads.iter().any(is_staged)))
+}
+
+/// Whether `steps` go as far as the block's last row sees, and whether they ask what each row does.
+fn asks_what_is_seen(steps: &[Step]) -> [bool; 2] {
+    let mut asks = [false; 2];
+    for step in steps {
+        match step {
+            Step::Op(Op::Map { expr, .. }) => {
+                expr.each(&mut |expr| asks[1] |= matches!(expr, Expr::Visible(..)));
+            }
+            Step::Op(_) => {}
+            Step::Loop(inner) => {
+                let inside = asks_what_is_seen(&inner.steps);
+                asks = [asks[0] | inside[0] | (inner.end == Extent::Seen), asks[1] | inside[1]];
+            }
+        }
+    }
+    asks
+}
+
+fn loop_name(steps: &[Step], id: LoopId) -> Option<String> {
+    steps.iter().find_map(|step| match step {
+        Step::Loop(inner) if inner.id == id => Some(inner.name.clone()),
+        Step::Loop(inner) => loop_name(&inner.steps, id),
+        Step::Op(_) => None,
+    })
+}

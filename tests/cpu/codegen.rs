@@ -1,0 +1,197 @@
+//! Bodies over the memory hierarchy: what is generated is what is committed, and nothing in it is too little or too much.
+
+use perpetua::codegen::bodies::{File, files, flash_attention};
+use perpetua::codegen::emit::{emit, without_layout};
+use perpetua::codegen::judge::judge;
+use perpetua::codegen::plan::{Act, Plan, plan};
+use perpetua::codegen::{Body, By, CAPACITY, Extent, GlobalId, LoopId, Op, Place, Step, TileId, check};
+use proptest::prelude::*;
+use std::path::Path;
+
+fn plans(file: &File) -> Vec<Plan> {
+    file.bodies.iter().map(plan).collect()
+}
+
+#[test]
+fn generated_files_are_those_that_are_committed() {
+    for file in files() {
+        for body in &file.bodies {
+            check(body).expect(&body.name);
+        }
+        let text = emit(&file, &plans(&file));
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file.path);
+        if std::env::var_os("BLESS").is_some() {
+            std::fs::write(&path, &text).expect("the file can be written");
+            let formatted = std::process::Command::new("rustfmt").args(["--edition", "2024"]).arg(&path).status();
+            assert!(formatted.is_ok_and(|status| status.success()), "rustfmt has not formatted {}", file.path);
+        }
+        let committed = std::fs::read_to_string(&path).expect("the file can be read");
+        assert!(
+            without_layout(&committed) == without_layout(&text),
+            "{} is not what its bodies make; BLESS=1 writes it anew:\n{text}",
+            file.path
+        );
+    }
+}
+
+#[test]
+fn barriers_and_waits_are_enough_and_each_is_needed() {
+    for plan in files().iter().flat_map(plans) {
+        judge(&plan).expect(&plan.body.name);
+        let mut n_needed = 0;
+        for path in plan.paths() {
+            let Some(act @ (Act::Meet(_) | Act::Await(_))) = plan.act(&path) else { continue };
+            n_needed += 1;
+            assert!(judge(&plan.without(&path)).is_err(), "{}: {act:?} at {path:?} is not needed", plan.body.name);
+        }
+        println!("{}: {n_needed} barriers and waits", plan.body.name);
+        assert!(n_needed > 0);
+    }
+}
+
+/// Chooses by a seed.
+struct Choices(u64);
+
+impl Choices {
+    fn below(&mut self, n: u32) -> u32 {
+        // splitmix64.
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % u64::from(n)) as u32
+    }
+}
+
+/// What all random bodies have.
+struct Tiles {
+    x: GlobalId,
+    y: GlobalId,
+    own: [TileId; 2],
+    eights: TileId,
+    sixteens: TileId,
+}
+
+/// A body of nested loops in which tiles are loaded, by one to four stages, split, multiplied, kept and written as it comes.
+fn random_body(choices: &mut Choices) -> Body {
+    let (mut body, [x, y]) = Body::new("random", "", ["x", "y"]);
+    let own = ["first", "second"].map(|name| body.tile(name, Place::Own { columns: 64 }));
+    let eights = body.tile("eights", Place::Eights { columns: 64 });
+    let sixteens = body.tile("sixteens", Place::Sixteens { columns: 64 });
+    own.iter().for_each(|to| body.op(Op::Split { to: *to, from: x, column: None }));
+    [eights, sixteens].iter().for_each(|to| body.op(Op::Fill { to: *to, value: 0.0 }));
+    let tiles = Tiles { x, y, own, eights, sixteens };
+    random_steps(choices, &mut body, &tiles, &[], &mut Vec::new());
+    body.op(Op::Keep { to: tiles.own[0], from: tiles.sixteens });
+    body.op(Op::Write { to: y, from: tiles.own[0], column: None });
+    body
+}
+
+/// Adds steps inside loops `open`; `loaded` are the tiles that are there.
+fn random_steps(choices: &mut Choices, body: &mut Body, tiles: &Tiles, open: &[LoopId], loaded: &mut Vec<TileId>) {
+    let stages = if open.is_empty() { 1 } else { 1 + choices.below(4) };
+    let here = loaded.len();
+    for _ in 0..choices.below(3) {
+        let tile = body.tile(&format!("w{}", body.tiles.len()), Place::Shared { rows: 64, columns: 64, stages });
+        body.op(Op::Load { to: tile, from: tiles.x, row: open.last().copied(), column: None });
+        loaded.push(tile);
+    }
+    let mut unread = loaded[here..].to_vec();
+    for _ in 0..1 + choices.below(5) {
+        match choices.below(6) {
+            0 if open.len() < 2 => {
+                let name = format!("n{}", body.tiles.len());
+                // Through a list of its own, since what is added in the loop is added to the body.
+                let (mut inner_open, mut inner_loaded) = (open.to_vec(), loaded.clone());
+                body.each(&name, 64, Extent::Rows(tiles.x), |body, id| {
+                    inner_open.push(id);
+                    random_steps(choices, body, tiles, &inner_open, &mut inner_loaded);
+                });
+            }
+            1 => {
+                let to = tiles.own[choices.below(2) as usize];
+                body.op(Op::Split { to, from: tiles.x, column: open.last().copied() });
+            }
+            2 => {
+                let own = tiles.own[choices.below(2) as usize];
+                let from = if choices.below(2) == 0 { tiles.eights } else { tiles.sixteens };
+                body.op(Op::Keep { to: own, from });
+                body.op(Op::Write { to: tiles.y, from: own, column: None });
+            }
+            _ => {
+                let known = loaded.len() as u32;
+                let next = unread.pop().or_else(|| (known > 0).then(|| loaded[choices.below(known) as usize]));
+                let Some(b) = next else { continue };
+                multiply(choices, body, tiles, b);
+            }
+        }
+    }
+    for b in unread {
+        multiply(choices, body, tiles, b);
+    }
+    loaded.truncate(here);
+}
+
+fn multiply(choices: &mut Choices, body: &mut Body, tiles: &Tiles, b: TileId) {
+    let (into, a, by) = match choices.below(2) {
+        0 => (tiles.eights, tiles.own[choices.below(2) as usize], By::Rows),
+        _ => (tiles.sixteens, tiles.eights, By::Columns),
+    };
+    body.op(Op::Product { into, a, b, by });
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_bodies_wait_enough(seed in any::<u64>()) {
+        let body = random_body(&mut Choices(seed));
+        // Of those that have room: the generator does not count.
+        if body.tiles.iter().enumerate().map(|(at, _)| body.bytes(TileId(at))).sum::<u32>() <= CAPACITY {
+            check(&body).map_err(|wrong| TestCaseError::fail(wrong.join("\n")))?;
+            let plan = plan(&body);
+            judge(&plan).map_err(|wrong| TestCaseError::fail(format!("{wrong}\n{plan}")))?;
+            for path in plan.paths() {
+                if let Some(act @ (Act::Meet(_) | Act::Await(_))) = plan.act(&path) {
+                    let less = judge(&plan.without(&path));
+                    prop_assert!(less.is_err(), "{:?} at {:?} is not needed:\n{}", act, path, plan);
+                }
+            }
+        }
+    }
+}
+
+/// Each rule of a body, broken.
+#[test]
+fn bodies_that_break_a_rule_are_refused_by_name() {
+    let refused = |change: &dyn Fn(&mut Body), what: &str| {
+        let mut body = flash_attention(64, 64);
+        change(&mut body);
+        let wrong = check(&body).expect_err(what).join("\n");
+        assert!(wrong.contains(what), "{wrong}, expected {what}");
+    };
+    let tile = |body: &mut Body, name: &str, place: Place| {
+        body.tiles.iter_mut().find(|tile| tile.name == name).expect("a tile of that name").place = place;
+    };
+    refused(&|body| tile(body, "keys", Place::Shared { rows: 48, columns: 64, stages: 2 }), "`keys` is Shared");
+    refused(&|body| tile(body, "sums", Place::Eights { columns: 64 }), "expected Sixteens { columns: 64 }");
+    refused(&|body| tile(body, "keys", Place::Shared { rows: 64, columns: 64, stages: 3 }), "are loaded together");
+    refused(
+        &|body| tile(body, "queries", Place::Own { columns: 128 }),
+        "`queries` is Own { columns: 128 }, expected Own { columns: 64 }",
+    );
+    refused(&|body| tile(body, "max", Place::Own { columns: 64 }), "`max` is Own");
+    refused(&|body| drop(body.steps.remove(1)), "`sums` is read by");
+    let grow = |body: &mut Body| {
+        for name in ["keys", "values"] {
+            tile(body, name, Place::Shared { rows: 64, columns: 64, stages: 20 });
+        }
+    };
+    refused(&grow, "bytes of shared memory, expected at most");
+    let load_again = |body: &mut Body| {
+        let Some(Step::Loop(inner)) = body.steps.iter_mut().find(|step| matches!(step, Step::Loop(_))) else { return };
+        let load = inner.steps[0].clone();
+        inner.steps.push(load);
+    };
+    refused(&load_again, "loaded 2 times");
+}
