@@ -1,8 +1,8 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]]`; 132 SMs and a context of 1 unless told
-//! otherwise. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR [prompt]]]]`; 132 SMs and a context of 1 unless told
+//! otherwise; with `prompt` not the step's cycles, but those of the longest of the passes that read the context before it. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
@@ -55,6 +55,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
     let wanted = args.next();
+    let is_prompt = args.next().is_some_and(|arg| arg == "prompt");
     let steps = 2;
     let model = Model::load(&folder)?;
     let driver =
@@ -74,8 +75,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let report = driver.report();
     let image = engine.resident().compiled().image.clone();
     let view = image.view();
-    // The program of the passes that follow the prompt: the first.
-    let program = view.programs[0];
+    // The program of the passes that follow the prompt is the first; of those that read it the longest goes first.
+    let longest = view.programs.iter().max_by_key(|program| program.max_rows).ok_or("an image without programs")?;
+    let program = if is_prompt { *longest } else { view.programs[0] };
     let mut ops: BTreeMap<u32, Op> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {
         let op = ops.entry(view.tasks[id as usize].op).or_default();
@@ -90,7 +92,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     println!("{:32} {:>6} {:>9} {:>9} {:>9} {:>9}", "operator", "tasks", "cycles", "ahead", "warp 1", "all warps");
-    let passes = if context == 1 { steps } else { steps - 1 } as u64;
+    let prompt_passes = (context / program.max_rows as usize).max(1);
+    let passes = if is_prompt { prompt_passes } else { steps - usize::from(context > 1) } as u64;
     let (mut path, mut total) = (0, 0);
     for (number, op) in &ops {
         let each = |count: u64| count / (op.tasks * passes);

@@ -141,7 +141,7 @@ fn multiply(choices: &mut Choices, body: &mut Body, tiles: &Tiles, b: TileId) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_bodies_wait_enough(seed in any::<u64>()) {

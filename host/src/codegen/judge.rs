@@ -16,22 +16,32 @@ use std::collections::HashMap;
 const THREADS: usize = 4;
 const LANES: usize = 2;
 
-/// How often loops go round, in turn, whichever comes next: all threes of 0, 1 and 3, and these.
-const MORE_ROUNDS: [[u32; 3]; 6] = [[2, 4, 1], [4, 3, 2], [1, 7, 1], [7, 1, 0], [6, 6, 6], [2, 0, 5]];
+/// Runs of a plan.
+const RUNS: u32 = 90;
+
+/// How often loops go round in run `run`, in turn, whichever comes next: digits of a hash.
+fn rounds_of(run: u32) -> Vec<u32> {
+    let digit = |at: u32| {
+        let mut x = (run << 8 | at).wrapping_mul(0x9e37_79b9);
+        x = (x ^ x >> 16).wrapping_mul(0x85eb_ca6b);
+        [0, 0, 1, 1, 2, 3, 4, 7][(x >> 29) as usize]
+    };
+    // A run of which all loops are alike, now and then.
+    if run < 8 { vec![run] } else { (0..29).map(digit).collect() }
+}
 
 /// Judges `plan`.
 ///
 /// # Errors
 /// The first access that breaks a rule.
 pub fn judge(plan: &Plan) -> Result<(), String> {
-    let few = (0..27).map(|n| [n / 9, n / 3 % 3, n % 3].map(|digit| [0, 1, 3][digit]));
-    few.chain(MORE_ROUNDS).try_for_each(|rounds| {
+    (0..RUNS).try_for_each(|run| {
         let mut run = Run {
             plan,
             clocks: [[0; THREADS]; THREADS],
             cells: HashMap::new(),
             begun: Vec::new(),
-            rounds,
+            rounds: rounds_of(run),
             next: 0,
             block: 0,
         };
@@ -69,7 +79,7 @@ struct Run<'a> {
     cells: HashMap<Place, Cell>,
     /// Groups of copies: the cells of each, by thread.
     begun: Vec<[Vec<Place>; THREADS]>,
-    rounds: [u32; 3],
+    rounds: Vec<u32>,
     next: usize,
     block: u32,
 }

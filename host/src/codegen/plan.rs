@@ -213,17 +213,29 @@ struct Walk {
     lack: Option<Lack>,
 }
 
-/// How often loops go round: every choice of these for each of [`CYCLE`] loops in turn. Many first, since what a round needs of the one before
-/// decides where barriers stand best.
+/// How often loops go round in each walk, in turn, whichever comes next. First the same number all the time, many first, since what a round
+/// needs of the one before decides where barriers stand best; then, in so many walks, as it comes.
 const ROUNDS: [u32; 4] = [6, 2, 1, 0];
-const CYCLE: u32 = 4;
+const MIXED: u32 = 160;
+
+fn walks() -> impl Iterator<Item = Vec<u32>> {
+    // A linear congruence, of which the upper bits choose (Knuth, MMIX).
+    let mut state = 1_u64;
+    let mixed = (0..MIXED).map(move |_| {
+        let next = |_| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            ROUNDS[(state >> 62) as usize]
+        };
+        (0..24).map(next).collect()
+    });
+    ROUNDS.iter().map(|rounds| vec![*rounds]).chain(mixed)
+}
 
 impl Plan {
     /// The first thing that it lacks.
     fn lack(&self) -> Option<Lack> {
-        (0..ROUNDS.len().pow(CYCLE)).find_map(|choice| {
-            let choose = |at: u32| ROUNDS[choice / ROUNDS.len().pow(CYCLE - 1 - at) % ROUNDS.len()];
-            let mut walk = Walk { rounds: (0..CYCLE).map(choose).collect(), ..Walk::default() };
+        walks().find_map(|rounds| {
+            let mut walk = Walk { rounds, ..Walk::default() };
             for block in 0..3 {
                 walk.block = block;
                 self.walk(&self.acts, &mut Vec::new(), &mut walk);

@@ -294,7 +294,9 @@ fn column_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Targe
 fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, heads: usize) -> u32 {
     let workers = target.n_workers as usize;
     if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
-        return workers.div_ceil(heads).min(axis.len.div_ceil(16)).max(1) as u32;
+        // With a block more than there are workers one of them would do two.
+        let blocks = if target.cut == Cut::PerWorker { workers / heads } else { workers.div_ceil(heads) };
+        return blocks.min(axis.len.div_ceil(16)).max(1) as u32;
     }
     let elems = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
     let elems = elems.map(|t| table[t].len_elems()).max().unwrap_or(0);
