@@ -17,7 +17,7 @@ const COPIES: &str = "perpetua_probe_copy";
 /// compiler that copies barriers. Change a number together with the source that explains it. (The 128 sums of a
 /// warpgroup's products take most of them, or the 120 words of weights that a product of one row holds before its row is there, and what
 /// the loop holds over all bodies the rest.)
-const REGISTERS: u32 = 252;
+const REGISTERS: u32 = 249;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
 /// time, 2; attention 6 (parts 2; of many rows 2, for 64 dimensions and for 128); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); linear 34 and

@@ -122,7 +122,7 @@ impl Emitter<'_, '_> {
         self.line("let mut first = 0;");
         self.line(&format!("while first < {rows}.count {{"));
         self.depth = 3;
-        self.line("let lane = &Lane::of(block, first);");
+        self.line(&format!("let lane = &Lane::of(block, first, {rows}.count);"));
         if asks[0] {
             self.uses("gpu::tile", "last_row");
             self.line(&format!("let seen_end = seen(last_row(block, first, {rows}.count));"));

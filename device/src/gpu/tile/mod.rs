@@ -72,14 +72,17 @@ pub(crate) struct Lane {
     pub(crate) row: u32,
     warp: u32,
     lane: u32,
+    /// Whether its warp has one at all; products of one that has none are left out.
+    is_busy: bool,
 }
 
 impl Lane {
-    /// The calling one, in a block whose first row is `first`.
+    /// The calling one, in a block whose first row is `first` of `count`.
     #[inline(always)]
-    pub(crate) fn of(block: &Block, first: u32) -> Lane {
+    pub(crate) fn of(block: &Block, first: u32, count: u32) -> Lane {
         let (warp, lane) = (block.warp(), block.lane());
-        Lane { row: first + WARP_ROWS * warp + lane / 4, warp, lane }
+        let of_warp = first + WARP_ROWS * warp;
+        Lane { row: of_warp + lane / 4, warp, lane, is_busy: of_warp < count }
     }
 
     /// The same, of which the compiler knows nothing: what follows from it is found out where it is wanted, not kept over the loops of all

@@ -66,7 +66,7 @@ impl<const U: usize> Eights<U> {
     /// for and met by all. `R` is `32 U`.
     #[inline(always)]
     pub(crate) unsafe fn add_rows<const R: u32, const C: u32>(&mut self, lane: &Lane, a: &Own<C>, b: &Tile<R, C>) {
-        let mut group = 0;
+        let mut group = if lane.is_busy { 0 } else { C / 4 };
         while group < C / 4 {
             memory::rolled();
             // SAFETY: the caller's promises.
@@ -188,6 +188,9 @@ impl<const W: usize> Sixteens<W> {
         p: &Eights<P>,
         b: &Tile<R, C>,
     ) {
+        if !lane.is_busy {
+            return;
+        }
         let lane = &lane.anew();
         let (even, odd) = (b.base(8 * lane.t(), lane.g()), b.base(8 * lane.t() + 1, lane.g()));
         // SAFETY: the caller's promises.

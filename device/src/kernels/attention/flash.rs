@@ -31,7 +31,7 @@ pub(super) unsafe fn attend_64(
     unsafe {
         let mut first = 0;
         while first < y.count {
-            let lane = &Lane::of(block, first);
+            let lane = &Lane::of(block, first, y.count);
             let seen_end = seen(last_row(block, first, y.count));
             let seen_by = lane.each_row(y.count, &seen);
             warp::sync();
@@ -102,7 +102,7 @@ pub(super) unsafe fn attend_128(
     unsafe {
         let mut first = 0;
         while first < y.count {
-            let lane = &Lane::of(block, first);
+            let lane = &Lane::of(block, first, y.count);
             let seen_end = seen(last_row(block, first, y.count));
             let seen_by = lane.each_row(y.count, &seen);
             warp::sync();
