@@ -65,8 +65,12 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let whole = Network::Model { context: 128 };
     let case = |network, rows: usize, passes, look| Case { network, rows, passes, look };
     if preset == "tiny-long" {
-        // What is special about it is seen in decoding alone.
-        return vec![case(whole, 1, if is_simulated { 3 } else { 20 }, Look::Fused)];
+        // Its long row is special in decoding alone, its heads' size in prompts, too.
+        let prompt = if is_simulated { 20 } else { 100 };
+        return vec![
+            case(whole, 1, if is_simulated { 3 } else { 20 }, Look::Fused),
+            case(whole, prompt, 1, Look::Rounded),
+        ];
     }
     // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that stay when
     // it is, and so does a pass for the warpgroups.

@@ -126,8 +126,8 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-odd",     Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
         ("tiny-simt",    Qwen3,   sizes(269,          40,   54,    1, (4, 2),   12, true,       64, 1e4, None)),
-        // Tiny but for one row, which a GPU has no shared memory for.
-        ("tiny-long",    Qwen3,   sizes(269,         512,  8968,   1, (4, 2),   64, true,      256, 1e4, None)),
+        // Tiny but for one row, which a GPU has no shared memory for, and for heads as large models have them.
+        ("tiny-long",    Qwen3,   sizes(269,         512,  8968,   1, (4, 2),  128, true,      256, 1e4, None)),
     ];
     if name == "tiny-bert" {
         return Ok(json!({
