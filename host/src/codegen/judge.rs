@@ -26,7 +26,7 @@ fn rounds_of(run: u32) -> Vec<u32> {
         x = (x ^ x >> 16).wrapping_mul(0x85eb_ca6b);
         [0, 0, 1, 1, 2, 3, 4, 7][(x >> 29) as usize]
     };
-    // A run of which all loops are alike, now and then.
+    // In the first few all loops are alike.
     if run < 8 { vec![run] } else { (0..29).map(digit).collect() }
 }
 
@@ -106,7 +106,8 @@ impl Run<'_> {
                     // Beyond the last round there is nothing to load.
                     for load in loads.iter().filter(|_| round < end) {
                         let Op::Load { to, .. } = load else { continue };
-                        let stage = round % super::plan::stages(&self.plan.body, *to);
+                        let super::Place::Shared { stages, .. } = self.plan.body.tiles[to.0].place else { continue };
+                        let stage = round % stages;
                         for (thread, cells) in cells.iter_mut().enumerate() {
                             let place = (*to, stage, 0, thread);
                             self.write(thread, place, (self.block, round))?;
