@@ -952,30 +952,31 @@ fn attention_of_many(random: &mut Random, round: usize) {
     case.step.rows = case.row_first + random.one_to(rows);
     let visible = if causal == 1 { case.step.first_pos + case.step.rows } else { case.step.rows };
     let dtype = random.dtype();
-    let mut push = |case: &mut Case, dtype, extent: &[u32], visible: u32| {
-        let mut at = 0;
-        let value = |random: &mut Random| {
-            at += 1;
-            if (at - 1) / d % context < visible { random.float() } else { f32::NAN }
-        };
-        case.push_placed(random, dtype, extent, value, true);
-    };
-    push(&mut case, dtype, &[rows, heads, group, d], context);
-    push(&mut case, DType::Bf16, &[heads, context, d], visible);
-    push(&mut case, DType::Bf16, &[heads, context, d], visible);
+    case.push_placed(random, dtype, &[rows, heads, group, d], Random::float, true);
+    for _ in 0..2 {
+        push_cache(&mut case, random, DType::Bf16, [heads, context, d], visible, true);
+    }
     let (dtype, is_whole) = (random.dtype(), random.below(4) > 0);
     case.push_placed(random, dtype, &[rows, heads, group, d], |_| 7.0, is_whole);
     case.compare("attention of many");
     assert!(case.report.warp_products > 0 || !is_whole || (case.step.rows - case.row_first) * group < 16);
 }
 
-/// A cache of `heads`, NaN from position `visible` on.
-fn push_cache(case: &mut Case, random: &mut Random, dtype: DType, [heads, context, d]: [u32; 3], visible: u32) {
+/// A cache of `heads`, NaN from position `visible` on, its rows on sixteen bytes where `whole`.
+fn push_cache(
+    case: &mut Case,
+    random: &mut Random,
+    dtype: DType,
+    [heads, context, d]: [u32; 3],
+    visible: u32,
+    whole: bool,
+) {
     let mut at = 0;
-    case.push(random, dtype, &[heads, context, d], |random| {
+    let value = |random: &mut Random| {
         at += 1;
         if (at - 1) / d % context < visible { random.float() } else { f32::NAN }
-    });
+    };
+    case.push_placed(random, dtype, &[heads, context, d], value, whole);
 }
 
 fn split_attention(random: &mut Random, round: usize) {
@@ -987,8 +988,8 @@ fn split_attention(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits, order: 0 });
     case.floats(random, dtype, &[1, heads, group, d]);
-    push_cache(&mut case, random, dtype, [heads, context, d], visible);
-    push_cache(&mut case, random, dtype, [heads, context, d], visible);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
     case.push(random, DType::F32, &[heads, 1, group, attention::FOUND + d], |_| 7.0);
     case.split = if round.is_multiple_of(4) { splits - 1 } else { random.below(splits) };
     (case.step.first_pos, case.step.rows) = (visible - 1, 1);
@@ -1009,8 +1010,8 @@ fn decode_attention_case(
     case.maybe(random, &[d]);
     case.maybe(random, &[d]);
     case.push(random, DType::F32, &[d / 2], |random| random.float().abs());
-    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
-    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1, false);
+    push_cache(&mut case, random, dtype, [heads, context, d], visible - 1, false);
     let y = if splits > 1 { [heads, 1, group, attention::FOUND + d] } else { [1, heads, group, d] };
     case.push(random, DType::F32, &y, |_| 7.0);
     (case.step.first_pos, case.step.rows) = (visible - 1, 1);
@@ -1064,8 +1065,8 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     let visible = random.one_to(60);
     let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1, order: 0 });
     case.floats(random, DType::F32, &[1, heads, group, d]);
-    push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
-    push_cache(&mut case, random, DType::F32, [heads, 64, d], visible);
+    push_cache(&mut case, random, DType::F32, [heads, 64, d], visible, false);
+    push_cache(&mut case, random, DType::F32, [heads, 64, d], visible, false);
     case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);
     case.push(random, DType::F32, &[heads, splits, group, attention::FOUND + d], |_| 7.0);
     case.push(random, DType::F32, &[1, heads, group, d], |_| 7.0);

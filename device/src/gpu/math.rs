@@ -26,6 +26,12 @@ pub(crate) fn rsqrt(x: f32) -> f32 {
     scalar::rsqrt(x)
 }
 
+/// The larger one; `a` where `b` is NaN.
+#[inline(always)]
+pub(crate) fn larger(a: f32, b: f32) -> f32 {
+    if b > a { b } else { a }
+}
+
 /// 1 / n, found here and not where it is wanted: a division takes long.
 #[inline(always)]
 pub(crate) fn reciprocal(n: u32) -> f32 {

@@ -115,7 +115,7 @@ impl Judge<'_> {
                 let shape = self.place(*to);
                 for tile in expr.tiles() {
                     let fits = self.place(tile) == shape || self.place(tile) == Place::PerRow;
-                    self.expect(fits, tile, &format!("{shape:?} or PerRow beside `{}`", self.name(*to).to_owned()));
+                    self.expect(fits, tile, &format!("{shape:?} or PerRow beside `{}`", self.name(*to)));
                 }
                 let matrices = expr.tiles().iter().filter(|tile| self.place(**tile) != Place::PerRow).count();
                 if shape != Place::PerRow && matrices != 1 {

@@ -27,11 +27,11 @@ pub fn emit(file: &File, plans: &[Plan]) -> String {
             _ => format!("use crate::{module}::{{{}}};\n", names.join(", ")),
         }
     };
-    let [scalar, arch, tile] = ["arch::scalar", "arch", "gpu::tile"].map(from);
+    let [scalar, arch, math, tile] = ["arch::scalar", "arch", "gpu::math", "gpu::tile"].map(from);
     format!(
         "//! {}\n//!\n//! Generated from `perpetua::codegen::bodies::{}` by `BLESS=1 cargo test --test cpu codegen::`: what is to change \
          changes\n//! there. Barriers and waits follow from who touches which part of a tile.\n\n{scalar}{arch}use \
-         crate::block::Block;\nuse crate::gpu::Row;\n{tile}{functions}",
+         crate::block::Block;\nuse crate::gpu::Row;\n{math}{tile}{functions}",
         file.doc, file.from
     )
 }
@@ -298,7 +298,8 @@ impl Emitter<'_, '_> {
 
     /// The variable that counts the rounds of the loop that loads `tile`.
     fn round_of(&self, tile: TileId, open: &[&Loop]) -> String {
-        let of = open.iter().find(|open| super::judge::loads_in(&self.plan.body.steps, open.id, tile));
+        let id = self.plan.loop_of(tile);
+        let of = open.iter().find(|open| Some(open.id) == id);
         of.map_or("0".to_owned(), |of| format!("{}_round", of.name))
     }
 
@@ -346,7 +347,7 @@ impl Emitter<'_, '_> {
             Expr::Sub(a, b) => (format!("{} - {}", self.expr(a, matrix, 1), self.expr(b, matrix, 2)), 1),
             Expr::Mul(a, b) => (format!("{} * {}", self.expr(a, matrix, 2), self.expr(b, matrix, 3)), 2),
             Expr::Larger(a, b) => {
-                self.uses("gpu::tile", "larger");
+                self.uses("gpu::math", "larger");
                 (format!("larger({}, {})", self.expr(a, matrix, 0), self.expr(b, matrix, 0)), 3)
             }
             Expr::Exp2(a) => {

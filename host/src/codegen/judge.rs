@@ -230,7 +230,7 @@ impl Run<'_> {
 }
 
 /// Whether loop `id` is the one whose round loads `tile`.
-pub(super) fn loads_in(steps: &[Step], id: LoopId, tile: TileId) -> bool {
+fn loads_in(steps: &[Step], id: LoopId, tile: TileId) -> bool {
     steps.iter().any(|step| match step {
         Step::Loop(inner) if inner.id == id => {
             inner.steps.iter().any(|step| matches!(step, Step::Op(Op::Load { to, .. }) if *to == tile))

@@ -301,7 +301,7 @@ impl Plan {
     }
 
     /// The loop in whose rounds a tile is loaded.
-    fn loop_of(&self, tile: TileId) -> Option<LoopId> {
+    pub(super) fn loop_of(&self, tile: TileId) -> Option<LoopId> {
         fn find(steps: &[Step], of: Option<LoopId>, tile: TileId) -> Option<Option<LoopId>> {
             steps.iter().find_map(|step| match step {
                 Step::Loop(inner) => find(&inner.steps, Some(inner.id), tile),

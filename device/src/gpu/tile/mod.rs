@@ -47,12 +47,12 @@ macro_rules! each {
 
 mod register;
 
-pub(crate) use register::{Eights, PerRow, Sixteens, larger, where_seen};
+pub(crate) use register::{Eights, PerRow, Sixteens, where_seen};
 
 use super::Row;
 use crate::arch::{WARP, bulk, copy, memory, warpgroup};
 use crate::block::Block;
-use crate::gpu::rows::singles;
+use crate::gpu::rows::{singles, widen_brain};
 use crate::gpu::thin::in_two;
 use crate::gpu::{BF16, F32};
 
@@ -319,8 +319,7 @@ unsafe fn eight_of(row: &Row, at: u32) -> [f32; 8] {
             return singles(row.load16(at), row.load16(at + 4));
         }
         if row.is(BF16) {
-            let [a, b, c, d] = row.load16(at).map(|pair| [pair << 16, pair & 0xffff_0000].map(f32::from_bits));
-            return [a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]];
+            return widen_brain(row.load16(at));
         }
         row.gather([at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6, at + 7])
     }

@@ -2,6 +2,7 @@
 
 use super::{Fours, Lane, Own, Tile};
 use crate::arch::{memory, warp};
+use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
 
 /// 16 rows of `32 U` columns, U up to 4. Number `i` of `[u][j]` stands in row `g + 8 (i / 2)`, column `32u + 8t + 2j + i % 2`.
@@ -155,12 +156,6 @@ impl<const U: usize> Eights<U> {
         });
         PerRow(all)
     }
-}
-
-/// The larger one; `a` where `b` is NaN.
-#[inline(always)]
-pub(crate) fn larger(a: f32, b: f32) -> f32 {
-    if b > a { b } else { a }
 }
 
 /// `value` where the row sees column `column`, one of the first `seen`; -inf elsewhere.

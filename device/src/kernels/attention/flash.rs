@@ -7,7 +7,8 @@ use crate::arch::scalar::{exp2, reciprocal};
 use crate::arch::{copy, warp};
 use crate::block::Block;
 use crate::gpu::Row;
-use crate::gpu::tile::{Eights, Lane, Own, PerRow, Rows, Sixteens, Tile, WARP_ROWS, larger, last_row, where_seen};
+use crate::gpu::math::larger;
+use crate::gpu::tile::{Eights, Lane, Own, PerRow, Rows, Sixteens, Tile, WARP_ROWS, last_row, where_seen};
 
 /// y = softmax(scale * q . k^T) . v, base 2, of up to 64 columns, over the positions that each row sees.
 ///

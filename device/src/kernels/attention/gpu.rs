@@ -11,7 +11,7 @@ use super::*;
 use crate::arch::scalar::{fma, reciprocal};
 use crate::arch::{WARP, memory, shared, warp};
 use crate::block::FREE_SHARED;
-use crate::gpu::math::exp;
+use crate::gpu::math::{exp, larger};
 use crate::gpu::rows::singles;
 use crate::gpu::tile::Rows;
 use crate::gpu::{BF16, F32, Row, Tensor};
@@ -288,7 +288,7 @@ pub(in crate::kernels) unsafe fn merge(at: u32, parts: u32, positions: (u32, u32
             }
             let at = at + number * PART;
             let max = f32::from_bits(shared::load(at));
-            let largest = max_of(all.max, max);
+            let largest = larger(all.max, max);
             // With every score so far at -inf (a NaN or an overflow upstream) the weights are NaN, as in the reference.
             let (old, new) = (if number == 0 { 0.0 } else { exp(all.max - largest) }, exp(max - largest));
             all.max = largest;
@@ -352,7 +352,7 @@ pub(in crate::kernels) unsafe fn attend<Q: Query>(
                 }
                 score = dot * scale;
             }
-            let new_max = warp::max(max_of(found.max, score));
+            let new_max = warp::max(larger(found.max, score));
             // With every score so far at -inf (a NaN or an overflow upstream) the weights are NaN, as they are
             // in the reference.
             let shrink = exp(found.max - new_max);
@@ -407,10 +407,4 @@ impl Head {
     fn row(&self, t: u32) -> Row {
         self.first.after(u64::from(t) * u64::from(self.step))
     }
-}
-
-/// The larger one; `a` where `b` is NaN.
-#[inline(always)]
-pub(super) fn max_of(a: f32, b: f32) -> f32 {
-    if b > a { b } else { a }
 }

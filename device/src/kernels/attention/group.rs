@@ -14,11 +14,12 @@
 //! [`gpu`](super::gpu) does it. Queries and weights are hi + lo, both bf16, which leaves out 2^-17 of an element; sums are f32.
 //! An infinite value gives NaN, where one weight alone might have left it infinite.
 
-use super::gpu::{Head, max_of};
+use super::gpu::Head;
 use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
 use crate::arch::{each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::gpu::BF16;
+use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
 use core::f32::consts::LOG2_E;
 use perpetua_shared::launch::TASK_THREADS;
@@ -145,7 +146,7 @@ impl Group {
                 }
                 let mut found = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
                 for at in 0..PARTS {
-                    found.max = max_of(found.max, f32::from_bits(heads[at][0]));
+                    found.max = larger(found.max, f32::from_bits(heads[at][0]));
                 }
                 for at in 0..PARTS {
                     // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference; without positions
@@ -229,10 +230,10 @@ impl Group {
                 let scores = [score(0, 0), score(0, 1), score(1, 0), score(1, 1)];
                 let mut largest = max;
                 for score in &scores {
-                    largest = max_of(largest, *score);
+                    largest = larger(largest, *score);
                 }
-                largest = max_of(largest, f32::from_bits(warp::shuffle_xor(largest.to_bits(), 1)));
-                largest = max_of(largest, f32::from_bits(warp::shuffle_xor(largest.to_bits(), 2)));
+                largest = larger(largest, f32::from_bits(warp::shuffle_xor(largest.to_bits(), 1)));
+                largest = larger(largest, f32::from_bits(warp::shuffle_xor(largest.to_bits(), 2)));
                 if at >= first + UNIT * parts && largest > max {
                     let shrink = exp2((max - largest) * LOG2_E);
                     total *= shrink;
