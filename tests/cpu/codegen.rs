@@ -203,6 +203,15 @@ fn bodies_that_break_a_rule_are_refused_by_name() {
         }
     };
     refused(&grow, "bytes of shared memory, expected at most");
+    // More than 2^32 bytes, whose low bits are few.
+    refused(
+        &|body| {
+            for name in ["keys", "values"] {
+                tile(body, name, Place::Shared { rows: 64, columns: 64, stages: 1 << 19 });
+            }
+        },
+        "bytes of shared memory, expected at most",
+    );
     let load_again = |body: &mut Body| {
         let Some(Step::Loop(inner)) = body.steps.iter_mut().find(|step| matches!(step, Step::Loop(_))) else { return };
         let load = inner.steps[0].clone();

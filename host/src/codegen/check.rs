@@ -21,8 +21,8 @@ pub fn check(body: &Body) -> Result<(), Vec<String>> {
     }
     judge.steps(&body.steps, &mut Vec::new(), &mut vec![false; body.tiles.len()]);
     judge.loads(&body.steps, true);
-    let needed: u32 = (0..body.tiles.len()).map(|tile| body.bytes(TileId(tile))).sum();
-    if needed > CAPACITY {
+    let needed: u64 = (0..body.tiles.len()).map(|tile| u64::from(body.bytes(TileId(tile)))).sum();
+    if needed > u64::from(CAPACITY) {
         judge.wrong.push(format!("the tiles take {needed} bytes of shared memory, expected at most {CAPACITY}"));
     }
     if judge.wrong.is_empty() { Ok(()) } else { Err(judge.wrong) }

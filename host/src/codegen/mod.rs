@@ -377,11 +377,13 @@ impl Body {
         self.steps.push(Step::Loop(Loop { id, name: name.to_owned(), by, end, steps }));
     }
 
-    /// Bytes of a tile in shared memory; 0 of others.
+    /// Bytes of a tile in shared memory, as many as there are numbers for; 0 of others.
     pub fn bytes(&self, tile: TileId) -> u32 {
         match self.tiles[tile.0].place {
-            Place::Shared { rows, columns, stages } => 2 * rows * columns * stages,
-            Place::Own { columns } => 4 * WARP_ROWS * WARPS * columns,
+            Place::Shared { rows, columns, stages } => {
+                2_u32.saturating_mul(rows).saturating_mul(columns).saturating_mul(stages)
+            }
+            Place::Own { columns } => (4 * WARP_ROWS * WARPS).saturating_mul(columns),
             _ => 0,
         }
     }
