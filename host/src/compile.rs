@@ -10,7 +10,7 @@ use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
 use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
-use perpetua_device::kernels::{Cost, Spec, TILED_ROWS};
+use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
 use perpetua_shared::limits::MAX_TASK_EVENTS;
@@ -294,8 +294,8 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
     let costs = costs(&blocks, &tasks);
-    // Tiles pay where weights are read once for few rows.
-    let has_loaders = config.target.has_loaders && source.graph.rows.is_some_and(|rows| rows <= TILED_ROWS);
+    // Several rows' products have the tiles' memory for themselves.
+    let has_loaders = config.target.has_loaders && source.graph.rows == Some(1);
     let reads = if has_loaders { prefetch::reads(&blocks, &tasks, &costs) } else { Vec::new() };
     let lists = match config.target.cut {
         Cut::TaskBytes => {

@@ -476,6 +476,17 @@ pub(crate) mod copy {
         unsafe { backend::copy_sixteen(to, from, is_there) }
     }
 
+    /// [`sixteen`] if `is_mine`, without a branch.
+    ///
+    /// # Safety
+    /// As [`sixteen`], if `is_mine`.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn sixteen_if(is_mine: bool, to: u32, from: *const u8, is_there: bool) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::copy_sixteen_if(is_mine, to, from, is_there) }
+    }
+
     /// What this thread has begun since it last said so is a group.
     #[inline(always)]
     pub(crate) fn commit() {
@@ -514,7 +525,7 @@ pub(crate) mod warpgroup {
     pub(crate) const ROW: u32 = 128;
     pub(crate) const ALIGN: u32 = 1024;
 
-    /// Rows of a in one product. Of b there are twice as many as [`Sums`] a thread has: 64 or 128.
+    /// Rows of a in one product. Of b there are twice as many as [`Sums`] a thread has: 16, 32, 64 or 128.
     pub(crate) const M: u32 = 64;
 
     /// The first tile byte at which a matrix may start.
@@ -549,8 +560,8 @@ pub(crate) mod warpgroup {
         }
     }
 
-    /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken. `N` is 32 or
-    /// 64.
+    /// Sums of products, `N` a thread and 64 x `2 N` a warpgroup, nobody's but the tensor cores' until they are taken. `N` is 8, 16, 32
+    /// or 64.
     #[derive(Debug)]
     pub(crate) struct Sums<const N: usize>([f32; N]);
 
@@ -558,7 +569,7 @@ pub(crate) mod warpgroup {
         /// All zero.
         #[inline(always)]
         pub(crate) fn zero() -> Sums<N> {
-            const { assert!(N == 32 || N == 64) };
+            const { assert!(N == 8 || N == 16 || N == 32 || N == 64) };
             Sums([0.0; N])
         }
 

@@ -245,6 +245,18 @@ pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
 }
 
 #[inline(always)]
+pub(super) unsafe fn copy_sixteen_if(is_mine: bool, to: u32, from: *const u8, is_there: bool) {
+    // SAFETY: as above.
+    unsafe {
+        asm!(
+            "{{ .reg .pred mine; setp.ne.u32 mine, {}, 0; @mine cp.async.cg.shared.global [{}], [{}], 16, {}; }}",
+            in(reg32) u32::from(is_mine), in(reg32) tile_address(to), in(reg64) from,
+            in(reg32) if is_there { 16 } else { 0 }, options(nostack)
+        );
+    }
+}
+
+#[inline(always)]
 pub(super) fn copy_commit() {
     // SAFETY: touches no memory.
     unsafe { asm!("cp.async.commit_group;", options(nostack)) };
@@ -261,8 +273,14 @@ pub(super) fn first_aligned() -> u32 {
     tile_address(0).next_multiple_of(super::warpgroup::ALIGN) - tile_address(0)
 }
 
-/// An instruction on a thread's sums, operands 0 to 31 or 63, which stand between `$before` and `$after`.
+/// An instruction on a thread's sums, operands 0 to 7, 15, 31 or 63, which stand between `$before` and `$after`.
 macro_rules! with_sums {
+    (8 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7)
+    };
+    (16 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
+        with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    };
     (32 $sums:ident, $before:literal, $after:literal $(, $operand:ident = $value:expr)*) => {
         with_sums!(@ $sums, $before, $after, [$($operand = $value),*]; 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22
             23 24 25 26 27 28 29 30 31)
@@ -296,7 +314,17 @@ pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) 
     // SAFETY: the caller promises the matrices and the whole warpgroup. There is no intrinsic for it; a copy of this is
     // harmless where no branch parts the warp (caller).
     unsafe {
-        if N == 32 {
+        if N == 8 {
+            let sums: &mut [f32; 8] = of_length(sums);
+            with_sums!(
+                8 sums, "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        } else if N == 16 {
+            let sums: &mut [f32; 16] = of_length(sums);
+            with_sums!(
+                16 sums, "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
+            );
+        } else if N == 32 {
             let sums: &mut [f32; 32] = of_length(sums);
             with_sums!(
                 32 sums, "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 ", ", {a}, {b}, 1, 1, 1, 0, 0;", a = a, b = b
@@ -315,7 +343,13 @@ pub(super) fn wgmma_taken<const N: usize>(mut sums: [f32; N]) -> [f32; N] {
     // Nothing moves from behind this, which depends on all of them, to before it, and this stays behind the wait.
     // SAFETY: does nothing.
     unsafe {
-        if N == 32 {
+        if N == 8 {
+            let sums: &mut [f32; 8] = of_length(&mut sums);
+            with_sums!(8 sums, "/* ", " */");
+        } else if N == 16 {
+            let sums: &mut [f32; 16] = of_length(&mut sums);
+            with_sums!(16 sums, "/* ", " */");
+        } else if N == 32 {
             let sums: &mut [f32; 32] = of_length(&mut sums);
             with_sums!(32 sums, "/* ", " */");
         } else {

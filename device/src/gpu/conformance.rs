@@ -614,10 +614,10 @@ fn gated_linear(random: &mut Random, round: usize) {
 fn tiled_linear(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     let per_16 = 16 / dtype.size_bytes() as u32;
-    let (rows, n) = (if round.is_multiple_of(3) { 1 } else { random.one_to(16) }, random.one_to(20));
+    let n = random.one_to(20);
     let k = per_16 * random.one_to(if round.is_multiple_of(4) { 120 } else { 20 });
     let tile = 16 * (1 + random.below(40));
-    judge_tiled(random, dtype, [rows, n, k], tile, round % 2 == 1, &[64, 32, 96]);
+    judge_tiled(random, dtype, [n, k], tile, round % 2 == 1, &[64, 32, 96]);
 }
 
 /// One row and bf16 weights in whole rows: the tensor cores', more rows than a warp keeps sums of among them.
@@ -626,25 +626,18 @@ fn thin_linear(random: &mut Random, round: usize) {
     let n = random.one_to(if round % 4 == 1 { 400 } else { 60 });
     let n = if k > 1000 { n.min(40) } else { n };
     let tile = 2 * k * random.one_to(20);
-    judge_tiled(random, DType::Bf16, [1, n, k], tile, round % 2 == 1, &[96, 224, 32]);
+    judge_tiled(random, DType::Bf16, [n, k], tile, round % 2 == 1, &[96, 224, 32]);
 }
 
 /// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it.
 fn long_linear(random: &mut Random, round: usize) {
     let k = 8 * random.one_to(if round.is_multiple_of(3) { 1792 } else { 400 });
     let (n, tile) = (random.one_to(24), 2 * k * random.one_to(3));
-    judge_tiled(random, DType::Bf16, [1, n, k], tile, false, &[96, 224, 32]);
+    judge_tiled(random, DType::Bf16, [n, k], tile, false, &[96, 224, 32]);
 }
 
-/// A product of `[rows, k]` with matrices of `[n, k]`, which come in tiles of at most `tile` bytes.
-fn judge_tiled(
-    random: &mut Random,
-    dtype: DType,
-    [rows, n, k]: [u32; 3],
-    tile: u32,
-    gated: bool,
-    threads: &'static [u32],
-) {
+/// A product of one row with matrices of `[n, k]`, which come in tiles of at most `tile` bytes.
+fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, gated: bool, threads: &'static [u32]) {
     let mut capacity = 4 * tile + 16 * random.below(400);
     let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
     let mut case = if gated {
@@ -657,7 +650,7 @@ fn judge_tiled(
         // What one sum is off by is multiplied with the other, which is as large as the root of k, and more in one of many.
         case.tolerance *= ((k as f32).sqrt() / 8.0).max(1.0);
     }
-    case.floats(random, x_dtype, &[rows, k]);
+    case.floats(random, x_dtype, &[1, k]);
     for _ in 0..1 + u32::from(gated) {
         case.push_carried(random, dtype, n, k);
     }
@@ -665,10 +658,10 @@ fn judge_tiled(
     if gated {
         case.maybe(random, &[n]);
     } else {
-        case.maybe(random, &[rows, n]);
+        case.maybe(random, &[1, n]);
     }
-    case.push(random, DType::F32, &[rows, n], |_| 7.0);
-    let normed = rows == 1 && k <= MAX_NORMED && random.flip();
+    case.push(random, DType::F32, &[1, n], |_| 7.0);
+    let normed = k <= MAX_NORMED && random.flip();
     let mut norm_bytes = 0;
     if normed {
         case.push_carried(random, dtype, 1, k);
@@ -682,11 +675,11 @@ fn judge_tiled(
         case.absent();
     }
     if !gated {
-        case.maybe_best(random, rows, n);
+        case.maybe_best(random, 1, n);
     }
-    case.step.rows = random.one_to(rows);
+    case.step.rows = 1;
     case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
-    case.counts = rows == 1;
+    case.counts = true;
     case.compare("tiled linear");
     // Each byte of the weights is read from memory once, as the cost says.
     let weights = u64::from(n * k) * dtype.size_bytes() as u64 * (1 + u64::from(gated)) + u64::from(norm_bytes);
@@ -791,7 +784,7 @@ fn wide_linear(random: &mut Random, round: usize) {
 
 /// Matrices of bf16 on multiples of sixteen bytes: a warpgroup's products, over one part and several, with tails of every kind.
 fn warpgroup_linear(random: &mut Random, round: usize) {
-    let (rows, n) = (16 + random.one_to([40, 120, 200, 120][round % 4]), random.one_to([150, 40][round % 2]));
+    let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
     let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
         (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
@@ -808,7 +801,7 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
     case.push(random, dtype, &[rows, n], |_| 7.0);
     case.absent();
     case.maybe_best(random, rows, n);
-    case.step.rows = 16 + random.one_to(rows - 16);
+    case.step.rows = 1 + random.one_to(rows - 1);
     case.compare("warpgroup linear");
     assert!(multiplied(&case));
 
@@ -828,8 +821,8 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
     assert!(multiplied(&case));
 }
 
-fn norms(random: &mut Random, _: usize) {
-    let (rows, hidden) = (random.one_to(4), random.one_to(300));
+fn norms(random: &mut Random, round: usize) {
+    let (rows, hidden) = (random.one_to(4), [random.one_to(300), 8 * random.one_to(270)][round % 2]);
     let mut case = Case::new::<RmsNorm>(rms_norm::Params { eps: 1e-5 });
     for extent in [&[rows, hidden][..], &[hidden], &[rows, hidden]] {
         let dtype = random.dtype();
@@ -900,8 +893,9 @@ fn elementwise_select_pool(random: &mut Random, round: usize) {
     case.judge("pool");
 }
 
-fn rope(random: &mut Random, _: usize) {
-    let (rows, heads, group, d) = (random.one_to(3), random.one_to(3), random.one_to(3), 2 * random.one_to(50));
+fn rope(random: &mut Random, round: usize) {
+    let (rows, heads, group) = (random.one_to(3), random.one_to(3), random.one_to(3));
+    let d = 2 * random.one_to([50, 140][round % 2]);
     let context = 16;
     let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6 });
     let dtype = random.dtype();

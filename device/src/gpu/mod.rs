@@ -196,13 +196,124 @@ impl Row {
             for i in 0..N {
                 halves[i] = memory::load(self.base.wrapping_add(2 * at[i] as usize).cast::<u16>());
             }
-            for i in 0..N {
-                // Both, and a choice: a branch for each would wait for one after the other.
-                let (brain, half) = (f32::from_bits(u32::from(halves[i]) << 16), scalar::f16_to_f32(halves[i]));
-                values[i] = if self.dtype == BF16 { brain } else { half };
+            // One branch for all: with one for each, one would be waited for after the other.
+            if self.dtype == BF16 {
+                for i in 0..N {
+                    values[i] = f32::from_bits(u32::from(halves[i]) << 16);
+                }
+            } else {
+                for i in 0..N {
+                    values[i] = scalar::f16_to_f32(halves[i]);
+                }
             }
         }
         values
+    }
+
+    /// Eight elements from each of `at`, multiples of eight, on, all of them asked for before the first is looked at; zero from `n` on,
+    /// where the row ends.
+    ///
+    /// # Safety
+    /// As [`Row::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn eights(&self, at: [u32; 4], n: u32) -> [[f32; 8]; 4] {
+        use rows::{singles, widen_brain, widen_half};
+        let there = |at: u32| if at < n { at } else { 0 };
+        let [a, b, c, d] = [there(at[0]), there(at[1]), there(at[2]), there(at[3])];
+        // SAFETY: the elements are there (caller), and whole eights on sixteen bytes.
+        let [e, f, g, h] = unsafe {
+            if !self.is_in_eights(n) {
+                return [self.eight(at[0], n), self.eight(at[1], n), self.eight(at[2], n), self.eight(at[3], n)];
+            }
+            if self.dtype == F32 {
+                let [e, f, g, h] = [self.load16(a), self.load16(b), self.load16(c), self.load16(d)];
+                let [i, j, k, l] = [self.load16(a + 4), self.load16(b + 4), self.load16(c + 4), self.load16(d + 4)];
+                [singles(e, i), singles(f, j), singles(g, k), singles(h, l)]
+            } else {
+                let [e, f, g, h] = [self.load16(a), self.load16(b), self.load16(c), self.load16(d)];
+                if self.dtype == BF16 {
+                    [widen_brain(e), widen_brain(f), widen_brain(g), widen_brain(h)]
+                } else {
+                    [widen_half(e), widen_half(f), widen_half(g), widen_half(h)]
+                }
+            }
+        };
+        let zero_from = |at: u32, eight: [f32; 8]| if at < n { eight } else { [0.0; 8] };
+        [zero_from(at[0], e), zero_from(at[1], f), zero_from(at[2], g), zero_from(at[3], h)]
+    }
+
+    /// Eight elements from `at` on, one after the other; zero from `n` on.
+    #[inline(always)]
+    #[track_caller]
+    unsafe fn eight(&self, at: u32, n: u32) -> [f32; 8] {
+        // SAFETY: elements below `n` are there (caller).
+        let one = |i: u32| if at + i < n { unsafe { self.get(at + i) } } else { 0.0 };
+        [one(0), one(1), one(2), one(3), one(4), one(5), one(6), one(7)]
+    }
+
+    /// The four elements from `at`, a multiple of four, on; zero from `n` on, where the row ends.
+    ///
+    /// # Safety
+    /// As [`Row::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn four(&self, at: u32, n: u32) -> [f32; 4] {
+        let f = f32::from_bits;
+        // SAFETY: elements below `n` are there (caller); on sixteen bytes, or eight.
+        unsafe {
+            if self.is_aligned(16) && at + 4 <= n && self.dtype == F32 {
+                let [a, b, c, d] = self.load16(at);
+                return [f(a), f(b), f(c), f(d)];
+            }
+            let one = |i: u32| if at + i < n { self.get(at + i) } else { 0.0 };
+            [one(0), one(1), one(2), one(3)]
+        }
+    }
+
+    /// Sets the four elements from `at`, a multiple of four, on, as far as they are below `n`, where the row ends.
+    ///
+    /// # Safety
+    /// As [`set`](Row::set).
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn set_four_below(&self, at: u32, n: u32, four: [f32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.is_aligned(16) && at + 4 <= n {
+                return self.set_four(at, four);
+            }
+            let one = |i: u32, value: f32| {
+                if at + i < n {
+                    self.set(at + i, value);
+                }
+            };
+            one(0, four[0]);
+            one(1, four[1]);
+            one(2, four[2]);
+            one(3, four[3]);
+        }
+    }
+
+    /// Whether its `n` elements are whole eights that start on sixteen bytes.
+    #[inline(always)]
+    fn is_in_eights(&self, n: u32) -> bool {
+        n.is_multiple_of(8) && self.is_aligned(16)
+    }
+
+    /// Sets the eight elements from `at`, a multiple of eight, on, as far as they are below `n`, where the row ends.
+    ///
+    /// # Safety
+    /// As [`set`](Row::set).
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn set_eight(&self, at: u32, n: u32, eight: [f32; 8]) {
+        let [a, b, c, d, e, f, g, h] = eight;
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.set_four_below(at, n, [a, b, c, d]);
+            self.set_four_below(at + 4, n, [e, f, g, h]);
+        }
     }
 
     /// Sets element `i`, rounding to nearest even.

@@ -515,21 +515,20 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
 
 /// Takes the task's tiles, which hold the rows of its N weight matrices (operands 1 and up, all alike), a tile of each in
 /// turn: whole rows, or, of rows longer than a tile, pieces. A warp's row is the one whose number it is, and so on by the
-/// number of warps; `finish(r, n, sums)` is called on one lane for each row r of x and n of the matrices.
+/// number of warps; `finish(n, sums)` is called on one lane for each row n of the matrices.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, with `rows` at most 32; operand 0 is a matrix of floats of `rows` rows and
-/// the tiles are those of a plan for this task; `staged` where there is one row and it has been [staged](ready_and_staged).
+/// Every thread of the block makes this same call; operand 0 is a matrix of floats of one row and the tiles are those of a plan for
+/// this task; `staged` where the row has been [staged](ready_and_staged).
 #[inline(always)]
 pub(crate) unsafe fn tiled<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,
     block: &Block,
-    rows: u32,
     staged: bool,
-    finish: impl Fn(u32, u32, [f32; N]),
+    finish: impl Fn(u32, [f32; N]),
 ) {
-    // SAFETY: the caller's promises; the conditions around `tile_dots` depend on the warp and the task alone.
+    // SAFETY: the caller's promises; the conditions around `tile_dot` depend on the warp and the task alone.
     unsafe {
         let w = call.tensor(1);
         let (k, elem) = (w.extent(1), if w.dtype() == F32 { 4 } else { 2 });
@@ -551,29 +550,16 @@ pub(crate) unsafe fn tiled<const N: usize>(
                     let mut which = 0;
                     while which < N {
                         let stretch = Stretch { at: taken[0].at + at * elem, first, len: part };
-                        let mut sum = sums[0];
-                        if rows == 1 {
-                            let [dot] = tile_dots::<1>(Rows { call, rows, first: 0, staged }, 1 + which, stretch, lane);
-                            sum += dot;
-                        } else {
-                            let mut r = 0;
-                            while r < rows {
-                                let dots =
-                                    tile_dots::<4>(Rows { call, rows, first: r, staged }, 1 + which, stretch, lane);
-                                if lane >= r && lane < r + 4 {
-                                    sum += pick(dots, lane - r);
-                                }
-                                r += 4;
-                            }
-                        }
+                        let row = Rows { call, rows: 1, first: 0, staged };
+                        let sum = sums[0] + tile_dot(row, 1 + which, stretch, lane);
                         turn(&mut taken);
                         turn(&mut sums);
                         sums[N - 1] = sum;
                         which += 1;
                     }
                     if first + part == k {
-                        if lane < rows {
-                            finish(lane, n, sums);
+                        if lane == 0 {
+                            finish(n, sums);
                         }
                         sums = [0.0; N];
                     }
@@ -614,77 +600,65 @@ struct Stretch {
     len: u32,
 }
 
-/// What `part` of a row of operand `w` adds to [`dots`].
+/// What `part` of a row of operand `w` adds to [`dots`] of one row of x.
 #[inline(always)]
-unsafe fn tile_dots<const R: usize>(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> [f32; R] {
-    // SAFETY: the caller's promises; the types are the tensors'.
-    let mut sums = unsafe {
+unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
+    // SAFETY: the caller's promises; the types are the tensors'; whole warps are here.
+    unsafe {
         let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
-        if R == 1 && x.staged {
+        let sum = if x.staged {
             let staged = Staged(STAGE + part.first);
-            let [sum] = match types.0 {
-                BF16 => tile_typed::<Brain, _, 1>(&x, staged, part, lane),
-                F16 => tile_typed::<Half, _, 1>(&x, staged, part, lane),
-                _ => tile_typed::<Single, _, 1>(&x, staged, part, lane),
-            };
-            [sum; R]
+            match types.0 {
+                BF16 => tile_typed::<Brain, _>(&x, staged, part, lane),
+                F16 => tile_typed::<Half, _>(&x, staged, part, lane),
+                _ => tile_typed::<Single, _>(&x, staged, part, lane),
+            }
         } else {
             match types {
-                (BF16, F32) if !is_flagged::<R>(&x) => {
-                    tile_typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane)
+                (BF16, F32) if !is_flagged::<1>(&x) => {
+                    tile_typed::<Brain, _>(&x, Global::<Single, 1>::new(&x, part.first), part, lane)
                 }
-                (F32, F32) if !is_flagged::<R>(&x) => {
-                    tile_typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane)
+                (F32, F32) if !is_flagged::<1>(&x) => {
+                    tile_typed::<Single, _>(&x, Global::<Single, 1>::new(&x, part.first), part, lane)
                 }
-                (F16, F32) if !is_flagged::<R>(&x) => {
-                    tile_typed::<Half, _, R>(&x, Global::<Single, R>::new(&x, part.first), part, lane)
+                (F16, F32) if !is_flagged::<1>(&x) => {
+                    tile_typed::<Half, _>(&x, Global::<Single, 1>::new(&x, part.first), part, lane)
                 }
-                (BF16, _) => tile_one_by_one::<Brain, R>(&x, part, lane),
-                (F16, _) => tile_one_by_one::<Half, R>(&x, part, lane),
-                _ => tile_one_by_one::<Single, R>(&x, part, lane),
+                (BF16, _) => tile_one_by_one::<Brain>(&x, part, lane),
+                (F16, _) => tile_one_by_one::<Half>(&x, part, lane),
+                _ => tile_one_by_one::<Single>(&x, part, lane),
             }
-        }
-    };
-    for sum in &mut sums {
-        // SAFETY: whole warps are here (caller).
-        *sum = unsafe { warp::sum(*sum) };
+        };
+        warp::sum(sum)
     }
-    sums
 }
 
-/// A lane's share of [`tile_dots`] for any x.
+/// A lane's share of [`tile_dot`] for any x.
 #[inline(always)]
-unsafe fn tile_one_by_one<W: Float, const R: usize>(x: &Rows<'_>, part: Stretch, lane: u32) -> [f32; R] {
+unsafe fn tile_one_by_one<W: Float>(x: &Rows<'_>, part: Stretch, lane: u32) -> f32 {
     // SAFETY: x has the elements the part goes by.
     unsafe {
-        let mut sums = [0f32; R];
+        let mut sum = 0.0;
         let mut at = lane;
         while at < part.len {
             let weight = W::tile_one(part.at + at * W::BYTES as u32);
-            for j in 0..R {
-                sums[j] = fma(weight, value::<R>(x, j, part.first + at), sums[j]);
-            }
+            sum = fma(weight, value::<1>(x, 0, part.first + at), sum);
             at += WARP;
         }
-        sums
+        sum
     }
 }
 
-/// A lane's share of [`tile_dots`] in steps of eight elements; `values` start where the part does.
+/// A lane's share of [`tile_dot`] in steps of eight elements; `values` start where the part does.
 #[inline(always)]
-unsafe fn tile_typed<W: Float, V: Values<R>, const R: usize>(
-    x: &Rows<'_>,
-    values: V,
-    part: Stretch,
-    lane: u32,
-) -> [f32; R] {
+unsafe fn tile_typed<W: Float, V: Values<1>>(x: &Rows<'_>, values: V, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the values are those the part goes by (caller).
     unsafe {
         if !values.by_eight(0) {
-            return tile_one_by_one::<W, R>(x, part, lane);
+            return tile_one_by_one::<W>(x, part, lane);
         }
         let chunks = part.len / 8;
-        let mut sums = [0f32; R];
+        let mut sums = [0f32; 1];
         let mut chunk = lane;
         while chunk < chunks {
             let weights = W::tile_eight(part.at + 8 * chunk * W::BYTES as u32);
@@ -694,11 +668,9 @@ unsafe fn tile_typed<W: Float, V: Values<R>, const R: usize>(
         let at = 8 * chunks + lane;
         if at < part.len {
             let weight = W::tile_one(part.at + at * W::BYTES as u32);
-            for j in 0..R {
-                sums[j] = fma(weight, values.one(j, at as usize), sums[j]);
-            }
+            sums[0] = fma(weight, values.one(0, at as usize), sums[0]);
         }
-        sums
+        sums[0]
     }
 }
 

@@ -6,7 +6,9 @@
 //! warps     0 to 3, a warpgroup: 2 x (64 x 128) sums in registers, four products of 16 columns a step and half
 //!           the others: copy the stage four steps ahead, sixteen bytes a time, zero where there is nothing
 //! ```
-//! With 64 rows of x or fewer the second half is left out; with 64 rows of the weights or fewer sums are 64 x 64.
+//! With 64 rows of x or fewer the second half is left out; with 64, 32 or 16 rows of the weights, or fewer, sums are 64 x as many,
+//! and the second half of both matrices has the 64 columns that come next. Rows of which there are none are zero from the first steps
+//! on, and not written again.
 //!
 //! A step: who copies waits for this step's own copies and fences them for the tensor cores; all meet; the copies of four steps on
 //! begin; the warpgroup begins its products and waits for those of the step before. So whoever has met in step i knows that
@@ -18,10 +20,9 @@
 //! The memory is the ring of tiles, which nobody else uses in a pass whose worker has no tiles to load. Products are exact, sums f32.
 //! Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a column, come from L2.
 
-use super::wide::WIDE_ROWS;
 use super::{BF16, Call};
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
-use crate::arch::{WARP, bulk, copy, each_of_four};
+use crate::arch::{WARP, bulk, copy, each_of_four, memory};
 use crate::block::Block;
 
 /// Columns of k at a time, and of them those that one instruction takes.
@@ -33,6 +34,9 @@ const STAGES: u32 = 6;
 const AHEAD: u32 = STAGES - 2;
 const STAGE: u32 = (ROWS + COLUMNS) * warpgroup::ROW;
 const W: u32 = ROWS * warpgroup::ROW;
+
+/// Where the second half of a matrix is.
+const SECOND: u32 = warpgroup::M * warpgroup::ROW;
 
 /// Warps that multiply.
 const MULTIPLYING: u32 = warpgroup::THREADS / WARP;
@@ -52,7 +56,8 @@ const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
-    if rows <= WIDE_ROWS || !is_free || block.warps() <= MULTIPLYING {
+    // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
+    if rows <= 1 || !is_free || block.warps() <= MULTIPLYING {
         return false;
     }
     // SAFETY: the operands are matrices (caller).
@@ -67,8 +72,8 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
 }
 
-/// Calls `finish(r, n, sums)` for every row r of operand 0 and n of the N weight matrices, operands 1 and up, of which the
-/// sums are the products.
+/// Calls `finish(r, n, sums)` for every row r of operand 0 and n, a multiple of four, of the N weight matrices, operands 1 and up:
+/// the sums, some of them beyond the last n perhaps, are the products of r with n to n + 3.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it; operand 0 has at least `rows` rows, the weights are
@@ -78,34 +83,48 @@ pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
     rows: u32,
-    finish: impl Fn(u32, u32, [f32; N]) + Copy,
+    finish: impl Fn(u32, u32, [[f32; 4]; N]) + Copy,
 ) {
     // SAFETY: the caller's promises; the loops' bounds are the block's.
     unsafe {
         let columns = call.tensor(1).extent(0);
         let mut n0 = 0;
         while n0 < columns {
-            let is_wide = (columns - n0) * N as u32 > COLUMNS / 2;
-            let width = if is_wide { COLUMNS } else { COLUMNS / 2 };
+            let width = width_for((columns - n0) * N as u32);
             let mut m0 = 0;
             while m0 < rows {
-                let is_tall = is_wide && rows - m0 > warpgroup::M;
-                let (height, width) = (if is_tall { ROWS } else { warpgroup::M }, width / N as u32);
-                let place = Place { n0, m0, rows: within(rows, m0, height), columns: within(columns, n0, width) };
+                let is_tall = width == COLUMNS && rows - m0 > warpgroup::M;
+                let (height, width_of_each) = (if is_tall { ROWS } else { warpgroup::M }, width / N as u32);
+                let place =
+                    Place { n0, m0, rows: within(rows, m0, height), columns: within(columns, n0, width_of_each) };
                 if is_tall {
                     part::<N, 2, 64>(call, block, &place);
-                } else if is_wide {
+                } else if width == COLUMNS {
                     part::<N, 1, 64>(call, block, &place);
-                } else {
+                } else if width == COLUMNS / 2 {
                     part::<N, 1, 32>(call, block, &place);
+                } else if width == COLUMNS / 4 {
+                    part::<N, 1, 16>(call, block, &place);
+                } else {
+                    part::<N, 1, 8>(call, block, &place);
                 }
-                finish_all(block, &place, width, finish);
+                finish_all(block, &place, width_of_each, finish);
                 block.sync();
                 m0 += height;
             }
             n0 += width / N as u32;
         }
     }
+}
+
+/// Rows of the weights, all matrices', that a part has which is to have `left`, if it can.
+#[inline(always)]
+fn width_for(left: u32) -> u32 {
+    let mut width = COLUMNS;
+    while width > COLUMNS / 8 && left <= width / 2 {
+        width /= 2;
+    }
+    width
 }
 
 /// Which part of the product: `rows` from `m0` on, `columns` of each matrix from `n0` on.
@@ -129,7 +148,7 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
     // waited for by each warp before it meets the others, after which the stage is copied to again: see the module head.
     // Sums are kept where stages were once all warps have met after their last product.
     unsafe {
-        let steps = call.tensor(1).extent(1).div_ceil(STEP);
+        let steps = call.tensor(1).extent(1).div_ceil(STEP * if is_deep(M, S) { 2 } else { 1 });
         let mut step = 0;
         if block.warp() < MULTIPLYING {
             let mut sums: [Sums<S>; M] = core::array::from_fn(|_| Sums::zero());
@@ -137,14 +156,17 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
                 block.sync();
                 let stage = stage_of(step);
                 let (a, b) = (Matrix::at(stage), Matrix::at(stage + W));
-                let second = Matrix::at(stage + warpgroup::M * warpgroup::ROW);
+                let (second_a, second_b) = (Matrix::at(stage + SECOND), Matrix::at(stage + W + SECOND));
                 warpgroup::begin();
                 each_of_four!(at => {
                     sums[0].add(a.step(at), b.step(at));
                     if M == 2 {
-                        sums[M - 1].add(second.step(at), b.step(at));
+                        sums[M - 1].add(second_a.step(at), b.step(at));
                     }
                 });
+                if is_deep(M, S) {
+                    each_of_four!(at => sums[0].add(second_a.step(at), second_b.step(at)));
+                }
                 warpgroup::commit();
                 warpgroup::wait::<1>();
                 step += 1;
@@ -153,15 +175,16 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
             block.sync();
             keep(block, sums);
         } else {
-            while step < AHEAD {
-                fetch::<N, M, S>(call, block, place, step, steps);
-                step += 1;
-            }
+            let copies = Copies::<N>::of(call, block, place);
+            let mut stage = 0;
             while step < AHEAD + steps {
-                copy::wait::<{ AHEAD - 1 }>();
-                copy::fence_tiles();
-                block.sync();
-                fetch::<N, M, S>(call, block, place, step, steps);
+                if step >= AHEAD {
+                    copy::wait::<{ AHEAD - 1 }>();
+                    copy::fence_tiles();
+                    block.sync();
+                }
+                copies.begin::<M, S>(step, stage, steps);
+                stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
                 step += 1;
             }
             copy::wait::<0>();
@@ -171,54 +194,120 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
     }
 }
 
+/// Whether the second half of a stage's matrices has the next columns, where it would have no rows.
+const fn is_deep(m: usize, s: usize) -> bool {
+    m == 1 && 2 * s as u32 <= COLUMNS / 2
+}
+
 /// Where step `step`'s stage begins.
 #[inline(always)]
 fn stage_of(step: u32) -> u32 {
     warpgroup::first() + step % STAGES * STAGE
 }
 
-/// Begins the copies of step `step` that are this thread's, of a warp that does not multiply: a group, with nothing in it from `steps` on.
-#[inline(always)]
-unsafe fn fetch<const N: usize, const M: usize, const S: usize>(
-    call: &Call<'_>,
-    block: &Block,
-    at: &Place,
-    step: u32,
-    steps: u32,
-) {
-    // SAFETY: elements inside the matrices (caller); the stage is nobody's: see `part`.
-    unsafe {
+/// What a thread of a warp that does not multiply copies: the same sixteen bytes of a row in each step, of every so many rows.
+struct Copies<const N: usize> {
+    /// Its first row, of each matrix, and which sixteen bytes.
+    row: u32,
+    chunk: u32,
+    /// How many rows its next is after.
+    apart: u32,
+    x: Rows,
+    w: [Rows; N],
+    /// Columns of all.
+    k: u32,
+}
+
+/// A matrix's rows of which a thread copies its share.
+#[derive(Clone, Copy)]
+struct Rows {
+    /// The thread's bytes of its first row, in the first step.
+    from: *const u8,
+    /// Bytes to its next row.
+    apart: usize,
+    /// How many rows there are.
+    count: u32,
+}
+
+/// Which columns are copied.
+#[derive(Clone, Copy)]
+struct Columns {
+    first: u32,
+    /// Whether nothing of this part has been where they go.
+    is_new: bool,
+}
+
+impl<const N: usize> Copies<N> {
+    /// Those of the part at `place`.
+    #[inline(always)]
+    unsafe fn of(call: &Call<'_>, block: &Block, place: &Place) -> Copies<N> {
+        let first = memory::opaque_word(block.thread) - warpgroup::THREADS;
+        let (row, chunk, apart) = (first / 8, first % 8, (block.threads - warpgroup::THREADS) / 8);
+        let rows = |operand: usize, at: u32, count: u32| {
+            // SAFETY: the operands are matrices of bf16, which have that row (caller).
+            let matrix = unsafe { call.tensor(operand) };
+            let row_bytes = 2 * matrix.stride(0) as usize;
+            // Perhaps beyond the last: nothing is copied from there.
+            let from = matrix.address([at, 0]).wrapping_add(row as usize * row_bytes + 16 * chunk as usize);
+            Rows { from, apart: apart as usize * row_bytes, count }
+        };
+        let w = core::array::from_fn(|which| rows(1 + which, place.n0, place.columns));
+        // SAFETY: as above.
+        let k = unsafe { call.tensor(1) }.extent(1);
+        Copies { row, chunk, apart, x: rows(0, place.m0, place.rows), w, k }
+    }
+
+    /// Begins the copies of step `step`, to stage `stage`: a group, with nothing in it from `steps` on.
+    #[inline(always)]
+    unsafe fn begin<const M: usize, const S: usize>(&self, step: u32, stage: u32, steps: u32) {
         if step < steps {
-            let (stage, k0) = (stage_of(step), step * STEP);
-            let x = call.tensor(0);
-            let (first, threads) = (block.thread - warpgroup::THREADS, block.threads - warpgroup::THREADS);
-            let mut unit = first;
-            while unit < M as u32 * warpgroup::M * 8 {
-                let (row, chunk) = (unit / 8, unit % 8);
-                let (r, k) = (at.m0 + row, k0 + 8 * chunk);
-                let is_there = row < at.rows && k < x.extent(1);
-                let from = x.address(if is_there { [r, k] } else { [0, 0] });
-                copy::sixteen(stage + place(row, chunk), from, is_there);
-                unit += threads;
-            }
+            let halves = if is_deep(M, S) { 2 } else { 1 };
             let per = (2 * S / N) as u32;
-            let mut which = 0;
-            while which < N as u32 {
-                let w = call.tensor(1 + which as usize);
-                let mut unit = first;
-                while unit < per * 8 {
-                    let (row, chunk) = (unit / 8, unit % 8);
-                    let (n, k) = (at.n0 + row, k0 + 8 * chunk);
-                    let is_there = row < at.columns && k < w.extent(1);
-                    let from = w.address(if is_there { [n, k] } else { [0, 0] });
-                    copy::sixteen(stage + W + place(which * per + row, chunk), from, is_there);
-                    unit += threads;
+            let mut half = 0;
+            while half < halves {
+                let to = warpgroup::first() + stage * STAGE + half * SECOND;
+                let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
+                // SAFETY: elements inside the matrices (caller); the stage is nobody's: see `part`.
+                unsafe {
+                    self.rows(&self.x, at, to, M as u32 * warpgroup::M);
+                    self.rows(&self.w[0], at, to + W, per);
+                    if N == 2 {
+                        self.rows(&self.w[N - 1], at, to + W + per * warpgroup::ROW, per);
+                    }
                 }
-                which += 1;
+                half += 1;
             }
         }
+        copy::commit();
     }
-    copy::commit();
+
+    /// 64 columns of `n` rows, to the matrix at `to`; zero where there are none, as rows stay for which there were none when it was new.
+    ///
+    /// PERF: a row is a copy and six instructions, most of them of three rows side by side; found anew from row and column it was 36, one
+    /// after the other, and the copies were all that a part took.
+    #[inline(always)]
+    unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
+        let mut from = rows.from.wrapping_add(2 * at.first as usize);
+        let count = if at.first + 8 * self.chunk < self.k { memory::opaque_word(rows.count) } else { 0 };
+        let n = if at.is_new || rows.count > n { n } else { rows.count };
+        // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.
+        let (next, turn) = (self.apart * warpgroup::ROW, self.apart % 8 / 4 * 64);
+        let first = place(self.row, self.chunk);
+        let (mut row, mut to) = (self.row, to + first);
+        let mut to_next = if first & turn == 0 { next + turn } else { next - turn };
+        while row < n {
+            let (second, third) = (row + self.apart, row + 2 * self.apart);
+            let [a, b] = [from.wrapping_add(rows.apart), from.wrapping_add(2 * rows.apart)];
+            // SAFETY: of the matrix, if they are there (caller).
+            unsafe {
+                copy::sixteen(to, from, row < count);
+                copy::sixteen_if(second < n, to + to_next, a, second < count);
+                copy::sixteen_if(third < n, to + 2 * next, b, third < count);
+            }
+            (from, row) = (from.wrapping_add(3 * rows.apart), row + 3 * self.apart);
+            (to, to_next) = (to + 2 * next + to_next, 2 * next - to_next);
+        }
+    }
 }
 
 /// Words from a group of eight columns to the next, and bytes from one half of the rows to the other, where sums lie to be
@@ -250,21 +339,35 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
     copy::fence_tiles();
 }
 
-/// Finishes what [`keep`] has kept, of matrices `width` columns apart, neighbours in neighbouring lanes.
+/// Finishes what [`keep`] has kept, of matrices `width` columns apart, four columns a thread, neighbours in neighbouring lanes.
 #[inline(always)]
-unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: impl Fn(u32, u32, [f32; N])) {
+unsafe fn finish_all<const N: usize>(
+    block: &Block,
+    place: &Place,
+    width: u32,
+    finish: impl Fn(u32, u32, [[f32; 4]; N]),
+) {
     let mut at = block.thread;
-    while at < place.rows * width {
-        let (row, column) = (at / width, at % width);
+    while at < place.rows * (width / 4) {
+        let (row, column) = (at / (width / 4), at % (width / 4) * 4);
         if column < place.columns {
             let from = warpgroup::first() + place_of_sum(row, column);
+            let second = from + (N as u32 - 1) * width / 8 * GROUP;
             // SAFETY: kept before the block's barrier; r and n are inside the operands.
             unsafe {
-                let mut values = [f32::from_bits(bulk::load4(from)); N];
-                values[N - 1] = f32::from_bits(bulk::load4(from + (N as u32 - 1) * width / 8 * GROUP));
+                let mut values = [four_from(from); N];
+                values[N - 1] = four_from(second);
                 finish(place.m0 + row, place.n0 + column, values);
             }
         }
         at += block.threads;
     }
+}
+
+/// Four columns' sums, the first of which stands at `from`.
+#[inline(always)]
+unsafe fn four_from(from: u32) -> [f32; 4] {
+    // SAFETY: kept (caller): two by the one thread, two by its neighbour.
+    let one = |at: u32| f32::from_bits(unsafe { bulk::load4(from + at) });
+    [one(0), one(4), one(16), one(20)]
 }

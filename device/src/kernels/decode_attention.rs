@@ -178,7 +178,8 @@ impl MacroKernel for DecodeAttention {
                     let from = if is_key { call.tensor(1).row([0, h]) } else { call.tensor(0).row([0, h, g]) };
                     let to = call.tensor(6).row([h, pos]);
                     let from = |at| call.gather(usize::from(is_key), &from, at);
-                    turn(g, lane).head(from, ahead, |i, [low, high]| {
+                    let head = turn(g, lane);
+                    head.head(from(head.elements(0)), from, ahead, |i, [low, high]| {
                         // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
                         let is_odd = lane % 2 == 1;
                         let other = warp::shuffle_xor((if is_odd { low } else { high }).to_bits(), 1);

@@ -22,8 +22,8 @@ pub enum Use {
     Write,
     /// Reads and writes it in place.
     Update,
-    /// Reads it up to the pass's position and appends there. Tasks of one operator may share it: exactly one of them, which
-    /// one being known at run time, writes what is appended, and it alone reads that.
+    /// Reads it up to the pass's position and appends there. Tasks of one operator may share it: of what is appended each element has
+    /// exactly one of them, which one being known at run time, that writes it, and it alone reads that.
     Append,
 }
 
@@ -88,8 +88,8 @@ pub trait MacroKernel {
     const SLOTS: &'static [Slot];
     /// Its parameters: at most [`PARAM_WORDS`] words.
     type Params: Pod;
-    /// Operands, matrices, whose rows the GPU body takes from tiles when the worker's loader brings them, as it may where a
-    /// pass has up to [`TILED_ROWS`] rows: a tile of each in turn.
+    /// Operands, matrices, whose rows the GPU body takes from tiles when the worker's loader brings them, as it may in
+    /// passes of one row: a tile of each in turn.
     const TILED: &'static [usize] = &[];
 
     /// Operands whose elements the GPU body reads and writes as [flagged](perpetua_shared::flag) where they are: f32 all.
@@ -154,9 +154,6 @@ pub trait MacroKernel {
         unsafe { Self::gpu(params, call, block) }
     }
 }
-
-/// Rows of a pass up to which bodies take weights from tiles.
-pub const TILED_ROWS: u32 = 16;
 
 /// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
 pub const MAX_NORMED: u32 = 4096;

@@ -2,7 +2,25 @@
 //! Moves 2*rows*hidden + hidden elements.
 
 use super::*;
-use crate::{arch::scalar::fma, gpu::math::rsqrt};
+use crate::arch::{WARP, each_of_four, memory, scalar::fma, warp};
+use crate::gpu::math::rsqrt;
+
+/// Elements that a warp has under way: four eights a lane.
+const AT_ONCE: u32 = 4 * 8 * WARP;
+
+/// `sum` and the squares of `eight`, which stays in registers: nothing finds its elements by a number.
+#[inline(always)]
+fn squares_of([a, b, c, d, e, f, g, h]: [f32; 8], sum: f32) -> f32 {
+    let of = |x: f32, sum: f32| fma(x, x, sum);
+    of(h, of(g, of(f, of(e, of(d, of(c, of(b, of(a, sum))))))))
+}
+
+/// `eight`, each times `scale` and its weight.
+#[inline(always)]
+fn scaled([a, b, c, d, e, f, g, h]: [f32; 8], scale: f32, w: [f32; 8]) -> [f32; 8] {
+    let of = |x: f32, w: f32| x * scale * w;
+    [of(a, w[0]), of(b, w[1]), of(c, w[2]), of(d, w[3]), of(e, w[4]), of(f, w[5]), of(g, w[6]), of(h, w[7])]
+}
 
 /// See the module head.
 #[derive(Debug)]
@@ -57,21 +75,43 @@ impl MacroKernel for RmsNorm {
 
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own
-        // columns, so `y` may be `x`.
+        // SAFETY: the operands are the slots' and every index is below its extent; a lane reads and writes its own
+        // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together.
         unsafe {
-            let (x, w, y) = (call.tensor(0), call.tensor(1), call.tensor(2));
-            let hidden = x.extent(1);
-            for r in 0..call.rows(&x) {
-                let mut squares = 0.0;
-                for c in block.mine(hidden) {
-                    let value = x.get([r, c]);
-                    squares = fma(value, value, squares);
+            // Found here, not kept over all the other kernels of a worker.
+            let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
+            let at = |first: u32| {
+                let at = first + 8 * block.lane();
+                [at, at + 8 * WARP, at + 16 * WARP, at + 24 * WARP]
+            };
+            let mut r = block.warp();
+            while r < call.rows(&call.tensor(0)) {
+                let n = call.tensor(0).extent(1);
+                let (x, y) = (call.tensor(0).row([r]), call.tensor(2).row([r]));
+                let w = call.tensor(1).row([]);
+                let (mut first, mut squares) = (0, 0.0);
+                let mut values = x.eights(at(0), n);
+                loop {
+                    each_of_four!(c => squares = squares_of(values[c], squares));
+                    if first + AT_ONCE >= n {
+                        break;
+                    }
+                    first += AT_ONCE;
+                    values = x.eights(at(first), n);
                 }
-                let scale = rsqrt(block.sum(squares) / hidden as f32 + p.eps);
-                for c in block.mine(hidden) {
-                    y.set([r, c], x.get([r, c]) * scale * w.get([c]));
+                // Backwards, from the elements that are there.
+                let mut weights = w.eights(at(first), n);
+                let scale = rsqrt(warp::sum(squares) / n as f32 + p.eps);
+                loop {
+                    let places = at(first);
+                    each_of_four!(c => y.set_eight(places[c], n, scaled(values[c], scale, weights[c])));
+                    if first == 0 {
+                        break;
+                    }
+                    first -= AT_ONCE;
+                    (values, weights) = (x.eights(at(first), n), w.eights(at(first), n));
                 }
+                r += block.warps();
             }
         }
         Ok(())

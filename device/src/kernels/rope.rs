@@ -9,7 +9,7 @@ use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::io;
 use crate::{
-    arch::{WARP, scalar::fma, warp},
+    arch::{WARP, memory, scalar::fma, warp},
     gpu::math::{reciprocal, rsqrt, sin_cos},
 };
 #[cfg(not(target_arch = "nvptx64"))]
@@ -101,9 +101,12 @@ pub(super) struct Turn {
 /// What is known of a lane's next two pairs without the head: sines and cosines, and what the elements are multiplied by.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
-    turns: [(f32, f32); 2],
-    factors: [f32; 4],
+    turns: Turns,
+    factors: Factors,
 }
+
+type Turns = [(f32, f32); 2];
+type Factors = [f32; 4];
 
 impl Turn {
     /// The lane's pairs from `first` on; lanes beyond the last have that one.
@@ -115,7 +118,7 @@ impl Turn {
 
     /// Their elements.
     #[inline(always)]
-    fn elements(&self, first: u32) -> [u32; 4] {
+    pub(super) fn elements(&self, first: u32) -> [u32; 4] {
         let [i, j] = self.pairs(first);
         [i, j, i + self.half, j + self.half]
     }
@@ -127,23 +130,35 @@ impl Turn {
     #[inline(always)]
     pub(super) unsafe fn ahead(&self, first: u32) -> Ahead {
         // SAFETY: the caller's promise.
-        unsafe {
-            let of = self.frequencies.row([]).gather(self.pairs(first));
-            let is_normed = self.norm.is_present();
-            let factors = if is_normed { self.norm.row([]).gather(self.elements(first)) } else { [1.0; 4] };
-            Ahead { turns: [sin_cos(self.pos as f32 * of[0]), sin_cos(self.pos as f32 * of[1])], factors }
-        }
+        unsafe { Ahead { turns: self.turns(first), factors: self.factors(first) } }
+    }
+
+    /// Their sines and cosines.
+    #[inline(always)]
+    unsafe fn turns(&self, first: u32) -> Turns {
+        // SAFETY: as `ahead`.
+        let of = unsafe { self.frequencies.row([]).gather(self.pairs(first)) };
+        [sin_cos(self.pos as f32 * of[0]), sin_cos(self.pos as f32 * of[1])]
+    }
+
+    /// What their elements are multiplied by.
+    #[inline(always)]
+    unsafe fn factors(&self, first: u32) -> Factors {
+        let is_normed = self.norm.is_present();
+        // SAFETY: as `ahead`.
+        if is_normed { unsafe { self.norm.row([]).gather(self.elements(first)) } } else { [1.0; 4] }
     }
 
     /// A warp's [`turned`]: gives `put` elements i and i + half of the head of which `from` gets some, on
     /// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
-    /// before it puts them, and with a norm every lane has. `ahead` is that of the first pairs.
+    /// before it puts them, and with a norm every lane has. `x` are the first pairs' elements, `ahead` theirs.
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the head is there, and see [`ahead`](Turn::ahead).
     #[inline(always)]
     pub(super) unsafe fn head(
         &self,
+        mut x: [f32; 4],
         from: impl Fn([u32; 4]) -> [f32; 4],
         mut ahead: Ahead,
         put: impl Fn(u32, [f32; 2]),
@@ -151,7 +166,7 @@ impl Turn {
         let (half, lane) = (self.half, self.lane);
         // SAFETY: the caller's promises; the conditions around the shuffles, and around `put`, are the same for all lanes.
         unsafe {
-            let (mut x, mut scale) = (from(self.elements(0)), 1.0);
+            let mut scale = 1.0;
             if self.norm.is_present() {
                 let (mut squares, mut first, mut of) = (0.0, 0, x);
                 let share = reciprocal(2 * half);
@@ -227,8 +242,8 @@ impl MacroKernel for Rope {
         Slot::optional("q_norm"),
         Slot::optional("k_norm"),
         Slot::read("frequencies"),
-        Slot::update("k_cache"),
-        Slot::update("v_cache"),
+        Slot::append("k_cache"),
+        Slot::append("v_cache"),
     ];
     type Params = Params;
 
@@ -275,35 +290,51 @@ impl MacroKernel for Rope {
         // the token loop's steps are. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before
         // one of them writes, and a pair is read and written by one lane.
         unsafe {
-            // Per row and key/value head: its query heads, and one item more for the key and the value.
+            // Found here, not kept over all the other kernels of a worker.
+            let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
+            // Per row and key/value head: its query heads, then the key and the value.
             let mut item = block.warp();
             loop {
                 let q = call.tensor(0);
                 let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-                if item >= call.rows(&q) * heads * (group + 1) {
+                if item >= call.rows(&q) * heads {
                     break;
                 }
-                let half = d / 2;
-                let (r, h, g) = (item / ((group + 1) * heads), item / (group + 1) % heads, item % (group + 1));
+                let (r, h, half) = (item / heads, item % heads, d / 2);
                 let pos = call.step.first_pos + call.row_first() + r;
-                let is_key = g == group;
-                let from = if is_key { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
-                let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
-                let (norm, frequencies) = (call.tensor(if is_key { 4 } else { 3 }), call.tensor(5));
-                let turn = Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() };
-                turn.head(
-                    |at| from.gather(at),
-                    turn.ahead(0),
-                    |i, [low, high]| {
-                        if i < half {
-                            to.set(i, low);
-                            to.set(i + half, high);
-                        }
-                    },
-                );
-                if is_key {
-                    append_value(call, r, h, pos, d, block.lane());
+                let turn = |norm: usize| {
+                    let (norm, frequencies) = (call.tensor(norm), call.tensor(5));
+                    Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() }
+                };
+                let head = |g: u32| if g == group { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
+                // All that is turned by the same angles, and the next one asked for before this one is turned.
+                let mut x = head(0).gather(turn(3).elements(0));
+                let (of_queries, of_key, turns) = (turn(3).factors(0), turn(4).factors(0), turn(3).turns(0));
+                let mut g = 0;
+                loop {
+                    let (is_key, from, of) = (g == group, head(g), x);
+                    if !is_key {
+                        x = head(g + 1).gather(turn(3).elements(0));
+                    }
+                    let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
+                    let ahead = Ahead { turns, factors: if is_key { of_key } else { of_queries } };
+                    turn(if is_key { 4 } else { 3 }).head(
+                        of,
+                        |at| from.gather(at),
+                        ahead,
+                        |i, [low, high]| {
+                            if i < half {
+                                to.set(i, low);
+                                to.set(i + half, high);
+                            }
+                        },
+                    );
+                    if is_key {
+                        break;
+                    }
+                    g += 1;
                 }
+                append_value(call, r, h, pos, d, block.lane());
                 item += block.warps();
             }
         }

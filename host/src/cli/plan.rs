@@ -12,7 +12,6 @@ use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
-use perpetua_device::kernels::TILED_ROWS;
 use perpetua_shared::DType;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -123,7 +122,7 @@ impl Planned {
         let machine = Machine::of(target);
         let start = Instant::now();
         // Where workers have no loaders, as if they had; where they have some, but nothing to do, bodies read for themselves.
-        let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > TILED_ROWS);
+        let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > 1);
         let reads = match is_long {
             true => vec![prefetch::Reads::default(); program.tasks.tasks.len()],
             false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),

@@ -171,8 +171,9 @@ pub const DEFAULT_MAX_CONTEXT: usize = 4096;
 /// Rows of the passes that read prompts: a short one for short prompts, a long one that reads the weights seldom.
 pub const DEFAULT_CHUNKS: [usize; 3] = [8, 32, 128];
 
-/// [`DEFAULT_CHUNKS`] where products are a tensor core's: a pass of 128 rows reads the weights for as long as it multiplies.
-pub const GPU_CHUNKS: [usize; 4] = [8, 32, 128, 512];
+/// [`DEFAULT_CHUNKS`] where products are a tensor core's, of 64 rows at least: fewer take as long. A pass of twice as many rows as a prompt
+/// has gives half of the workers nothing to multiply.
+pub const GPU_CHUNKS: [usize; 4] = [64, 128, 256, 512];
 
 /// Why an engine cannot be made or cannot go on.
 #[derive(Debug, thiserror::Error)]

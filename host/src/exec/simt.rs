@@ -10,7 +10,6 @@ use super::memory::Memory;
 use super::{RunError, Stopper};
 use crate::image::Image;
 use perpetua_device::entry::{self, LaunchBlock};
-use perpetua_device::kernels::TILED_ROWS;
 use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError, Wrong};
 use perpetua_device::turns;
@@ -252,7 +251,7 @@ impl Simt {
             allocations.push(Allocation::new("positions", positions.as_mut_ptr().cast(), bytes, Access::Written));
         }
         // SAFETY: the control block is aligned and nobody else touches it between launches.
-        let is_long = unsafe { (*self.memory.control_base()).step.rows } > TILED_ROWS;
+        let is_long = unsafe { (*self.memory.control_base()).step.rows } > 1;
         let block_threads = self.options.block_threads.unwrap_or(if is_long { 160 } else { 64 });
         let options = simt::Options {
             service_warps: 1,

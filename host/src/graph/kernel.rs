@@ -437,10 +437,13 @@ impl KernelGraph {
     pub fn rope(&mut self, name: &str, args: RopeArgs) -> Result<(), GraphError> {
         let RopeArgs { q, k, v, norms, frequencies, cache: [k_cache, v_cache], eps } = args;
         let n_kv = self.dims(k).get(1).copied().unwrap_or(1);
+        let rows = self.dims(k).first().copied().unwrap_or(1);
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0)]);
+        // Of the caches a block has the positions of its rows.
+        let rows = axis(rows, AxisRole::Rows, [Some(0), Some(0), Some(0), None, None, None, None, None]);
         let [q_norm, k_norm] = norms.map_or([None; 2], |n| n.map(Some));
         let slots = vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)];
-        self.add::<kernels::Rope>(name, &kernels::rope::Params { eps }, slots, vec![heads])?;
+        self.add::<kernels::Rope>(name, &kernels::rope::Params { eps }, slots, vec![heads, rows])?;
         Ok(())
     }
 

@@ -27,8 +27,8 @@ pub enum AccessKind {
     ReadWrite,
     /// Adds into it; several blocks may add into the same elements, in any order.
     ReduceAdd,
-    /// Reads what earlier passes left there and appends; of the blocks that share it, one, known at run time alone, writes
-    /// what is appended, and no other reads that.
+    /// Reads what earlier passes left there and appends; of the blocks that share it, each element appended has one, known at run time
+    /// alone, that writes it, and no other reads it.
     Append,
 }
 

@@ -1,7 +1,7 @@
 //! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
 
 use super::Image;
-use perpetua_device::kernels::{Spec, TILED_ROWS};
+use perpetua_device::kernels::Spec;
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::{Operand, TaskDesc};
@@ -139,7 +139,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     let slots = Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled);
     let operands: Vec<&Operand> =
         slots.iter().map(|slot| &view.operands(task)[*slot]).filter(|operand| operand.is_present()).collect();
-    if operands.is_empty() || program.max_rows > TILED_ROWS {
+    if operands.is_empty() || program.max_rows > 1 {
         return Err("has tiles, but its kernel takes none here".to_owned());
     }
     let bytes = |operand: &Operand| operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);

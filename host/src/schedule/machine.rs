@@ -4,6 +4,24 @@
 
 use crate::graph::lower::Target;
 
+/// What a part of a product of several rows takes an SM, in cycles, fitted to what `examples/instructions` counts. See
+/// `graph::lower::many_rows`.
+pub(crate) mod part {
+    /// Until the first products, and a task's own.
+    pub(crate) const START: u64 = 1200;
+    /// Sums that it finishes in a cycle.
+    pub(crate) const SUMS: u64 = 6;
+    /// Of 64 columns: what all wait for, and what as many rows as are brought at a time take the warps that copy. In parts of 64 by 64
+    /// or smaller, of which two times 64 columns make a step, and in others.
+    pub(crate) const NARROW: [u64; 2] = [50, 19];
+    /// See [`NARROW`].
+    pub(crate) const WIDE: [u64; 2] = [100, 30];
+    /// Rows that the warps that copy bring at a time.
+    pub(crate) const ROWS_AT_ONCE: u64 = 12;
+    /// Multiplications and additions that the tensor cores do in a cycle.
+    pub(crate) const PRODUCTS: u64 = 2048;
+}
+
 /// Sizes, rates and latencies of one worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Machine {

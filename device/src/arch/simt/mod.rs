@@ -193,6 +193,14 @@ pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
     demand(with(|world| world.copy_sixteen(to, is_there.then(|| from.expose_provenance()), at)));
 }
 
+#[track_caller]
+pub(super) unsafe fn copy_sixteen_if(is_mine: bool, to: u32, from: *const u8, is_there: bool) {
+    if is_mine {
+        // SAFETY: the caller's promise.
+        unsafe { copy_sixteen(to, from, is_there) }
+    }
+}
+
 pub(super) fn copy_commit() {
     with(World::copy_commit);
 }

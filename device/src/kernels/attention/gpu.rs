@@ -158,7 +158,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
 }
 
 /// Rows of queries from which on tensor cores are worth it.
-const MANY: u32 = 16;
+const MANY: u32 = 2;
 
 /// Attends to keys and values of bf16, where queries are many, on tensor cores. Whether it has.
 #[inline(always)]

@@ -40,13 +40,22 @@ pub(super) unsafe fn run(
         ready_and_staged(call, how, staged, block, ready)?;
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
-            && rows <= TILED_ROWS
+            && rows == 1
         {
-            tiled::<2>(call, tiles, block, rows, staged, |r, n, [g, u]| finish(r, n, g, u));
+            tiled::<2>(call, tiles, block, staged, |n, [g, u]| finish(0, n, g, u));
             return Ok(());
         }
         if warpgroup::is_for::<2>(call, block, rows) {
-            warpgroup::multiply::<2>(call, block, rows, |r, n, [g, u]| finish(r, n, g, u));
+            warpgroup::multiply::<2>(call, block, rows, |r, n, [g, u]| {
+                let (y, end) = (call.tensor(5), call.tensor(5).extent(1));
+                let bias = |operand: usize| {
+                    let bias = call.tensor(operand);
+                    if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] }
+                };
+                let (of_g, of_u) = (bias(3), bias(4));
+                let one = |i: usize| activate(p.activation, g[i] + of_g[i]) * (u[i] + of_u[i]);
+                y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
+            });
             return Ok(());
         }
         if wide::is_for(call, block, rows) {

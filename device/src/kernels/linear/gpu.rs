@@ -52,6 +52,14 @@ pub(super) unsafe fn run(
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
             call.tensor(4).set([r, n], activated(n, sum) + before);
         };
+        let finish_four_of_many = |r: u32, n: u32, [sums]: [[f32; 4]; 1]| {
+            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
+            let end = y.extent(1);
+            let bias = if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] };
+            let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
+            let one = |i: usize| activate(p.activation, sums[i] + bias[i]) + before[i];
+            y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
+        };
         let ask_one = |n: u32| ask(0, n);
         let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| add(0, n, sum, asked);
         let row = First { call, x: call.tensor(0) };
@@ -67,11 +75,11 @@ pub(super) unsafe fn run(
                 long::run(call, &row, block, ask_one, finish_one);
             } else if let Some(tiles) = call.tiles
                 && tiles.left() > 0
-                && rows <= TILED_ROWS
+                && rows == 1
             {
-                tiled::<1>(call, tiles, block, rows, staged, |r, n, [sum]| finish(r, n, sum));
+                tiled::<1>(call, tiles, block, staged, |n, [sum]| finish(0, n, sum));
             } else if warpgroup::is_for::<1>(call, block, rows) {
-                warpgroup::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
+                warpgroup::multiply::<1>(call, block, rows, finish_four_of_many);
                 return Ok(());
             } else if wide::is_for(call, block, rows) {
                 wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));

@@ -1,17 +1,17 @@
-//! [`Cut::PerWorker`], passes of more rows than tiles are for: products on the tensor cores of workers that share what they read
+//! [`Cut::PerWorker`], passes of several rows: products on the tensor cores of workers that share what they read
 //! through a cache.
 //!
 //! - An activation that only products with bf16 weights read is bf16: they round it anyway, and then copy it as it is.
-//! - Such products are cut along rows and columns, into a block per worker at most: see [`parts`].
+//! - Such products are cut along rows and columns, a block for each part: see [`shape`].
 
 use super::*;
-use crate::schedule::machine::Machine;
+use crate::schedule::machine::part;
 use perpetua_device::kernels::{GatedLinear, Linear};
 
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
-const SHAPES: [[u64; 2]; 3] = [[64, 64], [64, 128], [128, 128]];
+const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
 
-/// Cuts `graph`, a pass over many rows.
+/// Cuts `graph`, a pass over several rows.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     let mut rounded = graph.clone();
     for buffer in read_by_products(graph) {
@@ -21,10 +21,18 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
         rounded.table.buffers[buffer].bytes /= 2;
     }
     let mut lowered = cut_all(&rounded, target);
-    for (op, cut) in rounded.ops().zip(&mut lowered.ops) {
-        if op.cut.is_none() && is_product(op, &rounded.table) {
-            cut_product(op, &rounded.table, cut, target);
+    let ops: Vec<&Operator> = rounded.ops().collect();
+    let mut first = 0;
+    while first < ops.len() {
+        // Products of the same activation run side by side.
+        let is_next =
+            |op: &&&Operator| op.cut.is_none() && is_product(op, &rounded.table) && op.slots[0] == ops[first].slots[0];
+        let group = &ops[first..first + ops[first..].iter().take_while(is_next).count()];
+        let height_and_width = shape(group, &rounded.table, u64::from(target.n_workers));
+        for (op, cut) in group.iter().zip(&mut lowered.ops[first..]) {
+            cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
+        first += group.len().max(1);
     }
     lowered.check()?;
     Ok(lowered)
@@ -43,7 +51,7 @@ fn n_matrices(op: &Operator) -> usize {
 fn is_product(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
     let is_bf16 = |t: &Option<TensorId>| t.is_some_and(|t| table[t].dtype == DType::Bf16);
-    n > 0 && op.slots[1..=n].iter().all(is_bf16) && op.slots[0].is_some_and(|x| table[x].shape[0] > TILED_ROWS as usize)
+    n > 0 && op.slots[1..=n].iter().all(is_bf16) && op.slots[0].is_some_and(|x| table[x].shape[0] > 1)
 }
 
 /// The buffers of f32 that one operator writes and only [products](is_product) read, as x.
@@ -67,25 +75,44 @@ fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
     (0..fits.len()).filter(|buffer| fits[*buffer] && n_read[*buffer] > 0).collect()
 }
 
-fn cut_product(op: &Operator, table: &TensorTable, cut: &mut BlockOp, target: &Target) {
-    let (Some(x), Some(w)) = (op.slots[0], op.slots[1]) else { return };
-    let (rows, k, n) = (table[x].shape[0], table[x].shape[1], table[w].shape[0]);
-    cut_in_two(op, table, cut, parts(rows as u64, n as u64, k as u64, n_matrices(op) as u64, target));
+/// Of a product: rows of x, columns of all, rows of each of so many matrices.
+struct Sizes {
+    rows: u64,
+    k: u64,
+    n: u64,
+    matrices: u64,
 }
 
-/// Into how many blocks a product of `rows` by `n` columns of each of `matrices` is cut, along rows and columns: those with which
-/// the worker that has most is done first, by flops or by the bytes of both operands, which parts share through the cache alone.
-fn parts(rows: u64, n: u64, k: u64, matrices: u64, target: &Target) -> [u32; 2] {
-    let machine = Machine::of(target);
-    let workers = u64::from(target.n_workers);
-    let cut = |[height, width]: [u64; 2]| {
-        let (row_blocks, column_parts) = (rows.div_ceil(height), n.div_ceil(width / matrices));
-        let column_blocks = (workers / row_blocks).clamp(1, column_parts);
-        let of_worker = (row_blocks * column_blocks).div_ceil(workers) * column_parts.div_ceil(column_blocks);
-        let flops = (2 * height * width * k) as f64 / machine.flops_per_s;
-        let bytes = (2 * (height + width) * k) as f64 / machine.near_bytes_per_s;
-        (of_worker as f64 * flops.max(bytes), [row_blocks as u32, column_blocks as u32])
+fn sizes(op: &Operator, table: &TensorTable) -> Sizes {
+    let shape = |slot: usize| op.slots[slot].map_or([0; 2], |t| [table[t].shape[0] as u64, table[t].shape[1] as u64]);
+    let ([rows, k], [n, _]) = (shape(0), shape(1));
+    Sizes { rows, k, n, matrices: n_matrices(op) as u64 }
+}
+
+impl Sizes {
+    /// How many parts of these sides there are, along rows and columns.
+    fn parts(&self, [height, width]: [u64; 2]) -> [u64; 2] {
+        [self.rows.div_ceil(height), self.n.div_ceil(width / self.matrices)]
+    }
+
+    /// What one takes.
+    fn part_cycles(&self, [height, width]: [u64; 2]) -> u64 {
+        let copied = height.min(self.rows).div_ceil(part::ROWS_AT_ONCE) + width.div_ceil(part::ROWS_AT_ONCE);
+        let is_narrow = height * width <= 64 * 64;
+        let [step, rows] = if is_narrow { part::NARROW } else { part::WIDE };
+        let multiplied = height * width * 64 / part::PRODUCTS;
+        part::START + height * width / part::SUMS + self.k.div_ceil(64) * (step + copied * rows).max(multiplied)
+    }
+}
+
+/// The sides of the parts, a block each, with which `group`, products that run side by side, is done first.
+fn shape(group: &[&Operator], table: &TensorTable, workers: u64) -> [u64; 2] {
+    let takes = |shape: &[u64; 2]| {
+        let sizes = group.iter().map(|op| sizes(op, table));
+        let (n_parts, longest) = sizes.fold((0, 0), |(n_parts, longest), sizes| {
+            (n_parts + sizes.parts(*shape).iter().product::<u64>(), longest.max(sizes.part_cycles(*shape)))
+        });
+        n_parts.div_ceil(workers) * longest
     };
-    let best = SHAPES.map(cut).into_iter().min_by(|(a, _), (b, _)| a.total_cmp(b));
-    best.map_or([1, 1], |(_, blocks)| blocks)
+    SHAPES.into_iter().min_by_key(takes).unwrap_or(SHAPES[0])
 }

@@ -5,7 +5,7 @@
 //! where there are columns enough. Heads are cut one by one, and rows too when there are fewer heads than workers;
 //! row-wise operators are cut into a block per worker once they have enough work.
 //!
-//! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for those of many. Graphs that do not decode:
+//! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for others. Graphs that do not decode:
 //! [`whole_pass`].
 
 mod fuse;
@@ -17,8 +17,8 @@ use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
-    self, Attention, AttentionMerge, DecodeAttention, GatedLinear, Linear, MAX_NORMED, Numbered, Spec, TILED_ROWS, Use,
-    attention, decode_attention, gated_linear, linear, param_words,
+    self, Attention, AttentionMerge, DecodeAttention, GatedLinear, Linear, MAX_NORMED, Numbered, Spec, Use, attention,
+    decode_attention, gated_linear, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 
@@ -27,7 +27,7 @@ use perpetua_shared::{DType, Operand};
 pub enum Cut {
     /// Into tasks of about [`Target::task_bytes`].
     TaskBytes,
-    /// Into one block per worker; passes of several rows, but no more than tiles are for, as [`Cut::TaskBytes`].
+    /// Into one block per worker.
     PerWorker,
 }
 
@@ -156,7 +156,7 @@ const ROW_TASK_ELEMS: usize = 2048;
 pub fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     match graph.rows {
         Some(1) if target.cut == Cut::PerWorker => return per_worker::lower(graph, target),
-        Some(rows) if target.cut == Cut::PerWorker && rows > TILED_ROWS => return many_rows::lower(graph, target),
+        Some(_) if target.cut == Cut::PerWorker => return many_rows::lower(graph, target),
         _ => {}
     }
     let lowered = cut_all(graph, target);
@@ -296,7 +296,13 @@ fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, 
     if op.axes.iter().any(|axis| axis.role == AxisRole::Heads) {
         // With a block more than there are workers one of them would do two.
         let blocks = if target.cut == Cut::PerWorker { workers / heads } else { workers.div_ceil(heads) };
-        return blocks.min(axis.len.div_ceil(16)).max(1) as u32;
+        // Attention shares a head's keys; who turns rows shares nothing.
+        let least = if op.kernel.task_type == Attention::TASK_TYPE { 16 } else { 4 };
+        return blocks.min(axis.len.div_ceil(least)).max(1) as u32;
+    }
+    if target.cut == Cut::PerWorker {
+        // What a worker takes for a row is mostly waiting for memory.
+        return workers.min(axis.len) as u32;
     }
     let elems = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
     let elems = elems.map(|t| table[t].len_elems()).max().unwrap_or(0);
