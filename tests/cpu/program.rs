@@ -155,6 +155,7 @@ fn bench_measures_a_small_model() {
     for key in ["step_ms_median", "share_of_bandwidth_percent", "prefill_tokens_per_s", "compile_ms", "event_ns"] {
         assert!(figures[key].as_f64().unwrap() > 0.0, "{key}: {figures}");
     }
+    assert!(figures["first_token_ms"]["16"].as_f64().unwrap() > 0.0, "{figures}");
     assert!(figures.get("sequences").is_none());
     let args = ["bench", "--model", &model, "--context", "9", "--tokens", "1", "--batch", "3", "--max-context", "64"];
     let args = [&args[..], &["--threads", "1"]].concat();

@@ -9,7 +9,7 @@ use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
 use perpetua::exec::operators::operators;
 use perpetua::exec::threads::usable_cores;
-use perpetua::{Embedder, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
 use serde_json::json;
@@ -177,6 +177,25 @@ fn warm_up(args: &Args, engine: &mut Engine, prompt: &[u32]) -> Outcome {
     Ok(engine.generate(&prompt[..prompt.len().min(8)], &options)?.try_for_each(|token| token.map(|_| ()))?)
 }
 
+/// Prompt tokens for which it is measured how long the first token takes, if there are more in the prompt, beside all of them.
+const SHORT_PROMPTS: [usize; 3] = [16, 64, 256];
+
+/// Milliseconds from a prompt's handing over to the first token, the median of three times, by how many of `prompt`'s tokens are read.
+fn first_token(engine: &mut Engine, prompt: &[u32]) -> Result<serde_json::Value, EngineError> {
+    let mut figures = serde_json::Map::new();
+    for n in SHORT_PROMPTS.into_iter().filter(|n| *n < prompt.len()).chain([prompt.len()]) {
+        let mut took = Vec::new();
+        for _ in 0..3 {
+            engine.generate(&prompt[..n], &options(1))?.try_for_each(|token| token.map(|_| ()))?;
+            let stamps = engine.stamps();
+            took.push(stamps[stamps.len() - 1] - stamps[0]);
+        }
+        took.sort_unstable();
+        figures.insert(n.to_string(), (took[1].as_secs_f64() * 1e3).into());
+    }
+    Ok(figures.into())
+}
+
 /// The same tokens by another way through the GPU's code, beside `run`'s.
 fn other_way(
     args: &Args,
@@ -264,6 +283,7 @@ pub(super) fn generator(
     };
     let runs = Run::several(args, &mut engine, &prompts)?;
     let run = &runs[runs.len() / 2];
+    let first_token = if args.batch.is_none() { Some(first_token(&mut engine, prompt)?) } else { None };
     let (after, event_after) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
@@ -311,6 +331,9 @@ pub(super) fn generator(
         "memory_beside_weights": bytes(owned),
         "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
     });
+    if let Some(first_token) = first_token {
+        figures["first_token_ms"] = first_token;
+    }
     if let Some(event) = event_before.into_iter().chain(event_after).min() {
         figures["event_ns"] = (event.as_nanos() as u64).into();
     }
