@@ -50,7 +50,7 @@ struct Case {
 
 fn cases() -> impl Strategy<Value = Case> {
     let sizes = (1usize..4, 1usize..4, 4usize..20, 3usize..14, 5usize..80);
-    // Passes of few rows, of more than tiles are for, and of more than a warpgroup's.
+    // One part of few rows, several, and more rows than a part has.
     let n_tokens = prop_oneof![1usize..17, 17usize..70, Just(133usize)];
     let preset = prop_oneof![Just("tiny-simt"), Just("tiny-qwen2"), Just("tiny-llama"), Just("tiny-mistral")];
     (preset, sizes, n_tokens, 1u32..6, any::<u64>()).prop_map(
@@ -101,8 +101,8 @@ proptest! {
         let driver = driver(case.n_sms, case.seed);
         let found = Engine::new(&model, &on(&driver, config)).expect("resident").logits(&ids, |_| ());
         let distance = distance(&expected, &found.expect("it runs"));
-        // Both keep the cache in bf16, where a last bit may turn; the pass of 140 rows rounds what its products multiply too.
-        prop_assert!(distance < if case.n_tokens > 8 { 3e-2 } else { 1e-2 }, "{}", distance);
+        // Both keep the cache in bf16, where a last bit may turn; passes of several rows round what their products multiply too.
+        prop_assert!(distance < if case.n_tokens > 1 { 3e-2 } else { 1e-2 }, "{}", distance);
     }
 }
 
