@@ -177,22 +177,29 @@ fn warm_up(args: &Args, engine: &mut Engine, prompt: &[u32]) -> Outcome {
     Ok(engine.generate(&prompt[..prompt.len().min(8)], &options)?.try_for_each(|token| token.map(|_| ()))?)
 }
 
-/// Prompt tokens for which it is measured how long the first token takes, if there are more in the prompt, beside all of them.
+/// Prompt tokens for which it is measured how long the first token takes, if there are more in the prompt.
 const SHORT_PROMPTS: [usize; 3] = [16, 64, 256];
 
-/// Milliseconds from a prompt's handing over to the first token, the median of three times, by how many of `prompt`'s tokens are read.
-fn first_token(engine: &mut Engine, prompt: &[u32]) -> Result<serde_json::Value, EngineError> {
+/// Milliseconds from a prompt's handing over to the first token, the median of three times, by how many of `prompt`'s tokens are read: of
+/// all of them as in the runs, which took `whole`.
+fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<serde_json::Value, EngineError> {
     let mut figures = serde_json::Map::new();
-    for n in SHORT_PROMPTS.into_iter().filter(|n| *n < prompt.len()).chain([prompt.len()]) {
+    let mut put = |n: usize, took: Duration| figures.insert(n.to_string(), (took.as_secs_f64() * 1e3).into());
+    let lengths = SHORT_PROMPTS.into_iter().filter(|n| *n < prompt.len());
+    let bar = progress(3 * lengths.clone().sum::<usize>() as u64, "short prompts", TOKENS_BAR);
+    for n in lengths {
         let mut took = Vec::new();
         for _ in 0..3 {
             engine.generate(&prompt[..n], &options(1))?.try_for_each(|token| token.map(|_| ()))?;
             let stamps = engine.stamps();
             took.push(stamps[stamps.len() - 1] - stamps[0]);
+            bar.inc(n as u64);
         }
         took.sort_unstable();
-        figures.insert(n.to_string(), (took[1].as_secs_f64() * 1e3).into());
+        put(n, took[1]);
     }
+    bar.finish_and_clear();
+    put(prompt.len(), whole);
     Ok(figures.into())
 }
 
@@ -283,7 +290,7 @@ pub(super) fn generator(
     };
     let runs = Run::several(args, &mut engine, &prompts)?;
     let run = &runs[runs.len() / 2];
-    let first_token = if args.batch.is_none() { Some(first_token(&mut engine, prompt)?) } else { None };
+    let first_token = if args.batch.is_none() { Some(first_token(&mut engine, prompt, run.prefill)?) } else { None };
     let (after, event_after) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;

@@ -22,17 +22,11 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     }
     let mut lowered = cut_all(&rounded, target);
     let ops: Vec<&Operator> = rounded.ops().collect();
-    let mut first = 0;
-    while first < ops.len() {
-        // Products of the same activation run side by side.
-        let is_next =
-            |op: &&&Operator| op.cut.is_none() && is_product(op, &rounded.table) && op.slots[0] == ops[first].slots[0];
-        let group = &ops[first..first + ops[first..].iter().take_while(is_next).count()];
+    for (first, group) in side_by_side(&ops, |op| op.cut.is_none() && is_product(op, &rounded.table)) {
         let height_and_width = shape(group, &rounded.table, u64::from(target.n_workers));
         for (op, cut) in group.iter().zip(&mut lowered.ops[first..]) {
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
-        first += group.len().max(1);
     }
     lowered.check()?;
     Ok(lowered)

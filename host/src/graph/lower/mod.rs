@@ -240,6 +240,19 @@ fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {
     }
 }
 
+/// The operators of `ops` that are `such`, those of the same first operand that follow each other together, as they run side by side; and
+/// where the first of them stands.
+fn side_by_side<'a, 'b>(ops: &'a [&'b Operator], such: impl Fn(&Operator) -> bool) -> Vec<(usize, &'a [&'b Operator])> {
+    let (mut found, mut first) = (Vec::new(), 0);
+    for group in ops.chunk_by(|a, b| such(a) && such(b) && a.slots[0] == b.slots[0]) {
+        if such(group[0]) {
+            found.push((first, group));
+        }
+        first += group.len();
+    }
+    found
+}
+
 /// Bytes of the tensors that the axis cuts and the operator only reads: what a task streams.
 fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
     let cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some());

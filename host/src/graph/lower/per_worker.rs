@@ -38,21 +38,12 @@ fn cache_bytes(table: &TensorTable, op: &Operator) -> u64 {
 fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     let table = &graph.table;
     let ops: Vec<&Operator> = graph.ops().collect();
-    let mut first = 0;
-    while first < ops.len() {
-        if !is_matrix(ops[first], table) {
-            first += 1;
-            continue;
-        }
-        // The products of the same activation.
-        let x = ops[first].slots[0];
-        let end = (first..ops.len()).find(|at| !is_matrix(ops[*at], table) || ops[*at].slots[0] != x);
-        let end = end.unwrap_or(ops.len());
-        let bytes: Vec<u64> = ops[first..end].iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
+    for (first, group) in side_by_side(&ops, |op| is_matrix(op, table)) {
+        let bytes: Vec<u64> = group.iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
         // Those that read a replicated copy must be cut alike.
-        let apart = end - first > 1 && !is_rowwise(&ops, table, x);
+        let apart = group.len() > 1 && !is_rowwise(&ops, table, group[0].slots[0]);
         let (mut workers, mut left) = (target.n_workers, bytes.iter().sum::<u64>());
-        for (at, bytes) in (first..end).zip(bytes) {
+        for (at, bytes) in (first..).zip(bytes) {
             let share = (u64::from(workers) * bytes + left / 2) / left.max(1);
             let n = if apart { (share as u32).max(1) } else { target.n_workers };
             (workers, left) = (workers.saturating_sub(n), left - bytes);
@@ -60,7 +51,6 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
                 lowered.ops[at].grid[0] = n.min(ops[at].axes[0].len as u32);
             }
         }
-        first = end;
     }
 }
 
