@@ -6,8 +6,8 @@
 //! one is found and the device crate does not compile, the build fails.
 //!
 //! Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what `host/src/device_image.rs` includes),
-//! `perpetua.ptx`, `perpetua.built_with`, when ptxas is found `perpetua.cubin`, and `kernels.ptx`, each macro kernel as an
-//! entry of its own, which only tests and readers want.
+//! `perpetua.ptx`, `perpetua.built_with`, when ptxas is found `perpetua.cubin`, and `kernels.ptx`, each macro kernel and each
+//! generated body as an entry of its own, which only tests and readers want.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -126,7 +126,7 @@ struct DeviceBuilder {
 impl DeviceBuilder {
     fn build(&self) -> Result<(), String> {
         let (directives, compiled) = (entry_directives(&self.path)?, name_launch_blocks(&self.compile()?));
-        let (rest, kernels) = split(&compiled, "perpetua_kernel_", &directives)?;
+        let (rest, kernels) = split(&compiled, &["perpetua_kernel_", "perpetua_body_"], &directives)?;
         write_if_new(&self.copy_to.join("kernels.ptx"), kernels.as_bytes())?;
         let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
         let ptx_path = self.copy_to.join("perpetua.ptx");
@@ -278,20 +278,23 @@ fn name_launch_blocks(ptx: &str) -> String {
     named
 }
 
-/// `ptx` without the entries whose names start with `prefix`, and a module of those alone, each with `directives`.
-fn split(ptx: &str, prefix: &str, directives: &str) -> Result<(String, String), String> {
-    let start = format!(".visible .entry {prefix}");
-    let head = &ptx[..ptx.find(".visible .entry ").ok_or("the device crate's PTX has no entry")?];
-    let (mut rest, mut apart) = (String::new(), head.to_owned());
-    let mut left = ptx;
-    while let Some(at) = left.find(&start) {
-        let end = at + left[at..].find("\n}\n").ok_or("an entry without an end")? + 3;
-        rest.push_str(&left[..at]);
-        let name = left[at + ".visible .entry ".len()..].split('(').next().unwrap_or_default();
-        apart.push_str(&patch(&left[at..end], name, directives)?);
+/// `ptx` without the entries whose names start with one of `prefixes`, and a module of those alone, each with `directives`.
+fn split(ptx: &str, prefixes: &[&str], directives: &str) -> Result<(String, String), String> {
+    const START: &str = ".visible .entry ";
+    let head = ptx.find(START).ok_or("the device crate's PTX has no entry")?;
+    let (mut rest, mut apart) = (ptx[..head].to_owned(), ptx[..head].to_owned());
+    let mut left = &ptx[head..];
+    while let Some(name) = left.strip_prefix(START) {
+        let end = left.find("\n}\n").ok_or("an entry without an end")? + 3;
+        let end = left[end..].find(START).map_or(left.len(), |next| end + next);
+        if prefixes.iter().any(|prefix| name.starts_with(prefix)) {
+            apart.push_str(&patch(&left[..end], name.split('(').next().unwrap_or_default(), directives)?);
+        } else {
+            rest.push_str(&left[..end]);
+        }
         left = &left[end..];
     }
-    Ok((rest + left, apart))
+    Ok((rest, apart))
 }
 
 /// `ptx` with `directives` after the parameter list of the entry `entry`: rustc has no way to say them.

@@ -4,6 +4,8 @@
 mod bad_input;
 #[path = "cpu/batch.rs"]
 mod batch;
+#[path = "cpu/bodies.rs"]
+mod bodies;
 #[path = "cpu/codegen.rs"]
 mod codegen;
 #[path = "cpu/cuda.rs"]

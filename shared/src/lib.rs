@@ -6,6 +6,7 @@
 #![no_std]
 #![forbid(unsafe_code)]
 
+pub mod body;
 pub mod control;
 pub mod data;
 pub mod dtype;

@@ -4,7 +4,9 @@ use perpetua::codegen::bodies::{File, files, flash_attention};
 use perpetua::codegen::emit::{emit, without_layout};
 use perpetua::codegen::judge::judge;
 use perpetua::codegen::plan::{Act, Plan, plan};
-use perpetua::codegen::{Body, By, CAPACITY, Extent, GlobalId, LoopId, Op, Place, Step, TileId, check};
+use perpetua::codegen::{
+    Body, By, CAPACITY, Extent, GlobalId, LoopId, Op, Place, Start, Step, TileId, Update, Whose, check, of,
+};
 use proptest::prelude::*;
 use std::path::Path;
 
@@ -72,18 +74,23 @@ struct Tiles {
     sixteens: TileId,
 }
 
+/// At the innermost loop's place.
+fn innermost(open: &[LoopId]) -> Start {
+    open.last().map_or(Start::FIRST, |id| Start::at(*id))
+}
+
 /// A body of nested loops in which tiles are loaded, by one to four stages, split, multiplied, kept and written as it comes.
 fn random_body(choices: &mut Choices) -> Body {
     let (mut body, [x, y]) = Body::new("random", "", ["x", "y"]);
     let own = ["first", "second"].map(|name| body.tile(name, Place::Own { columns: 64 }));
     let eights = body.tile("eights", Place::Eights { columns: 64 });
     let sixteens = body.tile("sixteens", Place::Sixteens { columns: 64 });
-    own.iter().for_each(|to| body.op(Op::Split { to: *to, from: x, column: None }));
+    own.iter().for_each(|to| body.op(Op::Split { to: *to, from: x, column: Start::FIRST }));
     [eights, sixteens].iter().for_each(|to| body.op(Op::Fill { to: *to, value: 0.0 }));
     let tiles = Tiles { x, y, own, eights, sixteens };
     random_steps(choices, &mut body, &tiles, &[], &mut Vec::new());
     body.op(Op::Keep { to: tiles.own[0], from: tiles.sixteens });
-    body.op(Op::Write { to: y, from: tiles.own[0], column: None });
+    body.op(Op::Write { to: y, from: tiles.own[0], column: Start::FIRST, update: Update::Set });
     body
 }
 
@@ -93,7 +100,7 @@ fn random_steps(choices: &mut Choices, body: &mut Body, tiles: &Tiles, open: &[L
     let here = loaded.len();
     for _ in 0..choices.below(3) {
         let tile = body.tile(&format!("w{}", body.tiles.len()), Place::Shared { rows: 64, columns: 64, stages });
-        body.op(Op::Load { to: tile, from: tiles.x, row: open.last().copied(), column: None });
+        body.op(Op::Load { to: tile, from: tiles.x, row: innermost(open), column: Start::FIRST });
         loaded.push(tile);
     }
     let mut unread = loaded[here..].to_vec();
@@ -110,13 +117,13 @@ fn random_steps(choices: &mut Choices, body: &mut Body, tiles: &Tiles, open: &[L
             }
             1 => {
                 let to = tiles.own[choices.below(2) as usize];
-                body.op(Op::Split { to, from: tiles.x, column: open.last().copied() });
+                body.op(Op::Split { to, from: tiles.x, column: innermost(open) });
             }
             2 => {
                 let own = tiles.own[choices.below(2) as usize];
                 let from = if choices.below(2) == 0 { tiles.eights } else { tiles.sixteens };
                 body.op(Op::Keep { to: own, from });
-                body.op(Op::Write { to: tiles.y, from: own, column: None });
+                body.op(Op::Write { to: tiles.y, from: own, column: Start::FIRST, update: Update::Set });
             }
             _ => {
                 let known = loaded.len() as u32;
@@ -211,6 +218,75 @@ fn bodies_that_break_a_rule_are_refused_by_name() {
             }
         },
         "bytes of shared memory, expected at most",
+    );
+    let (of_y, of_q) = (GlobalId(3), GlobalId(0));
+    let last = |body: &mut Body, change: &dyn Fn(&mut Op)| {
+        let Some(Step::Op(op)) = body.steps.last_mut() else { panic!("the last step is the write") };
+        change(op);
+    };
+    refused(
+        &|body| {
+            last(body, &|op| {
+                if let Op::Write { column, .. } = op {
+                    *column = Start::FIRST.plus(2);
+                }
+            });
+        },
+        "expected multiples of 4",
+    );
+    refused(
+        &|body| {
+            last(body, &|op| {
+                if let Op::Write { column, .. } = op {
+                    *column = Start::at(LoopId(0));
+                }
+            });
+        },
+        "the place of a loop it is not in",
+    );
+    refused(
+        &|body| {
+            last(body, &|op| {
+                if let Op::Write { to, .. } = op {
+                    *to = of_q;
+                }
+            });
+        },
+        "`q` is read and written",
+    );
+    let found = |body: &Body, name: &str| {
+        TileId(body.tiles.iter().position(|tile| tile.name == name).expect("a tile of that name"))
+    };
+    let also = |body: &mut Body, name: &str, update| {
+        let write = Op::Write { to: of_y, from: found(body, name), column: Start::FIRST.plus(1), update };
+        body.op(write);
+    };
+    refused(&|body| also(body, "total", Update::Set), "columns 1 to 2 of `y` may be written twice");
+    refused(&|body| also(body, "total", Update::Add), "expected Own, or PerRow where it is set");
+    refused(
+        &|body| {
+            let sums = found(body, "sums");
+            let other = body.tile("other", Place::Sixteens { columns: 64 });
+            body.op(Op::Fill { to: other, value: 1.0 });
+            body.op(Op::Map { to: sums, expr: of(sums) + of(other) });
+        },
+        "`sums` is made of 2 tiles of its shape, expected one",
+    );
+    refused(
+        &|body| {
+            let to = found(body, "total");
+            body.op(Op::Read { to, from: of_q, rows: Whose::First, column: Start::FIRST });
+        },
+        "expected Eights, or PerRow of each row",
+    );
+    refused(
+        &|body| {
+            let from = found(body, "queries");
+            body.each("c", 32, Extent::Columns(of_y), |body, c| {
+                body.op(Op::Write { to: of_y, from, column: Start::at(c), update: Update::Set });
+            });
+        },
+        "are written in each round of a loop by fewer",
     );
     let load_again = |body: &mut Body| {
         let Some(Step::Loop(inner)) = body.steps.iter_mut().find(|step| matches!(step, Step::Loop(_))) else { return };

@@ -2,14 +2,14 @@
 //! and our assembly made of the source, judged by what comes out.
 
 use crate::cuda::{gpu, has_kernel, options as greedy};
-use crate::simt::{model, model_of};
+use crate::simt::{model, model_of, recast};
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::cuda::probe::Prober;
 use perpetua::exec::{RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
-use perpetua_shared::EventId;
 use perpetua_shared::control::End;
+use perpetua_shared::{DType, EventId};
 use proptest::prelude::*;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -37,33 +37,37 @@ fn distance(expected: &[f32], found: &[f32]) -> f64 {
 
 /// A model with random sizes, and what it is asked.
 #[derive(Clone, Debug)]
-struct Case {
+pub(crate) struct Case {
     preset: &'static str,
     heads: (usize, usize),
     head_dim: usize,
     hidden: usize,
     intermediate: usize,
-    n_tokens: usize,
-    n_sms: u32,
+    dtype: DType,
+    pub(crate) n_tokens: usize,
+    pub(crate) n_sms: u32,
     seed: u64,
 }
 
-fn cases() -> impl Strategy<Value = Case> {
-    let sizes = (1usize..4, 1usize..4, 4usize..20, 3usize..14, 5usize..80);
+pub(crate) fn cases() -> impl Strategy<Value = Case> {
+    // Heads of whole eights go to the tensor cores.
+    let half_dim = prop_oneof![4usize..20, (1usize..9).prop_map(|n| 4 * n)];
+    let sizes = (1usize..4, 1usize..4, half_dim, 3usize..14, 5usize..80);
     // One part of few rows, several, and more rows than a part has.
     let n_tokens = prop_oneof![1usize..17, 17usize..70, Just(133usize)];
     let preset = prop_oneof![Just("tiny-simt"), Just("tiny-qwen2"), Just("tiny-llama"), Just("tiny-mistral")];
-    (preset, sizes, n_tokens, 1u32..6, any::<u64>()).prop_map(
-        |(preset, (kv, group, half_dim, eighths, half_inner), n_tokens, n_sms, seed)| {
+    let dtype = prop_oneof![4 => Just(DType::Bf16), 1 => Just(DType::F16), 1 => Just(DType::F32)];
+    (preset, sizes, dtype, n_tokens, 1u32..6, any::<u64>()).prop_map(
+        |(preset, (kv, group, half_dim, eighths, half_inner), dtype, n_tokens, n_sms, seed)| {
             let (heads, head_dim) = ((kv * group, kv), 2 * half_dim);
             // Qwen2's heads are hidden / heads wide.
             let hidden = if preset == "tiny-qwen2" { heads.0 * head_dim } else { 8 * eighths };
-            Case { preset, heads, head_dim, hidden, intermediate: 2 * half_inner, n_tokens, n_sms, seed }
+            Case { preset, heads, head_dim, hidden, intermediate: 2 * half_inner, dtype, n_tokens, n_sms, seed }
         },
     )
 }
 
-fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
+pub(crate) fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
     let sizes = [
         ("vocab_size", 269),
         ("num_hidden_layers", 1),
@@ -74,7 +78,7 @@ fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
         ("head_dim", case.head_dim),
         ("max_position_embeddings", 256),
     ];
-    model_of(case.preset, &sizes, case.seed)
+    recast(model_of(case.preset, &sizes, case.seed), case.dtype)
 }
 
 proptest! {

@@ -2,8 +2,11 @@
 //!
 //! Without a device toolchain there is nothing to judge, which these tests say aloud; `./x test` installs one.
 
+use perpetua::codegen::bodies::files;
+use perpetua::codegen::plan::{Act, Scope, plan};
 use perpetua::device_image::{device_image, device_kernels};
 use perpetua_device::kernels::SPECS;
+use perpetua_shared::body::PREFIX;
 use std::path::Path;
 use std::process::Command;
 
@@ -284,6 +287,28 @@ fn each_kernel_keeps_to_its_figures() {
     for line in frames {
         assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
     }
+}
+
+/// A generated body that stands alone has the barriers that were planned, no more and no fewer.
+#[test]
+fn generated_bodies_have_the_barriers_of_their_plans() {
+    let Some(ptx) = device_kernels() else { return };
+    let alone = perpetua_device::gpu::bodies::NAMES;
+    let bodies = files().into_iter().flat_map(|file| file.bodies).filter(|body| alone.contains(&body.name.as_str()));
+    let mut n = 0;
+    for body in bodies {
+        let (name, plan) = (format!("{PREFIX}{}", body.name), plan(&body));
+        let planned = |scope| {
+            let is_it = |path: &Vec<usize>| matches!(plan.act(path), Some(Act::Meet(found)) if *found == scope);
+            plan.paths().iter().filter(|path| is_it(path)).count()
+        };
+        let (_, text) = entry(ptx, &name);
+        assert_eq!(barriers(text), planned(Scope::Block), "{name}");
+        assert_eq!(count(text, &["bar.warp.sync"]), planned(Scope::Warp), "{name}");
+        assert_eq!(count(text, &["ld.global.nc", "ldu.", "call", "ld.local", "st.local"]), 0, "{name}");
+        n += 1;
+    }
+    assert_eq!(n, alone.len(), "a plan for each");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The persistent kernel's own code on the simulated GPU: the whole pass through the real worker loop, and images whose
 //! events do not order what they must.
 
+use crate::interpreted::{cases, random_model};
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::decoder_sources;
 use perpetua::exec::memory::Memory;
@@ -20,6 +21,7 @@ use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
 use perpetua_shared::{DType, DataOp, TaskFlags, WorkerId};
+use proptest::prelude::*;
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::Path;
@@ -70,6 +72,34 @@ pub(crate) fn model_of(preset: &str, sizes: &[(&str, usize)], seed: u64) -> (tem
     let options = SynthOptions { seed, ..SynthOptions::default() };
     synth(SynthSource::Config(&config), &out, &options, &mut |_, _| ControlFlow::Continue(()))
         .expect("the config is sound");
+    let model = Model::load(&out).expect("just written");
+    (dir, model)
+}
+
+/// The same, its weights in `dtype`.
+pub(crate) fn recast((dir, model): (tempfile::TempDir, Model), dtype: DType) -> (tempfile::TempDir, Model) {
+    use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
+    if dtype == DType::Bf16 {
+        return (dir, model);
+    }
+    drop(model);
+    let out = dir.path().join("small");
+    let path = out.join("model.safetensors");
+    let bytes = std::fs::read(&path).expect("written");
+    let file = SafeTensors::deserialize(&bytes).expect("sound");
+    let cast = |view: &TensorView<'_>| -> (Dtype, Vec<u8>) {
+        let values = view.data().chunks_exact(2).map(|two| half::bf16::from_le_bytes([two[0], two[1]]).to_f32());
+        match dtype {
+            DType::F16 => (Dtype::F16, values.flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect()),
+            _ => (Dtype::F32, values.flat_map(f32::to_le_bytes).collect()),
+        }
+    };
+    let all: Vec<_> =
+        file.tensors().iter().map(|(name, view)| (name.clone(), view.shape().to_vec(), cast(view))).collect();
+    let views = all.iter().map(|(name, shape, (dtype, bytes))| {
+        (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("as long"))
+    });
+    std::fs::write(&path, serialize(views, None).expect("sound")).expect("written");
     let model = Model::load(&out).expect("just written");
     (dir, model)
 }
@@ -164,6 +194,29 @@ fn every_number_of_workers_computes_what_the_cpu_does() {
             }
             first = Some(logits);
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, ..ProptestConfig::default() })]
+
+    /// Whatever the sizes and the type of the weights, a prompt and the tokens after it race with nothing: bodies that use the tiles'
+    /// memory in one pass leave it to the copies of the next.
+    #[test]
+    fn random_models_read_a_prompt_and_go_on(case in cases()) {
+        let (_dir, model) = random_model(&case);
+        let n = case.n_tokens.min(40) as u32;
+        let ids: Vec<u32> = (0..n).map(|at| (at * 37 + 5) % 269).collect();
+        let config = EngineConfig {
+            device: Device::Simt,
+            threads: Some(case.n_sms as usize),
+            max_context: Some(48),
+            ..EngineConfig::default()
+        };
+        let mut engine = Engine::new(&model, &config).expect("it compiles");
+        let options = GenerateOptions { max_new_tokens: 3, ..GenerateOptions::default() };
+        let tokens: Result<Vec<_>, _> = engine.generate(&ids, &options).expect("it starts").collect();
+        prop_assert!(tokens.is_ok(), "{}", tokens.expect_err("it failed"));
     }
 }
 

@@ -722,6 +722,17 @@ pub(crate) mod atomic {
         unsafe { backend::fetch_add(word, value) }
     }
 
+    /// Adds to four numbers from `to` on, each by itself, ordering nothing.
+    ///
+    /// # Safety
+    /// They are numbers of global memory, aligned to sixteen bytes, that nobody touches meanwhile but by adding.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::add_four(to, four) }
+    }
+
     /// Sets `word` to `new` if it is `old`; returns what it was.
     ///
     /// # Safety

@@ -588,6 +588,18 @@ pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
 }
 
 #[inline(always)]
+pub(super) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
+    let [a, b, c, d] = four;
+    // SAFETY: the caller promises four aligned numbers of global memory.
+    unsafe {
+        asm!(
+            "red.relaxed.gpu.global.add.v4.f32 [{}], {{{}, {}, {}, {}}};",
+            in(reg64) to, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+        );
+    }
+}
+
+#[inline(always)]
 pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
     let was;
     // SAFETY: the caller promises a word of global memory.

@@ -5,6 +5,7 @@
 //! one thread writes and another reads inside a body stands on two sides of a barrier. The worker loop's own barriers
 //! (before a trigger, after a wait) order one task with the next.
 
+pub mod bodies;
 pub(crate) mod flags;
 pub(crate) mod math;
 pub(crate) mod rows;

@@ -233,8 +233,8 @@ impl ModelArgs {
 /// Opens the model in `folder`, and names what of its checkpoint is used by nothing for no known reason.
 fn load(folder: &Path) -> Result<Model, ModelError> {
     let model = Model::load(folder)?;
-    // Where there are no weights to be had, whoever needs them says so.
-    let mut unused = model.unused_tensors().unwrap_or_default();
+    // Where there are no weights to be had, or not all, whoever needs them says so.
+    let mut unused = if model.lacks_tensors() { Vec::new() } else { model.unused_tensors().unwrap_or_default() };
     unused.retain(|name| !is_spare(model.config(), name));
     if let [first, others @ ..] = &unused[..] {
         let others = if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };

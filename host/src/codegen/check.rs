@@ -7,20 +7,26 @@
 //! 4. A Shared tile is loaded once, in a loop's round or outside all, and read there or in loops inside.
 //! 5. Loads of one round have tiles of as many stages; outside all loops one.
 //! 6. The tiles in shared memory have room.
+//! 7. What is written is not read; and no two writes of an operand, nor two rounds of a loop, write the same column of it by different
+//!    lanes.
 
 use super::*;
+
+/// Columns that move at once.
+const CHUNK: u32 = 8;
 
 /// Judges `body`.
 ///
 /// # Errors
 /// Every rule that it breaks, naming the tile or operand.
 pub fn check(body: &Body) -> Result<(), Vec<String>> {
-    let mut judge = Judge { body, wrong: Vec::new() };
+    let mut judge = Judge { body, written: Vec::new(), read: Vec::new(), wrong: Vec::new() };
     for tile in &body.tiles {
         judge.tile(tile);
     }
     judge.steps(&body.steps, &mut Vec::new(), &mut vec![false; body.tiles.len()]);
     judge.loads(&body.steps, true);
+    judge.writes();
     let needed: u64 = (0..body.tiles.len()).map(|tile| u64::from(body.bytes(TileId(tile)))).sum();
     if needed > u64::from(CAPACITY) {
         judge.wrong.push(format!("the tiles take {needed} bytes of shared memory, expected at most {CAPACITY}"));
@@ -30,7 +36,20 @@ pub fn check(body: &Body) -> Result<(), Vec<String>> {
 
 struct Judge<'a> {
     body: &'a Body,
+    /// Writes on the way.
+    written: Vec<Written>,
+    /// Operands that are read.
+    read: Vec<GlobalId>,
     wrong: Vec<String>,
+}
+
+/// Columns of an operand that are written.
+struct Written {
+    to: GlobalId,
+    column: Start,
+    width: u32,
+    /// The step of the loop whose place the first is.
+    by: Option<u32>,
 }
 
 impl Judge<'_> {
@@ -63,15 +82,16 @@ impl Judge<'_> {
         }
     }
 
-    /// Rules 2 and 3, and the half of 4 that says who may read, of `steps` in `loops`; `written` are the tiles written on the way.
-    fn steps(&mut self, steps: &[Step], loops: &mut Vec<LoopId>, written: &mut [bool]) {
+    /// Rules 2 and 3, and the half of 4 that says who may read, of `steps` in `loops`, with their steps; `written` are the tiles written on
+    /// the way.
+    fn steps(&mut self, steps: &[Step], loops: &mut Vec<(LoopId, u32)>, written: &mut [bool]) {
         for step in steps {
             match step {
                 Step::Loop(inner) => {
                     if inner.by == 0 {
                         self.wrong.push(format!("loop `{}` has steps of 0", inner.name));
                     }
-                    loops.push(inner.id);
+                    loops.push((inner.id, inner.by));
                     // It may have no rounds: what it writes counts for nothing after it.
                     self.steps(&inner.steps, loops, &mut written.to_vec());
                     loops.pop();
@@ -93,20 +113,43 @@ impl Judge<'_> {
         }
     }
 
-    fn op(&mut self, op: &Op, loops: &[LoopId]) {
-        let is_open = |id: &Option<LoopId>| id.is_none_or(|id| loops.contains(&id));
-        match op {
-            Op::Load { to, row, column, .. } => {
-                self.expect(matches!(self.place(*to), Place::Shared { .. }), *to, "Shared, as loads fill");
-                if !is_open(row) || !is_open(column) {
-                    self.wrong.push(format!("the load of `{}` has the place of a loop it is not in", self.name(*to)));
-                }
+    /// Judges where `what` begins, at a multiple of `whole`. The step of the loop that it goes with.
+    fn start(&mut self, start: Start, whole: u32, what: &str, loops: &[(LoopId, u32)]) -> Option<u32> {
+        let of = start.of.map(|id| loops.iter().find(|(open, _)| *open == id));
+        let by = of.map(|found| found.map_or(0, |(_, by)| *by));
+        match of {
+            Some(None) => self.wrong.push(format!("{what} begins at the place of a loop it is not in")),
+            _ if !start.plus.is_multiple_of(whole) || !by.unwrap_or(0).is_multiple_of(whole) => {
+                let got = format!("begins {} after the place of a loop by {}", start.plus, by.unwrap_or(0));
+                self.wrong.push(format!("{what} {got}, expected multiples of {whole}"));
             }
-            Op::Split { to, column, .. } => {
+            _ => {}
+        }
+        by
+    }
+
+    fn op(&mut self, op: &Op, loops: &[(LoopId, u32)]) {
+        match op {
+            Op::Load { to, from, row, column } => {
+                self.expect(matches!(self.place(*to), Place::Shared { .. }), *to, "Shared, as loads fill");
+                let name = self.name(*to).to_owned();
+                self.start(*row, 1, &format!("the row of `{name}`"), loops);
+                self.start(*column, CHUNK, &format!("the column of `{name}`"), loops);
+                self.read.push(self.body.base(*from));
+            }
+            Op::Split { to, from, column } => {
                 self.expect(matches!(self.place(*to), Place::Own { .. }), *to, "Own, as splits fill");
-                if !is_open(column) {
-                    self.wrong.push(format!("the split of `{}` has the place of a loop it is not in", self.name(*to)));
-                }
+                let name = self.name(*to).to_owned();
+                self.start(*column, CHUNK, &format!("the column of `{name}`"), loops);
+                self.read.push(self.body.base(*from));
+            }
+            Op::Read { to, from, rows, column } => {
+                let place = self.place(*to);
+                let is_fit = matches!(place, Place::Eights { .. }) || place == Place::PerRow && *rows == Whose::Own;
+                self.expect(is_fit, *to, "Eights, or PerRow of each row, as reads fill");
+                let (whole, name) = (if place == Place::PerRow { 1 } else { CHUNK }, self.name(*to).to_owned());
+                self.start(*column, whole, &format!("the column of `{name}`"), loops);
+                self.read.push(self.body.base(*from));
             }
             Op::Fill { to, .. } => self.expect(self.is_register(*to), *to, "registers"),
             Op::Product { into, a, b, by } => self.product(*into, *a, *b, *by),
@@ -118,13 +161,15 @@ impl Judge<'_> {
                     self.expect(fits, tile, &format!("{shape:?} or PerRow beside `{}`", self.name(*to)));
                 }
                 let matrices = expr.tiles().iter().filter(|tile| self.place(**tile) != Place::PerRow).count();
-                if shape != Place::PerRow && matrices != 1 {
-                    let name = self.name(*to).to_owned();
-                    self.wrong.push(format!("`{name}` is made of {matrices} tiles of its shape, expected one"));
+                let most = if matches!(shape, Place::Eights { .. }) { 2 } else { 1 };
+                if shape != Place::PerRow && !(1..=most).contains(&matrices) {
+                    let (name, expected) = (self.name(*to), if most == 2 { "one or two" } else { "one" });
+                    let what = format!("`{name}` is made of {matrices} tiles of its shape, expected {expected}");
+                    self.wrong.push(what);
                 }
                 expr.each(&mut |expr| {
                     if let Expr::Visible(id, _) = expr
-                        && (!loops.contains(id) || shape == Place::PerRow)
+                        && (loops.iter().all(|(open, _)| open != id) || shape == Place::PerRow)
                     {
                         let name = self.body.tiles[to.0].name.clone();
                         self.wrong.push(format!("`{name}` asks what rows see, expected columns, in the loop it names"));
@@ -144,10 +189,38 @@ impl Judge<'_> {
                 let fits = matches!(self.place(*to), Place::Own { columns: room } if room >= columns);
                 self.expect(fits, *to, &format!("Own of at least {columns} columns"));
             }
-            Op::Write { from, column, .. } => {
-                self.expect(matches!(self.place(*from), Place::Own { .. }), *from, "Own");
-                if !is_open(column) {
-                    self.wrong.push(format!("`{}` goes to the place of a loop it is not in", self.name(*from)));
+            Op::Write { to, from, column, update } => {
+                let (width, whole) = match self.place(*from) {
+                    Place::Own { columns } => (columns, 4),
+                    Place::PerRow if *update == Update::Set => (1, 1),
+                    _ => (0, 1),
+                };
+                self.expect(width > 0, *from, "Own, or PerRow where it is set");
+                let what = format!("the column that `{}` goes to", self.name(*from));
+                let by = self.start(*column, whole, &what, loops);
+                self.written.push(Written { to: self.body.base(*to), column: *column, width, by });
+            }
+        }
+    }
+
+    /// Rule 7.
+    fn writes(&mut self) {
+        for (at, write) in self.written.iter().enumerate() {
+            let name = &self.body.globals[write.to.0].name;
+            if self.read.contains(&write.to) {
+                self.wrong.push(format!("`{name}` is read and written, expected one of both"));
+            }
+            let (first, end) = (write.column.plus, write.column.plus.saturating_add(write.width));
+            if write.by.is_some_and(|by| end > by) {
+                self.wrong
+                    .push(format!("columns {first} to {end} of `{name}` are written in each round of a loop by fewer"));
+            }
+            for other in self.written[..at].iter().filter(|other| other.to == write.to) {
+                // The same columns, as wide, are the same lanes'.
+                let is_same = other.column == write.column && other.width == write.width;
+                let is_apart = end <= other.column.plus || other.column.plus + other.width <= first;
+                if !is_same && (other.column.of != write.column.of || !is_apart) {
+                    self.wrong.push(format!("columns {first} to {end} of `{name}` may be written twice"));
                 }
             }
         }
@@ -162,11 +235,13 @@ impl Judge<'_> {
             By::Columns => (Place::Sixteens { columns }, rows),
         };
         self.expect(self.place(into) == made, into, &format!("{made:?}"));
-        let left = match by {
-            By::Rows => Place::Own { columns: summed },
-            By::Columns => Place::Eights { columns: summed },
-        };
-        self.expect(self.place(a) == left, a, &format!("{left:?}"));
+        let in_registers = Place::Eights { columns: summed };
+        if by == By::Columns || matches!(self.place(a), Place::Eights { .. }) {
+            self.expect(self.place(a) == in_registers, a, &format!("{in_registers:?}"));
+        } else {
+            let own = Place::Own { columns: summed };
+            self.expect(self.place(a) == own, a, &format!("{own:?}"));
+        }
     }
 
     fn is_register(&self, tile: TileId) -> bool {

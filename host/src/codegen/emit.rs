@@ -29,8 +29,8 @@ pub fn emit(file: &File, plans: &[Plan]) -> String {
     };
     let [scalar, arch, math, tile] = ["arch::scalar", "arch", "gpu::math", "gpu::tile"].map(from);
     format!(
-        "//! {}\n//!\n//! Generated from `perpetua::codegen::bodies::{}` by `BLESS=1 cargo test --test cpu codegen::`: what is to change \
-         changes\n//! there. Barriers and waits follow from who touches which part of a tile.\n\n{scalar}{arch}use \
+        "//! {}\n//!\n//! Generated from `perpetua::codegen::bodies::{}`\n//! by `BLESS=1 cargo test --test cpu codegen::`: what is to change changes there. \
+         Barriers and waits follow from who touches\n//! which part of a tile.\n\n{scalar}{arch}use \
          crate::block::Block;\nuse crate::gpu::Row;\n{math}{tile}{functions}",
         file.doc, file.from
     )
@@ -71,7 +71,7 @@ impl Emitter<'_, '_> {
     }
 
     fn global(&self, global: GlobalId) -> &str {
-        &self.plan.body.globals[global.0]
+        &self.plan.body.globals[global.0].name
     }
 
     fn place(&self, tile: TileId) -> Place {
@@ -80,22 +80,46 @@ impl Emitter<'_, '_> {
 
     fn function(&mut self) {
         let body = &self.plan.body;
-        let asks = asks_what_is_seen(&body.steps);
+        let asks = Asks::of(&body.steps);
         let mut arguments = vec!["block: &Block".to_owned()];
-        arguments.extend(body.globals.iter().map(|name| format!("{name}: &Rows<impl Fn(u32) -> Row>")));
-        if asks != [false; 2] {
+        let (mut indices, mut through) = (BTreeSet::new(), Vec::new());
+        for global in &body.globals {
+            match &global.through {
+                None => arguments.push(format!("{}: &Rows<impl Fn(u32) -> Row>", global.name)),
+                Some((table, index)) => {
+                    indices.insert(index);
+                    through.push(format!("let {} = &{}.through({index});", global.name, self.global(*table)));
+                }
+            }
+        }
+        arguments.extend(indices.iter().map(|name| format!("{name}: &Index<impl Fn(u32) -> u32>")));
+        if asks.seen_end || asks.seen_by {
             arguments.push("seen: impl Fn(u32) -> u32".to_owned());
         }
+        if asks.share {
+            arguments.push("share: [u32; 2]".to_owned());
+        }
         arguments.extend(body.scalars.iter().map(|name| format!("{name}: f32")));
-        let rows = self.global(body.rows).to_owned();
+        let (rows, written) = (self.global(body.rows).to_owned(), self.global(body.base(body.rows)).to_owned());
         for name in ["Lane", "Rows", "WARP_ROWS"] {
             self.uses("gpu::tile", name);
         }
+        let mut promises = format!(
+            "/// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches \
+             `{written}`,\n/// whose rows are as many as those of what is read with it. The memory of tiles is the task's."
+        );
+        if !indices.is_empty() {
+            self.uses("gpu::tile", "Index");
+            promises.push_str(
+                "\n/// What an index says are rows of what it is used with; those that are written, each once.",
+            );
+        }
+        if adds(&body.steps) {
+            let _ = write!(promises, "\n/// `{written}` is f32.");
+        }
         let _ = write!(
             self.text,
-            "/// {}\n///\n/// # Safety\n/// Every thread of the block makes this same call; the operands are there, nobody else writes them, and \
-             nobody else touches `{rows}`,\n/// whose rows are as many as those of what is read with it. The memory of tiles is the \
-             task's.\n#[inline(always)]\npub(super) unsafe fn {}({}) {{\n",
+            "/// {}\n///\n/// # Safety\n{promises}\n#[inline(always)]\npub(super) unsafe fn {}({}) {{\n",
             body.doc,
             body.name,
             arguments.join(", ")
@@ -114,6 +138,9 @@ impl Emitter<'_, '_> {
                 self.line(&format!("let {} = &Own::<{}>::at({offset});", tile.name, columns / 8));
             }
         }
+        for line in through {
+            self.line(&line);
+        }
         self.line(
             "// SAFETY: the caller's promises; what stands between accesses of a tile has been found, and judged.",
         );
@@ -123,18 +150,27 @@ impl Emitter<'_, '_> {
         self.line(&format!("while first < {rows}.count {{"));
         self.depth = 3;
         self.line(&format!("let lane = &Lane::of(block, first, {rows}.count);"));
-        if asks[0] {
+        if asks.seen_end {
             self.uses("gpu::tile", "last_row");
             self.line(&format!("let seen_end = seen(last_row(block, first, {rows}.count));"));
         }
-        if asks[1] {
-            self.line(&format!("let seen_by = lane.each_row({rows}.count, &seen);"));
+        if asks.seen_by {
+            let seen = if asks.share { "within(&seen, share[1])" } else { "&seen" };
+            if asks.share {
+                self.uses("gpu::tile", "within");
+            }
+            self.line(&format!("let seen_by = lane.each_row({rows}.count, {seen});"));
         }
         self.declared.push(BTreeSet::new());
         self.acts(&self.plan.acts, &[]);
         self.line("first += WARP_ROWS * block.warps();");
         self.depth = 2;
         self.line("}");
+        if body.tiles.iter().any(|tile| matches!(tile.place, Place::Shared { .. } | Place::Own { .. })) {
+            self.uses("arch", "copy");
+            self.line("// Whoever comes next may bring tiles there by bulk copies.");
+            self.line("copy::fence_tiles();");
+        }
         self.depth = 1;
         self.line("}");
         self.depth = 0;
@@ -165,11 +201,11 @@ impl Emitter<'_, '_> {
                 }
                 Act::Loop { of, acts } => {
                     let (name, has_rounds) = (&of.name, has_stages(self.plan, acts));
-                    let end = self.extent(of.end);
+                    let (from, end) = (first_of(of.end, 0), self.extent(of.end));
                     if has_rounds {
-                        self.line(&format!("let (mut {name}, mut {name}_round) = (0, 0);"));
+                        self.line(&format!("let (mut {name}, mut {name}_round) = ({from}, 0);"));
                     } else {
-                        self.line(&format!("let mut {name} = 0;"));
+                        self.line(&format!("let mut {name} = {from};"));
                     }
                     self.line(&format!("while {name} < {end} {{"));
                     self.depth += 1;
@@ -193,6 +229,7 @@ impl Emitter<'_, '_> {
             Extent::Rows(global) => format!("{}.count", self.global(global)),
             Extent::Columns(global) => format!("{}.columns", self.global(global)),
             Extent::Seen => "seen_end".to_owned(),
+            Extent::Share => "share[1]".to_owned(),
         }
     }
 
@@ -201,19 +238,16 @@ impl Emitter<'_, '_> {
         // What is ahead by no round is there: the loop has it.
         let is_sure = of.is_none() || ahead == 0 && !is_first;
         if let Some(of) = of.filter(|_| !is_sure) {
-            let at = if is_first { (of.by * ahead).to_string() } else { plus(&of.name, of.by * ahead) };
+            let at = if is_first { first_of(of.end, of.by * ahead) } else { plus(&of.name, of.by * ahead) };
             self.line(&format!("if {at} < {} {{", self.extent(of.end)));
             self.depth += 1;
         }
         for load in loads {
             let Op::Load { to, from, row, column } = load else { continue };
-            let place = |id: &Option<LoopId>| match (id, of) {
-                (None, _) => "0".to_owned(),
-                (Some(id), Some(of)) if of.id == *id && is_first => (of.by * ahead).to_string(),
-                (Some(id), Some(of)) if of.id == *id => plus(&of.name, of.by * ahead),
-                (Some(id), _) => {
-                    open.iter().find(|open| open.id == *id).map_or(String::new(), |open| open.name.clone())
-                }
+            let place = |start: &Start| match (start.of, of) {
+                (Some(id), Some(of)) if of.id == id && is_first => first_of(of.end, of.by * ahead + start.plus),
+                (Some(id), Some(of)) if of.id == id => plus(&of.name, of.by * ahead + start.plus),
+                _ => place_in(start, open),
             };
             let (row, column) = (place(row), place(column));
             let round = match of {
@@ -240,18 +274,32 @@ impl Emitter<'_, '_> {
 
     /// `op`, in loops `open`, before `after`.
     fn op(&mut self, op: &Op, after: &[Act], open: &[&Loop]) {
-        let place = |id: &Option<LoopId>| {
-            let found = id.and_then(|id| open.iter().find(|open| open.id == id));
-            found.map_or("0".to_owned(), |open| open.name.clone())
-        };
         match op {
             Op::Load { .. } => unreachable!("loads are begun"),
             Op::Split { to, from, column } => {
-                let line = format!("{}.split(lane, {}, {});", self.name(*to), self.global(*from), place(column));
+                let column = place_in(column, open);
+                let line = format!("{}.split(lane, {}, {column});", self.name(*to), self.global(*from));
                 self.line(&line);
             }
-            Op::Write { to, from, column } => {
-                let line = format!("{}.write(lane, {}, {});", self.name(*from), self.global(*to), place(column));
+            Op::Read { to, from, rows, column } => {
+                let how = if *rows == Whose::Own { "read" } else { "read_first" };
+                let (from, column) = (self.global(*from).to_owned(), place_in(column, open));
+                let text = match self.place(*to) {
+                    Place::Eights { columns } => {
+                        self.uses("gpu::tile", "Eights");
+                        format!("Eights::<{}>::{how}(lane, {from}, {column})", columns / 32)
+                    }
+                    _ => {
+                        self.uses("gpu::tile", "PerRow");
+                        format!("PerRow::{how}(lane, {from}, {column})")
+                    }
+                };
+                self.set(*to, &text, after);
+            }
+            Op::Write { to, from, column, update } => {
+                let how = if *update == Update::Add { "add" } else { "write" };
+                let column = place_in(column, open);
+                let line = format!("{}.{how}(lane, {}, {column});", self.name(*from), self.global(*to));
                 self.line(&line);
             }
             Op::Keep { to, from } => {
@@ -259,8 +307,7 @@ impl Emitter<'_, '_> {
                 self.line(&line);
             }
             Op::Fill { to, value } => {
-                let value =
-                    if *value == f32::NEG_INFINITY { "f32::NEG_INFINITY".to_owned() } else { format!("{value:?}") };
+                let value = number(*value);
                 let text = match self.place(*to) {
                     Place::PerRow => {
                         self.uses("gpu::tile", "PerRow");
@@ -281,7 +328,11 @@ impl Emitter<'_, '_> {
             Op::Product { into, a, b, by } => {
                 let round = self.round_of(*b, open);
                 // What is Own is a reference already.
-                let (how, and) = if *by == By::Rows { ("add_rows", "") } else { ("add_columns", "&") };
+                let (how, and) = match (by, self.place(*a)) {
+                    (By::Rows, Place::Own { .. }) => ("add_rows", ""),
+                    (By::Rows, _) => ("add_rows_of", "&"),
+                    (By::Columns, _) => ("add_columns", "&"),
+                };
                 let (into, a, b) = (self.name(*into), self.name(*a), self.shared(*b, &round));
                 self.line(&format!("{into}.{how}(lane, {and}{a}, &{b});"));
             }
@@ -290,7 +341,7 @@ impl Emitter<'_, '_> {
                 self.set(*to, &format!("{}.{how}()", self.name(*of)), after);
             }
             Op::Map { to, expr } => {
-                let text = self.map(*to, expr);
+                let text = self.map(expr);
                 self.set(*to, &text, after);
             }
         }
@@ -315,8 +366,9 @@ impl Emitter<'_, '_> {
         self.line(&format!("let {and}{name} = {value};"));
     }
 
-    fn map(&mut self, to: TileId, expr: &Expr) -> String {
-        let matrix = expr.tiles().into_iter().find(|tile| self.place(*tile) != Place::PerRow);
+    fn map(&mut self, expr: &Expr) -> String {
+        let tiles = expr.tiles();
+        let matrices: Vec<TileId> = tiles.into_iter().filter(|tile| self.place(*tile) != Place::PerRow).collect();
         if let Expr::Tile(tile) = expr {
             return self.name(*tile).to_owned();
         }
@@ -326,47 +378,79 @@ impl Emitter<'_, '_> {
             asks[0] |= matches!(part, Expr::Visible(..));
             asks[1] |= matches!(part, Expr::Visible(..));
         });
-        let value = self.expr(expr, matrix, 0);
-        if self.place(to) == Place::PerRow {
-            self.uses("gpu::tile", "PerRow");
-            return format!("PerRow::each(|row| {value})");
-        }
+        let value = self.expr(expr, &matrices, 0);
         let [row, column] =
             [(asks[0], "row"), (asks[1], "column")].map(|(is_asked, name)| if is_asked { name } else { "_" });
-        let of = matrix.map_or("", |matrix| self.name(matrix));
-        format!("{of}.map(lane, |x, {row}, {column}| {value})")
+        match matrices[..] {
+            [one] => format!("{}.map(lane, |x, {row}, {column}| {value})", self.name(one)),
+            [one, other] => {
+                format!("{}.map_with(lane, &{}, |x, z, {row}, {column}| {value})", self.name(one), self.name(other))
+            }
+            _ => {
+                self.uses("gpu::tile", "PerRow");
+                format!("PerRow::each(|{row}| {value})")
+            }
+        }
     }
 
-    /// `expr`, in brackets where its operator binds less than `level`; numbers of `matrix` are the closure's argument.
-    fn expr(&mut self, expr: &Expr, matrix: Option<TileId>, level: u8) -> String {
+    /// `expr`, in brackets where its operator binds less than `level`; numbers of `matrices`, at most two, are the closure's arguments.
+    fn expr(&mut self, expr: &Expr, matrices: &[TileId], level: u8) -> String {
         let (text, own) = match expr {
-            Expr::Tile(tile) if Some(*tile) == matrix => ("x".to_owned(), 3),
+            Expr::Tile(tile) if matrices.first() == Some(tile) => ("x".to_owned(), 3),
+            Expr::Tile(tile) if matrices.contains(tile) => ("z".to_owned(), 3),
             Expr::Tile(tile) => (format!("{}.0[row]", self.name(*tile)), 3),
             Expr::Scalar(name) => (name.clone(), 3),
-            Expr::Add(a, b) => (format!("{} + {}", self.expr(a, matrix, 1), self.expr(b, matrix, 2)), 1),
-            Expr::Sub(a, b) => (format!("{} - {}", self.expr(a, matrix, 1), self.expr(b, matrix, 2)), 1),
-            Expr::Mul(a, b) => (format!("{} * {}", self.expr(a, matrix, 2), self.expr(b, matrix, 3)), 2),
+            Expr::Constant(value) => (number(*value), 3),
+            Expr::Add(a, b) => (format!("{} + {}", self.expr(a, matrices, 1), self.expr(b, matrices, 2)), 1),
+            Expr::Sub(a, b) => (format!("{} - {}", self.expr(a, matrices, 1), self.expr(b, matrices, 2)), 1),
+            Expr::Mul(a, b) => (format!("{} * {}", self.expr(a, matrices, 2), self.expr(b, matrices, 3)), 2),
             Expr::Larger(a, b) => {
                 self.uses("gpu::math", "larger");
-                (format!("larger({}, {})", self.expr(a, matrix, 0), self.expr(b, matrix, 0)), 3)
+                (format!("larger({}, {})", self.expr(a, matrices, 0), self.expr(b, matrices, 0)), 3)
             }
             Expr::Exp2(a) => {
                 self.uses("arch::scalar", "exp2");
-                (format!("exp2({})", self.expr(a, matrix, 0)), 3)
+                (format!("exp2({})", self.expr(a, matrices, 0)), 3)
             }
             Expr::Reciprocal(a) => {
                 self.uses("arch::scalar", "reciprocal");
-                (format!("reciprocal({})", self.expr(a, matrix, 0)), 3)
+                (format!("reciprocal({})", self.expr(a, matrices, 0)), 3)
+            }
+            Expr::ReciprocalRoot(a) => {
+                self.uses("arch::scalar", "rsqrt");
+                (format!("rsqrt({})", self.expr(a, matrices, 0)), 3)
             }
             Expr::Visible(id, a) => {
                 let name = loop_name(&self.plan.body.steps, *id).unwrap_or_default();
-                let a = self.expr(a, matrix, 0);
+                let a = self.expr(a, matrices, 0);
                 self.uses("gpu::tile", "where_seen");
                 (format!("where_seen({name} + column, seen_by[row], {a})"), 3)
             }
         };
         if own < level { format!("({text})") } else { text }
     }
+}
+
+/// As Rust writes it.
+fn number(value: f32) -> String {
+    let sign = if value.is_sign_negative() { "-" } else { "" };
+    match value.abs() {
+        f32::INFINITY if sign == "-" => "f32::NEG_INFINITY".to_owned(),
+        f32::INFINITY => "f32::INFINITY".to_owned(),
+        std::f32::consts::LOG2_E => format!("{sign}core::f32::consts::LOG2_E"),
+        value => format!("{sign}{value:?}"),
+    }
+}
+
+/// So many after the first place of a loop that goes as far as `end`.
+fn first_of(end: Extent, n: u32) -> String {
+    if end == Extent::Share { plus("share[0]", n) } else { n.to_string() }
+}
+
+/// Where `start` is, in loops `open`.
+fn place_in(start: &Start, open: &[&Loop]) -> String {
+    let of = start.of.and_then(|id| open.iter().find(|open| open.id == id));
+    of.map_or(start.plus.to_string(), |of| plus(&of.name, start.plus))
 }
 
 /// `name + n`.
@@ -407,22 +491,46 @@ fn has_stages(plan: &Plan, acts: &[Act]) -> bool {
     acts.iter().any(|act| matches!(act, Act::Begin { loads, is_first: false, .. } if loads.iter().any(is_staged)))
 }
 
-/// Whether `steps` go as far as the block's last row sees, and whether they ask what each row does.
-fn asks_what_is_seen(steps: &[Step]) -> [bool; 2] {
-    let mut asks = [false; 2];
-    for step in steps {
-        match step {
-            Step::Op(Op::Map { expr, .. }) => {
-                expr.each(&mut |expr| asks[1] |= matches!(expr, Expr::Visible(..)));
-            }
-            Step::Op(_) => {}
-            Step::Loop(inner) => {
-                let inside = asks_what_is_seen(&inner.steps);
-                asks = [asks[0] | inside[0] | (inner.end == Extent::Seen), asks[1] | inside[1]];
+/// Which arguments `steps` ask for beside operands.
+#[derive(Default)]
+struct Asks {
+    /// How far the block's last row sees.
+    seen_end: bool,
+    /// How far each row does.
+    seen_by: bool,
+    share: bool,
+}
+
+impl Asks {
+    fn of(steps: &[Step]) -> Asks {
+        let mut asks = Asks::default();
+        asks.add(steps);
+        asks
+    }
+
+    fn add(&mut self, steps: &[Step]) {
+        for step in steps {
+            match step {
+                Step::Op(Op::Map { expr, .. }) => {
+                    expr.each(&mut |expr| self.seen_by |= matches!(expr, Expr::Visible(..)));
+                }
+                Step::Op(_) => {}
+                Step::Loop(inner) => {
+                    self.seen_end |= inner.end == Extent::Seen;
+                    self.share |= inner.end == Extent::Share;
+                    self.add(&inner.steps);
+                }
             }
         }
     }
-    asks
+}
+
+/// Whether `steps` add to an operand.
+fn adds(steps: &[Step]) -> bool {
+    steps.iter().any(|step| match step {
+        Step::Op(op) => matches!(op, Op::Write { update: Update::Add, .. }),
+        Step::Loop(inner) => adds(&inner.steps),
+    })
 }
 
 fn loop_name(steps: &[Step], id: LoopId) -> Option<String> {

@@ -5,9 +5,9 @@
 //! would make them:
 //!
 //! ```text
-//! Global     rows of an operand          load ▼ (cp.async)   split ▼ (to two bf16 terms)      ▲ write
-//! Shared     Shared: all warps' rows, bf16        Own: 16 rows a warp, its own        product ▼ ▲ keep
-//! Register   Eights, Sixteens: 16 rows a warp, all columns; PerRow          map, reduce, product, fill
+//! Global     rows of an operand, or those that an index says     load ▼ (cp.async)   split ▼ (two bf16 terms)   read ▼   ▲ write, add
+//! Shared     Shared: all warps' rows, bf16                       Own: 16 rows a warp, its own                   product ▼ ▲ keep
+//! Register   Eights, Sixteens: 16 rows a warp, all columns; PerRow                                     map, reduce, product, fill
 //! ```
 //!
 //! ```text
@@ -17,7 +17,8 @@
 //! [`check()`] judges a body.
 //! [`plan`](plan::plan()) moves loads ahead by as many stages as their tiles have and finds the barriers and waits: from who touches
 //! which part of a tile, as a thread's copies under way, a warp, or the block. [`judge`](judge::judge()) runs what was planned on
-//! threads with vector clocks and shares no code with it. [`emit`](emit::emit()) writes what was planned as Rust. [`bodies`] are the
+//! threads with vector clocks and shares no code with it. [`emit`](emit::emit()) writes what was planned as Rust, which leaves its tiles behind a
+//! fence between proxies: what comes next may bring others there by bulk copies. [`bodies`] are the
 //! library's own; a test generates their files again.
 //!
 //! The levels, nested loops and access maps are TiledKernel's; that a copy is one verb whose kind follows from the two levels is
@@ -49,6 +50,15 @@ pub struct TileId(pub usize);
 /// An operand of a [`Body`], in global memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GlobalId(pub usize);
+
+/// An operand.
+#[derive(Clone, Debug)]
+pub struct Global {
+    /// Its name, a Rust identifier.
+    pub name: String,
+    /// Whose rows it has, and the name of the index that says which: an argument of the body. Reads gather and writes scatter.
+    pub through: Option<(GlobalId, String)>,
+}
 
 /// A loop of a [`Body`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +113,50 @@ pub enum Extent {
     Columns(GlobalId),
     /// Over what the block's last row sees: an argument of the body says how much each row does.
     Seen,
+    /// Over a share of that, from its first to its end: an argument of the body, which other blocks have other shares in.
+    Share,
+}
+
+/// Where rows or columns begin: so many after a loop's place, or after the first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Start {
+    /// The loop.
+    pub of: Option<LoopId>,
+    /// How many.
+    pub plus: u32,
+}
+
+impl Start {
+    /// With the first.
+    pub const FIRST: Start = Start { of: None, plus: 0 };
+
+    /// At `id`'s place.
+    pub fn at(id: LoopId) -> Start {
+        Start { of: Some(id), plus: 0 }
+    }
+
+    /// So many later.
+    pub fn plus(self, n: u32) -> Start {
+        Start { plus: self.plus + n, ..self }
+    }
+}
+
+/// Which rows of an operand the rows of a warp are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// The row of each.
+    Own,
+    /// The first, for all of them: what belongs to columns.
+    First,
+}
+
+/// What a write does to what is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Update {
+    /// Overwrites it.
+    Set,
+    /// Adds to it, f32, atomically.
+    Add,
 }
 
 /// How the right operand of a product lies.
@@ -130,6 +184,8 @@ pub enum Expr {
     Tile(TileId),
     /// An argument of the body, f32.
     Scalar(String),
+    /// A number.
+    Constant(f32),
     /// `a + b`.
     Add(Box<Expr>, Box<Expr>),
     /// `a - b`.
@@ -142,7 +198,9 @@ pub enum Expr {
     Exp2(Box<Expr>),
     /// 1 / a.
     Reciprocal(Box<Expr>),
-    /// The number where the row sees the column, counted from the loop's; else -inf.
+    /// 1 / sqrt(a).
+    ReciprocalRoot(Box<Expr>),
+    /// The number where the row sees the column, counted from the loop's, and it is in the share where there is one; else -inf.
     Visible(LoopId, Box<Expr>),
 }
 
@@ -159,6 +217,11 @@ pub fn exp2(a: Expr) -> Expr {
 /// 1 / a.
 pub fn reciprocal(a: Expr) -> Expr {
     Expr::Reciprocal(Box::new(a))
+}
+
+/// 1 / sqrt(a).
+pub fn reciprocal_root(a: Expr) -> Expr {
+    Expr::ReciprocalRoot(Box::new(a))
 }
 
 /// The larger one.
@@ -192,8 +255,8 @@ impl Expr {
     pub(crate) fn each(&self, visit: &mut impl FnMut(&Expr)) {
         visit(self);
         match self {
-            Expr::Tile(_) | Expr::Scalar(_) => {}
-            Expr::Exp2(a) | Expr::Reciprocal(a) | Expr::Visible(_, a) => a.each(visit),
+            Expr::Tile(_) | Expr::Scalar(_) | Expr::Constant(_) => {}
+            Expr::Exp2(a) | Expr::Reciprocal(a) | Expr::ReciprocalRoot(a) | Expr::Visible(_, a) => a.each(visit),
             Expr::Add(a, b) | Expr::Sub(a, b) | Expr::Mul(a, b) | Expr::Larger(a, b) => {
                 a.each(visit);
                 b.each(visit);
@@ -218,16 +281,16 @@ impl Expr {
 /// An operation: a macro kernel of the levels that its operands lie on.
 #[derive(Clone, Debug)]
 pub enum Op {
-    /// Global to Shared, by all threads, beside them: from row and column of these loops on, the first where there is none.
+    /// Global to Shared, by all threads, beside them.
     Load {
         /// The tile.
         to: TileId,
         /// The operand.
         from: GlobalId,
-        /// Whose place its first row is.
-        row: Option<LoopId>,
-        /// Whose place its first column is.
-        column: Option<LoopId>,
+        /// Its first row.
+        row: Start,
+        /// Its first column.
+        column: Start,
     },
     /// Global to Own: the block's rows, as two terms.
     Split {
@@ -235,8 +298,19 @@ pub enum Op {
         to: TileId,
         /// The operand.
         from: GlobalId,
-        /// Whose place the first column is.
-        column: Option<LoopId>,
+        /// The first column.
+        column: Start,
+    },
+    /// Global to registers.
+    Read {
+        /// Eights, or PerRow of each row: the one column.
+        to: TileId,
+        /// The operand.
+        from: GlobalId,
+        /// Which of its rows.
+        rows: Whose,
+        /// The first column.
+        column: Start,
     },
     /// A constant, everywhere.
     Fill {
@@ -249,14 +323,14 @@ pub enum Op {
     Product {
         /// Eights by rows, Sixteens by columns.
         into: TileId,
-        /// Own by rows, Eights by columns.
+        /// Own or Eights by rows, Eights by columns.
         a: TileId,
         /// Shared.
         b: TileId,
         /// How it lies.
         by: By,
     },
-    /// Element by element of one tile of its shape, or row by row.
+    /// Element by element of one tile of its shape, of Eights also of two, or row by row.
     Map {
         /// In registers.
         to: TileId,
@@ -279,14 +353,16 @@ pub enum Op {
         /// Eights or Sixteens.
         from: TileId,
     },
-    /// Own, as f32, to the block's rows in Global.
+    /// To the block's rows in Global.
     Write {
         /// The operand.
         to: GlobalId,
-        /// The tile.
+        /// Own, as f32, or PerRow: to one column.
         from: TileId,
-        /// Whose place the first column is.
-        column: Option<LoopId>,
+        /// The first column.
+        column: Start,
+        /// How; PerRow is set.
+        update: Update,
     },
 }
 
@@ -321,8 +397,8 @@ pub struct Body {
     pub name: String,
     /// What it computes, as its documentation.
     pub doc: String,
-    /// Its operands' names.
-    pub globals: Vec<String>,
+    /// Its operands.
+    pub globals: Vec<Global>,
     /// Its other arguments', f32.
     pub scalars: Vec<String>,
     /// Its tiles.
@@ -335,12 +411,12 @@ pub struct Body {
 }
 
 impl Body {
-    /// One with these operands, of which the last is written, row by row, and the others read.
+    /// One with these operands, of which the last is written, row by row, and the others read. [`rows`](Body::rows) is the last, too.
     pub fn new<const N: usize>(name: &str, doc: &str, globals: [&str; N]) -> (Body, [GlobalId; N]) {
         let body = Body {
             name: name.to_owned(),
             doc: doc.to_owned(),
-            globals: globals.map(str::to_owned).to_vec(),
+            globals: globals.map(|name| Global { name: name.to_owned(), through: None }).to_vec(),
             scalars: Vec::new(),
             tiles: Vec::new(),
             rows: GlobalId(N - 1),
@@ -348,6 +424,18 @@ impl Body {
             n_loops: 0,
         };
         (body, std::array::from_fn(GlobalId))
+    }
+
+    /// The rows of `table` that the index `index` says, in its order.
+    pub fn through(&mut self, table: GlobalId, index: &str) -> GlobalId {
+        let name = format!("{}_by_{index}", self.globals[table.0].name);
+        self.globals.push(Global { name, through: Some((table, index.to_owned())) });
+        GlobalId(self.globals.len() - 1)
+    }
+
+    /// The operand whose rows `global` has.
+    pub fn base(&self, global: GlobalId) -> GlobalId {
+        self.globals[global.0].through.as_ref().map_or(global, |(of, _)| self.base(*of))
     }
 
     /// A tile.
@@ -403,7 +491,7 @@ impl Op {
     /// The tiles it reads.
     pub(crate) fn reads(&self) -> Vec<TileId> {
         match self {
-            Op::Load { .. } | Op::Split { .. } | Op::Fill { .. } => Vec::new(),
+            Op::Load { .. } | Op::Split { .. } | Op::Read { .. } | Op::Fill { .. } => Vec::new(),
             Op::Product { into, a, b, .. } => vec![*into, *a, *b],
             Op::Map { expr, .. } => expr.tiles(),
             Op::Reduce { of, .. } => vec![*of],
@@ -415,7 +503,7 @@ impl Op {
     pub(crate) fn writes(&self) -> Option<TileId> {
         match self {
             Op::Load { to, .. } | Op::Split { to, .. } | Op::Fill { to, .. } | Op::Map { to, .. } => Some(*to),
-            Op::Reduce { to, .. } | Op::Keep { to, .. } => Some(*to),
+            Op::Read { to, .. } | Op::Reduce { to, .. } | Op::Keep { to, .. } => Some(*to),
             Op::Product { into, .. } => Some(*into),
             Op::Write { .. } => None,
         }

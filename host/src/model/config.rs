@@ -318,14 +318,11 @@ fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
 
 /// Keys that no architecture here heeds and that would change what the weights mean.
 fn refuse_what_is_not_done(fields: &Fields<'_>) -> Result<(), ModelError> {
-    if let Some(quantization) = fields.get("quantization_config") {
-        let method = quantization.get("quant_method").unwrap_or(quantization);
-        return Err(ModelError::unsupported(
-            fields.path(),
-            "quantization_config",
-            brief(method),
-            "weights in bf16, f16 or f32",
-        ));
+    for key in ["quantization_config", "compression_config"] {
+        if let Some(quantization) = fields.get(key) {
+            let method = quantization.get("quant_method").unwrap_or(quantization);
+            return Err(ModelError::unsupported(fields.path(), key, brief(method), "weights in bf16, f16 or f32"));
+        }
     }
     for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
         if fields.get(key).is_some_and(|v| v.as_f64() != Some(0.0)) {
@@ -426,7 +423,11 @@ fn sliding_window(
     if let Some(other) = layer_types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
         return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
     }
-    let window = fields.whole("sliding_window", 1..=MAX_POSITIONS)?;
+    // Where the key is missing, and not null, transformers has one.
+    let window = match fields.whole("sliding_window", 1..=MAX_POSITIONS)? {
+        None if !fields.has("sliding_window") => Some(4096),
+        window => window,
+    };
     let active = match architecture {
         Architecture::Mistral => true,
         Architecture::Qwen2 | Architecture::Qwen3 => {
@@ -485,9 +486,10 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
                     factor: given.required_real("factor", 1.0..=1e6)?,
                     low_freq_factor,
                     high_freq_factor,
-                    original_max_position_embeddings: match given.whole(original, 1..=MAX_POSITIONS)? {
+                    // Beside all other keys it comes before the one among them.
+                    original_max_position_embeddings: match fields.whole(original, 1..=MAX_POSITIONS)? {
                         Some(n) => n,
-                        None => fields.whole(original, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings),
+                        None => given.whole(original, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings),
                     },
                 }
             }
@@ -607,6 +609,7 @@ mod tests {
         let mut new = scaling.clone();
         new["rope_type"] = "llama3".into();
         new["rope_theta"] = 500000.0.into();
+        let new_scaling = new.clone();
         let mut old = scaling;
         old["type"] = "llama3".into();
         let new = decoder_of(&with(llama(), &json!({"rope_parameters": new, "dtype": "bfloat16"})));
@@ -615,6 +618,14 @@ mod tests {
             decoder_of(&with(llama(), &json!({"rope_scaling": old, "rope_theta": 500000, "torch_dtype": "bfloat16"})));
         assert_eq!(old, new);
         assert_eq!(decoder_of(&with(llama(), &nested)).rope, Rope { theta: 7e4, scaling: RopeScaling::Default });
+        let mut twice = json!({"rope_parameters": new_scaling, "original_max_position_embeddings": 512});
+        let of = |value: &Value| match decoder_of(&with(llama(), value)).rope.scaling {
+            RopeScaling::Llama3 { original_max_position_embeddings, .. } => original_max_position_embeddings,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(of(&twice), 512, "beside the others it comes first");
+        twice["original_max_position_embeddings"] = Value::Null;
+        assert_eq!(of(&twice), 4096);
         let linear = json!({"rope_scaling": {"type": "linear", "factor": 2}});
         assert_eq!(decoder_of(&with(llama(), &linear)).rope.scaling, RopeScaling::Linear { factor: 2.0 });
         assert_eq!(decoder_of(&llama()).rope, Rope { theta: 10_000.0, scaling: RopeScaling::Default });
@@ -642,6 +653,11 @@ mod tests {
         let mistral = json!(["MistralForCausalLM"]);
         let qwen = json!(["Qwen2ForCausalLM"]);
         assert_eq!(window(json!({"architectures": mistral, "sliding_window": null})), None);
+        // Left out it is 4096.
+        assert_eq!(window(json!({"architectures": mistral, "max_position_embeddings": 8192})), Some(4096));
+        let left_out = json!({"architectures": qwen, "use_sliding_window": true, "max_window_layers": 0,
+                              "max_position_embeddings": 8192});
+        assert_eq!(window(left_out), Some(4096));
         assert_eq!(window(json!({"architectures": mistral, "sliding_window": 4096})), Some(4096));
         assert_eq!(window(json!({"architectures": mistral, "sliding_window": 8192})), None);
         assert_eq!(window(json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": false})), None);
@@ -670,6 +686,7 @@ mod tests {
             (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5"),
             (json!({"rope_parameters": {"partial_rotary_factor": 0.25}}), "rope_parameters.partial_rotary_factor"),
             (json!({"quantization_config": {"quant_method": "fp8"}}), "quantization_config: \"fp8\""),
+            (json!({"compression_config": {"quant_method": "compressed-tensors"}}), "compression_config"),
             (json!({"num_local_experts": 8}), "num_local_experts: 8"),
             (json!({"layer_types": ["linear_attention"]}), "linear_attention"),
             (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "\"dynamic\""),

@@ -53,7 +53,7 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
 /// that neither this nor [`tensors`] knows may mean that the network was trained as another than its configuration says.
 pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     match config {
-        // Transformers ties whatever the file says; older versions of it saved what they computed from the configuration.
+        // A head that is the embeddings once more; older versions of transformers saved what they computed from the configuration.
         ModelConfig::Decoder(config) => {
             config.tie_word_embeddings && name == "lm_head.weight" || name.ends_with(".rotary_emb.inv_freq")
         }

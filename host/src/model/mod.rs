@@ -93,7 +93,7 @@ impl ModelFolder {
             _ => {}
         }
         let generation = GenerationConfig::open(&transformer_dir, &path, &value)?;
-        Ok(ModelFolder {
+        let mut folder = ModelFolder {
             dir: dir.to_owned(),
             transformer_dir,
             config,
@@ -101,7 +101,24 @@ impl ModelFolder {
             sentence,
             tokenizer: OnceLock::new(),
             weights: OnceLock::new(),
-        })
+        };
+        let has_head = folder.has_head_of_its_own();
+        if let ModelConfig::Decoder(config) = &mut folder.config {
+            config.tie_word_embeddings &= !has_head;
+        }
+        Ok(folder)
+    }
+
+    /// Whether the checkpoint has a head that is not the embeddings, which its configuration says it is: transformers goes by the file.
+    /// What is wrong with the weights, whoever needs them hears.
+    fn has_head_of_its_own(&self) -> bool {
+        let ModelConfig::Decoder(DecoderConfig { tie_word_embeddings: true, .. }) = &self.config else { return false };
+        let Ok(weights) = self.weights() else { return false };
+        let [head, embeddings] = ["lm_head.weight", "model.embed_tokens.weight"].map(|name| weights.get(name));
+        let (Some(head), Some(embeddings)) = (head, embeddings) else { return false };
+        let is_other = (head.dtype, head.shape, head.bytes) != (embeddings.dtype, embeddings.shape, embeddings.bytes);
+        [head, embeddings].iter().for_each(|tensor| weights.release(tensor.bytes));
+        is_other
     }
 
     /// The folder.
@@ -193,6 +210,13 @@ impl ModelFolder {
         Ok(weights.names().filter(|name| !used.contains(name)).collect())
     }
 
+    /// Whether the checkpoint has not all tensors that the network reads, or cannot be read.
+    pub fn lacks_tensors(&self) -> bool {
+        let Ok(weights) = self.weights() else { return true };
+        let prefix = if self.sentence.is_some() { self.bert_prefix().unwrap_or_default() } else { "" };
+        !layout::tensors(&self.config).iter().all(|spec| weights.contains(&format!("{prefix}{}", spec.name)))
+    }
+
     /// What stands before the names of a BERT's tensors: `bert.` where the model was saved with a head on top.
     pub fn bert_prefix(&self) -> Result<&'static str, ModelError> {
         let headed = self.weights()?.contains("bert.embeddings.word_embeddings.weight");
@@ -248,6 +272,35 @@ mod tests {
 
     fn fixture(name: &str) -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    }
+
+    #[test]
+    fn a_tied_head_counts_where_it_differs() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let options = SynthOptions { seed: 3, ..SynthOptions::default() };
+        let out = dir.path().join("tied");
+        synth(SynthSource::Preset("tiny-simt"), &out, &options, &mut |_, _| std::ops::ControlFlow::Continue(()))
+            .expect("a preset");
+        let mut config: serde_json::Value =
+            serde_json::from_slice(&fs::read(out.join("config.json")).expect("written")).expect("JSON");
+        config["tie_word_embeddings"] = true.into();
+        fs::write(out.join("config.json"), config.to_string()).expect("written");
+        let path = out.join("model.safetensors");
+        let bytes = fs::read(&path).expect("written");
+        let file = safetensors::SafeTensors::deserialize(&bytes).expect("sound");
+        let mut tensors: Vec<_> = file.tensors();
+        tensors.retain(|(name, _)| name != "lm_head.weight");
+        let embeddings = file.tensor("model.embed_tokens.weight").expect("there");
+        let norm = embeddings.data().iter().map(|byte| byte ^ 1).collect::<Vec<_>>();
+        let other = safetensors::tensor::TensorView::new(embeddings.dtype(), embeddings.shape().to_vec(), &norm)
+            .expect("as long");
+        for (head, is_tied) in [(None, true), (Some(embeddings), true), (Some(other), false)] {
+            let all = tensors.iter().cloned().chain(head.map(|head| ("lm_head.weight".to_owned(), head)));
+            fs::write(&path, safetensors::serialize(all, None).expect("sound")).expect("written");
+            let folder = ModelFolder::open(&out).expect("sound");
+            assert_eq!(folder.decoder().expect("of text").tie_word_embeddings, is_tied);
+            assert!(!folder.lacks_tensors());
+        }
     }
 
     #[test]

@@ -177,8 +177,7 @@ impl SentenceConfig {
     /// The text as the tokenizer is to see it.
     pub fn prepare(&self, text: &str) -> String {
         let text = format!("{}{}", self.prompt, text);
-        let text = text.trim();
-        if self.lower_case { text.to_lowercase() } else { text.to_owned() }
+        if self.lower_case { text.to_lowercase() } else { text }
     }
 }
 

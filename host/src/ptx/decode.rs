@@ -64,6 +64,8 @@ pub(super) enum Shuffle {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Atomic {
     Add,
+    /// Of f32, of each of several neighbours.
+    AddFloats,
     CompareSwap,
 }
 
@@ -686,9 +688,18 @@ impl<'a> Decoder<'a> {
                     rest => (None, rest),
                 };
                 let [at, values @ ..] = rest else { return Err("wants an address".to_owned()) };
-                let values: Vec<Slot> =
-                    values.iter().map(|value| self.source(value, 8 * bytes)).collect::<Decoded<_>>()?;
-                if values.len() != if atomic == Atomic::Add { 1 } else { 2 } {
+                let is_float = opcode.ends_with(".f32");
+                let atomic = if is_float && atomic == Atomic::Add { Atomic::AddFloats } else { atomic };
+                let values = match values {
+                    [one] => self.sources(one, 8 * bytes)?,
+                    more => more.iter().map(|value| self.source(value, 8 * bytes)).collect::<Decoded<_>>()?,
+                };
+                let is_whole = match atomic {
+                    Atomic::AddFloats => d.is_none() && values.len() == n,
+                    Atomic::Add => values.len() == 1 && n == 1,
+                    Atomic::CompareSwap => values.len() == 2 && n == 1 && !is_float,
+                };
+                if !is_whole {
                     return Err("wants other operands".to_owned());
                 }
                 Op::Atomic { d, at: self.access(space.unwrap_or(Space::Global), at, bytes)?, atomic, values }

@@ -187,6 +187,8 @@ pub(super) struct Warp {
     /// Groups of copies that each lane has closed.
     closed: [u64; WARP],
     pub(super) groups: Groups,
+    /// Instructions since it last asked for something and gave up its turn.
+    busy: u64,
 }
 
 impl Warp {
@@ -195,6 +197,7 @@ impl Warp {
             rows: vec![0; entry.rows as usize * WARP],
             preds: vec![0; entry.preds as usize],
             parts: vec![Part { pc: 0, lanes: ALL, state: State::Ready, joins: Vec::new() }],
+            busy: 0,
             copies: Vec::new(),
             closed: [0; WARP],
             groups: Groups::default(),
@@ -358,7 +361,7 @@ pub(super) struct Machine<'a> {
     /// If anything is counted.
     pipeline: Option<Pipeline>,
     turn: u64,
-    /// The turn in which something was written, landed or met last.
+    /// The turn in which something was written, landed or met last, or somebody computed.
     changed: u64,
     leapt_ns: u64,
     random: u64,
@@ -387,6 +390,8 @@ const FLIGHT: u64 = 256;
 /// Turns of each warp in which nothing changes until time leaps, and how far in each turn then: everybody asks for something, and
 /// what ends that is their patience.
 const IDLE: u64 = 64;
+/// Instructions after which a warp that has asked for nothing computes something: loops that poll ask far sooner.
+const BUSY: u64 = 1000;
 const LEAP_NS: u64 = 10_000;
 
 impl Machine<'_> {
@@ -582,6 +587,11 @@ impl Machine<'_> {
             };
             self.report.instructions += 1;
             done += 1;
+            let busy = &mut self.blocks[b].warps[w].busy;
+            *busy = if matches!(next, Next::Yield(_)) { 0 } else { *busy + 1 };
+            if *busy > BUSY {
+                self.changed = self.turn;
+            }
             if self.pipeline.is_some() {
                 self.count(b, w, part.lanes, part.pc, &next);
             }
@@ -1047,6 +1057,16 @@ impl Machine<'_> {
         let addresses = self.addresses(b, w, at);
         let (bytes, mut before) = (at.bytes as usize, [0; WARP]);
         for lane in lanes_of(lanes) {
+            if atomic == Atomic::AddFloats {
+                aligned(addresses[lane], bytes * values.len())?;
+                for (n, from) in values.iter().enumerate() {
+                    let (address, mut word) = (addresses[lane] + (bytes * n) as u64, [0; 4]);
+                    self.read(b, at.space, address, &mut word)?;
+                    let value = f32::from_bits(self.blocks[b].warps[w].row(self.entry, *from)[lane] as u32);
+                    self.write(b, at.space, address, &(f32::from_le_bytes(word) + value).to_le_bytes())?;
+                }
+                continue;
+            }
             aligned(addresses[lane], bytes)?;
             let mut word = [0; 8];
             self.read(b, at.space, addresses[lane], &mut word[..bytes])?;
@@ -1057,6 +1077,7 @@ impl Machine<'_> {
                 Atomic::Add => before[lane].wrapping_add(value(0)),
                 Atomic::CompareSwap if before[lane] == value(0) => value(1),
                 Atomic::CompareSwap => before[lane],
+                Atomic::AddFloats => unreachable!("done above"),
             };
             self.write(b, at.space, addresses[lane], &after.to_le_bytes()[..bytes])?;
         }

@@ -450,6 +450,17 @@ pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
 }
 
 #[track_caller]
+pub(super) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
+    touch(to.addr(), 16, 16, Touch::Atomic);
+    for (at, value) in four.into_iter().enumerate() {
+        let word = atomic(to.wrapping_add(at).cast_const().cast(), Touch::Atomic);
+        // One thread runs at a time.
+        word.store((f32::from_bits(word.load(Ordering::Relaxed)) + value).to_bits(), Ordering::Relaxed);
+        with(|world| world.changed(to.wrapping_add(at).addr()));
+    }
+}
+
+#[track_caller]
 pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
     let was = atomic(word, Touch::Atomic).fetch_add(value, Ordering::Relaxed);
     with(|world| world.changed(word.addr()));

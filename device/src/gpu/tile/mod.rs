@@ -2,10 +2,10 @@
 //! registers compute.
 //!
 //! ```text
-//! Global     rows, wherever a function says that they lie          load, split ▼      ▲ write
-//! Shared     Tile: rows of bf16, all warps'                                           │
-//!            Own: 16 rows a warp, its own, in two bf16 terms or as f32     product ▼  ▲ keep
-//! Register   Eights, Sixteens: 16 rows a warp and all columns; PerRow: a number for each row
+//! Global     rows, wherever a function says that they lie       load, split ▼     │ read   ▲ write, add
+//! Shared     Tile: rows of bf16, all warps'                                       │        │
+//!            Own: 16 rows a warp, its own, in two bf16 terms or as f32  product ▼ │        ▲ keep
+//! Register   Eights, Sixteens: 16 rows a warp and all columns; PerRow: a number for each ▼ row
 //! ```
 //! A block's warps have 16 rows each. Of a product the tensor cores see columns in whatever order both operands are in, so that whoever
 //! loads takes sixteen neighbouring bytes: lane `4g + t` has of rows `g` and `g + 8` eight columns from `8t` on of each 32
@@ -50,7 +50,7 @@ mod register;
 pub(crate) use register::{Eights, PerRow, Sixteens, where_seen};
 
 use super::Row;
-use crate::arch::{WARP, bulk, copy, memory, warpgroup};
+use crate::arch::{WARP, atomic, bulk, copy, memory, warpgroup};
 use crate::block::Block;
 use crate::gpu::rows::{singles, widen_brain};
 use crate::gpu::thin::in_two;
@@ -123,6 +123,15 @@ pub(crate) fn last_row(block: &Block, first: u32, count: u32) -> u32 {
     (if end < count { end } else { count }) - 1
 }
 
+/// What `of` says, but no more than `end`.
+#[inline(always)]
+pub(crate) fn within(of: impl Fn(u32) -> u32, end: u32) -> impl Fn(u32) -> u32 {
+    move |row| {
+        let n = of(row);
+        if n < end { n } else { end }
+    }
+}
+
 /// Where chunk `chunk` of row `row` stands, counted from the tile's start, in rows of `chunks`, a multiple of eight.
 #[inline(always)]
 const fn place(row: u32, chunk: u32, chunks: u32) -> u32 {
@@ -136,6 +145,21 @@ pub(crate) struct Rows<F> {
     pub(crate) row: F,
     pub(crate) count: u32,
     pub(crate) columns: u32,
+}
+
+impl<F: Fn(u32) -> Row> Rows<F> {
+    /// Those that `index` says, in its order.
+    #[inline(always)]
+    pub(crate) fn through<I: Fn(u32) -> u32>(&self, index: &Index<I>) -> Rows<impl Fn(u32) -> Row> {
+        Rows { row: |i| (self.row)((index.of)(i)), count: index.count, columns: self.columns }
+    }
+}
+
+/// Which rows of a matrix are meant: `count` of them, row `of(i)` first to last.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Index<F> {
+    pub(crate) of: F,
+    pub(crate) count: u32,
 }
 
 /// The byte, counted from the first that tiles may have, as the ring's.
@@ -278,17 +302,38 @@ impl<const C: u32> Own<C> {
     /// Every lane of the warp makes this same call, and they have met since they kept them; nobody else touches the rows.
     #[inline(always)]
     pub(crate) unsafe fn write(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
+        // SAFETY: the caller's promises; an element is one lane's.
+        unsafe { self.each_kept(lane, to, column, |row, at, four| row.set_four(at, four)) };
+    }
+
+    /// As [`write`](Own::write), but adds to what is there, f32; others may add, too.
+    ///
+    /// # Safety
+    /// As there, but that others may add meanwhile.
+    #[inline(always)]
+    pub(crate) unsafe fn add(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
+        // SAFETY: the caller's promises; four elements of f32 are sixteen bytes on a multiple of 16 (`Rows`).
+        unsafe { self.each_kept(lane, to, column, |row, at, four| atomic::add_four(row.at(at).cast(), four)) };
+    }
+
+    /// Calls `put` for each four neighbours of what the warp has kept, those of the lane.
+    #[inline(always)]
+    unsafe fn each_kept(
+        &self,
+        lane: &Lane,
+        to: &Rows<impl Fn(u32) -> Row>,
+        column: u32,
+        put: impl Fn(Row, u32, [f32; 4]),
+    ) {
         let (lane, from) = (&lane.anew(), self.of(lane));
         let mut unit = lane.lane;
         while unit < WARP_ROWS * 2 * C {
             let (row, four) = (unit / (2 * C), unit % (2 * C));
             let (r, at) = (lane.first() + row, column + 4 * four);
             if r < to.count && at < to.columns {
-                // SAFETY: kept, and met since; an element is one lane's.
-                unsafe {
-                    let bits = bulk::load16(from + place(row, four, 2 * C));
-                    (to.row)(r).set_four(at, bits.map(f32::from_bits));
-                }
+                // SAFETY: kept, and met since (caller).
+                let bits = unsafe { bulk::load16(from + place(row, four, 2 * C)) };
+                put((to.row)(r), at, bits.map(f32::from_bits));
             }
             unit += WARP;
         }
@@ -301,12 +346,19 @@ pub(crate) trait Fours {
     fn each_four(&self, t: u32, put: impl Fn(u32, u32, [f32; 4]));
 }
 
-/// Eight elements of row `r` from column `at` on, two at a time, hi and lo of each two; zero where there are none.
+/// Eight elements of row `r` from column `at` on; zero where there are none.
 #[inline(always)]
-unsafe fn in_terms(from: &Rows<impl Fn(u32) -> Row>, r: u32, at: u32) -> [[u32; 2]; 4] {
+unsafe fn eight_at(from: &Rows<impl Fn(u32) -> Row>, r: u32, at: u32) -> [f32; 8] {
     let is_there = r < from.count && at < from.columns;
     // SAFETY: the rows' (caller).
-    let e = if is_there { unsafe { eight_of(&(from.row)(r), at) } } else { [0.0; 8] };
+    if is_there { unsafe { eight_of(&(from.row)(r), at) } } else { [0.0; 8] }
+}
+
+/// Those, two at a time, hi and lo of each two.
+#[inline(always)]
+unsafe fn in_terms(from: &Rows<impl Fn(u32) -> Row>, r: u32, at: u32) -> [[u32; 2]; 4] {
+    // SAFETY: the caller's promise.
+    let e = unsafe { eight_at(from, r, at) };
     [in_two([e[0], e[1]]), in_two([e[2], e[3]]), in_two([e[4], e[5]]), in_two([e[6], e[7]])]
 }
 

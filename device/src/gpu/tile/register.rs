@@ -1,7 +1,8 @@
 //! Tiles in registers. Arrays are indexed by constants, steps written out, so that they stay there.
 
-use super::{Fours, Lane, Own, Tile};
+use super::{CHUNK, Fours, Lane, Own, Rows, Tile, eight_at};
 use crate::arch::{memory, warp};
+use crate::gpu::Row;
 use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
 
@@ -28,6 +29,36 @@ impl PerRow {
     #[inline(always)]
     pub(crate) fn each(f: impl Fn(usize) -> f32) -> PerRow {
         PerRow([f(0), f(1)])
+    }
+
+    /// Column `column` of the lane's rows; zero where there are none.
+    ///
+    /// # Safety
+    /// The rows are there.
+    #[inline(always)]
+    pub(crate) unsafe fn read(lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) -> PerRow {
+        let one = |r: u32| {
+            let is_there = r < from.count && column < from.columns;
+            // SAFETY: the rows' (caller).
+            if is_there { unsafe { (from.row)(r).get(column) } } else { 0.0 }
+        };
+        PerRow([one(lane.row), one(lane.row + 8)])
+    }
+
+    /// Writes column `column` of the lane's rows, as far as there are such: one of the lanes that share them.
+    ///
+    /// # Safety
+    /// Nobody else touches it.
+    #[inline(always)]
+    pub(crate) unsafe fn write(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
+        let one = |r: u32, value: f32| {
+            if lane.t() == 0 && r < to.count && column < to.columns {
+                // SAFETY: the rows' (caller); this lane's alone.
+                unsafe { (to.row)(r).set(column, value) };
+            }
+        };
+        one(lane.row, self.0[0]);
+        one(lane.row + 8, self.0[1]);
     }
 
     /// What the four lanes that share the rows make of theirs, the same bits in each, since `f` commutes.
@@ -58,6 +89,64 @@ impl<const U: usize> Eights<U> {
     pub(crate) fn of(value: f32) -> Eights<U> {
         const { assert!(U >= 1 && U <= 4) };
         Eights([[[value; 4]; 4]; U])
+    }
+
+    /// The warp's rows, from column `column` on; zero where there are none.
+    ///
+    /// # Safety
+    /// The rows are there.
+    #[inline(always)]
+    pub(crate) unsafe fn read(lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) -> Eights<U> {
+        let (lane, mut all) = (&lane.anew(), Eights::of(0.0));
+        each!(u in 4 below U => {
+            let at = column + 32 * u as u32 + CHUNK * lane.t();
+            // SAFETY: the rows' (caller).
+            let halves = unsafe { [eight_at(from, lane.row, at), eight_at(from, lane.row + 8, at)] };
+            all.put(u, halves);
+        });
+        all
+    }
+
+    /// The first row from column `column` on, for all.
+    ///
+    /// # Safety
+    /// As [`read`](Eights::read).
+    #[inline(always)]
+    pub(crate) unsafe fn read_first(lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) -> Eights<U> {
+        let (lane, mut all) = (&lane.anew(), Eights::of(0.0));
+        each!(u in 4 below U => {
+            // SAFETY: the row's (caller).
+            let eight = unsafe { eight_at(from, 0, column + 32 * u as u32 + CHUNK * lane.t()) };
+            all.put(u, [eight, eight]);
+        });
+        all
+    }
+
+    /// The lane's eight columns of the `u`th 32, of both rows.
+    #[inline(always)]
+    fn put(&mut self, u: usize, [a, b]: [[f32; 8]; 2]) {
+        each!(j in 4 => { self.0[u][j] = [a[2 * j], a[2 * j + 1], b[2 * j], b[2 * j + 1]]; });
+    }
+
+    /// As [`add_rows`](Eights::add_rows), of `a` in registers. `C` is `4 P`.
+    ///
+    /// # Safety
+    /// As there.
+    #[inline(always)]
+    pub(crate) unsafe fn add_rows_of<const P: usize, const R: u32, const C: u32>(
+        &mut self,
+        lane: &Lane,
+        a: &Eights<P>,
+        b: &Tile<R, C>,
+    ) {
+        const { assert!(C == 4 * P as u32) };
+        if !lane.is_busy {
+            return;
+        }
+        each!(u in 4 below P => {
+            // SAFETY: the caller's promises.
+            unsafe { self.add_group([a.terms(u, 0), a.terms(u, 1)], lane, b, u as u32) };
+        });
     }
 
     /// Adds a . b^T, the sums over `C` chunks: of `a` the warp's rows, of `b` all.
@@ -120,6 +209,26 @@ impl<const U: usize> Eights<U> {
                 each!(i in 4 => {
                     let column = first + 32 * u as u32 + 2 * j as u32 + i as u32 % 2;
                     self.0[u][j][i] = f(self.0[u][j][i], i / 2, column);
+                });
+            });
+        });
+        self
+    }
+
+    /// As [`map`](Eights::map), of each number and the one of `other` beside it.
+    #[inline(always)]
+    pub(crate) fn map_with(
+        mut self,
+        lane: &Lane,
+        other: &Eights<U>,
+        f: impl Fn(f32, f32, usize, u32) -> f32,
+    ) -> Eights<U> {
+        let first = 8 * lane.anew().t();
+        each!(u in 4 below U => {
+            each!(j in 4 => {
+                each!(i in 4 => {
+                    let column = first + 32 * u as u32 + 2 * j as u32 + i as u32 % 2;
+                    self.0[u][j][i] = f(self.0[u][j][i], other.0[u][j][i], i / 2, column);
                 });
             });
         });

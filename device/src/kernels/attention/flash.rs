@@ -1,7 +1,8 @@
 //! Attention of many rows of queries on the tensor cores, keys and values by blocks (Dao et al. 2022).
 //!
-//! Generated from `perpetua::codegen::bodies::flash_attention` by `BLESS=1 cargo test --test cpu codegen::`: what is to change changes
-//! there. Barriers and waits follow from who touches which part of a tile.
+//! Generated from `perpetua::codegen::bodies::flash_attention`
+//! by `BLESS=1 cargo test --test cpu codegen::`: what is to change changes there. Barriers and waits follow from who touches
+//! which part of a tile.
 
 use crate::arch::scalar::{exp2, reciprocal};
 use crate::arch::{copy, warp};
@@ -78,6 +79,8 @@ pub(super) unsafe fn attend_64(
             queries.write(lane, y, 0);
             first += WARP_ROWS * block.warps();
         }
+        // Whoever comes next may bring tiles there by bulk copies.
+        copy::fence_tiles();
     }
 }
 
@@ -149,5 +152,7 @@ pub(super) unsafe fn attend_128(
             queries.write(lane, y, 0);
             first += WARP_ROWS * block.warps();
         }
+        // Whoever comes next may bring tiles there by bulk copies.
+        copy::fence_tiles();
     }
 }
