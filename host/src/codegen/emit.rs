@@ -117,9 +117,15 @@ impl Emitter<'_, '_> {
         if adds(&body.steps) {
             let _ = write!(promises, "\n/// `{written}` is f32.");
         }
+        // As many as clippy takes for few.
+        let many = if arguments.len() > 7 {
+            "#[allow(clippy::too_many_arguments, reason = \"operands, and what else it asks for\")]\n"
+        } else {
+            ""
+        };
         let _ = write!(
             self.text,
-            "/// {}\n///\n/// # Safety\n{promises}\n#[inline(always)]\npub(super) unsafe fn {}({}) {{\n",
+            "/// {}\n///\n/// # Safety\n{promises}\n{many}#[inline(always)]\npub(super) unsafe fn {}({}) {{\n",
             body.doc,
             body.name,
             arguments.join(", ")

@@ -291,15 +291,19 @@ mod tests {
         let mut tensors: Vec<_> = file.tensors();
         tensors.retain(|(name, _)| name != "lm_head.weight");
         let embeddings = file.tensor("model.embed_tokens.weight").expect("there");
-        let norm = embeddings.data().iter().map(|byte| byte ^ 1).collect::<Vec<_>>();
-        let other = safetensors::tensor::TensorView::new(embeddings.dtype(), embeddings.shape().to_vec(), &norm)
+        let bits = embeddings.data().iter().map(|byte| byte ^ 1).collect::<Vec<_>>();
+        let other = safetensors::tensor::TensorView::new(embeddings.dtype(), embeddings.shape().to_vec(), &bits)
             .expect("as long");
         for (head, is_tied) in [(None, true), (Some(embeddings), true), (Some(other), false)] {
+            let has_head = head.is_some();
             let all = tensors.iter().cloned().chain(head.map(|head| ("lm_head.weight".to_owned(), head)));
             fs::write(&path, safetensors::serialize(all, None).expect("sound")).expect("written");
             let folder = ModelFolder::open(&out).expect("sound");
             assert_eq!(folder.decoder().expect("of text").tie_word_embeddings, is_tied);
             assert!(!folder.lacks_tensors());
+            let unused = folder.unused_tensors().expect("weights");
+            assert_eq!(unused.is_empty(), !(has_head && is_tied), "{unused:?}");
+            assert!(unused.iter().all(|name| layout::is_spare(folder.config(), name)));
         }
     }
 
@@ -386,10 +390,9 @@ mod tests {
             let spare = unused.iter().filter(|name| layout::is_spare(folder.config(), name)).count();
             (unused.into_iter().map(str::to_owned).collect::<Vec<_>>(), spare)
         };
-        // A tied head, what older versions of transformers saved, and a bias that the configuration does not have.
-        let others =
-            ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.mlp.up_proj.bias"];
-        assert_eq!(unused("tiny-qwen3", "", ["", ""], &others), (others.map(str::to_owned).to_vec(), 2));
+        // What older versions of transformers saved, and a bias that the configuration does not have.
+        let others = ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.mlp.up_proj.bias"];
+        assert_eq!(unused("tiny-qwen3", "", ["", ""], &others), (others.map(str::to_owned).to_vec(), 1));
         // As bert-base-uncased and all-MiniLM-L6-v2 have them; and a layer too many.
         let others = [
             "bert.embeddings.position_ids",

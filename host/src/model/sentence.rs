@@ -270,7 +270,7 @@ mod tests {
         assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
         assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
         assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
-        assert_eq!(config.prepare("  An \u{c9}cole "), "an \u{e9}cole");
+        assert_eq!(config.prepare("  An \u{c9}cole "), "  an \u{e9}cole ");
     }
 
     #[test]

@@ -17,6 +17,7 @@ use crate::gpu::tile::{Eights, Index, Lane, Own, PerRow, Rows, Sixteens, Tile, W
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `found`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// What an index says are rows of what it is used with; those that are written, each once.
+#[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
 #[inline(always)]
 pub(super) unsafe fn attend_share_64(
     block: &Block,
@@ -94,6 +95,7 @@ pub(super) unsafe fn attend_share_64(
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `found`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// What an index says are rows of what it is used with; those that are written, each once.
+#[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
 #[inline(always)]
 pub(super) unsafe fn attend_share_128(
     block: &Block,

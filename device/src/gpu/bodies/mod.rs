@@ -73,8 +73,8 @@ macro_rules! bodies {
         #[cfg(not(target_arch = "nvptx64"))]
         pub unsafe fn run(name: &str, params: &BodyParams) {
             let (operands, block) = (Operands { params }, Block { thread: thread::thread_idx(), threads: thread::task_threads() });
-            // SAFETY: the caller's promise.
             match name {
+                // SAFETY: the caller's promise.
                 $(stringify!($name) => unsafe { $name(operands, &block) },)*
                 _ => panic!("there is no body {name}"),
             }

@@ -52,7 +52,7 @@ pub(crate) use register::{Eights, PerRow, Sixteens, where_seen};
 use super::Row;
 use crate::arch::{WARP, atomic, bulk, copy, memory, warpgroup};
 use crate::block::Block;
-use crate::gpu::rows::{singles, widen_brain};
+use crate::gpu::rows::{singles, widen_brain, widen_half};
 use crate::gpu::thin::in_two;
 use crate::gpu::{BF16, F32};
 
@@ -248,23 +248,34 @@ impl<const C: u32> Own<C> {
     pub(crate) unsafe fn split(&self, lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) {
         let (lane, to) = (&lane.anew(), self.of(lane));
         let mut unit = lane.lane;
+        // Two at a time: whole ones, since a warp has 4 rows of eight chunks or more at once.
         while unit < WARP_ROWS / 2 * C {
-            let (row, chunk) = (unit / C, unit % C);
-            let (r, at) = (lane.first() + row, column + chunk * CHUNK);
+            let place_of = |unit: u32| (lane.first() + unit / C, column + unit % C * CHUNK);
+            let ((r, at), (other, other_at)) = (place_of(unit), place_of(unit + WARP));
             // SAFETY: the rows' (caller); the words are this lane's.
             unsafe {
-                let (first, second) = (in_terms(from, r, at), in_terms(from, r + 8, at));
-                let to = to + Self::operand(chunk / 4) + (row * 4 + chunk % 4) * 16;
-                each!(s in 2 => {
-                    each!(term in 2 => {
-                        let [a, b] = [2 * s, 2 * s + 1];
-                        let words = [first[a][term], second[a][term], first[b][term], second[b][term]];
-                        bulk::store16(to + (2 * s + term) as u32 * OPERAND, words);
-                    });
-                });
+                let [a, b, c, d] = eights_at(from, [(r, at), (r + 8, at), (other, other_at), (other + 8, other_at)]);
+                Self::put(to, unit, [a, b]);
+                Self::put(to, unit + WARP, [c, d]);
             }
-            unit += WARP;
+            unit += 2 * WARP;
         }
+    }
+
+    /// Puts eight elements of a row, and of the one eight later, in two terms where the `unit`th chunk of both goes.
+    #[inline(always)]
+    unsafe fn put(to: u32, unit: u32, [first, second]: [[f32; 8]; 2]) {
+        let (row, chunk) = (unit / C, unit % C);
+        let (first, second) = (in_terms(first), in_terms(second));
+        let to = to + Self::operand(chunk / 4) + (row * 4 + chunk % 4) * 16;
+        each!(s in 2 => {
+            each!(term in 2 => {
+                let [a, b] = [2 * s, 2 * s + 1];
+                let words = [first[a][term], second[a][term], first[b][term], second[b][term]];
+                // SAFETY: the lane's (caller).
+                unsafe { bulk::store16(to + (2 * s + term) as u32 * OPERAND, words) };
+            });
+        });
     }
 
     /// Where the operands of a product with the `group`th 32 columns stand, those of the first 16 first, of each hi and lo: a warp's
@@ -327,15 +338,24 @@ impl<const C: u32> Own<C> {
     ) {
         let (lane, from) = (&lane.anew(), self.of(lane));
         let mut unit = lane.lane;
+        // Two at a time, so that one need not wait for where the other is.
         while unit < WARP_ROWS * 2 * C {
-            let (row, four) = (unit / (2 * C), unit % (2 * C));
-            let (r, at) = (lane.first() + row, column + 4 * four);
-            if r < to.count && at < to.columns {
-                // SAFETY: kept, and met since (caller).
-                let bits = unsafe { bulk::load16(from + place(row, four, 2 * C)) };
-                put((to.row)(r), at, bits.map(f32::from_bits));
+            let (row, four) = (|unit: u32| unit / (2 * C), |unit: u32| unit % (2 * C));
+            let place_of = |unit: u32| (lane.first() + row(unit), column + 4 * four(unit));
+            let ((r, at), (other, other_at)) = (place_of(unit), place_of(unit + WARP));
+            let is_there = |r: u32, at: u32| r < to.count && at < to.columns;
+            let row_of = |r: u32| (to.row)(if r < to.count { r } else { 0 });
+            // SAFETY: kept, and met since (caller).
+            let kept =
+                |unit: u32| unsafe { bulk::load16(from + place(row(unit), four(unit), 2 * C)).map(f32::from_bits) };
+            let (first, second) = ((row_of(r), kept(unit)), (row_of(other), kept(unit + WARP)));
+            if is_there(r, at) {
+                put(first.0, at, first.1);
             }
-            unit += WARP;
+            if is_there(other, other_at) {
+                put(second.0, other_at, second.1);
+            }
+            unit += 2 * WARP;
         }
     }
 }
@@ -346,33 +366,54 @@ pub(crate) trait Fours {
     fn each_four(&self, t: u32, put: impl Fn(u32, u32, [f32; 4]));
 }
 
-/// Eight elements of row `r` from column `at` on; zero where there are none.
+/// Eight elements of a row from a column on, of each of `places`, all of them asked for before the first is looked at; zero where there
+/// are none.
 #[inline(always)]
-unsafe fn eight_at(from: &Rows<impl Fn(u32) -> Row>, r: u32, at: u32) -> [f32; 8] {
-    let is_there = r < from.count && at < from.columns;
-    // SAFETY: the rows' (caller).
-    if is_there { unsafe { eight_of(&(from.row)(r), at) } } else { [0.0; 8] }
-}
-
-/// Those, two at a time, hi and lo of each two.
-#[inline(always)]
-unsafe fn in_terms(from: &Rows<impl Fn(u32) -> Row>, r: u32, at: u32) -> [[u32; 2]; 4] {
-    // SAFETY: the caller's promise.
-    let e = unsafe { eight_at(from, r, at) };
-    [in_two([e[0], e[1]]), in_two([e[2], e[3]]), in_two([e[4], e[5]]), in_two([e[6], e[7]])]
-}
-
-/// Eight elements of `row` from `at` on.
-#[inline(always)]
-unsafe fn eight_of(row: &Row, at: u32) -> [f32; 8] {
-    // SAFETY: they are there, and begin on sixteen bytes (`Rows`).
-    unsafe {
-        if row.is(F32) {
-            return singles(row.load16(at), row.load16(at + 4));
-        }
-        if row.is(BF16) {
-            return widen_brain(row.load16(at));
-        }
-        row.gather([at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6, at + 7])
+unsafe fn eights_at<const N: usize>(from: &Rows<impl Fn(u32) -> Row>, places: [(u32, u32); N]) -> [[f32; 8]; N] {
+    let place = |i: usize| {
+        let (r, at) = places[i];
+        let row = (from.row)(if r < from.count { r } else { 0 });
+        row.after(u64::from(if at < from.columns { at } else { 0 }))
+    };
+    let (mut rows, mut low, mut high) = ([place(0); N], [[0; 4]; N], [[0; 4]; N]);
+    for i in 1..N {
+        rows[i] = place(i);
     }
+    let mut eights = [[0.0; 8]; N];
+    // SAFETY: the rows' (caller), which begin on sixteen bytes, as whole eights of them do (`Rows`).
+    unsafe {
+        for i in 0..N {
+            low[i] = rows[i].load16(0);
+        }
+        // One branch for all: with one for each, one would be waited for after the other.
+        if rows[0].is(F32) {
+            for i in 0..N {
+                high[i] = rows[i].load16(4);
+            }
+            for i in 0..N {
+                eights[i] = singles(low[i], high[i]);
+            }
+        } else if rows[0].is(BF16) {
+            for i in 0..N {
+                eights[i] = widen_brain(low[i]);
+            }
+        } else {
+            for i in 0..N {
+                eights[i] = widen_half(low[i]);
+            }
+        }
+    }
+    for i in 0..N {
+        let (r, at) = places[i];
+        if r >= from.count || at >= from.columns {
+            eights[i] = [0.0; 8];
+        }
+    }
+    eights
+}
+
+/// Eight elements, two at a time, hi and lo of each two.
+#[inline(always)]
+fn in_terms(e: [f32; 8]) -> [[u32; 2]; 4] {
+    [in_two([e[0], e[1]]), in_two([e[2], e[3]]), in_two([e[4], e[5]]), in_two([e[6], e[7]])]
 }

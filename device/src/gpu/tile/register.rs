@@ -1,6 +1,6 @@
 //! Tiles in registers. Arrays are indexed by constants, steps written out, so that they stay there.
 
-use super::{CHUNK, Fours, Lane, Own, Rows, Tile, eight_at};
+use super::{CHUNK, Fours, Lane, Own, Rows, Tile, eights_at};
 use crate::arch::{memory, warp};
 use crate::gpu::Row;
 use crate::gpu::math::larger;
@@ -101,7 +101,7 @@ impl<const U: usize> Eights<U> {
         each!(u in 4 below U => {
             let at = column + 32 * u as u32 + CHUNK * lane.t();
             // SAFETY: the rows' (caller).
-            let halves = unsafe { [eight_at(from, lane.row, at), eight_at(from, lane.row + 8, at)] };
+            let halves = unsafe { eights_at(from, [(lane.row, at), (lane.row + 8, at)]) };
             all.put(u, halves);
         });
         all
@@ -116,7 +116,7 @@ impl<const U: usize> Eights<U> {
         let (lane, mut all) = (&lane.anew(), Eights::of(0.0));
         each!(u in 4 below U => {
             // SAFETY: the row's (caller).
-            let eight = unsafe { eight_at(from, 0, column + 32 * u as u32 + CHUNK * lane.t()) };
+            let [eight] = unsafe { eights_at(from, [(0, column + 32 * u as u32 + CHUNK * lane.t())]) };
             all.put(u, [eight, eight]);
         });
         all

@@ -173,12 +173,19 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         if !is_fit || count < MANY || !is_whole(&q, 3) || !is_whole(&k, 2) || !is_whole(&v, 2) || !is_whole(&y, 3) {
             return false;
         }
+        let part_of_group = reciprocal(group as f32);
         let mut h = 0;
         while h < heads {
             // The tensors anew for each row, which the compiler would hold over all loops otherwise: there are no registers for it.
-            let row = |slot, m: u32| call.tensor(memory::opaque_word(slot) as usize).row([m / group, h, m % group]);
+            let row = |slot, m: u32| {
+                let r = quotient(m, group, part_of_group);
+                call.tensor(memory::opaque_word(slot) as usize).row([r, h, m - r * group])
+            };
             let (k, v) = (Head::new(&call.tensor(1), h), Head::new(&call.tensor(2), h));
-            let seen = |m: u32| p.visible(call.step, call.row_first() + m / group) as u32;
+            let seen = |m: u32| {
+                let r = quotient(m, group, part_of_group);
+                p.visible(call.step, call.row_first() + r) as u32
+            };
             let positions = seen(count - 1);
             let queries = &Rows { row: |m| row(0, m), count, columns: d };
             let keys = &Rows { row: |t| k.row(t), count: positions, columns: d };
@@ -194,6 +201,19 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         }
         true
     }
+}
+
+/// `m / n`, `part` being `1 / n` but for its last bits, of an m below 2^20: no quotient is so near to a whole number, half a step
+/// further on, that these would matter. A division is some 20 instructions, one after the other.
+///
+/// # Safety
+/// `n` is not 0.
+#[inline(always)]
+unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
+    // SAFETY: finite, and no more than m.
+    let quotient = unsafe { ((m as f32 + 0.5) * part).to_int_unchecked() };
+    debug_assert_eq!(quotient, m / n);
+    quotient
 }
 
 /// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes whatever its type.
