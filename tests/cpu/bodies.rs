@@ -167,7 +167,7 @@ fn run(runs: Runs, name: &str, seed: u64, operands: &mut [Operand<'_>], index: &
             };
             let allocations = boxes.iter().enumerate().map(|(at, (start, bytes, access))| {
                 // SAFETY: the operands and the index are borrowed until the launch has ended.
-                unsafe { Allocation::new(&format!("operand {at}"), *start, *bytes, *access) }
+                unsafe { Allocation::new(format!("operand {at}"), *start, *bytes, *access) }
             });
             // SAFETY: every thread runs it, on operands as the body wants them.
             simt::launch(&options, allocations.collect(), || unsafe { bodies::run(name, &params) })
@@ -354,8 +354,11 @@ fn scatter(runs: Runs, seed: u64) {
     });
 }
 
-/// All of them, each with what it is tested by.
-const CASES: &[(&[&str], fn(Runs, u64))] = &[
+/// Bodies, and what tests them.
+type Case = (&'static [&'static str], fn(Runs, u64));
+
+/// All of them.
+const CASES: &[Case] = &[
     (&["back_to_back"], back_to_back),
     (&["normed_linear"], normed_linear),
     (&["gated_mlp"], gated_mlp),

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Batch-1 decode in PyTorch, on the weights of a checkpoint: one CUDA graph a step, and with --compile the same step through
-torch.compile first. Prints one JSON object: microseconds a step, median and extremes of five runs.
+torch.compile first; and how long prompts take to their first token, a graph for each length. Prints one JSON object: microseconds a
+step, median and extremes of five runs, and milliseconds by prompt length, the median of five.
 
     pytorch.py MODEL_DIR [--context N] [--tokens N] [--compile] [--device cpu]
     pytorch.py MODEL_DIR --logits FILE [--device cpu]
@@ -67,8 +68,9 @@ class Decoder(torch.nn.Module):
         self.token = torch.ones(1, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
 
-    def forward(self, ids, dtype):
-        """Logits of every position, the bf16 weights widened to `dtype` and all arithmetic in it."""
+    def forward(self, ids, dtype, keep=False):
+        """Logits of every position, the bf16 weights widened to `dtype` and all arithmetic in it; to `keep` keys and values for the
+        tokens that come after, of the last position alone."""
         cast = lambda name: self.w[name].to(dtype) if name in self.w else None
         linear = lambda x, name: F.linear(x, cast(name + ".weight"), cast(name + ".bias"))
         norm = lambda x, name: F.rms_norm(x, (x.shape[-1],), cast(name), self.eps)
@@ -85,11 +87,14 @@ class Decoder(torch.nn.Module):
                 q, k = norm(q, p + "self_attn.q_norm.weight"), norm(k, p + "self_attn.k_norm.weight")
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
             q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+            if keep:
+                self.k[i, 0, :, :n].copy_(k)
+                self.v[i, 0, :, :n].copy_(v)
             a = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
             x = x + linear(a.transpose(0, 1).reshape(n, -1), p + "self_attn.o_proj")
             h = norm(x, p + "post_attention_layernorm.weight")
             x = x + linear(F.silu(linear(h, p + "mlp.gate_proj")) * linear(h, p + "mlp.up_proj"), p + "mlp.down_proj")
-        x = norm(x, "model.norm.weight")
+        x = norm(x[-1:] if keep else x, "model.norm.weight")
         head = cast("lm_head.weight")
         return F.linear(x, cast("model.embed_tokens.weight") if head is None else head).float()
 
@@ -130,6 +135,11 @@ class Decoder(torch.nn.Module):
         self.token.copy_(F.linear(x, head).argmax(-1))
         self.position.add_(1)
 
+    def read(self, ids):
+        """A prompt, from position 0 on: leaves the next token, and the position that it goes to."""
+        self.token.copy_(self.forward(ids, torch.bfloat16, keep=True).argmax(-1))
+        self.position.fill_(len(ids))
+
 
 def graph_of(model, step):
     """`step`, captured after it has run on a stream of its own."""
@@ -157,6 +167,22 @@ def measure(model, replay, context, tokens):
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / tokens)
     return {"step_us": statistics.median(times), "fastest_us": min(times), "slowest_us": max(times)}
+
+
+def first_token(model, n):
+    """Milliseconds of a prompt of `n` tokens, the median of five."""
+    ids = torch.arange(1, n + 1, device=model.token.device) % len(model.w["model.embed_tokens.weight"])
+    graph = graph_of(model, lambda: model.read(ids))
+    times = []
+    for _ in range(5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
 def distance(exact, found, ids):
@@ -200,6 +226,7 @@ def main():
     record = {"torch": torch.__version__, "context": args.context}
     if args.device == "cpu":
         tokens = []
+        model.read(torch.ones(min(args.context, 16), dtype=torch.long))
         began = time.perf_counter()
         for _ in range(args.tokens):
             model.step()
@@ -207,6 +234,8 @@ def main():
         record |= {"tokens": tokens, "step_us": (time.perf_counter() - began) * 1e6 / args.tokens}
     else:
         record["cuda_graph"] = measure(model, graph_of(model, model.step).replay, args.context, args.tokens)
+        lengths = [n for n in (16, 64, 256) if n < args.context] + [args.context]
+        record["first_token_ms"] = {str(n): first_token(model, n) for n in lengths}
         if args.compile:
             compiled = torch.compile(model.step, fullgraph=True, dynamic=False)
             record["compiled"] = measure(model, graph_of(model, compiled).replay, args.context, args.tokens)

@@ -831,6 +831,14 @@ impl Check<'_> {
             let ours = figures["step_ms_median"].as_f64().unwrap_or(f64::NAN);
             figures["times_as_fast_as_pytorch"] = json!(theirs / 1e3 / ours);
         }
+        if let Some(theirs) = figures["pytorch"]["first_token_ms"].as_object() {
+            let ratio = |(n, theirs): (&String, &Value)| {
+                let ratio = theirs.as_f64()? / figures["first_token_ms"][n].as_f64()?;
+                Some((n.clone(), json!(ratio)))
+            };
+            let ratios: serde_json::Map<String, Value> = theirs.iter().filter_map(ratio).collect();
+            figures["first_token_times_as_fast_as_pytorch"] = ratios.into();
+        }
         Ok(figures)
     }
 

@@ -46,6 +46,8 @@ struct Judge<'a> {
 /// Columns of an operand that are written.
 struct Written {
     to: GlobalId,
+    /// The operand that it is the base of, or is.
+    by_way_of: GlobalId,
     column: Start,
     width: u32,
     /// The step of the loop whose place the first is.
@@ -198,7 +200,8 @@ impl Judge<'_> {
                 self.expect(width > 0, *from, "Own, or PerRow where it is set");
                 let what = format!("the column that `{}` goes to", self.name(*from));
                 let by = self.start(*column, whole, &what, loops);
-                self.written.push(Written { to: self.body.base(*to), column: *column, width, by });
+                let base = self.body.base(*to);
+                self.written.push(Written { to: base, by_way_of: *to, column: *column, width, by });
             }
         }
     }
@@ -216,9 +219,10 @@ impl Judge<'_> {
                     .push(format!("columns {first} to {end} of `{name}` are written in each round of a loop by fewer"));
             }
             for other in self.written[..at].iter().filter(|other| other.to == write.to) {
-                // The same columns, as wide, are the same lanes'.
-                let is_same = other.column == write.column && other.width == write.width;
-                let is_apart = end <= other.column.plus || other.column.plus + other.width <= first;
+                // The same columns, as wide, of the same rows are the same lanes'.
+                let is_same =
+                    (other.by_way_of, other.column, other.width) == (write.by_way_of, write.column, write.width);
+                let is_apart = end <= other.column.plus || other.column.plus.saturating_add(other.width) <= first;
                 if !is_same && (other.column.of != write.column.of || !is_apart) {
                     self.wrong.push(format!("columns {first} to {end} of `{name}` may be written twice"));
                 }
