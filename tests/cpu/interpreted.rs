@@ -43,7 +43,7 @@ pub(crate) struct Case {
     head_dim: usize,
     hidden: usize,
     intermediate: usize,
-    dtype: DType,
+    dtypes: &'static [DType],
     pub(crate) n_tokens: usize,
     pub(crate) n_sms: u32,
     seed: u64,
@@ -56,13 +56,19 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     // One part of few rows, several, and more rows than a part has.
     let n_tokens = prop_oneof![1usize..17, 17usize..70, Just(133usize)];
     let preset = prop_oneof![Just("tiny-simt"), Just("tiny-qwen2"), Just("tiny-llama"), Just("tiny-mistral")];
-    let dtype = prop_oneof![4 => Just(DType::Bf16), 1 => Just(DType::F16), 1 => Just(DType::F32)];
-    (preset, sizes, dtype, n_tokens, 1u32..6, any::<u64>()).prop_map(
-        |(preset, (kv, group, half_dim, eighths, half_inner), dtype, n_tokens, n_sms, seed)| {
+    let mixed: &[DType] = &[DType::Bf16, DType::F16, DType::Bf16, DType::F32];
+    let dtypes = prop_oneof![
+        4 => Just(&[DType::Bf16][..]),
+        1 => Just(&[DType::F16][..]),
+        1 => Just(&[DType::F32][..]),
+        2 => Just(mixed)
+    ];
+    (preset, sizes, dtypes, n_tokens, 1u32..6, any::<u64>()).prop_map(
+        |(preset, (kv, group, half_dim, eighths, half_inner), dtypes, n_tokens, n_sms, seed)| {
             let (heads, head_dim) = ((kv * group, kv), 2 * half_dim);
             // Qwen2's heads are hidden / heads wide.
             let hidden = if preset == "tiny-qwen2" { heads.0 * head_dim } else { 8 * eighths };
-            Case { preset, heads, head_dim, hidden, intermediate: 2 * half_inner, dtype, n_tokens, n_sms, seed }
+            Case { preset, heads, head_dim, hidden, intermediate: 2 * half_inner, dtypes, n_tokens, n_sms, seed }
         },
     )
 }
@@ -78,7 +84,7 @@ pub(crate) fn random_model(case: &Case) -> (tempfile::TempDir, Model) {
         ("head_dim", case.head_dim),
         ("max_position_embeddings", 256),
     ];
-    recast(model_of(case.preset, &sizes, case.seed), case.dtype)
+    recast(model_of(case.preset, &sizes, case.seed), case.dtypes)
 }
 
 proptest! {

@@ -19,8 +19,8 @@ const COPIES: &str = "perpetua_probe_copy";
 /// instructions are counted in the source after inlining, so a number that changes with no change in the kernels is a
 /// compiler that copies barriers. Change a number together with the source that explains it. (The 128 sums of a
 /// warpgroup's products take most of them, or the 120 words of weights that a product of one row holds before its row is there, and what
-/// the loop holds over all bodies the rest.)
-const REGISTERS: u32 = 250;
+/// the loop holds over all bodies the rest. 250 before bodies asked for the type of both matrices of weights that they take side by side.)
+const REGISTERS: u32 = 252;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
 /// time, 2; attention 6 (parts 2; of many rows 2, for 64 dimensions and for 128); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); linear 44 and

@@ -76,26 +76,24 @@ pub(crate) fn model_of(preset: &str, sizes: &[(&str, usize)], seed: u64) -> (tem
     (dir, model)
 }
 
-/// The same, its weights in `dtype`.
-pub(crate) fn recast((dir, model): (tempfile::TempDir, Model), dtype: DType) -> (tempfile::TempDir, Model) {
+/// The same, its weights in one of `dtypes` after the other.
+pub(crate) fn recast((dir, model): (tempfile::TempDir, Model), dtypes: &[DType]) -> (tempfile::TempDir, Model) {
     use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
-    if dtype == DType::Bf16 {
-        return (dir, model);
-    }
     drop(model);
     let out = dir.path().join("small");
     let path = out.join("model.safetensors");
     let bytes = std::fs::read(&path).expect("written");
     let file = SafeTensors::deserialize(&bytes).expect("sound");
-    let cast = |view: &TensorView<'_>| -> (Dtype, Vec<u8>) {
+    let cast = |dtype: DType, view: &TensorView<'_>| -> (Dtype, Vec<u8>) {
         let values = view.data().chunks_exact(2).map(|two| half::bf16::from_le_bytes([two[0], two[1]]).to_f32());
         match dtype {
+            DType::Bf16 => (Dtype::BF16, view.data().to_vec()),
             DType::F16 => (Dtype::F16, values.flat_map(|x| half::f16::from_f32(x).to_le_bytes()).collect()),
             _ => (Dtype::F32, values.flat_map(f32::to_le_bytes).collect()),
         }
     };
-    let all: Vec<_> =
-        file.tensors().iter().map(|(name, view)| (name.clone(), view.shape().to_vec(), cast(view))).collect();
+    let named = file.tensors().into_iter().zip(dtypes.iter().cycle());
+    let all: Vec<_> = named.map(|((name, view), dtype)| (name, view.shape().to_vec(), cast(*dtype, &view))).collect();
     let views = all.iter().map(|(name, shape, (dtype, bytes))| {
         (name.clone(), TensorView::new(*dtype, shape.clone(), bytes).expect("as long"))
     });

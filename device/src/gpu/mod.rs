@@ -454,6 +454,21 @@ impl Call<'_> {
         Tensor::of_turn(i)
     }
 
+    /// Whether `N` matrices of weights, from operand 1 on, are bf16, all of them: a checkpoint may have two that are taken side by side in
+    /// two types.
+    ///
+    /// # Safety
+    /// The kernel has that many operands.
+    #[inline(always)]
+    pub(crate) unsafe fn are_brains<const N: usize>(&self) -> bool {
+        let mut are = true;
+        for operand in 1..=N {
+            // SAFETY: the caller's promise.
+            are &= unsafe { self.tensor(operand) }.dtype() == BF16;
+        }
+        are
+    }
+
     /// Tells the host that the pass has ended, and which token it has made.
     ///
     /// # Safety

@@ -12,7 +12,7 @@
 //! x is rounded to bf16, as engines that keep activations in bf16 have it; products are exact and sums are f32. Tolerance
 //! per output: sum |x| |w| * 2^-8, and sum |x| |w| * 2^-18 where x has bf16 values.
 
-use super::{BF16, Call, F32, Tensor};
+use super::{Call, F32, Tensor};
 use crate::arch::scalar::f32_to_bf16;
 use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -34,11 +34,14 @@ const OWN: u32 = 16 * OWN_PITCH;
 /// Warps at most, since so many tiles fit the words a task has.
 const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PITCH) / (16 * PITCH);
 
-/// Whether [`multiply`] is for this call.
+/// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on.
+///
+/// # Safety
+/// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for(call: &Call<'_>, block: &Block, rows: u32) -> bool {
-    // SAFETY: operand 1 is a matrix of weights (caller).
-    rows > WIDE_ROWS && unsafe { call.tensor(1) }.dtype() == BF16 && block.warps() <= MAX_WARPS
+pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
+    // SAFETY: the caller's promise.
+    rows > WIDE_ROWS && unsafe { call.are_brains::<N>() } && block.warps() <= MAX_WARPS
 }
 
 /// Calls `finish(r, n, sums)` for every row r of operand 0 and n of the N weight matrices, operands 1 and up, of which the

@@ -31,7 +31,7 @@ use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
 use perpetua_device::{advance, queue, turns};
-use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
+use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{
     BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TASK_THREADS, TILE_BYTES, TaskTrace,
@@ -205,6 +205,8 @@ pub struct Cuda {
     finished: Option<Instant>,
     seen: Mutex<Seen>,
     silence: Option<Silence>,
+    /// For how long the run had not been heard of when it was told to stop for that, and nobody else had told it.
+    gave_up: Option<Duration>,
     outcome: Option<Result<Control, RunError>>,
     /// Why nothing can be run any more.
     lost: Option<RunError>,
@@ -464,6 +466,7 @@ impl Cuda {
             finished: None,
             seen: Mutex::default(),
             silence: None,
+            gave_up: None,
             outcome: None,
             lost: None,
             layout,
@@ -611,6 +614,7 @@ impl Cuda {
         self.wait();
         *self.seen_mut() = Seen::default();
         self.silence = None;
+        self.gave_up = None;
         self.finished = None;
         self.launched = Instant::now();
         if let Some(lost) = &self.lost {
@@ -821,6 +825,7 @@ impl Cuda {
             self.silence = None;
         } else if silence.since.elapsed() > patience * (1 + u32::from(silence.is_told)) {
             if !std::mem::replace(&mut silence.is_told, true) {
+                self.gave_up = Some(silence.since.elapsed()).filter(|_| !self.stopper.is_told());
                 return self.stop();
             }
             let what = format!(
@@ -882,7 +887,14 @@ impl Cuda {
                 // Nothing counts on from run to run, and the mail's first entry is that of iteration 0.
                 Kernels::PerOperator(_) => 0,
             };
-            return Ok(Ok(control));
+            return Ok(match self.gave_up.filter(|_| control.end == End::Stopped as u32) {
+                None => Ok(control),
+                Some(silence) => {
+                    let what =
+                        format!("the kernel was not heard of for {:.1} s, and was told to stop", silence.as_secs_f64());
+                    Err(RunError::Defect { task: "a run".to_owned(), worker: "the GPU".to_owned(), what })
+                }
+            });
         }
         let mut error = RunError::of(&fault, &self.image);
         if let RunError::Stalled { others, .. } = &mut error {

@@ -51,7 +51,7 @@ mod terms;
 use super::math::{reciprocal, rsqrt};
 use super::rows::Staging;
 use super::tiles::Tiles;
-use super::{BF16, Call};
+use super::Call;
 use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
@@ -93,7 +93,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, source: &impl Sourc
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
         let whole = left <= u32::from(call.tensor(how.norm).is_present()) + N as u32 * columns;
-        let is_fit = w.dtype() == BF16 && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED;
+        let is_fit = call.are_brains::<N>() && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED;
         left > 0 && whole && is_fit && source.is_whole()
     }
 }

@@ -58,7 +58,7 @@ pub(super) unsafe fn run(
             });
             return Ok(());
         }
-        if wide::is_for(call, block, rows) {
+        if wide::is_for::<2>(call, block, rows) {
             wide::multiply::<2>(call, block, rows, |r, n, [g, u]| finish(r, n, g, u));
             return Ok(());
         }

@@ -81,7 +81,7 @@ pub(super) unsafe fn run(
             } else if warpgroup::is_for::<1>(call, block, rows) {
                 warpgroup::multiply::<1>(call, block, rows, finish_four_of_many);
                 return Ok(());
-            } else if wide::is_for(call, block, rows) {
+            } else if wide::is_for::<1>(call, block, rows) {
                 wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
                 return Ok(());
             } else {

@@ -169,7 +169,11 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     let mut reads = Reads::default();
     let tiled = op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).map_or(&[][..], |spec| spec.tiled);
     let present = || tiled.iter().copied().filter(|slot| op.accesses[*slot].is_some());
-    let are_carried = present().all(|slot| is_weight(&slot) && is_carried(&operands[slot]));
+    // What a body takes side by side is cut alike: of matrices in two types neither comes in tiles.
+    let matrices = present().map(|slot| &operands[slot]).filter(|operand| operand.rank == 2);
+    let mut bytes = matrices.map(|operand| operand.dtype().map(DType::size_bytes));
+    let are_alike = bytes.next().is_none_or(|first| bytes.all(|other| other == first));
+    let are_carried = are_alike && present().all(|slot| is_weight(&slot) && is_carried(&operands[slot]));
     if are_carried {
         let stream = |slot: usize| Some(Stream { source: source(slot)?.0, operand: operands[slot] });
         reads.tiles.extend(present().filter_map(stream));
