@@ -48,10 +48,10 @@ pub(crate) mod long;
 mod taken;
 mod terms;
 
+use super::Call;
 use super::math::{reciprocal, rsqrt};
 use super::rows::Staging;
 use super::tiles::Tiles;
-use super::Call;
 use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
