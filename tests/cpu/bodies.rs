@@ -2,6 +2,7 @@
 //! instruction by instruction. Rows lie apart, with NaN between them.
 #![allow(unsafe_code, reason = "operands of a launch, by address")]
 
+use crate::codegen::Choices;
 use perpetua::device_image::device_kernels;
 use perpetua::ptx;
 use perpetua_device::gpu::bodies;
@@ -19,18 +20,7 @@ enum Runs {
     Ptx,
 }
 
-/// Chooses by a seed: splitmix64.
-struct Choices(u64);
-
 impl Choices {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
     /// `1..=n`.
     fn one_to(&mut self, n: usize) -> usize {
         1 + (self.next() % n as u64) as usize

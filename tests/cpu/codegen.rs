@@ -51,17 +51,20 @@ fn barriers_and_waits_are_enough_and_each_is_needed() {
     }
 }
 
-/// Chooses by a seed.
-struct Choices(u64);
+/// Chooses by a seed: splitmix64.
+pub(crate) struct Choices(pub(crate) u64);
 
 impl Choices {
-    fn below(&mut self, n: u32) -> u32 {
-        // splitmix64.
+    pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) % u64::from(n)) as u32
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, n: u32) -> u32 {
+        (self.next() % u64::from(n)) as u32
     }
 }
 

@@ -154,18 +154,23 @@ def graph_of(model, step):
     return graph
 
 
+def milliseconds(replay, n):
+    """Of `n` replays together."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(n):
+        replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
 def measure(model, replay, context, tokens):
     times = []
     for _ in range(5):
         model.position.fill_(context)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        for _ in range(tokens):
-            replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / tokens)
+        times.append(milliseconds(replay, tokens) * 1e3 / tokens)
     return {"step_us": statistics.median(times), "fastest_us": min(times), "slowest_us": max(times)}
 
 
@@ -173,16 +178,7 @@ def first_token(model, n):
     """Milliseconds of a prompt of `n` tokens, the median of five."""
     ids = torch.arange(1, n + 1, device=model.token.device) % len(model.w["model.embed_tokens.weight"])
     graph = graph_of(model, lambda: model.read(ids))
-    times = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return statistics.median(milliseconds(graph.replay, 1) for _ in range(5))
 
 
 def distance(exact, found, ids):

@@ -239,13 +239,11 @@ impl Judge<'_> {
             By::Columns => (Place::Sixteens { columns }, rows),
         };
         self.expect(self.place(into) == made, into, &format!("{made:?}"));
-        let in_registers = Place::Eights { columns: summed };
-        if by == By::Columns || matches!(self.place(a), Place::Eights { .. }) {
-            self.expect(self.place(a) == in_registers, a, &format!("{in_registers:?}"));
-        } else {
-            let own = Place::Own { columns: summed };
-            self.expect(self.place(a) == own, a, &format!("{own:?}"));
-        }
+        let left = match (by, self.place(a)) {
+            (By::Columns, _) | (By::Rows, Place::Eights { .. }) => Place::Eights { columns: summed },
+            (By::Rows, _) => Place::Own { columns: summed },
+        };
+        self.expect(self.place(a) == left, a, &format!("{left:?}"));
     }
 
     fn is_register(&self, tile: TileId) -> bool {

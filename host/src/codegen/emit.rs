@@ -114,7 +114,7 @@ impl Emitter<'_, '_> {
                 "\n/// What an index says are rows of what it is used with; those that are written, each once.",
             );
         }
-        if adds(&body.steps) {
+        if asks.adds {
             let _ = write!(promises, "\n/// `{written}` is f32.");
         }
         // As many as clippy takes for few.
@@ -497,7 +497,7 @@ fn has_stages(plan: &Plan, acts: &[Act]) -> bool {
     acts.iter().any(|act| matches!(act, Act::Begin { loads, is_first: false, .. } if loads.iter().any(is_staged)))
 }
 
-/// Which arguments `steps` ask for beside operands.
+/// What `steps` ask for beside operands, as arguments, and of the operand that they write.
 #[derive(Default)]
 struct Asks {
     /// How far the block's last row sees.
@@ -505,6 +505,8 @@ struct Asks {
     /// How far each row does.
     seen_by: bool,
     share: bool,
+    /// That it can be added to.
+    adds: bool,
 }
 
 impl Asks {
@@ -520,7 +522,7 @@ impl Asks {
                 Step::Op(Op::Map { expr, .. }) => {
                     expr.each(&mut |expr| self.seen_by |= matches!(expr, Expr::Visible(..)));
                 }
-                Step::Op(_) => {}
+                Step::Op(op) => self.adds |= matches!(op, Op::Write { update: Update::Add, .. }),
                 Step::Loop(inner) => {
                     self.seen_end |= inner.end == Extent::Seen;
                     self.share |= inner.end == Extent::Share;
@@ -529,14 +531,6 @@ impl Asks {
             }
         }
     }
-}
-
-/// Whether `steps` add to an operand.
-fn adds(steps: &[Step]) -> bool {
-    steps.iter().any(|step| match step {
-        Step::Op(op) => matches!(op, Op::Write { update: Update::Add, .. }),
-        Step::Loop(inner) => adds(&inner.steps),
-    })
 }
 
 fn loop_name(steps: &[Step], id: LoopId) -> Option<String> {

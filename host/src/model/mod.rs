@@ -202,19 +202,21 @@ impl ModelFolder {
     /// # Errors
     /// As [`ModelFolder::weights`].
     pub fn unused_tensors(&self) -> Result<Vec<&str>, ModelError> {
-        let weights = self.weights()?;
-        let prefix = if self.sentence.is_some() { self.bert_prefix()? } else { "" };
-        let specs = layout::tensors(&self.config);
-        let used = specs.iter().filter_map(|spec| weights.name_in_file(&format!("{prefix}{}", spec.name)));
-        let used: HashSet<&str> = used.collect();
+        let (weights, wanted) = (self.weights()?, self.wanted_tensors()?);
+        let used: HashSet<&str> = wanted.iter().filter_map(|name| weights.name_in_file(name)).collect();
         Ok(weights.names().filter(|name| !used.contains(name)).collect())
     }
 
     /// Whether the checkpoint has not all tensors that the network reads, or cannot be read.
     pub fn lacks_tensors(&self) -> bool {
-        let Ok(weights) = self.weights() else { return true };
-        let prefix = if self.sentence.is_some() { self.bert_prefix().unwrap_or_default() } else { "" };
-        !layout::tensors(&self.config).iter().all(|spec| weights.contains(&format!("{prefix}{}", spec.name)))
+        let (Ok(weights), Ok(wanted)) = (self.weights(), self.wanted_tensors()) else { return true };
+        !wanted.iter().all(|name| weights.contains(name))
+    }
+
+    /// Names of the tensors that the network reads, as this checkpoint has them.
+    fn wanted_tensors(&self) -> Result<Vec<String>, ModelError> {
+        let prefix = if self.sentence.is_some() { self.bert_prefix()? } else { "" };
+        Ok(layout::tensors(&self.config).iter().map(|spec| format!("{prefix}{}", spec.name)).collect())
     }
 
     /// What stands before the names of a BERT's tensors: `bert.` where the model was saved with a head on top.
