@@ -9,22 +9,21 @@ use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc};
 
 /// The program for `pending` rows: the smallest that takes them all in one pass, else the largest there is.
 /// `None` when the image has no program in the token loop.
+#[inline(always)]
 pub fn choose_program(programs: &[ProgramDesc], pending: u32) -> Option<u32> {
-    let mut best: Option<(u32, u32)> = None;
-    for (at, program) in programs.iter().enumerate() {
-        if program.in_token_loop != 1 {
-            continue;
-        }
-        let better = match best {
-            None => true,
-            Some((_, rows)) if rows < pending => program.max_rows > rows,
-            Some((_, rows)) => program.max_rows >= pending && program.max_rows < rows,
+    // Words that are always there, and no option: on a GPU one's would be held in registers over all bodies.
+    let (mut best, mut rows) = (NO_PROGRAM, 0);
+    for (at, program) in (0..).zip(programs) {
+        let is_better = if rows < pending {
+            program.max_rows > rows
+        } else {
+            program.max_rows >= pending && program.max_rows < rows
         };
-        if better {
-            best = Some((at as u32, program.max_rows));
+        if program.in_token_loop == 1 && (best == NO_PROGRAM || is_better) {
+            (best, rows) = (at, program.max_rows);
         }
     }
-    best.map(|(at, _)| at)
+    (best != NO_PROGRAM).then_some(best)
 }
 
 /// The step that computes the rows from `first_pos` to the last known token, or as many as one pass takes.
@@ -48,6 +47,7 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
 
 /// The step that a task with `flags` sees in the pass `step`. One of a batch's sequence, which `sequences` gives, sees that
 /// of the sequence alone: its next token, or no rows once it has ended.
+#[inline(always)]
 pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequence) -> Step {
     let Some(number) = TaskFlags::sequence(flags) else { return *step };
     let sequence = sequences(number);
@@ -57,41 +57,46 @@ pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequenc
 
 /// A batch's next step: while some prompt has tokens before its last to be read, as many of the first such prompt as one
 /// pass takes; then the next token of every sequence that has not ended; then the end of the loop.
+#[inline(always)]
 pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -> Step {
-    let sequences = &control.sequences[..control.n_sequences as usize];
-    let is_running = |sequence: &Sequence| sequence.end == End::Running as u32;
-    let before_last = |sequence: &Sequence| sequence.n_tokens.saturating_sub(sequence.position + 1);
-    let unread = sequences.iter().position(|sequence| is_running(sequence) && before_last(sequence) > 0);
-    let step = match (unread, sequences.iter().rposition(is_running)) {
-        (Some(number), _) => {
-            let pending = before_last(&sequences[number]);
-            choose_program(programs, pending).map(|program| Step {
-                program,
-                first_pos: sequences[number].position,
-                rows: pending.min(programs[program as usize].max_rows),
-                sampling: 0,
-                sequence: number as u32,
-                ..control.step
-            })
+    // The first sequence with tokens to be read, and one more than the last that runs.
+    let (n, mut unread, mut end) = (control.n_sequences, control.n_sequences, 0);
+    for number in (0..n).rev() {
+        let sequence = &control.sequences[number as usize];
+        if sequence.end == End::Running as u32 {
+            end = if end == 0 { number + 1 } else { end };
+            unread = if before_last(sequence) > 0 { number } else { unread };
         }
-        // Rows beyond the last sequence that runs need not be computed.
-        (None, Some(last)) => programs.iter().position(|p| p.in_token_loop == EVERY_SEQUENCE).map(|program| Step {
-            program: program as u32,
-            first_pos: 0,
-            rows: last as u32 + 1,
-            sampling: 1,
-            sequence: 0,
-            ..control.step
-        }),
-        (None, None) => None,
-    };
-    match step {
-        Some(step) => Step { program_runs: control.program_runs[step.program as usize], iteration, ..step },
-        None => Step { program: NO_PROGRAM, iteration, ..control.step },
     }
+    let mut step = Step { program: NO_PROGRAM, iteration, ..control.step };
+    if unread < n {
+        let sequence = &control.sequences[unread as usize];
+        let pending = before_last(sequence);
+        if let Some(program) = choose_program(programs, pending) {
+            let rows = pending.min(programs[program as usize].max_rows);
+            step = Step { program, first_pos: sequence.position, rows, sampling: 0, sequence: unread, ..step };
+        }
+    } else if end > 0 {
+        // Rows beyond the last sequence that runs need not be computed.
+        for (at, program) in (0..).zip(programs) {
+            if program.in_token_loop == EVERY_SEQUENCE {
+                step = Step { program: at, first_pos: 0, rows: end, sampling: 1, sequence: 0, ..step };
+            }
+        }
+    }
+    if step.program != NO_PROGRAM {
+        step.program_runs = control.program_runs[step.program as usize];
+    }
+    step
 }
 
-/// [`advance`] for a batch. `token` gives the token of a sequence at a position.
+/// Tokens of `sequence` that are to be read before its last.
+fn before_last(sequence: &Sequence) -> u32 {
+    sequence.n_tokens.saturating_sub(sequence.position + 1)
+}
+
+/// [`advance`] for a batch. `token` gives the token of a sequence at a position: asked for once, of each sequence that has made one.
+#[inline(always)]
 pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: impl Fn(usize, u32) -> u32) {
     let step = control.step;
     control.program_runs[step.program as usize] = control.program_runs[step.program as usize].wrapping_add(1);

@@ -13,6 +13,7 @@
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
 //! whatever another worker or the host writes is reached by raw pointers.
 
+use crate::advance::step_of;
 pub use crate::arch::LaunchBlock;
 use crate::arch::{memory, thread};
 use crate::block::Block;
@@ -20,15 +21,13 @@ use crate::gpu::Call;
 use crate::gpu::scheduler;
 use crate::gpu::sync::{Gpu, anew};
 use crate::gpu::tiles::{self, Lists, Tiles, Waited};
-use crate::gpu::turn;
+use crate::gpu::turn::{self, Seen};
 use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, await_task, run};
 use core::mem::offset_of;
-use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::control::{Control, NO_PROGRAM, Sequence};
 use perpetua_shared::launch::TaskTrace;
-use perpetua_shared::{
-    DataOp, EventDesc, EventId, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId,
-};
+use perpetua_shared::{DataOp, EventDesc, EventId, Fault, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
 
 /// The image where the launch block says it is.
 ///
@@ -119,8 +118,11 @@ impl Image for DeviceImage {
     }
 
     #[inline(always)]
-    fn flags(&self, _: u32) -> u16 {
-        turn::flags()
+    fn is_left_out(&self, _: u32, step: &Step) -> bool {
+        let flags = turn::flags();
+        // The tasks of a sequence that has ended have no rows, and nothing to do.
+        let has_ended = TaskFlags::sequence(flags).is_some() && turn::seen().rows == 0;
+        has_ended || step.sampling == 0 && flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
     }
 
     #[inline(always)]
@@ -157,16 +159,51 @@ impl Image for DeviceImage {
 }
 
 impl DeviceImage {
-    /// Makes it the turn of the task numbered `id`, from the block's next barrier on.
+    /// Makes it the turn of the task numbered `id`, in the pass `pass`.
     ///
     /// # Safety
     /// Every thread of the block makes this same call, and none looks at the task before any more.
     #[inline(always)]
-    unsafe fn turn_to(&self, id: u32, block: &Block) {
+    unsafe fn turn_to(&self, id: u32, pass: Seen, block: &Block) {
         let words = param!(self, turn_words);
         let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
-        // SAFETY: see `DeviceImage`, and the caller's promise.
-        unsafe { turn::fetch(turns.wrapping_add(id as usize * words as usize), words, block) }
+        // SAFETY: see `DeviceImage`, and the caller's promise; conditions are the same for all threads.
+        unsafe {
+            turn::fetch(turns.wrapping_add(id as usize * words as usize), words, pass, block);
+            block.sync();
+            let number = TaskFlags::sequence(turn::flags());
+            if pass.sequence == 0 && number.is_none() {
+                return;
+            }
+            if pass.sequence != 0 {
+                let parts = core::ptr::with_exposed_provenance(param!(self, parts) as usize);
+                turn::shift(parts, pass.sequence, words, block);
+            }
+            if let Some(number) = number
+                && block.thread == 0
+            {
+                turn::see(self.seen_by(number));
+            }
+            block.sync();
+        }
+    }
+
+    /// What a task of sequence `number` sees of a pass over a batch.
+    ///
+    /// # Safety
+    /// See [`DeviceImage`]; the batch has the sequence.
+    #[inline(always)]
+    unsafe fn seen_by(&self, number: usize) -> Seen {
+        let control = core::ptr::with_exposed_provenance::<Control>(param!(self, control) as usize);
+        // SAFETY: the caller's promise; nobody writes them before the pass has ended, and the wait for the one before has made them
+        // visible.
+        let sequence = unsafe {
+            let sequence = (&raw const (*control).sequences).cast::<Sequence>().add(number);
+            let (position, end) = (&raw const (*sequence).position, &raw const (*sequence).end);
+            let [position, end] = [memory::load_volatile(position), memory::load_volatile(end)];
+            Sequence { position, end, ..Sequence::default() }
+        };
+        Seen::of(&step_of(TaskFlags::of_sequence(number), &Step::default(), |_| sequence))
     }
 }
 
@@ -226,10 +263,11 @@ impl BlockBody<'_> {
 
     /// The call of the task whose turn it is.
     #[inline(always)]
-    fn call<'a>(&'a self, step: &'a Step) -> Call<'a> {
+    fn call(&self, step: &Step) -> Call<'_> {
         // SAFETY: see `DeviceImage`.
         let programs = unsafe { entries(param!(self.image, programs), 0, param!(self.image, n_programs)) };
-        Call { step, programs, tiles: Some(&self.tiles), launch: Some(self.image.params) }
+        let Step { program_runs, iteration, .. } = *step;
+        Call { program_runs, iteration, programs, tiles: Some(&self.tiles), launch: Some(self.image.params) }
     }
 }
 
@@ -238,23 +276,13 @@ impl BlockBody<'_> {
     /// write all bodies twice: a task that was waited for already, where others may be taken meanwhile, looks once more.
     ///
     /// # Errors
-    /// That there has been a fault, which has been reported: its words would be held over all bodies.
+    /// That there has been a fault.
     #[inline(always)]
     fn ready(&self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
         let began_ns = self.tiles.now_ns();
         let outcome = await_task(&self.image, id, step, iteration, self.tiles.sync());
         self.tiles.waited(Waited::Tasks, began_ns);
-        outcome.map_err(|fault| self.reported(id, &fault))
-    }
-
-    /// `fault` of task `id`, once it is reported: that there has been one.
-    #[inline(always)]
-    fn reported(&self, id: TaskId, fault: &Fault) -> Fault {
-        // Threads that left because another one faulted have nothing to add.
-        if fault.code != FaultCode::Aborted as u32 {
-            self.tiles.sync().report(&Fault { task: id.0, worker: self.worker.0, ..*fault });
-        }
-        Fault::new(FaultCode::Aborted, 0, 0, 0)
+        outcome
     }
 
     /// Says where the worker is, and notes when the task began if the block's first thread, which alone is asked for it, has room for that.
@@ -313,7 +341,7 @@ impl Body for BlockBody<'_> {
     #[inline(always)]
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
-        self.tiles.begin(step.program, step.first_pos, n, self.block.thread == 0);
+        self.tiles.begin(step, n, self.block.thread == 0);
         let has_scheduler = param!(self.image, n_slots) > 0;
         if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
             self.schedule(step);
@@ -323,10 +351,7 @@ impl Body for BlockBody<'_> {
     #[inline(always)]
     fn ahead(&mut self, id: TaskId) {
         // SAFETY: the loop brings every thread of the block here, after the last task's end, behind a barrier.
-        unsafe {
-            self.image.turn_to(id.0, &self.block);
-            self.block.sync();
-        }
+        unsafe { self.image.turn_to(id.0, self.tiles.pass(), &self.block) };
     }
 
     #[inline(always)]
@@ -363,7 +388,7 @@ impl Body for BlockBody<'_> {
             // For the body alone: what comes after it looks at the loop's own.
             let fresh = anew(step);
             let ready = || self.ready(id, &fresh, iteration);
-            let outcome = run_gpu(&self.call(&fresh), &block, ready).map_err(|fault| self.reported(id, &fault));
+            let outcome = run_gpu(&self.call(&fresh), &block, ready);
             self.tiles.drain();
             if self.tiles.is_timed() {
                 self.trace(id, step);
@@ -416,11 +441,8 @@ pub unsafe fn worker(params: LaunchBlock) {
         }
     }
     let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true) };
-    if let Err(fault) = run(&image, worker, param!(image, iteration), &sync, &mut body) {
-        // Threads that left because another one faulted have nothing to add.
-        if fault.code != FaultCode::Aborted as u32 {
-            sync.report(&fault);
-        }
+    // Whoever faults has recorded it.
+    if run(&image, worker, param!(image, iteration), &sync, &mut body).is_err() {
         // SAFETY: faults are the whole block's.
         unsafe { body.tiles.leave(thread == 0) };
         if param!(image, n_slots) > 0 {
@@ -454,9 +476,10 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     }
     let id = first + worker.0;
     // SAFETY: every thread of the block is here with the same task.
-    unsafe {
-        image.turn_to(id, &block);
-        block.sync();
+    unsafe { image.turn_to(id, Seen::of(&step), &block) };
+    let has_ended = TaskFlags::sequence(turn::flags()).is_some() && turn::seen().rows == 0;
+    if has_ended {
+        return;
     }
     if step.sampling == 0 && turn::flags() & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
         return;
@@ -464,10 +487,8 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     thread::at_task(id);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, false) };
     // SAFETY: the caller's promise; every thread of the block is here with the same task.
-    let outcome = unsafe { run_gpu(&body.call(&step), &block, || Ok(())) };
-    if let Err(fault) = outcome {
-        sync.report(&Fault { task: id, worker: worker.0, ..fault });
-    }
+    // Whoever faults has recorded it.
+    let _ = unsafe { run_gpu(&body.call(&step), &block, || Ok(())) };
 }
 
 /// One task of kernel `K`, and nothing else: what build.rs takes out of the PTX for the tests, which keep a ratchet on each
@@ -484,17 +505,13 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true) };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.
-    let outcome = unsafe {
-        image.turn_to(id, &block);
-        block.sync();
+    let _ = unsafe {
+        image.turn_to(id, Seen::of(&step), &block);
         body.tiles.begin_task(body.task_tiles());
         let call = body.call(&step);
         let params = crate::kernels::params(&call.params());
         if K::EARLY { K::gpu_early(&params, &call, &block, || Ok(())) } else { K::gpu(&params, &call, &block) }
     };
-    if let Err(fault) = outcome {
-        sync.report(&fault);
-    }
 }
 
 #[cfg(target_arch = "nvptx64")]

@@ -108,9 +108,9 @@ pub trait Image {
     fn task(&self, id: u32) -> &TaskDesc;
     /// See [`ImageView::waits`].
     fn waits(&self, task: &TaskDesc) -> &[u32];
-    /// [`TaskDesc::flags`] of the task numbered `id`, whose turn it is.
-    fn flags(&self, id: u32) -> u16 {
-        self.task(id).flags
+    /// Whether the task numbered `id`, whose turn it is, is left out of the pass `step`.
+    fn is_left_out(&self, id: u32, step: &Step) -> bool {
+        step.sampling == 0 && self.task(id).flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
     }
     /// How many events the task numbered `id` waits on, whose turn it is.
     fn wait_count(&self, id: u32) -> u32;
@@ -341,10 +341,10 @@ fn run_task<I: Image, S: Sync, B: Body>(
     sync: &S,
     body: &mut B,
 ) -> Result<(), Fault> {
-    if step.sampling != 0 || image.flags(id.0) & TaskFlags::ONLY_WHEN_SAMPLING == 0 {
-        body.run(id, image.task(id.0), step, iteration)?;
-    } else {
+    if image.is_left_out(id.0, step) {
         body.skip(id, step, iteration)?;
+    } else {
+        body.run(id, image.task(id.0), step, iteration)?;
     }
     let triggers = image.trigger_count(id.0);
     if triggers == 0 {

@@ -54,6 +54,9 @@ pub struct Fault {
 }
 
 impl Fault {
+    /// That there has been one, which has been recorded.
+    pub const RECORDED: Fault = Fault::new(FaultCode::Aborted, 0, 0, 0);
+
     /// A fault of `code`, not yet placed at a task and a worker.
     pub const fn new(code: FaultCode, detail: u32, found: u32, expected: u32) -> Fault {
         Fault { code: code as u32, task: u32::MAX, worker: u32::MAX, detail, found, expected }

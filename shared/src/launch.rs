@@ -51,6 +51,8 @@ pub struct LaunchParams {
     pub lists: u64,
     /// `[u64; bindings]`: where each binding lies, each aligned to 16 bytes at least.
     pub bindings: u64,
+    /// `[u64; bindings]`: bytes of the part of each that one sequence of a batch has; 0: it is all sequences'.
+    pub parts: u64,
     /// `[u32; n_events]`: the event counters, then, if `n_slots` is not 0, `[u32; 2 + n_slots]`: the queue of just-in-time
     /// tasks. All zeroed when `iteration` is 0.
     pub counters: u64,
@@ -66,8 +68,9 @@ pub struct LaunchParams {
     pub prefetch_heads: u64,
     /// [`PrefetchOp`](crate::PrefetchOp)s.
     pub prefetches: u64,
-    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed: entry `i` is written when iteration
-    /// `iteration + i` has ended, and the host may read it while the kernel runs.
+    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed, which the host may read while the kernel runs. Entry `i`
+    /// is written when iteration `iteration + i` has ended. In a run over a batch an entry is a place in the token buffer: that of a token
+    /// when it has been made, and that of the last token read by a pass that reads a prompt.
     pub mailbox: u64,
     /// `[u32; n_workers]`, zeroed: one more than the task each worker began last.
     pub positions: u64,
@@ -105,9 +108,9 @@ pub struct LaunchParams {
     pub n_slots: u32,
 }
 
-const _: () = assert!(size_of::<LaunchParams>() == 20 * 8 + 14 * 4);
+const _: () = assert!(size_of::<LaunchParams>() == 21 * 8 + 14 * 4);
 
-/// How an iteration ended, in the mailbox. The word is written at once, so a host that sees it not zero sees all of it,
+/// How an iteration ended, in the mailbox, or how one did for a sequence of a batch. The word is written at once, so a host that sees it not zero sees all of it,
 /// and no fence is needed; the time may come later, though not after the kernel's end.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]

@@ -385,7 +385,7 @@ fn batches_that_cannot_be_are_refused() {
     for (args, words) in [
         (&["--batch", "0"][..], "batch 0: expected 1 to 64"),
         (&["--batch", "65"], "batch 65: expected 1 to 64"),
-        (&["--batch", "2", "--device", "ptx"], "GPU workers decode one sequence"),
+        (&["--batch", "2", "--device", "ptx", "--trace", "t.json"], "not with --batch"),
         (&["--batch", "64", "--max-context", "4096", "--tokens", "4096"], "the model has 4096"),
         (&["--batch", "2", "--max-context", "140"], "--max-context 140: --context and --tokens need 160 positions"),
     ] {

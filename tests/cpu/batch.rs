@@ -1,7 +1,11 @@
-//! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone.
+//! Several sequences decoded together: every one gets the tokens, and the bits of the logits, that it gets alone; on a GPU, where a pass of
+//! several rows rounds what it multiplies, the logits but for that.
 
-use super::simt::broken_rule;
+use super::cuda::has_kernel;
+use super::interpreted::{cases, distance, driver, on, random_model};
+use super::simt::{MANY_ROWS, broken_rule, model as small_model};
 use perpetua::engine::EngineError;
+use perpetua::exec::cuda;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
@@ -9,6 +13,7 @@ use perpetua_device::kernels::{Numbered, Rope};
 use perpetua_shared::TaskFlags;
 use perpetua_shared::control::End;
 use perpetua_shared::image::EVERY_SEQUENCE;
+use proptest::prelude::*;
 use std::path::PathBuf;
 
 fn fixture(name: &str) -> Model {
@@ -166,10 +171,6 @@ fn what_a_batch_cannot_be_is_refused_in_a_line() {
     let refused = |config: EngineConfig| Engine::new(&model, &config).unwrap_err().to_string();
     assert_eq!(refused(config(Device::Cpu, 2, Some(0))), "batch 0: expected 1 to 64");
     assert_eq!(refused(config(Device::Cpu, 2, Some(65))), "batch 65: expected 1 to 64");
-    assert_eq!(
-        refused(config(Device::Simt, 2, Some(2))),
-        "device for a batch of 2: expected cpu or reference: GPU workers decode one sequence"
-    );
     let mut engine = Engine::new(&model, &config(Device::Cpu, 2, Some(2))).unwrap();
     let mut error = |lengths: &[usize]| engine.generate_batch(&prompts(&model, lengths), &options(3)).unwrap_err();
     assert!(matches!(error(&[1, 2, 3]), EngineError::Batch { prompts: 3, sequences: 2 }));
@@ -179,6 +180,142 @@ fn what_a_batch_cannot_be_is_refused_in_a_line() {
     let mut single = Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap();
     let error = single.generate_batch(&prompts(&model, &[3]), &options(3)).unwrap_err();
     assert!(error.to_string().contains("was not compiled for batches"), "{error}");
+}
+
+/// What a GPU runs batches by.
+#[derive(Clone, Copy, Debug)]
+enum On {
+    /// The simulated GPU.
+    Simt,
+    /// The PTX, behind the driver's calls.
+    Ptx(cuda::Mode),
+}
+
+impl On {
+    fn config(self, n_sms: u32, config: EngineConfig) -> EngineConfig {
+        match self {
+            On::Simt => EngineConfig { device: Device::Simt, threads: Some(n_sms as usize), ..config },
+            On::Ptx(mode) => {
+                EngineConfig { cuda: cuda::Options { mode, ..config.cuda }, ..on(&driver(n_sms, 1), config) }
+            }
+        }
+    }
+}
+
+const EVERYWHERE: [On; 3] = [On::Simt, On::Ptx(cuda::Mode::Persistent), On::Ptx(cuda::Mode::PerOperator)];
+
+/// Judges what a batch has `made` of `prompts`, with the `logits` of its last pass, by what `cpu` says of each sequence alone: the logits
+/// that its last token was chosen from, but for rounding, where it was in that pass.
+fn judge(cpu: &mut Engine, prompts: &[Vec<u32>], made: &[Vec<u32>], logits: &[f32], what: &str) {
+    let longest = made.iter().map(Vec::len).max().unwrap();
+    let vocab = cpu.model().config().vocab_size();
+    for (number, (prompt, made)) in prompts.iter().zip(made).enumerate().filter(|(_, (_, made))| made.len() == longest)
+    {
+        let (last, before) = made.split_last().unwrap();
+        let ids = [&prompt[..], before].concat();
+        assert_eq!(cpu.generate(&ids, &options(1)).unwrap().count(), 1);
+        let (expected, found) = (cpu.last_logits().unwrap(), &logits[number * vocab..][..vocab]);
+        let off = distance(&expected, found);
+        assert!(off < 3e-2, "{what}: the logits of sequence {number} are off by {off}");
+        let most = found.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        assert_eq!(found[*last as usize], most, "{what}: sequence {number} made another token");
+    }
+}
+
+/// Prompts of one and of several passes, sequences that the engine has no prompts for, and the same engine again, alone and with others.
+#[test]
+fn a_gpu_decodes_batches() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small_model(MANY_ROWS);
+    let config = config(Device::Cpu, 2, Some(4));
+    let mut cpu = Engine::new(&model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
+    for at in EVERYWHERE {
+        let mut engine = Engine::new(&model, &at.config(5, config.clone())).unwrap();
+        let vocab = model.config().vocab_size();
+        for lengths in [&[9, 1, 38][..], &[2, 40, 17, 1], &[5]] {
+            let what = format!("{at:?}, prompts of {lengths:?}");
+            let prompts = prompts(&model, lengths);
+            let (made, ends) = together(&mut engine, &prompts, &options(4));
+            assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
+            let logits = engine.batch_logits().unwrap();
+            assert_eq!(logits.len(), 4 * vocab);
+            judge(&mut cpu, &prompts, &made, &logits, &what);
+            // The start, passes that read 8, then 16, 16 and 5 tokens, and those that make four.
+            if matches!(at, On::Ptx(_)) && lengths.len() == 3 {
+                assert_eq!(engine.stamps().len(), 1 + 4 + 4, "{what}");
+            }
+        }
+        let prompt = &prompts(&model, &[11])[0];
+        let expected: Vec<u32> = cpu.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
+        let found: Vec<u32> = engine.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
+        assert_eq!(found, expected);
+    }
+}
+
+/// By a stop token, by the bound, at the end of its context; the others go on.
+#[test]
+fn on_a_gpu_each_sequence_ends_by_itself() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small_model(MANY_ROWS);
+    let prompts = prompts(&model, &[9, 61, 20]);
+    for at in EVERYWHERE {
+        let mut engine = Engine::new(&model, &at.config(3, config(Device::Cpu, 2, Some(3)))).unwrap();
+        let (free, ends) = together(&mut engine, &prompts, &options(7));
+        assert_eq!(ends, [End::MaxTokens, End::ContextFull, End::MaxTokens], "{at:?}");
+        assert_eq!(free.iter().map(Vec::len).collect::<Vec<_>>(), [7, 4, 7], "{at:?}");
+        let stop = free[0][1];
+        let until = |made: &Vec<u32>| match made.iter().position(|token| *token == stop) {
+            Some(at) => made[..=at].to_vec(),
+            None => made.clone(),
+        };
+        let expected: Vec<Vec<u32>> = free.iter().map(until).collect();
+        let stopped = GenerateOptions { stop_tokens: Some(vec![stop]), ..options(7) };
+        let (made, ends) = together(&mut engine, &prompts, &stopped);
+        assert_eq!((made, ends[0]), (expected, End::StopToken), "{at:?}");
+        // Drawn by seeds of their own.
+        let drawn = GenerateOptions { temperature: 8.0, seed: 5, ..options(3) };
+        let same = [&prompts[0], &prompts[0], &prompts[0]].map(Clone::clone);
+        let (made, _) = together(&mut engine, &same, &drawn);
+        assert!(made[0] != made[1] || made[1] != made[2], "{at:?}: {made:?}");
+        assert_eq!(together(&mut engine, &same, &drawn).0, made, "{at:?}: the same seeds");
+        let many = GenerateOptions { max_new_tokens: 50, ..options(7) };
+        let (sequence, first) = engine.generate_batch(&prompts, &many).unwrap().next().unwrap().unwrap();
+        assert_eq!(first.id, free[sequence][0], "{at:?}");
+        assert_eq!(together(&mut engine, &prompts, &options(7)).0, free, "{at:?}: after a run that was dropped");
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+
+    /// Whatever the sizes and the type of the weights, on the simulated GPU, which judges every access, and by the PTX; operators
+    /// launched just in time or not.
+    #[test]
+    fn random_models_decode_batches(
+        case in cases(),
+        lengths in proptest::collection::vec(1usize..30, 1..5),
+        more in 0usize..3,
+        is_late in any::<bool>(),
+    ) {
+        if !has_kernel() {
+            return Ok(());
+        }
+        let (_dir, model) = random_model(&case);
+        let just_in_time = if is_late { vec!["decode_attention".to_owned()] } else { Vec::new() };
+        let mut cpu = Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap();
+        let config = EngineConfig { just_in_time, ..config(Device::Cpu, 2, Some(lengths.len() + more)) };
+        let prompts = prompts(&model, &lengths);
+        for at in &EVERYWHERE[..2] {
+            let mut engine = Engine::new(&model, &at.config(case.n_sms, config.clone())).unwrap();
+            let (made, _) = together(&mut engine, &prompts, &options(3));
+            let logits = engine.batch_logits().unwrap();
+            judge(&mut cpu, &prompts, &made, &logits, &format!("{at:?}"));
+        }
+    }
 }
 
 /// A task can only reach its own sequence's cache and tokens.
@@ -209,4 +346,25 @@ fn sequences_are_kept_apart_by_the_image() {
     assert!(broken(&|p| p.programs[decode].in_token_loop = EVERY_SEQUENCE).contains("are for batches"));
     assert!(broken(&|p| p.programs[batch].max_rows = 65).contains("expected at most 64"));
     assert!(broken(&|p| p.programs[batch].max_rows = 7).contains("not 7 equal parts"));
+}
+
+/// Whichever pass chose it, that of a prompt or of one row.
+#[test]
+fn the_last_logits_are_those_of_the_last_token() {
+    let (_dir, model) = small_model(MANY_ROWS);
+    for length in [1, 4, 5, 6, 21] {
+        let prompt = &prompts(&model, &[length])[0];
+        for n in [1, 2] {
+            let mut expected: Option<Vec<f32>> = None;
+            for device in [Device::Reference, Device::Cpu, Device::Simt] {
+                let mut engine = Engine::new(&model, &config(device, 2, None)).unwrap();
+                let tokens: Vec<u32> = engine.generate(prompt, &options(n)).unwrap().map(|t| t.unwrap().id).collect();
+                let found = engine.last_logits().unwrap();
+                let most = (0..found.len()).max_by(|a, b| found[*a].total_cmp(&found[*b])).unwrap();
+                assert_eq!(most as u32, tokens[n - 1], "{device:?}, {length} tokens and {n}");
+                let off = distance(expected.get_or_insert_with(|| found.clone()), &found);
+                assert!(off < 3e-2, "{device:?}, {length} tokens and {n}: off by {off}");
+            }
+        }
+    }
 }

@@ -130,6 +130,7 @@ fn loading_is_so_many_calls_in_this_order() {
     // What the image is on the device, section by section, and what is only the kernel's.
     let sections = [
         8 * compiled.bindings.len(),
+        8 * compiled.bindings.len(),
         size_of_val(view.programs),
         size_of_val(view.tasks),
         4 * turns::words(&view) * view.tasks.len(),

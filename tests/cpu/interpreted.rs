@@ -15,11 +15,11 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
-fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
+pub(crate) fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
     Arc::new(Fake::new(Options { runs: Runs::Ptx, seed, ..Options::new(n_sms, 256 << 20) }))
 }
 
-fn on(driver: &Arc<Fake>, config: EngineConfig) -> EngineConfig {
+pub(crate) fn on(driver: &Arc<Fake>, config: EngineConfig) -> EngineConfig {
     EngineConfig { device: Device::Cuda, gpu: Some(gpu(driver)), threads: None, ..config }
 }
 
@@ -28,7 +28,7 @@ fn tokens(engine: &mut Engine, prompt: &[u32], options: &GenerateOptions) -> Res
 }
 
 /// How far `found` is from `expected`, of its length.
-fn distance(expected: &[f32], found: &[f32]) -> f64 {
+pub(crate) fn distance(expected: &[f32], found: &[f32]) -> f64 {
     assert_eq!(expected.len(), found.len());
     let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let apart = square(&mut expected.iter().zip(found).map(|(a, b)| f64::from(a - b)));

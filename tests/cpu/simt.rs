@@ -34,7 +34,7 @@ type Sizes = &'static [(&'static str, usize)];
 const SMALL: Sizes = &[("num_hidden_layers", 2)];
 
 /// Another, whose rows bulk copies and warpgroups can carry.
-const MANY_ROWS: Sizes = &[
+pub(crate) const MANY_ROWS: Sizes = &[
     ("num_hidden_layers", 2),
     ("hidden_size", 72),
     ("intermediate_size", 152),

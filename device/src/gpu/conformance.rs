@@ -5,7 +5,7 @@
 use super::Call;
 use super::sync::Gpu;
 use super::tiles::{self, Lists, Tiles};
-use super::turn;
+use super::turn::{self, Seen};
 use crate::arch::simt::{Access, Allocation, Options, Report, launch};
 use crate::arch::{atomic, thread};
 use crate::block::Block;
@@ -424,13 +424,14 @@ impl Case {
                 }
                 let tiles = Tiles::new(&gpu, block.thread, self.tile_bytes == TILE_BYTES);
                 if n_data > 0 {
-                    tiles.begin(0, 0, n_data, me == 0);
+                    tiles.begin(&Step::default(), n_data, me == 0);
                     tiles.begin_task(n_data);
                 }
-                let call = Call { step: &self.step, programs: &programs, tiles: Some(&tiles), launch: None };
+                let Step { program_runs, iteration, .. } = self.step;
+                let call = Call { program_runs, iteration, programs: &programs, tiles: Some(&tiles), launch: None };
                 // SAFETY: every thread of the block makes these calls; the operands have been checked.
                 let outcome = unsafe {
-                    turn::fetch(turn.as_ptr(), turn.len() as u32, &block);
+                    turn::fetch(turn.as_ptr(), turn.len() as u32, Seen::of(&self.step), &block);
                     block.sync();
                     run_gpu(&call, &block, || Ok(()))
                 };
@@ -439,7 +440,7 @@ impl Case {
                 }
                 if n_data > 0 {
                     assert_eq!(tiles.left(), 0, "the body takes all its tiles");
-                    tiles.begin(NO_PROGRAM, 0, 0, me == 0);
+                    tiles.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, me == 0);
                 }
             });
             match launched {
@@ -1199,10 +1200,10 @@ fn a_number_nobody_has_is_a_fault() {
     let options = Options::new(1, 32, 1);
     let turn = turn_of(&task, &[], &[]);
     let launched = launch(&options, vec![descriptors(&turn)], || {
-        let call = Call { step: &Step::default(), programs: &[], tiles: None, launch: None };
+        let call = Call { program_runs: 0, iteration: 0, programs: &[], tiles: None, launch: None };
         // SAFETY: every thread makes these calls, and no body runs.
         let outcome = unsafe {
-            turn::fetch(turn.as_ptr(), turn.len() as u32, &Block::current());
+            turn::fetch(turn.as_ptr(), turn.len() as u32, Seen::default(), &Block::current());
             Block::current().sync();
             run_gpu(&call, &Block::current(), || Ok(()))
         };

@@ -7,9 +7,9 @@
 use super::sync::Patience;
 use super::tiles::Waited;
 use super::{Call, Row, Tensor};
-use crate::arch::{atomic, thread};
+use crate::arch::atomic;
+use perpetua_shared::FaultCode;
 use perpetua_shared::flag::{self, MASK};
-use perpetua_shared::{Fault, FaultCode};
 
 /// What has been read of an operand, perhaps too early.
 pub(crate) trait Read {
@@ -74,7 +74,7 @@ impl Call<'_> {
     /// The flag of what this pass writes.
     #[inline(always)]
     fn flag(&self) -> u32 {
-        flag::of_run(self.step.program_runs)
+        flag::of_run(self.program_runs)
     }
 
     /// Sets the element at `at` of `tensor`.
@@ -190,10 +190,7 @@ impl Call<'_> {
                 }
                 if let Some(code) = patience.ends(tiles.sync()) {
                     if code as u32 == FaultCode::Timeout as u32 {
-                        let fault = Fault::new(FaultCode::NotWritten, operand as u32, lacks, flag);
-                        // The record says where the task stands; the block is the worker.
-                        let (task, worker) = (super::turn::task(), thread::block_idx());
-                        tiles.sync().report(&Fault { task, worker, ..fault });
+                        self.fault(FaultCode::NotWritten, operand as u32, lacks, flag);
                     }
                     break;
                 }

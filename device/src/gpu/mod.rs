@@ -25,7 +25,7 @@ use crate::arch::{LaunchBlock, memory, param, scalar, thread};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
-use perpetua_shared::{DType, Step};
+use perpetua_shared::{DType, Fault, FaultCode};
 
 /// A tensor region in device memory. Indices are not checked here: that a box lies inside its binding is a rule of the
 /// image's check, that a body stays in the box is what its tests are for.
@@ -432,8 +432,10 @@ unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
 /// A call of the macro kernel of the task whose [turn](turn) it is.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// The pass.
-    pub step: &'a Step,
+    /// See [`Step`](perpetua_shared::Step), as for the next.
+    pub(crate) program_runs: u32,
+    /// See above.
+    pub(crate) iteration: u32,
     /// The image's programs, for the kernel that chooses the next one.
     pub programs: &'a [ProgramDesc],
     /// The worker's tiles, where a loader brings some.
@@ -469,25 +471,62 @@ impl Call<'_> {
         are
     }
 
-    /// Tells the host that the pass has ended, and which token it has made.
+    /// The entry of the mailbox that the pass has, in a run over one sequence.
+    #[inline(always)]
+    pub(crate) fn mail_of_pass(&self) -> u32 {
+        self.launch.map_or(u32::MAX, |launch| self.iteration.wrapping_sub(param!(launch, iteration)))
+    }
+
+    /// Tells the host by entry `at` of the mailbox that the pass has ended, how many tokens are in the cache, and which token it has made.
     ///
     /// # Safety
-    /// The pass's last task calls it, once, on one thread.
+    /// The pass's last task calls it, on one thread, and for an entry once.
     #[inline(always)]
-    pub(crate) unsafe fn tell(&self, token: Option<u32>) {
+    pub(crate) unsafe fn tell(&self, at: u32, in_cache: u32, token: Option<u32>) {
         let Some(launch) = self.launch else { return };
-        let at = self.step.iteration.wrapping_sub(param!(launch, iteration));
         if at >= param!(launch, n_mail) {
             return;
         }
         let mail = core::ptr::with_exposed_provenance_mut::<Mail>(param!(launch, mailbox) as usize);
-        let in_cache = self.step.first_pos.wrapping_add(self.step.rows);
-        // SAFETY: the entry is in the mailbox (the launch's promise), and this pass's alone (the caller's).
+        // SAFETY: the entry is in the mailbox (the launch's promise), and this call's alone (the caller's).
         unsafe {
             let mail = mail.add(at as usize);
             memory::store_volatile(&raw mut (*mail).stamp_ns, thread::timer_ns());
             memory::store_volatile(&raw mut (*mail).word, Mail::word_of(in_cache, token));
         }
+    }
+
+    /// [`Step::first_pos`](perpetua_shared::Step::first_pos), as the task sees it.
+    #[inline(always)]
+    #[track_caller]
+    pub fn first_pos(&self) -> u32 {
+        turn::seen().first_pos
+    }
+
+    /// [`Step::rows`](perpetua_shared::Step::rows), as the task sees it.
+    #[inline(always)]
+    #[track_caller]
+    pub fn pass_rows(&self) -> u32 {
+        turn::seen().rows
+    }
+
+    /// The sequence that the task belongs to; of the pass otherwise.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) fn sequence(&self) -> u32 {
+        turn::seen().sequence
+    }
+
+    /// Records a fault of the task, unless another is recorded already, and tells every worker to leave; what the body returns then.
+    #[inline(always)]
+    pub(crate) fn fault(&self, code: FaultCode, detail: u32, found: u32, expected: u32) -> Fault {
+        let fault = Fault::new(code, detail, found, expected);
+        if let Some(tiles) = self.tiles {
+            // The record says where the task stands; the block is the worker.
+            tiles.sync().report(&Fault { task: turn::task(), worker: thread::block_idx(), ..fault });
+        }
+        // On a GPU nobody else is told which, for the reason that `Sync::wait` gives; tests are.
+        if cfg!(target_arch = "nvptx64") { Fault::RECORDED } else { fault }
     }
 
     /// The macro kernel's number.
@@ -522,7 +561,7 @@ impl Call<'_> {
     #[inline(always)]
     #[track_caller]
     pub fn rows(&self, tensor: &Tensor) -> u32 {
-        let left = self.step.rows.saturating_sub(turn::row_first());
+        let left = turn::seen().rows.saturating_sub(turn::row_first());
         if left < tensor.extent(0) { left } else { tensor.extent(0) }
     }
 }

@@ -6,10 +6,11 @@
 //! plain loads after the wait see plain stores from before the trigger. What is handed over by [flags](super::flags) needs none of this.
 
 use super::scheduler::TAKEN_TASK;
+use super::turn;
 use crate::arch::{LaunchBlock, atomic, memory, param, shared, thread};
 use crate::queue::{Words, take};
 use crate::sync::Sync;
-use perpetua_shared::event::reached;
+use perpetua_shared::event::{EVENT_ITERATION, reached};
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
 /// A worker's view of the words it shares with the others.
@@ -43,9 +44,9 @@ impl Gpu {
         Gpu { counters, params, step: core::ptr::null(), fault, timeout_ns: u64::MAX }
     }
 
-    /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some.
+    /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some. In vain: it has been reported.
     #[inline(always)]
-    fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, FaultCode> {
+    fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Gone> {
         let mut patience = Patience::default();
         loop {
             if let Some(task) = pass.and_then(|step| take(self, &anew(step))) {
@@ -58,7 +59,13 @@ impl Gpu {
                 return Ok(None);
             }
             if let Some(code) = patience.ends(self) {
-                return Err(code);
+                if code as u32 == FaultCode::Timeout as u32 {
+                    // At a list's end it is no task's turn.
+                    let task = if event.0 == EVENT_ITERATION.0 { u32::MAX } else { turn::task() };
+                    let fault = Fault::new(code, event.0, count, target);
+                    self.report(&Fault { task, worker: thread::block_idx(), ..fault });
+                }
+                return Err(Gone);
             }
         }
     }
@@ -102,13 +109,14 @@ pub(crate) fn anew(step: &Step) -> Step {
     Step {
         program: word(step.program),
         program_runs: word(step.program_runs),
-        first_pos: word(step.first_pos),
-        rows: word(step.rows),
-        sampling: word(step.sampling),
         iteration: word(step.iteration),
         ..*step
     }
 }
+
+/// A fault has been reported, so it is time to leave.
+#[derive(Clone, Copy, Debug)]
+struct Gone;
 
 /// How long a poller has polled.
 #[derive(Default)]
@@ -187,9 +195,11 @@ impl Words for Gpu {
 }
 
 impl Sync for Gpu {
+    /// See [`Fault::RECORDED`]: which it was nobody is told. Handed on from here its words would be held in registers over all bodies, since
+    /// no compiler sees that on the other ways to where they are looked at they are not.
     #[inline(always)]
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
-        let mut failed = None;
+        let mut is_gone = false;
         // SAFETY: the worker loop is the same on every thread of the block, which all come to each barrier. The word is
         // written by one before the first of two barriers, and read by all between them.
         unsafe {
@@ -199,13 +209,10 @@ impl Sync for Gpu {
                     // One more than its number; 0: none.
                     shared::store(TAKEN_TASK, outcome.map_or(0, |taken| taken.map_or(0, |task| task.0 + 1)));
                 }
-                failed = outcome.err();
+                is_gone = outcome.is_err();
             }
-            if thread::sync_or(failed.is_some()) {
-                // Thread 0 knows what happened; the others only that they must leave. The count is asked for again: held with the
-                // other words of a fault it would take registers of bodies that wait.
-                let count = if failed.is_some() { self.load(event.0) } else { 0 };
-                return Err(Fault::new(failed.unwrap_or(FaultCode::Aborted), event.0, count, target));
+            if thread::sync_or(is_gone) {
+                return Err(Fault::RECORDED);
             }
             if pass.is_none() {
                 return Ok(None);
@@ -238,8 +245,7 @@ impl Sync for Gpu {
                 rows: memory::load_volatile(&raw const (*self.step).rows),
                 sampling: memory::load_volatile(&raw const (*self.step).sampling),
                 iteration: memory::load_volatile(&raw const (*self.step).iteration),
-                // Batches are not the GPU's yet.
-                sequence: 0,
+                sequence: memory::load_volatile(&raw const (*self.step).sequence),
             }
         }
     }

@@ -22,11 +22,12 @@
 
 use crate::arch::{WARP, bulk, mbarrier, memory, shared, thread, trap, warp};
 use crate::gpu::sync::Gpu;
+use crate::gpu::turn::Seen;
 use core::cell::Cell;
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::data::share;
 use perpetua_shared::launch::TILE_BARRIERS;
-use perpetua_shared::{DataOp, PrefetchOp};
+use perpetua_shared::{DataOp, PrefetchOp, Step};
 
 const FULL: u32 = 0;
 const EMPTY: u32 = TILE_BARRIERS;
@@ -38,7 +39,7 @@ const TAKEN: u32 = STEP + 1;
 const PLACES: u32 = shared::KEPT;
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
-const WAITED: u32 = POSITION + 1;
+const WAITED: u32 = POSITION + 3;
 // How many passes the first thread has begun, and how many of its tasks it has timed: its own, but in registers they would be held over all
 // bodies.
 const PASSES: u32 = WAITED + 2;
@@ -244,9 +245,9 @@ impl<'a> Tiles<'a> {
         Tiles { sync, thread, has_memory, next: zero(), pass_end: zero(), task_end: zero(), is_timed: Cell::new(false) }
     }
 
-    /// A pass of `program` at `position` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
+    /// The pass `step` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
     #[inline(always)]
-    pub(crate) fn begin(&self, program: u32, position: u32, n: u32, is_first_thread: bool) {
+    pub(crate) fn begin(&self, step: &Step, n: u32, is_first_thread: bool) {
         self.pass_end.set(self.pass_end.get().wrapping_add(n));
         if !is_first_thread {
             return;
@@ -258,10 +259,20 @@ impl<'a> Tiles<'a> {
             if pass > 0 {
                 wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
             }
-            shared::store(PROGRAM, program);
-            shared::store(POSITION, position);
+            shared::store(PROGRAM, step.program);
+            shared::store(POSITION, step.first_pos);
+            shared::store(POSITION + 1, step.rows);
+            shared::store(POSITION + 2, step.sequence);
             mbarrier::arrive(STEP);
         }
+    }
+
+    /// What there is to see of the pass, from the block's first barrier in it on.
+    #[inline(always)]
+    pub(crate) fn pass(&self) -> Seen {
+        // SAFETY: written by `begin` before that barrier, and next after the pass's last.
+        let [first_pos, rows, sequence] = unsafe { shared::constant(POSITION) };
+        Seen { first_pos, rows, sequence }
     }
 
     /// The words its worker shares with the others.
@@ -420,6 +431,6 @@ impl<'a> Tiles<'a> {
         self.task_end.set(self.pass_end.get());
         // SAFETY: the caller's promise.
         unsafe { self.drain() };
-        self.begin(NO_PROGRAM, 0, 0, is_first_thread);
+        self.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, is_first_thread);
     }
 }

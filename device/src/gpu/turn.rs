@@ -10,30 +10,99 @@ use crate::kernels::MAX_SLOTS;
 use core::mem::offset_of;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
 use perpetua_shared::turn::TURN_EVENTS;
-use perpetua_shared::{EventDesc, Operand, Turn};
+use perpetua_shared::{EventDesc, Operand, Step, Turn};
+
+/// What a task sees of its pass: see [`Step`], whose words these are.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) first_pos: u32,
+    pub(crate) rows: u32,
+    pub(crate) sequence: u32,
+}
+
+impl Seen {
+    /// All there is to see of `step`.
+    #[inline(always)]
+    pub(crate) fn of(step: &Step) -> Seen {
+        let Step { first_pos, rows, sequence, .. } = *step;
+        Seen { first_pos, rows, sequence }
+    }
+}
 
 const TURN_WORDS: u32 = size_of::<Turn>() as u32 / 4;
 const OPERAND_WORDS: u32 = size_of::<Operand>() as u32 / 4;
 
-// Words of shared memory: the record's.
-const TURN: u32 = scheduler::WORDS_END;
+// Words of shared memory: what the task sees of its pass, and its record.
+const SEEN: u32 = scheduler::WORDS_END;
+const TURN: u32 = SEEN + 3;
 const OPERANDS: u32 = TURN + TURN_WORDS;
 
 const _: () = assert!(OPERANDS + OPERAND_WORDS * MAX_SLOTS as u32 <= shared::WORDS && MAX_RANK == 4);
 
-/// Fetches the record of `words` words at `from`; all threads may look at it after their block's next barrier.
+/// Fetches the record of `words` words at `from`, of a task in the pass `seen`; all threads may look at it after their block's next barrier.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, none looks at the task before any more, and the record is one of a checked
 /// image's.
 #[inline(always)]
-pub(crate) unsafe fn fetch(from: *const u32, words: u32, block: &Block) {
+pub(crate) unsafe fn fetch(from: *const u32, words: u32, seen: Seen, block: &Block) {
+    // SAFETY: the caller's promise; words of one thread.
+    unsafe {
+        if block.thread == 0 {
+            see(seen);
+        }
+    }
     // Computed anew every time: what follows from it would be held over all bodies.
     let mut at = memory::opaque_word(block.thread);
     while at < words {
         // SAFETY: a record has no more words than there is room for, and a word is written by one thread.
         unsafe { shared::store(TURN + at, memory::load(from.wrapping_add(at as usize))) };
         at += block.threads;
+    }
+}
+
+/// The task sees `seen`, as all threads may after their block's next barrier.
+///
+/// # Safety
+/// One thread calls it, and none looks at what the task saw before any more.
+#[inline(always)]
+pub(crate) unsafe fn see(seen: Seen) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        shared::store(SEEN, seen.first_pos);
+        shared::store(SEEN + 1, seen.rows);
+        shared::store(SEEN + 2, seen.sequence);
+    }
+}
+
+/// What the task sees of its pass.
+#[inline(always)]
+#[track_caller]
+pub(crate) fn seen() -> Seen {
+    // SAFETY: see `word`.
+    let [first_pos, rows, sequence] = unsafe { shared::constant(SEEN) };
+    Seen { first_pos, rows, sequence }
+}
+
+/// Moves the operands of the record fetched, of `words` words, to the caches and tokens of sequence `sequence`, of which binding `b` has
+/// `parts[b]` bytes; all threads may look at it after their block's next barrier.
+///
+/// # Safety
+/// Every thread of the block makes this same call, after a barrier since the record was fetched; a checked image's bindings have a part
+/// for the sequence.
+#[inline(always)]
+pub(crate) unsafe fn shift(parts: *const u64, sequence: u32, words: u32, block: &Block) {
+    let operand = memory::opaque_word(block.thread);
+    if operand < (words - TURN_WORDS) / OPERAND_WORDS {
+        let at = OPERANDS + OPERAND_WORDS * operand;
+        // SAFETY: an operand's words are one thread's.
+        unsafe {
+            let binding = shared::load(at + 2);
+            let address = u64::from(shared::load(at)) | u64::from(shared::load(at + 1)) << 32;
+            let address = address + memory::load(parts.wrapping_add(binding as usize)) * u64::from(sequence);
+            shared::store(at, address as u32);
+            shared::store(at + 1, (address >> 32) as u32);
+        }
     }
 }
 

@@ -74,15 +74,46 @@ impl MacroKernel for Advance {
             unsafe {
                 let (tokens, words) = (call.tensor(0), call.tensor(1));
                 let control = memory::exclusive(words.address([0]).cast::<Control>());
+                if control.n_sequences > 0 {
+                    advance_each(call, control, &tokens);
+                    return Ok(());
+                }
                 let token = match control.step.sampling {
                     0 => None,
                     _ => Some(tokens.get_word(control.step.first_pos + control.step.rows)),
                 };
                 crate::advance::advance(control, call.programs, token.unwrap_or(0));
-                call.tell(token);
+                call.tell(call.mail_of_pass(), call.first_pos().wrapping_add(call.pass_rows()), token);
             }
         }
         Ok(())
+    }
+}
+
+/// The turn of a batch, and what it tells the host: each token made, where it stands in the token buffer; of a pass that has read a
+/// prompt, where the last token read stands.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.
+#[inline(always)]
+unsafe fn advance_each(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
+    let step = control.step;
+    // A pass over all sequences has all of the token buffer, one that reads a prompt that sequence's part.
+    let parts = if step.sampling == 0 { 1 } else { call.programs[step.program as usize].max_rows };
+    let part = tokens.extent(0) / parts;
+    // SAFETY: the caller's promise; `sample` has written the token of each sequence that had not ended.
+    unsafe {
+        let token = |number: usize, position: u32| {
+            let at = number as u32 * part + position;
+            let token = tokens.get_word(at);
+            call.tell(at, position, Some(token));
+            token
+        };
+        crate::advance::advance_batch(control, call.programs, token);
+        if step.sampling == 0 {
+            let read = step.first_pos + step.rows;
+            call.tell(step.sequence * part + read - 1, read, None);
+        }
     }
 }
 

@@ -147,7 +147,7 @@ impl MacroKernel for DecodeAttention {
         // warps found stands between two barriers.
         unsafe {
             let heads = call.tensor(0).extent(1);
-            let pos = call.step.first_pos;
+            let pos = call.first_pos();
             let (first, end) = p.attention().share(pos + 1, call.block::<1>());
             let appends = first <= pos && pos < end;
             let queries = memory::opaque_word(call.tensor(0).extent(2));

@@ -87,10 +87,10 @@ impl MacroKernel for Embedding {
             let (tokens, table, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
             let (positions, kinds) = (call.tensor(2), call.tensor(3));
             for r in 0..call.rows(&y) {
-                let pos = call.step.first_pos + call.row_first() + r;
+                let pos = call.first_pos() + call.row_first() + r;
                 let token = tokens.get_word(pos);
                 if token >= p.vocab {
-                    return Err(Fault::new(FaultCode::TokenOutOfRange, pos, token, p.vocab));
+                    return Err(call.fault(FaultCode::TokenOutOfRange, pos, token, p.vocab));
                 }
                 for c in block.mine(y.extent(1)) {
                     let mut value = table.get([token, c]);

@@ -127,7 +127,7 @@ pub trait MacroKernel {
     #[inline(always)]
     unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         let _ = (params, block);
-        Err(Fault::new(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
+        Err(call.fault(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
     }
 
     /// Whether GPU workers run [`gpu_early`](MacroKernel::gpu_early) instead.
@@ -333,7 +333,7 @@ macro_rules! kernels {
                         $kernel::gpu_early(&params(&call.params()), call, block, ready)
                     })*
                     $($number => $kernel::gpu(&params(&call.params()), call, block),)*
-                    other => Err(Fault::new(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),
+                    other => Err(call.fault(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),
                 }
             }
         }

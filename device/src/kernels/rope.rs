@@ -301,7 +301,7 @@ impl MacroKernel for Rope {
                     break;
                 }
                 let (r, h, half) = (item / heads, item % heads, d / 2);
-                let pos = call.step.first_pos + call.row_first() + r;
+                let pos = call.first_pos() + call.row_first() + r;
                 let turn = |norm: usize| {
                     let (norm, frequencies) = (call.tensor(norm), call.tensor(5));
                     Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() }

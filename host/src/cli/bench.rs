@@ -4,6 +4,7 @@ use super::loss::{self, Loss};
 use super::{
     DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, print, progress, say, warm, writable, write_whole,
 };
+use perpetua::compile::Compiled;
 use perpetua::cuda::probe::Prober;
 use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
@@ -26,7 +27,7 @@ pub(crate) struct Args {
     /// Tokens to measure (sentences, for an embedding model).
     #[arg(long, value_name = "N", default_value_t = 32, allow_negative_numbers = true)]
     tokens: usize,
-    /// Decode this many sequences together, every pass over the weights making a token for each (text models on the CPU).
+    /// Decode this many sequences together, every pass over the weights making a token for each (text models).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     batch: Option<usize>,
     /// Measure so often; the figures are those of the median run.
@@ -52,6 +53,11 @@ impl Args {
         let context = Some(context);
         Args { model, context, tokens, batch: None, runs, compare: true, json: None, trace: Some(trace) }
     }
+
+    /// The same of `sequences` together, compared with nothing but one alone.
+    pub(super) fn of_batch(&self, sequences: usize) -> Args {
+        Args { batch: Some(sequences), compare: false, trace: None, json: None, model: self.model.clone(), ..*self }
+    }
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
@@ -64,6 +70,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         return Err("there is nothing to measure on --device simt: its launches are simulated as a whole, and their times mean \
                     nothing (--device ptx goes through the steps of a benchmark, with times that mean nothing either)"
             .into());
+    }
+    if args.trace.is_some() && args.batch.is_some() {
+        return Err("--trace is of the steps of one sequence: not with --batch".into());
     }
     writable([&args.json, &args.trace].into_iter().flat_map(Option::as_deref))?;
     let model = args.model.open()?;
@@ -140,7 +149,12 @@ impl Run {
         let waited = engine.resident().waited();
         let mut tokens = Vec::new();
         if args.batch.is_some() {
-            engine.generate_batch(prompts, &options)?.try_for_each(|token| token.map(|_| bar.inc(1)))?;
+            engine.generate_batch(prompts, &options)?.try_for_each(|token| {
+                token.map(|(sequence, token)| {
+                    tokens.extend((sequence == 0).then_some(token.id));
+                    bar.inc(1);
+                })
+            })?;
         } else {
             engine.generate(&prompts[0], &options)?.try_for_each(|token| {
                 token.map(|token| {
@@ -227,9 +241,15 @@ fn other_way(
         "same_tokens": same,
     });
     if config.cuda.mode == Mode::PerOperator {
-        figures["launches_per_step"] = operators(&engine.resident().compiled().image, 0).len().into();
+        let compiled = engine.resident().compiled();
+        figures["launches_per_step"] = operators(&compiled.image, decoding(args, compiled)).len().into();
     }
     Ok(figures)
+}
+
+/// The program of the steps that are measured: a batch's comes last, that of one sequence first.
+fn decoding(args: &Args, compiled: &Compiled) -> usize {
+    if args.batch.is_some() { compiled.programs.len() - 1 } else { 0 }
 }
 
 /// The fastest and the slowest of `runs`, which are sorted, in milliseconds a step.
@@ -294,7 +314,7 @@ pub(super) fn generator(
     let (after, event_after) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
-    let decode: &perpetua::compile::Program = &programs[if args.batch.is_some() { programs.len() - 1 } else { 0 }];
+    let decode = &programs[decoding(args, engine.resident().compiled())];
     // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
     let bytes_at = |position| step_bytes(&programs[0], model, position, engine.context(), n_sequences);
     let (read, read_traced) =
@@ -307,7 +327,7 @@ pub(super) fn generator(
     let runs_on = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
     let mut loss = None;
     // The first token's pass is the prompt's last.
-    if on_gpu.is_some() && args.tokens > 1 {
+    if on_gpu.is_some() && args.tokens > 1 && args.batch.is_none() {
         let trace = loss::trace(&mut engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
         if let Some(path) = &args.trace {
             let name = args.model.model.display().to_string();

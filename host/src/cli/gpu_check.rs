@@ -825,6 +825,15 @@ impl Check<'_> {
         let args = bench::Args::of(ModelArgs::on_gpu(folder.clone(), self.gpu.clone()), context, tokens, runs, trace);
         let mut figures = bench::generator(&args, &model, &mut |figures| self.keep(figures.clone()))?;
         figures["model"] = preset.into();
+        for sequences in self.batches(preset) {
+            self.keep(figures.clone())?;
+            let of_batch = args.of_batch(*sequences);
+            let batch = bench::generator(&of_batch, &model, &mut |_| Ok(()))?;
+            let kept =
+                ["step_ms_median", "step_ms_of_runs", "tokens_per_s", "times_alone", "share_of_bandwidth_percent"];
+            let kept = kept.into_iter().map(|name| (name.to_owned(), batch[name].clone()));
+            figures["sequences_together"][sequences.to_string()] = kept.collect::<serde_json::Map<_, _>>().into();
+        }
         self.keep(figures.clone())?;
         figures["pytorch"] = self.peer(&folder);
         if let Some(theirs) = figures["pytorch"]["cuda_graph"]["step_us"].as_f64() {
@@ -840,6 +849,15 @@ impl Check<'_> {
             figures["first_token_times_as_fast_as_pytorch"] = ratios.into();
         }
         Ok(figures)
+    }
+
+    /// How many sequences are decoded together in further runs: of the smallest model alone, for want of time.
+    fn batches(&self, preset: &str) -> &'static [usize] {
+        match preset {
+            "qwen3-0.6b" if self.args.simulated => &[2],
+            "qwen3-0.6b" => &[4, 16, 64],
+            _ => &[],
+        }
     }
 
     /// PyTorch with CUDA graphs on the same weights.

@@ -138,7 +138,7 @@ enum DeviceName {
 }
 
 /// The arguments every verb that runs a model takes.
-#[derive(Debug, Args)]
+#[derive(Clone, Debug, Args)]
 struct ModelArgs {
     /// Model folder: config.json, tokenizer.json, *.safetensors.
     #[arg(long, value_name = "DIR")]

@@ -437,12 +437,11 @@ fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
         constant("prefetches", params.prefetches, params.n_prefetches, size_of::<PrefetchOp>()),
         section("e", params.counters, u64::from(params.n_events) + n_queue, 4, Access::Atomic),
     ];
-    // The table of bindings has no count of its own: it lies where an allocation says, up to the next section.
     ranges.retain(|range| range.bytes > 0);
-    ranges.sort_by_key(|range| range.at);
-    let table_end = |end: u64| {
-        ranges.iter().map(|range| range.at).find(|at| *at > params.bindings).unwrap_or(end).min(end) - params.bindings
-    };
+    // The tables of bindings have no count of their own: each lies where an allocation says, up to the next section.
+    let tables = [("the table of bindings", params.bindings), ("parts", params.parts)];
+    let starts: Vec<u64> = ranges.iter().map(|range| range.at).chain(tables.map(|(_, at)| at)).collect();
+    let table_end = |at: u64, end: u64| starts.iter().copied().filter(|next| *next > at).fold(end, u64::min);
     let mut all = Vec::new();
     let mut add = |name, at, bytes, access| {
         if bytes > 0 {
@@ -456,8 +455,8 @@ fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
             .filter(|range| (*base..end).contains(&range.at))
             .map(|range| (range.at, range.bytes, range.access, range.name))
             .collect();
-        if (*base..end).contains(&params.bindings) {
-            inside.push((params.bindings, table_end(end), Access::Constant, "the table of bindings"));
+        for (name, at) in tables.into_iter().filter(|(_, at)| (*base..end).contains(at)) {
+            inside.push((at, table_end(at, end) - at, Access::Constant, name));
         }
         inside.sort_by_key(|range| range.0);
         let mut at = *base;

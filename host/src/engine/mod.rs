@@ -397,7 +397,7 @@ impl Engine {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         model.decoder()?;
         let place = match config.device {
-            Device::Auto if model.quantized().is_some() || config.sequences.is_some() || config.exact => {
+            Device::Auto if model.quantized().is_some() || config.exact => {
                 Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
             }
             _ => Place::of(config),
@@ -419,11 +419,6 @@ impl Engine {
             if sequences == 0 || sequences > MAX_SEQUENCES {
                 let expected = "1 to 64";
                 return Err(EngineError::Option { name: "batch", given: sequences.to_string(), expected });
-            }
-            if matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
-                let given = format!("for a batch of {sequences}");
-                let expected = "cpu or reference: GPU workers decode one sequence";
-                return Err(EngineError::Option { name: "device", given, expected });
             }
             if config.all_logits {
                 return Err(EngineError::Purpose("every position's logits and batches at once"));
@@ -510,8 +505,8 @@ impl Engine {
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
     /// of them. They are numbered as given; sequence `s` draws with the seed `options.seed + s`, and its tokens are those
-    /// that [`Engine::generate`] makes from its prompt with that seed, to the bit where prompts are read
-    /// [exactly](EngineConfig::exact). Dropping the iterator stops the run.
+    /// that [`Engine::generate`] makes from its prompt with that seed, on the CPU, to the bit where prompts are read
+    /// [exactly](EngineConfig::exact); on a GPU passes of several rows round what they multiply to bf16. Dropping the iterator stops the run.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
@@ -543,6 +538,8 @@ impl Engine {
         prompts.iter().try_for_each(|prompt| self.check_prompt(prompt))?;
         let mut control = self.control(options)?;
         control.n_sequences = prompts.len() as u32;
+        // Those there are no prompts for have nothing to do.
+        control.sequences[prompts.len()..].iter_mut().for_each(|sequence| sequence.end = End::MaxTokens as u32);
         let part = self.context + 1;
         let mut each = Vec::new();
         for (number, prompt) in prompts.iter().enumerate() {
@@ -638,10 +635,14 @@ impl Engine {
         self.resident.read_f32(&output, self.sequences).ok()
     }
 
-    /// The logits that the last token of the last generation was chosen from.
+    /// The logits that the last token of the last generation was chosen from; `None` before there has been one.
     pub fn last_logits(&mut self) -> Option<Vec<f32>> {
-        let decode = ProgramId(0);
-        let output = self.resident.output(decode, "logits")?;
+        // The pass that chose it, be it one that read a prompt, took all rows there were.
+        self.resident.stamps().first()?;
+        let rows = self.resident.finish().ok()?.step.rows;
+        let programs = self.resident.compiled.image.view().programs;
+        let last = ProgramId(perpetua_device::advance::choose_program(programs, rows)?);
+        let output = self.resident.output(last, "logits")?;
         self.resident.read_f32(&output, 1).ok()
     }
 

@@ -169,10 +169,7 @@ impl Resident {
         match self.memory() {
             // SAFETY: as `set_input`.
             Ok(memory) => unsafe { memory.set_tokens(position, tokens) },
-            Err(cuda) => {
-                assert_eq!(position, 0, "engines refuse batches on a GPU");
-                cuda.set_tokens(tokens);
-            }
+            Err(cuda) => cuda.set_tokens(position, tokens),
         }
     }
 
@@ -218,7 +215,8 @@ impl Resident {
         match &self.executor {
             Executor::Threads(threads) => threads.produced_of(sequence),
             Executor::Reference(reference) => reference.produced_of(sequence),
-            Executor::Simt(_) | Executor::Cuda(_) => unreachable!("engines refuse batches there"),
+            Executor::Simt(simt) => simt.produced_of(sequence),
+            Executor::Cuda(cuda) => cuda.produced_of(sequence),
         }
     }
 

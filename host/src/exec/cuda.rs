@@ -21,7 +21,7 @@
 use super::memory::{MemoryError, WeightSource, read_f32};
 use super::operators::operators;
 use super::threads::usable_cores;
-use super::{RunError, Stopper};
+use super::{RunError, Stopper, check_sequences};
 use crate::compile::Compiled;
 use crate::cuda::driver::{
     CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
@@ -31,7 +31,7 @@ use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
 use perpetua_device::{advance, queue, turns};
-use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP};
+use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP, Step};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{
     BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TASK_THREADS, TILE_BYTES, TaskTrace,
@@ -93,6 +93,7 @@ const STAGE_BYTES: usize = 1 << 20;
 #[derive(Debug, Default)]
 struct Layout {
     table: u64,
+    parts: u64,
     programs: u64,
     tasks: u64,
     turns: u64,
@@ -126,6 +127,7 @@ impl Layout {
             at
         };
         layout.table = place(8 * compiled.bindings.len(), 1);
+        layout.parts = place(8 * compiled.bindings.len(), 1);
         layout.programs = place(size_of_val(view.programs), 1);
         layout.tasks = place(size_of_val(view.tasks), 1);
         layout.turns = place(4 * turns::words(&view) * view.tasks.len(), 1);
@@ -151,22 +153,89 @@ impl Layout {
     }
 }
 
+/// Which entries of the mailbox the passes of a run write.
+#[derive(Debug, Default)]
+struct Post {
+    /// Where the next token of each sequence will stand in the token buffer when the run begins.
+    first: Vec<usize>,
+    /// Of a batch: the entries of the passes that read prompts, which come first; those after them make a token for each sequence that has
+    /// not ended, whose entry is its place in the token buffer. Of one sequence entries follow each other, a pass each.
+    reads: Option<Vec<usize>>,
+}
+
+impl Post {
+    /// Of a run from `control`, of an image with `programs`; a sequence has `part` tokens of the buffer.
+    fn new(control: &Control, programs: &[ProgramDesc], part: usize) -> Post {
+        let sequences = &control.sequences[..control.n_sequences as usize];
+        if sequences.is_empty() {
+            return Post { first: vec![control.n_tokens as usize], reads: None };
+        }
+        let first = sequences.iter().enumerate().map(|(at, sequence)| at * part + sequence.n_tokens as usize);
+        let reads = steps(control, programs).take_while(|step| step.sampling == 0);
+        let last = |step: Step| step.sequence as usize * part + (step.first_pos + step.rows) as usize - 1;
+        Post { first: first.collect(), reads: Some(reads.map(last).collect()) }
+    }
+}
+
 /// What the host has seen of the run under way.
 #[derive(Debug, Default)]
 struct Seen {
-    /// Entries of the mailbox.
-    mails: usize,
-    tokens: Vec<u32>,
+    post: Post,
+    /// Passes that read prompts, of a batch; else all.
+    n_read: usize,
+    /// Tokens that each sequence has made.
+    made: Vec<usize>,
     /// Tokens in the cache.
     position: u32,
+    /// The token buffer, as far as the host has written it or heard of it.
+    tokens: Vec<u32>,
+}
+
+impl Seen {
+    /// Of a run that begins, over what the token buffer holds.
+    fn begin(&mut self, post: Post) {
+        *self = Seen {
+            made: vec![0; post.first.len()],
+            post,
+            n_read: 0,
+            position: 0,
+            tokens: std::mem::take(&mut self.tokens),
+        };
+    }
+
+    /// How many passes have ended.
+    fn passes(&self) -> usize {
+        match self.post.reads {
+            None => self.n_read,
+            Some(_) => self.n_read + self.made.iter().max().unwrap_or(&0),
+        }
+    }
+
+    /// The entry of pass `pass`, which has ended.
+    fn entry(&self, pass: usize) -> usize {
+        let Some(reads) = &self.post.reads else { return pass };
+        let longest = self.made.iter().zip(&self.post.first).max_by_key(|(made, _)| **made);
+        reads.get(pass).copied().unwrap_or_else(|| longest.map_or(0, |(_, first)| first + pass - reads.len()))
+    }
+
+    /// Sequence `sequence` has made `token`.
+    fn make(&mut self, sequence: usize, token: u32) {
+        let at = self.post.first[sequence] + self.made[sequence];
+        self.made[sequence] += 1;
+        if at >= self.tokens.len() {
+            self.tokens.resize(at + 1, 0);
+        }
+        self.tokens[at] = token;
+    }
 }
 
 /// A run's, since the host last looked and heard something new.
 #[derive(Debug)]
 struct Silence {
-    mails: usize,
+    passes: usize,
     since: Instant,
-    is_told: bool,
+    /// When the run was told to stop for it.
+    told: Option<Instant>,
 }
 
 /// The executor.
@@ -196,7 +265,6 @@ pub struct Cuda {
     n_launched: usize,
     program_runs: [u32; perpetua_shared::limits::MAX_PROGRAMS],
     iteration: u32,
-    prompt: Vec<u32>,
     is_running: bool,
     /// Of the run under way, or the last one.
     stopper: Stopper,
@@ -355,6 +423,7 @@ impl Cuda {
             list_heads: at(layout.list_heads),
             lists: at(layout.lists),
             bindings: at(layout.table),
+            parts: at(layout.parts),
             counters: at(layout.counters),
             control: 0,
             fault: at(layout.fault),
@@ -398,10 +467,12 @@ impl Cuda {
         };
 
         let table: Vec<u64> = layout.bindings.iter().map(|offset| at(*offset)).collect();
+        let parts: Vec<u64> = (0..table.len()).map(|binding| image.part_bytes(binding)).collect();
         let turns = turns::records(&view, &table);
         let mut pieces = Vec::new();
         let mut piece = |offset: u64, bytes| pieces.push(Piece { to: base.offset(offset), bytes });
         piece(layout.table, bytemuck::cast_slice(&table));
+        piece(layout.parts, bytemuck::cast_slice(&parts));
         piece(layout.programs, bytemuck::cast_slice(view.programs));
         piece(layout.tasks, bytemuck::cast_slice(view.tasks));
         piece(layout.turns, bytemuck::cast_slice(&turns));
@@ -458,7 +529,6 @@ impl Cuda {
             n_launched: 0,
             program_runs: Zeroable::zeroed(),
             iteration: 0,
-            prompt: Vec::new(),
             is_running: false,
             stopper: Stopper::default(),
             is_tracing: true,
@@ -547,13 +617,20 @@ impl Cuda {
         Ok(())
     }
 
-    /// Writes `tokens` at the token buffer's start; waits for a run to end.
-    pub fn set_tokens(&mut self, tokens: &[u32]) {
+    /// Writes `tokens` at `position` of the token buffer; waits for a run to end.
+    pub fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
         self.wait();
-        assert!(4 * tokens.len() as u64 <= self.sizes[self.tokens], "tokens must fit the token buffer");
-        self.prompt = tokens.to_vec();
+        let end = position + tokens.len();
+        assert!(4 * end as u64 <= self.sizes[self.tokens], "tokens must fit the token buffer");
+        let mut seen = self.seen_mut();
+        if seen.tokens.len() < end {
+            seen.tokens.resize(end, 0);
+        }
+        seen.tokens[position..end].copy_from_slice(tokens);
+        drop(seen);
+        let to = self.at(self.tokens).offset(4 * position as u64);
         // SAFETY: they fit, and no kernel runs.
-        if let Err(error) = unsafe { self.write(self.at(self.tokens), bytemuck::cast_slice(tokens)) } {
+        if let Err(error) = unsafe { self.write(to, bytemuck::cast_slice(tokens)) } {
             self.lose(error);
         }
     }
@@ -610,9 +687,10 @@ impl Cuda {
 
     /// As [`Cuda::start`]; the run ends soon after `stopper` is told.
     pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
-        assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
+        check_sequences(&self.image, &control);
         self.wait();
-        *self.seen_mut() = Seen::default();
+        let part = self.tokens_of_sequence();
+        self.seen_mut().begin(Post::new(&control, self.image.view().programs, part));
         self.silence = None;
         self.gave_up = None;
         self.finished = None;
@@ -632,6 +710,11 @@ impl Cuda {
             let lost = self.lose(error);
             self.outcome = Some(Err(lost));
         }
+    }
+
+    /// Tokens of the buffer that a sequence has.
+    fn tokens_of_sequence(&self) -> usize {
+        if self.tokens < self.sizes.len() { self.image.part_bytes(self.tokens) as usize / 4 } else { 0 }
     }
 
     /// Launches a run; that of the stopper `before` was the last.
@@ -672,7 +755,7 @@ impl Cuda {
             }
             Kernels::PerOperator(_) => {
                 drop(_entered);
-                self.passes = passes(control, self.image.view().programs);
+                self.passes = steps(control, self.image.view().programs).map(|step| step.program).collect();
                 self.n_launched = 0;
                 self.launch_ahead()?;
             }
@@ -684,7 +767,7 @@ impl Cuda {
     /// Launches passes until [`AHEAD`] of them have not been heard of.
     fn launch_ahead(&mut self) -> Result<(), CudaError> {
         let Kernels::PerOperator(graphs) = &self.kernels else { return Ok(()) };
-        let heard = self.look().mails;
+        let heard = self.look().passes();
         let n = (heard + AHEAD).saturating_sub(self.n_launched).min(self.passes.len());
         let _entered = self.gpu.enter()?;
         for program in self.passes.drain(..n) {
@@ -758,21 +841,42 @@ impl Cuda {
     /// Reads what mail there is.
     fn look(&self) -> MutexGuard<'_, Seen> {
         let mut seen = self.seen_mut();
-        while seen.mails < self.n_mail {
-            let mail = self.mailbox.host.cast::<Mail>().wrapping_add(seen.mails);
+        let entry = |at: usize| {
+            if at >= self.n_mail {
+                return None;
+            }
+            let mail = self.mailbox.host.cast::<Mail>().wrapping_add(at);
             // SAFETY: inside the mailbox, aligned; the kernel writes the word at once, and the host only between runs.
             let word = unsafe { AtomicU64::from_ptr(&raw mut (*mail).word) };
-            let Some((position, token)) = Mail::read(word.load(Ordering::Acquire)) else { break };
-            seen.mails += 1;
+            Mail::read(word.load(Ordering::Acquire))
+        };
+        let next = |seen: &Seen| match &seen.post.reads {
+            None => Some(seen.n_read),
+            Some(reads) => reads.get(seen.n_read).copied(),
+        };
+        while let Some((position, token)) = next(&seen).and_then(entry) {
+            seen.n_read += 1;
             seen.position = position;
-            seen.tokens.extend(token);
+            if let Some(token) = token {
+                seen.make(0, token);
+            }
+        }
+        for sequence in (0..seen.made.len()).filter(|_| seen.post.reads.is_some()).collect::<Vec<_>>() {
+            while let Some((_, Some(token))) = entry(seen.post.first[sequence] + seen.made[sequence]) {
+                seen.make(sequence, token);
+            }
         }
         seen
     }
 
-    /// Tokens made so far in this run.
+    /// Tokens made so far in this run, by all sequences together.
     pub fn produced(&self) -> u32 {
-        self.look().tokens.len() as u32
+        self.look().made.iter().sum::<usize>() as u32
+    }
+
+    /// Those of them for sequence `number` of a batch.
+    pub fn produced_of(&self, number: usize) -> u32 {
+        self.look().made.get(number).map_or(0, |made| *made as u32)
     }
 
     /// Tokens in the cache, as far as this run has told.
@@ -780,12 +884,9 @@ impl Cuda {
         self.look().position
     }
 
-    /// The token at `position`: one of the prompt's, or one that [`Cuda::produced`] has counted.
+    /// The token at `position` of the token buffer: one of a prompt's, or one that [`Cuda::produced`] has counted.
     pub fn token(&self, position: usize) -> u32 {
-        match self.prompt.get(position) {
-            Some(token) => *token,
-            None => self.seen_mut().tokens[position - self.prompt.len()],
-        }
+        self.seen_mut().tokens[position]
     }
 
     /// Whether a run is under way: one that has not been given up, because nothing has been heard of it for too long.
@@ -798,7 +899,7 @@ impl Cuda {
             match done {
                 Ok(false) => self.lose_patience(),
                 // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
-                Ok(true) if !self.passes.is_empty() && self.look().mails == self.n_launched => {}
+                Ok(true) if !self.passes.is_empty() && self.look().passes() == self.n_launched => {}
                 Ok(true) => self.is_running = false,
                 Err(error) => {
                     self.is_running = false;
@@ -819,13 +920,16 @@ impl Cuda {
     /// stop in vain.
     fn lose_patience(&mut self) {
         let patience = 4 * self.options.timeout + Duration::from_secs(2);
-        let mails = self.look().mails;
-        let silence = self.silence.get_or_insert_with(|| Silence { mails, since: Instant::now(), is_told: false });
-        if silence.mails != mails {
+        let passes = self.look().passes();
+        let silence = self.silence.get_or_insert_with(|| Silence { passes, since: Instant::now(), told: None });
+        if silence.passes != passes {
             self.silence = None;
-        } else if silence.since.elapsed() > patience * (1 + u32::from(silence.is_told)) {
-            if !std::mem::replace(&mut silence.is_told, true) {
-                self.gave_up = Some(silence.since.elapsed()).filter(|_| !self.stopper.is_told());
+        } else if silence.told.unwrap_or(silence.since).elapsed() > patience {
+            if silence.told.replace(Instant::now()).is_none() {
+                // The first time counts: after it the run has been told, though not by whoever wanted it to end.
+                if self.gave_up.is_none() {
+                    self.gave_up = Some(silence.since.elapsed()).filter(|_| !self.stopper.is_told());
+                }
                 return self.stop();
             }
             let what = format!(
@@ -945,14 +1049,14 @@ impl Cuda {
     /// iterations, the host's the time of the last.
     pub fn stamps(&self) -> Vec<Instant> {
         let mut stamps = vec![self.launched];
-        let mails = self.look().mails;
+        let seen = self.look();
         let finished = self.finished.unwrap_or_else(Instant::now);
+        let mail = |pass| self.mailbox.host.cast::<Mail>().wrapping_add(seen.entry(pass));
         // SAFETY: inside the mailbox, and written before the words that have been seen, or at the kernel's end at the latest.
-        let stamp =
-            |i: usize| unsafe { (&raw const (*self.mailbox.host.cast::<Mail>().add(i)).stamp_ns).read_volatile() };
-        let last = mails.checked_sub(1).map_or(0, stamp);
-        let ago = |i| Duration::from_nanos(last.saturating_sub(stamp(i)));
-        stamps.extend((0..mails).map(|i| finished.checked_sub(ago(i)).unwrap_or(self.launched)));
+        let stamp = |pass: usize| unsafe { (&raw const (*mail(pass)).stamp_ns).read_volatile() };
+        let last = seen.passes().checked_sub(1).map_or(0, stamp);
+        let ago = |pass| Duration::from_nanos(last.saturating_sub(stamp(pass)));
+        stamps.extend((0..seen.passes()).map(|pass| finished.checked_sub(ago(pass)).unwrap_or(self.launched)));
         stamps
     }
 
@@ -998,15 +1102,17 @@ fn refuse_too_large(gpu: &Gpu, compiled: &Compiled, layout: &Layout) -> Result<(
     Err(GpuError::Memory { device, free, needed, weights, cache, rest: needed - weights - cache })
 }
 
-/// The programs of a run from `control`'s step on, pass by pass, unless a stop token, the host or a fault ends it before.
-fn passes(control: &Control, programs: &[ProgramDesc]) -> VecDeque<u32> {
+/// The steps of a run from `control`'s on, pass by pass, unless a stop token, the host or a fault ends it before.
+fn steps(control: &Control, programs: &[ProgramDesc]) -> impl Iterator<Item = Step> {
     let mut control = Control { n_stop_tokens: 0, stop: 0, ..*control };
-    let mut passes = VecDeque::new();
-    while control.step.program != NO_PROGRAM {
-        passes.push_back(control.step.program);
-        advance::advance(&mut control, programs, 0);
-    }
-    passes
+    std::iter::from_fn(move || {
+        let step = Some(control.step).filter(|step| step.program != NO_PROGRAM)?;
+        match control.n_sequences {
+            0 => advance::advance(&mut control, programs, 0),
+            _ => advance::advance_batch(&mut control, programs, |_, _| 0),
+        }
+        Some(step)
+    })
 }
 
 /// Program `program` of `image` as a chain of launches of `function`.

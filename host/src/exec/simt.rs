@@ -7,7 +7,7 @@
 //! and line.
 
 use super::memory::Memory;
-use super::{RunError, Stopper};
+use super::{RunError, Stopper, check_sequences};
 use crate::image::Image;
 use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::queue;
@@ -110,7 +110,7 @@ impl Simt {
 
     /// As [`Simt::start`]; the iteration in which `stopper` is told is the last.
     pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
-        assert_eq!(control.n_sequences, 0, "GPU workers decode one sequence");
+        check_sequences(&self.image, &control);
         let base = self.memory.control_base();
         // SAFETY: the control block is aligned and nobody else touches it between launches.
         let before = unsafe { base.read() };
@@ -152,6 +152,14 @@ impl Simt {
         }
     }
 
+    /// Those of them for sequence `number` of a batch.
+    pub fn produced_of(&self, number: usize) -> u32 {
+        match &self.outcome {
+            Some(Ok(control)) => control.sequences[number].produced,
+            _ => 0,
+        }
+    }
+
     /// How the last run ended.
     ///
     /// # Errors
@@ -174,6 +182,7 @@ impl Simt {
         let mut fault = Fault::default();
         let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
         let view = self.image.view();
+        let parts: Vec<u64> = (0..bindings.len()).map(|binding| self.image.part_bytes(binding)).collect();
         let turns = turns::records(&view, &bindings);
         let loads = if self.options.tiles { self.image.loads() } else { self.image.no_loads() };
         // Nobody reads these here; the kernel writes them all the same.
@@ -196,6 +205,7 @@ impl Simt {
             list_heads: constant("list heads", bytemuck::cast_slice(view.list_heads)),
             lists: constant("lists", bytemuck::cast_slice(view.lists)),
             bindings: constant("the table of bindings", bytemuck::cast_slice(&bindings)),
+            parts: constant("parts", bytemuck::cast_slice(&parts)),
             data_heads: constant("data heads", bytemuck::cast_slice(&loads.data_heads)),
             data: constant("data ops", bytemuck::cast_slice(loads.data)),
             prefetch_heads: constant("prefetch heads", bytemuck::cast_slice(&loads.prefetch_heads)),
@@ -251,7 +261,8 @@ impl Simt {
             allocations.push(Allocation::new("positions", positions.as_mut_ptr().cast(), bytes, Access::Written));
         }
         // SAFETY: the control block is aligned and nobody else touches it between launches.
-        let is_long = unsafe { (*self.memory.control_base()).step.rows } > 1;
+        let control = unsafe { self.memory.control_base().read() };
+        let is_long = control.step.rows > 1 || control.n_sequences > 1;
         let block_threads = self.options.block_threads.unwrap_or(if is_long { 160 } else { 64 });
         let options = simt::Options {
             service_warps: 1,

@@ -12,6 +12,7 @@ use super::matrix::Groups;
 use super::pipeline::{NOBODY, Pipeline, Stretch, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
+use memmap2::MmapMut;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Lanes of a warp.
@@ -91,20 +92,27 @@ pub(super) fn run(
         params[*at as usize..][..*bytes as usize].copy_from_slice(param);
     }
     let warps = launch.threads as usize / WARP;
-    let blocks = (0..launch.blocks).map(|_| Block {
-        // Whoever reads what nobody wrote reads NaNs.
-        shared: vec![0xff; (layout.shared_bytes + launch.shared_bytes) as usize],
-        phases: BTreeMap::new(),
-        named: Default::default(),
-        warps: (0..warps).map(|_| Warp::new(entry)).collect(),
-    });
+    let block = |_| {
+        Ok(Block {
+            // Whoever reads what nobody wrote reads NaNs.
+            shared: vec![0xff; (layout.shared_bytes + launch.shared_bytes) as usize],
+            phases: BTreeMap::new(),
+            named: Default::default(),
+            warps: (0..warps).map(|_| Warp::new(entry)).collect::<std::io::Result<_>>()?,
+        })
+    };
+    let blocks: std::io::Result<Vec<Block>> = (0..launch.blocks).map(block).collect();
+    let blocks = match blocks {
+        Ok(blocks) => blocks,
+        Err(error) => return refuse(format!("no memory for the registers of {} blocks: {error}", launch.blocks)),
+    };
     let mut machine = Machine {
         entry,
         layout,
         launch,
         memory,
         params,
-        blocks: blocks.collect(),
+        blocks,
         ready: (0..launch.blocks as usize * warps).collect(),
         asleep: Vec::new(),
         copies: VecDeque::new(),
@@ -179,8 +187,8 @@ struct LaneCopy {
 
 #[derive(Debug)]
 pub(super) struct Warp {
-    /// Of every register in turn; flat, so that those nobody uses take no memory.
-    rows: Vec<u64>,
+    /// [`Row`]s of every register in turn, in pages of their own: those nobody uses take no memory.
+    rows: MmapMut,
     preds: Vec<u32>,
     parts: Vec<Part>,
     copies: Vec<LaneCopy>,
@@ -192,16 +200,18 @@ pub(super) struct Warp {
 }
 
 impl Warp {
-    fn new(entry: &Entry) -> Warp {
-        Warp {
-            rows: vec![0; entry.rows as usize * WARP],
+    /// # Errors
+    /// The system's, if it gives no memory.
+    fn new(entry: &Entry) -> std::io::Result<Warp> {
+        Ok(Warp {
+            rows: MmapMut::map_anon((entry.rows as usize).max(1) * size_of::<Row>())?,
             preds: vec![0; entry.preds as usize],
             parts: vec![Part { pc: 0, lanes: ALL, state: State::Ready, joins: Vec::new() }],
             busy: 0,
             copies: Vec::new(),
             closed: [0; WARP],
             groups: Groups::default(),
-        }
+        })
     }
 
     fn lanes(&self) -> u32 {
@@ -209,12 +219,15 @@ impl Warp {
     }
 
     pub(super) fn row<'a>(&'a self, entry: &'a Entry, slot: Slot) -> &'a Row {
-        let registers = self.rows.as_chunks::<WARP>().0;
-        registers.get(slot as usize).unwrap_or_else(|| &entry.constants[(slot - entry.rows) as usize])
+        let registers: &[Row] = bytemuck::cast_slice(&self.rows);
+        registers[..entry.rows as usize]
+            .get(slot as usize)
+            .unwrap_or_else(|| &entry.constants[(slot - entry.rows) as usize])
     }
 
     pub(super) fn set(&mut self, slot: Slot, lanes: u32, value: &Row) {
-        let row = &mut self.rows.as_chunks_mut::<WARP>().0[slot as usize];
+        let rows: &mut [Row] = bytemuck::cast_slice_mut(&mut self.rows);
+        let row = &mut rows[slot as usize];
         if lanes == ALL {
             *row = *value;
             return;

@@ -42,7 +42,8 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     if rows == 0 || q.extent(3) == 0 {
         return Ok(());
     }
-    let visible = p.visible(call.step, call.task.row_first + rows as u32 - 1);
+    let seen_by = |row: u32| p.visible([call.step.first_pos, call.step.rows], call.task.row_first + row);
+    let visible = seen_by(rows as u32 - 1);
     assert!(visible <= k.extent(1), "row sees {visible} positions of {}", k.extent(1));
     assert!(has_unit_stride::<3>(&k) && has_unit_stride::<3>(&v), "positions need unit stride");
     if bidirectional::is_for(p, [&q, &k, &v]) {
@@ -50,7 +51,7 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         scratch.isa.run(bidirectional::Attend { rows, positions, scale, q, k, v, y, scratch });
         return Ok(());
     }
-    let first = p.visible(call.step, call.task.row_first);
+    let first = seen_by(0);
     #[cfg(target_arch = "x86_64")]
     if tiles::is_for(p, [&q, &k, &v], scratch) {
         let task = tiles::Attend { rows, first, p: *p, q: &q, k: &k, v: &v, y: &y };

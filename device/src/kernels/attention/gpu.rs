@@ -126,7 +126,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let (heads, group) = (q.extent(1), q.extent(2));
                 let item = unit / parts;
                 let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-                let visible = p.visible(call.step, call.row_first() + r) as u32;
+                let visible = p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32;
                 let (first, end) = part(p.share(visible, call.block::<1>()), unit % parts, parts);
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
@@ -144,7 +144,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let q = call.tensor(0);
                     let (heads, group) = (q.extent(1), q.extent(2));
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-                    let visible = p.visible(call.step, call.row_first() + r) as u32;
+                    let visible = p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32;
                     let at = FREE_SHARED + item * parts * PART;
                     let found = merge(at, parts, p.share(visible, call.block::<1>()), lane);
                     put(p, (call, &call.tensor(3)), [r, h, g], d, slice, lane, &found);
@@ -184,7 +184,7 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
             let (k, v) = (Head::new(&call.tensor(1), h), Head::new(&call.tensor(2), h));
             let seen = |m: u32| {
                 let r = quotient(m, group, part_of_group);
-                p.visible(call.step, call.row_first() + r) as u32
+                p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32
             };
             let positions = seen(count - 1);
             let queries = &Rows { row: |m| row(0, m), count, columns: d };

@@ -42,9 +42,9 @@ pub struct Params {
 }
 
 impl Params {
-    /// How many positions row `row` of the pass sees.
-    pub fn visible(&self, step: &perpetua_shared::Step, row: u32) -> usize {
-        (if self.causal != 0 { step.first_pos + row + 1 } else { step.rows }) as usize
+    /// How many positions row `row` of a pass of `rows` rows from position `first_pos` on sees.
+    pub fn visible(&self, [first_pos, rows]: [u32; 2], row: u32) -> usize {
+        (if self.causal != 0 { first_pos + row + 1 } else { rows }) as usize
     }
 
     /// The positions, of `visible`, that split `number` attends to: first and end.
@@ -114,7 +114,7 @@ impl MacroKernel for Attention {
         let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         for r in 0..call.rows(0) {
-            let visible = p.visible(call.step, call.task.row_first + r as u32);
+            let visible = p.visible([call.step.first_pos, call.step.rows], call.task.row_first + r as u32);
             let (first, end) = p.share(visible as u32, call.task.block[1]);
             let positions = first as usize..end as usize;
             for h in 0..n_kv {

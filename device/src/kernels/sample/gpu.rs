@@ -22,7 +22,7 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
     unsafe {
         let (logits, control, tokens) = (call.tensor(0), call.tensor(3), call.tensor(4));
         let (values, indices) = (call.tensor(1), call.tensor(2));
-        let position = call.step.first_pos + call.step.rows;
+        let position = call.first_pos() + call.pass_rows();
         let mut best = Candidate::NONE;
         for at in block.mine(values.extent(0)) {
             // A part whose logits are all NaN gives the index -1, which is the largest there is.
@@ -30,7 +30,7 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
         }
         let best = block.best(best);
         if best.index == u32::MAX {
-            return Err(Fault::new(FaultCode::NotANumber, position, 0, 0));
+            return Err(call.fault(FaultCode::NotANumber, position, 0, 0));
         }
         let word = |offset: usize| control.get_word(offset as u32 / 4);
         let temperature = f32::from_bits(word(offset_of!(Control, temperature)));
@@ -41,7 +41,7 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
             token = draw.token(
                 word(offset_of!(Control, top_k)),
                 f32::from_bits(word(offset_of!(Control, top_p))),
-                uniform(seed_of([word(seed_at), word(seed_at + 4)], call.step.sequence), position),
+                uniform(seed_of([word(seed_at), word(seed_at + 4)], call.sequence()), position),
             );
         }
         if block.thread == 0 {

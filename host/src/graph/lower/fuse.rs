@@ -2,7 +2,8 @@
 //!
 //! - A [`RmsNorm`] whose result only products read goes into them: each normalises its row itself.
 //! - A [`SelectRow`] of one row is that row: who reads it reads what it was selected from.
-//! - [`Rope`] and the causal [`Attention`] over the cache it appends to become one [`DecodeAttention`].
+//! - [`Rope`] and the causal [`Attention`] over the cache it appends to become one [`DecodeAttention`]; in the pass over a batch, too, in
+//!   which each sequence has them for itself, over its own row.
 //!
 //! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read what
 //! it no longer makes. Tensors that nobody makes any more stay in the table, without bytes.
@@ -39,13 +40,29 @@ pub(super) fn fuse(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
     graph.with_ops(ops.into_iter().flatten())
 }
 
-/// Whether `op` reads or writes the buffer of `tensor`, other than through `except`.
+/// `graph`, a pass over several rows, with the attention of those operators made one that have a row alone.
+///
+/// # Errors
+/// As [`fuse`].
+pub(super) fn fuse_attention(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
+    let mut ops: Vec<Option<Operator>> = graph.ops().cloned().map(Some).collect();
+    (0..ops.len()).for_each(|at| attend(graph, &mut ops, at));
+    graph.with_ops(ops.into_iter().flatten())
+}
+
+/// Whether `op` reads or writes the bytes of `tensor`, or some between them, other than through `except`.
 fn touches(graph: &KernelGraph, op: &Operator, tensor: TensorId, except: Option<usize>) -> bool {
-    let buffer = graph.table[tensor].buffer;
-    op.slots
-        .iter()
-        .enumerate()
-        .any(|(slot, t)| Some(slot) != except && t.is_some_and(|t| graph.table[t].buffer == buffer))
+    let span = |t: TensorId| {
+        let tensor = &graph.table[t];
+        let last = tensor.shape.iter().zip(&tensor.strides).map(|(n, stride)| n.saturating_sub(1) * stride);
+        (tensor.buffer, tensor.offset_elems, tensor.offset_elems + last.sum::<usize>())
+    };
+    let (buffer, first, last) = span(tensor);
+    let meets = |t: TensorId| {
+        let (other, from, to) = span(t);
+        other == buffer && from <= last && first <= to
+    };
+    op.slots.iter().enumerate().any(|(slot, t)| Some(slot) != except && t.is_some_and(meets))
 }
 
 fn writes(graph: &KernelGraph, op: &Operator, tensor: TensorId) -> bool {

@@ -3,6 +3,8 @@
 //!
 //! - An activation that only products with bf16 weights read is bf16: they round it anyway, and then copy it as it is.
 //! - Such products are cut along rows and columns, a block for each part: see [`shape`].
+//! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
+//!   one row: as far as its share of the workers goes.
 
 use super::*;
 use crate::schedule::machine::part;
@@ -13,8 +15,9 @@ const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 12
 
 /// Cuts `graph`, a pass over several rows.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
-    let mut rounded = graph.clone();
-    for buffer in read_by_products(graph) {
+    let mut rounded = fuse::fuse_attention(graph)
+        .map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
+    for buffer in read_by_products(&rounded) {
         for tensor in rounded.table.tensors.iter_mut().filter(|tensor| tensor.buffer.idx() == buffer) {
             tensor.dtype = DType::Bf16;
         }
@@ -27,6 +30,10 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
         for (op, cut) in group.iter().zip(&mut lowered.ops[first..]) {
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
+    }
+    if let (true, Some(sequences)) = (graph.is_batch, graph.rows) {
+        let share = Target { n_workers: target.n_workers / sequences, ..target.clone() };
+        per_worker::split_positions(&rounded, &mut lowered, &share);
     }
     lowered.check()?;
     Ok(lowered)

@@ -177,7 +177,8 @@ struct Splits {
 
 /// How `op` is split for `target`: so that the bytes read one after the other are fewest, a split's keys and values, then the
 /// splits to merge, all heads' by who wants them all, or a head's and a hop's worth. Not at all where it is no attention.
-fn splits_of(table: &TensorTable, op: &Operator, target: &Target) -> Splits {
+fn splits_of(graph: &KernelGraph, op: &Operator, target: &Target) -> Splits {
+    let table = &graph.table;
     let whole = Splits { n: 1, by_readers: true };
     let Some([q, keys, _]) = attention_slots(op).filter(|_| op.cut.is_none()) else { return whole };
     let (Some(q), Some(keys)) = (op.slots[q], op.slots[keys]) else { return whole };
@@ -195,18 +196,21 @@ fn splits_of(table: &TensorTable, op: &Operator, target: &Target) -> Splits {
                 (_, false) => n * found_bytes + target.hop_bytes,
             }
     };
-    let ways = (1..=most).flat_map(|n| [true, false].map(|by_readers| Splits { n, by_readers }));
+    // Where rows are several the product that reads them reads them all.
+    let may_read = |by_readers: &bool| !by_readers || graph.rows == Some(1);
+    let ways = (1..=most)
+        .flat_map(|n| [true, false].into_iter().filter(may_read).map(move |by_readers| Splits { n, by_readers }));
     ways.min_by_key(read).unwrap_or(whole)
 }
 
 /// Cuts attention along positions. See the module head.
-fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+pub(super) fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     // Operators of the graph by the lowered operator's number, which merges move.
     let mut ops: Vec<Option<&Operator>> = graph.ops().map(Some).collect();
     let mut number = 0;
     while number < ops.len() {
         if let Some(op) = ops[number]
-            && let splits @ Splits { n: 2.., by_readers } = splits_of(&graph.table, op, target)
+            && let splits @ Splits { n: 2.., by_readers } = splits_of(graph, op, target)
             && let Some((merge, y)) = split(&mut lowered.table, op, &mut lowered.ops[number], splits.n)
         {
             number += 1;

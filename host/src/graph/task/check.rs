@@ -583,14 +583,15 @@ impl<'a> Search<'a> {
             self.reach_from(group[0].1, floor, false);
             let missed: Vec<(u32, u32)> =
                 group.iter().copied().filter(|(first, _)| self.seen_task[*first as usize] != self.stamp).collect();
-            for (first, second) in missed {
+            for of_one in missed.chunk_by(|a, b| a.1 == b.1) {
+                let second = of_one[0].1;
                 if self.before.is_some() {
-                    self.reach_from(second, self.position[first as usize], true);
+                    let floor = of_one.iter().map(|(first, _)| self.position[*first as usize]).min().unwrap_or(0);
+                    self.reach_from(second, floor, true);
                 }
-                let one_op = self.tasks.tasks[first as usize].op == self.tasks.tasks[second as usize].op;
-                if one_op || self.seen_task[first as usize] != self.stamp {
-                    bad.push((first, second));
-                }
+                let op = |task: u32| self.tasks.tasks[task as usize].op;
+                let is_bad = |first: u32| op(first) == op(second) || self.seen_task[first as usize] != self.stamp;
+                bad.extend(of_one.iter().copied().filter(|(first, _)| is_bad(*first)));
             }
             i = end;
         }
