@@ -16,6 +16,8 @@ mod dependency;
 mod executors;
 #[path = "cpu/flags.rs"]
 mod flags;
+#[path = "cpu/held.rs"]
+mod held;
 #[path = "cpu/interpreted.rs"]
 mod interpreted;
 #[path = "cpu/memory.rs"]

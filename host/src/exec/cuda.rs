@@ -861,7 +861,8 @@ impl Cuda {
                 seen.make(0, token);
             }
         }
-        for sequence in (0..seen.made.len()).filter(|_| seen.post.reads.is_some()).collect::<Vec<_>>() {
+        let n_together = if seen.post.reads.is_some() { seen.made.len() } else { 0 };
+        for sequence in 0..n_together {
             while let Some((_, Some(token))) = entry(seen.post.first[sequence] + seen.made[sequence]) {
                 seen.make(sequence, token);
             }
