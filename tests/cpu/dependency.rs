@@ -742,4 +742,8 @@ fn plan_graph_writes_tasks_and_refuses_bad_graphs() {
         let (status, _, stderr, written) = plan(&bad, &[]);
         assert!(status == Some(1) && stderr.contains(says) && written.is_none(), "{stderr:?} does not say {says:?}");
     }
+    let late = good.replace(r#""name": "linear","#, r#""name": "linear", "class": "just-in-time","#);
+    let (status, _, stderr, written) = plan(&late, &["--check"]);
+    let says = "just-in-time operator linear: a task of it waits for no other";
+    assert!(status == Some(1) && stderr.contains(says) && written.is_none(), "{stderr:?} does not say {says:?}");
 }
