@@ -477,6 +477,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let id = first + worker.0;
     // SAFETY: every thread of the block is here with the same task.
     unsafe { image.turn_to(id, Seen::of(&step), &block) };
+    // As `is_left_out`, one after the other: by its one condition the compiler takes bodies out of line, which costs a stack.
     let has_ended = TaskFlags::sequence(turn::flags()).is_some() && turn::seen().rows == 0;
     if has_ended {
         return;

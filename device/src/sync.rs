@@ -15,7 +15,7 @@ pub trait Sync: Words {
     /// step of such a pass.
     ///
     /// # Errors
-    /// A fault when the wait outlasts its bound, or another worker has faulted.
+    /// A fault when the wait outlasts its bound, or another worker has faulted; [`Fault::RECORDED`] where whoever found it has recorded it.
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault>;
 
     /// Adds one to `event`'s counter, releasing all this worker wrote.
