@@ -228,14 +228,20 @@ fn classes(blocks: &ThreadBlockGraph, config: &Config) -> Vec<(u32, TaskClass)> 
     classes
 }
 
+/// Why operator `op` of `tasks` cannot be launched just in time, if it cannot, wherever it stands.
+pub fn why_not_launched(tasks: &TaskGraph, op: usize) -> Option<&'static str> {
+    let has_no_wait = tasks.tasks_of(op).any(|task| tasks.waits.of(task as usize).is_empty());
+    has_no_wait.then_some("a task of it waits for no other, so no event would launch it")
+}
+
 /// Every just-in-time task has an event that launches it, and is not the last.
 fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), CompileError> {
     for (op, class) in tasks.classes.iter().enumerate().filter(|(_, class)| **class == TaskClass::JustInTime) {
         debug_assert_eq!(*class, TaskClass::JustInTime);
         let why = if op + 1 == tasks.classes.len() {
             "it ends the iteration, which is for a worker's list"
-        } else if tasks.tasks_of(op).any(|task| tasks.waits.of(task as usize).is_empty()) {
-            "a task of it waits for no other, so no event would launch it"
+        } else if let Some(why) = why_not_launched(tasks, op) {
+            why
         } else {
             continue;
         };

@@ -1,7 +1,7 @@
 //! `perpetua plan --graph`: tasks and events of a graph of cut operators that no model file describes.
 
 use super::{Outcome, Rows, print, write_whole};
-use perpetua::compile::CompileError;
+use perpetua::compile::{CompileError, why_not_launched};
 use perpetua::graph::task::{self, TaskClass, Violation, dot, json, svg};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -33,11 +33,9 @@ pub(crate) fn run(
     let workers = task::assign_round_robin(&tasks, n_workers as usize);
     stage("assign");
     if check {
-        let has_no_wait = |op: &usize| tasks.tasks_of(*op).any(|task| tasks.waits.of(task as usize).is_empty());
         let mut late = (0..graph.ops.len()).filter(|op| tasks.classes[*op] == TaskClass::JustInTime);
-        if let Some(op) = late.find(has_no_wait) {
-            let (op, why) =
-                (graph.ops[op].name.clone(), "a task of it waits for no other, so no event would launch it");
+        if let Some((op, why)) = late.find_map(|op| Some((op, why_not_launched(&tasks, op)?))) {
+            let op = graph.ops[op].name.clone();
             return Err(format!("{name}: {}", CompileError::JustInTime { op, why }).into());
         }
         task::check(graph, &tasks, Some(&workers)).map_err(|broken| report(&broken))?;
