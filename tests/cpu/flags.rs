@@ -60,8 +60,12 @@ fn layers_are_told_by_flags_and_the_end_by_events() {
     let launched = decoding(&model, Target::gpu(9), &["decode_attention"]);
     let untold = kinds(&launched).into_iter().filter(|(_, kind)| *kind == BufferKind::Flagged).count();
     assert_eq!(untold, 1 + 2 * 3);
-    // A row too long to be read into registers is nobody's by flags, and takes no others with it.
+    // One too long to be read into registers at once is as well.
     let (_dir, long) = super::simt::model(&[("num_hidden_layers", 1), ("intermediate_size", 14_344)]);
+    let long = decoding(&long, Target::gpu(9), &[]);
+    assert_eq!(kinds(&long).into_iter().filter(|(_, kind)| *kind == BufferKind::Flagged).count(), 1 + 7);
+    // A row of no whole eights too long for shared memory is nobody's by flags, and takes no others with it.
+    let (_dir, long) = super::simt::model(&[("num_hidden_layers", 1), ("intermediate_size", 4100)]);
     let long = decoding(&long, Target::gpu(9), &[]);
     assert_eq!(kinds(&long).into_iter().filter(|(_, kind)| *kind == BufferKind::Flagged).count(), 1 + 6);
     let names = with_events(&long);

@@ -148,23 +148,40 @@ fn the_token_loop_makes_the_cpus_tokens() {
 }
 
 /// Rows longer than shared memory has room for, by flags: of two in a tile, of one in a tile larger than others, and of so many elements
-/// that all threads have all the registers of it that there may be. And where no tiles are brought.
+/// that all threads have all the registers of it that there may be; in two segments and three; the row that all products read, by more rows of
+/// weights than sums have room for. And where no tiles are brought.
 #[test]
 fn long_rows_make_the_cpus_tokens() {
     if !has_kernel() {
         return;
     }
-    for (seed, inner, loaders) in [(3, 4360, true), (4, 8968, true), (5, 14_336, true), (6, 4360, false)] {
-        let (_dir, model) = model_of("tiny-simt", &[("hidden_size", 48), ("intermediate_size", inner)], seed);
+    let all = [
+        (48, 4360, 269, 3, true),
+        (48, 8968, 269, 3, true),
+        (48, 14_336, 269, 3, true),
+        (48, 14_344, 269, 3, true),
+        (40, 28_688, 269, 5, true),
+        (4104, 48, 700, 1, true),
+        (8200, 40, 269, 2, true),
+        (48, 4360, 269, 3, false),
+        (40, 14_344, 269, 2, false),
+        (4104, 48, 269, 2, false),
+    ];
+    for (seed, (hidden, inner, vocab, n_sms, loaders)) in (3..).zip(all) {
+        let sizes = [("hidden_size", hidden), ("intermediate_size", inner), ("vocab_size", vocab)];
+        let (_dir, model) = model_of("tiny-simt", &sizes, seed);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
         let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
         let prompt = [3, 80, 41, 5, 0, 66];
-        let expected =
-            tokens(&mut Engine::new(&model, &cpu).expect("it compiles"), &prompt, &greedy(2)).expect("it runs");
-        let driver = driver(3, seed);
+        let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
+        let expected = tokens(&mut cpu, &prompt, &greedy(2)).expect("it runs");
+        let driver = driver(n_sms, seed);
         let config = EngineConfig { cuda: cuda::Options { tiles: loaders, ..config.cuda }, ..config };
         let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
-        assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs"), expected, "{inner}");
+        assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs"), expected, "{hidden}, {inner}");
+        let logits = [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
+        let distance = distance(&logits[0], &logits[1]);
+        assert!(distance < 1e-2, "{hidden}, {inner}: {distance}");
     }
 }
 

@@ -176,9 +176,17 @@ impl Case {
         let first = &self.operands[slots[0]];
         let (rows, k) = if first.rank == 1 { (1, first.extent[0]) } else { (first.extent[0], first.extent[1]) };
         let row = k * first.dtype().expect("floats").size_bytes() as u32;
-        // Whole rows, or pieces of one.
+        let segments = match self.task_type {
+            Linear::TASK_TYPE if first.rank == 2 => params::<linear::Params>(&self.params).segments.max(1),
+            _ => 1,
+        };
+        // Segments of all rows, whole rows, or pieces of one.
         let mut pieces = Vec::new();
-        if row <= tile {
+        if segments > 1 {
+            for from in (0..row).step_by(tile as usize) {
+                pieces.extend((0..rows).map(|n| (n * row + from, tile.min(row - from))));
+            }
+        } else if row <= tile {
             let all = row * rows;
             pieces
                 .extend((0..all).step_by((tile / row * row) as usize).map(|at| (at, (tile / row * row).min(all - at))));
@@ -553,6 +561,7 @@ judged! {
     tiled_linear: 40,
     thin_linear: 24,
     long_linear: 48,
+    segmented_linear: 24,
     merging_linear: 24,
     wide_linear: 16,
     warpgroup_linear: 8,
@@ -634,11 +643,49 @@ fn thin_linear(random: &mut Random, round: usize) {
     judge_tiled(random, DType::Bf16, [n, k], tile, round % 2 == 1, &[96, 224, 32]);
 }
 
-/// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it.
+/// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it; of one matrix or
+/// two, with more rows of weights than sums have room for among them.
 fn long_linear(random: &mut Random, round: usize) {
-    let k = 8 * random.one_to(if round.is_multiple_of(3) { 1792 } else { 400 });
-    let (n, tile) = (random.one_to(24), 2 * k * random.one_to(3));
-    judge_tiled(random, DType::Bf16, [n, k], tile, false, &[96, 224, 32]);
+    let k = 8 * match round % 4 {
+        0 => random.one_to(1792),
+        1 => 1 + 2 * random.below(8),
+        _ => random.one_to(400),
+    };
+    let n = random.one_to(if round % 4 == 1 { 1400 } else { 24 });
+    let tile = 2 * k * random.one_to(3);
+    let gated = random.flip();
+    judge_tiled(random, DType::Bf16, [n, k], tile, gated, &[96, 224, 32]);
+}
+
+/// One row that is taken in segments, of a few elements or of as many as there are registers.
+fn segmented_linear(random: &mut Random, round: usize) {
+    let segments = 2 + random.below(3);
+    let len = 8 * random.one_to(if round.is_multiple_of(3) { 1792 } else { 60 });
+    // The last one has fewer, or as many.
+    let k = (segments - 1) * len + 8 * (1 + random.below(len / 8));
+    let len = linear::segment_len(k, segments);
+    if (segments - 1) * len >= k {
+        return;
+    }
+    let most = linear::LONG_SUMS / segments - 1;
+    let n = if k < 1000 && round % 2 == 1 { 1 + random.below(most) } else { random.one_to(20) };
+    let params = linear::Params { activation: random.below(5), segments, ..Default::default() };
+    let mut case = Case::new::<Linear>(params);
+    case.threads = &[224];
+    case.push_carried(random, DType::F32, 1, k);
+    case.push_carried(random, DType::Bf16, n, k);
+    case.maybe(random, &[n]);
+    case.maybe(random, &[1, n]);
+    case.push(random, DType::F32, &[1, n], |_| 7.0);
+    case.absent();
+    case.maybe_best(random, 1, n);
+    case.step.rows = 1;
+    case.tolerance *= ((k as f32).sqrt() / 64.0).max(1.0);
+    let capacity = 4 * 2 * len + 16 * random.below(400);
+    case.stream(&[1], 2 * len, capacity);
+    case.counts = true;
+    case.compare("segmented linear");
+    assert_eq!((case.report.bytes_copied, &case.report.stall), (u64::from(n * k) * 2, &None));
 }
 
 /// A product of one row with matrices of `[n, k]`, which come in tiles of at most `tile` bytes.

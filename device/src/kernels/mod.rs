@@ -158,9 +158,12 @@ pub trait MacroKernel {
 /// Elements of a row that a product may normalise first: the GPU keeps them in shared memory.
 pub const MAX_NORMED: u32 = 4096;
 
-/// Elements of a row that a product takes by flags: the GPU keeps them in registers where they are more than [`MAX_NORMED`], eight times
-/// eight for each thread.
+/// Elements of a row, or of a [segment](linear::segment_len) of it, that a product takes by flags: the GPU keeps them in registers where
+/// they are more than [`MAX_NORMED`], eight times eight for each thread.
 pub const MAX_FLAGGED: u32 = 64 * perpetua_shared::launch::TASK_THREADS;
+
+/// Likewise by a product with two matrices, five times eight.
+pub const MAX_FLAGGED_OF_TWO: u32 = 40 * perpetua_shared::launch::TASK_THREADS;
 
 /// Bytes of an operand's elements; 0 where there is none.
 fn bytes_of(operand: &Operand) -> u64 {

@@ -76,7 +76,7 @@ impl MacroKernel for RmsNorm {
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a lane reads and writes its own
-        // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together.
+        // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together, or the block has the only one.
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
@@ -84,34 +84,38 @@ impl MacroKernel for RmsNorm {
                 let at = first + 8 * block.lane();
                 [at, at + 8 * WARP, at + 16 * WARP, at + 24 * WARP]
             };
-            let mut r = block.warp();
+            // The only row is all warps', in turns.
+            let is_alone = call.rows(&call.tensor(0)) == 1;
+            let (start, step) = if is_alone { (block.warp() * AT_ONCE, block.warps() * AT_ONCE) } else { (0, AT_ONCE) };
+            let mut r = if is_alone { 0 } else { block.warp() };
             while r < call.rows(&call.tensor(0)) {
                 let n = call.tensor(0).extent(1);
                 let (x, y) = (call.tensor(0).row([r]), call.tensor(2).row([r]));
                 let w = call.tensor(1).row([]);
-                let (mut first, mut squares) = (0, 0.0);
-                let mut values = x.eights(at(0), n);
+                let (mut first, mut squares) = (start, 0.0);
+                let mut values = x.eights(at(start), n);
                 loop {
                     each_of_four!(c => squares = squares_of(values[c], squares));
-                    if first + AT_ONCE >= n {
+                    if first + step >= n {
                         break;
                     }
-                    first += AT_ONCE;
+                    first += step;
                     values = x.eights(at(first), n);
                 }
                 // Backwards, from the elements that are there.
                 let mut weights = w.eights(at(first), n);
-                let scale = rsqrt(warp::sum(squares) / n as f32 + p.eps);
+                let squares = if is_alone { block.sum(squares) } else { warp::sum(squares) };
+                let scale = rsqrt(squares / n as f32 + p.eps);
                 loop {
                     let places = at(first);
                     each_of_four!(c => y.set_eight(places[c], n, scaled(values[c], scale, weights[c])));
-                    if first == 0 {
+                    if first == start {
                         break;
                     }
-                    first -= AT_ONCE;
+                    first -= step;
                     (values, weights) = (x.eights(at(first), n), w.eights(at(first), n));
                 }
-                r += block.warps();
+                r += if is_alone { 1 } else { block.warps() };
             }
         }
         Ok(())

@@ -34,7 +34,7 @@ type Figures = Result<Value, Box<dyn std::error::Error>>;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
-    /// What to do, in this order [default: all but `bench-8b`].
+    /// What to do, in this order [default: all but `bench-8b` and `bench-14b`].
     #[arg(value_enum, value_name = "SECTION")]
     sections: Vec<Section>,
     /// Where the records go: a file a section.
@@ -94,6 +94,9 @@ enum Section {
     /// Of Qwen3-8B's: 16 GB of weights are made for it.
     #[value(name = "bench-8b")]
     BenchLarge,
+    /// Of Qwen3-14B's: 30 GB.
+    #[value(name = "bench-14b")]
+    BenchLargest,
     /// Logits of 1,024 positions beside PyTorch's in bf16, both against float32.
     Accuracy,
     /// compute-sanitizer over the fixtures, where it is installed.
@@ -126,6 +129,7 @@ impl Section {
             Section::Kernels | Section::Fixtures | Section::Drills | Section::Load | Section::Long => 90,
             Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
             Section::BenchLarge => 300 + compile,
+            Section::BenchLargest => 480 + compile,
             Section::Accuracy => 150,
             Section::Sanitizer => 60,
         })
@@ -332,6 +336,7 @@ impl Check<'_> {
             Section::BenchLlama => self.bench("llama-3.2-1b"),
             Section::BenchMiddle => self.bench("qwen3-1.7b"),
             Section::BenchLarge => self.bench("qwen3-8b"),
+            Section::BenchLargest => self.bench("qwen3-14b"),
             Section::Accuracy => self.accuracy(),
             Section::Sanitizer => self.sanitizer(),
         }

@@ -14,8 +14,8 @@ use perpetua_device::kernels::{Attention, GatedLinear, Linear, Numbered, SPECS, 
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 6] =
-    ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-long", "tiny-bert"];
+pub(super) const PRESETS: [&str; 8] =
+    ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-long", "tiny-large", "tiny-longest", "tiny-bert"];
 
 /// A pass over a network.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +64,7 @@ pub(super) struct Named {
 pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let whole = Network::Model { context: 128 };
     let case = |network, rows: usize, passes, look| Case { network, rows, passes, look };
-    if preset == "tiny-long" {
+    if ["tiny-long", "tiny-large", "tiny-longest"].contains(&preset) {
         // Its long row is special in decoding alone, its heads' size in prompts, too.
         let prompt = if is_simulated { 20 } else { 100 };
         return vec![

@@ -1,7 +1,7 @@
 //! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
 
 use super::Image;
-use perpetua_device::kernels::Spec;
+use perpetua_device::kernels::{self, Linear, Numbered, Spec, linear};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::{Operand, TaskDesc};
@@ -129,7 +129,8 @@ fn inside(image: &Image, source: u32, first: u64, bytes: u32, kinds: &[BindingKi
 }
 
 /// A task's tiles are what its kernel takes, in the order in which it does: a vector first, whole; then of each matrix a tile in
-/// turn, whole rows or, of longer rows, pieces, one after the other until all are there. Each may arrive while those of the compute
+/// turn, whole rows or, of longer rows, pieces, one after the other until all are there; where a row is taken in segments, one segment
+/// of every row after the other. Each may arrive while those of the compute
 /// op before it, if that is the task's, too, have not been released.
 fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp]) -> Result<(), String> {
     if data.is_empty() {
@@ -165,6 +166,22 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     let dense = |o: &Operand| o.extent[0] == 1 || o.stride_elems[0] == o.extent[1];
     if !matrices.iter().all(|o| bytes(o) == bytes(first) && o.extent == first.extent && dense(o)) || row == 0 {
         return Err("takes matrices that tiles cannot carry".to_owned());
+    }
+    let segments =
+        if task.task_type == Linear::TASK_TYPE { kernels::params::<linear::Params>(&task.params).segments } else { 1 };
+    if segments > 1 {
+        let len = row / u64::from(first.extent[1]) * u64::from(linear::segment_len(first.extent[1], segments));
+        for segment in 0..u64::from(segments) {
+            for n in 0..u64::from(first.extent[0]) {
+                let (from, to) = (segment * len, row.min((segment + 1) * len));
+                let fits = |op: &&DataOp| is_at(op, first, n * row + from) && u64::from(op.bytes) == to - from;
+                data.next().filter(fits).ok_or_else(|| format!("has no tile for segment {segment} of row {n}"))?;
+            }
+        }
+        return match data.next() {
+            None => Ok(()),
+            Some(_) => Err("has more tiles than its segments".to_owned()),
+        };
     }
     let mut at = 0;
     while at < bytes(first) {

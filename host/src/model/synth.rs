@@ -64,17 +64,20 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 18] = [
+pub const PRESETS: [&str; 23] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
     "qwen3-4b",
     "qwen3-8b",
+    "qwen3-14b",
+    "qwen3-32b",
     "qwen2.5-0.5b",
     "llama-3.2-1b",
     "llama-3.2-3b",
     "llama-3.1-8b",
     "mistral-7b",
+    "mistral-small-24b",
     "tiny-qwen3",
     "tiny-qwen2",
     "tiny-llama",
@@ -82,6 +85,8 @@ pub const PRESETS: [&str; 18] = [
     "tiny-odd",
     "tiny-simt",
     "tiny-long",
+    "tiny-large",
+    "tiny-longest",
     "tiny-bert",
 ];
 
@@ -107,27 +112,33 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     const LLAMA_VOCAB: usize = 128_256;
     #[rustfmt::skip]
     let rows = [
-        //                                vocab        hidden inter. layers heads     dim  tied   context   theta  factor
-        ("qwen3-110m",   Qwen3,   sizes(32_000,      768,  2048,  12, (12, 4),  64, true,   40_960, 1e6, None)),
-        ("qwen3-0.6b",   Qwen3,   sizes(QWEN_VOCAB,  1024, 3072,  28, (16, 8), 128, true,   40_960, 1e6, None)),
-        ("qwen3-1.7b",   Qwen3,   sizes(QWEN_VOCAB,  2048, 6144,  28, (16, 8), 128, true,   40_960, 1e6, None)),
-        ("qwen3-4b",     Qwen3,   sizes(QWEN_VOCAB,  2560, 9728,  36, (32, 8), 128, true,   40_960, 1e6, None)),
-        ("qwen3-8b",     Qwen3,   sizes(QWEN_VOCAB,  4096, 12288, 36, (32, 8), 128, false,  40_960, 1e6, None)),
-        ("qwen2.5-0.5b", Qwen2,   sizes(QWEN_VOCAB,  896,  4864,  24, (14, 2),  64, true,   32_768, 1e6, None)),
-        ("llama-3.2-1b", Llama,   sizes(LLAMA_VOCAB, 2048, 8192,  16, (32, 8),  64, true,  131_072, 5e5, Some(32.0))),
-        ("llama-3.2-3b", Llama,   sizes(LLAMA_VOCAB, 3072, 8192,  28, (24, 8), 128, true,  131_072, 5e5, Some(32.0))),
-        ("llama-3.1-8b", Llama,   sizes(LLAMA_VOCAB, 4096, 14336, 32, (32, 8), 128, false, 131_072, 5e5, Some(8.0))),
-        ("mistral-7b",   Mistral, sizes(32_768,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)),
-        ("tiny-qwen3",   Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
-        ("tiny-qwen2",   Qwen2,   sizes(1024,        192,  512,    2, (6, 2),   32, true,    4_096, 1e4, None)),
-        ("tiny-llama",   Llama,   sizes(1024,        256,  640,    2, (8, 2),   32, false,   8_192, 5e5, Some(8.0))),
-        ("tiny-mistral", Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)),
+        //                                     vocab        hidden inter. layers heads     dim  tied   context   theta  factor
+        ("qwen3-110m",        Qwen3,   sizes(32_000,      768,  2048,  12, (12, 4),  64, true,   40_960, 1e6, None)),
+        ("qwen3-0.6b",        Qwen3,   sizes(QWEN_VOCAB,  1024, 3072,  28, (16, 8), 128, true,   40_960, 1e6, None)),
+        ("qwen3-1.7b",        Qwen3,   sizes(QWEN_VOCAB,  2048, 6144,  28, (16, 8), 128, true,   40_960, 1e6, None)),
+        ("qwen3-4b",          Qwen3,   sizes(QWEN_VOCAB,  2560, 9728,  36, (32, 8), 128, true,   40_960, 1e6, None)),
+        ("qwen3-8b",          Qwen3,   sizes(QWEN_VOCAB,  4096, 12288, 36, (32, 8), 128, false,  40_960, 1e6, None)),
+        ("qwen3-14b",         Qwen3,   sizes(QWEN_VOCAB,  5120, 17408, 40, (40, 8), 128, false,  40_960, 1e6, None)),
+        ("qwen3-32b",         Qwen3,   sizes(QWEN_VOCAB,  5120, 25600, 64, (64, 8), 128, false,  40_960, 1e6, None)),
+        ("qwen2.5-0.5b",      Qwen2,   sizes(QWEN_VOCAB,  896,  4864,  24, (14, 2),  64, true,   32_768, 1e6, None)),
+        ("llama-3.2-1b",      Llama,   sizes(LLAMA_VOCAB, 2048, 8192,  16, (32, 8),  64, true,  131_072, 5e5, Some(32.0))),
+        ("llama-3.2-3b",      Llama,   sizes(LLAMA_VOCAB, 3072, 8192,  28, (24, 8), 128, true,  131_072, 5e5, Some(32.0))),
+        ("llama-3.1-8b",      Llama,   sizes(LLAMA_VOCAB, 4096, 14336, 32, (32, 8), 128, false, 131_072, 5e5, Some(8.0))),
+        ("mistral-7b",        Mistral, sizes(32_768,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)),
+        ("mistral-small-24b", Mistral, sizes(131_072,     5120, 32768, 40, (32, 8), 128, false,  32_768, 1e8, None)),
+        ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
+        ("tiny-qwen2",        Qwen2,   sizes(1024,        192,  512,    2, (6, 2),   32, true,    4_096, 1e4, None)),
+        ("tiny-llama",        Llama,   sizes(1024,        256,  640,    2, (8, 2),   32, false,   8_192, 5e5, Some(8.0))),
+        ("tiny-mistral",      Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)),
         // No size here is a multiple of what a vector, a tile or a page holds.
-        ("tiny-odd",     Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
+        ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
-        ("tiny-simt",    Qwen3,   sizes(269,          40,   54,    1, (4, 2),   12, true,       64, 1e4, None)),
+        ("tiny-simt",         Qwen3,   sizes(269,          40,   54,    1, (4, 2),   12, true,       64, 1e4, None)),
         // Tiny but for one row, which a GPU has no shared memory for, and for heads as large models have them.
-        ("tiny-long",    Qwen3,   sizes(269,         512,  8968,   1, (4, 2),  128, true,      256, 1e4, None)),
+        ("tiny-long",         Qwen3,   sizes(269,         512,  8968,   1, (4, 2),  128, true,      256, 1e4, None)),
+        // Likewise of the row that all products read, and with a row that it has no registers for either.
+        ("tiny-large",        Qwen3,   sizes(269,        4104,   272,  1, (2, 1),  128, true,      256, 1e4, None)),
+        ("tiny-longest",      Qwen3,   sizes(269,         264, 14600,  1, (2, 1),  128, true,      256, 1e4, None)),
     ];
     if name == "tiny-bert" {
         return Ok(json!({
@@ -698,11 +709,14 @@ mod tests {
                 "qwen3-1.7b" => 1_720_574_976,
                 "qwen3-4b" => 4_022_468_096,
                 "qwen3-8b" => 8_190_735_360,
+                "qwen3-14b" => 14_768_307_200,
+                "qwen3-32b" => 32_762_123_264,
                 "qwen2.5-0.5b" => 494_032_768,
                 "llama-3.2-1b" => 1_235_814_400,
                 "llama-3.2-3b" => 3_212_749_824,
                 "llama-3.1-8b" => 8_030_261_248,
                 "mistral-7b" => 7_248_023_552,
+                "mistral-small-24b" => 23_572_403_200,
                 _ => continue,
             };
             assert_eq!(params, expected, "{name}");

@@ -1,16 +1,18 @@
-//! Rows that shared memory has no room for as terms, in registers: `down` of all but the smallest models.
+//! Rows that shared memory has no room for as terms, in registers: `down` of all but the smallest models, and all products of the largest.
 //!
 //! A thread has units of eight elements of the row, as they are, one in so many as there are threads, and multiplies them with the same
 //! units of one row of weights after another by FMAs: 17 instructions a unit, where tensor cores fed from shared memory take some
 //! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its size. A row of weights of
 //! k elements takes some k / 18 cycles by the counter of docs/gpu.md, and k / 9 to come from memory.
 //!
-//! The first row of weights is read while the row of activations is on its way, and each next one while the one before is multiplied.
+//! The first row of weights is read while the row of activations is on its way, and each next one while the one before is multiplied. Of
+//! two matrices the rows take turns. A row that is too long for the registers, too, is multiplied a segment after the other
+//! ([`linear::segment_len`](crate::kernels::linear::segment_len)), each with that part of all rows of weights, in the order in which their tiles come.
 
+use super::super::Call;
 use super::super::flags::{Again, Read};
 use super::super::rows::widen_brain;
 use super::super::tiles::Tiles;
-use super::super::{BF16, Call};
 use super::taken::Taken;
 use super::terms::Asked;
 use super::{First, Source};
@@ -18,100 +20,158 @@ use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::gpu::rows::Staging;
-use crate::kernels::MAX_FLAGGED;
+use crate::kernels::linear::{LONG_SUMS, segment_len};
+use crate::kernels::{MAX_FLAGGED, MAX_FLAGGED_OF_TWO};
 use perpetua_shared::launch::TASK_THREADS;
 
 /// Elements that a thread multiplies at once: sixteen bytes of weights.
 const UNIT: u32 = 8;
 
-/// Units of a thread, at most.
+/// Units of a thread, at most, in products with one matrix; with two, whose bodies keep more in registers.
 const MOST: u32 = 8;
+const MOST_OF_TWO: u32 = 5;
 
 const _: () = assert!(MAX_FLAGGED <= MOST * UNIT * TASK_THREADS, "the longest row fits the threads");
+const _: () = assert!(MAX_FLAGGED_OF_TWO <= MOST_OF_TWO * UNIT * TASK_THREADS, "likewise of two matrices");
+const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHARED, "sums have room");
 
-/// Whether [`run`] is for this call, if `row` is its one row.
+/// Whether [`run`] is for this call, of `N` matrices of weights from operand 1 on, if `row` is its one row, taken in so many `segments`.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for(call: &Call<'_>, row: &First<'_>, how: Staging, block: &Block) -> bool {
+pub(crate) unsafe fn is_for<const N: usize>(
+    call: &Call<'_>,
+    row: &First<'_>,
+    how: Staging,
+    segments: u32,
+    block: &Block,
+) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
-        let w = call.tensor(1);
-        let (columns, k) = (w.extent(0), w.extent(1));
+        let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
         let left = call.tiles.map_or(0, Tiles::left);
-        let is_fit = w.dtype() == BF16 && k.is_multiple_of(UNIT) && k <= MOST * UNIT * block.threads;
-        let has_room = (columns + 1) * block.warps() <= shared::KEPT - FREE_SHARED;
-        // Rows longer than a tile are more tiles than there are rows.
-        left > 0 && left <= columns && is_fit && has_room && !call.tensor(how.norm).is_present() && row.is_whole()
+        let most = if N == 1 { MOST } else { MOST_OF_TWO };
+        let is_fit =
+            call.are_brains::<N>() && k.is_multiple_of(UNIT) && segment_len(k, segments) <= most * UNIT * block.threads;
+        // Rows longer than a tile are more tiles than there are rows, unless they are meant to be.
+        left > 0
+            && left <= N as u32 * segments * columns
+            && is_fit
+            && !call.tensor(how.norm).is_present()
+            && row.is_whole()
     }
 }
 
-/// Calls `finish(n, [sum], ask(n))`, on some thread, for every row n of the weights, operand 1, of which the sum is the product with `row`.
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights, operands 1 and up, of which the sums are
+/// the products with `row`, whose `segments` come one after the other.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it, the task's events have fired, and the tiles are those of a plan for it.
 #[inline(always)]
-pub(crate) unsafe fn run(
+pub(crate) unsafe fn run<const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
+    segments: u32,
     block: &Block,
     ask: impl Fn(u32) -> u32,
-    finish: impl Fn(u32, [f32; 1], u32),
+    finish: impl Fn(u32, [f32; N], u32),
 ) {
-    // SAFETY: the caller's promises. The condition depends on the task alone; a warp writes its own words, which others read after the barrier.
+    // SAFETY: the caller's promises. The conditions depend on the task alone; a warp writes its own words, which others read between two barriers.
     unsafe {
         let Some(tiles) = call.tiles else { return };
         let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
         let early = if block.thread < columns { ask(block.thread) } else { 0 };
-        // Until its first unit is there a thread asks for no more: the row is as many bytes as a tile.
-        let first = if block.thread < k / UNIT { block.thread } else { 0 };
-        let first = row.unit(first, row.ask(first));
-        let (n, last) = match (k / UNIT).div_ceil(block.threads) {
-            0..=4 => multiply::<4>(tiles, row, first, k, block),
-            5 => multiply::<5>(tiles, row, first, k, block),
-            6..=7 => multiply::<7>(tiles, row, first, k, block),
-            _ => multiply::<{ MOST as usize }>(tiles, row, first, k, block),
-        };
-        put(n, last, block);
-        block.sync();
-        for n in block.mine(columns) {
-            let mut sum = 0.0;
-            for warp in 0..block.warps() {
-                sum += f32::from_bits(shared::load(sums_at(n + 1, block) + warp));
+        let (units, per_segment) = (k / UNIT, segment_len(k, segments) / UNIT);
+        // As many rows of weights at once as their sums have room for.
+        let most = (LONG_SUMS / segments - 1) / N as u32;
+        let mut taken = Taken::<N>::none(UNIT * per_segment);
+        let mut done = 0;
+        loop {
+            let here = most.min(columns - done);
+            for segment in 0..segments {
+                let from = segment * per_segment;
+                let part = Part { from, units: per_segment.min(units - from), rows: here * N as u32 };
+                // Until its first unit is there a thread asks for no more: the row is as many bytes as a tile.
+                let first = from + if block.thread < part.units { block.thread } else { 0 };
+                let first = row.unit(first, row.ask(first));
+                let sums = segment * (part.rows + 1);
+                if segments > 1 {
+                    taken = Taken::none(UNIT * part.units);
+                }
+                match part.units.div_ceil(block.threads) {
+                    MOST_OF_TWO.. if N > 1 => {
+                        multiply::<N, { MOST_OF_TWO as usize }>(tiles, &mut taken, row, first, part, sums, block);
+                    }
+                    0..=4 => multiply::<N, 4>(tiles, &mut taken, row, first, part, sums, block),
+                    5 => multiply::<N, 5>(tiles, &mut taken, row, first, part, sums, block),
+                    6..=7 => multiply::<N, 7>(tiles, &mut taken, row, first, part, sums, block),
+                    _ => multiply::<N, { MOST as usize }>(tiles, &mut taken, row, first, part, sums, block),
+                }
             }
-            finish(n, [sum], if n == block.thread { early } else { ask(n) });
+            block.sync();
+            for at in block.mine(here) {
+                let mut sums = [0.0; N];
+                for segment in 0..segments {
+                    for i in 0..N {
+                        let from = sums_at(segment * (here * N as u32 + 1) + at * N as u32 + i as u32 + 1, block);
+                        for warp in 0..block.warps() {
+                            sums[i] += f32::from_bits(shared::load(from + warp));
+                        }
+                    }
+                }
+                let n = done + at;
+                finish(n, sums, if n == block.thread { early } else { ask(n) });
+            }
+            done += here;
+            if done == columns {
+                return;
+            }
+            block.sync();
         }
     }
 }
 
-/// Where the warps' sums of row `n` - 1 of the weights stand: row -1 is nobody's, and has room.
+/// Where the warps' sums of row `n` - 1 of the weights stand: row -1 is nobody's, and has room, before each segment's.
 #[inline(always)]
 fn sums_at(n: u32, block: &Block) -> u32 {
     FREE_SHARED + n * block.warps()
 }
 
-/// Where the calling thread's units are, in the row and in any row of weights; those beyond the last are the first again, the thread's or the
-/// row's, which are there, and multiplied with nothing.
+/// A segment of the row, and of how many rows of weights it is multiplied with that part.
 #[derive(Clone, Copy, Debug)]
-struct Mine<const W: usize>([u32; W]);
+struct Part {
+    /// Its first unit, in the row.
+    from: u32,
+    units: u32,
+    rows: u32,
+}
+
+/// Where the calling thread's units of a part are, in the row and in any row of weights; those beyond the last are the first again, the thread's
+/// or the part's, which are there, and multiplied with nothing.
+#[derive(Clone, Copy, Debug)]
+struct Mine<const W: usize> {
+    part: Part,
+    /// In the part.
+    units: [u32; W],
+}
 
 impl<const W: usize> Mine<W> {
-    /// Whether the `i`th one is there, of rows of `units`.
+    /// Whether the `i`th one is there.
     #[inline(always)]
-    fn is_there(i: usize, units: u32, block: &Block) -> bool {
-        block.thread + i as u32 * block.threads < units
+    fn is_there(i: usize, part: Part, block: &Block) -> bool {
+        block.thread + i as u32 * block.threads < part.units
     }
 
     #[inline(always)]
-    fn new(units: u32, block: &Block) -> Mine<W> {
-        let mut mine = [if Self::is_there(0, units, block) { block.thread } else { 0 }; W];
+    fn new(part: Part, block: &Block) -> Mine<W> {
+        let mut units = [if Self::is_there(0, part, block) { block.thread } else { 0 }; W];
         each!(unit i below W => {
-            if Self::is_there(i, units, block) {
-                mine[i] = block.thread + i as u32 * block.threads;
+            if Self::is_there(i, part, block) {
+                units[i] = block.thread + i as u32 * block.threads;
             }
         });
-        Mine(mine)
+        Mine { part, units }
     }
 
     /// Asks for all but the first one, in whose place there is the second.
@@ -122,33 +182,36 @@ impl<const W: usize> Mine<W> {
     unsafe fn ask(&self, row: &First<'_>) -> Units<W> {
         // SAFETY: the caller's promise.
         unsafe {
-            let mut asked = [row.ask(self.0[1]); W];
+            let mut asked = [row.ask(self.part.from + self.units[1]); W];
             each!(unit i below W => {
                 if i > 1 {
-                    asked[i] = row.ask(self.0[i]);
+                    asked[i] = row.ask(self.part.from + self.units[i]);
                 }
             });
             Units(asked)
         }
     }
 
-    /// Weights of the next row of `k`, which is there; its tile is released.
+    /// Weights of the next row, which is there, of the first matrix or, after it, of the next; once it is all matrices' their tiles are
+    /// released.
     ///
     /// # Safety
     /// As [`Tiles::take`].
     #[inline(always)]
-    unsafe fn fetch(&self, taken: &mut Taken<1>, tiles: &Tiles<'_>, k: u32) -> [[u32; 4]; W] {
+    unsafe fn fetch<const N: usize>(&self, matrix: u32, taken: &mut Taken<N>, tiles: &Tiles<'_>) -> [[u32; 4]; W] {
         // SAFETY: the caller's promise.
         unsafe {
             let oldest = taken.oldest(tiles);
-            if taken.done == taken.rows {
+            if matrix == 0 && taken.done == taken.rows {
                 taken.take(tiles);
             }
-            let at = taken.at[0] + taken.done * 2 * k;
+            let at = taken.at(matrix) + taken.done * self.part.units * UNIT * 2;
             let mut weights = [[0; 4]; W];
-            each!(unit i below W => { weights[i] = bulk::load16(at + 16 * self.0[i]) });
-            taken.done += 1;
-            taken.release(tiles, oldest);
+            each!(unit i below W => { weights[i] = bulk::load16(at + 16 * self.units[i]) });
+            if matrix + 1 == N as u32 {
+                taken.done += 1;
+                taken.release(tiles, oldest);
+            }
             weights
         }
     }
@@ -175,52 +238,53 @@ impl<const W: usize> Again<Units<W>> for &(Mine<W>, &First<'_>) {
     }
 }
 
-/// Puts what the calling warp adds to the sums of all rows of weights but the last into shared memory: how many rows there are, and what the
-/// thread adds to the last. The row of `k` elements has `W` units for each thread, or fewer, of which `first` is the first.
+/// Puts what the calling warp adds to the sums of the `part`'s rows of weights into shared memory, of the first one as row `sums`. The part has
+/// `W` units for each thread, or fewer, of which `first` is the first.
 ///
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn multiply<const W: usize>(
+unsafe fn multiply<const N: usize, const W: usize>(
     tiles: &Tiles<'_>,
+    taken: &mut Taken<N>,
     row: &First<'_>,
     first: [f32; 8],
-    k: u32,
+    part: Part,
+    sums: u32,
     block: &Block,
-) -> (u32, f32) {
+) {
     // SAFETY: the caller's promises.
     unsafe {
-        let units = k / UNIT;
-        let mine = Mine::<W>::new(units, block);
+        let mine = Mine::<W>::new(part, block);
         let mut asked = mine.ask(row);
-        let mut taken = Taken::<1>::none(k);
-        let mut weights = mine.fetch(&mut taken, tiles, k);
+        let mut weights = mine.fetch(0, taken, tiles);
         if row.x.is_flagged() {
             asked = row.call.there(0, asked, &(mine, row));
         }
-        let mut x = [if Mine::<W>::is_there(0, units, block) { first } else { [0.0; 8] }; W];
+        let mut x = [if Mine::<W>::is_there(0, part, block) { first } else { [0.0; 8] }; W];
         each!(unit i below W => {
             if i > 0 {
-                x[i] = if Mine::<W>::is_there(i, units, block) { row.values(asked.0[i]) } else { [0.0; 8] };
+                x[i] = if Mine::<W>::is_there(i, part, block) { row.values(asked.0[i]) } else { [0.0; 8] };
             }
         });
         // Of the row of weights before this one, over the lanes; beside this one's products, which need not wait for it.
         let (mut n, mut last) = (0, 0.0);
         loop {
-            let has_more = taken.done < taken.rows || tiles.left() > 0;
-            let next = if has_more { mine.fetch(&mut taken, tiles, k) } else { [[0; 4]; W] };
-            let mut sums = [0f32; 4];
+            let has_more = n + 1 < part.rows;
+            let next = if has_more { mine.fetch((n + 1) % N as u32, taken, tiles) } else { [[0; 4]; W] };
+            let mut products = [0f32; 4];
             each!(unit i below W => {
                 let weight = widen_brain(weights[i]);
                 for j in 0..8 {
-                    sums[j % 4] = fma(weight[j], x[i][j], sums[j % 4]);
+                    products[j % 4] = fma(weight[j], x[i][j], products[j % 4]);
                 }
             });
-            put(n, last, block);
-            last = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            put(sums + n, last, block);
+            last = (products[0] + products[1]) + (products[2] + products[3]);
             n += 1;
             if !has_more {
-                return (n, last);
+                put(sums + n, last, block);
+                return;
             }
             weights = next;
         }

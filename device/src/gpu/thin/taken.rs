@@ -36,6 +36,12 @@ impl<const N: usize> Taken<N> {
         self.done = 0;
     }
 
+    /// Where the tile of matrix `matrix` begins.
+    #[inline(always)]
+    pub(super) fn at(&self, matrix: u32) -> u32 {
+        if matrix == 0 { self.at[0] } else { self.at[N - 1] }
+    }
+
     /// The number, in the launch, of the first tile that has not been released, if all that could be have been.
     #[inline(always)]
     pub(super) fn oldest(&self, tiles: &Tiles<'_>) -> u32 {

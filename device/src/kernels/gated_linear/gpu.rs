@@ -5,7 +5,7 @@
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, First};
+use crate::gpu::thin::{self, First, long};
 use crate::gpu::{warpgroup, wide};
 
 /// # Safety
@@ -21,7 +21,8 @@ pub(super) unsafe fn run(
     unsafe {
         let rows = call.rows(&call.tensor(0));
         let columns = call.tensor(1).extent(0);
-        let staged = call.tensor(6).is_present() || call.tensor(0).is_flagged();
+        let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
+        let staged = call.tensor(6).is_present() || is_flagged;
         let how = Staging { norm: 6, eps: p.eps, merges: false };
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
@@ -37,7 +38,12 @@ pub(super) unsafe fn run(
         if rows == 1 && thin::is_for::<2>(call, &row, how) {
             return thin::run::<2, 30>(call, &row, how, block, ready, |_| 0, |n, [g, u], _| finish(0, n, g, u));
         }
-        ready_and_staged(call, how, staged, block, ready)?;
+        let is_long = rows == 1 && long::is_for::<2>(call, &row, how, 1, block);
+        ready_and_staged(call, how, staged && !is_long, block, ready)?;
+        if is_long {
+            long::run::<2>(call, &row, 1, block, |_| 0, |n, [g, u], _| finish(0, n, g, u));
+            return Ok(());
+        }
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows == 1

@@ -69,10 +69,10 @@ pub(super) unsafe fn run(
         } else if p.merges == 0 && rows == 1 && thin::is_for::<1>(call, &row, how) {
             thin::run::<1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else {
-            let is_long = p.merges == 0 && rows == 1 && long::is_for(call, &row, how, block);
+            let is_long = p.merges == 0 && rows == 1 && long::is_for::<1>(call, &row, how, p.segments.max(1), block);
             ready_and_staged(call, how, staged && !is_long, block, ready)?;
             if is_long {
-                long::run(call, &row, block, ask_one, finish_one);
+                long::run::<1>(call, &row, p.segments.max(1), block, ask_one, finish_one);
             } else if let Some(tiles) = call.tiles
                 && tiles.left() > 0
                 && rows == 1

@@ -88,8 +88,47 @@ pub struct Params {
     pub order: u32,
     /// 1: x is what the splits of an attention found, and the row what [`attention_merge`](super::attention_merge) makes of it.
     pub merges: u32,
+    /// How many [segments](segment_len) the row of x is taken in, each with that part of all of w, of which the tiles come in that order; 0
+    /// or 1: it is taken whole.
+    pub segments: u32,
     /// Where there are `values`: how the whole row is cut into y of the operator's blocks.
     pub best: argmax::Params,
+}
+
+/// Elements of each of the `segments` that a row of `k` is taken in; the last has what is left.
+pub const fn segment_len(k: u32, segments: u32) -> u32 {
+    if segments > 1 { k.div_ceil(8 * segments) * 8 } else { k }
+}
+
+/// Rows of weights whose sums the GPU has room for where a row of x is longer than [`MAX_NORMED`], and one more for each segment.
+pub const LONG_SUMS: u32 = 625;
+
+/// What a row of x that is taken in segments, operands 0 and 1, must be.
+#[cfg(not(target_arch = "nvptx64"))]
+fn check_segments(p: &Params, [x, w, norm]: [&Operand; 3]) -> Result<(), Violation> {
+    use perpetua_shared::DType;
+    let (segments, k) = (p.segments, w.extent[1]);
+    if segments <= 1 {
+        return Ok(());
+    }
+    let len = segment_len(k, segments);
+    if k % 8 != 0 || len > MAX_FLAGGED || u64::from(segments - 1) * u64::from(len) >= u64::from(k) {
+        return Err(format!(
+            "{segments} segments of a row of {k}, expected none empty, none of more than {MAX_FLAGGED}, all of eights"
+        ));
+    }
+    let is_plain = p.merges == 0 && !norm.is_present() && x.extent[0] == 1 && x.offset_bytes.is_multiple_of(16);
+    if !is_plain || x.dtype() != Some(DType::F32) || w.dtype() != Some(DType::Bf16) {
+        let (x, w) = (x.dtype(), w.dtype());
+        return Err(format!("{segments} segments of {x:?} by {w:?}, expected one row in F32, as it lies, by Bf16"));
+    }
+    if u64::from(segments) * (u64::from(w.extent[0]) + 1) > u64::from(LONG_SUMS) {
+        return Err(format!(
+            "{segments} segments by {} rows, expected at most {LONG_SUMS} sums, with one for each segment",
+            w.extent[0]
+        ));
+    }
+    Ok(())
 }
 
 impl MacroKernel for Linear {
@@ -131,8 +170,11 @@ impl MacroKernel for Linear {
                 return Err("`norm` is present, expected none where `x` is merged".to_owned());
             }
             let k = attention_merge::merged_len(x)?;
-            if k > u64::from(MAX_NORMED) {
-                return Err(format!("`x` merges into {k} elements, expected at most {MAX_NORMED}"));
+            if k > u64::from(MAX_NORMED) || p.segments > 1 {
+                let segments = p.segments.max(1);
+                return Err(format!(
+                    "`x` merges into {k} elements in {segments} segments, expected at most {MAX_NORMED} in one"
+                ));
             }
             rules::extent("w", w, 1, k as u32)?;
             1
@@ -142,8 +184,10 @@ impl MacroKernel for Linear {
             rules::unit_stride("x", x)?;
             rules::extent("w", w, 1, x.extent[1])?;
             rules::norm(norm, x)?;
+            check_segments(p, [x, w, norm])?;
             let is_whole = w.dtype() == Some(DType::Bf16) && x.extent[1].is_multiple_of(8);
-            rules::flagged_row("x", x, if is_whole { MAX_FLAGGED } else { MAX_NORMED })?;
+            let most = MAX_FLAGGED.saturating_mul(p.segments.max(1));
+            rules::flagged_row("x", x, if is_whole { most } else { MAX_NORMED })?;
             x.extent[0]
         };
         rules::extent("bias", bias, 0, w.extent[0])?;

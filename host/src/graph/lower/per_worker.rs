@@ -9,10 +9,11 @@
 //! - Attention is cut along positions as well as heads: every block writes what it found of its share, and an
 //!   `attention_merge` after it makes the result: a block per head, or, where that reads less than a hop costs, in every block of
 //!   the product that reads it.
+//! - A row that is longer than a body's registers is taken in segments, by so few rows of weights a block that their sums have room.
 //! - The search for a row's largest element is made by the product that makes the row: each block finds its own.
 
 use super::*;
-use perpetua_device::kernels::{ArgmaxPartial, argmax};
+use perpetua_device::kernels::{ArgmaxPartial, MAX_FLAGGED, argmax};
 
 /// Cuts `graph`, a pass over one row.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
@@ -20,6 +21,7 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
         fuse::fuse(graph).map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
     let mut lowered = cut_all(&fused, target);
     one_block_per_worker(&fused, &mut lowered, target);
+    take_in_segments(&fused, &mut lowered, target);
     replicate(&fused, &mut lowered);
     split_positions(&fused, &mut lowered, target);
     search_in_products(&fused, &mut lowered);
@@ -51,6 +53,30 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
                 lowered.ops[at].grid[0] = n.min(ops[at].axes[0].len as u32);
             }
         }
+    }
+}
+
+/// Has products of rows that are longer than what a body holds of one take them in segments. See the module head.
+fn take_in_segments(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    let table = &graph.table;
+    for (op, block) in graph.ops().zip(&mut lowered.ops) {
+        let (Linear::TASK_TYPE, [Some(x), Some(w), ..]) = (op.kernel.task_type, &op.slots[..]) else { continue };
+        let (x, w, norm) = (&table[*x], &table[*w], op.slots.get(NORM).copied().flatten());
+        let [columns, k] = w.shape[..] else { continue };
+        let is_plain = norm.is_none() && op.cut.is_none() && x.shape[0] == 1 && k.is_multiple_of(8);
+        let is_whole = x.dtype == DType::F32 && (x.offset_elems * x.dtype.size_bytes()).is_multiple_of(16);
+        if k <= MAX_FLAGGED as usize || !is_plain || !is_whole || w.dtype != DType::Bf16 {
+            continue;
+        }
+        let segments = (k as u32).div_ceil(MAX_FLAGGED);
+        let most = (linear::LONG_SUMS / segments).saturating_sub(1) as usize;
+        let Some(kernel) = &mut block.kernel else { continue };
+        if most == 0 {
+            continue;
+        }
+        let blocks = columns.div_ceil(most) as u32;
+        block.grid[0] = block.grid[0].max(blocks.next_multiple_of(target.n_workers)).min(columns as u32);
+        kernel.params = param_words(&linear::Params { segments, ..kernels::params(&kernel.params) });
     }
 }
 
@@ -297,7 +323,8 @@ fn merge_in_readers(
     true
 }
 
-/// The slots of a product: its result, and where its largest elements go.
+/// The slots of a product: the weights of its norm, its result, and where its largest elements go.
+const NORM: usize = 5;
 const Y: usize = 4;
 const BEST: [usize; 2] = [6, 7];
 

@@ -35,7 +35,9 @@ use crate::graph::task::{Task, TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
-use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention};
+use perpetua_device::kernels::{
+    self, Attention, Cost, DecodeAttention, Linear, Numbered, Spec, attention, decode_attention, linear,
+};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
 use std::collections::VecDeque;
@@ -113,6 +115,9 @@ pub struct Stream {
     pub source: u32,
     /// Its box.
     pub operand: Operand,
+    /// How many parts rows of a matrix are taken in: the first parts of all rows, then the next ones ([`linear::segment_len`]). 1: rows are
+    /// whole, one after the other.
+    pub segments: u32,
 }
 
 impl Stream {
@@ -175,7 +180,13 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     let are_alike = bytes.next().is_none_or(|first| bytes.all(|other| other == first));
     let are_carried = are_alike && present().all(|slot| is_weight(&slot) && is_carried(&operands[slot]));
     if are_carried {
-        let stream = |slot: usize| Some(Stream { source: source(slot)?.0, operand: operands[slot] });
+        let segments = match op.kernel {
+            Some(kernel) if kernel.task_type == Linear::TASK_TYPE => {
+                kernels::params::<linear::Params>(&kernel.params).segments.max(1)
+            }
+            _ => 1,
+        };
+        let stream = |slot: usize| Some(Stream { source: source(slot)?.0, operand: operands[slot], segments });
         reads.tiles.extend(present().filter_map(stream));
     }
     for slot in 0..op.accesses.len() {
@@ -243,13 +254,22 @@ fn rows(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -
     Some(PrefetchOp { source_offset_bytes: first, bytes, row_bytes, splits, split, ..PrefetchOp::default() })
 }
 
-/// The contiguous pieces of `stream`, none larger than `tile_bytes`, but for whole rows of at most `row_bytes`, as offset and bytes in its
+/// The contiguous pieces of `stream`: parts of rows where it is taken in segments, otherwise none larger than `tile_bytes`, but for whole rows of at most `row_bytes`, as offset and bytes in its
 /// source.
 fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
     let operand = &stream.operand;
     let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
     if operand.len_elems() * elem == 0 {
+        return;
+    }
+    if stream.segments > 1 {
+        let [rows, k, ..] = operand.extent;
+        let (row, part) = (u64::from(k) * elem, u64::from(linear::segment_len(k, stream.segments)) * elem);
+        for from in (0..row).step_by(part as usize) {
+            let bytes = part.min(row - from) as u32;
+            out.extend((0..u64::from(rows)).map(|n| (operand.offset_bytes + n * row + from, bytes)));
+        }
         return;
     }
     // The innermost dimensions that lie one after the other make a run; the rest are walked.
