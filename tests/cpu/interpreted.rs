@@ -165,7 +165,7 @@ fn long_rows_make_the_cpus_tokens() {
         (8200, 40, 269, 2, true),
         (48, 4360, 269, 3, false),
         (40, 14_344, 269, 2, false),
-        (4104, 48, 269, 2, false),
+        (4104, 48, 700, 1, false),
     ];
     for (seed, (hidden, inner, vocab, n_sms, loaders)) in (3..).zip(all) {
         let sizes = [("hidden_size", hidden), ("intermediate_size", inner), ("vocab_size", vocab)];
@@ -191,15 +191,19 @@ fn operators_make_the_cpus_tokens() {
     if !has_kernel() {
         return;
     }
-    let (_dir, model) = model(&[]);
-    let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
-    let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
-    let prompt = [3, 80, 41, 5, 0, 66];
-    let expected = tokens(&mut Engine::new(&model, &cpu).expect("it compiles"), &prompt, &greedy(3)).expect("it runs");
-    let options = cuda::Options { mode: cuda::Mode::PerOperator, ..Default::default() };
-    let mut engine =
-        Engine::new(&model, &on(&driver(3, 0), EngineConfig { cuda: options, ..config })).expect("resident");
-    assert_eq!(tokens(&mut engine, &prompt, &greedy(3)).expect("it runs"), expected);
+    // And with rows longer than shared memory has room for, and than threads have registers for.
+    for sizes in [&[][..], &[("hidden_size", 4104)], &[("intermediate_size", 14_344)]] {
+        let (_dir, model) = model(sizes);
+        let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
+        let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+        let prompt = [3, 80, 41, 5, 0, 66];
+        let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
+        let expected = tokens(&mut cpu, &prompt, &greedy(3)).expect("it runs");
+        let options = cuda::Options { mode: cuda::Mode::PerOperator, ..Default::default() };
+        let mut engine =
+            Engine::new(&model, &on(&driver(3, 0), EngineConfig { cuda: options, ..config })).expect("resident");
+        assert_eq!(tokens(&mut engine, &prompt, &greedy(3)).expect("it runs"), expected, "{sizes:?}");
+    }
 }
 
 /// An encoder: both kinds of norm, attention both ways, pooling.
