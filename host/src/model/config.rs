@@ -246,18 +246,42 @@ pub enum RopeScaling {
         /// The context of the first training.
         original_max_position_embeddings: usize,
     },
+    /// YaRN (Peng et al., 2023): pairs that turn seldom in the first training's context have their frequencies divided by `factor`, those that
+    /// turn often keep them, with a ramp over the pairs between, and attention is sharpened.
+    Yarn {
+        /// At least 1.
+        factor: f64,
+        /// Pairs that turn more often than this keep their frequencies.
+        beta_fast: f64,
+        /// Pairs that turn more seldom than this have them divided.
+        beta_slow: f64,
+        /// Whether the ramp begins and ends at whole pairs.
+        truncate: bool,
+        /// What queries and keys are multiplied with, each.
+        attention_factor: f64,
+        /// The context of the first training.
+        original_max_position_embeddings: usize,
+    },
 }
 
 impl Rope {
+    /// What a query's product with a key is multiplied with, beside the attention's own scale: the square of what each is.
+    pub fn score_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor * attention_factor,
+            _ => 1.0,
+        }
+    }
+
     /// `head_dim / 2` frequencies in radians per position, in f32 step by step as `transformers` computes them, because
     /// at large positions the rounding of a frequency is seen in the logits.
     pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
-        let frequencies = (0..head_dim / 2).map(|i| {
+        let powers = (0..head_dim / 2).map(|i| {
             let exponent = (2 * i) as f32 / head_dim as f32;
             // The power is taken in f64 and rounded once: what a well-rounded f32 `pow` gives on any machine.
-            let power = f64::from(self.theta as f32).powf(f64::from(exponent)) as f32;
-            1.0 / power
+            f64::from(self.theta as f32).powf(f64::from(exponent)) as f32
         });
+        let frequencies = powers.clone().map(|power| 1.0 / power);
         match self.scaling {
             RopeScaling::Default => frequencies.collect(),
             RopeScaling::Linear { factor } => frequencies.map(|f| f / factor as f32).collect(),
@@ -283,6 +307,25 @@ impl Rope {
                             let smooth = ((1.0 / wavelen) * original - low) / width;
                             (1.0 - smooth) * f / factor + smooth * f
                         }
+                    })
+                    .collect()
+            }
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, original_max_position_embeddings, .. } => {
+                // The pair, as a number of dimensions, that turns so often in the first training's context.
+                let pair = |turns: f64| {
+                    let wavelen = original_max_position_embeddings as f64 / (turns * std::f64::consts::TAU);
+                    head_dim as f64 * wavelen.ln() / (2.0 * self.theta.ln())
+                };
+                let (low, high) = (pair(beta_fast), pair(beta_slow));
+                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+                // A ramp of no length is a step.
+                let width = if low == high { 0.001 } else { high - low };
+                powers
+                    .enumerate()
+                    .map(|(i, power)| {
+                        let kept = 1.0 - ((i as f32 - low as f32) / width as f32).clamp(0.0, 1.0);
+                        1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
                     })
                     .collect()
             }
@@ -383,6 +426,15 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     let max_position_embeddings =
         fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(default_positions);
 
+    let rope = rope(fields, max_position_embeddings)?;
+    // Files that ask for YaRN often have the number from before.
+    let max_position_embeddings = match rope.scaling {
+        RopeScaling::Yarn { factor, original_max_position_embeddings: original, .. } => {
+            max_position_embeddings.max(((factor * original as f64) as usize).min(MAX_POSITIONS))
+        }
+        _ => max_position_embeddings,
+    };
+
     let flag = |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false));
     let attention_bias = match architecture {
         Architecture::Qwen2 => true,
@@ -400,7 +452,7 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         n_kv_heads,
         head_dim,
         rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(1e-6),
-        rope: rope(fields, max_position_embeddings)?,
+        rope,
         tie_word_embeddings: flag("tie_word_embeddings")?,
         attention_bias,
         output_bias: attention_bias && architecture != Architecture::Qwen2,
@@ -445,7 +497,8 @@ fn sliding_window(
 }
 
 fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, ModelError> {
-    const KINDS: &str = "default, linear, llama3";
+    const KINDS: &str = "default, linear, llama3, yarn";
+    const ORIGINAL: &str = "original_max_position_embeddings";
     let mut given = match fields.object("rope_scaling")? {
         Some(old) if old.entries().next().is_some() => Some(old),
         _ => fields.object("rope_parameters")?,
@@ -470,11 +523,15 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
         let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
+        // Beside all other keys it comes before the one among them.
+        let original = || match fields.whole(ORIGINAL, 1..=MAX_POSITIONS)? {
+            Some(n) => Ok(n),
+            None => Ok(given.whole(ORIGINAL, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings)),
+        };
         scaling = match given.text(kind_key)?.unwrap_or("default") {
             "default" => RopeScaling::Default,
             "linear" => RopeScaling::Linear { factor: given.required_real("factor", 1.0..=1e6)? },
             "llama3" => {
-                let original = "original_max_position_embeddings";
                 let low_freq_factor = given.required_real("low_freq_factor", 1e-6..=1e6)?;
                 let high_freq_factor = given.required_real("high_freq_factor", 1e-6..=1e6)?;
                 if high_freq_factor <= low_freq_factor {
@@ -486,13 +543,10 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
                     factor: given.required_real("factor", 1.0..=1e6)?,
                     low_freq_factor,
                     high_freq_factor,
-                    // Beside all other keys it comes before the one among them.
-                    original_max_position_embeddings: match fields.whole(original, 1..=MAX_POSITIONS)? {
-                        Some(n) => n,
-                        None => given.whole(original, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings),
-                    },
+                    original_max_position_embeddings: original()?,
                 }
             }
+            "yarn" => yarn(&given, original()?, max_position_embeddings)?,
             _ => return Err(given.unsupported(kind_key, KINDS)),
         };
         if given.get("partial_rotary_factor").is_some() {
@@ -506,7 +560,43 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
         Some(theta) => theta,
         None => fields.real("rope_theta", THETA)?.unwrap_or(10_000.0),
     };
+    if matches!(scaling, RopeScaling::Yarn { .. }) && theta <= 1.0 {
+        return Err(ModelError::key(fields.path(), "rope_theta", theta.to_string(), "more than 1 (YaRN)"));
+    }
     Ok(Rope { theta, scaling })
+}
+
+/// YaRN, where the first training's context was `original`.
+fn yarn(given: &Fields<'_>, original: usize, max_position_embeddings: usize) -> Result<RopeScaling, ModelError> {
+    const TURNS: std::ops::RangeInclusive<f64> = 1e-6..=1e6;
+    let factor = match given.real("factor", 1.0..=1e6)? {
+        Some(factor) => factor,
+        None => (max_position_embeddings as f64 / original as f64).max(1.0),
+    };
+    let beta_fast = given.real("beta_fast", TURNS)?.unwrap_or(32.0);
+    let beta_slow = given.real("beta_slow", TURNS)?.unwrap_or(1.0);
+    if beta_fast < beta_slow {
+        return Err(given.wrong("beta_fast", format!("at least beta_slow, {beta_slow}")));
+    }
+    // 1 or more, as the paper has it; by how much a file may say, for the scores or for all.
+    let of = |weight: f64| 0.1 * weight * factor.ln() + 1.0;
+    const WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e3;
+    let (mscale, of_all) = (given.real("mscale", WEIGHTS)?, given.real("mscale_all_dim", WEIGHTS)?);
+    let attention_factor = match given.real("attention_factor", 1e-3..=1e3)? {
+        Some(factor) => factor,
+        None => match (mscale.unwrap_or(0.0), of_all.unwrap_or(0.0)) {
+            (mscale, of_all) if mscale > 0.0 && of_all > 0.0 => of(mscale) / of(of_all),
+            _ => of(1.0),
+        },
+    };
+    Ok(RopeScaling::Yarn {
+        factor,
+        beta_fast,
+        beta_slow,
+        truncate: given.flag("truncate")?.unwrap_or(true),
+        attention_factor,
+        original_max_position_embeddings: original,
+    })
 }
 
 fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
@@ -647,6 +737,61 @@ mod tests {
         assert_eq!(decoder_of(&with(llama(), &by_type)).architecture, Architecture::Mistral);
     }
 
+    /// Figures computed from the paper's formulas, in f64, by other means.
+    #[test]
+    fn yarn_divides_what_turns_seldom() {
+        let near = |found: &[f32], expected: &[f64]| {
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(expected) {
+                assert!((f64::from(*found) / expected - 1.0).abs() < 1e-5, "{found}, expected {expected}");
+            }
+        };
+        // As Qwen3's files ask for it, beside the number of positions from before.
+        let scaling = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+        let change = json!({"rope_scaling": scaling, "rope_theta": 1e6, "max_position_embeddings": 40960});
+        let config = decoder_of(&with(llama(), &change));
+        assert_eq!(config.max_position_embeddings, 131_072);
+        let all = config.rope.inverse_frequencies(128);
+        let (kept, expected) = (
+            [0, 23, 24, 30, 39, 40, 41, 63],
+            [
+                1.0,
+                6.978_305_848_598_663e-3,
+                5.375_321_490_790_102e-3,
+                1.064_360_981_247_001_7e-3,
+                6.490_394_320_837_028e-5,
+                4.445_698_525_097_307e-5,
+                3.582_531_425_592_407e-5,
+                3.102_344_401_879_299e-7,
+            ],
+        );
+        near(&kept.map(|i| all[i]), &expected);
+        assert!((config.rope.score_factor() - 1.138_629_436_111_989f64.powi(2)).abs() < 1e-12);
+
+        let scaling = json!({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "truncate": false,
+                             "mscale": 1.0, "mscale_all_dim": 1.0});
+        let rope = decoder_of(&with(llama(), &json!({"rope_scaling": scaling, "rope_theta": 1e4}))).rope;
+        let expected = [
+            1.0,
+            0.514_909_984_348_849,
+            0.243_596_404_813_701_07,
+            0.111_139_816_138_681_29,
+            0.047_965_076_075_703_68,
+            0.018_799_993_111_229_703,
+            0.005_976_137_225_861_21,
+            0.002_222_849_262_548_653_7,
+            0.001_25,
+            0.000_702_926_656_487_936_4,
+        ];
+        near(&rope.inverse_frequencies(32)[..10], &expected);
+        assert_eq!(rope.score_factor(), 1.0);
+        // No factor: what the file's numbers of positions say.
+        let scaling = json!({"type": "yarn", "original_max_position_embeddings": 1024, "attention_factor": 1.5});
+        let rope = decoder_of(&with(llama(), &json!({"rope_scaling": scaling, "max_position_embeddings": 4096}))).rope;
+        assert!(matches!(rope.scaling, RopeScaling::Yarn { factor: 4.0, beta_fast: 32.0, beta_slow: 1.0, .. }));
+        assert_eq!(rope.score_factor(), 2.25);
+    }
+
     #[test]
     fn windows_count_only_where_they_are_active() {
         let window = |change: Value| decoder_of(&with(llama(), &change)).sliding_window;
@@ -673,8 +818,8 @@ mod tests {
     fn what_is_not_done_is_refused_by_name() {
         let refused = |change: Value| parse(&with(llama(), &change)).expect_err("must be refused");
         assert_eq!(
-            refused(json!({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})),
-            "config.json: rope_scaling.rope_type: \"yarn\" is not supported; supported: default, linear, llama3"
+            refused(json!({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}})),
+            "config.json: rope_scaling.rope_type: \"longrope\" is not supported; supported: default, linear, llama3, yarn"
         );
         assert_eq!(
             refused(json!({"architectures": ["MixtralForCausalLM"]})),
@@ -727,6 +872,10 @@ mod tests {
             json!({"max_position_embeddings": 0}),
             json!({"tie_word_embeddings": "yes"}),
             json!({"rope_scaling": {"type": "llama3", "factor": 8}}),
+            json!({"rope_scaling": {"type": "yarn", "factor": 0.5}}),
+            json!({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 32}}),
+            json!({"rope_scaling": {"type": "yarn", "factor": 4}, "rope_theta": 1}),
+            json!({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 1}}),
             json!({"architectures": "LlamaForCausalLM"}),
             json!({"architectures": [], "model_type": null}),
         ] {

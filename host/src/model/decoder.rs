@@ -218,7 +218,7 @@ impl<'a> Decoder<'a> {
         };
         let cache = cache_of(&mut self.graph)?;
         let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
-        let scale = 1.0 / (head_dim as f32).sqrt();
+        let scale = self.config.rope.score_factor() as f32 / (head_dim as f32).sqrt();
         if self.graph.is_batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, cache_of)?);
         }
