@@ -694,6 +694,34 @@ fn broken_loads_are_named() {
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
 }
 
+/// Rows that are taken in segments come so, and no other way.
+#[test]
+fn broken_segments_are_named() {
+    const LONG: usize = 14_344;
+    let (_dir, model) = model(&[("num_hidden_layers", 1), ("intermediate_size", LONG)]);
+    let whole = Parts::of(&compiled_for(&model, Target::gpu(2), 1).image);
+    assert!(encode(&whole).is_ok());
+    // Of the two the first is a unit longer.
+    let parts = [7176, 7168].map(|elems| 2 * elems);
+    let of = |part: u32| whole.data.iter().filter(|op| op.bytes == part).count();
+    assert!(of(parts[0]) > 1 && of(parts[0]) == of(parts[1]));
+    let at = whole.data.iter().position(|op| op.bytes == parts[0]).expect("it was counted");
+    let says = |change: &dyn Fn(&mut Parts), expected: &str| {
+        let found = broken_rule(&whole, change);
+        assert!(found.contains(expected), "{found}, expected {expected}");
+    };
+    says(&|parts| parts.data[at].source_offset_bytes += 2 * LONG as u64, "no tile for segment 0 of row 0");
+    says(&|parts| parts.data[at + 1].bytes -= 16, "no tile for segment 0 of row 1");
+    let task = whole.tasks.iter().position(|task| task.tiles as usize == 2 * task_rows(&whole, at)).expect("down");
+    says(&|parts| parts.tasks[task].tiles -= 1, "no tile for segment 1 of row");
+}
+
+/// How many rows of weights in segments the worker takes whose copy number `at` is the first of them.
+fn task_rows(whole: &Parts, at: usize) -> usize {
+    let bytes = whole.data[at].bytes;
+    whole.data[at..].iter().take_while(|op| op.bytes == bytes).count()
+}
+
 /// The rules of just-in-time tasks, each broken once.
 #[test]
 fn broken_launches_are_named() {
