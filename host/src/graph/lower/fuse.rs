@@ -26,6 +26,11 @@ fn norm_slot(op: &Operator) -> Option<usize> {
     }
 }
 
+/// Whether `op` is a product that normalises its row first.
+pub(super) fn is_normed(op: &Operator) -> bool {
+    norm_slot(op).is_some_and(|slot| op.slots.get(slot).copied().flatten().is_some())
+}
+
 /// `graph`, a pass over one row, with what can be one operator made one.
 ///
 /// # Errors

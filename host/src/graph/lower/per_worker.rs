@@ -61,9 +61,9 @@ fn take_in_segments(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target:
     let table = &graph.table;
     for (op, block) in graph.ops().zip(&mut lowered.ops) {
         let (Linear::TASK_TYPE, [Some(x), Some(w), ..]) = (op.kernel.task_type, &op.slots[..]) else { continue };
-        let (x, w, norm) = (&table[*x], &table[*w], op.slots.get(NORM).copied().flatten());
+        let (x, w) = (&table[*x], &table[*w]);
         let [columns, k] = w.shape[..] else { continue };
-        let is_plain = norm.is_none() && op.cut.is_none() && x.shape[0] == 1 && k.is_multiple_of(8);
+        let is_plain = !fuse::is_normed(op) && op.cut.is_none() && x.shape[0] == 1 && k.is_multiple_of(8);
         let is_whole = x.dtype == DType::F32 && (x.offset_elems * x.dtype.size_bytes()).is_multiple_of(16);
         if k <= MAX_FLAGGED as usize || !is_plain || !is_whole || w.dtype != DType::Bf16 {
             continue;
@@ -301,11 +301,10 @@ fn merge_in_readers(
     let Some((readers, _)) = only_products(ops, lowered, number, y, &graph.table) else { return false };
     let Some(parts) = lowered.ops[number].accesses[0].as_ref().map(|access| access.tensor) else { return false };
     let is_able = |at: &usize| {
-        let slots = ops[*at].map(|op| (op.kernel.task_type, op.slots[0], op.slots.get(5).copied().flatten()));
-        slots.is_some_and(|(kernel, x, norm)| {
+        ops[*at].is_some_and(|op| {
             let reads = |t: Option<TensorId>| t.is_some_and(|t| lowered.table[t].buffer == lowered.table[y].buffer);
-            let others = ops[*at].map_or(0, |op| op.slots[1..].iter().filter(|t| reads(**t)).count());
-            kernel == Linear::TASK_TYPE && reads(x) && norm.is_none() && others == 0
+            let others = op.slots[1..].iter().filter(|t| reads(**t)).count();
+            op.kernel.task_type == Linear::TASK_TYPE && reads(op.slots[0]) && !fuse::is_normed(op) && others == 0
         })
     };
     if !readers.iter().all(is_able) {
@@ -323,8 +322,7 @@ fn merge_in_readers(
     true
 }
 
-/// The slots of a product: the weights of its norm, its result, and where its largest elements go.
-const NORM: usize = 5;
+/// The slots of a product: its result, and where its largest elements go.
 const Y: usize = 4;
 const BEST: [usize; 2] = [6, 7];
 

@@ -254,8 +254,8 @@ fn rows(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -
     Some(PrefetchOp { source_offset_bytes: first, bytes, row_bytes, splits, split, ..PrefetchOp::default() })
 }
 
-/// The contiguous pieces of `stream`: parts of rows where it is taken in segments, otherwise none larger than `tile_bytes`, but for whole rows of at most `row_bytes`, as offset and bytes in its
-/// source.
+/// The contiguous pieces of `stream`, as offset and bytes in its source: parts of rows where it is taken in segments; otherwise none larger
+/// than `tile_bytes`, but for whole rows of at most `row_bytes`.
 fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
     let operand = &stream.operand;
