@@ -6,6 +6,7 @@ use super::Call;
 use super::sync::Gpu;
 use super::tiles::{self, Lists, Tiles};
 use super::turn::{self, Seen};
+use super::wide;
 use crate::arch::simt::{Access, Allocation, Options, Report, launch};
 use crate::arch::{atomic, thread};
 use crate::block::Block;
@@ -529,6 +530,11 @@ impl Case {
     }
 }
 
+/// [`Random::float`], a number that bf16 has.
+fn brain(random: &mut Random) -> f32 {
+    half::bf16::from_f32(random.float()).to_f32()
+}
+
 /// Every index of `operand`'s box.
 fn indices(operand: &Operand) -> impl Iterator<Item = [usize; 4]> {
     let e = operand.extent;
@@ -610,7 +616,10 @@ fn gated_linear(random: &mut Random, round: usize) {
     };
     let (n, k) = (random.one_to(9), random.one_to(400));
     let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
-    for extent in [[rows, k], [n, k], [n, k]] {
+    // Where tensor cores may take many rows, they take them as bf16.
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, k], if rows > wide::WIDE_ROWS { brain } else { Random::float });
+    for extent in [[n, k], [n, k]] {
         let dtype = random.dtype();
         case.floats(random, dtype, &extent);
     }
@@ -796,12 +805,11 @@ fn merging_linear(random: &mut Random, round: usize) {
 
 /// Rows enough for the tensor cores. x mostly has bf16 values, so that nothing is lost but the order of the sums.
 fn wide_linear(random: &mut Random, round: usize) {
-    let exact = |random: &mut Random| half::bf16::from_f32(random.float()).to_f32();
     let (rows, n, k) = (16 + random.one_to(70), random.one_to(60), random.one_to(120));
     let is_exact = !round.is_multiple_of(4);
     let x = |case: &mut Case, random: &mut Random, is_exact: bool| {
         let dtype = random.dtype();
-        case.push(random, dtype, &[rows, k], if is_exact { exact } else { Random::float });
+        case.push(random, dtype, &[rows, k], if is_exact { brain } else { Random::float });
         // Others are rounded to bf16.
         case.tolerance = if is_exact { 3e-4 } else { 0.1 };
     };

@@ -18,7 +18,7 @@ use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 
 /// Passes of more rows than this are worth it.
-const WIDE_ROWS: u32 = 16;
+pub(super) const WIDE_ROWS: u32 = 16;
 
 /// Elements of k at a time, and words from one row in shared memory to the next.
 const STEP: u32 = 32;
