@@ -27,7 +27,9 @@ use crate::worker::{Body, Image, await_task, run};
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM, Sequence};
 use perpetua_shared::launch::TaskTrace;
-use perpetua_shared::{DataOp, EventDesc, EventId, Fault, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, WorkerId};
+use perpetua_shared::{
+    DataOp, EventDesc, EventId, Fault, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, Turn, WorkerId,
+};
 
 /// The image where the launch block says it is.
 ///
@@ -186,6 +188,21 @@ impl DeviceImage {
             }
             block.sync();
         }
+    }
+
+    /// The data ops of the task numbered `id`, and how many.
+    ///
+    /// # Safety
+    /// See [`DeviceImage`]; it has some data.
+    #[inline(always)]
+    unsafe fn data_of(&self, id: u32) -> (*const DataOp, u32) {
+        let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
+        let turn: *const Turn = turns.wrapping_add(id as usize * param!(self, turn_words) as usize).cast();
+        // SAFETY: the caller's promise.
+        let [first, n] =
+            unsafe { [memory::load(&raw const (*turn).data_first), memory::load(&raw const (*turn).tiles)] };
+        let data: *const DataOp = core::ptr::with_exposed_provenance(param!(self, data) as usize);
+        (data.wrapping_add(first as usize), n)
     }
 
     /// What a task of sequence `number` sees of a pass over a batch.
@@ -440,7 +457,7 @@ pub unsafe fn worker(params: LaunchBlock) {
             return;
         }
     }
-    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true) };
+    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
     // Whoever faults has recorded it.
     if run(&image, worker, param!(image, iteration), &sync, &mut body).is_err() {
         // SAFETY: faults are the whole block's.
@@ -453,43 +470,55 @@ pub unsafe fn worker(params: LaunchBlock) {
 
 /// Task `first` plus the block's index, if the step is one of `program`: an operator, where it is a launch of its own, a block
 /// for each task. Nobody waits or triggers, since a launch on a stream begins when the one before has ended and its writes are
-/// visible; nothing is loaded ahead, since nobody is there before the launch.
+/// visible. The block's own loader brings the task's tiles, and none ahead of the launch, before which nobody is there.
 ///
 /// A step of another program ends the launch, and so does a fault: what has been launched ahead for a loop that has ended runs
 /// to its end and touches nothing.
 ///
 /// # Safety
-/// As [`worker`], but for the grid: a block of `TASK_THREADS` threads for each of an operator's tasks, none of which orders
+/// As [`worker`], but for the grid: a block of `BLOCK_THREADS` threads for each of an operator's tasks, none of which orders
 /// another; and whatever those tasks wait on has run in launches that have ended.
 #[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
-    let (worker, block) =
-        (WorkerId(thread::block_idx()), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
+    let worker = WorkerId(thread::block_idx());
+    let (thread, threads) = (thread::thread_idx(), thread::block_dim());
+    let block = Block { thread, threads: thread::task_threads() };
     let step = crate::sync::Sync::step(&sync);
-    // SAFETY: every thread of the block comes here. They agree on the fault, which another block may report meanwhile, and all
-    // have read the step before `advance` overwrites it.
-    let is_over = unsafe { thread::sync_or(block.thread == 0 && sync.has_fault()) };
-    if is_over || step.program != program {
-        return;
-    }
     let id = first + worker.0;
-    // SAFETY: every thread of the block is here with the same task.
-    unsafe { image.turn_to(id, Seen::of(&step), &block) };
-    // As `is_left_out`, one after the other: by its one condition the compiler takes bodies out of line, which costs a stack.
-    let has_ended = TaskFlags::sequence(turn::flags()).is_some() && turn::seen().rows == 0;
-    if has_ended {
-        return;
-    }
-    if step.sampling == 0 && turn::flags() & TaskFlags::ONLY_WHEN_SAMPLING != 0 {
-        return;
+    // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. They agree on the fault, which
+    // another block may report meanwhile, and all have read the step before `advance` overwrites it. The warps beyond the task
+    // threads' are no task's; those come to the second barrier with the same task.
+    unsafe {
+        if thread == 0 {
+            tiles::init(block.threads);
+            tiles::tell(if sync.has_fault() { NO_PROGRAM } else { step.program });
+        }
+        thread::sync_some(1, threads);
+        if tiles::told() != program {
+            return;
+        }
+        if thread >= block.threads {
+            if thread == block.threads && param!(image, n_data) > 0 {
+                tiles::load_task(&(image, worker), &sync, image.data_of(id));
+            }
+            return;
+        }
+        image.turn_to(id, Seen::of(&step), &block);
     }
     thread::at_task(id);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, false) };
-    // SAFETY: the caller's promise; every thread of the block is here with the same task.
-    // Whoever faults has recorded it.
-    let _ = unsafe { run_gpu(&body.call(&step), &block, || Ok(())) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
+    body.tiles.begin(&step, body.task_tiles(), false);
+    body.tiles.begin_task(body.task_tiles());
+    // SAFETY: the caller's promise; every thread of the block is here with the same task. No copy is under way when the block ends.
+    unsafe {
+        if !image.is_left_out(id, &step) {
+            // Whoever faults has recorded it.
+            let _ = run_gpu(&body.call(&step), &block, || Ok(()));
+        }
+        body.tiles.drain();
+    }
 }
 
 /// One task of kernel `K`, and nothing else: what build.rs takes out of the PTX for the tests, which keep a ratchet on each
@@ -503,7 +532,7 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread, true) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.
     let _ = unsafe {

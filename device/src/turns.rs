@@ -34,7 +34,7 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
             triggers: [0; TURN_EVENTS],
             waits: [[0; 2]; TURN_EVENTS],
             task: number,
-            reserved: 0,
+            data_first: 0,
         };
         for (to, event) in turn.triggers.iter_mut().zip(view.triggers(task)) {
             *to = *event;
@@ -49,11 +49,16 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
             to.copy_from_slice(bytemuck::cast_slice(&[Operand { offset_bytes, ..*operand }]));
         }
     }
-    // Just-in-time tasks, in lists of their own, have none after them.
+    // Just-in-time tasks, in lists of their own, have none after them, and no tiles. Those of the others stand in the lists' order.
+    let mut tiles = 0;
     for lists in view.list_heads.chunks_exact(view.n_workers as usize + 2) {
         for ends in lists[..=view.n_workers as usize].windows(2) {
-            for pair in view.lists[ends[0] as usize..ends[1] as usize].windows(2) {
-                all[pair[0] as usize * words + offset_of!(Turn, next) / 4] = pair[1] + 1;
+            let list = &view.lists[ends[0] as usize..ends[1] as usize];
+            for (i, &task) in list.iter().enumerate() {
+                let record = task as usize * words;
+                all[record + offset_of!(Turn, next) / 4] = list.get(i + 1).map_or(0, |next| next + 1);
+                all[record + offset_of!(Turn, data_first) / 4] = tiles;
+                tiles += view.tasks[task as usize].tiles;
             }
         }
     }

@@ -41,8 +41,8 @@ pub struct Turn {
     pub waits: [[u32; 2]; TURN_EVENTS],
     /// The task's number.
     pub task: u32,
-    /// 0.
-    pub reserved: u32,
+    /// The first of the image's data ops that are the task's tiles, if it has any.
+    pub data_first: u32,
 }
 
 const _: () = assert!(size_of::<Turn>() == 176 && size_of::<Turn>().is_multiple_of(16));

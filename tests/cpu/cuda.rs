@@ -14,7 +14,7 @@ use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model
 use perpetua_device::{queue, turns};
 use perpetua_shared::control::End;
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, TILE_BYTES};
 use perpetua_shared::{EventId, Fault, ProgramId, TaskId};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -62,6 +62,11 @@ fn fake() -> Arc<Fake> {
 
 fn generate(engine: &mut Engine, prompt: &[u32], n: usize) -> Result<Vec<u32>, EngineError> {
     engine.generate(prompt, &options(n))?.map(|token| token.map(|token| token.id)).collect()
+}
+
+/// Of the pass that chose the last token.
+fn logits(engine: &mut Engine) -> Vec<u32> {
+    engine.last_logits().expect("a token was made").iter().map(|logit| logit.to_bits()).collect()
 }
 
 #[test]
@@ -278,8 +283,8 @@ fn operators_in_graphs_make_the_same_tokens() {
         return;
     }
     let (_dir, model) = small();
-    let expected =
-        generate(&mut Engine::new(&model, &config(gpu(&fake()))).expect("resident"), &PROMPT, 3).expect("it runs");
+    let mut persistent = Engine::new(&model, &config(gpu(&fake()))).expect("resident");
+    let expected = generate(&mut persistent, &PROMPT, 3).expect("it runs");
     let driver = fake();
     let per_operator = |driver: &Arc<Fake>| {
         let options = cuda::Options { mode: cuda::Mode::PerOperator, ..Default::default() };
@@ -302,7 +307,8 @@ fn operators_in_graphs_make_the_same_tokens() {
                 let op = view.tasks[at as usize].op;
                 let blocks = view.tasks[at as usize..].iter().take_while(|task| task.op == op).count() as u32;
                 wanted.push(format!(
-                    "cuGraphAddKernelNode {place}: blocks {blocks} threads {TASK_THREADS} program {number} task {at}"
+                    "cuGraphAddKernelNode {place}: blocks {blocks} threads {BLOCK_THREADS} shared {TILE_BYTES} program \
+                     {number} task {at}"
                 ));
                 at += blocks;
                 place = "after a node";
@@ -314,6 +320,8 @@ fn operators_in_graphs_make_the_same_tokens() {
         for _ in 0..2 {
             let before = driver.calls().len();
             assert_eq!(generate(&mut engine, &PROMPT, 3).expect("it runs"), expected);
+            // The same bodies on the same tiles: the same bits.
+            assert_eq!(logits(&mut engine), logits(&mut persistent));
             let calls = driver.calls();
             let launches: Vec<&str> =
                 calls[before..].iter().map(String::as_str).filter(|call| call.contains("aunch")).collect();

@@ -199,10 +199,13 @@ fn operators_make_the_cpus_tokens() {
         let prompt = [3, 80, 41, 5, 0, 66];
         let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
         let expected = tokens(&mut cpu, &prompt, &greedy(3)).expect("it runs");
-        let options = cuda::Options { mode: cuda::Mode::PerOperator, ..Default::default() };
-        let mut engine =
-            Engine::new(&model, &on(&driver(3, 0), EngineConfig { cuda: options, ..config })).expect("resident");
-        assert_eq!(tokens(&mut engine, &prompt, &greedy(3)).expect("it runs"), expected, "{sizes:?}");
+        let logits = [cuda::Mode::Persistent, cuda::Mode::PerOperator].map(|mode| {
+            let config = EngineConfig { cuda: cuda::Options { mode, ..config.cuda }, ..config.clone() };
+            let mut engine = Engine::new(&model, &on(&driver(3, 0), config)).expect("resident");
+            assert_eq!(tokens(&mut engine, &prompt, &greedy(3)).expect("it runs"), expected, "{sizes:?}");
+            engine.last_logits().expect("a token was made")
+        });
+        assert_eq!(logits[0], logits[1], "the same bodies on the same tiles: {sizes:?}");
     }
 }
 

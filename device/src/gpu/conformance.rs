@@ -177,10 +177,7 @@ impl Case {
         let first = &self.operands[slots[0]];
         let (rows, k) = if first.rank == 1 { (1, first.extent[0]) } else { (first.extent[0], first.extent[1]) };
         let row = k * first.dtype().expect("floats").size_bytes() as u32;
-        let segments = match self.task_type {
-            Linear::TASK_TYPE if first.rank == 2 => params::<linear::Params>(&self.params).segments.max(1),
-            _ => 1,
-        };
+        let segments = if first.rank == 2 { linear::segments(self.task_type, &self.params) } else { 1 };
         // Segments of all rows, whole rows, or pieces of one.
         let mut pieces = Vec::new();
         if segments > 1 {
@@ -431,11 +428,11 @@ impl Case {
                         }
                     }
                 }
-                let tiles = Tiles::new(&gpu, block.thread, self.tile_bytes == TILE_BYTES);
-                if n_data > 0 {
-                    tiles.begin(&Step::default(), n_data, me == 0);
-                    tiles.begin_task(n_data);
-                }
+                let tiles = Tiles::new(&gpu, block.thread);
+                // As if other tasks had tiles after this one's, where there is no room for what bodies do with all of their memory.
+                let others = u32::from(self.tile_bytes < TILE_BYTES);
+                tiles.begin(&Step::default(), n_data + others, n_data > 0 && me == 0);
+                tiles.begin_task(n_data);
                 let Step { program_runs, iteration, .. } = self.step;
                 let call = Call { program_runs, iteration, programs: &programs, tiles: Some(&tiles), launch: None };
                 // SAFETY: every thread of the block makes these calls; the operands have been checked.

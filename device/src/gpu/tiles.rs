@@ -131,38 +131,7 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
             }
             pass = pass.wrapping_add(1);
             let (ops, n) = lists.data(program);
-            let (prefetches, n_prefetches) = lists.prefetches(program);
-            // Tiles before this one have been released, prefetches issued.
-            let (mut freed, mut issued) = (0, 0);
-            for at in 0..=n {
-                while issued < n_prefetches {
-                    let op = prefetches.add(issued as usize);
-                    if memory::load(&raw const (*op).before) > at {
-                        break;
-                    }
-                    prefetch(op, lists, position);
-                    issued += 1;
-                }
-                if at == n {
-                    break;
-                }
-                let op = ops.add(at as usize);
-                let after = memory::load(&raw const (*op).after);
-                while freed < at && memory::load(&raw const (*ops.add(freed as usize)).used_by) < after {
-                    let (barrier, parity) = phase(base.wrapping_add(freed));
-                    wait(sync, EMPTY + barrier, parity);
-                    freed += 1;
-                }
-                let source = lists.binding(memory::load(&raw const (*op).source));
-                let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
-                let bytes = memory::load(&raw const (*op).bytes);
-                let to = memory::load(&raw const (*op).dest_offset_bytes);
-                let (barrier, _) = phase(base.wrapping_add(at));
-                shared::store(PLACES + 2 * barrier, to);
-                shared::store(PLACES + 2 * barrier + 1, bytes);
-                mbarrier::arrive_expect(FULL + barrier, bytes);
-                bulk::copy(to, source, bytes, FULL + barrier);
-            }
+            let mut freed = bring(lists, sync, base, (ops, n), lists.prefetches(program), position);
             while freed < n {
                 let (barrier, parity) = phase(base.wrapping_add(freed));
                 wait(sync, EMPTY + barrier, parity);
@@ -171,6 +140,87 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
             base = base.wrapping_add(n);
         }
     }
+}
+
+/// Brings the tiles of `ops`, `n` of them, the launch's from number `base` on, and asks for what stands between them in `prefetches` in a pass at
+/// `position`. Says how many of the tiles it has seen released.
+///
+/// # Safety
+/// As [`load`]; `ops` are data ops of one list, one after the other.
+#[inline(always)]
+unsafe fn bring(
+    lists: &impl Lists,
+    sync: &Gpu,
+    base: u32,
+    (ops, n): (*const DataOp, u32),
+    (prefetches, n_prefetches): (*const PrefetchOp, u32),
+    position: u32,
+) -> u32 {
+    // Tiles before this one have been released, prefetches issued.
+    let (mut freed, mut issued) = (0, 0);
+    // SAFETY: see the module head; `at < n` in every list, which nobody writes.
+    unsafe {
+        for at in 0..=n {
+            while issued < n_prefetches {
+                let op = prefetches.add(issued as usize);
+                if memory::load(&raw const (*op).before) > at {
+                    break;
+                }
+                prefetch(op, lists, position);
+                issued += 1;
+            }
+            if at == n {
+                break;
+            }
+            let op = ops.add(at as usize);
+            let after = memory::load(&raw const (*op).after);
+            while freed < at && memory::load(&raw const (*ops.add(freed as usize)).used_by) < after {
+                let (barrier, parity) = phase(base.wrapping_add(freed));
+                wait(sync, EMPTY + barrier, parity);
+                freed += 1;
+            }
+            let source = lists.binding(memory::load(&raw const (*op).source));
+            let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
+            let bytes = memory::load(&raw const (*op).bytes);
+            let to = memory::load(&raw const (*op).dest_offset_bytes);
+            let (barrier, _) = phase(base.wrapping_add(at));
+            shared::store(PLACES + 2 * barrier, to);
+            shared::store(PLACES + 2 * barrier + 1, bytes);
+            mbarrier::arrive_expect(FULL + barrier, bytes);
+            bulk::copy(to, source, bytes, FULL + barrier);
+        }
+    }
+    freed
+}
+
+/// Brings the tiles of one task, of a launch that has no other: `ops`, one after the other in their worker's list.
+///
+/// # Safety
+/// As [`load`], but for the pass, of which nobody is told.
+#[inline(always)]
+pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, ops: (*const DataOp, u32)) {
+    // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
+    unsafe { bring(lists, sync, 0, ops, (core::ptr::null(), 0), 0) };
+}
+
+/// Says to all threads of the block that the launch's pass is one of `program`, or, with [`NO_PROGRAM`], that there is none.
+///
+/// # Safety
+/// One thread calls it, before a barrier of all threads of a block that [runs one task](load_task).
+#[inline(always)]
+pub(crate) unsafe fn tell(program: u32) {
+    // SAFETY: the caller's promise.
+    unsafe { shared::store(PROGRAM, program) };
+}
+
+/// What [`tell`] has said.
+///
+/// # Safety
+/// Called after that barrier.
+#[inline(always)]
+pub(crate) unsafe fn told() -> u32 {
+    // SAFETY: the caller's promise.
+    unsafe { shared::load(PROGRAM) }
 }
 
 /// Asks the L2 cache for what `op` names in a pass at `position`.
@@ -229,8 +279,6 @@ pub(crate) struct Tiles<'a> {
     sync: &'a Gpu,
     /// The calling thread's index.
     thread: u32,
-    /// Whether there is memory for tiles.
-    has_memory: bool,
     /// The launch's next tile, and those with which the pass and the task end.
     next: Cell<u32>,
     pass_end: Cell<u32>,
@@ -240,9 +288,9 @@ pub(crate) struct Tiles<'a> {
 }
 
 impl<'a> Tiles<'a> {
-    pub(crate) fn new(sync: &'a Gpu, thread: u32, has_memory: bool) -> Tiles<'a> {
+    pub(crate) fn new(sync: &'a Gpu, thread: u32) -> Tiles<'a> {
         let zero = || Cell::new(0);
-        Tiles { sync, thread, has_memory, next: zero(), pass_end: zero(), task_end: zero(), is_timed: Cell::new(false) }
+        Tiles { sync, thread, next: zero(), pass_end: zero(), task_end: zero(), is_timed: Cell::new(false) }
     }
 
     /// The pass `step` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
@@ -343,10 +391,10 @@ impl<'a> Tiles<'a> {
         unsafe { shared::load(WAITED + what as u32) }
     }
 
-    /// Whether a body may use the tiles' memory for itself: there is some, and the pass has no more tiles for it.
+    /// Whether a body may use the tiles' memory for itself: the pass has no more tiles for it.
     #[inline(always)]
     pub(crate) fn is_free(&self) -> bool {
-        self.has_memory && self.next.get() == self.pass_end.get()
+        self.next.get() == self.pass_end.get()
     }
 
     /// How many tiles the task has left.

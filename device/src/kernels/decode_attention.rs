@@ -153,9 +153,12 @@ impl MacroKernel for DecodeAttention {
             let queries = memory::opaque_word(call.tensor(0).extent(2));
             let d = memory::opaque_word(call.tensor(0).extent(3));
             let half = d / 2;
-            let turn = |g: u32, lane: u32| {
-                let (norm, frequencies) = (call.tensor(if g == queries { 4 } else { 3 }), call.tensor(5));
-                rope::Turn { norm, frequencies, eps: p.eps, pos, half, lane }
+            let turn = {
+                #[inline(always)]
+                |g: u32, lane: u32| {
+                    let (norm, frequencies) = (call.tensor(if g == queries { 4 } else { 3 }), call.tensor(5));
+                    rope::Turn { norm, frequencies, eps: p.eps, pos, half, lane }
+                }
             };
             // How it is turned is known before the query is there.
             let mut ahead = turn(block.warp(), block.lane()).ahead(0);

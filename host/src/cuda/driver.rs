@@ -166,7 +166,7 @@ pub struct Launch<'a> {
     pub param: &'a [u8],
 }
 
-/// A node of a graph: a launch of the kernel [`OPERATOR`](perpetua_shared::launch::OPERATOR), without dynamic shared memory.
+/// A node of a graph: a launch of the kernel [`OPERATOR`](perpetua_shared::launch::OPERATOR).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OperatorNode {
     /// The kernel.
@@ -175,6 +175,8 @@ pub struct OperatorNode {
     pub blocks: u32,
     /// Threads of each.
     pub threads: u32,
+    /// Dynamic shared memory of each.
+    pub shared_bytes: u32,
     /// Its first parameter.
     pub params: LaunchParams,
     /// Its second: the program.

@@ -98,7 +98,7 @@ impl Block {
     }
 }
 
-/// A [`Launch`] with the copy of its parameter that a driver makes.
+/// A [`Launch`], or one of a graph's nodes, with the copies of its parameters that a driver makes.
 #[derive(Debug)]
 struct Launched {
     kernel: String,
@@ -106,7 +106,9 @@ struct Launched {
     blocks: u32,
     threads: u32,
     shared_bytes: u32,
-    param: Vec<u8>,
+    params: Vec<Vec<u8>>,
+    /// From the end of what is before it on its stream to its begin.
+    gap_ns: u64,
 }
 
 /// A module: its image, and, where that is run, what it is.
@@ -131,7 +133,6 @@ enum Work {
     CopyOut { to: usize, from: u64, bytes: usize },
     Set { at: u64, value: u8, bytes: usize },
     Launch(Launched),
-    Operator(OperatorNode),
 }
 
 #[derive(Debug, Default)]
@@ -271,7 +272,7 @@ impl Fake {
     fn step(&self, call: &'static str, stream: Stream) -> Result<bool> {
         let mut state = self.state();
         let queue = state.streams.get_mut(&stream.0).ok_or_else(|| error(call, 400, "CUDA_ERROR_INVALID_HANDLE"))?;
-        if self.options.hangs && matches!(queue.front(), Some(Work::Launch(_) | Work::Operator(_))) {
+        if self.options.hangs && matches!(queue.front(), Some(Work::Launch(_))) {
             return Ok(true);
         }
         let Some(work) = queue.pop_front() else { return Ok(false) };
@@ -297,35 +298,30 @@ impl Fake {
             Work::Launch(launch) => {
                 state.launches += 1;
                 let seed = self.options.seed.wrapping_add(state.launches);
-                let began_ns = state.now_ns + 1;
+                let began_ns = state.now_ns + launch.gap_ns;
                 let module = state.modules.get(&launch.module).and_then(|module| module.ptx.clone());
-                let memory = if launch.kernel == ENTRY {
-                    memory_of(&state, &bytemuck::pod_read_unaligned(&launch.param))
-                } else {
-                    memory_of_probe(&state, &bytemuck::pod_read_unaligned(&launch.param))
+                let params: Option<LaunchParams> = bytemuck::try_pod_read_unaligned(&launch.params[0]).ok();
+                let memory = match &params {
+                    Some(params) => memory_of(&state, params),
+                    None => memory_of_probe(&state, &bytemuck::pod_read_unaligned(&launch.params[0])),
                 };
                 drop(state);
                 // There is nothing to say where these fail: whoever waits for them will hear.
                 let mut host = || drop(self.copy_beside(stream));
                 let ran = match module {
                     Some(module) => {
-                        // Where workers say which task they are at.
-                        let marks = match bytemuck::try_pod_read_unaligned::<LaunchParams>(&launch.param) {
-                            Ok(params) if self.options.counts && launch.kernel == ENTRY => {
-                                Some((params.positions, params.n_workers))
-                            }
-                            _ => None,
-                        };
+                        let counts = self.options.counts && launch.kernel == ENTRY;
                         run_ptx(
                             &module,
                             memory,
                             &ptx::Launch {
-                                marks,
+                                // Where workers say which task they are at.
+                                marks: params.filter(|_| counts).map(|params| (params.positions, params.n_workers)),
                                 entry: &launch.kernel,
                                 blocks: launch.blocks,
                                 threads: launch.threads,
                                 shared_bytes: launch.shared_bytes,
-                                params: &[&launch.param],
+                                params: &launch.params.iter().map(Vec::as_slice).collect::<Vec<_>>(),
                                 seed,
                                 stray: self.options.stray,
                                 began_ns,
@@ -335,65 +331,7 @@ impl Fake {
                         )
                         .map(|report| self.state().keep(report))
                     }
-                    None if launch.kernel == ENTRY => {
-                        let options = simt::Options {
-                            service_warps: (BLOCK_THREADS - TASK_THREADS) / 32,
-                            tile_bytes: launch.shared_bytes,
-                            began_ns,
-                            ..simt::Options::new(launch.blocks, TASK_THREADS, seed)
-                        };
-                        let params = bytemuck::pod_read_unaligned(&launch.param);
-                        // SAFETY: the caller of `Driver::launch` promised that the launch block is as the kernel wants it.
-                        let kernel = || unsafe { entry::worker(LaunchBlock::new(&params)) };
-                        run_source(memory, &options, host, kernel)
-                    }
-                    None => run_probe(memory, launch, seed, began_ns),
-                };
-                self.state().outlive(ran, call)?;
-            }
-            Work::Operator(node) => {
-                state.launches += 1;
-                let seed = self.options.seed.wrapping_add(state.launches);
-                let began_ns = state.now_ns + LAUNCH_NS;
-                let memory = memory_of(&state, &node.params);
-                let module = state.functions.get(&node.function.0).map(|known| known.module);
-                let module = module.and_then(|module| state.modules.get(&module)).and_then(|module| module.ptx.clone());
-                drop(state);
-                let ran = match module {
-                    Some(module) => run_ptx(
-                        &module,
-                        memory,
-                        &ptx::Launch {
-                            marks: None,
-                            entry: OPERATOR,
-                            blocks: node.blocks,
-                            threads: node.threads,
-                            shared_bytes: 0,
-                            params: &[
-                                bytemuck::bytes_of(&node.params),
-                                &node.program.to_le_bytes(),
-                                &node.first_task.to_le_bytes(),
-                            ],
-                            seed,
-                            stray: self.options.stray,
-                            began_ns,
-                            most_instructions: u64::MAX,
-                        },
-                        &mut || (),
-                    )
-                    .map(|report| self.state().keep(report)),
-                    None => {
-                        let options = simt::Options { began_ns, ..simt::Options::new(node.blocks, node.threads, seed) };
-                        // SAFETY: the caller of `Driver::launch_graph` promised that all is as the kernel wants it.
-                        run_source(
-                            memory,
-                            &options,
-                            || (),
-                            || unsafe {
-                                entry::operator(LaunchBlock::new(&node.params), node.program, node.first_task);
-                            },
-                        )
-                    }
+                    None => run_source(memory, launch, seed, began_ns, host),
                 };
                 self.state().outlive(ran, call)?;
             }
@@ -483,15 +421,44 @@ fn memory_of_probe(state: &State, params: &ProbeParams) -> Vec<Range> {
     state.device.iter().map(range).collect()
 }
 
-/// A launch of `kernel` on the simulated GPU.
-fn run_source(memory: Vec<Range>, options: &simt::Options, host: impl FnMut(), kernel: impl Fn()) -> Ran {
+/// A launch on the simulated GPU.
+fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, host: impl FnMut()) -> Ran {
+    let is_probe = ![ENTRY, OPERATOR].contains(&launch.kernel.as_str());
+    let threads = if is_probe { launch.threads } else { TASK_THREADS };
+    let options = simt::Options {
+        service_warps: (launch.threads - threads) / 32,
+        tile_bytes: launch.shared_bytes,
+        began_ns,
+        ..simt::Options::new(launch.blocks, threads, seed)
+    };
+    let word = |param: usize| bytemuck::pod_read_unaligned::<u32>(&launch.params[param]);
+    let params = &launch.params[0];
+    let kernel = || {
+        // SAFETY: the caller of `Driver::launch` or `launch_graph` promised that the parameters are as the kernel wants them.
+        unsafe {
+            if is_probe {
+                let params: ProbeParams = bytemuck::pod_read_unaligned(params);
+                return match launch.kernel.as_str() {
+                    probe::READ => perpetua_device::probe::read(&params),
+                    probe::HOP => perpetua_device::probe::hop(&params),
+                    probe::HAND => perpetua_device::probe::hand(&params),
+                    _ => perpetua_device::probe::meet(&params),
+                };
+            }
+            let params: LaunchParams = bytemuck::pod_read_unaligned(params);
+            match launch.kernel.as_str() {
+                ENTRY => entry::worker(LaunchBlock::new(&params)),
+                _ => entry::operator(LaunchBlock::new(&params), word(1), word(2)),
+            }
+        }
+    };
     let allocation = |range: Range| {
         let base = std::ptr::with_exposed_provenance_mut(range.at as usize);
         // SAFETY: inside an allocation of this driver, which stays while work is done (`free` waits), and which the launch alone
         // touches, and copies between its threads' turns.
         unsafe { Allocation::new(range.name, base, range.bytes as usize, range.access) }
     };
-    let ran = simt::launch_beside(options, memory.into_iter().map(allocation).collect(), host, kernel);
+    let ran = simt::launch_beside(&options, memory.into_iter().map(allocation).collect(), host, kernel);
     ran.map(|report| report.ended_ns).map_err(|error| format!("the simulated GPU says: {error}"))
 }
 
@@ -509,32 +476,6 @@ fn run_ptx(
         unsafe { memory.add(name, at, host, bytes, access == Access::Constant) };
     }
     module.launch_beside(launch, &memory, host).map_err(|error| format!("the PTX of {}: {error}", launch.entry))
-}
-
-/// A launch of a probe on the simulated GPU.
-fn run_probe(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64) -> Ran {
-    let params: ProbeParams = bytemuck::pod_read_unaligned(&launch.param);
-    let options = simt::Options {
-        tile_bytes: launch.shared_bytes,
-        began_ns,
-        ..simt::Options::new(launch.blocks, launch.threads, seed)
-    };
-    run_source(
-        memory,
-        &options,
-        || (),
-        || {
-            // SAFETY: the caller of `Driver::launch` promised that the parameters are as the probe wants them.
-            unsafe {
-                match launch.kernel.as_str() {
-                    probe::READ => perpetua_device::probe::read(&params),
-                    probe::HOP => perpetua_device::probe::hop(&params),
-                    probe::HAND => perpetua_device::probe::hand(&params),
-                    _ => perpetua_device::probe::meet(&params),
-                }
-            }
-        },
-    )
 }
 
 // SAFETY: allocations are real memory that lives until it is freed; work is done in order.
@@ -693,7 +634,7 @@ unsafe impl Driver for Fake {
         }
         assert_eq!(param.len(), param_bytes, "a driver copies as many bytes as the kernel's parameter has");
         let (kernel, module) = (name.clone(), *module);
-        let work = Launched { kernel, module, blocks, threads, shared_bytes, param: param.to_vec() };
+        let work = Launched { kernel, module, blocks, threads, shared_bytes, params: vec![param.to_vec()], gap_ns: 1 };
         self.queue(&mut state, "cuLaunchCooperativeKernel", stream, Work::Launch(work))
     }
 
@@ -706,14 +647,15 @@ unsafe impl Driver for Fake {
 
     fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node> {
         const CALL: &str = "cuGraphAddKernelNode";
-        let OperatorNode { function, blocks, threads, program, first_task, .. } = *node;
+        let OperatorNode { function, blocks, threads, shared_bytes, program, first_task, .. } = *node;
         let place = if after.is_some() { "after a node" } else { "first" };
-        let arguments = format!("{place}: blocks {blocks} threads {threads} program {program} task {first_task}");
+        let arguments = format!(
+            "{place}: blocks {blocks} threads {threads} shared {shared_bytes} program {program} task {first_task}"
+        );
         let mut state = self.begin(CALL, &arguments, true)?;
-        if state.functions.get(&function.0).is_none_or(|known| known.name != OPERATOR) {
-            return Err(error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE"));
-        }
-        if blocks == 0 || threads != TASK_THREADS {
+        let most = state.functions.get(&function.0).filter(|known| known.name == OPERATOR).map(|known| known.most);
+        let Some(most) = most else { return Err(error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE")) };
+        if blocks == 0 || (threads, shared_bytes) != (BLOCK_THREADS, TILE_BYTES) || shared_bytes > most {
             return Err(error(CALL, 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let handle = Node(state.handle());
@@ -758,8 +700,13 @@ unsafe impl Driver for Fake {
     unsafe fn launch_graph(&self, exec: GraphExec, stream: Stream) -> Result<()> {
         let mut state = self.begin("cuGraphLaunch", "", true)?;
         let nodes = state.execs.get(&exec.0).ok_or_else(|| error("cuGraphLaunch", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
-        for node in nodes.clone() {
-            self.queue(&mut state, "cuGraphLaunch", stream, Work::Operator(node))?;
+        for OperatorNode { function, blocks, threads, shared_bytes, params, program, first_task } in nodes.clone() {
+            let Known { name, module, .. } = &state.functions[&function.0];
+            let (kernel, module) = (name.clone(), *module);
+            let params = [bytemuck::bytes_of(&params), &program.to_le_bytes(), &first_task.to_le_bytes()];
+            let params = params.map(<[u8]>::to_vec).into();
+            let work = Launched { kernel, module, blocks, threads, shared_bytes, params, gap_ns: LAUNCH_NS };
+            self.queue(&mut state, "cuGraphLaunch", stream, Work::Launch(work))?;
         }
         Ok(())
     }

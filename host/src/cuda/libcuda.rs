@@ -380,14 +380,14 @@ unsafe impl Driver for LibCuda {
     }
 
     fn add_node(&self, graph: Graph, after: Option<Node>, node: &OperatorNode) -> Result<Node> {
-        let OperatorNode { function, blocks, threads, mut params, mut program, mut first_task } = *node;
+        let OperatorNode { function, blocks, threads, shared_bytes, mut params, mut program, mut first_task } = *node;
         let mut params: [Handle; 3] =
             [(&raw mut params).cast(), (&raw mut program).cast(), (&raw mut first_task).cast()];
         let node = KernelNodeParams {
             function: handle(function.0),
             grid: [blocks, 1, 1],
             block: [threads, 1, 1],
-            shared_bytes: 0,
+            shared_bytes,
             params: params.as_mut_ptr(),
             extra: std::ptr::null_mut(),
             kernel: std::ptr::null_mut(),

@@ -13,7 +13,7 @@
 //! gives up after a few times as long, says so, and leaves the context alone: what a kernel that does not end still writes
 //! must not be given back. When the process dies the driver ends the kernel.
 //! *Operator by operator.* A program is a CUDA graph, a chain of its [operators](operators()): each begins when the one before
-//! has ended, so there are neither events nor loaders. The step lies in the control block on the device, where `advance` moves
+//! has ended, so there are no events, and loaders bring what their own task takes. The step lies in the control block on the device, where `advance` moves
 //! it on, so one graph serves every pass. The host knows which programs follow each other, but for an end that comes early, and
 //! launches [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
 //! see another program in the step, or none, and do nothing.
@@ -33,9 +33,7 @@ use bytemuck::Zeroable;
 use perpetua_device::{advance, queue, turns};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP, Step};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
-use perpetua_shared::launch::{
-    BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TASK_THREADS, TILE_BYTES, TaskTrace,
-};
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TILE_BYTES, TaskTrace};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, EventId, Fault, FaultCode, TaskId, Turn, WorkerId};
 use std::collections::{BTreeMap, VecDeque};
@@ -50,8 +48,8 @@ pub enum Mode {
     /// One launch of the persistent kernel.
     #[default]
     Persistent,
-    /// A CUDA graph for each pass, in which every operator is a launch: what others do, to compare with. There are no loaders,
-    /// no traces, and nothing that could stall.
+    /// A CUDA graph for each pass, in which every operator is a launch: what others do, to compare with. Weights come as they do in the
+    /// persistent kernel, but none before their operator's launch; there are no traces, and nothing that could stall.
     PerOperator,
 }
 
@@ -376,19 +374,18 @@ impl Cuda {
         };
         let image = compiled.image.clone();
         let view = image.view();
-        let with_loaders = options.tiles && options.mode == Mode::Persistent;
-        let loads = if with_loaders { image.loads() } else { image.no_loads() };
+        let loads = if options.tiles { image.loads() } else { image.no_loads() };
         let layout = Layout::new(compiled, &loads, &options);
         let entered = gpu.enter()?;
         let driver = gpu.driver();
         refuse_too_large(&gpu, compiled, &layout)?;
         let module = gpu.load_module()?;
         resources.module = Some(module);
-        let (name, threads, shared_bytes) = match options.mode {
-            Mode::Persistent => (ENTRY, BLOCK_THREADS, TILE_BYTES),
-            Mode::PerOperator => (OPERATOR, TASK_THREADS, 0),
+        let name = match options.mode {
+            Mode::Persistent => ENTRY,
+            Mode::PerOperator => OPERATOR,
         };
-        let function = kernel(&gpu, module, name, threads, shared_bytes)?;
+        let function = kernel(&gpu, module, name, BLOCK_THREADS, TILE_BYTES)?;
         let base = driver.alloc(layout.bytes)?;
         resources.memory = Some(base);
         let side = driver.create_stream()?;
@@ -1128,8 +1125,15 @@ fn program_graph(
     let mut last = None;
     let mut chain = || {
         for tasks in operators(image, program as usize) {
-            let (blocks, threads) = (tasks.end - tasks.start, TASK_THREADS);
-            let node = OperatorNode { function, blocks, threads, params: *params, program, first_task: tasks.start };
+            let node = OperatorNode {
+                function,
+                blocks: tasks.end - tasks.start,
+                threads: BLOCK_THREADS,
+                shared_bytes: TILE_BYTES,
+                params: *params,
+                program,
+                first_task: tasks.start,
+            };
             last = Some(driver.add_node(graph, last, &node)?);
         }
         driver.instantiate(graph)

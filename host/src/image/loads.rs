@@ -1,7 +1,7 @@
 //! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
 
 use super::Image;
-use perpetua_device::kernels::{self, Linear, Numbered, Spec, linear};
+use perpetua_device::kernels::{Spec, linear};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::{Operand, TaskDesc};
@@ -167,8 +167,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     if !matrices.iter().all(|o| bytes(o) == bytes(first) && o.extent == first.extent && dense(o)) || row == 0 {
         return Err("takes matrices that tiles cannot carry".to_owned());
     }
-    let segments =
-        if task.task_type == Linear::TASK_TYPE { kernels::params::<linear::Params>(&task.params).segments } else { 1 };
+    let segments = linear::segments(task.task_type, &task.params);
     if segments > 1 {
         let len = row / u64::from(first.extent[1]) * u64::from(linear::segment_len(first.extent[1], segments));
         for segment in 0..u64::from(segments) {

@@ -242,6 +242,13 @@ impl Order {
         }
     }
 
+    /// All threads of `block` have met, those that never do at its own barrier, too; what they have acquired they tell each other themselves.
+    pub(super) fn barrier_of_all(&mut self, block: u32) {
+        for team in [2 * block, 2 * block + 1] {
+            self.blocks[team as usize].barrier = self.step(team);
+        }
+    }
+
     /// All lanes of `thread`'s warp have exchanged values.
     pub(super) fn exchange(&mut self, thread: u32) {
         let block = thread / self.threads;

@@ -798,6 +798,35 @@ fn bulk_copies_out_of_place() {
     });
 }
 
+/// What all threads of a block have read, of which some never meet at the block's own barrier.
+#[test]
+fn a_barrier_of_all_threads() {
+    let overwrites = |all: bool| {
+        move |place: Place| {
+            let me = thread::thread_idx();
+            // SAFETY: see above.
+            unsafe {
+                if me == 0 {
+                    memory::store(place.data(5), 1);
+                }
+                thread::sync_some(1, 96);
+                assert_eq!(memory::load(place.data(5)), 1);
+                if all {
+                    thread::sync_some(1, 96);
+                } else if me < 64 {
+                    thread::sync();
+                }
+                if me == 0 {
+                    memory::store(place.data(5), 2);
+                }
+            }
+        }
+    };
+    passes_with(COPIES, overwrites(true));
+    let errors = run_with(COPIES, overwrites(false));
+    assert!(errors.iter().any(|outcome| outcome.as_ref().is_err_and(|error| error.wrong == Wrong::Race)));
+}
+
 #[test]
 fn named_barriers() {
     // Two pairs of warps, each at its own barrier.

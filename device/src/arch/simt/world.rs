@@ -1158,6 +1158,9 @@ impl World {
         if id == 0 {
             self.order.barrier(block);
         } else {
+            if met.len() == self.options.block_threads() as usize {
+                self.order.barrier_of_all(block);
+            }
             let numbers: Vec<u32> = met.iter().map(|other| self.order.number(block, other - first)).collect();
             let mut clock = self.order.no_clock();
             numbers.iter().for_each(|number| self.order.release_to(*number, &mut clock));

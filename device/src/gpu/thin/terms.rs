@@ -184,27 +184,30 @@ pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Bloc
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let mut squares = 0.0;
-        let put = |unit: u32, mut values: [f32; 8]| {
-            let (high_at, low_at) = place_of(unit, k);
-            if norm.is_present() {
-                let first = shared::load16(high_at);
-                let weight = match norm.dtype() {
-                    F32 => singles(first, shared::load16(low_at)),
-                    BF16 => widen_brain(first),
-                    _ => widen_half(first),
-                };
-                for i in 0..8 {
-                    squares = fma(values[i], values[i], squares);
-                    values[i] *= weight[i];
+        let put = {
+            #[inline(always)]
+            |unit: u32, mut values: [f32; 8]| {
+                let (high_at, low_at) = place_of(unit, k);
+                if norm.is_present() {
+                    let first = shared::load16(high_at);
+                    let weight = match norm.dtype() {
+                        F32 => singles(first, shared::load16(low_at)),
+                        BF16 => widen_brain(first),
+                        _ => widen_half(first),
+                    };
+                    for i in 0..8 {
+                        squares = fma(values[i], values[i], squares);
+                        values[i] *= weight[i];
+                    }
                 }
+                let (mut high, mut low) = ([0; 4], [0; 4]);
+                for i in 0..4 {
+                    let at = term_at(i as u32) as usize;
+                    [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
+                }
+                shared::store16(high_at, high);
+                shared::store16(low_at, low);
             }
-            let (mut high, mut low) = ([0; 4], [0; 4]);
-            for i in 0..4 {
-                let at = term_at(i as u32) as usize;
-                [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
-            }
-            shared::store16(high_at, high);
-            shared::store16(low_at, low);
         };
         x.each(k, block, put);
         block.sync();

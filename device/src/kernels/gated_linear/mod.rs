@@ -45,7 +45,6 @@ impl MacroKernel for GatedLinear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        use perpetua_shared::DType;
         let [x, gate, up, gate_bias, up_bias, y, norm] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
@@ -62,8 +61,7 @@ impl MacroKernel for GatedLinear {
         }
         rules::extent("gate", gate, 1, x.extent[1])?;
         rules::norm(norm, x)?;
-        let is_whole = [gate, up].iter().all(|w| w.dtype() == Some(DType::Bf16)) && x.extent[1].is_multiple_of(8);
-        rules::flagged_row("x", x, if is_whole { MAX_FLAGGED_OF_TWO } else { MAX_NORMED })?;
+        rules::flagged_row("x", x, &[gate, up], MAX_FLAGGED_OF_TWO)?;
         rules::flagged_in(&[("y", y)], x.extent[0])?;
         rules::extent("up", up, 0, gate.extent[0])?;
         rules::extent("up", up, 1, x.extent[1])?;

@@ -11,6 +11,69 @@ use crate::gpu::{warpgroup, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
 
+/// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
+/// not costs a stack. What is needed once an output they fetch then: held over the loops it would cost registers.
+struct Outputs<'a> {
+    p: &'a Params,
+    call: &'a crate::gpu::Call<'a>,
+    /// The largest of the outputs of one row that this thread has made.
+    best: Cell<Candidate>,
+}
+
+/// # Safety (of each)
+/// The call's operands are the slots'; `n` and `r` stay below the extents that `check` has matched.
+impl Outputs<'_> {
+    /// Asks for what is added to output `n` of the one row.
+    #[inline(always)]
+    unsafe fn ask(&self, n: u32) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let residual = self.call.tensor(3);
+            if residual.is_present() { self.call.ask(&residual, [0, n]) } else { 0 }
+        }
+    }
+
+    /// `sum` with the bias of output `n`, activated.
+    #[inline(always)]
+    unsafe fn activated(&self, n: u32, sum: f32) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let bias = self.call.tensor(2);
+            activate(self.p.activation, if bias.is_present() { sum + bias.get([n]) } else { sum })
+        }
+    }
+
+    /// Writes output `n` of the one row, to which is added what was [asked](Outputs::ask) for.
+    #[inline(always)]
+    unsafe fn add(&self, n: u32, sum: f32, asked: u32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let value = self.activated(n, sum) + self.call.told(3, &self.call.tensor(3), [0, n], asked);
+            self.call.put(&self.call.tensor(4), [0, n], value);
+            // Always: to ask first would take longer.
+            self.best.set(self.best.get().better(Candidate { value, index: n }));
+        }
+    }
+
+    /// Writes output `n` of the one row.
+    #[inline(always)]
+    unsafe fn finish(&self, n: u32, sum: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.add(n, sum, self.ask(n)) }
+    }
+
+    /// Writes output `n` of row `r` of many: of those none is flagged, and nothing is searched.
+    #[inline(always)]
+    unsafe fn finish_one_of_many(&self, r: u32, n: u32, sum: f32) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let residual = self.call.tensor(3);
+            let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
+            self.call.tensor(4).set([r, n], self.activated(n, sum) + before);
+        }
+    }
+}
+
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
 #[inline(always)]
@@ -28,30 +91,7 @@ pub(super) unsafe fn run(
         let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
         let staged = call.tensor(5).is_present() || p.merges != 0 || is_flagged;
         let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0 };
-        let ask = |r: u32, n: u32| {
-            let residual = call.tensor(3);
-            if residual.is_present() { call.ask(&residual, [r, n]) } else { 0 }
-        };
-        // The largest of the outputs that this thread has made.
-        let best = Cell::new(Candidate::NONE);
-        // What is needed once an output is fetched then: held over the loops it would cost them registers.
-        let activated = |n: u32, sum: f32| {
-            let bias = call.tensor(2);
-            activate(p.activation, if bias.is_present() { sum + bias.get([n]) } else { sum })
-        };
-        let add = |r: u32, n: u32, sum: f32, asked: u32| {
-            let value = activated(n, sum) + call.told(3, &call.tensor(3), [r, n], asked);
-            call.put(&call.tensor(4), [r, n], value);
-            // Always: to ask first would take longer.
-            best.set(best.get().better(Candidate { value, index: n }));
-        };
-        let finish = |r: u32, n: u32, sum: f32| add(r, n, sum, ask(r, n));
-        // Of many rows none is flagged, and nothing is searched.
-        let finish_one_of_many = |r: u32, n: u32, sum: f32| {
-            let residual = call.tensor(3);
-            let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
-            call.tensor(4).set([r, n], activated(n, sum) + before);
-        };
+        let outputs = Outputs { p, call, best: Cell::new(Candidate::NONE) };
         let finish_four_of_many = |r: u32, n: u32, [sums]: [[f32; 4]; 1]| {
             let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
             let end = y.extent(1);
@@ -60,8 +100,8 @@ pub(super) unsafe fn run(
             let one = |i: usize| activate(p.activation, sums[i] + bias[i]) + before[i];
             y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
         };
-        let ask_one = |n: u32| ask(0, n);
-        let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| add(0, n, sum, asked);
+        let ask_one = |n: u32| outputs.ask(n);
+        let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked);
         let row = First { call, x: call.tensor(0) };
         if p.merges != 0 && thin::is_for::<1>(call, &Parts::new(call, Merge::NONE), how) {
             let merged = Parts::new(call, Merge::of(&call.tensor(0)));
@@ -77,12 +117,12 @@ pub(super) unsafe fn run(
                 && tiles.left() > 0
                 && rows == 1
             {
-                tiled::<1>(call, tiles, block, staged, |n, [sum]| finish(0, n, sum));
+                tiled::<1>(call, tiles, block, staged, |n, [sum]| outputs.finish(n, sum));
             } else if warpgroup::is_for::<1>(call, block, rows) {
                 warpgroup::multiply::<1>(call, block, rows, finish_four_of_many);
                 return Ok(());
             } else if wide::is_for::<1>(call, block, rows) {
-                wide::multiply::<1>(call, block, rows, |r, n, [sum]| finish_one_of_many(r, n, sum));
+                wide::multiply::<1>(call, block, rows, |r, n, [sum]| outputs.finish_one_of_many(r, n, sum));
                 return Ok(());
             } else {
                 let mut n = block.warp();
@@ -90,7 +130,7 @@ pub(super) unsafe fn run(
                     if rows == 1 {
                         let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
                         if block.lane() == 0 {
-                            finish(0, n, sum);
+                            outputs.finish(n, sum);
                         }
                     } else {
                         let mut r = 0;
@@ -98,7 +138,7 @@ pub(super) unsafe fn run(
                             let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
                             let row = r + block.lane();
                             if block.lane() < 4 && row < rows {
-                                finish_one_of_many(row, n, pick(sums, block.lane()));
+                                outputs.finish_one_of_many(row, n, pick(sums, block.lane()));
                             }
                             r += 4;
                         }
@@ -108,7 +148,7 @@ pub(super) unsafe fn run(
             }
         }
         if call.tensor(6).is_present() {
-            let best = block.best(best.get());
+            let best = block.best(outputs.best.get());
             if block.thread == 0 {
                 argmax::put(&p.best, best, call.block::<0>(), [call.tensor(6), call.tensor(7)]);
             }

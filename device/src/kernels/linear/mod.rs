@@ -95,6 +95,12 @@ pub struct Params {
     pub best: argmax::Params,
 }
 
+/// How many segments the task of a kernel of type `task_type`, with parameters `words`, takes its row in.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn segments(task_type: u16, words: &[u32; PARAM_WORDS]) -> u32 {
+    if task_type == Linear::TASK_TYPE { params::<Params>(words).segments.max(1) } else { 1 }
+}
+
 /// Elements of each of the `segments` that a row of `k` is taken in; the last has what is left.
 pub const fn segment_len(k: u32, segments: u32) -> u32 {
     if segments > 1 { k.div_ceil(8 * segments) * 8 } else { k }
@@ -151,7 +157,6 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        use perpetua_shared::DType;
         let [x, w, bias, residual, y, norm, values, indices] = io else { unreachable!("slots were counted") };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
@@ -165,16 +170,14 @@ impl MacroKernel for Linear {
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;
         }
+        check_segments(p, [x, w, norm])?;
         let rows = if p.merges != 0 {
             if norm.is_present() {
                 return Err("`norm` is present, expected none where `x` is merged".to_owned());
             }
             let k = attention_merge::merged_len(x)?;
-            if k > u64::from(MAX_NORMED) || p.segments > 1 {
-                let segments = p.segments.max(1);
-                return Err(format!(
-                    "`x` merges into {k} elements in {segments} segments, expected at most {MAX_NORMED} in one"
-                ));
+            if k > u64::from(MAX_NORMED) {
+                return Err(format!("`x` merges into {k} elements, expected at most {MAX_NORMED}"));
             }
             rules::extent("w", w, 1, k as u32)?;
             1
@@ -184,10 +187,7 @@ impl MacroKernel for Linear {
             rules::unit_stride("x", x)?;
             rules::extent("w", w, 1, x.extent[1])?;
             rules::norm(norm, x)?;
-            check_segments(p, [x, w, norm])?;
-            let is_whole = w.dtype() == Some(DType::Bf16) && x.extent[1].is_multiple_of(8);
-            let most = MAX_FLAGGED.saturating_mul(p.segments.max(1));
-            rules::flagged_row("x", x, if is_whole { most } else { MAX_NORMED })?;
+            rules::flagged_row("x", x, &[w], MAX_FLAGGED.saturating_mul(p.segments.max(1)))?;
             x.extent[0]
         };
         rules::extent("bias", bias, 0, w.extent[0])?;

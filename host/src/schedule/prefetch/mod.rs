@@ -36,7 +36,7 @@ use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
 use perpetua_device::kernels::{
-    self, Attention, Cost, DecodeAttention, Linear, Numbered, Spec, attention, decode_attention, linear,
+    self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention, linear,
 };
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
@@ -180,12 +180,7 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     let are_alike = bytes.next().is_none_or(|first| bytes.all(|other| other == first));
     let are_carried = are_alike && present().all(|slot| is_weight(&slot) && is_carried(&operands[slot]));
     if are_carried {
-        let segments = match op.kernel {
-            Some(kernel) if kernel.task_type == Linear::TASK_TYPE => {
-                kernels::params::<linear::Params>(&kernel.params).segments.max(1)
-            }
-            _ => 1,
-        };
+        let segments = op.kernel.map_or(1, |kernel| linear::segments(kernel.task_type, &kernel.params));
         let stream = |slot: usize| Some(Stream { source: source(slot)?.0, operand: operands[slot], segments });
         reads.tiles.extend(present().filter_map(stream));
     }
