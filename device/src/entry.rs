@@ -358,7 +358,8 @@ impl Body for BlockBody<'_> {
     #[inline(always)]
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
-        self.tiles.begin(step, n, self.block.thread == 0);
+        // SAFETY: the loop brings every thread of the block here, after the last pass's last task.
+        unsafe { self.tiles.begin(step, n, self.block.thread == 0) };
         let has_scheduler = param!(self.image, n_slots) > 0;
         if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
             self.schedule(step);
@@ -509,7 +510,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     }
     thread::at_task(id);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
-    body.tiles.begin(&step, body.task_tiles(), false);
+    body.tiles.expect(body.task_tiles());
     body.tiles.begin_task(body.task_tiles());
     // SAFETY: the caller's promise; every thread of the block is here with the same task. No copy is under way when the block ends.
     unsafe {

@@ -331,10 +331,13 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     check_task_events(&blocks, &counted)?;
     clock.lap("last");
     let machine = Machine::of(&config.target);
-    let plan = match has_loaders {
+    let mut plan = match has_loaders {
         true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
         false => prefetch::Plan::default(),
     };
+    if source.in_token_loop && source.graph.rows == Some(1) {
+        plan.repeat();
+    }
     clock.lap("tiles");
     if config.check {
         // All there is to order; then what events must, by events alone.

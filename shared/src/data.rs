@@ -25,8 +25,9 @@ pub struct DataOp {
     pub used_by: u32,
     /// The barrier that is full when the bytes have arrived, in the first pass of a launch; later ones go on where it ends.
     pub barrier: u16,
-    /// 0.
-    pub reserved: u16,
+    /// Of a list's first copies: one more than how many of the list's last tiles may be unread when the copy is made ahead of the next pass, in
+    /// case that is one of the same program; 0: it waits for its pass.
+    pub ahead: u16,
 }
 
 /// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there: small

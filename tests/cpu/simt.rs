@@ -616,6 +616,29 @@ fn loaders_have_64_kib_under_way() {
     }
 }
 
+/// Of each token but the first some tiles are brought before it begins, each byte once; and as many in vain after the last.
+#[test]
+fn a_tokens_first_tiles_are_brought_ahead() {
+    let (_dir, model) = model(WIDE);
+    let sources = decoder_sources(&model, &[1], Cache::bf16(32), Head::Sample).expect("a sound model");
+    let compiled = compile(sources, &Config::new(Target::workers(2))).expect("it compiles");
+    let loads = compiled.image.loads();
+    let bytes = |op: &DataOp| u64::from(op.bytes);
+    let ahead: u64 = loads.data.iter().filter(|op| op.ahead > 0).map(bytes).sum();
+    assert!(ahead > u64::from(TILE_BYTES), "{ahead} bytes on two workers");
+    let all: u64 = loads.data.iter().map(bytes).sum();
+    for seed in 1..4 {
+        let memory = Memory::new(&compiled, &model).expect("a small model");
+        let mut simt = Simt::new(compiled.image.clone(), memory, Options { seed, ..Options::default() });
+        simt.set_tokens(&IDS[..1]);
+        let step = Step { rows: 1, sampling: 1, ..Step::default() };
+        simt.start(Control { max_new_tokens: 3, step, ..one_pass(1) });
+        let control = simt.finish().unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!((control.end, control.produced), (End::MaxTokens as u32, 3));
+        assert_eq!(simt.report().bytes_copied, 3 * all + ahead);
+    }
+}
+
 /// On an H200, qwen3-0.6b: from the time on that 64 KiB have been begun, a worker's copy finds as many begun and not released when
 /// it may begin at the latest.
 #[test]
@@ -655,7 +678,9 @@ pub(crate) fn broken_rule(whole: &Parts, change: &dyn Fn(&mut Parts)) -> String 
 #[test]
 fn broken_loads_are_named() {
     let (_dir, model) = model(WIDE);
-    let compiled = compiled_for(&model, Target { split_positions: 8, ..Target::gpu(2) }, 1);
+    let sources = decoder_sources(&model, &[1], Cache::bf16(32), Head::Sample).expect("a sound model");
+    let target = Target { split_positions: 8, ..Target::gpu(2) };
+    let compiled = compile(sources, &Config::new(target)).expect("it compiles");
     let whole = Parts::of(&compiled.image);
     assert!(encode(&whole).is_ok() && whole.data.len() > 40 && !whole.prefetches.is_empty());
     let says = |change: &dyn Fn(&mut Parts), expected: &str| {
@@ -674,6 +699,14 @@ fn broken_loads_are_named() {
     };
     let next = 1 + whole.data.windows(2).position(follows).expect("a matrix of two tiles");
     says(&|parts| parts.data[next].after = parts.data[next].used_by, "may be held until it is there");
+    let first = whole.data[0].ahead;
+    assert!(first > 1 && whole.data[1].ahead > 1 && whole.data[late].ahead == 0);
+    says(&|parts| parts.data[0].ahead = 0, "those before it are not");
+    says(&|parts| parts.data[late].ahead = 1, "of it");
+    says(&|parts| parts.data[late + 1].ahead = 1, "is brought ahead of its pass");
+    says(&|parts| parts.data[0].ahead = first + 1, "overwrites one of the last");
+    says(&|parts| parts.data[0].ahead = 40, "tiles unread, of");
+    says(&|parts| parts.programs[0].max_rows = 2, "ahead of a pass of 2 rows");
     says(&|parts| parts.data[2].barrier = 7, "barrier 7, expected 2");
     says(&|parts| parts.data[0].dest_offset_bytes = 212_990, "of 212992");
     says(&|parts| parts.data[0].source_offset_bytes += 8, "bytes from 8");

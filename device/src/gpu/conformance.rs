@@ -216,7 +216,7 @@ impl Case {
                     after,
                     used_by,
                     barrier: (self.data.len() as u32 % TILE_BARRIERS) as u16,
-                    reserved: 0,
+                    ahead: 0,
                 });
                 head += bytes;
             }
@@ -431,7 +431,11 @@ impl Case {
                 let tiles = Tiles::new(&gpu, block.thread);
                 // As if other tasks had tiles after this one's, where there is no room for what bodies do with all of their memory.
                 let others = u32::from(self.tile_bytes < TILE_BYTES);
-                tiles.begin(&Step::default(), n_data + others, n_data > 0 && me == 0);
+                tiles.expect(others);
+                if n_data > 0 {
+                    // SAFETY: all threads of the task make this call.
+                    unsafe { tiles.begin(&Step::default(), n_data, me == 0) };
+                }
                 tiles.begin_task(n_data);
                 let Step { program_runs, iteration, .. } = self.step;
                 let call = Call { program_runs, iteration, programs: &programs, tiles: Some(&tiles), launch: None };
@@ -446,7 +450,8 @@ impl Case {
                 }
                 if n_data > 0 {
                     assert_eq!(tiles.left(), 0, "the body takes all its tiles");
-                    tiles.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, me == 0);
+                    // SAFETY: see above.
+                    unsafe { tiles.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, me == 0) };
                 }
             });
             match launched {

@@ -6,7 +6,8 @@
 //! ```
 //! The loader, a lane of a warp of its own, goes through its worker's [`DataOp`]s of the pass, across tasks and operators.
 //! It waits for room, never for an event: weights depend on no activation, so they arrive while the worker waits. In passing it
-//! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that.
+//! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that. With nothing left to bring it begins
+//! the pass again ([`DataOp::ahead`]): the next one is most often of the same program, and its first tiles are there when its token is.
 //!
 //! # Why it neither hangs nor overwrites
 //! - The `d`th tile of a launch, in all its passes, goes by barrier `d % `[`TILE_BARRIERS`], in that barrier's phase
@@ -17,8 +18,9 @@
 //!   makes those whose bytes or barrier it reuses, and none that comes after its own reader. So consumers, who need
 //!   nothing but tiles once their events have fired, always get on, and so does the loader.
 //! - The loader learns each pass from thread 0 (`STEP`, `TAKEN`), after the tiles of the pass before have all been
-//!   released. A worker that faults takes the rest of its list's tiles before it tells the loader to leave, so no copy is
-//!   under way when the block ends.
+//!   released. What it has brought ahead are that pass's first tiles. If the pass is another program's, or none, the loader says how many they
+//!   are, and all threads take and release them. A worker that faults takes the rest of its list's tiles before it tells the loader to leave, so
+//!   no copy is under way when the block ends.
 
 use crate::arch::{WARP, bulk, mbarrier, memory, shared, thread, trap, warp};
 use crate::gpu::sync::Gpu;
@@ -44,6 +46,8 @@ const WAITED: u32 = POSITION + 3;
 // bodies.
 const PASSES: u32 = WAITED + 2;
 const TIMED: u32 = PASSES + 1;
+// Between passes, where nobody waits for tasks: how many tiles have been brought for a pass that has not come.
+const IN_VAIN: u32 = WAITED + Waited::Tasks as u32;
 
 /// What is there beyond these: barriers, and words of shared memory.
 pub(super) const BARRIERS: u32 = TAKEN + 1;
@@ -118,89 +122,169 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
     // it does not know which event, and to give up inside a block is to trap.
     let sync = &Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };
-    // Passes, and tiles of those before this one.
-    let (mut pass, mut base) = (0u32, 0u32);
-    // SAFETY: see the module head; `at < n` in every list, which nobody writes.
+    // Passes; the program of the last one, and its tiles.
+    let (mut pass, mut last) = (0u32, NO_PROGRAM);
+    let mut brought = Brought::default();
+    // SAFETY: see the module head.
     unsafe {
         loop {
             wait(sync, STEP, pass & 1);
             let (program, position) = (shared::load(PROGRAM), shared::load(POSITION));
+            let is_again = program == last;
+            // With none nobody waits to hear it.
+            if !is_again && brought.ahead > 0 {
+                shared::store(IN_VAIN, brought.ahead);
+            }
             mbarrier::arrive(TAKEN);
             if program == NO_PROGRAM {
                 return;
             }
             pass = pass.wrapping_add(1);
-            let (ops, n) = lists.data(program);
-            let mut freed = bring(lists, sync, base, (ops, n), lists.prefetches(program), position);
-            while freed < n {
-                let (barrier, parity) = phase(base.wrapping_add(freed));
-                wait(sync, EMPTY + barrier, parity);
-                freed += 1;
-            }
-            base = base.wrapping_add(n);
+            last = program;
+            let ops = lists.data(program);
+            brought.begin(sync, is_again, ops.1);
+            brought.bring(lists, sync, ops.0, lists.prefetches(program), position);
+            brought.bring_ahead(lists, sync, ops.0);
         }
     }
 }
 
-/// Brings the tiles of `ops`, `n` of them, the launch's from number `base` on, and asks for what stands between them in `prefetches` in a pass at
-/// `position`. Says how many of the tiles it has seen released.
-///
-/// # Safety
-/// As [`load`]; `ops` are data ops of one list, one after the other.
-#[inline(always)]
-unsafe fn bring(
-    lists: &impl Lists,
-    sync: &Gpu,
+/// Tiles that a loader has brought.
+#[derive(Clone, Copy, Debug, Default)]
+struct Brought {
+    /// How many before this pass's.
     base: u32,
-    (ops, n): (*const DataOp, u32),
-    (prefetches, n_prefetches): (*const PrefetchOp, u32),
-    position: u32,
-) -> u32 {
-    // Tiles before this one have been released, prefetches issued.
-    let (mut freed, mut issued) = (0, 0);
-    // SAFETY: see the module head; `at < n` in every list, which nobody writes.
-    unsafe {
-        for at in 0..=n {
-            while issued < n_prefetches {
-                let op = prefetches.add(issued as usize);
-                if memory::load(&raw const (*op).before) > at {
+    /// The pass's.
+    n: u32,
+    /// The pass's that the loader has seen released.
+    freed: u32,
+    /// Those of the pass after.
+    ahead: u32,
+}
+
+impl Brought {
+    /// Sees all of the last pass's tiles released, and what was brought ahead in vain; a pass of `n` tiles begins.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    unsafe fn begin(&mut self, sync: &Gpu, is_again: bool, n: u32) {
+        let before = if is_again { self.n } else { self.n + self.ahead };
+        // SAFETY: the caller's promise.
+        unsafe { self.free(sync, before) };
+        self.base = self.base.wrapping_add(before);
+        (self.n, self.freed) = (n, 0);
+        if !is_again {
+            self.ahead = 0;
+        }
+    }
+
+    /// Waits until so many of the pass's tiles have been released.
+    ///
+    /// # Safety
+    /// As [`load`].
+    #[inline(always)]
+    unsafe fn free(&mut self, sync: &Gpu, n: u32) {
+        while self.freed < n {
+            let (barrier, parity) = phase(self.base.wrapping_add(self.freed));
+            // SAFETY: the caller's promise.
+            unsafe { wait(sync, EMPTY + barrier, parity) };
+            self.freed += 1;
+        }
+    }
+
+    /// Brings the pass's tiles, `ops`, but for those that have been, and asks for what stands between them in `prefetches` in a pass at
+    /// `position`.
+    ///
+    /// # Safety
+    /// As [`load`]; `ops` are `n` data ops of one list, one after the other.
+    #[inline(always)]
+    unsafe fn bring(
+        &mut self,
+        lists: &impl Lists,
+        sync: &Gpu,
+        ops: *const DataOp,
+        (prefetches, n_prefetches): (*const PrefetchOp, u32),
+        position: u32,
+    ) {
+        // Prefetches before this one have been issued.
+        let mut issued = 0;
+        // SAFETY: see the module head; `at < n` in every list, which nobody writes.
+        unsafe {
+            for at in self.ahead..=self.n {
+                while issued < n_prefetches {
+                    let op = prefetches.add(issued as usize);
+                    if memory::load(&raw const (*op).before) > at {
+                        break;
+                    }
+                    prefetch(op, lists, position);
+                    issued += 1;
+                }
+                if at == self.n {
                     break;
                 }
-                prefetch(op, lists, position);
-                issued += 1;
+                let op = ops.add(at as usize);
+                let after = memory::load(&raw const (*op).after);
+                while self.freed < at && memory::load(&raw const (*ops.add(self.freed as usize)).used_by) < after {
+                    self.free(sync, self.freed + 1);
+                }
+                copy(lists, op, self.base.wrapping_add(at));
             }
-            if at == n {
-                break;
+        }
+        self.ahead = 0;
+    }
+
+    /// Brings what may be brought of `ops` for the next pass.
+    ///
+    /// # Safety
+    /// As [`bring`](Brought::bring).
+    #[inline(always)]
+    unsafe fn bring_ahead(&mut self, lists: &impl Lists, sync: &Gpu, ops: *const DataOp) {
+        // SAFETY: see `bring`. A copy's bytes and barrier are those of no tile among the last ones that may be unread.
+        unsafe {
+            while self.ahead < self.n {
+                let op = ops.add(self.ahead as usize);
+                let ahead = u32::from(memory::load(&raw const (*op).ahead));
+                if ahead == 0 {
+                    return;
+                }
+                self.free(sync, (self.n + 1).saturating_sub(ahead));
+                copy(lists, op, self.base.wrapping_add(self.n + self.ahead));
+                self.ahead += 1;
             }
-            let op = ops.add(at as usize);
-            let after = memory::load(&raw const (*op).after);
-            while freed < at && memory::load(&raw const (*ops.add(freed as usize)).used_by) < after {
-                let (barrier, parity) = phase(base.wrapping_add(freed));
-                wait(sync, EMPTY + barrier, parity);
-                freed += 1;
-            }
-            let source = lists.binding(memory::load(&raw const (*op).source));
-            let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
-            let bytes = memory::load(&raw const (*op).bytes);
-            let to = memory::load(&raw const (*op).dest_offset_bytes);
-            let (barrier, _) = phase(base.wrapping_add(at));
-            shared::store(PLACES + 2 * barrier, to);
-            shared::store(PLACES + 2 * barrier + 1, bytes);
-            mbarrier::arrive_expect(FULL + barrier, bytes);
-            bulk::copy(to, source, bytes, FULL + barrier);
         }
     }
-    freed
 }
 
-/// Brings the tiles of one task, of a launch that has no other: `ops`, one after the other in their worker's list.
+/// Begins the copy `op`, the launch's `number`th tile.
+///
+/// # Safety
+/// As [`load`]; there is room for it.
+#[inline(always)]
+unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let source = lists.binding(memory::load(&raw const (*op).source));
+        let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
+        let bytes = memory::load(&raw const (*op).bytes);
+        let to = memory::load(&raw const (*op).dest_offset_bytes);
+        let (barrier, _) = phase(number);
+        shared::store(PLACES + 2 * barrier, to);
+        shared::store(PLACES + 2 * barrier + 1, bytes);
+        mbarrier::arrive_expect(FULL + barrier, bytes);
+        bulk::copy(to, source, bytes, FULL + barrier);
+    }
+}
+
+/// Brings the tiles of one task, of a launch that has no other: `n` data ops, `ops`, one after the other in their worker's list.
 ///
 /// # Safety
 /// As [`load`], but for the pass, of which nobody is told.
 #[inline(always)]
-pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, ops: (*const DataOp, u32)) {
+pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const DataOp, u32)) {
+    let mut brought = Brought { n, ..Brought::default() };
     // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
-    unsafe { bring(lists, sync, 0, ops, (core::ptr::null(), 0), 0) };
+    unsafe { brought.bring(lists, sync, ops, (core::ptr::null(), 0), 0) };
 }
 
 /// Says to all threads of the block that the launch's pass is one of `program`, or, with [`NO_PROGRAM`], that there is none.
@@ -293,25 +377,47 @@ impl<'a> Tiles<'a> {
         Tiles { sync, thread, next: zero(), pass_end: zero(), task_end: zero(), is_timed: Cell::new(false) }
     }
 
-    /// The pass `step` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will.
+    /// The pass has `n` tiles more.
     #[inline(always)]
-    pub(crate) fn begin(&self, step: &Step, n: u32, is_first_thread: bool) {
+    pub(crate) fn expect(&self, n: u32) {
         self.pass_end.set(self.pass_end.get().wrapping_add(n));
-        if !is_first_thread {
-            return;
-        }
-        // SAFETY: one thread of the block; the loader reads the words between the two barriers' phases.
+    }
+
+    /// The pass `step` begins, whose list has `n` tiles; or, with [`NO_PROGRAM`], none will. Tiles for another are taken and released.
+    ///
+    /// # Safety
+    /// Every thread of the block's tasks makes this same call, with no tile of the pass before left, and a [loader](load) is there.
+    #[inline(always)]
+    pub(crate) unsafe fn begin(&self, step: &Step, n: u32, is_first_thread: bool) {
+        let mut are_in_vain = false;
+        // SAFETY: one thread of the block; the loader reads and writes the words between the two barriers' phases.
         unsafe {
-            let pass = shared::load(PASSES);
-            shared::store(PASSES, pass.wrapping_add(1));
-            if pass > 0 {
-                wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
+            if is_first_thread {
+                let pass = shared::load(PASSES);
+                shared::store(PASSES, pass.wrapping_add(1));
+                shared::store(IN_VAIN, 0);
+                let mut is_other = false;
+                if pass > 0 {
+                    wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
+                    is_other = shared::load(PROGRAM) != step.program;
+                }
+                shared::store(PROGRAM, step.program);
+                shared::store(POSITION, step.first_pos);
+                shared::store(POSITION + 1, step.rows);
+                shared::store(POSITION + 2, step.sequence);
+                mbarrier::arrive(STEP);
+                if is_other {
+                    wait(self.sync, TAKEN, pass & 1);
+                    are_in_vain = shared::load(IN_VAIN) > 0;
+                }
             }
-            shared::store(PROGRAM, step.program);
-            shared::store(POSITION, step.first_pos);
-            shared::store(POSITION + 1, step.rows);
-            shared::store(POSITION + 2, step.sequence);
-            mbarrier::arrive(STEP);
+            if thread::sync_or(are_in_vain) {
+                let in_vain = shared::load(IN_VAIN);
+                self.expect(in_vain);
+                self.begin_task(in_vain);
+                self.drain();
+            }
+            self.expect(n);
         }
     }
 
@@ -478,7 +584,9 @@ impl<'a> Tiles<'a> {
     pub(crate) unsafe fn leave(&self, is_first_thread: bool) {
         self.task_end.set(self.pass_end.get());
         // SAFETY: the caller's promise.
-        unsafe { self.drain() };
-        self.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, is_first_thread);
+        unsafe {
+            self.drain();
+            self.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, is_first_thread);
+        }
     }
 }

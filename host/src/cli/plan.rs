@@ -127,7 +127,10 @@ impl Planned {
             true => vec![prefetch::Reads::default(); program.tasks.tasks.len()],
             false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),
         };
-        let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
+        let mut plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
+        if target.has_loaders && program.blocks.ops.iter().all(|op| op.rows <= 1) {
+            plan.repeat();
+        }
         let took = start.elapsed();
         if check && let Err(broken) = prefetch::check(&plan, &program.lists, &reads) {
             return Err(

@@ -40,6 +40,7 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
             let prefetches = &loads.prefetches[own(&loads.prefetch_heads)];
             let place = |what: String| (format!("p{number} w{worker}"), what);
             memory(image, data).map_err(place)?;
+            ahead(program, data).map_err(place)?;
             near(image, data.len(), prefetches).map_err(place)?;
             let mut left = data;
             for &id in view.list(number, WorkerId(worker)) {
@@ -92,6 +93,37 @@ fn memory(image: &Image, data: &[DataOp]) -> Result<(), String> {
                     op.dest_offset_bytes
                 ));
             }
+        }
+    }
+    Ok(())
+}
+
+/// What is brought ahead of a pass lands where the last tiles of the one before are not, nor bodies that use all of the memory for themselves, of
+/// which passes of one row have none.
+fn ahead(program: &ProgramDesc, data: &[DataOp]) -> Result<(), String> {
+    let n_ahead = data.iter().take_while(|op| op.ahead > 0).count();
+    if let Some(late) = data[n_ahead..].iter().position(|op| op.ahead > 0) {
+        return Err(format!("data op {} is brought ahead of its pass, those before it are not", n_ahead + late));
+    }
+    if n_ahead > 0 && program.max_rows != 1 {
+        return Err(format!("brings {n_ahead} tiles ahead of a pass of {} rows, expected one", program.max_rows));
+    }
+    for (number, op) in data[..n_ahead].iter().enumerate() {
+        let fail = |what: String| Err(format!("data op {number}, ahead of its pass, {what}"));
+        if op.after > 0 {
+            return fail(format!("waits for {} compute ops of it", op.after));
+        }
+        // Its own barrier and those of the ones before it are taken, too.
+        let unread = usize::from(op.ahead) - 1;
+        if unread + number >= TILE_BARRIERS as usize || unread > data.len() {
+            return fail(format!("may leave {unread} tiles unread, of {} with {TILE_BARRIERS} barriers", data.len()));
+        }
+        let end = op.dest_offset_bytes + op.bytes;
+        let overwrites = |other: &&DataOp| {
+            other.dest_offset_bytes < end && op.dest_offset_bytes < other.dest_offset_bytes + other.bytes
+        };
+        if data[data.len() - unread..].iter().any(|other| overwrites(&other)) {
+            return fail(format!("overwrites one of the last {unread}, which are still to be read"));
         }
     }
     Ok(())

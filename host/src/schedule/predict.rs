@@ -11,6 +11,9 @@
 //! it has worked through them at the near rate, but not before it could read the last tile's worth of them after they are all
 //! there.
 //!
+//! Where a plan brings tiles [ahead](super::prefetch::Plan::repeat) of the next pass, the pass predicted is one that comes after another just like
+//! it.
+//!
 //! Just-in-time tasks stand in no list. The schedulers deal them out in program order; each launches its share in order, a
 //! task one dispatch latency after the last trigger of its events, and whoever has waited longest takes it, or, when all are
 //! busy, whoever is done first: a worker that waits looks at the queue before it looks at its event. What such a task reads of
@@ -251,7 +254,7 @@ pub fn predict(
     prefetch: Prefetch,
 ) -> Option<Prediction> {
     let n_workers = lists.lists.len();
-    let mut pass = Pass {
+    let pass = |ahead: Vec<Ahead>| Pass {
         tasks,
         told,
         plan,
@@ -265,7 +268,8 @@ pub fn predict(
         retired: plan.workers.iter().map(|own| Vec::with_capacity(own.computes.len())).collect(),
         left: tasks.events.clone(),
         fired: vec![Fired::default(); tasks.events.len()],
-        workers: vec![Worker::default(); n_workers],
+        workers: ahead.iter().map(|own| Worker { bus_s: own.bus_s, ..Worker::default() }).collect(),
+        ahead,
         blocked: vec![Vec::new(); tasks.events.len()],
         launches: Launches::new(tasks, n_workers),
         queue: VecDeque::new(),
@@ -273,12 +277,13 @@ pub fn predict(
         moments: BinaryHeap::new(),
         launched_bytes: 0,
     };
-    if pass.run() < tasks.tasks.len() {
-        return None;
+    let mut last = pass(vec![Ahead::default(); n_workers]).whole()?;
+    if last.plan.workers.iter().any(|own| own.data.first().is_some_and(|op| op.ahead > 0)) {
+        last = pass(last.ahead_of_next()).whole()?;
     }
-    let Pass { workers, spans, loads, retired, .. } = pass;
-    let step_s = workers.iter().map(|worker| worker.free_s).fold(0.0, f64::max);
-    let bytes = plan.bytes() + pass.launched_bytes;
+    let (step_s, next) = (last.step_s(), last.ahead_of_next());
+    let bytes = plan.bytes() + last.launched_bytes;
+    let Pass { workers, spans, loads, retired, .. } = last;
     let mut prediction = Prediction {
         spans,
         loads,
@@ -288,19 +293,30 @@ pub fn predict(
         floor_s: bytes as f64 / (machine.bytes_per_s * n_workers as f64),
         ..Prediction::default()
     };
-    for worker in &workers {
+    for (worker, next) in workers.iter().zip(next) {
         let share = |sum: &mut f64, part: f64| *sum += part / n_workers as f64;
         let (loader, consumer) = (&mut prediction.loader, &mut prediction.consumer);
-        share(&mut loader.busy_s, worker.loader.busy_s);
+        share(&mut loader.busy_s, worker.loader.busy_s + next.copied_s);
         share(&mut loader.event_s, worker.loader.event_s);
         share(&mut loader.full_s, worker.loader.full_s);
-        share(&mut loader.tail_s, step_s - worker.bus_s);
+        share(&mut loader.tail_s, (step_s - worker.bus_s - next.copied_s).max(0.0));
         share(&mut consumer.busy_s, worker.consumer.busy_s);
         share(&mut consumer.event_s, worker.consumer.event_s);
         share(&mut consumer.data_s, worker.consumer.data_s);
         share(&mut consumer.tail_s, step_s - worker.free_s);
     }
     Some(prediction)
+}
+
+/// What has been brought for a worker's pass before it begins.
+#[derive(Clone, Debug, Default)]
+struct Ahead {
+    /// When, from the start of the pass, each of its first tiles is there.
+    arrived_s: Vec<f64>,
+    /// When the bus is free for others.
+    bus_s: f64,
+    /// How long it had them.
+    copied_s: f64,
 }
 
 /// A pass under way.
@@ -319,6 +335,8 @@ struct Pass<'a> {
     left: Vec<u32>,
     fired: Vec<Fired>,
     workers: Vec<Worker>,
+    /// Per worker.
+    ahead: Vec<Ahead>,
     /// Per event, workers that wait for it; some may have taken a just-in-time task since.
     blocked: Vec<Vec<usize>>,
     launches: Launches,
@@ -331,6 +349,36 @@ struct Pass<'a> {
 }
 
 impl Pass<'_> {
+    /// Runs all of it, if all of it runs.
+    fn whole(mut self) -> Option<Self> {
+        (self.run() == self.tasks.tasks.len()).then_some(self)
+    }
+
+    /// How long the pass, which has run, took.
+    fn step_s(&self) -> f64 {
+        self.workers.iter().map(|worker| worker.free_s).fold(0.0, f64::max)
+    }
+
+    /// What is brought, once the pass's own tiles are, for the next one, which begins when this one, which has run, ends.
+    fn ahead_of_next(&self) -> Vec<Ahead> {
+        let step_s = self.step_s();
+        let of_worker = |(number, worker): (usize, &Worker)| {
+            let data = &self.plan.workers[number].data;
+            let (mut ahead, mut bus_s) = (Ahead::default(), worker.bus_s);
+            for op in data.iter().take_while(|op| op.ahead > 0 && self.prefetch == Prefetch::AcrossTasks) {
+                // The youngest tile that must have been read.
+                let read = data.len().checked_sub(usize::from(op.ahead));
+                let read_s = read.map_or(0.0, |last| self.retired[number][data[last].used_by as usize]);
+                let copy_s = f64::from(op.bytes) / self.machine.bytes_per_s;
+                bus_s = bus_s.max(read_s) + copy_s;
+                ahead.copied_s += copy_s;
+                ahead.arrived_s.push(bus_s + self.machine.load_latency_s - step_s);
+            }
+            Ahead { bus_s: (bus_s - step_s).max(0.0), ..ahead }
+        };
+        self.workers.iter().enumerate().map(of_worker).collect()
+    }
+
     /// Runs what can run; how many tasks.
     fn run(&mut self) -> usize {
         for worker in 0..self.workers.len() {
@@ -458,13 +506,19 @@ impl Pass<'_> {
             // When all has arrived that is read while it does, and the last of it has been read.
             let last_bytes = near_bytes.min(machine.tile_bytes) as f64;
             let near_s = worker.bus_s + machine.load_latency_s + last_bytes / machine.near_bytes_per_s;
-            for data in &own.data[op.data_first as usize..op.data_end as usize] {
+            for at in op.data_first as usize..op.data_end as usize {
+                let data = &own.data[at];
+                bytes += u64::from(data.bytes);
+                if let Some(&arrived_s) = self.ahead[number].arrived_s.get(at) {
+                    self.loads[number].push((0.0, arrived_s.max(0.0)));
+                    start_s = start_s.max(arrived_s);
+                    continue;
+                }
                 let free_s = data.after.checked_sub(1).map_or(0.0, |op| self.retired[number][op as usize]);
                 let from_s = worker.copy(free_s.max(not_before_s), f64::from(data.bytes) / machine.bytes_per_s);
                 let arrived_s = worker.bus_s + machine.load_latency_s;
                 self.loads[number].push((from_s, arrived_s));
                 start_s = start_s.max(arrived_s);
-                bytes += u64::from(data.bytes);
             }
             let part = if streamed > 0 { bytes as f64 / streamed as f64 } else { 1.0 };
             let mut busy_s =
@@ -501,10 +555,11 @@ fn streamed_bytes(n_tasks: usize, plan: &Plan) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::prefetch::{ComputeOp, WorkerPlan};
+    use super::super::prefetch::{self, ComputeOp, Violation, WorkerPlan};
     use super::*;
     use crate::graph::task::Task;
-    use perpetua_shared::PrefetchOp;
+    use bytemuck::Zeroable;
+    use perpetua_shared::{DataOp, PrefetchOp};
 
     /// A byte a second, from wherever, and seconds that can be added up by hand.
     const MACHINE: Machine = Machine {
@@ -561,6 +616,60 @@ mod tests {
 
     fn spans(prediction: &Prediction) -> Vec<(u32, f64, f64)> {
         prediction.spans.iter().map(|span| (span.worker, span.start_s, span.end_s)).collect()
+    }
+
+    /// Two tiles of two bytes, each a task's, which take five seconds where nothing is there, and four once the bus is never idle.
+    #[test]
+    fn tiles_come_ahead_of_their_pass() {
+        let mut tasks = TaskGraph::default();
+        for op in 0..2 {
+            tasks.op_first.push(op);
+            tasks.tasks.push(Task { op, block: Default::default() });
+            tasks.waits.push(&[]);
+            tasks.triggers.push(&[]);
+            tasks.classes.push(TaskClass::AheadOfTime);
+        }
+        tasks.op_first.push(2);
+        let lists = WorkerLists { lists: vec![vec![0, 1]] };
+        let mut worker = WorkerPlan::default();
+        for task in 0..2 {
+            let op = DataOp {
+                bytes: 2,
+                dest_offset_bytes: 2 * task,
+                used_by: task,
+                barrier: task as u16,
+                ..DataOp::zeroed()
+            };
+            worker.data.push(op);
+            worker.computes.push(ComputeOp { task, data_first: task, data_end: task + 1 });
+        }
+        let mut plan = Plan { capacity_bytes: 4, n_barriers: 4, workers: vec![worker] };
+        let machine = Machine { tile_bytes_per_s: f64::INFINITY, ..MACHINE };
+        let (reads, costs) = (vec![Reads::default(); 2], vec![Cost::default(); 2]);
+        let step = |plan: &Plan, prefetch| {
+            let found = predict(&tasks, &[], &lists, plan, &reads, &costs, &machine, prefetch).expect("it runs");
+            (found.step_s, found.loader.busy_s)
+        };
+        assert_eq!(step(&plan, Prefetch::AcrossTasks), (5.0, 4.0));
+        plan.repeat();
+        // The first while the second is unread, the second once that is read.
+        assert_eq!(plan.workers[0].data.iter().map(|op| op.ahead).collect::<Vec<_>>(), [2, 1]);
+        assert_eq!(step(&plan, Prefetch::AcrossTasks), (4.0, 4.0));
+        assert_eq!(step(&plan, Prefetch::WithinTask), (6.0, 4.0));
+
+        let all = |plan: &Plan| prefetch::check(plan, &lists, &reads).unwrap_err();
+        let mut broken = plan.clone();
+        broken.workers[0].data[1].ahead = 2;
+        let overlaps = |violation: &Violation| {
+            matches!(violation, Violation::OverlapAhead { data: 1, other: 1, what: "bytes", .. })
+        };
+        assert!(all(&broken).iter().any(overlaps));
+        broken.workers[0].data[0].ahead = 0;
+        assert!(all(&broken).iter().any(|violation| matches!(violation, Violation::Ahead { data: 1, .. })));
+        let few = Plan { n_barriers: 1, ..plan.clone() };
+        let takes =
+            |violation: &Violation| matches!(violation, Violation::OverlapAhead { data: 0, what: "the barrier", .. });
+        assert!(all(&few).iter().any(takes));
     }
 
     #[test]

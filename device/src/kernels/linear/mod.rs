@@ -103,7 +103,7 @@ pub fn segments(task_type: u16, words: &[u32; PARAM_WORDS]) -> u32 {
 
 /// Elements of each of the `segments` that a row of `k` is taken in; the last has what is left.
 pub const fn segment_len(k: u32, segments: u32) -> u32 {
-    if segments > 1 { k.div_ceil(8 * segments) * 8 } else { k }
+    if segments > 1 { k.div_ceil(8).div_ceil(segments) * 8 } else { k }
 }
 
 /// Rows of weights whose sums the GPU has room for where a row of x is longer than [`MAX_NORMED`], and one more for each segment.

@@ -3,7 +3,8 @@
 
 use super::{Plan, Reads, WorkerPlan};
 use crate::graph::task::WorkerLists;
-use perpetua_shared::{Operand, PrefetchOp};
+use perpetua_shared::{DataOp, Operand, PrefetchOp};
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 
 /// A law a plan breaks.
@@ -85,6 +86,32 @@ pub enum Violation {
         /// `bytes` or `the barrier`.
         what: &'static str,
     },
+    /// A copy ahead of its pass that is not one of the first, or has to wait in it.
+    #[error(
+        "w{worker}: data op {data} is brought ahead of its pass, as not all before it are, or waits for {after} compute ops"
+    )]
+    Ahead {
+        /// The worker.
+        worker: usize,
+        /// Its data op.
+        data: usize,
+        /// What it waits for.
+        after: u32,
+    },
+    /// A copy ahead of its pass takes what the pass before, of the same list, has not read.
+    #[error("w{worker}: data op {data}, ahead of its pass, takes {what} of data op {other}, one of the last {unread}")]
+    OverlapAhead {
+        /// The worker.
+        worker: usize,
+        /// The data op.
+        data: usize,
+        /// That of the pass before.
+        other: usize,
+        /// How many of that pass's may be unread.
+        unread: usize,
+        /// `bytes` or `the barrier`.
+        what: &'static str,
+    },
 }
 
 /// Judges `plan` for `lists`, whose tasks read `reads`: every law broken, at most one a data op and kind.
@@ -103,6 +130,7 @@ pub fn check(plan: &Plan, lists: &WorkerLists, reads: &[Reads]) -> Result<(), Ve
             near(worker, own, reads, &mut broken);
         }
         memory(worker, plan, own, &mut broken);
+        ahead(worker, plan, own, &mut broken);
     }
     if broken.is_empty() { Ok(()) } else { Err(broken) }
 }
@@ -252,6 +280,33 @@ fn merged(ranges: &mut [(u64, u64)]) -> Vec<(u64, u64)> {
 }
 
 /// Replays the worker's memory: a tile is there from the earliest moment its copy may start to its reader's completion.
+/// What the first copies find when the list begins again: every tile before the last ones has been read, those have not.
+fn ahead(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
+    let n = own.data.len();
+    let mut may_come = true;
+    for (data, op) in own.data.iter().enumerate() {
+        let Some(unread) = usize::from(op.ahead).checked_sub(1) else {
+            may_come = false;
+            continue;
+        };
+        if !may_come || op.after > 0 {
+            broken.push(Violation::Ahead { worker, data, after: op.after });
+            return;
+        }
+        let bytes = |op: &DataOp| op.dest_offset_bytes..op.dest_offset_bytes + op.bytes;
+        for (other, before) in own.data.iter().enumerate().skip(n.saturating_sub(unread)) {
+            let (a, b) = (bytes(op), bytes(before));
+            let what = match (n + data - other).cmp(&(plan.n_barriers as usize)) {
+                _ if a.start < b.end && b.start < a.end => "bytes",
+                Ordering::Less => continue,
+                _ => "the barrier",
+            };
+            broken.push(Violation::OverlapAhead { worker, data, other, unread, what });
+            break;
+        }
+    }
+}
+
 fn memory(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
     let mut resident: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
     let mut barriers: HashMap<u16, usize> = HashMap::new();

@@ -22,6 +22,9 @@
 //! four times as many.) This is the feasible memory scheduler of [`super::plain`] with its data ops in consumption order and
 //! nothing ever spilled, in linear time.
 //!
+//! When a pass's last tiles are on their way the memory would have nothing to do until the next token is there. So the first tiles of a program
+//! that is run again and again are brought [ahead](Plan::repeat), as far as they do not overwrite what is still to be read.
+//!
 //! Laws, judged by [`check()`], which shares no code with the planner: a plan covers exactly what its tasks read; no two
 //! tiles that may be live together overlap or share a barrier; nothing leaves the capacity; no copy waits for its own
 //! reader or a later one, so that loader and consumer always get on.
@@ -404,7 +407,7 @@ pub(crate) fn plan_list(
                     after,
                     used_by,
                     barrier: (number % barriers) as u16,
-                    reserved: 0,
+                    ahead: 0,
                 });
             }
             let (data_first, data_end) = (data_first as u32, plan.data.len() as u32);
@@ -415,6 +418,25 @@ pub(crate) fn plan_list(
 }
 
 impl Plan {
+    /// Has what waits for nothing brought ahead of the pass, where the pass before was one of the same program.
+    pub fn repeat(&mut self) {
+        let n_barriers = self.n_barriers as usize;
+        for WorkerPlan { data, .. } in &mut self.workers {
+            let n = data.len();
+            for at in 0..n.min(n_barriers) {
+                let DataOp { dest_offset_bytes: start, bytes, after, .. } = data[at];
+                if after > 0 {
+                    break;
+                }
+                let overlaps =
+                    |op: &DataOp| op.dest_offset_bytes < start + bytes && start < op.dest_offset_bytes + op.bytes;
+                // What comes after the youngest one it overwrites, and has none of the barriers up to its own.
+                let younger = data.iter().rev().take_while(|op| !overlaps(op)).count();
+                data[at].ahead = 1 + younger.min(n_barriers - 1 - at) as u16;
+            }
+        }
+    }
+
     /// Copies of all workers.
     pub fn n_data(&self) -> usize {
         self.workers.iter().map(|worker| worker.data.len()).sum()
