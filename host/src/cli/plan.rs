@@ -128,7 +128,7 @@ impl Planned {
             false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),
         };
         let mut plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
-        if target.has_loaders && program.blocks.ops.iter().all(|op| op.rows <= 1) {
+        if program.plan.repeats() {
             plan.repeat();
         }
         let took = start.elapsed();

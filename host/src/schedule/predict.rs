@@ -278,10 +278,12 @@ pub fn predict(
         launched_bytes: 0,
     };
     let mut last = pass(vec![Ahead::default(); n_workers]).whole()?;
-    if last.plan.workers.iter().any(|own| own.data.first().is_some_and(|op| op.ahead > 0)) {
-        last = pass(last.ahead_of_next()).whole()?;
+    let mut next = last.ahead_of_next();
+    if next.iter().any(|own| !own.arrived_s.is_empty()) {
+        last = pass(next).whole()?;
+        next = last.ahead_of_next();
     }
-    let (step_s, next) = (last.step_s(), last.ahead_of_next());
+    let step_s = last.step_s();
     let bytes = plan.bytes() + last.launched_bytes;
     let Pass { workers, spans, loads, retired, .. } = last;
     let mut prediction = Prediction {

@@ -437,6 +437,11 @@ impl Plan {
         }
     }
 
+    /// Whether some worker is brought tiles ahead of the pass.
+    pub fn repeats(&self) -> bool {
+        self.workers.iter().any(|own| own.data.first().is_some_and(|op| op.ahead > 0))
+    }
+
     /// Copies of all workers.
     pub fn n_data(&self) -> usize {
         self.workers.iter().map(|worker| worker.data.len()).sum()
