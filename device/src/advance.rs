@@ -59,12 +59,13 @@ pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequenc
 /// pass takes; then the next token of every sequence that has not ended; then the end of the loop.
 #[inline(always)]
 pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -> Step {
-    // The first sequence with tokens to be read, and one more than the last that runs.
-    let (n, mut unread, mut end) = (control.n_sequences, control.n_sequences, 0);
+    // The first sequence with tokens to be read, one more than the last that runs, and where the one furthest on is.
+    let (n, mut unread, mut end, mut furthest) = (control.n_sequences, control.n_sequences, 0, 0);
     for number in (0..n).rev() {
         let sequence = &control.sequences[number as usize];
         if sequence.end == End::Running as u32 {
             end = if end == 0 { number + 1 } else { end };
+            furthest = if sequence.position > furthest { sequence.position } else { furthest };
             unread = if before_last(sequence) > 0 { number } else { unread };
         }
     }
@@ -77,10 +78,10 @@ pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -
             step = Step { program, first_pos: sequence.position, rows, sampling: 0, sequence: unread, ..step };
         }
     } else if end > 0 {
-        // Rows beyond the last sequence that runs need not be computed.
+        // Rows beyond the last sequence that runs need not be computed. Each of the others' tasks sees its own sequence's position.
         for (at, program) in (0..).zip(programs) {
             if program.in_token_loop == EVERY_SEQUENCE {
-                step = Step { program: at, first_pos: 0, rows: end, sampling: 1, sequence: 0, ..step };
+                step = Step { program: at, first_pos: furthest, rows: end, sampling: 1, sequence: 0, ..step };
             }
         }
     }
@@ -279,8 +280,8 @@ mod tests {
         // The last token of each prompt is left to the passes together; the one of a single token has no other.
         let reading = [(0, 0, 8, 0), (0, 8, 2, 0), (1, 0, 1, 0)];
         assert_eq!(found[..3], reading);
-        // Sequence 0 fills its context first, the stop token ends 1, 2 makes all of its tokens: rows stay until it ends.
-        assert_eq!(found[3..], [(0, 0, 3, 1); 4]);
+        // Sequence 0, the furthest, fills its context first, the stop token ends 1, 2 makes all of its tokens: rows stay until it ends.
+        assert_eq!(found[3..], [10, 11, 3, 3].map(|furthest| (0, furthest, 3, 1)));
         let ends: Vec<u32> = control.sequences[..3].iter().map(|sequence| sequence.end).collect();
         assert_eq!(ends, [End::ContextFull, End::StopToken, End::MaxTokens].map(|end| end as u32));
         assert_eq!(control.sequences.map(|sequence| sequence.produced)[..3], [2, 3, 4]);
@@ -294,7 +295,7 @@ mod tests {
         control.program_runs = Default::default();
         control.max_context = 100;
         let found = batch(&mut control, &batch_programs(), &[1, 1], 9);
-        assert_eq!(found, [(0, 0, 2, 1), (0, 0, 2, 1), (0, 0, 2, 1), (0, 0, 1, 1)]);
+        assert_eq!(found, [(0, 0, 2, 1), (0, 1, 2, 1), (0, 2, 2, 1), (0, 3, 1, 1)]);
     }
 
     #[test]

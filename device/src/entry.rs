@@ -161,6 +161,13 @@ impl Image for DeviceImage {
 }
 
 impl DeviceImage {
+    /// The record of the task numbered `id`.
+    #[inline(always)]
+    fn turn(&self, id: u32) -> *const u32 {
+        let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
+        turns.wrapping_add(id as usize * param!(self, turn_words) as usize)
+    }
+
     /// Makes it the turn of the task numbered `id`, in the pass `pass`.
     ///
     /// # Safety
@@ -168,10 +175,9 @@ impl DeviceImage {
     #[inline(always)]
     unsafe fn turn_to(&self, id: u32, pass: Seen, block: &Block) {
         let words = param!(self, turn_words);
-        let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
         // SAFETY: see `DeviceImage`, and the caller's promise; conditions are the same for all threads.
         unsafe {
-            turn::fetch(turns.wrapping_add(id as usize * words as usize), words, pass, block);
+            turn::fetch(self.turn(id), words, pass, block);
             block.sync();
             let number = TaskFlags::sequence(turn::flags());
             if pass.sequence == 0 && number.is_none() {
@@ -196,8 +202,7 @@ impl DeviceImage {
     /// See [`DeviceImage`]; it has some data.
     #[inline(always)]
     unsafe fn data_of(&self, id: u32) -> (*const DataOp, u32) {
-        let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
-        let turn: *const Turn = turns.wrapping_add(id as usize * param!(self, turn_words) as usize).cast();
+        let turn: *const Turn = self.turn(id).cast();
         // SAFETY: the caller's promise.
         let [first, n] =
             unsafe { [memory::load(&raw const (*turn).data_first), memory::load(&raw const (*turn).tiles)] };
@@ -253,6 +258,12 @@ impl Lists for (DeviceImage, WorkerId) {
         let base = unsafe { entries::<u64>(param!(self.0, bindings), binding, 1).as_ptr().read() };
         core::ptr::with_exposed_provenance(base as usize)
     }
+
+    #[inline(always)]
+    fn pace(&self) -> *mut u32 {
+        let (image, worker) = *self;
+        core::ptr::with_exposed_provenance_mut::<u32>(param!(image, paces) as usize).wrapping_add(worker.idx())
+    }
 }
 
 /// Runs task bodies on the calling thread's block.
@@ -264,6 +275,18 @@ struct BlockBody<'a> {
 }
 
 impl BlockBody<'_> {
+    /// Lets the loader know that a pass begins, before it hears which, or with it that the worker leaves.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call.
+    #[inline(always)]
+    unsafe fn begin_pace(&self) {
+        if self.block.thread == 0 {
+            // SAFETY: thread 0.
+            unsafe { tiles::set_pace(&(self.image, self.worker), self.tiles.passes().wrapping_add(1)) };
+        }
+    }
+
     /// Hands the scheduler the pass `step`, or, with [`NO_PROGRAM`], sends it home.
     #[inline(always)]
     fn schedule(&self, step: &Step) {
@@ -313,7 +336,10 @@ impl BlockBody<'_> {
         }
         let positions = core::ptr::with_exposed_provenance_mut::<u32>(param!(self.image, positions) as usize);
         // SAFETY: a word for every worker, which it alone writes.
-        unsafe { memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1) };
+        unsafe {
+            memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1);
+            tiles::step_on(&(self.image, self.worker));
+        }
         let is_traced = self.tiles.n_timed() < param!(self.image, n_trace);
         self.tiles.time(is_traced);
         if is_traced {
@@ -359,7 +385,10 @@ impl Body for BlockBody<'_> {
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
         // SAFETY: the loop brings every thread of the block here, after the last pass's last task.
-        unsafe { self.tiles.begin(step, n, self.block.thread == 0) };
+        unsafe {
+            self.begin_pace();
+            self.tiles.begin(step, n, self.block.thread == 0);
+        }
         let has_scheduler = param!(self.image, n_slots) > 0;
         if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
             self.schedule(step);
@@ -462,7 +491,10 @@ pub unsafe fn worker(params: LaunchBlock) {
     // Whoever faults has recorded it.
     if run(&image, worker, param!(image, iteration), &sync, &mut body).is_err() {
         // SAFETY: faults are the whole block's.
-        unsafe { body.tiles.leave(thread == 0) };
+        unsafe {
+            body.begin_pace();
+            body.tiles.leave(thread == 0);
+        }
         if param!(image, n_slots) > 0 {
             body.schedule(&Step { program: NO_PROGRAM, ..Step::default() });
         }

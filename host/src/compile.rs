@@ -300,9 +300,14 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
     let costs = costs(&blocks, &tasks);
+    let machine = Machine::of(&config.target);
     // Several rows' products have the tiles' memory for themselves.
-    let has_loaders = config.target.has_loaders && source.graph.rows == Some(1);
-    let reads = if has_loaders { prefetch::reads(&blocks, &tasks, &costs) } else { Vec::new() };
+    let has_tiles = config.target.has_loaders && source.graph.rows == Some(1);
+    let reads = match config.target.has_loaders {
+        true if has_tiles => prefetch::reads(&blocks, &tasks, &costs),
+        true => prefetch::reads_of_many_rows(&blocks, &tasks, &costs, &machine),
+        false => Vec::new(),
+    };
     let lists = match config.target.cut {
         Cut::TaskBytes => {
             let weight: Vec<u64> =
@@ -310,9 +315,10 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
             assign::assign(&tasks, &weight, config.target.n_workers)
         }
         Cut::PerWorker => {
-            let bytes = |task: usize| reads.get(task).map_or(costs[task].bytes_read, prefetch::Reads::bytes);
+            let bytes = |task: usize| if has_tiles { reads[task].bytes() } else { costs[task].bytes_read };
             let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
-            let ahead = Machine::of(&config.target).capacity_bytes();
+            // Without tiles nobody does anything before its turn.
+            let ahead = if has_tiles { machine.capacity_bytes() } else { 0 };
             assign::balance(&blocks, &tasks, &weight, config.target.n_workers, ahead)
         }
     };
@@ -330,8 +336,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     }
     check_task_events(&blocks, &counted)?;
     clock.lap("last");
-    let machine = Machine::of(&config.target);
-    let mut plan = match has_loaders {
+    let mut plan = match config.target.has_loaders {
         true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
         false => prefetch::Plan::default(),
     };
@@ -345,7 +350,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         task::check(&by_events, &counted, Some(&lists)).map_err(CompileError::Dependencies)?;
         let in_arena = arena::in_arena(&by_events, &arena);
         task::check(&in_arena, &counted, Some(&lists)).map_err(CompileError::Dependencies)?;
-        if has_loaders {
+        if config.target.has_loaders {
             prefetch::check(&plan, &lists, &reads).map_err(CompileError::Tiles)?;
         }
         clock.lap("check");

@@ -14,7 +14,8 @@ pub struct Step {
     pub program: u32,
     /// How often this program ran before: event `e` must reach `(program_runs + 1) * num_triggers`.
     pub program_runs: u32,
-    /// Position of the first row of this pass in the sequence: tokens already in the KV cache.
+    /// Position of the first row of this pass in the sequence: tokens already in the KV cache. In a pass over all sequences of a batch, each of
+    /// which has its own, that of the one furthest on.
     pub first_pos: u32,
     /// Rows (tokens) of this pass; a program's tensors may have more, those rows are not computed.
     pub rows: u32,

@@ -30,31 +30,38 @@ pub struct DataOp {
     pub ahead: u16,
 }
 
-/// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there: small
-/// weights, and the rows of a KV cache, which rows being known at run time. 40 bytes. Nobody waits for them and nothing
+/// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there: weights that do
+/// not come in tiles, and the rows of a KV cache, which rows being known at run time. 48 bytes. Nobody waits for them and nothing
 /// depends on them but time.
+///
+/// They are stretches of equal length, in a matrix the beginnings of its rows, in a cache a position each.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct PrefetchOp {
-    /// Byte offset of the first byte, or row, from the source's start.
+    /// Byte offset of the first stretch from the source's start.
     pub source_offset_bytes: u64,
     /// The memory it comes from: a buffer of the graph in a plan, a binding in an image.
     pub source: u32,
-    /// Bytes at most; exactly, if there are no rows.
+    /// Bytes of a stretch.
     pub bytes: u32,
-    /// Bytes of a row, one a position; 0: no rows. Of rows, those before the pass's first position that are in [`share`] `split`
-    /// of `splits` of all that the pass sees are asked for.
-    pub row_bytes: u32,
-    /// See [`PrefetchOp::row_bytes`].
+    /// From a stretch's start to the next one's.
+    pub apart_bytes: u32,
+    /// How many there are.
+    pub stretches: u32,
+    /// 0: all of them are asked for. Otherwise stretch `i` is position `i`, and of those before the pass's first position those in
+    /// [`share`] `split` of `splits` of all that the pass sees.
     pub splits: u32,
-    /// See [`PrefetchOp::row_bytes`].
+    /// See [`PrefetchOp::splits`].
     pub split: u32,
+    /// Of positions: the first so many of them at most.
+    pub most: u32,
     /// The data op of the worker's list before which it is issued.
     pub before: u32,
     /// The compute op of this worker that reads them.
     pub used_by: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Tasks of its worker's list that must have begun in the pass before it is issued; 0 in a list with data ops, which go at the pace
+    /// at which memory becomes free.
+    pub after: u32,
 }
 
 /// The positions, of `visible`, that split `number` of `splits` has: first and end. Shares are equal but for the last ones, which
@@ -69,4 +76,4 @@ pub const fn share(visible: u32, splits: u32, number: u32) -> (u32, u32) {
     (if first < visible { first } else { visible }, if end < visible { end } else { visible })
 }
 
-const _: () = assert!(size_of::<DataOp>() == 32 && size_of::<PrefetchOp>() == 40);
+const _: () = assert!(size_of::<DataOp>() == 32 && size_of::<PrefetchOp>() == 48);

@@ -10,8 +10,8 @@ use bytemuck::{Pod, Zeroable};
 /// Name of the kernel's entry in the PTX.
 pub const ENTRY: &str = "perpetua_worker";
 
-/// Name of the entry that runs one operator, for launches of it alone: its parameters are a [`LaunchParams`], the program and the operator's first task, its grid a block of [`TASK_THREADS`] threads for each task, without dynamic shared
-/// memory.
+/// Name of the entry that runs one operator, for launches of it alone: its parameters are a [`LaunchParams`], the program and the operator's first task, its grid a block for each task, with as many threads and as
+/// much shared memory as a worker's.
 pub const OPERATOR: &str = "perpetua_operator";
 
 /// Threads of a worker's block: 8 warps, so that a thread may have 255 registers. Registers are handed out by four warps, so
@@ -28,6 +28,9 @@ pub const TILE_BYTES: u32 = 208 << 10;
 
 /// Barriers of tiles: as many are under way or unread at most. They take turns.
 pub const TILE_BARRIERS: u32 = 32;
+
+/// See [`LaunchParams::paces`]: a [`PrefetchOp`](crate::PrefetchOp) waits for fewer tasks.
+pub const PACE_PASS: u32 = 1 << 20;
 
 /// See the module head. Sections are those of [`image`](crate::image), in its order; empty ones may have address 0.
 #[repr(C)]
@@ -74,6 +77,9 @@ pub struct LaunchParams {
     pub mailbox: u64,
     /// `[u32; n_workers]`, zeroed: one more than the task each worker began last.
     pub positions: u64,
+    /// `[u32; n_workers]`: how far each worker is, for its own loader, which brings no tiles in passes of several rows: [`PACE_PASS`] for each
+    /// pass of the launch that it has begun, and one for each task of the pass.
+    pub paces: u64,
     /// `[TaskTrace; n_workers * n_trace]`, zeroed: a row per worker, filled in the order of its list until it is full.
     pub trace: u64,
     /// The longest a worker waits for one event.
@@ -108,7 +114,7 @@ pub struct LaunchParams {
     pub n_slots: u32,
 }
 
-const _: () = assert!(size_of::<LaunchParams>() == 21 * 8 + 14 * 4);
+const _: () = assert!(size_of::<LaunchParams>() == 22 * 8 + 14 * 4);
 
 /// How an iteration ended, in the mailbox, or how one did for a sequence of a batch. The word is written at once, so a host that sees it not zero sees all of it,
 /// and no fence is needed; the time may come later, though not after the kernel's end.

@@ -150,7 +150,8 @@ fn loading_is_so_many_calls_in_this_order() {
         size_of_val(loads.prefetches),
     ];
     let counters = 4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize);
-    let own = [counters, size_of::<Fault>(), 4 * N_SMS as usize].map(|bytes| bytes.next_multiple_of(256));
+    let own =
+        [counters, size_of::<Fault>(), 4 * N_SMS as usize, 4 * N_SMS as usize].map(|bytes| bytes.next_multiple_of(256));
     let bindings = || compiled.bindings.iter();
     assert!(bindings().all(|binding| binding.align_bytes <= 256), "256 bytes is what everything is aligned to here");
     let all = sections.iter().map(|bytes| *bytes as u64).chain(bindings().map(|binding| binding.bytes));

@@ -144,6 +144,50 @@ fn plan_predicts_what_is_launched_just_in_time() {
     assert!(message.contains("just-in-time operator nothing: there is no operator"), "{message}");
 }
 
+/// A batch's step, too: a worker that has parts of several sequences' attention, and merges some, waits for the others' parts of one only when
+/// it has done its own of all.
+#[test]
+fn plan_decodes_batches() {
+    let temp = tempfile::tempdir().unwrap();
+    let tasks = temp.path().join("t.json").to_string_lossy().into_owned();
+    let plan = ["plan", "--preset", "qwen3-0.6b", "--batch", "5", "--check", "--tasks-json", &tasks];
+    let text = String::from_utf8(perpetua(&plan).stdout).unwrap();
+    for words in ["decode of 5 for h200", "prefetches of", "predicted step", "every overlap ordered"] {
+        assert!(text.contains(words), "{text}");
+    }
+    let tasks: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&tasks).unwrap()).unwrap();
+    let name = |task: usize| tasks["tasks"][task]["op"].as_str().unwrap();
+    let (mut n_merges, mut n_parts) = (0, 0);
+    for list in tasks["workers"].as_array().unwrap() {
+        let names = list.as_array().unwrap().iter().map(|task| name(task.as_u64().unwrap() as usize));
+        let mut last = "";
+        for name in names.filter(|name| name.contains("self_attn.attention")) {
+            // Within a layer.
+            let layer = |name: &str| name.split(".self_attn").next().unwrap().to_owned();
+            assert!(
+                layer(last) != layer(name) || !last.ends_with("merge") || name.ends_with("merge"),
+                "{last}, {name}"
+            );
+            (n_merges, n_parts) = (n_merges + usize::from(name.ends_with("merge")), n_parts + 1);
+            last = name;
+        }
+    }
+    // 28 layers of 8 heads, three parts of each.
+    assert_eq!((n_merges, n_parts), (28 * 8 * 5, 28 * 8 * 5 * 4));
+    let refused = |args: &[&str], status: i32, words: &str| {
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).arg("plan").args(args).output().unwrap();
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(status), "{message}");
+        assert!(message.contains(words), "{message:?} should say {words:?}");
+    };
+    refused(&["--preset", "qwen3-0.6b", "--batch", "65"], 2, "65 is not in 1..=64");
+    refused(&["--preset", "qwen3-0.6b", "--batch", "2", "--rows", "2"], 2, "cannot be used with");
+    refused(&["--graph", "none.json", "--batch", "2"], 1, "--batch needs a model");
+    let model = fixture("tiny-qwen3");
+    let text = String::from_utf8(perpetua(&["plan", "--model", &model, "--batch", "3", "--target", "cpu:2"]).stdout);
+    assert!(text.unwrap().contains("decode of 3 for cpu:2"));
+}
+
 #[test]
 fn bench_measures_a_small_model() {
     let temp = tempfile::tempdir().unwrap();

@@ -8,6 +8,7 @@ use perpetua::exec::memory::Memory;
 use perpetua::exec::simt::{Options, Simt};
 use perpetua::exec::{RunError, Stopper};
 use perpetua::graph::lower::Target;
+use perpetua::graph::tensor::BufferKind;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
@@ -717,14 +718,57 @@ fn broken_loads_are_named() {
     says(&|parts| parts.data[1].source_offset_bytes += 256, "no tile for byte 0");
     says(&|parts| parts.data_heads[1] = parts.data_heads[2] + 1, "expected to ascend");
     says(&|parts| parts.prefetches[0].bytes += 8, "which has");
-    let rows = whole.prefetches.iter().position(|op| op.row_bytes > 0).expect("a cache");
-    says(&|parts| parts.prefetches[rows].split = 99, "no whole rows");
-    says(&|parts| parts.prefetches[rows].before = u32::MAX, "out of order");
+    let cache = whole.prefetches.iter().position(|op| op.splits > 0).expect("a cache");
+    says(&|parts| parts.prefetches[cache].split = 99, "no whole stretches");
+    says(&|parts| parts.prefetches[cache].apart_bytes = 8, "which has");
+    says(&|parts| parts.prefetches[cache].apart_bytes -= 16, "no whole stretches");
+    says(&|parts| parts.prefetches[cache].stretches = 1 << 20, "which has");
+    says(&|parts| parts.prefetches[cache].before = u32::MAX, "out of order");
+    // The worker may wait for a tile that this loader brings only then.
+    says(&|parts| parts.prefetches.iter_mut().for_each(|op| op.after = 1), "out of order");
     let with_tiles = whole.tasks.iter().position(|task| task.tiles > 1).expect("a product");
     says(&|parts| parts.tasks[with_tiles].tiles -= 1, "no tile for byte");
     let without = whole.tasks.iter().position(|task| task.tiles == 0).expect("the embedding");
     says(&|parts| parts.tasks[without].tiles = 1, "takes none");
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
+}
+
+/// In a pass of several rows, where there are no tiles, loaders ask for what their worker is going to read, of weights that several tasks
+/// read once; and wait for no task that their worker has not.
+#[test]
+fn several_rows_are_asked_for_at_their_workers_pace() {
+    let (_dir, model) = model(MANY_ROWS);
+    let compiled = compiled_for(&model, Target::gpu(2), 24);
+    let program = compiled.programs.iter().find(|program| program.blocks.ops.iter().any(|op| op.rows > 1));
+    let program = program.expect("it reads prompts");
+    let mut asked: HashMap<u32, u64> = HashMap::new();
+    for op in program.plan.workers.iter().flat_map(|worker| &worker.prefetches) {
+        assert!(op.splits == 0 && op.stretches == 1, "all of it is little: {op:?}");
+        *asked.entry(op.source).or_default() += u64::from(op.bytes);
+    }
+    for (number, buffer) in program.blocks.table.buffers.iter().enumerate() {
+        let found = asked.remove(&(number as u32)).unwrap_or(0);
+        match buffer.kind {
+            BufferKind::Weight => assert_eq!(found, buffer.bytes / 16 * 16, "{}", buffer.name),
+            _ => assert_eq!(found, 0, "{}", buffer.name),
+        }
+    }
+    let whole = Parts::of(&compiled.image);
+    let says = |change: &dyn Fn(&mut Parts), expected: &str| {
+        let found = broken_rule(&whole, change);
+        assert!(found.contains(expected), "{found}, expected {expected}");
+    };
+    assert!(encode(&whole).is_ok());
+    // A loader that waits for each task to begin changes nothing.
+    let ids: Vec<u32> = (0..24).map(|at| at * 7 % 90).collect();
+    let run = |image| run_simt_on(&ids, &model, &compiled, image, Options::default()).expect("a sound image").0;
+    let mut paced = whole.clone();
+    paced.prefetches.iter_mut().for_each(|op| op.after = op.used_by);
+    assert!(paced.prefetches.iter().any(|op| op.after > 5));
+    assert_eq!(run(encode(&paced).expect("as sound")), run(compiled.image.clone()));
+    // More tasks than the worker has; fewer than the one before.
+    says(&|parts| parts.prefetches.last_mut().expect("there is one").after = 1 << 19, "nobody's");
+    says(&|parts| parts.prefetches[0].after = 1, "out of order");
 }
 
 /// Rows that are taken in segments come so, and no other way.

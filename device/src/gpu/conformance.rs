@@ -120,6 +120,10 @@ impl Lists for OneList<'_> {
         // SAFETY: the launch's table has an entry for each operand.
         core::ptr::with_exposed_provenance(unsafe { *self.bindings.add(binding as usize) } as usize)
     }
+
+    fn pace(&self) -> *mut u32 {
+        core::ptr::null_mut()
+    }
 }
 
 impl Case {

@@ -6,7 +6,8 @@
 //! ```
 //! The loader, a lane of a warp of its own, goes through its worker's [`DataOp`]s of the pass, across tasks and operators.
 //! It waits for room, never for an event: weights depend on no activation, so they arrive while the worker waits. In passing it
-//! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that. With nothing left to bring it begins
+//! asks the L2 cache for what bodies read from global memory ([`PrefetchOp`]): nobody waits for that, and where there are no tiles it
+//! keeps to the pace at which its worker begins tasks. With nothing left to bring it begins
 //! the pass again ([`DataOp::ahead`]): the next one is most often of the same program, and its first tiles are there when its token is.
 //!
 //! # Why it neither hangs nor overwrites
@@ -21,15 +22,20 @@
 //!   released. What it has brought ahead are that pass's first tiles. If the pass is another program's, or none, the loader says how many they
 //!   are, and all threads take and release them. A worker that faults takes the rest of its list's tiles before it tells the loader to leave, so
 //!   no copy is under way when the block ends.
+//! - A loader waits for its worker's pace with no tile of the pass to bring, so the worker does not wait for it. That the worker's next pass
+//!   begins, which it does after a fault, too, is pace enough for all the pass has.
 
-use crate::arch::{WARP, bulk, mbarrier, memory, shared, thread, trap, warp};
-use crate::gpu::sync::Gpu;
+use crate::arch::{WARP, atomic, bulk, mbarrier, memory, shared, thread, trap, warp};
+use crate::gpu::sync::{Gpu, Patience};
 use crate::gpu::turn::Seen;
 use core::cell::Cell;
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::data::share;
-use perpetua_shared::launch::TILE_BARRIERS;
-use perpetua_shared::{DataOp, PrefetchOp, Step};
+use perpetua_shared::event::reached;
+#[cfg(doc)]
+use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::launch::{PACE_PASS, TILE_BARRIERS};
+use perpetua_shared::{DataOp, FaultCode, PrefetchOp, Step};
 
 const FULL: u32 = 0;
 const EMPTY: u32 = TILE_BARRIERS;
@@ -110,6 +116,8 @@ pub(crate) trait Lists {
     fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32);
     /// Where binding `binding` lies.
     fn binding(&self, binding: u32) -> *const u8;
+    /// Where the worker [says](LaunchParams::paces) how far it is.
+    fn pace(&self) -> *mut u32;
 }
 
 /// The loader's life.
@@ -129,7 +137,7 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     unsafe {
         loop {
             wait(sync, STEP, pass & 1);
-            let (program, position) = (shared::load(PROGRAM), shared::load(POSITION));
+            let (program, position) = (told(), shared::load(POSITION));
             let is_again = program == last;
             // With none nobody waits to hear it.
             if !is_again && brought.ahead > 0 {
@@ -143,10 +151,19 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
             last = program;
             let ops = lists.data(program);
             brought.begin(sync, is_again, ops.1);
-            brought.bring(lists, sync, ops.0, lists.prefetches(program), position);
+            let pace = pass.wrapping_mul(PACE_PASS);
+            brought.bring(lists, sync, ops.0, lists.prefetches(program), Pass { pace, position });
             brought.bring_ahead(lists, sync, ops.0);
         }
     }
+}
+
+/// What prefetches have to know of a pass.
+#[derive(Clone, Copy, Debug)]
+struct Pass {
+    /// The worker's pace when it begins.
+    pace: u32,
+    position: u32,
 }
 
 /// Tiles that a loader has brought.
@@ -193,8 +210,7 @@ impl Brought {
         }
     }
 
-    /// Brings the pass's tiles, `ops`, but for those that have been, and asks for what stands between them in `prefetches` in a pass at
-    /// `position`.
+    /// Brings the pass's tiles, `ops`, but for those that have been, and asks for what stands between them in `prefetches`.
     ///
     /// # Safety
     /// As [`load`]; `ops` are `n` data ops of one list, one after the other.
@@ -205,7 +221,7 @@ impl Brought {
         sync: &Gpu,
         ops: *const DataOp,
         (prefetches, n_prefetches): (*const PrefetchOp, u32),
-        position: u32,
+        pass: Pass,
     ) {
         // Prefetches before this one have been issued.
         let mut issued = 0;
@@ -217,7 +233,11 @@ impl Brought {
                     if memory::load(&raw const (*op).before) > at {
                         break;
                     }
-                    prefetch(op, lists, position);
+                    let after = memory::load(&raw const (*op).after);
+                    if after > 0 {
+                        keep_pace(lists, sync, pass.pace.wrapping_add(after));
+                    }
+                    prefetch(op, lists, pass.position);
                     issued += 1;
                 }
                 if at == self.n {
@@ -284,13 +304,13 @@ unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
 pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const DataOp, u32)) {
     let mut brought = Brought { n, ..Brought::default() };
     // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
-    unsafe { brought.bring(lists, sync, ops, (core::ptr::null(), 0), 0) };
+    unsafe { brought.bring(lists, sync, ops, (core::ptr::null(), 0), Pass { pace: 0, position: 0 }) };
 }
 
-/// Says to all threads of the block that the launch's pass is one of `program`, or, with [`NO_PROGRAM`], that there is none.
+/// Says to others of the block that the pass is one of `program`, or, with [`NO_PROGRAM`], that there is none.
 ///
 /// # Safety
-/// One thread calls it, before a barrier of all threads of a block that [runs one task](load_task).
+/// One thread calls it, before a barrier that is between it and whoever [asks](told).
 #[inline(always)]
 pub(crate) unsafe fn tell(program: u32) {
     // SAFETY: the caller's promise.
@@ -300,11 +320,53 @@ pub(crate) unsafe fn tell(program: u32) {
 /// What [`tell`] has said.
 ///
 /// # Safety
-/// Called after that barrier.
+/// Called after that barrier, or by the one thread.
 #[inline(always)]
 pub(crate) unsafe fn told() -> u32 {
     // SAFETY: the caller's promise.
     unsafe { shared::load(PROGRAM) }
+}
+
+/// Waits until the worker's pace is `pace` or more. With no end to that the grid ends with a fault recorded.
+///
+/// # Safety
+/// As [`load`].
+#[inline(always)]
+unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32) {
+    let mut patience = Patience::default();
+    // SAFETY: a word of the launch's, of which this is the one reader and thread 0 the one writer.
+    while !reached(unsafe { atomic::load_relaxed(lists.pace()) }, pace) {
+        match patience.ends(sync) {
+            None => {}
+            Some(FaultCode::Timeout) => {
+                sync.give_up();
+                trap();
+            }
+            // The worker takes leave.
+            Some(_) => break,
+        }
+    }
+    atomic::settled();
+}
+
+/// Says how far the worker is: at the begin of a pass, `pass` of the launch from 1 on, or that it has begun a task.
+///
+/// # Safety
+/// Thread 0 of the block calls it; before it tells the loader of the pass.
+#[inline(always)]
+pub(crate) unsafe fn set_pace(lists: &impl Lists, pass: u32) {
+    // SAFETY: see `keep_pace`.
+    unsafe { atomic::store_relaxed(lists.pace(), pass.wrapping_mul(PACE_PASS)) };
+}
+
+/// The worker has begun a task.
+///
+/// # Safety
+/// Thread 0 of the block calls it.
+#[inline(always)]
+pub(crate) unsafe fn step_on(lists: &impl Lists) {
+    // SAFETY: see `keep_pace`.
+    unsafe { atomic::fetch_add(lists.pace(), 1) };
 }
 
 /// Asks the L2 cache for what `op` names in a pass at `position`.
@@ -313,22 +375,28 @@ pub(crate) unsafe fn told() -> u32 {
 /// As [`load`].
 #[inline(always)]
 unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
-    // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; rows before
-    // `position`, which the cache holds, do too.
+    // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; positions before
+    // the pass's, which the cache holds, do too.
     unsafe {
         let source = lists.binding(memory::load(&raw const (*op).source));
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
-        let row_bytes = memory::load(&raw const (*op).row_bytes);
-        let (mut first, mut bytes) = (0, memory::load(&raw const (*op).bytes));
-        if let Some(rows) = bytes.checked_div(row_bytes) {
-            let (splits, split) = (memory::load(&raw const (*op).splits), memory::load(&raw const (*op).split));
-            let (from, to) = share(position + 1, splits, split);
+        let (bytes, apart) = (memory::load(&raw const (*op).bytes), memory::load(&raw const (*op).apart_bytes));
+        let (mut at, mut end) = (0, memory::load(&raw const (*op).stretches));
+        let splits = memory::load(&raw const (*op).splits);
+        if splits > 0 {
+            let (from, to) = share(position + 1, splits, memory::load(&raw const (*op).split));
             let to = if to < position { to } else { position };
-            let to = if to < rows { to } else { rows };
-            (first, bytes) = (from * row_bytes, if from < to { (to - from) * row_bytes } else { 0 });
+            let held = if to < end { to } else { end };
+            let most = memory::load(&raw const (*op).most);
+            (at, end) = (from, if from < held && most < held - from { from + most } else { held });
         }
-        if bytes > 0 {
-            bulk::prefetch(source.add(first as usize), bytes);
+        if at < end && bytes == apart {
+            bulk::prefetch(source.add(at as usize * bytes as usize), (end - at) * bytes);
+            return;
+        }
+        while at < end {
+            bulk::prefetch(source.add(at as usize * apart as usize), bytes);
+            at += 1;
         }
     }
 }
@@ -393,15 +461,15 @@ impl<'a> Tiles<'a> {
         // SAFETY: one thread of the block; the loader reads and writes the words between the two barriers' phases.
         unsafe {
             if is_first_thread {
-                let pass = shared::load(PASSES);
+                let pass = self.passes();
                 shared::store(PASSES, pass.wrapping_add(1));
                 shared::store(IN_VAIN, 0);
                 let mut is_other = false;
                 if pass > 0 {
                     wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
-                    is_other = shared::load(PROGRAM) != step.program;
+                    is_other = told() != step.program;
                 }
-                shared::store(PROGRAM, step.program);
+                tell(step.program);
                 shared::store(POSITION, step.first_pos);
                 shared::store(POSITION + 1, step.rows);
                 shared::store(POSITION + 2, step.sequence);
@@ -419,6 +487,13 @@ impl<'a> Tiles<'a> {
             }
             self.expect(n);
         }
+    }
+
+    /// How many passes the block's first thread has begun; it alone asks.
+    #[inline(always)]
+    pub(crate) fn passes(&self) -> u32 {
+        // SAFETY: a word of one thread alone, which `init` has written.
+        unsafe { shared::load(PASSES) }
     }
 
     /// What there is to see of the pass, from the block's first barrier in it on.
@@ -587,6 +662,106 @@ impl<'a> Tiles<'a> {
         unsafe {
             self.drain();
             self.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, is_first_thread);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arch::simt::{Access, Allocation, Options, launch};
+    use core::cell::RefCell;
+    use perpetua_shared::Fault;
+
+    /// A pass whose worker has tasks, but no tiles.
+    struct Paced<'a> {
+        ops: &'a [PrefetchOp],
+        pace: *mut u32,
+        weights: *const u8,
+        /// What the worker's pace was whenever something was asked for.
+        seen: &'a RefCell<Vec<u32>>,
+    }
+
+    impl Lists for Paced<'_> {
+        fn data(&self, _: u32) -> (*const DataOp, u32) {
+            (core::ptr::null(), 0)
+        }
+
+        fn prefetches(&self, _: u32) -> (*const PrefetchOp, u32) {
+            (self.ops.as_ptr(), self.ops.len() as u32)
+        }
+
+        fn binding(&self, _: u32) -> *const u8 {
+            // SAFETY: all simulated threads are on this one.
+            self.seen.borrow_mut().push(unsafe { self.pace.read() });
+            self.weights
+        }
+
+        fn pace(&self) -> *mut u32 {
+            self.pace
+        }
+    }
+
+    /// Two passes of three tasks, in the second of which the worker leaves after its first.
+    #[test]
+    fn a_loader_without_tiles_keeps_its_workers_pace() {
+        let op = |after| PrefetchOp { bytes: 16, apart_bytes: 32, stretches: 2, after, ..PrefetchOp::default() };
+        let ops = [0, 0, 1, 1, 3].map(op);
+        for seed in 0..200 {
+            let (mut pace, weights, seen) = (77u32, [0u128; 3], RefCell::new(Vec::new()));
+            let mut fault = Fault::default();
+            // SAFETY: all outlive the launch, which alone touches them meanwhile.
+            let allocations = unsafe {
+                vec![
+                    Allocation::new("pace", (&raw mut pace).cast(), 4, Access::Atomic),
+                    Allocation::new("fault", (&raw mut fault).cast(), size_of::<Fault>(), Access::Written),
+                    Allocation::new("weights", weights.as_ptr().cast_mut().cast(), 48, Access::Constant),
+                    Allocation::new("ops", ops.as_ptr().cast_mut().cast(), size_of_val(&ops), Access::Constant),
+                ]
+            };
+            let gpu = Gpu::alone(&raw mut fault);
+            let lists = Paced { ops: &ops, pace: &raw mut pace, weights: weights.as_ptr().cast(), seen: &seen };
+            let options = Options { service_warps: 1, tile_bytes: 128, ..Options::new(1, 32, seed) };
+            let launched = launch(&options, allocations, || {
+                let me = thread::thread_idx();
+                // SAFETY: one thread makes the barriers, one loads, one tells it how far the worker is.
+                unsafe {
+                    if me == 0 {
+                        init(32);
+                    }
+                    thread::sync_some(1, 64);
+                    if me >= 32 {
+                        if me == 32 {
+                            load(&lists, &gpu);
+                        }
+                        return;
+                    }
+                    let tiles = Tiles::new(&gpu, me);
+                    for (pass, n_tasks) in [(1, 3), (2, 1), (3, 0)] {
+                        let program = if n_tasks > 0 { 0 } else { NO_PROGRAM };
+                        if me == 0 {
+                            assert_eq!(tiles.passes() + 1, pass);
+                            set_pace(&lists, pass);
+                        }
+                        tiles.begin(&Step { program, ..Step::default() }, 0, me == 0);
+                        for _ in 0..n_tasks {
+                            if me == 0 {
+                                step_on(&lists);
+                            }
+                            thread::sync();
+                        }
+                    }
+                }
+            });
+            launched.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            let (seen, mut at) = (seen.into_inner(), 0);
+            assert_eq!(seen.len(), 2 * ops.len(), "seed {seed}");
+            for pass in [1, 2] {
+                for op in &ops {
+                    assert!(seen[at] >= pass * PACE_PASS + op.after, "seed {seed}: {seen:x?}");
+                    at += 1;
+                }
+            }
         }
     }
 }

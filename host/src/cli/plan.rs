@@ -2,10 +2,9 @@
 
 use super::{Outcome, Rows, bytes, plan_graph, print, writable, write_whole};
 use perpetua::compile::{Compiled, Config, Program, Source, compile};
-use perpetua::engine::{decoder_sources, sentence_sources};
+use perpetua::engine::{decoder_sources, pass_name, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
-use perpetua::graph::tensor::BufferKind;
 use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
@@ -13,6 +12,7 @@ use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
 use perpetua_shared::DType;
+use perpetua_shared::limits::MAX_SEQUENCES;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -40,6 +40,9 @@ pub(crate) struct Args {
     /// Tokens of the pass: 1 is decode (models only).
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     rows: usize,
+    /// Decode the next tokens of so many sequences in one pass (models only).
+    #[arg(long, value_name = "N", conflicts_with = "rows", value_parser = clap::value_parser!(u64).range(1..=MAX_SEQUENCES as u64))]
+    batch: Option<u64>,
     /// Operators or macro kernels whose tasks are launched just in time (models only).
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     just_in_time: Vec<String>,
@@ -82,6 +85,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
         if !args.just_in_time.is_empty() {
             return Err("--just-in-time needs a model: in a plain graph operators say so themselves".into());
         }
+        if args.batch.is_some() {
+            return Err("--batch needs a model: a plain graph says itself what a pass is".into());
+        }
         let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
         return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
     }
@@ -113,18 +119,18 @@ struct Planned {
     took: Duration,
     across: Prediction,
     within: Prediction,
-    /// Of a pass of more rows than tiles are for: seconds it takes at least, by reading its weights once and by its flops.
-    many_rows: Option<[f64; 2]>,
+    /// Of a pass of more rows than tiles are for: seconds its flops take at least.
+    multiply_s: Option<f64>,
 }
 
 impl Planned {
     fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
         let machine = Machine::of(target);
         let start = Instant::now();
-        // Where workers have no loaders, as if they had; where they have some, but nothing to do, bodies read for themselves.
         let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > 1);
-        let reads = match is_long {
-            true => vec![prefetch::Reads::default(); program.tasks.tasks.len()],
+        // Where workers have no loaders, as if they had.
+        let reads = match target.has_loaders {
+            true => program.reads.clone(),
             false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),
         };
         let mut plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
@@ -142,13 +148,9 @@ impl Planned {
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
-        let n_workers = f64::from(target.n_workers);
-        let weights = program.blocks.table.buffers.iter().filter(|buffer| buffer.kind == BufferKind::Weight);
-        let bytes: u64 = weights.map(|buffer| buffer.bytes).sum();
         let flops: u64 = program.costs.iter().map(|cost| cost.flops).sum();
-        let floors =
-            [bytes as f64 / (machine.bytes_per_s * n_workers), flops as f64 / (machine.flops_per_s * n_workers)];
-        Ok(Planned { machine, plan, took, across, within, many_rows: is_long.then_some(floors) })
+        let multiply_s = flops as f64 / (machine.flops_per_s * f64::from(target.n_workers));
+        Ok(Planned { machine, plan, took, across, within, multiply_s: is_long.then_some(multiply_s) })
     }
 }
 
@@ -158,9 +160,13 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, the context of this model")),
         n => Ok(n),
     };
-    let positions = |max: usize| -> Result<[usize; 2], String> {
-        let context = within("context", args.context, max)?;
-        Ok([within("rows", args.rows, context)?, context])
+    // The rows of a pass, the cache, and what comes of it.
+    let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
+        let cache = Cache::bf16(within("context", args.context, max)?);
+        Ok(match args.batch {
+            None => (within("rows", args.rows, cache.context)?, cache, Head::Sample),
+            Some(n) => (n as usize, Cache { sequences: n as usize, ..cache }, Head::SampleEach),
+        })
     };
     let Some(dir) = &args.model else {
         let config = match (&args.preset, &args.config) {
@@ -171,25 +177,28 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         let ModelConfig::Decoder(config) = &config else {
             return Err("a sentence model is planned from its folder: use --model".into());
         };
-        let [rows, context] = positions(config.max_position_embeddings)?;
-        let graph = build(config, Declared::Assumed(DType::Bf16), rows, Cache::bf16(context), Head::Sample)?;
-        let name = if rows == 1 { "decode".to_owned() } else { format!("prefill {rows}") };
+        let (rows, cache, head) = pass(config.max_position_embeddings)?;
+        let graph = build(config, Declared::Assumed(DType::Bf16), rows, cache, head)?;
+        let name = pass_name(rows, head);
         return Ok(vec![Source { name, graph, in_token_loop: true }]);
     };
     let model = super::load(dir)?;
     let max = model.max_tokens();
     if !super::is_generator(&model) {
+        if args.batch.is_some() {
+            return Err("--batch needs a text model: one of sentences reads them one by one".into());
+        }
         return Ok(sentence_sources(&model, &[within("rows", args.rows, max)?])?);
     }
-    let [rows, context] = positions(max)?;
-    let mut sources = decoder_sources(&model, &[rows], Cache::bf16(context), Head::Sample)?;
+    let (rows, cache, head) = pass(max)?;
+    let mut sources = decoder_sources(&model, &[rows], cache, head)?;
     // Decode is always among them; only what was asked for is planned.
     sources.retain(|source| source.graph.rows == Some(rows as u32));
     Ok(sources)
 }
 
 fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) -> String {
-    let Planned { plan, across, within, machine, took, many_rows } = planned;
+    let Planned { plan, across, within, machine, took, multiply_s } = planned;
     let stats = &program.tasks.stats;
     let mut rows = Rows::default();
     let mut row = |what: &str, text: String| rows.row(what, text);
@@ -219,10 +228,14 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
         ),
     );
     row("image", bytes(compiled.image.bytes().len() as u64));
-    if many_rows.is_none() {
+    let took = format!("planned in {:.2} ms", took.as_secs_f64() * 1e3);
+    if multiply_s.is_none() {
         let copied = format!("{} copies of {}", plan.n_data(), bytes(plan.bytes()));
         let most = format!("at most {} of {} a worker", bytes(plan.peak_bytes()), bytes(plan.capacity_bytes));
-        row("shared memory", format!("{copied}, {most}, planned in {:.2} ms", took.as_secs_f64() * 1e3));
+        row("shared memory", format!("{copied}, {most}, {took}"));
+    } else {
+        let asked = format!("{} prefetches of {}", plan.n_prefetches(), bytes(plan.bytes()));
+        row("L2 cache", format!("{asked}, at most {} ahead a worker, {took}", bytes(machine.near_ahead_bytes)));
     }
     let us = |s: f64| format!("{:.1} us", s * 1e6);
     let share = |s: f64, of: &Prediction| 100.0 * s / of.step_s.max(f64::MIN_POSITIVE);
@@ -235,17 +248,10 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
             share(of.loader.tail_s, of)
         )
     };
-    match many_rows {
-        None => {
-            let floor = us(across.floor_s);
-            row("predicted step", format!("{} for {} (floor {floor})", us(across.step_s), bytes(across.bytes)));
-            row("memory bus", bus(across));
-        }
-        Some([read_s, multiply_s]) => {
-            let floors = format!("floor {} by weights, {} by flops", us(*read_s), us(*multiply_s));
-            row("predicted step", format!("{} with all operands from the L2 cache ({floors})", us(across.step_s)));
-        }
-    }
+    let by_flops = multiply_s.map_or(String::new(), |s| format!(", {} by flops", us(s)));
+    let floor = format!("floor {}{by_flops}", us(across.floor_s));
+    row("predicted step", format!("{} for {} ({floor})", us(across.step_s), bytes(across.bytes)));
+    row("memory bus", bus(across));
     row(
         "consumers",
         format!(
@@ -256,9 +262,7 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
             share(across.consumer.tail_s, across)
         ),
     );
-    if many_rows.is_none() {
-        row("no prefetch", format!("across operators: {}; {}", us(within.step_s), bus(within)));
-    }
+    row("no prefetch", format!("across operators: {}; {}", us(within.step_s), bus(within)));
     row(
         "assumed",
         format!(

@@ -374,6 +374,7 @@ fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
         section("prefetch heads", params.prefetch_heads, n_programs * (n_workers + 1), 4, Access::Constant),
         constant("prefetches", params.prefetches, params.n_prefetches, size_of::<PrefetchOp>()),
         section("e", params.counters, u64::from(params.n_events) + n_queue, 4, Access::Atomic),
+        section("paces", params.paces, n_workers, 4, Access::Atomic),
     ];
     ranges.retain(|range| range.bytes > 0);
     // The tables of bindings have no count of their own: each lies where an allocation says, up to the next section.

@@ -341,13 +341,17 @@ fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Resul
         Some(_) => Declared::Quantized(model.weights()?),
         None => Declared::Checkpoint(model.weights()?),
     };
-    let name = match (head, rows) {
+    let graph = model::decoder::build(config, weights, rows, cache, head)?;
+    Ok(Source { name: pass_name(rows, head), graph, in_token_loop: head != Head::AllLogits })
+}
+
+/// What a decoder's pass over `rows` rows is called.
+pub fn pass_name(rows: usize, head: Head) -> String {
+    match (head, rows) {
         (Head::SampleEach, _) => format!("decode of {rows}"),
         (_, 1) => "decode".to_owned(),
         _ => format!("prefill {rows}"),
-    };
-    let graph = model::decoder::build(config, weights, rows, cache, head)?;
-    Ok(Source { name, graph, in_token_loop: head != Head::AllLogits })
+    }
 }
 
 /// The passes of a sentence embedding model, as kernel graphs: one per number of rows.

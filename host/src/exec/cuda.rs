@@ -104,10 +104,11 @@ struct Layout {
     data: u64,
     prefetch_heads: u64,
     prefetches: u64,
-    /// Counters, the fault record and positions: zeroed together.
+    /// Counters, the fault record, positions and paces: zeroed together.
     counters: u64,
     fault: u64,
     positions: u64,
+    paces: u64,
     trace: u64,
     trace_end: u64,
     bindings: Vec<u64>,
@@ -141,6 +142,7 @@ impl Layout {
         layout.counters = place(4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
+        layout.paces = place(4 * view.n_workers as usize, 1);
         layout.trace = place(size_of::<TaskTrace>() * options.n_trace as usize * view.n_workers as usize, 1);
         layout.trace_end = place(0, 1);
         for binding in &compiled.bindings {
@@ -430,6 +432,7 @@ impl Cuda {
             prefetches: at(layout.prefetches),
             mailbox: mailbox.device.0,
             positions: at(layout.positions),
+            paces: at(layout.paces),
             trace: at(layout.trace),
             timeout_ns: u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX),
             n_programs: view.programs.len() as u32,

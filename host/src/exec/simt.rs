@@ -188,6 +188,7 @@ impl Simt {
         // Nobody reads these here; the kernel writes them all the same.
         let mut mailbox = [Mail::default(); 4];
         let mut positions = vec![0u32; view.n_workers as usize];
+        let mut paces = positions.clone();
         let mut allocations = Vec::new();
         // SAFETY: every slice outlives the launch, in which nobody writes it.
         let mut constant = |name: &str, bytes: &[u8]| unsafe {
@@ -215,6 +216,7 @@ impl Simt {
             fault: (&raw mut fault).expose_provenance() as u64,
             mailbox: mailbox.as_mut_ptr().expose_provenance() as u64,
             positions: positions.as_mut_ptr().expose_provenance() as u64,
+            paces: paces.as_mut_ptr().expose_provenance() as u64,
             trace: 0,
             timeout_ns: TIMEOUT_NS,
             n_programs: view.programs.len() as u32,
@@ -259,6 +261,7 @@ impl Simt {
             allocations.push(Allocation::new("the mailbox", mailbox.as_mut_ptr().cast(), bytes, Access::Written));
             let bytes = size_of_val(&positions[..]);
             allocations.push(Allocation::new("positions", positions.as_mut_ptr().cast(), bytes, Access::Written));
+            allocations.push(Allocation::new("paces", paces.as_mut_ptr().cast(), bytes, Access::Atomic));
         }
         // SAFETY: the control block is aligned and nobody else touches it between launches.
         let control = unsafe { self.memory.control_base().read() };

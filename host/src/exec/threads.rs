@@ -515,7 +515,7 @@ fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
         tiled.iter().map(move |slot| operands[*slot]).filter(|operand| operand.rank == 2)
     };
     let stream = |operand: Operand| Stream { source: operand.binding.0, operand, segments: 1 };
-    let streams = |task: &TaskDesc| Reads { tiles: matrices(task).map(stream).collect(), near: Vec::new() };
+    let streams = |task: &TaskDesc| Reads { tiles: matrices(task).map(stream).collect(), ..Reads::default() };
     let reads: Vec<Reads> = view.tasks.iter().map(streams).collect();
     let mut ahead = vec![Ahead::default(); view.tasks.len()];
     let mut bytes = vec![0u64; view.tasks.len()];

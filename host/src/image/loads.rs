@@ -3,7 +3,7 @@
 use super::Image;
 use perpetua_device::kernels::{Spec, linear};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
-use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::launch::{PACE_PASS, TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::{Operand, TaskDesc};
 use perpetua_shared::{DataOp, PrefetchOp, WorkerId};
 
@@ -41,9 +41,10 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
             let place = |what: String| (format!("p{number} w{worker}"), what);
             memory(image, data).map_err(place)?;
             ahead(program, data).map_err(place)?;
-            near(image, data.len(), prefetches).map_err(place)?;
+            let list = view.list(number, WorkerId(worker));
+            near(image, list.len(), data.len(), prefetches).map_err(place)?;
             let mut left = data;
-            for &id in view.list(number, WorkerId(worker)) {
+            for &id in list {
                 let task = &view.tasks[id as usize];
                 let Some((own, rest)) = left.split_at_checked(task.tiles as usize) else {
                     return Err((image.task_name(id), format!("{} tiles, w{worker} has {}", task.tiles, left.len())));
@@ -64,7 +65,7 @@ fn memory(image: &Image, data: &[DataOp]) -> Result<(), String> {
     let mut after = 0;
     for (number, op) in data.iter().enumerate() {
         let fail = |what: String| Err(format!("data op {number} {what}"));
-        inside(image, op.source, op.source_offset_bytes, op.bytes, &[BindingKind::Weight])
+        inside(image, op.source, op.source_offset_bytes, op.bytes.into(), &[BindingKind::Weight])
             .map_err(|what| format!("data op {number} {what}"))?;
         let end = u64::from(op.dest_offset_bytes) + u64::from(op.bytes);
         if end > u64::from(TILE_BYTES) || !u64::from(op.dest_offset_bytes).is_multiple_of(UNIT_BYTES) {
@@ -129,23 +130,30 @@ fn ahead(program: &ProgramDesc, data: &[DataOp]) -> Result<(), String> {
     Ok(())
 }
 
-fn near(image: &Image, n_data: usize, prefetches: &[PrefetchOp]) -> Result<(), String> {
+/// What is asked for lies in its binding, and those who ask come to an end: a loader that waits for tasks, whose worker would wait for tiles, has
+/// none to bring.
+fn near(image: &Image, n_tasks: usize, n_data: usize, prefetches: &[PrefetchOp]) -> Result<(), String> {
     for (number, op) in prefetches.iter().enumerate() {
-        inside(image, op.source, op.source_offset_bytes, op.bytes, &[BindingKind::Weight, BindingKind::State])
+        let apart = u64::from(op.stretches.saturating_sub(1)) * u64::from(op.apart_bytes);
+        let span = if op.bytes == 0 { 0 } else { apart + u64::from(op.bytes) };
+        inside(image, op.source, op.source_offset_bytes, span, &[BindingKind::Weight, BindingKind::State])
             .map_err(|what| format!("prefetch {number} {what}"))?;
-        let rows_fit = op.row_bytes == 0
-            || op.bytes.is_multiple_of(op.row_bytes)
-                && u64::from(op.row_bytes).is_multiple_of(UNIT_BYTES)
-                && op.split < op.splits;
-        let in_order = op.before as usize <= n_data && (number == 0 || prefetches[number - 1].before <= op.before);
-        if !rows_fit || !in_order {
-            return Err(format!("prefetch {number} is out of order or of no whole rows: {op:?}"));
+        let fits = op.stretches > 0
+            && op.apart_bytes >= op.bytes
+            && u64::from(op.apart_bytes).is_multiple_of(UNIT_BYTES)
+            && u64::from(op.bytes).is_multiple_of(UNIT_BYTES)
+            && (op.splits == 0 || op.split < op.splits);
+        let before = number.checked_sub(1).map_or((0, 0), |last| (prefetches[last].before, prefetches[last].after));
+        let in_order = op.before as usize <= n_data && before.0 <= op.before && before.1 <= op.after;
+        let gets_on = op.after == 0 || op.after as usize <= n_tasks && op.after < PACE_PASS && n_data == 0;
+        if !fits || !in_order || !gets_on {
+            return Err(format!("prefetch {number} is out of order, of no whole stretches or nobody's: {op:?}"));
         }
     }
     Ok(())
 }
 
-fn inside(image: &Image, source: u32, first: u64, bytes: u32, kinds: &[BindingKind]) -> Result<(), String> {
+fn inside(image: &Image, source: u32, first: u64, bytes: u64, kinds: &[BindingKind]) -> Result<(), String> {
     let Some(binding) = image.bindings().get(source as usize) else {
         return Err(format!("reads binding {source}, which does not exist"));
     };
@@ -153,8 +161,8 @@ fn inside(image: &Image, source: u32, first: u64, bytes: u32, kinds: &[BindingKi
     if !kind.is_some_and(|kind| kinds.contains(&kind)) {
         return Err(format!("reads binding {source}, which is of kind {kind:?}, expected one of {kinds:?}"));
     }
-    let in_units = first.is_multiple_of(UNIT_BYTES) && u64::from(bytes).is_multiple_of(UNIT_BYTES) && bytes > 0;
-    match first.checked_add(u64::from(bytes)) {
+    let in_units = first.is_multiple_of(UNIT_BYTES) && bytes.is_multiple_of(UNIT_BYTES) && bytes > 0;
+    match first.checked_add(bytes) {
         Some(end) if end <= binding.bytes && in_units => Ok(()),
         _ => Err(format!("reads {bytes} bytes from {first} of binding {source}, which has {}", binding.bytes)),
     }

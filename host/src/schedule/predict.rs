@@ -5,9 +5,11 @@
 //! rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the compute ops in order: the first of a task waits for
 //! its events, as seen from that worker (one hop after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each
 //! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
-//! its activations at the near rate and a fixed cost.
+//! its activations at the near rate and a fixed cost. A task without tiles takes the larger of its flops and of all that it reads, at
+//! the near rate.
 //!
-//! Nobody waits for a prefetch: a body reads rows while they arrive, and itself what has not been asked for yet. So it ends when
+//! Nobody waits for a prefetch: a body reads rows while they arrive, and itself what has not been asked for yet, which goes by the bus as
+//! soon as it begins. So it ends when
 //! it has worked through them at the near rate, but not before it could read the last tile's worth of them after they are all
 //! there.
 //!
@@ -23,7 +25,7 @@
 //! uneven work show.
 
 use super::machine::Machine;
-use super::prefetch::{Plan, Reads, prefetched_bytes};
+use super::prefetch::{ComputeOp, Plan, Reads, prefetched_bytes};
 use crate::graph::task::{Lists, TaskClass, TaskGraph, WorkerLists};
 use perpetua_device::kernels::Cost;
 use std::cmp::Reverse;
@@ -143,6 +145,8 @@ struct Worker {
     free_s: f64,
     /// Tasks it has begun.
     begun: u32,
+    /// When it turned to each of its list.
+    turned_s: Vec<f64>,
     bus_s: f64,
     /// Waits for events, in order; those before `passed` end before the bus's last gap.
     waits: Vec<(f64, f64)>,
@@ -284,7 +288,9 @@ pub fn predict(
         next = last.ahead_of_next();
     }
     let step_s = last.step_s();
-    let bytes = plan.bytes() + last.launched_bytes;
+    let rest_bytes = |compute: &ComputeOp| reads[compute.task as usize].rest_bytes;
+    let read_bytes: u64 = plan.workers.iter().flat_map(|own| &own.computes).map(rest_bytes).sum();
+    let bytes = plan.bytes() + read_bytes + last.launched_bytes;
     let Pass { workers, spans, loads, retired, .. } = last;
     let mut prediction = Prediction {
         spans,
@@ -465,8 +471,8 @@ impl Pass<'_> {
         worker.wake(at_s);
         let bytes = self.reads[task as usize].bytes();
         self.launched_bytes += bytes;
-        let mut busy_s = machine.task_s + cost.flops as f64 / machine.flops_per_s;
-        busy_s += (cost.bytes_read + cost.bytes_written) as f64 / machine.near_bytes_per_s;
+        let near_s = (cost.bytes_read + cost.bytes_written) as f64 / machine.near_bytes_per_s;
+        let busy_s = machine.task_s + near_s.max(cost.flops as f64 / machine.flops_per_s);
         let mut end_s = at_s + busy_s;
         if bytes > 0 {
             worker.copy(at_s, bytes as f64 / machine.bytes_per_s);
@@ -487,6 +493,7 @@ impl Pass<'_> {
         let number_of_task = own.computes[first].task;
         let task = number_of_task as usize;
         let (cost, streamed) = (&self.costs[task], self.streamed[task]);
+        worker.turned_s.push(worker.free_s);
         worker.wake(at_s);
         worker.free_s = at_s;
         while let Some(op) = own.computes.get(worker.next).filter(|op| op.task == number_of_task) {
@@ -502,8 +509,13 @@ impl Pass<'_> {
                 own.prefetches.get(worker.prefetched).filter(|near| near.used_by as usize == worker.next)
             {
                 worker.prefetched += 1;
-                worker.copy(not_before_s, prefetched_bytes(near) as f64 / machine.bytes_per_s);
+                let turned_s = near.after.checked_sub(1).map_or(0.0, |place| worker.turned_s[place as usize]);
+                worker.copy(turned_s.max(not_before_s), prefetched_bytes(near) as f64 / machine.bytes_per_s);
                 near_bytes += prefetched_bytes(near);
+            }
+            if worker.next == first && self.reads[task].rest_bytes > 0 {
+                worker.copy(may_start_s, self.reads[task].rest_bytes as f64 / machine.bytes_per_s);
+                near_bytes += self.reads[task].rest_bytes;
             }
             // When all has arrived that is read while it does, and the last of it has been read.
             let last_bytes = near_bytes.min(machine.tile_bytes) as f64;
@@ -527,7 +539,9 @@ impl Pass<'_> {
                 (bytes as f64 / machine.tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
             if worker.next == first {
                 let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed);
-                busy_s += machine.task_s + near as f64 / machine.near_bytes_per_s;
+                let near_s = near as f64 / machine.near_bytes_per_s;
+                // A body without tiles reads while it computes.
+                busy_s = machine.task_s + if streamed > 0 { busy_s + near_s } else { busy_s.max(near_s) };
                 self.spans[task] = Span { worker: number as u32, start_s, end_s: start_s };
             }
             worker.free_s = start_s + busy_s;
@@ -557,7 +571,7 @@ fn streamed_bytes(n_tasks: usize, plan: &Plan) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::prefetch::{self, ComputeOp, Violation, WorkerPlan};
+    use super::super::prefetch::{self, Violation, WorkerPlan};
     use super::*;
     use crate::graph::task::Task;
     use bytemuck::Zeroable;
@@ -600,7 +614,7 @@ mod tests {
         }
         tasks.op_first.push(rows.len() as u32);
         for &(task, bytes) in near {
-            reads[task as usize].near.push(PrefetchOp { bytes, ..PrefetchOp::default() });
+            reads[task as usize].near.push(PrefetchOp { bytes, stretches: 1, ..PrefetchOp::default() });
         }
         let worker = |list: &&[u32]| {
             let mut plan = WorkerPlan::default();
@@ -645,7 +659,7 @@ mod tests {
             worker.data.push(op);
             worker.computes.push(ComputeOp { task, data_first: task, data_end: task + 1 });
         }
-        let mut plan = Plan { capacity_bytes: 4, n_barriers: 4, workers: vec![worker] };
+        let mut plan = Plan { capacity_bytes: 4, n_barriers: 4, workers: vec![worker], ..Plan::default() };
         let machine = Machine { tile_bytes_per_s: f64::INFINITY, ..MACHINE };
         let (reads, costs) = (vec![Reads::default(); 2], vec![Cost::default(); 2]);
         let step = |plan: &Plan, prefetch| {

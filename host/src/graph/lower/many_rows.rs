@@ -4,11 +4,12 @@
 //! - An activation that only products with bf16 weights read is bf16: they round it anyway, and then copy it as it is.
 //! - Such products are cut along rows and columns, a block for each part: see [`shape`].
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
-//!   one row: as far as its share of the workers goes.
+//!   one row: as far as its share of the workers goes. Merges come after all sequences' attention, since a worker does one thing after another:
+//!   what waits for others' shares would keep it from the next sequence's.
 
 use super::*;
 use crate::schedule::machine::part;
-use perpetua_device::kernels::{GatedLinear, Linear};
+use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear};
 
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
 const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
@@ -34,9 +35,34 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     if let (true, Some(sequences)) = (graph.is_batch, graph.rows) {
         let share = Target { n_workers: target.n_workers / sequences, ..target.clone() };
         per_worker::split_positions(&rounded, &mut lowered, &share);
+        lowered.ops = merges_last(std::mem::take(&mut lowered.ops), &lowered.table);
     }
     lowered.check()?;
     Ok(lowered)
+}
+
+/// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what the other writes.
+fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
+    let is = |op: &BlockOp, task_type: u16| op.kernel.is_some_and(|kernel| kernel.task_type == task_type);
+    let clash = |a: &Access, b: &Access| {
+        table[a.tensor].buffer == table[b.tensor].buffer && (a.kind.writes() || b.kind.writes())
+    };
+    let order = |a: &BlockOp, b: &BlockOp| {
+        a.accesses.iter().flatten().any(|a| b.accesses.iter().flatten().any(|b| clash(a, b)))
+    };
+    let (mut ordered, mut merges) = (Vec::with_capacity(ops.len()), Vec::new());
+    for op in ops {
+        if is(&op, AttentionMerge::TASK_TYPE) {
+            merges.push(op);
+            continue;
+        }
+        if !is(&op, DecodeAttention::TASK_TYPE) || merges.iter().any(|merge| order(merge, &op)) {
+            ordered.append(&mut merges);
+        }
+        ordered.push(op);
+    }
+    ordered.append(&mut merges);
+    ordered
 }
 
 /// Weight matrices of a product, slots 1 and up; 0 for another operator.

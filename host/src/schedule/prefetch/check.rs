@@ -112,6 +112,20 @@ pub enum Violation {
         /// `bytes` or `the barrier`.
         what: &'static str,
     },
+    /// More is asked for ahead of the tasks that read it than may be, or too late.
+    #[error("w{worker}: prefetch {prefetch}, which waits for {after} tasks and is for compute op {used_by}, {what}")]
+    Pace {
+        /// The worker.
+        worker: usize,
+        /// The prefetch.
+        prefetch: usize,
+        /// Tasks that must have begun.
+        after: u32,
+        /// Its reader.
+        used_by: u32,
+        /// What is wrong with that.
+        what: String,
+    },
 }
 
 /// Judges `plan` for `lists`, whose tasks read `reads`: every law broken, at most one a data op and kind.
@@ -128,6 +142,7 @@ pub fn check(plan: &Plan, lists: &WorkerLists, reads: &[Reads]) -> Result<(), Ve
         if linked {
             coverage(worker, own, reads, &mut broken);
             near(worker, own, reads, &mut broken);
+            paced(worker, plan, own, &mut broken);
         }
         memory(worker, plan, own, &mut broken);
         ahead(worker, plan, own, &mut broken);
@@ -227,8 +242,9 @@ fn near(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<Viol
             continue;
         }
         for expected in reads.get(op.task as usize).into_iter().flat_map(|reads| &reads.near) {
-            let expected = PrefetchOp { before: op.data_first, used_by: compute as u32, ..*expected };
             let found = next.next();
+            let after = found.map_or(0, |found| found.after);
+            let expected = PrefetchOp { before: op.data_first, used_by: compute as u32, after, ..*expected };
             if found != Some(&expected) {
                 let what = format!("prefetches {found:?}, expected {expected:?}");
                 broken.push(Violation::Coverage { worker, task: op.task, what });
@@ -239,6 +255,46 @@ fn near(worker: usize, plan: &WorkerPlan, reads: &[Reads], broken: &mut Vec<Viol
     if let Some(op) = next.next() {
         let what = format!("prefetches {op:?}, which no task reads");
         broken.push(Violation::Coverage { worker, task: u32::MAX, what });
+    }
+}
+
+/// Beside tiles nothing waits for tasks. Where there are none each task, as it begins, finds all that it wants asked for, and no more than may
+/// be beyond that, unless one task's alone is more.
+fn paced(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
+    let mut latest = 0;
+    for (prefetch, op) in own.prefetches.iter().enumerate() {
+        let what = match op.after {
+            after if after > 0 && !own.data.is_empty() => "has tiles beside it".to_owned(),
+            after if after < latest => format!("comes behind one that waits for {latest}"),
+            after if after > op.used_by => "comes when its reader has begun".to_owned(),
+            _ => {
+                latest = op.after;
+                continue;
+            }
+        };
+        broken.push(Violation::Pace { worker, prefetch, after: op.after, used_by: op.used_by, what });
+        return;
+    }
+    if !own.data.is_empty() {
+        return;
+    }
+    // What is on its way or there, and whose reader has not begun, by reader; all of it.
+    let (mut ahead, mut bytes) = (BTreeMap::<u32, u64>::new(), 0);
+    let mut ops = own.prefetches.iter().enumerate().peekable();
+    for begun in 0..=own.computes.len() as u32 {
+        let read = begun.checked_sub(1).and_then(|reader| ahead.remove(&reader));
+        bytes -= read.unwrap_or(0);
+        while let Some((prefetch, op)) = ops.next_if(|(_, op)| op.after <= begun) {
+            let n =
+                u64::from(if op.splits == 0 { op.stretches } else { op.stretches.div_ceil(op.splits).min(op.most) });
+            bytes += n * u64::from(op.bytes);
+            *ahead.entry(op.used_by).or_default() += n * u64::from(op.bytes);
+            if bytes > plan.near_ahead_bytes && ahead.len() > 1 {
+                let what = format!("makes it {bytes} bytes that are asked for ahead, of {}", plan.near_ahead_bytes);
+                broken.push(Violation::Pace { worker, prefetch, after: op.after, used_by: op.used_by, what });
+                return;
+            }
+        }
     }
 }
 
@@ -279,7 +335,6 @@ fn merged(ranges: &mut [(u64, u64)]) -> Vec<(u64, u64)> {
     out
 }
 
-/// Replays the worker's memory: a tile is there from the earliest moment its copy may start to its reader's completion.
 /// What the first copies find when the list begins again: every tile before the last ones has been read, those have not.
 fn ahead(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
     let n = own.data.len();
@@ -307,6 +362,7 @@ fn ahead(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violatio
     }
 }
 
+/// Replays the worker's memory: a tile is there from the earliest moment its copy may start to its reader's completion.
 fn memory(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violation>) {
     let mut resident: BTreeMap<u64, (u64, usize)> = BTreeMap::new();
     let mut barriers: HashMap<u16, usize> = HashMap::new();

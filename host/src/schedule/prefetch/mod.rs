@@ -14,7 +14,8 @@
 //! weights depend on no activation, so the loader waits on no event, only for room.
 //!
 //! What a body reads from global memory instead, small weights and the KV cache, is asked of the L2 cache by the loader in
-//! passing, between the tiles before and those after: a [`PrefetchOp`], which takes no shared memory and nobody waits for.
+//! passing, between the tiles before and those after: a [`PrefetchOp`], which takes no shared memory and nobody waits for. In passes of several
+//! rows, which have no tiles, that is [all there is](near).
 //!
 //! Compute ops retire in the order in which their tiles were loaded, so a ring is the best allocator there is: a tile goes
 //! where the one before it ends, or to the start of memory, and may be loaded once the youngest tile it overwrites has
@@ -30,17 +31,17 @@
 //! reader or a later one, so that loader and consumer always get on.
 
 mod check;
+mod near;
 
 pub use check::{Violation, check};
+pub use near::{prefetched_bytes, reads_of_many_rows};
 
 use crate::compile::task_operands;
 use crate::graph::task::{Task, TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
-use perpetua_device::kernels::{
-    self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention, linear,
-};
+use perpetua_device::kernels::{Cost, Spec, linear};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
 use std::collections::VecDeque;
@@ -78,6 +79,8 @@ pub struct Plan {
     pub capacity_bytes: u64,
     /// Barriers a worker has.
     pub n_barriers: u32,
+    /// Bytes that a worker without tiles may have asked for and not turned to.
+    pub near_ahead_bytes: u64,
     /// Per worker.
     pub workers: Vec<WorkerPlan>,
 }
@@ -137,20 +140,15 @@ pub struct Reads {
     pub tiles: Vec<Stream>,
     /// From global memory: prefetches yet without a place in a list.
     pub near: Vec<PrefetchOp>,
+    /// From there, too: bytes that nobody asks for before the task reads them.
+    pub rest_bytes: u64,
 }
 
 impl Reads {
     /// Bytes of all that.
     pub fn bytes(&self) -> u64 {
-        self.tiles.iter().map(Stream::bytes).sum::<u64>() + self.near.iter().map(prefetched_bytes).sum::<u64>()
-    }
-}
-
-/// Bytes that `op` asks for, of rows with a full cache.
-pub fn prefetched_bytes(op: &PrefetchOp) -> u64 {
-    match op.bytes.checked_div(op.row_bytes) {
-        None => u64::from(op.bytes),
-        Some(rows) => u64::from(rows.div_ceil(op.splits.max(1))) * u64::from(op.row_bytes),
+        let near_bytes = self.near.iter().map(prefetched_bytes).sum::<u64>();
+        self.tiles.iter().map(Stream::bytes).sum::<u64>() + near_bytes + self.rest_bytes
     }
 }
 
@@ -190,8 +188,10 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     for slot in 0..op.accesses.len() {
         let Some((source, kind)) = source(slot) else { continue };
         let near = match kind {
-            BufferKind::Weight if is_weight(&slot) && !(are_carried && tiled.contains(&slot)) => whole(&operands[slot]),
-            BufferKind::State => rows(graph, task, slot, &operands[slot]),
+            BufferKind::Weight if is_weight(&slot) && !(are_carried && tiled.contains(&slot)) => {
+                near::whole(&operands[slot])
+            }
+            BufferKind::State => near::positions(graph, task, slot, &operands[slot]),
             _ => None,
         };
         reads.near.extend(near.map(|near| PrefetchOp { source, ..near }));
@@ -217,39 +217,6 @@ fn is_carried(operand: &Operand) -> bool {
         && row_bytes > 0
         && row_bytes.is_multiple_of(UNIT_BYTES)
         && operand.offset_bytes.is_multiple_of(UNIT_BYTES)
-}
-
-/// A prefetch of all of `operand`, from the unit its first byte is in; the last one only if all of it is the operand's.
-fn whole(operand: &Operand) -> Option<PrefetchOp> {
-    let first = operand.offset_bytes / UNIT_BYTES * UNIT_BYTES;
-    let bytes = (operand.offset_bytes + operand.span_bytes() - first) / UNIT_BYTES * UNIT_BYTES;
-    let bytes = u32::try_from(bytes).ok().filter(|bytes| *bytes > 0)?;
-    Some(PrefetchOp { source_offset_bytes: first, bytes, ..PrefetchOp::default() })
-}
-
-/// A prefetch of the rows that `task`, of an attention over one row, reads of `operand`, a cache of one head.
-fn rows(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -> Option<PrefetchOp> {
-    let op = &graph.ops[task.op as usize];
-    let kernel = op.kernel?;
-    let (is_read, splits) = match kernel.task_type {
-        Attention::TASK_TYPE => (slot == 1 || slot == 2, kernels::params::<attention::Params>(&kernel.params).splits),
-        DecodeAttention::TASK_TYPE => (true, kernels::params::<decode_attention::Params>(&kernel.params).splits),
-        _ => return None,
-    };
-    let one_row = op.row_axis.is_none() || op.rows == 1;
-    let [heads, positions, d, _] = operand.extent;
-    let row_bytes = d * operand.dtype()?.size_bytes() as u32;
-    let fits = is_read
-        && one_row
-        && (heads, operand.rank) == (1, 3)
-        && operand.stride_elems[1] == d
-        && u64::from(row_bytes).is_multiple_of(UNIT_BYTES)
-        && operand.offset_bytes.is_multiple_of(UNIT_BYTES);
-    let bytes = positions.checked_mul(row_bytes).filter(|bytes| fits && *bytes > 0)?;
-    let split = if splits > 1 { task.block[1] } else { 0 };
-    let splits = splits.max(1);
-    let first = operand.offset_bytes;
-    Some(PrefetchOp { source_offset_bytes: first, bytes, row_bytes, splits, split, ..PrefetchOp::default() })
 }
 
 /// The contiguous pieces of `stream`, as offset and bytes in its source: parts of rows where it is taken in segments; otherwise none larger
@@ -351,7 +318,8 @@ pub fn plan(
 ) -> Result<Plan, PlanError> {
     let name = |task: u32| graph.ops[tasks.tasks[task as usize].op as usize].name.clone();
     let workers = lists.lists.iter().map(|list| plan_list(list, reads, machine, &name)).collect::<Result<_, _>>()?;
-    Ok(Plan { capacity_bytes: machine.capacity_bytes(), n_barriers: machine.n_barriers, workers })
+    let Machine { n_barriers, near_ahead_bytes, .. } = *machine;
+    Ok(Plan { capacity_bytes: machine.capacity_bytes(), n_barriers, near_ahead_bytes, workers })
 }
 
 /// Plans the shared memory of the worker whose tasks are `list`; `name` says a task's operator for the error.
@@ -414,6 +382,10 @@ pub(crate) fn plan_list(
             plan.computes.push(ComputeOp { task, data_first, data_end });
         }
     }
+    // Beside tiles prefetches go at their pace: as memory becomes free.
+    if plan.data.is_empty() {
+        near::pace(&mut plan, machine);
+    }
     Ok(plan)
 }
 
@@ -447,6 +419,11 @@ impl Plan {
         self.workers.iter().map(|worker| worker.data.len()).sum()
     }
 
+    /// Prefetches of all workers.
+    pub fn n_prefetches(&self) -> usize {
+        self.workers.iter().map(|worker| worker.prefetches.len()).sum()
+    }
+
     /// Bytes all workers copy and prefetch.
     pub fn bytes(&self) -> u64 {
         self.workers.iter().map(WorkerPlan::bytes).sum()
@@ -475,11 +452,17 @@ impl fmt::Display for Plan {
             let mut prefetches = worker.prefetches.iter().peekable();
             for (compute, op) in worker.computes.iter().enumerate() {
                 while let Some(near) = prefetches.next_if(|near| near.used_by as usize == compute) {
-                    let PrefetchOp { source, source_offset_bytes, bytes, split, splits, .. } = near;
-                    write!(f, "  prefetch buf{source}+{source_offset_bytes} {bytes} bytes")?;
-                    match near.row_bytes {
+                    let PrefetchOp { source, source_offset_bytes, bytes, apart_bytes, stretches, .. } = near;
+                    write!(
+                        f,
+                        "  prefetch buf{source}+{source_offset_bytes} {stretches} x {bytes} of {apart_bytes} bytes"
+                    )?;
+                    if near.splits > 0 {
+                        write!(f, ", {} up to position, share {} of {}", near.most, near.split, near.splits)?;
+                    }
+                    match near.after {
                         0 => writeln!(f)?,
-                        _ => writeln!(f, ", rows up to position, share {split} of {splits}")?,
+                        after => writeln!(f, " after {after} tasks have begun")?,
                     }
                 }
                 for data in &worker.data[op.data_first as usize..op.data_end as usize] {
