@@ -14,6 +14,10 @@ use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Lin
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
 const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
 
+/// Rows of the weights that a part may have besides, multiplied as the next more of [`SHAPES`], if all parts have as many and x has no more:
+/// every part reads all of x anew.
+const NARROWER: [u64; 7] = [8, 24, 40, 48, 80, 96, 112];
+
 /// Cuts `graph`, a pass over several rows.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     let mut rounded = fuse::fuse_attention(graph)
@@ -124,10 +128,11 @@ impl Sizes {
 
     /// What one takes.
     fn part_cycles(&self, [height, width]: [u64; 2]) -> u64 {
+        let multiplied_width = width.next_power_of_two().max(SHAPES[0][1]);
         let copied = height.min(self.rows).div_ceil(part::ROWS_AT_ONCE) + width.div_ceil(part::ROWS_AT_ONCE);
-        let is_narrow = height * width <= 64 * 64;
+        let is_narrow = height * multiplied_width <= 64 * 64;
         let [step, rows] = if is_narrow { part::NARROW } else { part::WIDE };
-        let multiplied = height * width * 64 / part::PRODUCTS;
+        let multiplied = height * multiplied_width * 64 / part::PRODUCTS;
         part::START + height * width / part::SUMS + self.k.div_ceil(64) * (step + copied * rows).max(multiplied)
     }
 }
@@ -141,5 +146,13 @@ fn shape(group: &[&Operator], table: &TensorTable, workers: u64) -> [u64; 2] {
         });
         n_parts.div_ceil(workers) * longest
     };
-    SHAPES.into_iter().min_by_key(takes).unwrap_or(SHAPES[0])
+    let fits = |[height, width]: &[u64; 2]| {
+        group.iter().map(|op| sizes(op, table)).all(|Sizes { rows, n, matrices, .. }| {
+            // Two matrices' rows are as many each, eight or a multiple.
+            let is_even = width.is_multiple_of(8 * matrices) && n.is_multiple_of(width / matrices);
+            is_even && rows.min(*height) <= *width
+        })
+    };
+    let narrower = NARROWER.map(|width| [SHAPES[0][0], width]).into_iter().filter(fits);
+    SHAPES.into_iter().chain(narrower).min_by_key(takes).unwrap_or(SHAPES[0])
 }
