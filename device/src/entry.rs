@@ -275,7 +275,19 @@ struct BlockBody<'a> {
 }
 
 impl BlockBody<'_> {
-    /// Lets the loader know that a pass begins, before it hears which, or with it that the worker leaves.
+    /// Lets the loader know that the worker has come to a task.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call.
+    #[inline(always)]
+    unsafe fn step_on(&self) {
+        if self.block.thread == 0 {
+            // SAFETY: thread 0.
+            unsafe { tiles::step_on(&(self.image, self.worker)) };
+        }
+    }
+
+    /// Lets the loader know that a pass begins, before it hears which, or that the worker leaves.
     ///
     /// # Safety
     /// Every thread of the block makes this same call.
@@ -336,10 +348,7 @@ impl BlockBody<'_> {
         }
         let positions = core::ptr::with_exposed_provenance_mut::<u32>(param!(self.image, positions) as usize);
         // SAFETY: a word for every worker, which it alone writes.
-        unsafe {
-            memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1);
-            tiles::step_on(&(self.image, self.worker));
-        }
+        unsafe { memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1) };
         let is_traced = self.tiles.n_timed() < param!(self.image, n_trace);
         self.tiles.time(is_traced);
         if is_traced {
@@ -410,7 +419,10 @@ impl Body for BlockBody<'_> {
     fn skip(&mut self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
         self.tiles.begin_task(self.task_tiles());
         // SAFETY: the loop brings every thread of the block here.
-        unsafe { self.tiles.drain() };
+        unsafe {
+            self.step_on();
+            self.tiles.drain();
+        }
         self.ready(id, step, iteration)
     }
 
@@ -427,6 +439,7 @@ impl Body for BlockBody<'_> {
         // meets.
         unsafe {
             self.begin_task(id);
+            self.step_on();
             thread::at_task(id.0);
             self.tiles.begin_task(self.task_tiles());
             // What bodies compute from who they are stays in them; how many they are the compiler is told once more, so that it

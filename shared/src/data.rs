@@ -1,5 +1,7 @@
 //! Data moves of a worker's loader: into its shared memory, and into the cache all workers share.
 
+#[cfg(doc)]
+use crate::TaskFlags;
 use bytemuck::{Pod, Zeroable};
 
 /// One copy of contiguous bytes into a worker's shared memory, in the order its loader issues them. 32 bytes.
@@ -50,18 +52,20 @@ pub struct PrefetchOp {
     pub stretches: u32,
     /// 0: all of them are asked for. Otherwise stretch `i` is position `i`, and of those before the pass's first position those in
     /// [`share`] `split` of `splits` of all that the pass sees.
-    pub splits: u32,
+    pub splits: u16,
     /// See [`PrefetchOp::splits`].
-    pub split: u32,
+    pub split: u16,
     /// Of positions: the first so many of them at most.
     pub most: u32,
     /// The data op of the worker's list before which it is issued.
     pub before: u32,
     /// The compute op of this worker that reads them.
     pub used_by: u32,
-    /// Tasks of its worker's list that must have begun in the pass before it is issued; 0 in a list with data ops, which go at the pace
-    /// at which memory becomes free.
+    /// Tasks of its worker's list that the worker must have come to in the pass before it is issued; 0 in a list with data ops, which go at the
+    /// pace at which memory becomes free.
     pub after: u32,
+    /// 1: it is issued only in passes that sample, as its reader runs only in these ([`TaskFlags::ONLY_WHEN_SAMPLING`]); else 0.
+    pub only_when_sampling: u32,
 }
 
 /// The positions, of `visible`, that split `number` of `splits` has: first and end. Shares are equal but for the last ones, which

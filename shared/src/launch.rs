@@ -78,7 +78,7 @@ pub struct LaunchParams {
     /// `[u32; n_workers]`, zeroed: one more than the task each worker began last.
     pub positions: u64,
     /// `[u32; n_workers]`: how far each worker is, for its own loader, which brings no tiles in passes of several rows: [`PACE_PASS`] for each
-    /// pass of the launch that it has begun, and one for each task of the pass.
+    /// pass of the launch that it has begun, and one for each task of the pass that it has come to.
     pub paces: u64,
     /// `[TaskTrace; n_workers * n_trace]`, zeroed: a row per worker, filled in the order of its list until it is full.
     pub trace: u64,

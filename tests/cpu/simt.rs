@@ -23,7 +23,7 @@ use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
 use perpetua_shared::{DType, DataOp, TaskFlags, WorkerId};
 use proptest::prelude::*;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::time::Duration;
@@ -769,6 +769,28 @@ fn several_rows_are_asked_for_at_their_workers_pace() {
     // More tasks than the worker has; fewer than the one before.
     says(&|parts| parts.prefetches.last_mut().expect("there is one").after = 1 << 19, "nobody's");
     says(&|parts| parts.prefetches[0].after = 1, "out of order");
+}
+
+/// What only a token's choice wants read is asked for only where one is chosen.
+#[test]
+fn a_prompts_passes_that_choose_no_token_do_not_ask_for_the_head() {
+    let (_dir, model) = model(MANY_ROWS);
+    for (head, marked) in [(Head::Sample, &["lm_head", "model.norm"][..]), (Head::AllLogits, &[])] {
+        let sources = decoder_sources(&model, &[24], Cache::bf16(32), head).expect("a sound model");
+        let compiled = compile(sources, &Config::new(Target::gpu(2))).expect("it compiles");
+        let (mut found, mut others) = (BTreeSet::new(), BTreeSet::new());
+        for program in &compiled.programs {
+            for (list, worker) in program.lists.lists.iter().zip(&program.plan.workers) {
+                for op in &worker.prefetches {
+                    let reader = program.tasks.tasks[list[op.used_by as usize] as usize].op;
+                    let names = if op.only_when_sampling > 0 { &mut found } else { &mut others };
+                    names.insert(program.blocks.ops[reader as usize].name.as_str());
+                }
+            }
+        }
+        assert!(found.iter().eq(marked), "{head:?}: {found:?}");
+        assert!(others.len() > 10 && marked.iter().all(|name| !others.contains(name)), "{head:?}: {others:?}");
+    }
 }
 
 /// Rows that are taken in segments come so, and no other way.

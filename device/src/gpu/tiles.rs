@@ -22,8 +22,8 @@
 //!   released. What it has brought ahead are that pass's first tiles. If the pass is another program's, or none, the loader says how many they
 //!   are, and all threads take and release them. A worker that faults takes the rest of its list's tiles before it tells the loader to leave, so
 //!   no copy is under way when the block ends.
-//! - A loader waits for its worker's pace with no tile of the pass to bring, so the worker does not wait for it. That the worker's next pass
-//!   begins, which it does after a fault, too, is pace enough for all the pass has.
+//! - A loader waits for its worker's pace with no tile of the pass to bring, so the worker does not wait for it. It stops when the
+//!   worker's next pass begins, which it does after a fault, too.
 
 use crate::arch::{WARP, atomic, bulk, mbarrier, memory, shared, thread, trap, warp};
 use crate::gpu::sync::{Gpu, Patience};
@@ -52,6 +52,8 @@ const WAITED: u32 = POSITION + 3;
 // bodies.
 const PASSES: u32 = WAITED + 2;
 const TIMED: u32 = PASSES + 1;
+// Beside a pass's program, in its word: it samples.
+const SAMPLES: u32 = 1 << 30;
 // Between passes, where nobody waits for tasks: how many tiles have been brought for a pass that has not come.
 const IN_VAIN: u32 = WAITED + Waited::Tasks as u32;
 
@@ -137,7 +139,7 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     unsafe {
         loop {
             wait(sync, STEP, pass & 1);
-            let (program, position) = (told(), shared::load(POSITION));
+            let ((program, is_sampling), position) = (told_pass(), shared::load(POSITION));
             let is_again = program == last;
             // With none nobody waits to hear it.
             if !is_again && brought.ahead > 0 {
@@ -152,7 +154,7 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
             let ops = lists.data(program);
             brought.begin(sync, is_again, ops.1);
             let pace = pass.wrapping_mul(PACE_PASS);
-            brought.bring(lists, sync, ops.0, lists.prefetches(program), Pass { pace, position });
+            brought.bring(lists, sync, ops.0, lists.prefetches(program), Pass { pace, position, is_sampling });
             brought.bring_ahead(lists, sync, ops.0);
         }
     }
@@ -164,6 +166,7 @@ struct Pass {
     /// The worker's pace when it begins.
     pace: u32,
     position: u32,
+    is_sampling: bool,
 }
 
 /// Tiles that a loader has brought.
@@ -234,10 +237,13 @@ impl Brought {
                         break;
                     }
                     let after = memory::load(&raw const (*op).after);
-                    if after > 0 {
-                        keep_pace(lists, sync, pass.pace.wrapping_add(after));
+                    if after > 0 && !keep_pace(lists, sync, pass.pace, after) {
+                        issued = n_prefetches;
+                        break;
                     }
-                    prefetch(op, lists, pass.position);
+                    if pass.is_sampling || memory::load(&raw const (*op).only_when_sampling) == 0 {
+                        prefetch(op, lists, pass.position);
+                    }
                     issued += 1;
                 }
                 if at == self.n {
@@ -304,7 +310,9 @@ unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
 pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const DataOp, u32)) {
     let mut brought = Brought { n, ..Brought::default() };
     // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
-    unsafe { brought.bring(lists, sync, ops, (core::ptr::null(), 0), Pass { pace: 0, position: 0 }) };
+    unsafe {
+        brought.bring(lists, sync, ops, (core::ptr::null(), 0), Pass { pace: 0, position: 0, is_sampling: false })
+    };
 }
 
 /// Says to others of the block that the pass is one of `program`, or, with [`NO_PROGRAM`], that there is none.
@@ -327,15 +335,34 @@ pub(crate) unsafe fn told() -> u32 {
     unsafe { shared::load(PROGRAM) }
 }
 
-/// Waits until the worker's pace is `pace` or more. With no end to that the grid ends with a fault recorded.
+/// The program of a pass that has been told of, and whether it samples.
+///
+/// # Safety
+/// As [`told`].
+#[inline(always)]
+unsafe fn told_pass() -> (u32, bool) {
+    // SAFETY: the caller's promise.
+    let found = unsafe { told() };
+    (if found == NO_PROGRAM { found } else { found & !SAMPLES }, found & SAMPLES > 0)
+}
+
+/// Waits until the worker has come to its `after`th task in the pass at whose begin its pace was `pace`. With no end to that the grid ends with
+/// a fault recorded.
+///
+/// Whether it is worth asking for more: no, once the pass is over.
 ///
 /// # Safety
 /// As [`load`].
 #[inline(always)]
-unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32) {
+unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32, after: u32) -> bool {
     let mut patience = Patience::default();
-    // SAFETY: a word of the launch's, of which this is the one reader and thread 0 the one writer.
-    while !reached(unsafe { atomic::load_relaxed(lists.pace()) }, pace) {
+    loop {
+        // SAFETY: a word of the launch's, of which this is the one reader and thread 0 the one writer.
+        let found = unsafe { atomic::load_relaxed(lists.pace()) };
+        if reached(found, pace.wrapping_add(after)) {
+            atomic::settled();
+            return !reached(found, pace.wrapping_add(PACE_PASS));
+        }
         match patience.ends(sync) {
             None => {}
             Some(FaultCode::Timeout) => {
@@ -343,10 +370,9 @@ unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32) {
                 trap();
             }
             // The worker takes leave.
-            Some(_) => break,
+            Some(_) => return false,
         }
     }
-    atomic::settled();
 }
 
 /// Says how far the worker is: at the begin of a pass, `pass` of the launch from 1 on, or that it has begun a task.
@@ -359,7 +385,7 @@ pub(crate) unsafe fn set_pace(lists: &impl Lists, pass: u32) {
     unsafe { atomic::store_relaxed(lists.pace(), pass.wrapping_mul(PACE_PASS)) };
 }
 
-/// The worker has begun a task.
+/// The worker has come to a task, whether it is going to run it or not.
 ///
 /// # Safety
 /// Thread 0 of the block calls it.
@@ -382,9 +408,9 @@ unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
         let (bytes, apart) = (memory::load(&raw const (*op).bytes), memory::load(&raw const (*op).apart_bytes));
         let (mut at, mut end) = (0, memory::load(&raw const (*op).stretches));
-        let splits = memory::load(&raw const (*op).splits);
+        let splits = u32::from(memory::load(&raw const (*op).splits));
         if splits > 0 {
-            let (from, to) = share(position + 1, splits, memory::load(&raw const (*op).split));
+            let (from, to) = share(position + 1, splits, u32::from(memory::load(&raw const (*op).split)));
             let to = if to < position { to } else { position };
             let held = if to < end { to } else { end };
             let most = memory::load(&raw const (*op).most);
@@ -467,9 +493,9 @@ impl<'a> Tiles<'a> {
                 let mut is_other = false;
                 if pass > 0 {
                     wait(self.sync, TAKEN, pass.wrapping_sub(1) & 1);
-                    is_other = told() != step.program;
+                    is_other = told_pass().0 != step.program;
                 }
-                tell(step.program);
+                tell(step.program | if step.sampling > 0 { SAMPLES } else { 0 });
                 shared::store(POSITION, step.first_pos);
                 shared::store(POSITION + 1, step.rows);
                 shared::store(POSITION + 2, step.sequence);
@@ -702,11 +728,19 @@ mod tests {
         }
     }
 
-    /// Two passes of three tasks, in the second of which the worker leaves after its first.
+    /// Two passes of three tasks, in the second of which the worker leaves after its first. Only the first samples.
     #[test]
     fn a_loader_without_tiles_keeps_its_workers_pace() {
-        let op = |after| PrefetchOp { bytes: 16, apart_bytes: 32, stretches: 2, after, ..PrefetchOp::default() };
-        let ops = [0, 0, 1, 1, 3].map(op);
+        let op = |(after, only_when_sampling)| PrefetchOp {
+            bytes: 16,
+            apart_bytes: 32,
+            stretches: 2,
+            after,
+            only_when_sampling,
+            ..PrefetchOp::default()
+        };
+        let ops = [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)].map(op);
+        let mut n_late = 0;
         for seed in 0..200 {
             let (mut pace, weights, seen) = (77u32, [0u128; 3], RefCell::new(Vec::new()));
             let mut fault = Fault::default();
@@ -743,25 +777,35 @@ mod tests {
                             assert_eq!(tiles.passes() + 1, pass);
                             set_pace(&lists, pass);
                         }
-                        tiles.begin(&Step { program, ..Step::default() }, 0, me == 0);
+                        tiles.begin(&Step { program, sampling: u32::from(pass == 1), ..Step::default() }, 0, me == 0);
                         for _ in 0..n_tasks {
                             if me == 0 {
                                 step_on(&lists);
                             }
-                            thread::sync();
+                            (0..80).for_each(|_| thread::sync());
                         }
                     }
                 }
             });
             launched.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
             let (seen, mut at) = (seen.into_inner(), 0);
-            assert_eq!(seen.len(), 2 * ops.len(), "seed {seed}");
             for pass in [1, 2] {
-                for op in &ops {
+                let is_for = |op: &&PrefetchOp| pass == 1 || op.only_when_sampling == 0;
+                for op in ops.iter().filter(is_for) {
+                    // What waits for nothing is asked for in any case; the rest, in order, until the pass is over.
+                    let is_asked = seen.get(at).is_some_and(|pace| op.after == 0 || *pace < (pass + 1) * PACE_PASS);
+                    assert!(is_asked || op.after > 0, "seed {seed}: {seen:x?}");
+                    if !is_asked {
+                        break;
+                    }
                     assert!(seen[at] >= pass * PACE_PASS + op.after, "seed {seed}: {seen:x?}");
+                    n_late += usize::from(op.after == 3);
+                    assert!(op.after < 3 || pass == 1, "the worker has left before its third task");
                     at += 1;
                 }
             }
+            assert_eq!(at, seen.len(), "seed {seed}: {seen:x?}");
         }
+        assert!(n_late > 20, "{n_late} of 200 loaders were in time for the last task");
     }
 }

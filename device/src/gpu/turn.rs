@@ -32,9 +32,10 @@ impl Seen {
 const TURN_WORDS: u32 = size_of::<Turn>() as u32 / 4;
 const OPERAND_WORDS: u32 = size_of::<Operand>() as u32 / 4;
 
-// Words of shared memory: what the task sees of its pass, and its record.
+// Words of shared memory: what the task sees of its pass, and its record, which begins at a multiple of sixteen bytes, so that words are
+// loaded four at a time.
 const SEEN: u32 = scheduler::WORDS_END;
-const TURN: u32 = SEEN + 3;
+const TURN: u32 = (SEEN + 3).next_multiple_of(4);
 const OPERANDS: u32 = TURN + TURN_WORDS;
 
 const _: () = assert!(OPERANDS + OPERAND_WORDS * MAX_SLOTS as u32 <= shared::WORDS && MAX_RANK == 4);

@@ -136,6 +136,10 @@ fn near(image: &Image, n_tasks: usize, n_data: usize, prefetches: &[PrefetchOp])
     for (number, op) in prefetches.iter().enumerate() {
         let apart = u64::from(op.stretches.saturating_sub(1)) * u64::from(op.apart_bytes);
         let span = if op.bytes == 0 { 0 } else { apart + u64::from(op.bytes) };
+        // What lies together is asked for at once, by a number of bytes.
+        if u32::try_from(span).is_err() {
+            return Err(format!("prefetch {number} is for {span} bytes, expected fewer than 2^32"));
+        }
         inside(image, op.source, op.source_offset_bytes, span, &[BindingKind::Weight, BindingKind::State])
             .map_err(|what| format!("prefetch {number} {what}"))?;
         let fits = op.stretches > 0

@@ -285,8 +285,11 @@ fn paced(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violatio
         let read = begun.checked_sub(1).and_then(|reader| ahead.remove(&reader));
         bytes -= read.unwrap_or(0);
         while let Some((prefetch, op)) = ops.next_if(|(_, op)| op.after <= begun) {
-            let n =
-                u64::from(if op.splits == 0 { op.stretches } else { op.stretches.div_ceil(op.splits).min(op.most) });
+            let n = u64::from(if op.splits == 0 {
+                op.stretches
+            } else {
+                op.stretches.div_ceil(u32::from(op.splits)).min(op.most)
+            });
             bytes += n * u64::from(op.bytes);
             *ahead.entry(op.used_by).or_default() += n * u64::from(op.bytes);
             if bytes > plan.near_ahead_bytes && ahead.len() > 1 {

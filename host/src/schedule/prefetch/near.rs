@@ -3,7 +3,8 @@
 //! In a pass of one row that is little beside what comes in tiles. A pass of several rows has no tiles at all: its products take
 //! the memory for themselves. So its loaders ask for the beginnings of the next tasks' weights and caches while their worker waits for an event or
 //! computes, as much as [`Machine::near_ahead_bytes`]: the memory is busy meanwhile, and a body begins with what is there and
-//! reads on by itself. Of weights that several tasks read, each its own rows of activations, the first asks.
+//! reads on by itself. Of weights that several tasks read, each its own rows of activations, the first asks, and for what only a pass that samples
+//! reads, only there.
 //!
 //! ```text
 //! worker's tasks   | norm | q | attention |   o   | gate and up ...
@@ -17,7 +18,7 @@ use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
 use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention};
-use perpetua_shared::{Operand, PrefetchOp};
+use perpetua_shared::{Operand, PrefetchOp, TaskFlags};
 use std::collections::HashSet;
 
 /// What stretches of rows of which not all is asked for are whole numbers of: a line of the cache.
@@ -25,9 +26,9 @@ const LINE_BYTES: u64 = 128;
 
 /// Bytes that `op` asks for, of positions with a full cache.
 pub fn prefetched_bytes(op: &PrefetchOp) -> u64 {
-    let n = match op.stretches.checked_div(op.splits) {
+    let n = match op.stretches.checked_div(u32::from(op.splits)) {
         None => op.stretches,
-        Some(_) => op.stretches.div_ceil(op.splits).min(op.most),
+        Some(_) => op.stretches.div_ceil(u32::from(op.splits)).min(op.most),
     };
     u64::from(n) * u64::from(op.bytes)
 }
@@ -50,6 +51,7 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
         _ => return None,
     };
     let one_row = op.row_axis.is_none() || op.rows == 1;
+    let (splits, split) = (splits.max(1), if splits > 1 { task.block[1] } else { 0 });
     let [heads, positions, d, _] = operand.extent;
     let bytes = d * operand.dtype()?.size_bytes() as u32;
     let fits = is_read
@@ -59,13 +61,14 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
         && positions.checked_mul(bytes).is_some_and(|all| all > 0)
         && u64::from(bytes).is_multiple_of(UNIT_BYTES)
         && operand.offset_bytes.is_multiple_of(UNIT_BYTES);
+    let (splits, split) = (u16::try_from(splits).ok()?, u16::try_from(split).ok()?);
     fits.then(|| PrefetchOp {
         source_offset_bytes: operand.offset_bytes,
         bytes,
         apart_bytes: bytes,
         stretches: positions,
-        splits: splits.max(1),
-        split: if splits > 1 { task.block[1] } else { 0 },
+        splits,
+        split,
         most: positions,
         ..PrefetchOp::default()
     })
@@ -82,6 +85,8 @@ pub fn reads_of_many_rows(
     let mut buffer = Vec::new();
     let of_task = |(task, cost): (&Task, &Cost)| {
         let operands = task_operands(graph, task, &mut buffer);
+        let flags = graph.ops[task.op as usize].kernel.map_or(0, |kernel| kernel.flags);
+        let only_when_sampling = u32::from(flags & TaskFlags::ONLY_WHEN_SAMPLING != 0);
         let mut all = Vec::new();
         for (slot, access) in graph.ops[task.op as usize].accesses.iter().enumerate() {
             let Some(access) = access else { continue };
@@ -91,7 +96,7 @@ pub fn reads_of_many_rows(
                 BufferKind::State => positions(graph, task, slot, operand),
                 _ => None,
             };
-            all.extend(whole.map(|op| (PrefetchOp { source: buffer as u32, ..op }, operand)));
+            all.extend(whole.map(|op| (PrefetchOp { source: buffer as u32, only_when_sampling, ..op }, operand)));
         }
         let bytes = |ops: &[(PrefetchOp, &Operand)]| ops.iter().map(|(op, _)| prefetched_bytes(op)).sum::<u64>();
         // Of a table rows are looked up.
