@@ -7,12 +7,14 @@
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
 //! before it looks for a row, so while others are waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
-//! what the slowest warp waits for. With an operator's name, or its end, the lines of PTX at which it waits longest.
+//! what the slowest warp waits for. *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
+//! caches should hold, of which the cycles know nothing. With an operator's name, or its end, the lines of PTX at which it waits longest.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::device_image::device_image;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_shared::WorkerId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -47,6 +49,21 @@ struct Op {
     cycles: [u64; 2],
     /// Of those after it, by two lines of the PTX.
     spent: BTreeMap<(u32, u32), u64>,
+    /// Which instructions ran, a bit each.
+    code: Vec<u64>,
+}
+
+impl Op {
+    /// Adds the instructions of `code`.
+    fn run(&mut self, code: &[u64]) {
+        self.code.resize(self.code.len().max(code.len()), 0);
+        self.code.iter_mut().zip(code).for_each(|(all, more)| *all |= more);
+    }
+
+    /// KiB of instruction cache that they take, if each is one of sixteen bytes: lines of eight.
+    fn code_kib(&self) -> usize {
+        self.code.iter().flat_map(|word| word.to_le_bytes()).filter(|eight| *eight != 0).count() * 128 / 1024
+    }
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -76,8 +93,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let image = engine.resident().compiled().image.clone();
     let view = image.view();
     // The program of the passes that follow the prompt is the first; of those that read it the longest goes first.
-    let longest = view.programs.iter().max_by_key(|program| program.max_rows).ok_or("an image without programs")?;
-    let program = if is_prompt { *longest } else { view.programs[0] };
+    let longest = (0..view.programs.len()).max_by_key(|number| view.programs[*number].max_rows);
+    let number = if is_prompt { longest.ok_or("an image without programs")? } else { 0 };
+    let program = view.programs[number];
     let mut ops: BTreeMap<u32, Op> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {
         let op = ops.entry(view.tasks[id as usize].op).or_default();
@@ -87,23 +105,38 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         phase.into_iter().flatten().zip(&mut op.warps).for_each(|(count, sum)| *sum += count);
         let cycles = report.cycles.get(&(id + 1)).copied().unwrap_or_default();
         op.cycles = [op.cycles[0] + cycles[0], op.cycles[1] + cycles[1]];
+        report.code.get(&(id + 1)).into_iter().for_each(|code| op.run(code));
         for (lines, cycles) in report.spent.get(&(id + 1)).into_iter().flatten() {
             *op.spent.entry(*lines).or_default() += cycles;
         }
     }
-    println!("{:32} {:>6} {:>9} {:>9} {:>9} {:>9}", "operator", "tasks", "cycles", "ahead", "warp 1", "all warps");
+    println!(
+        "{:32} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "operator", "tasks", "cycles", "ahead", "warp 1", "all warps", "code, KiB", "so far"
+    );
     let prompt_passes = (context / program.max_rows as usize).max(1);
     let passes = if is_prompt { prompt_passes } else { steps - usize::from(context > 1) } as u64;
-    let (mut path, mut total) = (0, 0);
+    let (mut path, mut total, mut all_code) = (0, 0, Op::default());
     for (number, op) in &ops {
         let each = |count: u64| count / (op.tasks * passes);
         let (name, [cycles, ahead]) = (image.op_name(*number), op.cycles.map(each));
         let (warp, all) = (each(op.warps[1]), each(op.warps.iter().sum()));
-        println!("{name:32} {:6} {cycles:9} {ahead:9} {warp:9} {all:9}", op.tasks);
+        all_code.run(&op.code);
+        let code = [op.code_kib(), all_code.code_kib()];
+        println!("{name:32} {:6} {cycles:9} {ahead:9} {warp:9} {all:9} {:9} {:9}", op.tasks, code[0], code[1]);
         path += cycles;
         total += op.warps.iter().sum::<u64>() / passes;
     }
     println!("one after another: {path} cycles; in all {total} issue slots of all warps a step");
+    let ran_by = |worker: u32| {
+        let mut code = Op::default();
+        let list = view.list(number, WorkerId(worker));
+        list.iter().filter_map(|id| report.code.get(&(id + 1))).for_each(|ran| code.run(ran));
+        code.code_kib()
+    };
+    let most = (0..view.n_workers).map(ran_by).max().unwrap_or(0);
+    let (ran, len) = (all_code.code_kib(), report.code_len);
+    println!("of the entry's code, {len} instructions, {ran} KiB ran, on no worker more than {most} KiB");
 
     let ptx = device_image().ok_or("this build has no GPU code")?.ptx;
     let lines: Vec<&str> = ptx.lines().map(str::trim).collect();

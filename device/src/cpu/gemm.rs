@@ -223,18 +223,15 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 let turn = lines - offset;
                 let mut line = 0;
                 while line < lines {
+                    let (rows, ahead) = if line < turn { (&w, line + offset) } else { (&next, line - turn) };
                     let mut r = 0;
                     while r < R {
-                        if line < turn {
-                            D::prefetch(w[r], line + offset);
-                        } else {
-                            D::prefetch(next[r], line - turn);
-                        }
+                        D::prefetch(rows[r], ahead);
                         r += 1;
                     }
                     let mut u = 0;
                     while u < per_line {
-                        D::chunk::<R, M>(&w, x, k, line * per_line + u, &mut acc);
+                        D::chunk::<R, M>(&w, x, line * per_line + u, D::CHUNK, &mut acc);
                         u += 1;
                     }
                     line += 1;
@@ -242,7 +239,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 c = lines * per_line;
             }
             while c * D::CHUNK < k {
-                D::chunk::<R, M>(&w, x, k, c, &mut acc);
+                D::chunk::<R, M>(&w, x, c, D::CHUNK.min(k - c * D::CHUNK), &mut acc);
                 c += 1;
             }
             let mut m = 0;

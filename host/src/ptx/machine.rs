@@ -67,6 +67,10 @@ pub struct Report {
     /// Likewise, where the first of these cycles went: until the instruction of the first line could issue, waiting for what that
     /// of the second makes; 0 for the second where it waited for its turn, and for both at barriers.
     pub spent: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
+    /// Likewise, which of the entry's instructions ran: bit `i % 64` of word `i / 64` is that of the `i`th.
+    pub code: BTreeMap<u32, Vec<u64>>,
+    /// How many instructions the entry has.
+    pub code_len: usize,
 }
 
 /// Runs `launch` of `entry`.
@@ -127,7 +131,7 @@ pub(super) fn run(
         changed: 0,
         leapt_ns: 0,
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
-        report: Report::default(),
+        report: Report { code_len: entry.code.len(), ..Report::default() },
     };
     machine.run(host)?;
     for (mark, stretch) in std::mem::take(&mut machine.before).into_iter().flatten() {
@@ -658,6 +662,9 @@ impl Machine<'_> {
         if matches!(next, Next::Wait(_)) || matches!(instruction.op, Op::Barrier { .. }) {
             return;
         }
+        let words = self.entry.code.len().div_ceil(64);
+        let code = self.report.code.entry(self.marks[b]).or_insert_with(|| vec![0; words]);
+        code[pc as usize / 64] |= 1 << (pc % 64);
         self.issues += u64::from(instruction.cost.issues);
         let access = match &instruction.op {
             Op::Load { d, from } => Some((from, d.len())),

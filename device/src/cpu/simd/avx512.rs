@@ -269,17 +269,16 @@ impl Dot<Avx512> for EvenOdd {
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const u16; R],
         x: *const f32,
-        k: usize,
         c: usize,
+        n: usize,
         sums: &mut [[__m512; M]; R],
     ) {
         // SAFETY: lanes under a zero mask bit are not accessed; the others are readable (caller).
         unsafe {
-            let (at, whole) = (c * 32, k - c * 32 >= 32);
+            let at = c * 32;
             let pairs = each::<_, R>(|r| {
                 let p = w[r].add(at);
-                let n = k - at;
-                if whole { _mm512_loadu_si512(p.cast()) } else { _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast()) }
+                if n == 32 { _mm512_loadu_si512(p.cast()) } else { _mm512_maskz_loadu_epi16((1u32 << n) - 1, p.cast()) }
             });
             add_products::<Avx512, R, M>(each(|r| even(pairs[r])), x.add(at * M), 32, sums);
             add_products::<Avx512, R, M>(each(|r| odd(pairs[r])), x.add(at * M + 16), 32, sums);
@@ -315,12 +314,12 @@ impl Dot<Avx512> for Whole {
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const f32; R],
         x: *const f32,
-        k: usize,
         c: usize,
+        n: usize,
         sums: &mut [[__m512; M]; R],
     ) {
         // SAFETY: the caller's promises are the same.
-        unsafe { <Widen<F32> as Dot<Avx512>>::chunk(w, x, k, c, sums) }
+        unsafe { <Widen<F32> as Dot<Avx512>>::chunk(w, x, c, n, sums) }
     }
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
@@ -420,8 +419,8 @@ impl Dot<Avx512> for Bytes {
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const i8; R],
         x: *const f32,
-        _k: usize,
         c: usize,
+        _n: usize,
         sums: &mut [[__m512; M]; R],
     ) {
         // SAFETY: rows are whole blocks with their scales; packed blocks are as `pack` wrote them.

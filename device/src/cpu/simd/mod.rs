@@ -212,13 +212,14 @@ pub(crate) trait Dot<S: Simd> {
     }
     /// Packs a step of `n <= CHUNK` activations, zero beyond.
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize);
-    /// sums[r][m] += the products of step `c` of the rows `w` of `k` weights and of the packed group of `M` activation
-    /// rows at `x`, summed within a lane in a fixed order. Nothing beyond element `k` is read.
+    /// sums[r][m] += the products of step `c` of the weight rows `w` and of the packed group of `M` activation rows at `x`,
+    /// summed within a lane in a fixed order. The step has `n` weights, [`Dot::CHUNK`] or, at a row's end, fewer; none beyond is
+    /// read. Where the caller names the constant, no code is left for the other case.
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const Self::Elem; R],
         x: *const f32,
-        k: usize,
         c: usize,
+        n: usize,
         sums: &mut [[S::F; M]; R],
     );
     /// Asks for cache line `line` of the weights of the row at `row`, which may be any address, and for what is read with it.
@@ -315,16 +316,16 @@ impl<S: Simd, E: Storage> Dot<S> for Widen<E> {
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const E::Elem; R],
         x: *const f32,
-        k: usize,
         c: usize,
+        n: usize,
         sums: &mut [[S::F; M]; R],
     ) {
         // SAFETY: the caller's promises are the same.
         unsafe {
-            let (at, whole) = (c * S::LANES, k - c * S::LANES >= S::LANES);
+            let at = c * S::LANES;
             let load = |r: usize| {
                 let p = w[r].add(at);
-                if whole { E::load::<S>(p) } else { E::load_part::<S>(p, k - at) }
+                if n == S::LANES { E::load::<S>(p) } else { E::load_part::<S>(p, n) }
             };
             add_products::<S, R, M>(each(load), x.add(at * M), S::LANES, sums);
         }
@@ -366,8 +367,8 @@ impl<S: Simd> Dot<S> for Q8 {
     unsafe fn chunk<const R: usize, const M: usize>(
         w: &[*const i8; R],
         x: *const f32,
-        _k: usize,
         c: usize,
+        _n: usize,
         sums: &mut [[S::F; M]; R],
     ) {
         // SAFETY: rows are whole blocks, padded with zeros, with their scales.
@@ -425,6 +426,8 @@ pub(crate) trait Level: 'static {
     type S: Simd;
     /// bf16 weights with activations in f32.
     type Bf16: Dot<Self::S, Elem = u16>;
+    /// f16 weights.
+    type F16: Dot<Self::S, Elem = u16>;
     /// f32 weights.
     type F32: Dot<Self::S, Elem = f32>;
     /// 8-bit weights.
@@ -439,6 +442,7 @@ macro_rules! widening_level {
         impl Level for $level {
             type S = $simd;
             type Bf16 = Widen<Bf16>;
+            type F16 = Widen<F16>;
             type F32 = Widen<F32>;
             type Q8 = Q8;
         }
@@ -447,12 +451,21 @@ macro_rules! widening_level {
 widening_level! {
     #[doc = "Plain Rust on arrays; the compiler uses what the target has."]
     Portable: portable::Portable;
-    #[cfg(target_arch = "x86_64")]
-    #[doc = "AVX2 with FMA and F16C."]
-    Avx2: avx2::Avx2;
     #[cfg(target_arch = "aarch64")]
     #[doc = "NEON; bf16 widened."]
     Neon: neon::Neon;
+}
+
+/// AVX2 with FMA and F16C.
+#[cfg(target_arch = "x86_64")]
+pub(crate) struct Avx2;
+#[cfg(target_arch = "x86_64")]
+impl Level for Avx2 {
+    type S = avx2::Avx2;
+    type Bf16 = avx2::EvenOdd;
+    type F16 = avx2::Half;
+    type F32 = avx2::Whole;
+    type Q8 = Q8;
 }
 
 /// AVX-512.
@@ -462,6 +475,7 @@ pub(crate) struct Avx512;
 impl Level for Avx512 {
     type S = avx512::Avx512;
     type Bf16 = avx512::EvenOdd;
+    type F16 = Widen<F16>;
     type F32 = avx512::Whole;
     type Q8 = Q8;
 }
@@ -473,6 +487,7 @@ pub(crate) struct Avx512Vnni;
 impl Level for Avx512Vnni {
     type S = avx512::Avx512;
     type Bf16 = avx512::EvenOdd;
+    type F16 = Widen<F16>;
     type F32 = avx512::Whole;
     type Q8 = avx512::Bytes;
 }

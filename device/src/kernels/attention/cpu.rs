@@ -18,7 +18,7 @@
 use super::*;
 use crate::cpu::gemm::{self, Weights};
 use crate::cpu::rows::{self, Row, has_unit_stride};
-use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, Widen, exp};
+use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, exp};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -83,7 +83,7 @@ impl Body for Attend<'_> {
         unsafe {
             match self.k.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16, Bf16>(),
-                DType::F16 => self.with::<L::S, Widen<F16>, F16>(),
+                DType::F16 => self.with::<L::S, L::F16, F16>(),
                 _ => self.with::<L::S, L::F32, F32>(),
             }
         }

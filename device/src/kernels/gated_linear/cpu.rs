@@ -6,7 +6,7 @@ use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, Leaf, Level, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -52,7 +52,7 @@ impl Body for Gated<'_> {
             }
             match self.gate.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
-                DType::F16 => self.with::<L::S, Widen<F16>>(),
+                DType::F16 => self.with::<L::S, L::F16>(),
                 DType::Q8 => self.with::<L::S, L::Q8>(),
                 _ => self.with::<L::S, L::F32>(),
             }

@@ -8,7 +8,7 @@ use super::*;
 use crate::cpu::gemm::{self, Plan, Weights};
 use crate::cpu::outer::{self, Outer, Products};
 use crate::cpu::rows::{self, Row};
-use crate::cpu::simd::{Body, Dot, F16, Leaf, Level, Simd, Widen, activate};
+use crate::cpu::simd::{Body, Dot, Leaf, Level, Simd, activate};
 use crate::io::Tensor;
 use core::marker::PhantomData;
 use perpetua_shared::DType;
@@ -74,7 +74,7 @@ pub(in crate::kernels) trait InPanels: Sized {
     #[cfg(target_arch = "x86_64")]
     unsafe fn in_tiles<S: Simd>(self, dtype: DType) {
         use crate::cpu::amx::{InPlace, InTerms, Tiles};
-        use crate::cpu::simd::{F32, Q8};
+        use crate::cpu::simd::{F16, F32, Q8};
         // SAFETY: the caller's promise.
         unsafe {
             match dtype {
@@ -115,7 +115,7 @@ impl Body for Linear<'_> {
             }
             match self.w.dtype() {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
-                DType::F16 => self.with::<L::S, Widen<F16>>(),
+                DType::F16 => self.with::<L::S, L::F16>(),
                 DType::Q8 => self.with::<L::S, L::Q8>(),
                 _ => self.with::<L::S, L::F32>(),
             }
