@@ -17,13 +17,13 @@ use std::{env, fs, io};
 const DEVICE_RUSTC: &str = "PERPETUA_DEVICE_RUSTC";
 const PTXAS: &str = "PERPETUA_PTXAS";
 
-/// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx86` the ISA version they want, old enough for every driver
-/// since CUDA 12.8; `-JumpThreading` because that MIR pass copies a barrier into both arms of a branch
+/// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx81` the ISA version that they and additions of vectors want, old enough for every
+/// driver since CUDA 12.1; `-JumpThreading` because that MIR pass copies a barrier into both arms of a branch
 /// (rust-lang/rust#137086), after which a warp waits at two different ones; `immediate-abort` because a panic's message
 /// has no reader on the device, and the calls that would build it cost the whole kernel a stack.
 const RUSTFLAGS: &[&str] = &[
     "-Ctarget-cpu={arch}",
-    "-Ctarget-feature=+ptx86",
+    "-Ctarget-feature=+ptx81",
     "-Zmir-enable-passes=-JumpThreading",
     "-Zunstable-options",
     "-Cpanic=immediate-abort",

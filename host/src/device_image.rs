@@ -3,7 +3,7 @@
 /// The persistent kernel, embedded in this library. Its entry is [`perpetua_shared::launch::ENTRY`].
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceImage {
-    /// PTX for sm_90a; any driver since CUDA 12.8 compiles it.
+    /// PTX for sm_90a; any driver since CUDA 12.1 compiles it.
     pub ptx: &'static str,
     /// The same, assembled, when ptxas was there at build time: it spares the driver the compilation.
     pub cubin: Option<&'static [u8]>,

@@ -164,6 +164,8 @@ fn loading_is_so_many_calls_in_this_order() {
         "cuDevicePrimaryCtxRetain 0".into(),
         "cuMemGetInfo".into(),
         format!("cuModuleLoadDataEx {}", if embedded.cubin.is_some() { "cubin" } else { "PTX" }),
+        // Of a cubin once more, to see that the driver takes it.
+        format!("cuModuleGetFunction {ENTRY}"),
         format!("cuModuleGetFunction {ENTRY}"),
         format!("cuFuncSetAttribute MAX_DYNAMIC_SHARED_SIZE_BYTES {TILE_BYTES}"),
         format!("cuOccupancyMaxActiveBlocksPerMultiprocessor threads {BLOCK_THREADS} shared {TILE_BYTES}"),
@@ -181,6 +183,9 @@ fn loading_is_so_many_calls_in_this_order() {
     expected.extend(zeroed.map(|binding| format!("cuMemsetD8Async 0 {}", binding.bytes)));
     expected.push(format!("cuMemsetD8Async 0 {}", own.iter().sum::<usize>()));
     expected.push("cuStreamSynchronize".into());
+    if embedded.cubin.is_none() {
+        expected.remove(4);
+    }
     let (before, uploads) = calls.split_at(expected.len());
     assert_eq!(before, expected);
 
@@ -417,7 +422,9 @@ fn every_call_may_fail() {
     let is_end = |call: &str| ["Destroy", "Unload", "Free", "Release"].iter().any(|end| call.contains(end));
     for call in calls {
         let name: &'static str = call.clone().leak();
-        let driver = Arc::new(Fake::new(Options { fails: Some((name, 1)), ..Options::new(N_SMS, MEMORY) }));
+        // After most other failures of a cubin the PTX is tried.
+        let code = if name.starts_with("cuModule") { code::OUT_OF_MEMORY } else { 1 };
+        let driver = Arc::new(Fake::new(Options { fails: Some((name, code)), ..Options::new(N_SMS, MEMORY) }));
         let outcome = attempt(&driver);
         if is_end(name) {
             outcome.unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -554,16 +561,23 @@ fn where_the_cubin_is_refused_the_ptx_is_compiled() {
         return;
     }
     let (_dir, model) = small();
-    let refuses = |code| {
-        Arc::new(Fake::new(Options { fails: Some(("cuModuleLoadDataEx", code)), ..Options::new(N_SMS, MEMORY) }))
-    };
-    let driver = refuses(209);
-    Engine::new(&model, &config(gpu(&driver))).expect("resident");
-    let loads: Vec<String> = driver.calls().into_iter().filter(|call| call.starts_with("cuModuleLoad")).collect();
-    assert_eq!(loads, ["cuModuleLoadDataEx cubin", "cuModuleLoadDataEx PTX"]);
-    // Other failures are told.
-    let error = Engine::new(&model, &config(gpu(&refuses(2)))).expect_err("no memory").to_string();
-    assert!(error.contains("cuModuleLoadDataEx"), "{error}");
+    let refuses =
+        |call, code| Arc::new(Fake::new(Options { fails: Some((call, code)), ..Options::new(N_SMS, MEMORY) }));
+    // Whether the driver says so at once, in words of its own, or only when it is asked for the kernel.
+    for (call, code) in [("cuModuleLoadDataEx", 209), ("cuModuleLoadDataEx", 999), ("cuModuleGetFunction", 209)] {
+        let driver = refuses(call, code);
+        Engine::new(&model, &config(gpu(&driver))).expect("resident");
+        let loads: Vec<String> = driver.calls().into_iter().filter(|call| call.starts_with("cuModuleLoad")).collect();
+        assert_eq!(loads, ["cuModuleLoadDataEx cubin", "cuModuleLoadDataEx PTX"]);
+        assert_eq!(driver.leaks(), Vec::<String>::new());
+    }
+    // What no other code mends is told.
+    for code in [2, 719] {
+        let driver = refuses("cuModuleLoadDataEx", code);
+        let error = Engine::new(&model, &config(gpu(&driver))).expect_err("refused").to_string();
+        assert!(error.contains("cuModuleLoadDataEx") && error.contains(&format!("({code})")), "{error}");
+        assert_eq!(driver.calls().iter().filter(|call| call.starts_with("cuModuleLoad")).count(), 1);
+    }
 }
 
 #[test]

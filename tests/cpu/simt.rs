@@ -9,6 +9,7 @@ use perpetua::exec::simt::{Options, Simt};
 use perpetua::exec::{RunError, Stopper};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::BufferKind;
+use perpetua::graph::threadblock::BlockOp;
 use perpetua::image::encode::{Parts, encode};
 use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
@@ -17,7 +18,7 @@ use perpetua::model::synth::preset_config;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::advance::step_from;
-use perpetua_device::kernels::{Spec, Use};
+use perpetua_device::kernels::{Attention, Numbered, Spec, Use};
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
@@ -731,6 +732,47 @@ fn broken_loads_are_named() {
     let without = whole.tasks.iter().position(|task| task.tiles == 0).expect("the embedding");
     says(&|parts| parts.tasks[without].tiles = 1, "takes none");
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
+}
+
+/// Heads that share a key/value head are too large together to be turned where they attend, so that attention is an operator of its own; with
+/// queries enough it takes the tiles' memory, though the pass has one row. Launched just in time it may do so when nothing is left of a list.
+#[test]
+fn attention_that_takes_the_memory_has_no_tiles_ahead() {
+    const SIZES: Sizes =
+        &[("num_attention_heads", 32), ("num_key_value_heads", 1), ("head_dim", 72), ("num_hidden_layers", 1)];
+    let (_dir, model) = model(SIZES);
+    for just_in_time in [vec![], vec!["attention".to_owned()]] {
+        let engine = |device| {
+            let just_in_time = just_in_time.clone();
+            let config = EngineConfig {
+                device,
+                threads: Some(2),
+                max_context: Some(16),
+                just_in_time,
+                ..EngineConfig::default()
+            };
+            Engine::new(&model, &config).expect("resident")
+        };
+        let (mut on_gpu, mut on_cpu) = (engine(Device::Simt), engine(Device::Cpu));
+        let compiled = on_gpu.resident().compiled();
+        let decoding = &compiled.programs[0];
+        let is_attention = |op: &BlockOp| op.kernel.is_some_and(|kernel| kernel.task_type == Attention::TASK_TYPE);
+        assert!(decoding.blocks.ops.iter().any(is_attention));
+        // In the lists tiles of later operators come after it.
+        assert_eq!(decoding.plan.repeats(), just_in_time.is_empty());
+        if !just_in_time.is_empty() {
+            let found = broken_rule(&Parts::of(&compiled.image), &|parts| parts.data[0].ahead = 1);
+            assert!(found.contains("takes the memory where tiles come ahead"), "{found}");
+        }
+
+        let options =
+            GenerateOptions { max_new_tokens: 4, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
+        let tokens = |engine: &mut Engine| -> Vec<u32> {
+            let generation = engine.generate(&[5], &options).expect("it begins");
+            generation.map(|token| token.expect("it goes on").id).collect()
+        };
+        assert_eq!(tokens(&mut on_gpu), tokens(&mut on_cpu));
+    }
 }
 
 /// In a pass of several rows, where there are no tiles, loaders ask for what their worker is going to read, of weights that several tasks

@@ -26,6 +26,18 @@ import torch.nn.functional as F
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "I64": torch.int64}
 
 
+# Since PyTorch 2.5 keys and values may have fewer heads than queries.
+HAS_GQA = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
+
+
+def attend(q, k, v):
+    """Causal attention, [heads, positions, dim]; several heads of q share one of k and v."""
+    if HAS_GQA:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
 def tensors(path):
     """The tensors of a safetensors file, by name."""
     with open(path, "rb") as file:
@@ -90,7 +102,7 @@ class Decoder(torch.nn.Module):
             if keep:
                 self.k[i, 0, :, :n].copy_(k)
                 self.v[i, 0, :, :n].copy_(v)
-            a = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+            a = attend(q, k, v)
             x = x + linear(a.transpose(0, 1).reshape(n, -1), p + "self_attn.o_proj")
             h = norm(x, p + "post_attention_layernorm.weight")
             x = x + linear(F.silu(linear(h, p + "mlp.gate_proj")) * linear(h, p + "mlp.up_proj"), p + "mlp.down_proj")
@@ -125,7 +137,9 @@ class Decoder(torch.nn.Module):
             q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
             self.k[i].index_copy_(2, self.position, k)
             self.v[i].index_copy_(2, self.position, v)
-            a = F.scaled_dot_product_attention(q, self.k[i], self.v[i], attn_mask=mask, enable_gqa=True)
+            # The heads that share keys as rows of one query: with `enable_gqa` and a mask no fused kernel would take it.
+            q = q.view(1, self.groups, self.heads // self.groups, self.dim)
+            a = F.scaled_dot_product_attention(q, self.k[i], self.v[i], attn_mask=mask)
             x = x + self.linear(a.reshape(1, -1), p + "self_attn.o_proj")
             h = self.norm(x, p + "post_attention_layernorm.weight")
             h = F.silu(self.linear(h, p + "mlp.gate_proj")) * self.linear(h, p + "mlp.up_proj")
@@ -144,6 +158,8 @@ class Decoder(torch.nn.Module):
 def graph_of(model, step):
     """`step`, captured after it has run on a stream of its own."""
     stream = torch.cuda.Stream()
+    # What prepared the step has been done by then.
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             step()
@@ -218,7 +234,8 @@ def main():
         model = Decoder(args.model, 4096, args.device)
         json.dump(judge(model, args.logits, args.device), sys.stdout)
         return
-    model = Decoder(args.model, args.context + args.tokens + 8, args.device)
+    # Whole sixteens of positions: fused kernels want a mask's rows so, and would copy it.
+    model = Decoder(args.model, (args.context + args.tokens + 15) // 16 * 16, args.device)
     record = {"torch": torch.__version__, "context": args.context}
     if args.device == "cpu":
         tokens = []

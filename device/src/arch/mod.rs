@@ -398,7 +398,10 @@ pub(crate) mod bulk {
         unsafe { backend::bulk_copy(to, from, bytes, mbarrier) }
     }
 
-    /// Asks for `bytes` bytes to be brought into L2.
+    /// The most that is asked for at once: the instruction has sixteen bits for how many sixteen bytes it is, and ptxas cuts what is more.
+    pub(crate) const MOST_PREFETCHED: u32 = 1 << 19;
+
+    /// Asks for `bytes` bytes, at most [`MOST_PREFETCHED`], to be brought into L2.
     ///
     /// # Safety
     /// Both are multiples of 16; the bytes are there.
@@ -549,7 +552,8 @@ pub(crate) mod warpgroup {
         /// The one that starts at tile byte `at`.
         #[inline(always)]
         pub(crate) fn at(at: u32) -> Matrix {
-            let units = (backend::tile_address(at) / 16) as u64;
+            // Of the address 18 bits; the block's number in its cluster stands above them.
+            let units = (backend::tile_address(at) / 16 & 0x3fff) as u64;
             Matrix(units | 1 << 16 | (8 * ROW as u64 / 16) << 32 | 1 << 62)
         }
 

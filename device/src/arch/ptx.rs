@@ -1,9 +1,10 @@
-//! The PTX back end of [`arch`](super): sm_90a, PTX ISA 8.6.
+//! The PTX back end of [`arch`](super): sm_90a, PTX ISA 8.1.
 //!
 //! Laws, each from a miscompile that was seen:
 //! - A barrier, shuffle or vote is an LLVM intrinsic, since those carry the `convergent` attribute; an `asm!` block does
 //!   not, and LLVM would copy it into both arms of a branch. (MIR's JumpThreading copies even intrinsics: build.rs turns
-//!   that pass off, and a test counts what is in the PTX.)
+//!   that pass off, and a test counts what is in the PTX.) Those of products by a warp lack it in LLVM 22, whose instructions have it: for them
+//!   there is the count alone.
 //! - Whatever touches memory or synchronises is a volatile `asm!` block with its memory clobber; `pure, nomem` stands only
 //!   on arithmetic of one lane.
 //! - No access is `.nc`.

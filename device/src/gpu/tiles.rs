@@ -416,12 +416,19 @@ unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
             let most = memory::load(&raw const (*op).most);
             (at, end) = (from, if from < held && most < held - from { from + most } else { held });
         }
+        // What lies together is one stretch.
+        let (mut from, mut bytes) = (source.wrapping_add(at as usize * apart as usize), bytes);
         if at < end && bytes == apart {
-            bulk::prefetch(source.add(at as usize * bytes as usize), (end - at) * bytes);
-            return;
+            (at, bytes) = (end - 1, (end - at) * bytes);
         }
         while at < end {
-            bulk::prefetch(source.add(at as usize * apart as usize), bytes);
+            let mut asked = 0;
+            while asked < bytes {
+                let part = if bytes - asked < bulk::MOST_PREFETCHED { bytes - asked } else { bulk::MOST_PREFETCHED };
+                bulk::prefetch(from.add(asked as usize), part);
+                asked += part;
+            }
+            from = from.wrapping_add(apart as usize);
             at += 1;
         }
     }
@@ -807,5 +814,31 @@ mod tests {
             assert_eq!(at, seen.len(), "seed {seed}: {seen:x?}");
         }
         assert!(n_late > 20, "{n_late} of 200 loaders were in time for the last task");
+    }
+
+    /// More than an instruction has room for is asked for by several: positions that lie together, and rows as long.
+    #[test]
+    fn much_is_asked_for_by_parts() {
+        const BYTES: usize = 3 << 20;
+        let (weights, mut pace, seen) = (vec![0u128; BYTES / 16], 0, RefCell::new(Vec::new()));
+        let whole = PrefetchOp { bytes: 16, apart_bytes: 16, stretches: (BYTES / 16) as u32, ..PrefetchOp::default() };
+        let of_positions = PrefetchOp { splits: 1, most: u32::MAX, ..whole };
+        let rows = PrefetchOp { bytes: 1 << 20, apart_bytes: 2 << 20, stretches: 2, ..whole };
+        let ops = [whole, of_positions, rows];
+        // SAFETY: both outlive the launch.
+        let allocations = unsafe {
+            vec![
+                Allocation::new("weights", weights.as_ptr().cast_mut().cast(), BYTES, Access::Constant),
+                Allocation::new("ops", ops.as_ptr().cast_mut().cast(), size_of_val(&ops), Access::Constant),
+            ]
+        };
+        let lists = Paced { ops: &ops, pace: &raw mut pace, weights: weights.as_ptr().cast(), seen: &seen };
+        let launched = launch(&Options::new(1, 32, 0), allocations, || {
+            if thread::thread_idx() == 0 {
+                // SAFETY: what is asked for lies in the weights.
+                ops.iter().for_each(|op| unsafe { prefetch(op, &lists, BYTES as u32 / 16) });
+            }
+        });
+        launched.unwrap_or_else(|error| panic!("{error}"));
     }
 }

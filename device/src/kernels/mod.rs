@@ -191,6 +191,13 @@ pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     cost
 }
 
+/// Whether the GPU body of a kernel of type `task_type` may take the tiles' memory for itself even in a pass of one row: attention does where a
+/// key/value head has queries enough. So nothing may be on its way there by then, not even for the pass after.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn takes_memory_for_one_row(task_type: u16) -> bool {
+    task_type == Attention::TASK_TYPE
+}
+
 /// Reads a kernel's parameters out of a task's words.
 pub fn params<P: Pod>(words: &[u32; PARAM_WORDS]) -> P {
     bytemuck::pod_read_unaligned(&bytemuck::bytes_of(words)[..size_of::<P>()])

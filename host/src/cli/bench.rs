@@ -230,8 +230,9 @@ fn other_way(
     let runs = Run::several(args, &mut engine, prompts)?;
     let other = &runs[runs.len() / 2];
     let same = other.tokens.iter().zip(&run.tokens).take_while(|(a, b)| a == b).count();
-    // A flag is two bits of a number, so without flags numbers are others, and where two tokens are as likely another may be made.
-    if config.cuda.flags && other.tokens != run.tokens {
+    // A flag is two bits of a number, and without tiles rows are multiplied otherwise: numbers are others, and where two tokens are as
+    // likely another may be made.
+    if config.cuda.flags && config.cuda.tiles && other.tokens != run.tokens {
         return Err(format!("{:?} makes other tokens, from number {same} on", config.cuda).into());
     }
     let mut figures = json!({

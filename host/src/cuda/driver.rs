@@ -41,7 +41,11 @@ fn advice(code: i32) -> Option<&'static str> {
         100 => "no GPU is visible to this process: see CUDA_VISIBLE_DEVICES and nvidia-smi",
         101 => "there is no device of that number: see CUDA_VISIBLE_DEVICES",
         200 | 209 | 218 | 222 | 300 => {
-            "the driver is too old for this build's GPU code: it wants that of CUDA 12.8 or newer"
+            "the driver is too old for this build's GPU code: it wants that of CUDA 12.1 or newer"
+        }
+        221 | 223 => {
+            "the driver's compiler of PTX (libnvidia-ptxjitcompiler) is not here, and it does not take the cubin: in a container, \
+                      add the capability `compute`, or take a driver that takes it"
         }
         500 => "the driver is too old: it wants that of CUDA 12.0 or newer",
         701 => "the kernel wants more registers or shared memory than a block of this GPU may have",
@@ -55,9 +59,12 @@ fn advice(code: i32) -> Option<&'static str> {
 }
 
 impl CudaError {
-    /// Whether it is the code that the driver does not take: invalid, or not for it.
-    pub fn is_of_code(&self) -> bool {
-        matches!(self.code, 200 | 209 | 218 | 222 | 300)
+    /// This one, which came of a second try, after `first`; it tells both.
+    #[must_use]
+    pub fn after(mut self, first: &CudaError) -> CudaError {
+        let earlier = format!("before, {} failed: {} ({})", first.call, first.name, first.code);
+        self.text = Some(self.text.map_or(earlier.clone(), |text| format!("{text}; {earlier}")));
+        self
     }
 
     /// Whether the context can no longer be used after it.

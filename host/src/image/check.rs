@@ -19,7 +19,8 @@
 //! 7. *Loads.* See [`loads`](super::loads): a loader's copies come from weights, land where nothing is in use that is still to be
 //!    read, never wait for each other in a circle, nor for what a body may hold until they are there, and are, in order, the
 //!    tiles that the tasks of its list take. What is brought ahead of a pass, of one row, are its first tiles, which wait for nothing in it and
-//!    land where none of the last ones of the pass before is that may be unread.
+//!    land where none of the last ones of the pass before is that may be unread; and with all tiles of its list taken a worker
+//!    has no task that takes all of the memory for itself.
 //!
 //! 8. *Flags.* An operand is flagged exactly if its binding is. Each flagged element is written by one task, in every run of its
 //!    program, a pass of one row, and read by tasks of that program alone, none of them just-in-time; who reads it waits for

@@ -1,7 +1,7 @@
 //! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
 
 use super::Image;
-use perpetua_device::kernels::{Spec, linear};
+use perpetua_device::kernels::{self, Spec, linear};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{PACE_PASS, TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::{Operand, TaskDesc};
@@ -40,10 +40,20 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
             let prefetches = &loads.prefetches[own(&loads.prefetch_heads)];
             let place = |what: String| (format!("p{number} w{worker}"), what);
             memory(image, data).map_err(place)?;
-            ahead(program, data).map_err(place)?;
             let list = view.list(number, WorkerId(worker));
+            ahead(program, data).map_err(place)?;
             near(image, list.len(), data.len(), prefetches).map_err(place)?;
             let mut left = data;
+            let has_ahead = data.first().is_some_and(|op| op.ahead > 0);
+            let is_in_the_way = |id: u32, left: &[DataOp]| {
+                let takes_memory = kernels::takes_memory_for_one_row(view.tasks[id as usize].task_type);
+                match has_ahead && left.is_empty() && takes_memory {
+                    true => Err((image.task_name(id), "takes the memory where tiles come ahead of a pass".to_owned())),
+                    false => Ok(()),
+                }
+            };
+            // Launched just in time it may come last on any worker.
+            view.just_in_time(number).iter().try_for_each(|id| is_in_the_way(*id, &[]))?;
             for &id in list {
                 let task = &view.tasks[id as usize];
                 let Some((own, rest)) = left.split_at_checked(task.tiles as usize) else {
@@ -51,6 +61,7 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
                 };
                 tiles(image, program, task, own).map_err(|what| (image.task_name(id), what))?;
                 left = rest;
+                is_in_the_way(id, left)?;
             }
             if !left.is_empty() {
                 return Err(place(format!("{} data ops that no task takes", left.len())));
@@ -99,8 +110,7 @@ fn memory(image: &Image, data: &[DataOp]) -> Result<(), String> {
     Ok(())
 }
 
-/// What is brought ahead of a pass lands where the last tiles of the one before are not, nor bodies that use all of the memory for themselves, of
-/// which passes of one row have none.
+/// What is brought ahead of a pass, of one row, lands where the last tiles of the one before are not.
 fn ahead(program: &ProgramDesc, data: &[DataOp]) -> Result<(), String> {
     let n_ahead = data.iter().take_while(|op| op.ahead > 0).count();
     if let Some(late) = data[n_ahead..].iter().position(|op| op.ahead > 0) {

@@ -930,6 +930,12 @@ impl Machine<'_> {
                             bytes[lane], from[lane]
                         ));
                     }
+                    if bytes[lane] >= 1 << 20 {
+                        let bytes = bytes[lane];
+                        return Err(format!(
+                            "a prefetch of {bytes} bytes; the instruction has room for fewer than 2^20"
+                        ));
+                    }
                     self.memory.check(from[lane], bytes[lane])?;
                 }
             }

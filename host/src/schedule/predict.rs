@@ -667,7 +667,10 @@ mod tests {
             (found.step_s, found.loader.busy_s)
         };
         assert_eq!(step(&plan, Prefetch::AcrossTasks), (5.0, 4.0));
-        plan.repeat();
+        // The last task would have the memory for itself.
+        plan.repeat(|task| task == 1);
+        assert!(!plan.repeats());
+        plan.repeat(|task| task == 0);
         // The first while the second is unread, the second once that is read.
         assert_eq!(plan.workers[0].data.iter().map(|op| op.ahead).collect::<Vec<_>>(), [2, 1]);
         assert_eq!(step(&plan, Prefetch::AcrossTasks), (4.0, 4.0));

@@ -18,6 +18,7 @@
 //! smallest element bodies write; in shared memory a word, in the tiles sixteen bytes, the unit of bulk copies.
 
 use super::error::Wrong;
+use crate::arch::bulk;
 use std::collections::HashMap;
 
 /// Mbarriers of a block.
@@ -720,6 +721,10 @@ impl Global {
         if !address.is_multiple_of(COPY_UNIT) || !bytes.is_multiple_of(COPY_UNIT) {
             let what = format!("a prefetch of {bytes} bytes at {}: not sixteens", self.name(address));
             return Err((Wrong::Misaligned, what));
+        }
+        if bytes == 0 || bytes > bulk::MOST_PREFETCHED as usize {
+            let what = format!("a prefetch of {bytes} bytes at {}: not so many at once", self.name(address));
+            return Err((Wrong::OutOfBounds, what));
         }
         match self.find(address) {
             Some(at) if self.allocations[at].bytes - (address - self.allocations[at].base) >= bytes => Ok(()),

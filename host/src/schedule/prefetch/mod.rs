@@ -390,11 +390,15 @@ pub(crate) fn plan_list(
 }
 
 impl Plan {
-    /// Has what waits for nothing brought ahead of the pass, where the pass before was one of the same program.
-    pub fn repeat(&mut self) {
+    /// Has what waits for nothing brought ahead of the pass, where the pass before was one of the same program; but not to a worker that, with
+    /// all tiles of its list taken, comes to a task that `takes_memory`, all of it, for itself.
+    pub fn repeat(&mut self, takes_memory: impl Fn(u32) -> bool) {
         let n_barriers = self.n_barriers as usize;
-        for WorkerPlan { data, .. } in &mut self.workers {
+        for WorkerPlan { data, computes, .. } in &mut self.workers {
             let n = data.len();
+            if computes.iter().any(|op| op.data_end as usize == n && takes_memory(op.task)) {
+                continue;
+            }
             for at in 0..n.min(n_barriers) {
                 let DataOp { dest_offset_bytes: start, bytes, after, .. } = data[at];
                 if after > 0 {
