@@ -12,7 +12,7 @@ use perpetua::exec::{RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::{queue, turns};
-use perpetua_shared::control::End;
+use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, TILE_BYTES};
 use perpetua_shared::{EventId, Fault, ProgramId, TaskId};
@@ -551,6 +551,35 @@ fn a_kernel_that_hangs_is_given_up() {
     let after: Vec<&String> = calls[loaded..].iter().skip_while(|call| !call.starts_with("cuLaunch")).skip(1).collect();
     // It was told to stop; nobody waited for anything, and nothing was given back, the context included.
     assert_eq!(after, ["cuMemcpyHtoDAsync 4"]);
+}
+
+/// A run that waits for another's kernel to end is silent for that reason, and not given up for it.
+#[test]
+fn a_run_behind_another_is_not_given_up() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    let driver = Arc::new(Fake::new(Options { hangs: true, ..Options::new(N_SMS, MEMORY) }));
+    let kernel = cuda::Options { timeout: Duration::ZERO, ..Default::default() };
+    let engine = || Engine::new(&model, &EngineConfig { cuda: kernel, ..config(gpu(&driver)) }).expect("resident");
+    let (mut first, mut second) = (engine(), engine());
+    let stops = || driver.calls().iter().filter(|call| *call == "cuMemcpyHtoDAsync 4").count();
+    let loaded = stops();
+    let is_running = |engine: &mut Engine| engine.resident_mut().cuda().expect("a GPU").is_running();
+    for engine in [&mut first, &mut second] {
+        let control = Control { step: Step { rows: 1, ..Step::default() }, ..bytemuck::Zeroable::zeroed() };
+        engine.resident_mut().cuda().expect("a GPU").start(control);
+    }
+    // The first is told to stop, and given up; the second only then.
+    while is_running(&mut first) {
+        assert!(is_running(&mut second) && stops() <= loaded + 1, "the second was told to stop");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    while stops() < loaded + 2 {
+        assert!(is_running(&mut second), "it was given up without being told to stop");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// A cubin newer than the driver: the driver compiles the PTX.

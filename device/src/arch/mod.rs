@@ -553,7 +553,7 @@ pub(crate) mod warpgroup {
         #[inline(always)]
         pub(crate) fn at(at: u32) -> Matrix {
             // Of the address 18 bits; the block's number in its cluster stands above them.
-            let units = (backend::tile_address(at) / 16 & 0x3fff) as u64;
+            let units = (backend::tile_address(at) as u64 / 16) & 0x3fff;
             Matrix(units | 1 << 16 | (8 * ROW as u64 / 16) << 32 | 1 << 62)
         }
 

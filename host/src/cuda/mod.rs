@@ -10,6 +10,7 @@ pub mod fake;
 pub mod libcuda;
 pub mod probe;
 mod ptx_isa;
+mod ticket;
 mod upload;
 
 use crate::device_image::device_image;
@@ -18,6 +19,7 @@ use libcuda::{LibCuda, OpenError};
 use perpetua_shared::launch::ENTRY;
 pub use ptx_isa::PtxIsa;
 use std::sync::{Arc, OnceLock};
+pub(crate) use ticket::Ticket;
 pub use upload::upload_threads;
 pub(crate) use upload::{Piece, upload};
 
@@ -251,6 +253,11 @@ impl Gpu {
     /// The driver.
     pub fn driver(&self) -> &dyn Driver {
         &*self.inner.driver
+    }
+
+    /// Which GPU it is, of those this process knows: the driver's address, and the device's number.
+    fn place(&self) -> (usize, u32) {
+        (Arc::as_ptr(&self.inner.driver).addr(), self.inner.info.ordinal)
     }
 
     /// The stream the program gave, if it gave one.

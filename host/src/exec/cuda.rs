@@ -26,7 +26,7 @@ use crate::compile::Compiled;
 use crate::cuda::driver::{
     CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
 };
-use crate::cuda::{Entered, Gpu, GpuError, Piece, upload};
+use crate::cuda::{Entered, Gpu, GpuError, Piece, Ticket, upload};
 use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
@@ -265,7 +265,8 @@ pub struct Cuda {
     n_launched: usize,
     program_runs: [u32; perpetua_shared::limits::MAX_PROGRAMS],
     iteration: u32,
-    is_running: bool,
+    /// The run's that is under way.
+    ticket: Option<Ticket>,
     /// Of the run under way, or the last one.
     stopper: Stopper,
     is_tracing: bool,
@@ -529,7 +530,7 @@ impl Cuda {
             n_launched: 0,
             program_runs: Zeroable::zeroed(),
             iteration: 0,
-            is_running: false,
+            ticket: None,
             stopper: Stopper::default(),
             is_tracing: true,
             launched: Instant::now(),
@@ -738,6 +739,7 @@ impl Cuda {
             // SAFETY: the trace's place.
             unsafe { self.driver().set(self.base.offset(self.layout.trace), 0, traced, self.stream)? };
         }
+        let ticket = Ticket::draw(&self.gpu);
         self.launched = Instant::now();
         match self.kernels {
             Kernels::Persistent(function) => {
@@ -760,7 +762,7 @@ impl Cuda {
                 self.launch_ahead()?;
             }
         }
-        self.is_running = true;
+        self.ticket = Some(ticket);
         Ok(())
     }
 
@@ -892,7 +894,7 @@ impl Cuda {
 
     /// Whether a run is under way: one that has not been given up, because nothing has been heard of it for too long.
     pub fn is_running(&mut self) -> bool {
-        if self.is_running {
+        if self.ticket.is_some() {
             let done = self
                 .launch_ahead()
                 .and_then(|()| self.gpu.enter())
@@ -901,14 +903,14 @@ impl Cuda {
                 Ok(false) => self.lose_patience(),
                 // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
                 Ok(true) if !self.passes.is_empty() && self.look().passes() == self.n_launched => {}
-                Ok(true) => self.is_running = false,
+                Ok(true) => self.ticket = None,
                 Err(error) => {
-                    self.is_running = false;
+                    self.ticket = None;
                     self.lose(error);
                 }
             }
         }
-        self.is_running
+        self.ticket.is_some()
     }
 
     /// Waits a moment for something to happen.
@@ -920,6 +922,11 @@ impl Cuda {
     /// Gives up on a run of which nothing has been heard for so long that it cannot end by itself, and which has been told to
     /// stop in vain.
     fn lose_patience(&mut self) {
+        // It begins when those before it have ended.
+        if self.ticket.as_ref().is_some_and(Ticket::is_waiting) {
+            self.silence = None;
+            return;
+        }
         let patience = 4 * self.options.timeout + Duration::from_secs(2);
         let passes = self.look().passes();
         let silence = self.silence.get_or_insert_with(|| Silence { passes, since: Instant::now(), told: None });
@@ -941,7 +948,7 @@ impl Cuda {
             let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
             self.lost = Some(RunError::Defect { task, worker, what });
             self.resources.is_lost = true;
-            self.is_running = false;
+            self.ticket = None;
         }
     }
 
