@@ -10,7 +10,7 @@ use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
 use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
-use perpetua_device::kernels::{self, Cost, Spec};
+use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
 use perpetua_shared::limits::MAX_TASK_EVENTS;
@@ -340,9 +340,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
         false => prefetch::Plan::default(),
     };
-    let takes_memory = |op: u32| {
-        blocks.ops[op as usize].kernel.is_some_and(|kernel| kernels::takes_memory_for_one_row(kernel.task_type))
-    };
+    let takes_memory = |op: u32| blocks.ops[op as usize].takes_memory_for_one_row();
     // Any worker may be the one to run a task that is launched just in time, at the end of its list, too.
     let may_come_last =
         (0..).zip(&tasks.classes).any(|(op, class)| *class == TaskClass::JustInTime && takes_memory(op));

@@ -11,7 +11,6 @@ use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
-use perpetua_device::kernels::takes_memory_for_one_row;
 use perpetua_shared::DType;
 use perpetua_shared::limits::MAX_SEQUENCES;
 use std::path::{Path, PathBuf};
@@ -136,11 +135,8 @@ impl Planned {
         };
         let mut plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
         if program.plan.repeats() {
-            let takes_memory = |task: u32| {
-                let op = program.tasks.tasks[task as usize].op as usize;
-                program.blocks.ops[op].kernel.is_some_and(|kernel| takes_memory_for_one_row(kernel.task_type))
-            };
-            plan.repeat(takes_memory);
+            let op = |task: u32| &program.blocks.ops[program.tasks.tasks[task as usize].op as usize];
+            plan.repeat(|task| op(task).takes_memory_for_one_row());
         }
         let took = start.elapsed();
         if check && let Err(broken) = prefetch::check(&plan, &program.lists, &reads) {

@@ -10,6 +10,7 @@
 //! write the same element.
 
 use super::tensor::{OpId, TensorId, TensorTable};
+use perpetua_device::kernels;
 use perpetua_shared::limits::PARAM_WORDS;
 use std::fmt;
 
@@ -90,6 +91,11 @@ impl BlockOp {
     /// Blocks in the grid; `u64::MAX` where that is too small a number.
     pub fn n_blocks(&self) -> u64 {
         self.grid.iter().fold(1, |n, axis| n.saturating_mul(u64::from(*axis)))
+    }
+
+    /// See [`kernels::takes_memory_for_one_row`].
+    pub fn takes_memory_for_one_row(&self) -> bool {
+        self.kernel.is_some_and(|kernel| kernels::takes_memory_for_one_row(kernel.task_type))
     }
 
     /// The block numbered `number`, x running fastest.
