@@ -235,7 +235,7 @@ fn attend() {
             bytes as f64 / seconds / 1e9
         }),
     }];
-    let params = param_words(&attention::Params { scale: 0.09, causal: 1, splits: 1, order: 0 });
+    let params = param_words(&attention::Params { scale: 0.09, window: attention::CAUSAL, splits: 1, order: 0 });
     for isa in Isa::available() {
         for (context, group, dtype) in [
             (512, 2, DType::Bf16),
@@ -267,9 +267,11 @@ fn attend() {
                 }),
             });
         }
-        for (dtype, rows, group, n_kv, d, causal) in
-            [(DType::Bf16, 512, 2, 8, 128, 1), (DType::F32, 128, 1, 12, 32, 0), (DType::F32, 16, 1, 12, 32, 0)]
-        {
+        for (dtype, rows, group, n_kv, d, window) in [
+            (DType::Bf16, 512, 2, 8, 128, attention::CAUSAL),
+            (DType::F32, 128, 1, 12, 32, attention::BIDIRECTIONAL),
+            (DType::F32, 16, 1, 12, 32, attention::BIDIRECTIONAL),
+        ] {
             let (cache, q, y) = (&cache, &q, &y);
             lines.push(Line {
                 name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {}", isa.name()),
@@ -282,10 +284,10 @@ fn attend() {
                         let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
                         let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
                         let step = Step { rows: rows as u32, ..Step::default() };
-                        let params = param_words(&attention::Params { scale: 0.09, causal, splits: 1, order: 0 });
+                        let params = param_words(&attention::Params { scale: 0.09, window, splits: 1, order: 0 });
                         call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
                     });
-                    let seen = if causal == 1 { rows * (rows + 1) / 2 } else { rows * rows };
+                    let seen = if window == attention::CAUSAL { rows * (rows + 1) / 2 } else { rows * rows };
                     (4 * n_kv * group * d * seen) as f64 / seconds / 1e9
                 }),
             });

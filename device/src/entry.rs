@@ -6,8 +6,7 @@
 //! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
 //! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
 //! parameter is a [`LaunchParams`], by value. `data_heads` and `data` say which
-//! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; with `n_data = 0` and all heads zero it
-//! brings none, and bodies read weights from global memory.
+//! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; `without` what is not done.
 //!
 //! [`worker`] is the kernel; on a GPU `perpetua_worker` is its name, on the host a simulated launch calls it. It turns the [`LaunchParams`] into the image and the words the [worker loop](crate::worker) wants and runs it on
 //! every thread of the block. References are made only to the image, which nobody writes while workers are resident;
@@ -28,7 +27,7 @@ use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM, Sequence};
 use perpetua_shared::launch::TaskTrace;
 use perpetua_shared::{
-    DataOp, EventDesc, EventId, Fault, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, Turn, WorkerId,
+    DataOp, EventDesc, EventId, Fault, PrefetchOp, Step, TaskDesc, TaskFlags, TaskId, Technique, Turn, WorkerId,
 };
 
 /// The image where the launch block says it is.
@@ -60,6 +59,12 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
 }
 
 impl DeviceImage {
+    /// Whether the launch does not leave `technique` out.
+    #[inline(always)]
+    fn uses(&self, technique: Technique) -> bool {
+        !param!(self, without).has(technique)
+    }
+
     /// See [`ImageView::list`](crate::worker::ImageView::list).
     #[inline(always)]
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
@@ -233,6 +238,9 @@ impl Lists for (DeviceImage, WorkerId) {
     #[inline(always)]
     fn data(&self, program: u32) -> (*const DataOp, u32) {
         let (image, worker) = *self;
+        if !image.uses(Technique::Tiles) {
+            return (core::ptr::null(), 0);
+        }
         // SAFETY: see `DeviceImage`; the heads are two words at least.
         unsafe {
             let [first, end] = image.ends(param!(image, data_heads), param!(image, n_workers), program, worker);
@@ -244,12 +252,20 @@ impl Lists for (DeviceImage, WorkerId) {
     #[inline(always)]
     fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32) {
         let (image, worker) = *self;
+        if !image.uses(Technique::L2Prefetch) {
+            return (core::ptr::null(), 0);
+        }
         // SAFETY: see `DeviceImage`; the heads are two words at least.
         unsafe {
             let [first, end] = image.ends(param!(image, prefetch_heads), param!(image, n_workers), program, worker);
             let ops: *const PrefetchOp = core::ptr::with_exposed_provenance(param!(image, prefetches) as usize);
             (ops.wrapping_add(first as usize), end - first)
         }
+    }
+
+    #[inline(always)]
+    fn goes_ahead(&self) -> bool {
+        self.0.uses(Technique::TilesAhead)
     }
 
     #[inline(always)]
@@ -310,7 +326,7 @@ impl BlockBody<'_> {
 
     #[inline(always)]
     fn task_tiles(&self) -> u32 {
-        if param!(self.image, n_data) == 0 { 0 } else { turn::tiles() }
+        if self.image.uses(Technique::Tiles) { turn::tiles() } else { 0 }
     }
 
     /// The call of the task whose turn it is.
@@ -447,7 +463,10 @@ impl Body for BlockBody<'_> {
             let block = Block { thread: memory::opaque_word(self.block.thread), threads: thread::task_threads() };
             // For the body alone: what comes after it looks at the loop's own.
             let fresh = anew(step);
-            let ready = || self.ready(id, &fresh, iteration);
+            let ready = {
+                #[inline(always)]
+                || self.ready(id, &fresh, iteration)
+            };
             let outcome = run_gpu(&self.call(&fresh), &block, ready);
             self.tiles.drain();
             if self.tiles.is_timed() {
@@ -546,7 +565,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
             return;
         }
         if thread >= block.threads {
-            if thread == block.threads && param!(image, n_data) > 0 {
+            if thread == block.threads && image.uses(Technique::Tiles) {
                 tiles::load_task(&(image, worker), &sync, image.data_of(id));
             }
             return;

@@ -5,6 +5,7 @@
 //! launches one block of [`BLOCK_THREADS`] threads per worker, all of them resident at once (a cooperative launch), with
 //! [`TILE_BYTES`] of dynamic shared memory (which is more than a kernel gets unasked: set its attribute).
 
+use crate::technique::Techniques;
 use bytemuck::{Pod, Zeroable};
 
 /// Name of the kernel's entry in the PTX.
@@ -50,7 +51,7 @@ pub struct LaunchParams {
     pub triggers: u64,
     /// `[u32; n_programs * (n_workers + 2)]`.
     pub list_heads: u64,
-    /// `[u32; n_list_entries]`.
+    /// `[u32]`: as many as the last head says.
     pub lists: u64,
     /// `[u64; bindings]`: where each binding lies, each aligned to 16 bytes at least.
     pub bindings: u64,
@@ -65,11 +66,11 @@ pub struct LaunchParams {
     pub fault: u64,
     /// `[u32; n_programs * (n_workers + 1)]`: where each worker's data ops of each program start, and the end.
     pub data_heads: u64,
-    /// [`DataOp`](crate::DataOp)s, their sources bindings.
+    /// [`DataOp`](crate::DataOp)s, their sources bindings: as many as the last head says.
     pub data: u64,
     /// `[u32; n_programs * (n_workers + 1)]`: likewise of prefetches.
     pub prefetch_heads: u64,
-    /// [`PrefetchOp`](crate::PrefetchOp)s.
+    /// [`PrefetchOp`](crate::PrefetchOp)s: as many as the last head says.
     pub prefetches: u64,
     /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed, which the host may read while the kernel runs. Entry `i`
     /// is written when iteration `iteration + i` has ended. In a run over a batch an entry is a place in the token buffer: that of a token
@@ -96,25 +97,21 @@ pub struct LaunchParams {
     pub n_waits: u32,
     /// See [`LaunchParams::n_programs`].
     pub n_triggers: u32,
-    /// See [`LaunchParams::n_programs`].
-    pub n_list_entries: u32,
     /// Workers the lists are made for: the number of blocks.
     pub n_workers: u32,
     /// Iterations that have run since the counters were zeroed.
     pub iteration: u32,
-    /// See [`LaunchParams::n_programs`]; 0: whatever tasks say, none has tiles.
-    pub n_data: u32,
-    /// See [`LaunchParams::n_programs`].
-    pub n_prefetches: u32,
     /// See [`LaunchParams::mailbox`]; iterations beyond it are not reported.
     pub n_mail: u32,
     /// See [`LaunchParams::trace`]; 0: no times are taken.
     pub n_trace: u32,
     /// Slots of the queue, a power of two, at least as many as a program has just-in-time tasks; 0: none has any.
     pub n_slots: u32,
+    /// What others do in its place; without [tiles](crate::Technique::Tiles), none has any, whatever tasks say.
+    pub without: Techniques,
 }
 
-const _: () = assert!(size_of::<LaunchParams>() == 22 * 8 + 14 * 4);
+const _: () = assert!(size_of::<LaunchParams>() == 22 * 8 + 12 * 4);
 
 /// How an iteration ended, in the mailbox, or how one did for a sequence of a batch. The word is written at once, so a host that sees it not zero sees all of it,
 /// and no fence is needed; the time may come later, though not after the kernel's end.

@@ -19,6 +19,7 @@ pub mod launch;
 pub mod limits;
 pub mod probe;
 pub mod task;
+pub mod technique;
 pub mod turn;
 
 pub use control::Step;
@@ -28,4 +29,5 @@ pub use event::EventDesc;
 pub use fault::{Fault, FaultCode};
 pub use id::{BindingId, EventId, ProgramId, TaskId, WorkerId};
 pub use task::{Operand, TaskDesc, TaskFlags};
+pub use technique::{Technique, Techniques};
 pub use turn::Turn;

@@ -144,9 +144,9 @@ fn loading_is_so_many_calls_in_this_order() {
         size_of_val(view.triggers),
         size_of_val(view.list_heads),
         size_of_val(view.lists),
-        size_of_val(&loads.data_heads[..]),
+        size_of_val(loads.data_heads),
         size_of_val(loads.data),
-        size_of_val(&loads.prefetch_heads[..]),
+        size_of_val(loads.prefetch_heads),
         size_of_val(loads.prefetches),
     ];
     let counters = 4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize);
@@ -540,17 +540,45 @@ fn a_kernel_that_hangs_is_given_up() {
     }
     let (_dir, model) = small();
     let driver = Arc::new(Fake::new(Options { hangs: true, ..Options::new(N_SMS, MEMORY) }));
-    let kernel = cuda::Options { timeout: Duration::ZERO, ..Default::default() };
+    let kernel = cuda::Options { timeout: Duration::ZERO, recorder: true, ..Default::default() };
     let mut engine = Engine::new(&model, &EngineConfig { cuda: kernel, ..config(gpu(&driver)) }).expect("resident");
     let loaded = driver.calls().len();
     let error = generate(&mut engine, &PROMPT, 1).expect_err("it hangs").to_string();
     assert!(error.contains("has not been heard of") && error.contains("cannot be used any more"), "{error}");
+    assert!(error.ends_with("; last, 3 workers (w0, ...) began nothing yet"), "{error}");
     assert_eq!(generate(&mut engine, &PROMPT, 1).expect_err("still").to_string(), error);
     drop(engine);
     let calls = driver.calls();
     let after: Vec<&String> = calls[loaded..].iter().skip_while(|call| !call.starts_with("cuLaunch")).skip(1).collect();
     // It was told to stop; nobody waited for anything, and nothing was given back, the context included.
     assert_eq!(after, ["cuMemcpyHtoDAsync 4"]);
+}
+
+/// Where workers were is told of a stall, and, if it is recorded, of a run in which the device is lost.
+#[test]
+fn what_workers_began_last_is_told() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small();
+    for recorder in [false, true] {
+        let kernel = cuda::Options { recorder, ..Default::default() };
+        let on = |driver: &Arc<Fake>| EngineConfig { cuda: kernel, ..config(gpu(driver)) };
+        let mut engine = Engine::new(&model, &on(&fake())).expect("resident");
+        let events = engine.resident().compiled().image.view().events.len() as u32;
+        engine.resident_mut().cuda().expect("a GPU").miscount(EventId(events - 1)).expect("idle");
+        let error = generate(&mut engine, &PROMPT, 3).expect_err("an event never fires").to_string();
+        let (_, others) = error.split_once("; last, ").expect("where the others were");
+        assert!(others.contains(" began t") && !others.contains("nothing yet"), "{error}");
+
+        // When the kernel has ended.
+        let lost = ("cuMemcpyDtoHAsync", 719);
+        let driver = Arc::new(Fake::new(Options { fails: Some(lost), ..Options::new(N_SMS, MEMORY) }));
+        let mut engine = Engine::new(&model, &on(&driver)).expect("resident");
+        let error = generate(&mut engine, &PROMPT, 3).expect_err("the device is lost").to_string();
+        assert!(error.starts_with(lost.0), "{error}");
+        assert_eq!(error.contains("; last, ") && error.contains(" began t"), recorder, "{error}");
+    }
 }
 
 /// A run that waits for another's kernel to end is silent for that reason, and not given up for it.

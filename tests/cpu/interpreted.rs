@@ -9,7 +9,7 @@ use perpetua::exec::{RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_shared::control::End;
-use perpetua_shared::{DType, EventId};
+use perpetua_shared::{DType, EventId, Technique, Techniques};
 use proptest::prelude::*;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -176,12 +176,78 @@ fn long_rows_make_the_cpus_tokens() {
         let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
         let expected = tokens(&mut cpu, &prompt, &greedy(2)).expect("it runs");
         let driver = driver(n_sms, seed);
-        let config = EngineConfig { cuda: cuda::Options { tiles: loaders, ..config.cuda }, ..config };
+        let without = if loaders { Techniques::NONE } else { Technique::Tiles.into() };
+        let config = EngineConfig { cuda: cuda::Options { without, ..config.cuda }, ..config };
         let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
         assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs"), expected, "{hidden}, {inner}");
         let logits = [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
         let distance = distance(&logits[0], &logits[1]);
         assert!(distance < 1e-2, "{hidden}, {inner}: {distance}");
+    }
+}
+
+/// Every technique left out, one by one and all of them, in decoding and where a prompt is read: with rows of a few hundred elements, with
+/// some too long for shared memory, and with some that come in segments.
+#[test]
+fn what_is_left_out_others_do() {
+    if !has_kernel() {
+        return;
+    }
+    let short: &[(&str, usize)] = &[("hidden_size", 72), ("intermediate_size", 152), ("head_dim", 32)];
+    let [long, longest]: [&[(&str, usize)]; 2] = [&[("intermediate_size", 4360)], &[("intermediate_size", 14_344)]];
+    for (sizes, seed) in [(short, 1), (long, 2), (longest, 3)] {
+        let (_dir, model) = model(sizes);
+        let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
+        let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+        let prompt = [3, 80, 41, 5, 0, 66];
+        let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
+        let expected = tokens(&mut cpu, &prompt, &greedy(2)).expect("it runs");
+        let expected = (expected, cpu.last_logits().expect("a token was made"));
+        let driver = driver(3, seed);
+        let gpu = gpu(&driver);
+        let engine = |without: Techniques| {
+            let cuda = cuda::Options { without, ..Default::default() };
+            Engine::new(&model, &EngineConfig { device: Device::Cuda, gpu: Some(gpu.clone()), cuda, ..config.clone() })
+        };
+        let mut whole = engine(Techniques::NONE).expect("resident");
+        let mut run = |without: Techniques| {
+            let mut own = None;
+            let engine = match without.has(Technique::Flags) {
+                true => own.insert(engine(without).expect("resident")),
+                false => {
+                    whole.resident_mut().cuda().expect("a GPU").leave_out(without);
+                    &mut whole
+                }
+            };
+            let made = tokens(engine, &prompt, &greedy(2)).unwrap_or_else(|error| panic!("{without:?}: {error}"));
+            (made, engine.last_logits().expect("a token was made"), driver.report())
+        };
+        let usual = run(Techniques::NONE);
+        let all = Technique::ALL.into_iter().collect();
+        for without in Technique::ALL.into_iter().map(Techniques::from).chain([all]) {
+            let (made, logits, report) = run(without);
+            let distance = distance(&expected.1, &logits);
+            assert!(made == expected.0 && distance < 1e-2, "{without:?}: {made:?}, {distance}");
+            if without.iter().all(Technique::keeps_bits) {
+                assert_eq!(logits, usual.1, "{without:?}");
+            }
+            // It is left out indeed, where there is anything to leave out.
+            let [of_warps, of_warpgroups] = usual.2.products;
+            for technique in without.iter() {
+                let is_fewer = match technique {
+                    Technique::Tiles => report.copies == 0,
+                    Technique::TilesAhead => report.copies < usual.2.copies,
+                    Technique::Warpgroups => of_warpgroups > 0 && report.products[1] == 0,
+                    Technique::ThinProducts | Technique::GroupAttention | Technique::FlashAttention => {
+                        sizes != short || report.products[0] < of_warps
+                    }
+                    Technique::LongRows => sizes != long || logits != usual.1,
+                    Technique::Flags => logits != usual.1,
+                    Technique::L2Prefetch | Technique::EarlyStart => report.instructions != usual.2.instructions,
+                };
+                assert!(is_fewer, "{without:?}: {technique:?} is not left out");
+            }
+        }
     }
 }
 

@@ -73,7 +73,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-const MODELS: [&str; 3] = ["tiny-qwen3", "tiny-llama", "tiny-qwen2"];
+const MODELS: [&str; 4] = ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral"];
 
 #[test]
 fn reference_logits_match_transformers() {
@@ -160,7 +160,8 @@ fn greedy_tokens_match_transformers() {
 /// `gpu_code_fixtures` does it with 132. The largest fixture takes as long as the others together, and has one number only.
 #[test]
 fn a_simulated_gpu_matches_transformers() {
-    for (name, sms) in [("tiny-qwen3", 4), ("tiny-llama", 4), ("tiny-llama", 7), ("tiny-qwen2", 4), ("tiny-qwen2", 7)] {
+    let others = [("tiny-llama", 7), ("tiny-qwen2", 7)];
+    for (name, sms) in MODELS.into_iter().map(|name| (name, 4)).chain(others) {
         let model = Model::load(fixture(name)).unwrap();
         let case = &cases(name)[0];
         let n = 2;

@@ -1,6 +1,7 @@
 //! The `perpetua` program, as scripts use it.
 
 use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua_shared::Technique;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -320,7 +321,8 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
             let step = number("/figures/loss/step_us");
             assert!((sum / step - 1.0).abs() < 1e-3, "{sum} us in parts of {step}: {text}");
             assert!(number("/figures/loss/floor_us") > 0.0, "{text}");
-            for way in ["without_loaders", "without_flags", "launch_per_operator"] {
+            let without = Technique::ALL.map(|technique| format!("without/{}", technique.name()));
+            for way in without.into_iter().chain(["launch_per_operator".to_owned()]) {
                 assert_eq!(number(&format!("/figures/{way}/same_tokens")), 2.0, "{text}");
                 assert!(number(&format!("/figures/{way}/times_the_persistent_step")) > 0.0, "{text}");
             }
@@ -400,6 +402,48 @@ fn a_gpu_check_outlives_its_sections() {
     assert!(said("kernels").contains("signal: 9"), "{}", said("kernels"));
     assert!(said("fixtures").contains("none/tiny-qwen3"), "{}", said("fixtures"));
     assert!(record("facts")["figures"].is_object() && record("facts")["error"].is_null());
+}
+
+/// Where fixtures fail, what it is that the GPU does not get on with is looked for, and found.
+#[test]
+fn what_a_gpu_does_not_get_on_with_is_found() {
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("records");
+    let check = |fixtures: &str, how: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+            .args(["gpu-check", "--simulated", "fixtures", "--fixtures", fixtures, "--out"])
+            .arg(&out)
+            .args(how)
+            .output()
+            .expect("the program was built");
+        assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = std::fs::read_to_string(out.join("fixtures.json")).expect("a record");
+        let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        (record, String::from_utf8(output.stdout).unwrap())
+    };
+    // What is left out already is not looked for.
+    let (record, said) = check(&fixture(""), &["--fatal", "thin-products", "--without", "early-start,tiles"]);
+    assert!(said.ends_with("fixtures       is done without thin-products\n"), "{said}");
+    assert!(said.starts_with("fixtures without early-start, tiles FAILED"), "{said}");
+    assert_eq!(record["without"], serde_json::json!(["tiles", "early-start"]));
+    let error = record["error"].as_str().expect("what the driver said");
+    assert!(error.contains("fatal here") && error.contains("; last, 4 workers (w0, ...) began nothing yet"), "{error}");
+    let trials = record["done_in_trials"].as_object().expect("trials");
+    assert_eq!(trials.len(), Technique::ALL.len());
+    for (name, is_done) in trials {
+        let expected = ["without-all", "without-thin-products"].contains(&name.as_str());
+        assert_eq!(is_done.as_bool(), Some(expected), "{name}");
+        let trial = std::fs::read_to_string(out.join(name).join("fixtures.json")).expect("a record of its own");
+        assert_eq!(trial.contains("\"error\""), !expected, "{trial}");
+    }
+    // What has to do with no technique is not looked for for long.
+    let (record, said) = check(&temp.path().join("none").to_string_lossy(), &[]);
+    assert!(said.contains("fails without all techniques, too"), "{said}");
+    assert_eq!(record["done_in_trials"], serde_json::json!({"again": false, "without-all": false}));
 }
 
 /// However a check is ended, its section does not go on without it: it would have the GPU to itself, and nobody to end it.

@@ -22,7 +22,7 @@ use perpetua_device::kernels::{Attention, Numbered, Spec, Use};
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
-use perpetua_shared::{DType, DataOp, TaskFlags, WorkerId};
+use perpetua_shared::{DType, DataOp, TaskFlags, Technique, Techniques, WorkerId};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, HashMap};
 use std::ops::ControlFlow;
@@ -593,14 +593,14 @@ fn loaders_have_64_kib_under_way() {
     let (_dir, model) = model(WIDE);
     // One worker, so that its share is the whole network's weights, several times what it has of shared memory.
     let compiled = compiled(&model, 1, 1);
-    let run = |tiles: bool, seed: u64| {
-        let options = Options { tiles, seed, block_threads: Some(64) };
+    let run = |without: Techniques, seed: u64| {
+        let options = Options { without, seed, block_threads: Some(64) };
         run_simt_on(&IDS[..1], &model, &compiled, compiled.image.clone(), options)
             .unwrap_or_else(|error| panic!("{error}"))
     };
-    let (without, _) = run(false, 1);
+    let (without, _) = run(Technique::Tiles.into(), 1);
     for seed in 1..4 {
-        let (logits, simt) = run(true, seed);
+        let (logits, simt) = run(Techniques::NONE, seed);
         close(&without, &logits, "from tiles");
         let report = simt.report();
         println!(

@@ -516,7 +516,7 @@ mod linear {
 
 mod attention {
     use super::*;
-    use crate::kernels::attention::{Attention, Params};
+    use crate::kernels::attention::{Attention, BIDIRECTIONAL, CAUSAL, Params};
     use crate::kernels::linear::Order;
 
     struct Case {
@@ -527,7 +527,7 @@ mod attention {
         group: usize,
         d: usize,
         first_pos: usize,
-        causal: bool,
+        window: u32,
         /// Multiplies the queries: large ones make one position win.
         sharp: f32,
         /// What stands at positions nobody may see, and sometimes among those that are seen.
@@ -554,7 +554,12 @@ mod attention {
     }
 
     fn params(c: &Case) -> Params {
-        Params { scale: 1.0 / (c.d as f32).sqrt(), causal: u32::from(c.causal), splits: 1, order: c.order as u32 }
+        Params { scale: 1.0 / (c.d as f32).sqrt(), window: c.window, splits: 1, order: c.order as u32 }
+    }
+
+    /// None, all positions, or up to so many.
+    fn windows(most: u32) -> impl Strategy<Value = u32> {
+        prop_oneof![Just(BIDIRECTIONAL), Just(CAUSAL), 1..=most]
     }
 
     proptest! {
@@ -562,11 +567,11 @@ mod attention {
         #[test]
         fn agrees_with_its_reference(
             isa in isas(), dtype in dtypes(), rows in 1..below(40, 5), n_kv in 1usize..3, group in 1..below(10, 4),
-            d in 1..below(150, 24), first_pos in 0..below(200, 70), causal in any::<bool>(), sharp in 0.1f32..8.0, kind in 0u32..20,
+            d in 1..below(150, 24), first_pos in 0..below(200, 70), window in windows(150), sharp in 0.1f32..8.0, kind in 0u32..20,
             seed in any::<u64>(),
         ) {
             let (q_dtype, order) = (DType::F32, Order::Lanes);
-            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, causal, sharp, kind, order, seed })?;
+            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, window, sharp, kind, order, seed })?;
         }
     }
 
@@ -576,17 +581,17 @@ mod attention {
         #[test]
         fn of_prompts_agrees_with_its_reference(
             q_dtype in dtypes(), rows in 1..below(40, 4), n_kv in 1..below(3, 2), group in 1..below(5, 3), d in 1..below(4, 2),
-            first_pos in 0..below(600, 10), causal in any::<bool>(), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
+            first_pos in 0..below(600, 10), window in windows(400), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
         ) {
             let (dtype, d, order) = (DType::Bf16, 32 * d, Order::Prompt);
-            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, causal, sharp, kind, order, seed };
+            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, window, sharp, kind, order, seed };
             agrees(Isa::best(), case)?;
         }
     }
 
     fn agrees(isa: Isa, case: Case) -> Result<(), TestCaseError> {
         // Bidirectional rows see the pass's rows.
-        let case = if case.causal { case } else { Case { first_pos: 0, rows: 2 * case.rows, ..case } };
+        let case = if case.window != BIDIRECTIONAL { case } else { Case { first_pos: 0, rows: 2 * case.rows, ..case } };
         let (io, step) = (operands(&case), step(case.first_pos as u32, case.rows as u32));
         let [expected, got] = both::<Attention>(isa, &params(&case), &io, step, 0);
         for (i, (e, g)) in expected[3].values().iter().zip(&got[3].values()).enumerate() {
@@ -600,7 +605,7 @@ mod attention {
         for isa in Isa::available() {
             // On a matrix unit too the bits are the rows' own.
             let orders = [(DType::Bf16, Order::Lanes), (DType::F32, Order::Lanes), (DType::Bf16, Order::Prompt)];
-            for (dtype, order) in orders {
+            for ((dtype, order), window) in orders.into_iter().flat_map(|order| [(order, CAUSAL), (order, 70)]) {
                 let (rows, n_kv, group, d) = if order == Order::Prompt { (270, 2, 3, 32) } else { (150, 2, 3, 48) };
                 let case = Case {
                     dtype,
@@ -610,7 +615,7 @@ mod attention {
                     group,
                     d,
                     first_pos: 0,
-                    causal: true,
+                    window,
                     sharp: 3.0,
                     kind: 0,
                     order,
@@ -626,7 +631,7 @@ mod attention {
                     let one = both::<Attention>(*isa, &params(&case), &io, step(r as u32, 1), 0)[1][3].values();
                     assert!(
                         one.iter().zip(&whole[r * row..]).all(|(a, b)| a.to_bits() == b.to_bits()),
-                        "{} {dtype} {order:?} row {r}",
+                        "{} {dtype} {order:?} row {r} of {window}",
                         isa.name()
                     );
                 }
@@ -644,7 +649,7 @@ mod attention {
             group: 1,
             d: 4,
             first_pos: 0,
-            causal: true,
+            window: CAUSAL,
             sharp: 1.0,
             kind: 0,
             order: Order::Lanes,

@@ -51,6 +51,16 @@ impl Random {
         [DType::F32, DType::Bf16, DType::F16][self.below(3) as usize]
     }
 
+    /// Of attention: none, all positions, or up to so many.
+    fn window(&mut self, most: u32) -> u32 {
+        if self.below(3) == 0 { attention::BIDIRECTIONAL } else { self.some_window(most) }
+    }
+
+    /// All positions, or up to so many.
+    fn some_window(&mut self, most: u32) -> u32 {
+        if self.flip() { attention::CAUSAL } else { self.one_to(most) }
+    }
+
     fn flip(&mut self) -> bool {
         self.next() & 1 == 0
     }
@@ -114,6 +124,10 @@ impl Lists for OneList<'_> {
 
     fn prefetches(&self, _: u32) -> (*const PrefetchOp, u32) {
         (core::ptr::null(), 0)
+    }
+
+    fn goes_ahead(&self) -> bool {
+        true
     }
 
     fn binding(&self, binding: u32) -> *const u8 {
@@ -987,8 +1001,8 @@ fn attention(random: &mut Random, round: usize) {
         if decodes { (1, 1, random.one_to(2)) } else { (random.one_to(3), random.one_to(2), random.one_to(3)) };
     let d = if round.is_multiple_of(6) { 270 } else { [random.one_to(140), 64][round % 2] };
     let context = 120;
-    let causal = random.below(2);
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
+    let window = random.window(40);
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, splits: 1, order: 0 });
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, group, d]);
     case.floats(random, dtype, &[heads, context, d]);
@@ -1004,13 +1018,14 @@ fn attention(random: &mut Random, round: usize) {
 fn attention_of_many(random: &mut Random, round: usize) {
     let (rows, heads, group) = (15 + random.one_to(50), random.one_to(2), random.one_to(3));
     let d = 8 * random.one_to([8, 16][round % 2]);
-    let (context, causal) = ([90, 300][round / 2 % 2], random.below(2));
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal, splits: 1, order: 0 });
+    let (context, window) = ([90, 300][round / 2 % 2], random.window(150));
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, splits: 1, order: 0 });
     (case.tile_bytes, case.threads) = (TILE_BYTES, &[224, 160, 32]);
     case.row_first = random.below(3);
     case.step.first_pos = random.below(context - rows - 4);
     case.step.rows = case.row_first + random.one_to(rows);
-    let visible = if causal == 1 { case.step.first_pos + case.step.rows } else { case.step.rows };
+    let is_bidirectional = window == attention::BIDIRECTIONAL;
+    let visible = if is_bidirectional { case.step.rows } else { case.step.first_pos + case.step.rows };
     let dtype = random.dtype();
     case.push_placed(random, dtype, &[rows, heads, group, d], Random::float, true);
     for _ in 0..2 {
@@ -1046,7 +1061,8 @@ fn split_attention(random: &mut Random, round: usize) {
     let context = [20, 120, 700][round % 3];
     let visible = random.one_to(context);
     let dtype = random.dtype();
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, causal: 1, splits, order: 0 });
+    let window = random.some_window(context);
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, splits, order: 0 });
     case.floats(random, dtype, &[1, heads, group, d]);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
@@ -1063,7 +1079,9 @@ fn decode_attention_case(
     [heads, group, d, splits]: [u32; 4],
     (context, visible): (u32, u32),
 ) -> Case {
-    let mut case = Case::new::<DecodeAttention>(decode_attention::Params { eps: 1e-6, scale: 0.3, splits });
+    let window = random.some_window(context);
+    let params = decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window };
+    let mut case = Case::new::<DecodeAttention>(params);
     case.floats(random, DType::F32, &[1, heads, group, d]);
     case.floats(random, dtype, &[1, heads, d]);
     case.floats(random, dtype, &[1, heads, d]);
@@ -1123,7 +1141,8 @@ fn attention_merge(random: &mut Random, round: usize) {
 fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
     let visible = random.one_to(60);
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.5, causal: 1, splits: 1, order: 0 });
+    let mut case =
+        Case::new::<Attention>(attention::Params { scale: 0.5, window: attention::CAUSAL, splits: 1, order: 0 });
     case.floats(random, DType::F32, &[1, heads, group, d]);
     push_cache(&mut case, random, DType::F32, [heads, 64, d], visible, false);
     push_cache(&mut case, random, DType::F32, [heads, 64, d], visible, false);
@@ -1145,7 +1164,7 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     };
     let [attention, merge] = [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
     let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
-    let params = param_words(&attention::Params { scale: 0.5, causal: 1, splits, order: 0 });
+    let params = param_words(&attention::Params { scale: 0.5, window: attention::CAUSAL, splits, order: 0 });
     let whole = case.operands[4];
     for split in 0..splits {
         case.operands[4].extent[1] = 1;

@@ -25,7 +25,7 @@ use crate::arch::{LaunchBlock, memory, param, scalar, thread};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
-use perpetua_shared::{DType, Fault, FaultCode};
+use perpetua_shared::{DType, Fault, FaultCode, Technique};
 
 /// A tensor region in device memory. Indices are not checked here: that a box lies inside its binding is a rule of the
 /// image's check, that a body stays in the box is what its tests are for.
@@ -469,6 +469,12 @@ impl Call<'_> {
             are &= unsafe { self.tensor(operand) }.dtype() == BF16;
         }
         are
+    }
+
+    /// Whether the launch does not leave `technique` out.
+    #[inline(always)]
+    pub(crate) fn uses(&self, technique: Technique) -> bool {
+        self.launch.is_none_or(|launch| !param!(launch, without).has(technique))
     }
 
     /// The entry of the mailbox that the pass has, in a run over one sequence.

@@ -116,6 +116,8 @@ pub(crate) trait Lists {
     fn data(&self, program: u32) -> (*const DataOp, u32);
     /// Its prefetches, likewise.
     fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32);
+    /// Whether to begin the pass after, once there is nothing left to bring.
+    fn goes_ahead(&self) -> bool;
     /// Where binding `binding` lies.
     fn binding(&self, binding: u32) -> *const u8;
     /// Where the worker [says](LaunchParams::paces) how far it is.
@@ -155,7 +157,9 @@ pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
             brought.begin(sync, is_again, ops.1);
             let pace = pass.wrapping_mul(PACE_PASS);
             brought.bring(lists, sync, ops.0, lists.prefetches(program), Pass { pace, position, is_sampling });
-            brought.bring_ahead(lists, sync, ops.0);
+            if lists.goes_ahead() {
+                brought.bring_ahead(lists, sync, ops.0);
+            }
         }
     }
 }
@@ -722,6 +726,10 @@ mod tests {
 
         fn prefetches(&self, _: u32) -> (*const PrefetchOp, u32) {
             (self.ops.as_ptr(), self.ops.len() as u32)
+        }
+
+        fn goes_ahead(&self) -> bool {
+            true
         }
 
         fn binding(&self, _: u32) -> *const u8 {

@@ -24,6 +24,7 @@ use super::{BF16, Call};
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
 use crate::arch::{WARP, bulk, copy, each_of_four, memory};
 use crate::block::Block;
+use perpetua_shared::Technique;
 
 /// Columns of k at a time, and of them those that one instruction takes.
 const STEP: u32 = 64;
@@ -57,7 +58,7 @@ const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
     // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
-    if rows <= 1 || !is_free || block.warps() <= MULTIPLYING {
+    if rows <= 1 || !is_free || block.warps() <= MULTIPLYING || !call.uses(Technique::Warpgroups) {
         return false;
     }
     // SAFETY: the operands are matrices (caller).

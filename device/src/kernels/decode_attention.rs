@@ -29,12 +29,14 @@ pub struct Params {
     pub scale: f32,
     /// Tasks that share the positions; 1: not split.
     pub splits: u32,
+    /// As [`attention::Params::window`], of which none is bidirectional.
+    pub window: u32,
 }
 
 impl Params {
     #[inline(always)]
     fn attention(&self) -> attention::Params {
-        attention::Params { scale: self.scale, causal: 1, splits: self.splits, order: 0 }
+        attention::Params { scale: self.scale, window: self.window, splits: self.splits, order: 0 }
     }
 }
 
@@ -69,6 +71,10 @@ impl MacroKernel for DecodeAttention {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         rope::check(io)?;
+        p.attention().check()?;
+        if p.window == attention::BIDIRECTIONAL {
+            return Err("a bidirectional row has no cache to append to".to_owned());
+        }
         let [q, .., k_cache, v_cache, y] = io else { unreachable!("slots were counted") };
         rules::extent("q", q, 0, 1)?;
         let [_, heads, group, d] = q.extent;
@@ -93,7 +99,7 @@ impl MacroKernel for DecodeAttention {
         let [q, k, ..] = read else { return Cost::default() };
         let splits = u64::from(p.splits.max(1));
         let positions = u64::from(k_cache.extent[1]);
-        let most = positions.div_ceil(splits);
+        let most = u64::from(p.attention().most_seen(k_cache.extent[1])).div_ceil(splits);
         let share = |o: &Operand| bytes_of(o) / positions.max(1) * most;
         Cost {
             bytes_read: read.iter().map(bytes_of).sum::<u64>() + share(k_cache) + share(v_cache),
@@ -173,7 +179,7 @@ impl MacroKernel for DecodeAttention {
                     let (queries, d) = (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)));
                     Group { k: Head::new(&k, h), v: Head::new(&v, h), queries, d, scale: p.scale }
                 };
-                let is_fit = group_of().is_fit();
+                let is_fit = group_of().is_fit() && call.uses(Technique::GroupAttention);
                 let mut g = block.warp();
                 let heads_here = queries + u32::from(appends);
                 while g < heads_here {

@@ -10,8 +10,7 @@ use perpetua_shared::task::Operand;
 use crate::{block::Block, gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io::Call};
-use perpetua_shared::Fault;
-use perpetua_shared::FaultCode;
+use perpetua_shared::{Fault, FaultCode, Technique};
 
 /// How a task uses an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -333,7 +332,7 @@ macro_rules! kernels {
             const EARLY: u32 = 0 $(| ($kernel::EARLY as u32) << $number)*;
             let kind = call.task_type();
             // Most bodies wait here, in one place; the others have it in them.
-            if kind >= 32 || EARLY >> kind & 1 == 0 {
+            if kind >= 32 || EARLY >> kind & 1 == 0 || !call.uses(Technique::EarlyStart) {
                 ready()?;
             }
             // SAFETY: the caller's promise; of kernels that are not early the waits have been met.

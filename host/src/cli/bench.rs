@@ -13,6 +13,7 @@ use perpetua::exec::threads::usable_cores;
 use perpetua::{Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
+use perpetua_shared::Technique;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -33,7 +34,7 @@ pub(crate) struct Args {
     /// Measure so often; the figures are those of the median run.
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     runs: usize,
-    /// On a GPU: measure the same without loaders, without flags, and as one launch per operator under a CUDA graph, too.
+    /// On a GPU: measure the same without each technique that makes it fast, and as one launch per operator under a CUDA graph, too.
     #[arg(long)]
     compare: bool,
     /// Write the figures there.
@@ -217,8 +218,43 @@ fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<s
     Ok(figures.into())
 }
 
-/// The same tokens by another way through the GPU's code, beside `run`'s.
-fn other_way(
+/// What another way through the GPU's code makes of the same prompts, by its `runs`, beside `run`.
+fn beside(runs: &[Run], run: &Run, keeps_bits: bool, way: &str) -> Result<serde_json::Value, String> {
+    let other = &runs[runs.len() / 2];
+    let same = other.tokens.iter().zip(&run.tokens).take_while(|(a, b)| a == b).count();
+    // Where sums have another order, or rows no flags in their numbers, and two tokens are as likely, another may be made.
+    if keeps_bits && other.tokens != run.tokens {
+        return Err(format!("{way}: other tokens, from number {same} on"));
+    }
+    Ok(json!({
+        "step_ms_median": other.median() * 1e3,
+        "step_ms_of_runs": spread(runs),
+        "times_the_persistent_step": other.median() / run.median().max(1e-12),
+        "times_the_prompt": other.prefill.as_secs_f64() / run.prefill.as_secs_f64().max(1e-12),
+        "same_tokens": same,
+    }))
+}
+
+/// The same prompts without each of the techniques, but for flags, which are compiled.
+fn without_each(
+    args: &Args,
+    engine: &mut Engine,
+    prompts: &[Vec<u32>],
+    run: &Run,
+) -> Result<serde_json::Map<String, serde_json::Value>, Box<dyn std::error::Error>> {
+    let mut figures = serde_json::Map::new();
+    for technique in Technique::ALL.into_iter().filter(|technique| *technique != Technique::Flags) {
+        let mut leave_out = |without| engine.resident_mut().cuda().map(|cuda| cuda.leave_out(without));
+        leave_out(technique.into());
+        let runs = Run::several(args, engine, prompts)?;
+        let way = format!("without {}", technique.name());
+        figures.insert(technique.name().to_owned(), beside(&runs, run, technique.keeps_bits(), &way)?);
+    }
+    Ok(figures)
+}
+
+/// The same prompts by an engine of its own, made as `config` says.
+fn by_another(
     args: &Args,
     model: &Model,
     config: &EngineConfig,
@@ -228,19 +264,8 @@ fn other_way(
     let mut engine = super::resident(model, config)?;
     warm_up(args, &mut engine, &prompts[0])?;
     let runs = Run::several(args, &mut engine, prompts)?;
-    let other = &runs[runs.len() / 2];
-    let same = other.tokens.iter().zip(&run.tokens).take_while(|(a, b)| a == b).count();
-    // A flag is two bits of a number, and without tiles rows are multiplied otherwise: numbers are others, and where two tokens are as
-    // likely another may be made.
-    if config.cuda.flags && config.cuda.tiles && other.tokens != run.tokens {
-        return Err(format!("{:?} makes other tokens, from number {same} on", config.cuda).into());
-    }
-    let mut figures = json!({
-        "step_ms_median": other.median() * 1e3,
-        "step_ms_of_runs": spread(&runs),
-        "times_the_persistent_step": other.median() / run.median().max(1e-12),
-        "same_tokens": same,
-    });
+    let keeps_bits = config.cuda.without.iter().all(Technique::keeps_bits);
+    let mut figures = beside(&runs, run, keeps_bits, &format!("{:?}", config.cuda))?;
     if config.cuda.mode == Mode::PerOperator {
         let compiled = engine.resident().compiled();
         figures["launches_per_step"] = operators(&compiled.image, decoding(args, compiled)).len().into();
@@ -336,7 +361,6 @@ pub(super) fn generator(
         }
         loss = Some(Loss::of(&trace).ok_or("the trace has no two steps")?.table(read_traced, bandwidth));
     }
-    drop(engine);
     let mut figures = json!({
         "model": args.model.model.display().to_string(),
         "runs_on": runs_on,
@@ -372,11 +396,13 @@ pub(super) fn generator(
         figures["loss"] = loss;
     }
     if args.compare {
-        let way = |cuda| other_way(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run);
         keep(&figures)?;
-        figures["without_loaders"] = way(cuda::Options { tiles: false, ..Default::default() })?;
-        figures["without_flags"] = way(cuda::Options { flags: false, ..Default::default() })?;
+        figures["without"] = without_each(args, &mut engine, &prompts, run)?.into();
         keep(&figures)?;
+        drop(engine);
+        let way = |cuda| by_another(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run);
+        let without = Technique::Flags.into();
+        figures["without"][Technique::Flags.name()] = way(cuda::Options { without, ..Default::default() })?;
         figures["launch_per_operator"] = way(cuda::Options { mode: Mode::PerOperator, ..Default::default() })?;
     }
     if let Some(alone) = alone {

@@ -11,9 +11,6 @@ mod embed;
 mod files;
 mod generate;
 mod gpu_check;
-#[allow(unsafe_code, reason = "process groups and signals")]
-mod group;
-mod kernel_cases;
 mod logits;
 mod loss;
 mod pack;
@@ -22,12 +19,15 @@ mod plan_graph;
 mod schedule;
 mod synth;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::cuda::Gpu;
+use perpetua::exec::cuda;
 use perpetua::model::layout::is_spare;
 use perpetua::model::{ModelConfig, ModelError, Quantize};
 use perpetua::{Device, Engine, EngineConfig, Model};
+use perpetua_shared::{Technique, Techniques};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -158,9 +158,32 @@ struct ModelArgs {
     /// Read prompts with the bits that their tokens give one by one, on the CPU: without matrix units (AMX), which are faster.
     #[arg(long)]
     exact: bool,
+    #[command(flatten)]
+    without: Without,
     /// The GPU, when it is not the system's first.
     #[arg(skip)]
     gpu: Option<Gpu>,
+}
+
+/// What a GPU does without.
+#[derive(Clone, Debug, Default, Args)]
+struct Without {
+    /// On a GPU, leave this out, which makes it faster: where that is what a GPU does not get on with, or to see what it brings.
+    #[arg(long, value_name = "TECHNIQUE", value_delimiter = ',', value_parser = technique())]
+    without: Vec<Technique>,
+}
+
+impl Without {
+    fn set(&self) -> Techniques {
+        self.without.iter().copied().collect()
+    }
+}
+
+/// A [`Technique`] by its name.
+fn technique() -> impl TypedValueParser<Value = Technique> {
+    let by_name = |name: String| Technique::ALL.into_iter().find(|technique| technique.name() == name);
+    PossibleValuesParser::new(Technique::ALL.map(Technique::name))
+        .try_map(move |name| by_name(name).ok_or("no technique"))
 }
 
 /// How weights are kept.
@@ -172,9 +195,9 @@ enum QuantizeName {
 
 impl ModelArgs {
     /// The model in folder `model`, on `gpu`.
-    fn on_gpu(model: PathBuf, gpu: Gpu) -> ModelArgs {
+    fn on_gpu(model: PathBuf, gpu: Gpu, without: Without) -> ModelArgs {
         let (device, gpu) = (DeviceName::Cuda, Some(gpu));
-        ModelArgs { model, device, threads: None, quantize: None, max_context: None, exact: false, gpu }
+        ModelArgs { model, device, threads: None, quantize: None, max_context: None, exact: false, without, gpu }
     }
 
     fn open(&self) -> Result<Model, Box<dyn std::error::Error>> {
@@ -182,6 +205,11 @@ impl ModelArgs {
             return Err(
                 "--exact is for --device cpu or reference: a GPU multiplies the rows of a prompt in bf16".into()
             );
+        }
+        if !self.without.without.is_empty()
+            && !matches!(self.device, DeviceName::Auto | DeviceName::Cuda | DeviceName::Ptx)
+        {
+            return Err("--without is for --device cuda or ptx: nothing else knows these techniques".into());
         }
         let model = load(&self.model)?;
         let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
@@ -224,6 +252,7 @@ impl ModelArgs {
             threads: self.threads,
             max_context: Some(self.max_context.unwrap_or(needed)),
             gpu: self.gpu.clone(),
+            cuda: cuda::Options { without: self.without.set(), ..cuda::Options::default() },
             exact: self.exact,
             ..EngineConfig::default()
         }

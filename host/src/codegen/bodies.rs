@@ -101,12 +101,9 @@ fn attend(body: &mut Body, queries: TileId, positions: u32, [q, k, v]: [GlobalId
     let sums = body.tile("sums", Place::Sixteens { columns: d });
     let [max, total, found, new, factor] =
         ["max", "total", "found", "new", "factor"].map(|name| body.tile(name, Place::PerRow));
-    // From the first position on every row sees something.
-    let nothing = if end == Extent::Seen { f32::NEG_INFINITY } else { NOTHING };
-
     body.op(Op::Split { to: queries, from: q, column: Start::FIRST });
     body.op(Op::Fill { to: sums, value: 0.0 });
-    body.op(Op::Fill { to: max, value: nothing });
+    body.op(Op::Fill { to: max, value: NOTHING });
     body.op(Op::Fill { to: total, value: 0.0 });
     body.each("t", positions, end, |body, t| {
         body.op(Op::Load { to: keys, from: k, row: Start::at(t), column: Start::FIRST });

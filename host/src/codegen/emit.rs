@@ -14,7 +14,8 @@ pub fn emit(file: &File, plans: &[Plan]) -> String {
     let mut functions = String::new();
     let mut used = BTreeSet::new();
     for plan in plans {
-        let mut emitter = Emitter { plan, text: String::new(), depth: 3, declared: Vec::new(), used: &mut used };
+        let mut emitter =
+            Emitter { plan, text: String::new(), depth: 3, declared: Vec::new(), is_windowed: false, used: &mut used };
         emitter.function();
         functions.push('\n');
         functions.push_str(&emitter.text);
@@ -54,6 +55,8 @@ struct Emitter<'a, 'b> {
     depth: usize,
     /// Register tiles that have a variable, by scope, outermost first.
     declared: Vec<BTreeSet<TileId>>,
+    /// Rows see a window of positions, whose size is an argument.
+    is_windowed: bool,
     used: &'b mut BTreeSet<(&'static str, &'static str)>,
 }
 
@@ -93,8 +96,12 @@ impl Emitter<'_, '_> {
             }
         }
         arguments.extend(indices.iter().map(|name| format!("{name}: &Index<impl Fn(u32) -> u32>")));
-        if asks.seen_end || asks.seen_by {
+        if asks.seen.is_some() || asks.seen_by {
             arguments.push("seen: impl Fn(u32) -> u32".to_owned());
+        }
+        self.is_windowed = asks.seen.is_some();
+        if self.is_windowed {
+            arguments.push("window: u32".to_owned());
         }
         if asks.share {
             arguments.push("share: [u32; 2]".to_owned());
@@ -156,8 +163,10 @@ impl Emitter<'_, '_> {
         self.line(&format!("while first < {rows}.count {{"));
         self.depth = 3;
         self.line(&format!("let lane = &Lane::of(block, first, {rows}.count);"));
-        if asks.seen_end {
+        if let Some(by) = asks.seen {
             self.uses("gpu::tile", "last_row");
+            self.uses("gpu::tile", "window_from");
+            self.line(&format!("let seen_from = window_from(seen(first), window, {by});"));
             self.line(&format!("let seen_end = seen(last_row(block, first, {rows}.count));"));
         }
         if asks.seen_by {
@@ -429,8 +438,13 @@ impl Emitter<'_, '_> {
             Expr::Visible(id, a) => {
                 let name = loop_name(&self.plan.body.steps, *id).unwrap_or_default();
                 let a = self.expr(a, matrices, 0);
-                self.uses("gpu::tile", "where_seen");
-                (format!("where_seen({name} + column, seen_by[row], {a})"), 3)
+                if self.is_windowed {
+                    self.uses("gpu::tile", "where_in_window");
+                    (format!("where_in_window({name} + column, seen_by[row], window, {a})"), 3)
+                } else {
+                    self.uses("gpu::tile", "where_seen");
+                    (format!("where_seen({name} + column, seen_by[row], {a})"), 3)
+                }
             }
         };
         if own < level { format!("({text})") } else { text }
@@ -450,7 +464,11 @@ fn number(value: f32) -> String {
 
 /// So many after the first place of a loop that goes as far as `end`.
 fn first_of(end: Extent, n: u32) -> String {
-    if end == Extent::Share { plus("share[0]", n) } else { n.to_string() }
+    match end {
+        Extent::Share => plus("share[0]", n),
+        Extent::Seen => plus("seen_from", n),
+        _ => n.to_string(),
+    }
 }
 
 /// Where `start` is, in loops `open`.
@@ -500,8 +518,8 @@ fn has_stages(plan: &Plan, acts: &[Act]) -> bool {
 /// What `steps` ask for beside operands, as arguments, and of the operand that they write.
 #[derive(Default)]
 struct Asks {
-    /// How far the block's last row sees.
-    seen_end: bool,
+    /// How far the block's first and last row see, in steps of so many.
+    seen: Option<u32>,
     /// How far each row does.
     seen_by: bool,
     share: bool,
@@ -524,7 +542,7 @@ impl Asks {
                 }
                 Step::Op(op) => self.adds |= matches!(op, Op::Write { update: Update::Add, .. }),
                 Step::Loop(inner) => {
-                    self.seen_end |= inner.end == Extent::Seen;
+                    self.seen = self.seen.or((inner.end == Extent::Seen).then_some(inner.by));
                     self.share |= inner.end == Extent::Share;
                     self.add(&inner.steps);
                 }

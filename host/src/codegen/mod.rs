@@ -111,7 +111,8 @@ pub enum Extent {
     Rows(GlobalId),
     /// Over its columns.
     Columns(GlobalId),
-    /// Over what the block's last row sees: an argument of the body says how much each row does.
+    /// Over what the block's rows see: arguments of the body say how much each row does, and that it sees no more than the last `window` of
+    /// these, so that the loop begins with the step in which the first row's begin.
     Seen,
     /// Over a share of that, from its first to its end: an argument of the body, which other blocks have other shares in.
     Share,

@@ -16,7 +16,7 @@ use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, TASK_THREADS, TILE_BYTES};
 use perpetua_shared::probe::{self, ProbeParams};
-use perpetua_shared::{DataOp, PrefetchOp, TaskDesc};
+use perpetua_shared::{DataOp, PrefetchOp, TaskDesc, Technique};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
@@ -47,6 +47,8 @@ pub struct Options {
     pub fails: Option<(&'static str, i32)>,
     /// Launches never end.
     pub hangs: bool,
+    /// Launches of the persistent kernel with this technique lose the context.
+    pub fatal: Option<Technique>,
 }
 
 /// Shared memory of the kernels that is not dynamic: words and barriers.
@@ -65,7 +67,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, runs: Runs::Source, seed: 0, stray: 8, counts: false, fails: None, hangs: false }
+        Options { device, runs: Runs::Source, seed: 0, stray: 8, counts: false, fails: None, hangs: false, fatal: None }
     }
 }
 
@@ -308,7 +310,9 @@ impl Fake {
                 drop(state);
                 // There is nothing to say where these fail: whoever waits for them will hear.
                 let mut host = || drop(self.copy_beside(stream));
+                let is_fatal = |params: LaunchParams| self.options.fatal.is_some_and(|it| !params.without.has(it));
                 let ran = match module {
+                    _ if params.is_some_and(is_fatal) => Err("a technique that is fatal here".to_owned()),
                     Some(module) => {
                         let counts = self.options.counts && launch.kernel == ENTRY;
                         run_ptx(
@@ -360,6 +364,15 @@ fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
     let n_queue = if params.n_slots == 0 { 0 } else { 2 + u64::from(params.n_slots) };
     let section = |name, at, n: u64, size: usize, access| Range { at, bytes: n * size as u64, access, name };
     let constant = |name, at, n: u32, size| section(name, at, u64::from(n), size, Access::Constant);
+    // How many entries there are, the last of their heads says, of which each program has so many.
+    let count = |heads: u64, of_each: u64| {
+        let last = heads + 4 * (n_programs * of_each).saturating_sub(1);
+        if !State::has(&state.device, last, 4) {
+            return 0;
+        }
+        // SAFETY: four bytes of an allocation of this driver, live while its lock is held.
+        unsafe { std::ptr::with_exposed_provenance::<u32>(last as usize).read() }
+    };
     let mut ranges = vec![
         constant("programs", params.programs, params.n_programs, size_of::<ProgramDesc>()),
         constant("tasks", params.tasks, params.n_tasks, size_of::<TaskDesc>()),
@@ -368,11 +381,11 @@ fn memory_of(state: &State, params: &LaunchParams) -> Vec<Range> {
         constant("waits", params.waits, params.n_waits, 4),
         constant("triggers", params.triggers, params.n_triggers, 4),
         section("list heads", params.list_heads, n_programs * (n_workers + 2), 4, Access::Constant),
-        constant("lists", params.lists, params.n_list_entries, 4),
+        constant("lists", params.lists, count(params.list_heads, n_workers + 2), 4),
         section("data heads", params.data_heads, n_programs * (n_workers + 1), 4, Access::Constant),
-        constant("data ops", params.data, params.n_data, size_of::<DataOp>()),
+        constant("data ops", params.data, count(params.data_heads, n_workers + 1), size_of::<DataOp>()),
         section("prefetch heads", params.prefetch_heads, n_programs * (n_workers + 1), 4, Access::Constant),
-        constant("prefetches", params.prefetches, params.n_prefetches, size_of::<PrefetchOp>()),
+        constant("prefetches", params.prefetches, count(params.prefetch_heads, n_workers + 1), size_of::<PrefetchOp>()),
         section("e", params.counters, u64::from(params.n_events) + n_queue, 4, Access::Atomic),
         section("paces", params.paces, n_workers, 4, Access::Atomic),
     ];

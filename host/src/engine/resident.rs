@@ -10,9 +10,9 @@ use crate::exec::memory::{Memory, MemoryError, WeightSource};
 use crate::exec::{RunError, Stopper, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
 use perpetua_device::cpu::simd::Isa;
-use perpetua_shared::ProgramId;
 use perpetua_shared::control::{Control, Step};
 use perpetua_shared::task::Operand;
+use perpetua_shared::{ProgramId, Technique};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -389,7 +389,9 @@ impl Place {
                 Target { cuts_rows: !Isa::best().has_matrix_unit(), ..Target::cpu(*n_workers) }
             }
             Place::Simt { n_workers } => Target::gpu(*n_workers),
-            Place::Gpu { n_workers, options, .. } => Target { has_flags: options.flags, ..Target::gpu(*n_workers) },
+            Place::Gpu { n_workers, options, .. } => {
+                Target { has_flags: !options.without.has(Technique::Flags), ..Target::gpu(*n_workers) }
+            }
         }
     }
 }

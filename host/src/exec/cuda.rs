@@ -35,7 +35,7 @@ use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP, Step};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TILE_BYTES, TaskTrace};
 use perpetua_shared::task::Operand;
-use perpetua_shared::{DType, EventId, Fault, FaultCode, TaskId, Turn, WorkerId};
+use perpetua_shared::{DType, EventId, Fault, FaultCode, TaskId, Technique, Techniques, Turn, WorkerId};
 use std::collections::{BTreeMap, VecDeque};
 use std::mem::offset_of;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,18 +60,25 @@ pub struct Options {
     pub mode: Mode,
     /// The longest a worker waits for one event, one row or one tile.
     pub timeout: Duration,
-    /// Whether loaders bring weights into shared memory.
-    pub tiles: bool,
-    /// Whether workers tell each other by [flags](perpetua_shared::flag) that a row is there, rather than by events: a matter of the
-    /// program an engine compiles for the GPU, see [`Target::has_flags`](crate::graph::lower::Target::has_flags).
-    pub flags: bool,
+    /// What is not done. Whether there are [`Technique::Flags`] is a matter of the program that an engine compiles for the GPU, see
+    /// [`Target::has_flags`](crate::graph::lower::Target::has_flags); the rest may be chosen anew for each run, see [`Cuda::leave_out`].
+    pub without: Techniques,
+    /// Whether the host can read which task each worker began last even when the context is lost: a store through the bus for each task, to
+    /// find what a GPU does not take. Otherwise that is told of stalls alone.
+    pub recorder: bool,
     /// Tasks of each worker whose times are taken in each run, see [`Cuda::trace`] and [`Cuda::set_tracing`]; 0: none.
     pub n_trace: u32,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { mode: Mode::Persistent, timeout: Duration::from_millis(500), tiles: true, flags: true, n_trace: 0 }
+        Options {
+            mode: Mode::Persistent,
+            timeout: Duration::from_millis(500),
+            without: Techniques::NONE,
+            recorder: false,
+            n_trace: 0,
+        }
     }
 }
 
@@ -135,9 +142,9 @@ impl Layout {
         layout.triggers = place(size_of_val(view.triggers), 1);
         layout.list_heads = place(size_of_val(view.list_heads), 1);
         layout.lists = place(size_of_val(view.lists), 1);
-        layout.data_heads = place(size_of_val(&loads.data_heads[..]), 1);
+        layout.data_heads = place(size_of_val(loads.data_heads), 1);
         layout.data = place(size_of_val(loads.data), 1);
-        layout.prefetch_heads = place(size_of_val(&loads.prefetch_heads[..]), 1);
+        layout.prefetch_heads = place(size_of_val(loads.prefetch_heads), 1);
         layout.prefetches = place(size_of_val(loads.prefetches), 1);
         layout.counters = place(4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize), 1);
         layout.fault = place(size_of::<Fault>(), 1);
@@ -257,6 +264,8 @@ pub struct Cuda {
     flag: Pinned,
     mailbox: Pinned,
     n_mail: usize,
+    /// Where workers are, if that is in memory of the host.
+    recorder: Option<Pinned>,
     stream: Stream,
     side: Stream,
     params: LaunchParams,
@@ -377,7 +386,7 @@ impl Cuda {
         };
         let image = compiled.image.clone();
         let view = image.view();
-        let loads = if options.tiles { image.loads() } else { image.no_loads() };
+        let loads = image.loads();
         let layout = Layout::new(compiled, &loads, &options);
         let entered = gpu.enter()?;
         let driver = gpu.driver();
@@ -409,6 +418,7 @@ impl Cuda {
             Ok::<_, CudaError>(pinned)
         };
         let (stage, flag, mailbox) = (pinned(STAGE_BYTES)?, pinned(4)?, pinned(n_mail * size_of::<Mail>())?);
+        let recorder = options.recorder.then(|| pinned(4 * view.n_workers as usize)).transpose()?;
         // SAFETY: fresh, aligned memory of this size.
         unsafe { flag.host.cast::<u32>().write(1) };
 
@@ -432,7 +442,7 @@ impl Cuda {
             prefetch_heads: at(layout.prefetch_heads),
             prefetches: at(layout.prefetches),
             mailbox: mailbox.device.0,
-            positions: at(layout.positions),
+            positions: recorder.map_or(at(layout.positions), |recorder| recorder.device.0),
             paces: at(layout.paces),
             trace: at(layout.trace),
             timeout_ns: u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX),
@@ -442,14 +452,12 @@ impl Cuda {
             n_events: view.events.len() as u32,
             n_waits: view.waits.len() as u32,
             n_triggers: view.triggers.len() as u32,
-            n_list_entries: view.lists.len() as u32,
             n_workers: view.n_workers,
             iteration: 0,
-            n_data: loads.data.len() as u32,
-            n_prefetches: loads.prefetches.len() as u32,
             n_mail: n_mail as u32,
             n_trace: options.n_trace,
             n_slots: queue::slots(view.max_just_in_time()),
+            without: options.without,
         };
         let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
         let control = control.expect("every image has a control block: `compile` adds it");
@@ -482,9 +490,9 @@ impl Cuda {
         piece(layout.triggers, bytemuck::cast_slice(view.triggers));
         piece(layout.list_heads, bytemuck::cast_slice(view.list_heads));
         piece(layout.lists, bytemuck::cast_slice(view.lists));
-        piece(layout.data_heads, bytemuck::cast_slice(&loads.data_heads));
+        piece(layout.data_heads, bytemuck::cast_slice(loads.data_heads));
         piece(layout.data, bytemuck::cast_slice(loads.data));
-        piece(layout.prefetch_heads, bytemuck::cast_slice(&loads.prefetch_heads));
+        piece(layout.prefetch_heads, bytemuck::cast_slice(loads.prefetch_heads));
         piece(layout.prefetches, bytemuck::cast_slice(loads.prefetches));
         for (binding, offset) in compiled.bindings.iter().zip(&layout.bindings) {
             match (binding.kind, &binding.contents) {
@@ -523,6 +531,7 @@ impl Cuda {
             flag,
             mailbox,
             n_mail,
+            recorder,
             stream,
             side,
             params,
@@ -730,6 +739,9 @@ impl Cuda {
         // SAFETY: the control block has its place in the layout and no kernel runs; the mailbox is the host's until one does.
         unsafe {
             self.mailbox.host.write_bytes(0, self.n_mail * size_of::<Mail>());
+            if let Some(recorder) = self.recorder {
+                recorder.host.write_bytes(0, 4 * self.params.n_workers as usize);
+            }
             self.write(self.at(self.control), bytemuck::bytes_of(control))?;
         }
         self.open();
@@ -940,10 +952,11 @@ impl Cuda {
                 }
                 return self.stop();
             }
+            let silent = silence.since.elapsed().as_secs_f64();
             let what = format!(
-                "the kernel has not been heard of for {:.1} s and does not end; the GPU's context cannot be used any more by \
-                 this process",
-                silence.since.elapsed().as_secs_f64()
+                "the kernel has not been heard of for {silent:.1} s and does not end; the GPU's context cannot be used any more \
+                 by this process{}",
+                self.recorded().unwrap_or_default()
             );
             let (task, worker) = ("a run".to_owned(), "the GPU".to_owned());
             self.lost = Some(RunError::Defect { task, worker, what });
@@ -964,7 +977,10 @@ impl Cuda {
     }
 
     fn lose(&mut self, error: CudaError) -> RunError {
-        let error = RunError::Cuda(error);
+        let error = match self.recorded() {
+            Some(others) => RunError::Lost { error, others },
+            None => RunError::Cuda(error),
+        };
         self.lost.get_or_insert(error).clone()
     }
 
@@ -1030,11 +1046,27 @@ impl Cuda {
         Ok(Err(error))
     }
 
-    /// What each worker began last, in words: equal ones together, the rarest (those that are behind) first.
+    /// What each worker began last, in words.
     fn positions(&self) -> Result<String, CudaError> {
+        if let Some(recorded) = self.recorded() {
+            return Ok(recorded);
+        }
         let mut words = vec![0u32; self.params.n_workers as usize];
         // SAFETY: its place in the layout; no kernel runs.
         unsafe { self.read(self.base.offset(self.layout.positions), bytemuck::cast_slice_mut(&mut words))? };
+        Ok(self.places(&words))
+    }
+
+    /// The same, where it is in memory of the host, whatever the device does.
+    fn recorded(&self) -> Option<String> {
+        let words = self.recorder?.host.cast::<u32>();
+        // SAFETY: a word for every worker, aligned, which a kernel may write meanwhile.
+        let words = (0..self.params.n_workers as usize).map(|worker| unsafe { words.add(worker).read_volatile() });
+        Some(self.places(&words.collect::<Vec<u32>>()))
+    }
+
+    /// `words`, one more than the task of each worker, in words: equal ones together, the rarest (those that are behind) first.
+    fn places(&self, words: &[u32]) -> String {
         let mut at: BTreeMap<String, Vec<usize>> = BTreeMap::new();
         for (worker, word) in words.iter().enumerate() {
             let place = match word.checked_sub(1) {
@@ -1050,7 +1082,7 @@ impl Cuda {
             [first, ..] => format!("{} workers (w{first}, ...) began {place}", workers.len()),
             [] => unreachable!("a group has a member"),
         });
-        Ok(format!("; last, {}", words.collect::<Vec<_>>().join(", ")))
+        format!("; last, {}", words.collect::<Vec<_>>().join(", "))
     }
 
     /// When the last run was launched, and when each of its iterations ended. The GPU's clock tells the distances between
@@ -1066,6 +1098,17 @@ impl Cuda {
         let ago = |pass| Duration::from_nanos(last.saturating_sub(stamp(pass)));
         stamps.extend((0..seen.passes()).map(|pass| finished.checked_sub(ago(pass)).unwrap_or(self.launched)));
         stamps
+    }
+
+    /// What runs to come do without; waits for a run to end.
+    ///
+    /// # Panics
+    /// Of a launch per operator, and when it has other [`Technique::Flags`] than before: those were compiled.
+    pub fn leave_out(&mut self, without: Techniques) {
+        self.wait();
+        assert!(matches!(self.kernels, Kernels::Persistent(_)), "graphs of operators are made once");
+        assert_eq!(without.has(Technique::Flags), self.params.without.has(Technique::Flags), "flags are compiled");
+        self.params.without = without;
     }
 
     /// Whether runs to come take times: as many as [`Options::n_trace`] made room for.

@@ -73,6 +73,14 @@ pub enum RunError {
     /// The driver, or the device under it.
     #[error(transparent)]
     Cuda(#[from] crate::cuda::driver::CudaError),
+    /// The same in a run of which it is [recorded](cuda::Options::recorder) where workers were.
+    #[error("{error}{others}")]
+    Lost {
+        /// What the driver says.
+        error: crate::cuda::driver::CudaError,
+        /// Where they were.
+        others: String,
+    },
     /// A defect of this library.
     #[error("{task} on {worker} failed: {what}")]
     Defect {

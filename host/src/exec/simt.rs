@@ -16,7 +16,7 @@ use perpetua_device::turns;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
-use perpetua_shared::{Fault, FaultCode};
+use perpetua_shared::{Fault, FaultCode, Techniques};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -28,13 +28,13 @@ pub struct Options {
     /// Threads of a worker's block that run tasks, a multiple of 32; the loader's warp comes on top. `None`: two warps, the
     /// fewest that can race with each other, or, if the run begins with a pass of more rows than tiles are for, a warpgroup and a warp.
     pub block_threads: Option<u32>,
-    /// Whether loaders bring weights into shared memory.
-    pub tiles: bool,
+    /// What is not done: not of [`Technique::Flags`](perpetua_shared::Technique::Flags), which are the image's.
+    pub without: Techniques,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { seed: 0, block_threads: None, tiles: true }
+        Options { seed: 0, block_threads: None, without: Techniques::NONE }
     }
 }
 
@@ -184,7 +184,7 @@ impl Simt {
         let view = self.image.view();
         let parts: Vec<u64> = (0..bindings.len()).map(|binding| self.image.part_bytes(binding)).collect();
         let turns = turns::records(&view, &bindings);
-        let loads = if self.options.tiles { self.image.loads() } else { self.image.no_loads() };
+        let loads = self.image.loads();
         // Nobody reads these here; the kernel writes them all the same.
         let mut mailbox = [Mail::default(); 4];
         let mut positions = vec![0u32; view.n_workers as usize];
@@ -207,9 +207,9 @@ impl Simt {
             lists: constant("lists", bytemuck::cast_slice(view.lists)),
             bindings: constant("the table of bindings", bytemuck::cast_slice(&bindings)),
             parts: constant("parts", bytemuck::cast_slice(&parts)),
-            data_heads: constant("data heads", bytemuck::cast_slice(&loads.data_heads)),
+            data_heads: constant("data heads", bytemuck::cast_slice(loads.data_heads)),
             data: constant("data ops", bytemuck::cast_slice(loads.data)),
-            prefetch_heads: constant("prefetch heads", bytemuck::cast_slice(&loads.prefetch_heads)),
+            prefetch_heads: constant("prefetch heads", bytemuck::cast_slice(loads.prefetch_heads)),
             prefetches: constant("prefetches", bytemuck::cast_slice(loads.prefetches)),
             counters: self.counters.as_mut_ptr().expose_provenance() as u64,
             control: self.memory.control_base().expose_provenance() as u64,
@@ -225,14 +225,12 @@ impl Simt {
             n_events: view.events.len() as u32,
             n_waits: view.waits.len() as u32,
             n_triggers: view.triggers.len() as u32,
-            n_list_entries: view.lists.len() as u32,
             n_workers: view.n_workers,
             iteration: self.iteration,
-            n_data: loads.data.len() as u32,
-            n_prefetches: loads.prefetches.len() as u32,
             n_mail: mailbox.len() as u32,
             n_trace: 0,
             n_slots: queue::slots(view.max_just_in_time()),
+            without: self.options.without,
         };
         for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
             let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");

@@ -447,7 +447,7 @@ impl KernelGraph {
         Ok(())
     }
 
-    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
+    /// softmax(q . k^T * scale) . v as `[rows, kv_heads * group * d]`, over the positions that `mask` lets each row see. q: `[rows, kv_heads, group, d]`; k, v: `[kv_heads,
     /// context, d]`.
     pub fn attention(
         &mut self,
@@ -455,7 +455,7 @@ impl KernelGraph {
         q: TensorId,
         [k, v]: [TensorId; 2],
         scale: f32,
-        causal: bool,
+        mask: Mask,
     ) -> Result<TensorId, GraphError> {
         let Ok([rows, n_kv, group, d]) = <[usize; 4]>::try_from(self.dims(q)) else {
             let what = format!("`q` has shape {:?}, expected four dimensions", self.dims(q));
@@ -463,7 +463,7 @@ impl KernelGraph {
         };
         let flat = self.intermediate(name, &[rows, n_kv * group * d], self.activations)?;
         let y = self.reshape(flat, &[rows, n_kv, group, d])?;
-        self.attention_into(name, q, [k, v], y, scale, causal)?;
+        self.attention_into(name, q, [k, v], y, scale, mask)?;
         Ok(flat)
     }
 
@@ -475,26 +475,27 @@ impl KernelGraph {
         [k, v]: [TensorId; 2],
         y: TensorId,
         scale: f32,
-        causal: bool,
+        mask: Mask,
     ) -> Result<(), GraphError> {
         let Ok([rows, n_kv, ..]) = <[usize; 4]>::try_from(self.dims(q)) else {
             unreachable!("both callers know the shape")
         };
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
-        let params = kernels::attention::Params { scale, causal: u32::from(causal), splits: 1, order: 0 };
+        let params = kernels::attention::Params { scale, window: mask.window(), splits: 1, order: 0 };
         let slots = vec![Some(q), Some(k), Some(v), Some(y)];
         self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
         Ok(())
     }
 
-    /// [`KernelGraph::rope`] and causal [`KernelGraph::attention`] of every sequence's row over its own cache, as `[sequences,
+    /// [`KernelGraph::rope`] and [`KernelGraph::attention`] of every sequence's row over its own cache, as `[sequences,
     /// kv_heads * group * d]`. `cache` gives a sequence's; the one in `args` does not count.
     pub fn attend_each(
         &mut self,
         name: &str,
         args: RopeArgs,
         scale: f32,
+        mask: Mask,
         mut cache: impl FnMut(&mut KernelGraph) -> Result<[TensorId; 2], GraphError>,
     ) -> Result<TensorId, GraphError> {
         let Ok([_, n_kv, group, d]) = <[usize; 4]>::try_from(self.dims(args.q)) else {
@@ -511,7 +512,7 @@ impl KernelGraph {
             let y = graph.row(flat, sequence, &row)?;
             let cache = cache(graph)?;
             graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, cache, ..args })?;
-            graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, scale, true)
+            graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, scale, mask)
         })?;
         Ok(flat)
     }
@@ -716,6 +717,30 @@ fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
             Err(format!("rows are cut by axis {axis}, expected one of {GRID_AXES}"))
         }
         _ => Ok(()),
+    }
+}
+
+/// Which positions a row attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mask {
+    /// The pass's rows.
+    Bidirectional,
+    /// All up to its own.
+    Causal,
+    /// The last so many up to its own, at least 1.
+    Window(usize),
+}
+
+impl Mask {
+    /// See [`kernels::attention::Params::window`].
+    fn window(self) -> u32 {
+        match self {
+            Mask::Bidirectional => kernels::attention::BIDIRECTIONAL,
+            Mask::Causal => kernels::attention::CAUSAL,
+            Mask::Window(n) => {
+                u32::try_from(n).map_or(kernels::attention::CAUSAL, |n| n.min(kernels::attention::CAUSAL))
+            }
+        }
     }
 }
 

@@ -36,8 +36,8 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
         for worker in 0..view.n_workers {
             let at = number * per_program + worker as usize;
             let own = |heads: &[u32]| heads[at] as usize..heads[at + 1] as usize;
-            let data = &loads.data[own(&loads.data_heads)];
-            let prefetches = &loads.prefetches[own(&loads.prefetch_heads)];
+            let data = &loads.data[own(loads.data_heads)];
+            let prefetches = &loads.prefetches[own(loads.prefetch_heads)];
             let place = |what: String| (format!("p{number} w{worker}"), what);
             memory(image, data).map_err(place)?;
             let list = view.list(number, WorkerId(worker));

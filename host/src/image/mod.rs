@@ -17,7 +17,6 @@ use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ImageHead
 use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::{Operand, TaskDesc};
 use perpetua_shared::{DataOp, PrefetchOp};
-use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
@@ -34,11 +33,11 @@ pub struct Image {
 #[derive(Clone, Debug)]
 pub struct Loads<'a> {
     /// Heads of `data`.
-    pub data_heads: Cow<'a, [u32]>,
+    pub data_heads: &'a [u32],
     /// Copies into shared memory, in each worker's order.
     pub data: &'a [DataOp],
     /// Heads of `prefetches`.
-    pub prefetch_heads: Cow<'a, [u32]>,
+    pub prefetch_heads: &'a [u32],
     /// What the L2 cache is asked for.
     pub prefetches: &'a [PrefetchOp],
 }
@@ -226,17 +225,11 @@ impl Image {
     /// What the workers' loaders follow.
     pub fn loads(&self) -> Loads<'_> {
         Loads {
-            data_heads: Cow::Borrowed(self.section(&self.sections.data_heads)),
+            data_heads: self.section(&self.sections.data_heads),
             data: self.section(&self.sections.data),
-            prefetch_heads: Cow::Borrowed(self.section(&self.sections.prefetch_heads)),
+            prefetch_heads: self.section(&self.sections.prefetch_heads),
             prefetches: self.section(&self.sections.prefetches),
         }
-    }
-
-    /// The same for loaders that bring nothing: bodies read weights from global memory.
-    pub fn no_loads(&self) -> Loads<'static> {
-        let heads: Cow<'static, [u32]> = Cow::Owned(vec![0; self.sections.data_heads.len() / 4]);
-        Loads { data_heads: heads.clone(), data: &[], prefetch_heads: heads, prefetches: &[] }
     }
 
     /// The name of operator `op`, for reports; empty when there is none.

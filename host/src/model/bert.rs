@@ -4,7 +4,7 @@ use super::config::BertConfig;
 use super::decoder::BuildError;
 use super::sentence::{Pooling, SentenceConfig};
 use super::weights::Weights;
-use crate::graph::kernel::KernelGraph;
+use crate::graph::kernel::{KernelGraph, Mask};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 
@@ -89,6 +89,6 @@ impl Encoder<'_> {
             |graph: &mut KernelGraph, t| graph.view(t, 0, &[n_heads, rows, head_dim], &[head_dim, hidden_size, 1]);
         let kv = [by_head(&mut self.graph, k)?, by_head(&mut self.graph, v)?];
         let scale = 1.0 / (head_dim as f32).sqrt();
-        Ok(self.graph.attention(&name("attention"), q, kv, scale, false)?)
+        Ok(self.graph.attention(&name("attention"), q, kv, scale, Mask::Bidirectional)?)
     }
 }

@@ -134,9 +134,8 @@ pub struct DecoderConfig {
     pub qk_norm: bool,
     /// The longest context the model was made for.
     pub max_position_embeddings: usize,
-    /// `Some(n)`: some layer attends to the last `n` positions only, and `n < max_position_embeddings`. Full attention
-    /// is the same as long as the context holds at most `n` tokens.
-    pub sliding_window: Option<usize>,
+    /// Per layer, `Some(n)`: it attends to the last `n` positions only, and `n < max_position_embeddings`.
+    pub windows: Vec<Option<usize>>,
     /// The MLP's function; [`Activation::Silu`] for all decoders there are.
     pub hidden_act: Activation,
 }
@@ -459,18 +458,19 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         mlp_bias: architecture == Architecture::Llama && flag("mlp_bias")?,
         qk_norm: architecture == Architecture::Qwen3,
         max_position_embeddings,
-        sliding_window: sliding_window(fields, architecture, n_layers, &layer_types)?
-            .filter(|&n| n < max_position_embeddings),
+        windows: windows(fields, architecture, n_layers, &layer_types, max_position_embeddings)?,
         hidden_act: activation(fields, Activation::Silu)?,
     })
 }
 
-fn sliding_window(
+/// The window of each layer that has one smaller than the context.
+fn windows(
     fields: &Fields<'_>,
     architecture: Architecture,
     n_layers: usize,
     layer_types: &[&str],
-) -> Result<Option<usize>, ModelError> {
+    max_position_embeddings: usize,
+) -> Result<Vec<Option<usize>>, ModelError> {
     const SLIDING: &str = "sliding_attention";
     if let Some(other) = layer_types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
         return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
@@ -480,20 +480,28 @@ fn sliding_window(
         None if !fields.has("sliding_window") => Some(4096),
         window => window,
     };
-    let active = match architecture {
+    let is_active = match architecture {
         Architecture::Mistral => true,
-        Architecture::Qwen2 | Architecture::Qwen3 => {
-            fields.flag("use_sliding_window")?.unwrap_or(false)
-                && if layer_types.is_empty() {
-                    fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28) < n_layers
-                } else {
-                    layer_types.contains(&SLIDING)
-                }
-        }
+        Architecture::Qwen2 | Architecture::Qwen3 => fields.flag("use_sliding_window")?.unwrap_or(false),
         // Llama has no window, whatever the file says.
         _ => false,
     };
-    Ok(window.filter(|_| active))
+    let first = match architecture {
+        Architecture::Mistral => 0,
+        _ => fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28),
+    };
+    if !layer_types.is_empty() && layer_types.len() != n_layers {
+        let found = layer_types.len().to_string();
+        return Err(ModelError::key(
+            fields.path(),
+            "layer_types",
+            found + " entries",
+            format!("{n_layers}, one a layer"),
+        ));
+    }
+    let window = window.filter(|n| is_active && *n < max_position_embeddings);
+    let slides = |layer: usize| layer_types.get(layer).map_or(layer >= first, |kind| *kind == SLIDING);
+    Ok((0..n_layers).map(|layer| window.filter(|_| slides(layer))).collect())
 }
 
 fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, ModelError> {
@@ -673,7 +681,7 @@ mod tests {
         };
         let qwen3 = open("tiny-qwen3");
         assert_eq!((qwen3.architecture, qwen3.head_dim, qwen3.qk_norm), (Architecture::Qwen3, 64, true));
-        assert_eq!((qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.sliding_window), (false, true, None));
+        assert_eq!((qwen3.attention_bias, qwen3.tie_word_embeddings), (false, true));
         assert_eq!(qwen3.rope, Rope { theta: 1e6, scaling: RopeScaling::Default });
 
         let llama = open("tiny-llama");
@@ -794,7 +802,11 @@ mod tests {
 
     #[test]
     fn windows_count_only_where_they_are_active() {
-        let window = |change: Value| decoder_of(&with(llama(), &change)).sliding_window;
+        let window = |change: Value| {
+            let windows = decoder_of(&with(llama(), &change)).windows;
+            // Of the layer that has one.
+            windows.into_iter().fold(None, |found: Option<usize>, window| window.or(found))
+        };
         let mistral = json!(["MistralForCausalLM"]);
         let qwen = json!(["Qwen2ForCausalLM"]);
         assert_eq!(window(json!({"architectures": mistral, "sliding_window": null})), None);
@@ -812,6 +824,17 @@ mod tests {
         let all_full = json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true});
         assert_eq!(window(all_full), None);
         assert_eq!(window(json!({"sliding_window": 64})), None, "Llama has no window");
+        // Which layers have one.
+        let windows = |change: Value| decoder_of(&with(llama(), &change)).windows;
+        let layers = json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true,
+                            "num_hidden_layers": 3, "max_window_layers": 1});
+        assert_eq!(windows(layers.clone()), [None, Some(64), Some(64)]);
+        let mut types = layers;
+        types["layer_types"] = json!(["sliding_attention", "full_attention", "sliding_attention"]);
+        assert_eq!(windows(types.clone()), [Some(64), None, Some(64)]);
+        types["layer_types"] = json!(["sliding_attention"]);
+        let message = parse(&with(llama(), &types)).expect_err("a type is missing");
+        assert!(message.contains("layer_types") && message.contains("1 entries, expected 3, one a layer"), "{message}");
     }
 
     #[test]

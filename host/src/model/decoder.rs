@@ -6,7 +6,7 @@
 use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig};
 use super::error::ModelError;
 use super::weights::Weights;
-use crate::graph::kernel::{GraphError, KernelGraph, RopeArgs};
+use crate::graph::kernel::{GraphError, KernelGraph, Mask, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -192,7 +192,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// Rotates queries and keys (each head normalised first, when `qk_norm`), appends keys and values to the layer's
-    /// cache and attends causally: `[rows, heads * head_dim]`.
+    /// cache and attends, causally or in the layer's window: `[rows, heads * head_dim]`.
     pub fn attend(&mut self, layer: usize, p: Projected, qk_norm: bool) -> Result<TensorId, BuildError> {
         let DecoderConfig { n_heads, n_kv_heads, head_dim, rms_norm_eps, .. } = *self.config;
         let rows = self.graph.rows.unwrap_or(1) as usize;
@@ -219,11 +219,12 @@ impl<'a> Decoder<'a> {
         let cache = cache_of(&mut self.graph)?;
         let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
         let scale = self.config.rope.score_factor() as f32 / (head_dim as f32).sqrt();
+        let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
         if self.graph.is_batch {
-            return Ok(self.graph.attend_each(&prefix, args, scale, cache_of)?);
+            return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
         }
         self.graph.rope(&format!("{prefix}.rope"), args)?;
-        Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, true)?)
+        Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?)
     }
 
     /// x + attended . o_proj^T.

@@ -1,4 +1,4 @@
-//! Mistral: Llama's layers; its attention window bounds the context (see `ModelFolder::max_tokens`), within which full attention is the same.
+//! Mistral: Llama's layers, over the last positions alone where the configuration has a window.
 
 use super::decoder::{BuildError, Decoder};
 use crate::graph::kernel::KernelGraph;

@@ -225,13 +225,10 @@ impl ModelFolder {
         Ok(if headed { "bert." } else { "" })
     }
 
-    /// The longest input that gives what the model was trained to give: the configuration's context, a sentence model's
-    /// `max_seq_length`, or the attention window, whichever is least.
+    /// The longest input that gives what the model was trained to give: the configuration's context or a sentence model's
+    /// `max_seq_length`, whichever is less.
     pub fn max_tokens(&self) -> usize {
         let mut max = self.config.max_position_embeddings();
-        if let ModelConfig::Decoder(config) = &self.config {
-            max = max.min(config.sliding_window.unwrap_or(max));
-        }
         if let Some(sentence) = &self.sentence {
             max = max.min(sentence.max_seq_length.unwrap_or(max));
         }
@@ -334,15 +331,6 @@ mod tests {
         fs::write(&file, "{").expect("a file");
         assert!(message(&file).contains("not a folder; a model is a folder with"));
         assert!(message(dir.path()).contains("not valid JSON: EOF while parsing"));
-    }
-
-    #[test]
-    fn a_window_bounds_the_context() {
-        let dir = tempfile::tempdir().expect("a temporary folder");
-        let mut config = synth::preset_config("tiny-mistral").expect("a preset");
-        config["sliding_window"] = 64.into();
-        fs::write(dir.path().join("config.json"), config.to_string()).expect("a file");
-        assert_eq!(ModelFolder::open(dir.path()).expect("a config").max_tokens(), 64);
     }
 
     #[test]

@@ -214,7 +214,8 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         }
         (Architecture::Mistral, Value::Object(map)) => {
             map.shift_remove("attention_bias");
-            map.insert("sliding_window".into(), Value::Null);
+            // The larger ones have none; a tiny one has one that a few tokens fill.
+            map.insert("sliding_window".into(), if s.hidden < 1000 { 12.into() } else { Value::Null });
         }
         (_, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());

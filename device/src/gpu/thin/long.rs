@@ -22,6 +22,7 @@ use crate::block::{Block, FREE_SHARED};
 use crate::gpu::rows::Staging;
 use crate::kernels::linear::{LONG_SUMS, segment_len};
 use crate::kernels::{MAX_FLAGGED, MAX_FLAGGED_OF_TWO};
+use perpetua_shared::Technique;
 use perpetua_shared::launch::TASK_THREADS;
 
 /// Elements that a thread multiplies at once: sixteen bytes of weights.
@@ -60,6 +61,8 @@ pub(crate) unsafe fn is_for<const N: usize>(
             && is_fit
             && !call.tensor(how.norm).is_present()
             && row.is_whole()
+            // Nothing else takes rows in segments.
+            && (segments > 1 || call.uses(Technique::LongRows))
     }
 }
 

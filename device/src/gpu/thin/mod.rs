@@ -56,8 +56,8 @@ use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
 use held::Held;
-use perpetua_shared::Fault;
 use perpetua_shared::launch::TASK_THREADS;
+use perpetua_shared::{Fault, Technique};
 use taken::Taken;
 use terms::TERMS;
 pub(crate) use terms::{First, Source, in_two};
@@ -94,7 +94,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, source: &impl Sourc
         // Rows longer than a tile are more tiles than there are rows.
         let whole = left <= u32::from(call.tensor(how.norm).is_present()) + N as u32 * columns;
         let is_fit = call.are_brains::<N>() && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED;
-        left > 0 && whole && is_fit && source.is_whole()
+        left > 0 && whole && is_fit && source.is_whole() && call.uses(Technique::ThinProducts)
     }
 }
 

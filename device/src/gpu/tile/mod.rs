@@ -47,7 +47,7 @@ macro_rules! each {
 
 mod register;
 
-pub(crate) use register::{Eights, PerRow, Sixteens, where_seen};
+pub(crate) use register::{Eights, PerRow, Sixteens, where_in_window, where_seen};
 
 use super::Row;
 use crate::arch::{WARP, atomic, bulk, copy, memory, warpgroup};
@@ -121,6 +121,12 @@ impl Lane {
 pub(crate) fn last_row(block: &Block, first: u32, count: u32) -> u32 {
     let end = first + WARP_ROWS * block.warps();
     (if end < count { end } else { count }) - 1
+}
+
+/// Where to begin, by steps of `by`, if of the first `seen` the last `window` are wanted.
+#[inline(always)]
+pub(crate) fn window_from(seen: u32, window: u32, by: u32) -> u32 {
+    seen.saturating_sub(window) / by * by
 }
 
 /// What `of` says, but no more than `end`.

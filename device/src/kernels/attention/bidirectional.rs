@@ -13,8 +13,8 @@
 //!
 //! Tolerance: as the causal body's.
 
-use super::Params;
 use super::cpu::{Divide, exponentials, relative_to, scaled};
+use super::{BIDIRECTIONAL, Params};
 use crate::cpu::Scratch;
 use crate::cpu::outer;
 use crate::cpu::rows::Row;
@@ -28,7 +28,7 @@ const QUERIES: usize = 48;
 
 /// Whether [`Attend`] is for these operands.
 pub(super) fn is_for(p: &Params, [q, k, v]: [&Tensor; 3]) -> bool {
-    p.causal == 0 && p.splits <= 1 && [q, k, v].iter().all(|tensor| tensor.dtype() == DType::F32)
+    p.window == BIDIRECTIONAL && p.splits <= 1 && [q, k, v].iter().all(|tensor| tensor.dtype() == DType::F32)
 }
 
 /// `rows` queries, each of which attends to the first `positions` of k and v.

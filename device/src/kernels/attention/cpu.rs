@@ -21,6 +21,7 @@ use crate::cpu::rows::{self, Row, has_unit_stride};
 use crate::cpu::simd::{Bf16, Body, Dot, F16, F32, Leaf, Level, Simd, Storage, exp};
 use crate::io::Tensor;
 use core::marker::PhantomData;
+use core::ops::Range;
 use perpetua_shared::DType;
 
 /// Positions of a block: K and V of it (16 KiB each at d = 128 in bf16) stay in L1 beside a tile's queries.
@@ -107,7 +108,15 @@ struct Tile {
 impl Attend<'_> {
     /// Positions that query `m` of a tile starting at row `row` sees.
     fn visible(&self, row: usize, group: usize, m: usize) -> usize {
-        if self.p.causal != 0 { self.first + row + m / group } else { self.first }
+        if self.p.window == BIDIRECTIONAL { self.first } else { self.first + row + m / group }
+    }
+
+    /// Of the `n` positions from `t` on, those that it sees, counted from there.
+    fn seen(&self, row: usize, group: usize, m: usize, t: usize, n: usize) -> Range<usize> {
+        let end = self.visible(row, group, m);
+        let first = end.saturating_sub(self.p.window as usize);
+        let end = end.saturating_sub(t).min(n);
+        first.saturating_sub(t).min(end)..end
     }
 
     unsafe fn with<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(self) {
@@ -171,30 +180,38 @@ impl Attend<'_> {
             let (k_stride, v_stride) = (self.k.stride(1), self.v.stride(1));
             // The lines of one row's cache serve every tile after the first.
             let ahead = self.rows == 1;
-            let mut t = 0;
+            // The first query's window begins first.
+            let mut t = self.visible(row, group, 0).saturating_sub(self.p.window as usize) / BLOCK * BLOCK;
             while t < all {
                 let n = BLOCK.min(all - t);
                 let keys =
                     Weights { base: [k.add(t * k_stride); 2], stride: [k_stride; 2], rows: n, paired: false, k: d };
                 let values = v.add(t * v_stride);
                 gemm::scores::<S, D>(&keys, values, v_stride, packed, tile.queries, tile.scores, BLOCK);
-                // Every query sees `common` positions of the block; those that see more go on alone.
-                let mut common = n;
+                // Every query sees `common` positions of the block; those that see others go there alone, before and after these.
+                let mut common = 0..n;
                 for m in 0..tile.queries {
-                    let seen = self.visible(row, group, m).saturating_sub(t).min(n);
-                    common = common.min(seen);
+                    let seen = self.seen(row, group, m, t, n);
+                    common = common.start.max(seen.start)..common.end.min(seen.end);
                     S::call(Softmax::<S> { tile, m, seen, scale: self.p.scale, set: PhantomData });
                 }
-                let next = if ahead { k.wrapping_add((t + BLOCK) * k_stride) } else { core::ptr::null() };
-                add_values::<S, E>(&tile, 0, tile.queries, 0..common, values, v_stride, d, next, k_stride);
-                if common < n {
+                common.end = common.end.max(common.start);
+                let alone = |part: &dyn Fn(Range<usize>) -> Range<usize>| {
                     for m in 0..tile.queries {
-                        let seen = self.visible(row, group, m).saturating_sub(t).min(n);
-                        if seen > common {
+                        let part = part(self.seen(row, group, m, t, n));
+                        if !part.is_empty() {
                             let none = core::ptr::null();
-                            add_values::<S, E>(&tile, m, 1, common..seen, values, v_stride, d, none, 0);
+                            add_values::<S, E>(&tile, m, 1, part, values, v_stride, d, none, 0);
                         }
                     }
+                };
+                if common.start > 0 {
+                    alone(&|seen| seen.start..seen.end.min(common.start));
+                }
+                let next = if ahead { k.wrapping_add((t + BLOCK) * k_stride) } else { core::ptr::null() };
+                add_values::<S, E>(&tile, 0, tile.queries, common.clone(), values, v_stride, d, next, k_stride);
+                if common.end < n {
+                    alone(&|seen| seen.start.max(common.end)..seen.end);
                 }
                 t += BLOCK;
             }
@@ -202,12 +219,12 @@ impl Attend<'_> {
     }
 }
 
-/// Turns the first `seen` scores of query `m` into exponentials relative to the new running maximum, and rescales its
-/// total and sums to it.
+/// Turns the scores of query `m` at the positions it has `seen` of a block into exponentials relative to the new running maximum, and
+/// rescales its total and sums to it. Those before become zeros.
 struct Softmax<S> {
     tile: Tile,
     m: usize,
-    seen: usize,
+    seen: Range<usize>,
     scale: f32,
     set: PhantomData<S>,
 }
@@ -217,17 +234,19 @@ impl<S: Simd> Leaf for Softmax<S> {
     #[inline(always)]
     unsafe fn run(self) {
         let Softmax { tile, m, seen, scale, .. } = self;
-        if seen == 0 {
+        if seen.is_empty() {
             return;
         }
         // SAFETY: scores hold BLOCK elements a query, a multiple of the vector; the level exists (caller).
         unsafe {
             let scores = tile.scores.add(m * BLOCK);
             let old = *tile.max.add(m);
-            let mut max = scaled::<S>(scores, seen, scale);
+            // No scale is negative.
+            (0..seen.start).for_each(|before| *scores.add(before) = f32::NEG_INFINITY);
+            let mut max = scaled::<S>(scores, seen.end, scale);
             max = if max > old { max } else { old };
             let relative = relative_to(max);
-            let mut sum = exponentials::<S>(scores, seen, relative);
+            let mut sum = exponentials::<S>(scores, seen.end, relative);
             if max != old {
                 let factor = exp::<S>(S::splat(old - relative));
                 let mut one = [0f32; 16];

@@ -9,13 +9,16 @@ use crate::arch::{copy, warp};
 use crate::block::Block;
 use crate::gpu::Row;
 use crate::gpu::math::larger;
-use crate::gpu::tile::{Eights, Lane, Own, PerRow, Rows, Sixteens, Tile, WARP_ROWS, last_row, where_seen};
+use crate::gpu::tile::{
+    Eights, Lane, Own, PerRow, Rows, Sixteens, Tile, WARP_ROWS, last_row, where_in_window, window_from,
+};
 
 /// y = softmax(scale * q . k^T) . v, base 2, of up to 64 columns, over the positions that each row sees.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
+#[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
 #[inline(always)]
 pub(super) unsafe fn attend_64(
     block: &Block,
@@ -24,6 +27,7 @@ pub(super) unsafe fn attend_64(
     v: &Rows<impl Fn(u32) -> Row>,
     y: &Rows<impl Fn(u32) -> Row>,
     seen: impl Fn(u32) -> u32,
+    window: u32,
     scale: f32,
 ) {
     type Keys = Tile<64, 8>;
@@ -34,20 +38,21 @@ pub(super) unsafe fn attend_64(
         let mut first = 0;
         while first < y.count {
             let lane = &Lane::of(block, first, y.count);
+            let seen_from = window_from(seen(first), window, 64);
             let seen_end = seen(last_row(block, first, y.count));
             let seen_by = lane.each_row(y.count, &seen);
             warp::sync();
             queries.split(lane, q, 0);
             let mut sums = Sixteens::<1>::of(0.0);
-            let mut max = PerRow::of(f32::NEG_INFINITY);
+            let mut max = PerRow::of(-1e30);
             let mut total = PerRow::of(0.0);
             block.sync();
-            if 0 < seen_end {
-                Keys::at(28672, 2, 0).load(block, k, 0, 0);
-                Values::at(45056, 2, 0).load(block, v, 0, 0);
+            if seen_from < seen_end {
+                Keys::at(28672, 2, 0).load(block, k, seen_from, 0);
+                Values::at(45056, 2, 0).load(block, v, seen_from, 0);
             }
             copy::commit();
-            let (mut t, mut t_round) = (0, 0);
+            let (mut t, mut t_round) = (seen_from, 0);
             while t < seen_end {
                 let mut scores = Eights::<2>::of(0.0);
                 copy::wait::<0>();
@@ -58,7 +63,8 @@ pub(super) unsafe fn attend_64(
                 }
                 copy::commit();
                 scores.add_rows(lane, queries, &Keys::at(28672, 2, t_round));
-                let scores = scores.map(lane, |x, row, column| where_seen(t + column, seen_by[row], x * scale));
+                let scores =
+                    scores.map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, x * scale));
                 let found = scores.max();
                 let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));
@@ -89,6 +95,7 @@ pub(super) unsafe fn attend_64(
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
+#[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
 #[inline(always)]
 pub(super) unsafe fn attend_128(
     block: &Block,
@@ -97,6 +104,7 @@ pub(super) unsafe fn attend_128(
     v: &Rows<impl Fn(u32) -> Row>,
     y: &Rows<impl Fn(u32) -> Row>,
     seen: impl Fn(u32) -> u32,
+    window: u32,
     scale: f32,
 ) {
     type Keys = Tile<32, 16>;
@@ -107,20 +115,21 @@ pub(super) unsafe fn attend_128(
         let mut first = 0;
         while first < y.count {
             let lane = &Lane::of(block, first, y.count);
+            let seen_from = window_from(seen(first), window, 32);
             let seen_end = seen(last_row(block, first, y.count));
             let seen_by = lane.each_row(y.count, &seen);
             warp::sync();
             queries.split(lane, q, 0);
             let mut sums = Sixteens::<2>::of(0.0);
-            let mut max = PerRow::of(f32::NEG_INFINITY);
+            let mut max = PerRow::of(-1e30);
             let mut total = PerRow::of(0.0);
             block.sync();
-            if 0 < seen_end {
-                Keys::at(57344, 2, 0).load(block, k, 0, 0);
-                Values::at(73728, 2, 0).load(block, v, 0, 0);
+            if seen_from < seen_end {
+                Keys::at(57344, 2, 0).load(block, k, seen_from, 0);
+                Values::at(73728, 2, 0).load(block, v, seen_from, 0);
             }
             copy::commit();
-            let (mut t, mut t_round) = (0, 0);
+            let (mut t, mut t_round) = (seen_from, 0);
             while t < seen_end {
                 let mut scores = Eights::<1>::of(0.0);
                 copy::wait::<0>();
@@ -131,7 +140,8 @@ pub(super) unsafe fn attend_128(
                 }
                 copy::commit();
                 scores.add_rows(lane, queries, &Keys::at(57344, 2, t_round));
-                let scores = scores.map(lane, |x, row, column| where_seen(t + column, seen_by[row], x * scale));
+                let scores =
+                    scores.map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, x * scale));
                 let found = scores.max();
                 let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));

@@ -167,7 +167,7 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
     unsafe {
         let (q, k, v, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3));
         let (count, heads, group, d) = (call.rows(&q) * q.extent(2), q.extent(1), q.extent(2), q.extent(3));
-        let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
+        let is_free = call.tiles.is_some_and(|tiles| tiles.is_free()) && call.uses(Technique::FlashAttention);
         let are_brains = k.dtype() == BF16 && v.dtype() == BF16;
         let is_fit = is_free && are_brains && p.splits <= 1 && d <= 128 && d.is_multiple_of(8);
         if !is_fit || count < MANY || !is_whole(&q, 3) || !is_whole(&k, 2) || !is_whole(&v, 2) || !is_whole(&y, 3) {
@@ -193,9 +193,9 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
             let results = &Rows { row: |m| row(3, m), count, columns: d };
             let scale = p.scale * core::f32::consts::LOG2_E;
             if d <= 64 {
-                flash::attend_64(block, queries, keys, values, results, seen, scale);
+                flash::attend_64(block, queries, keys, values, results, seen, p.window, scale);
             } else {
-                flash::attend_128(block, queries, keys, values, results, seen, scale);
+                flash::attend_128(block, queries, keys, values, results, seen, p.window, scale);
             }
             h += 1;
         }

@@ -1,7 +1,7 @@
 //! y[r,h,g,:] = softmax(q[r,h,g,:] . k[h,:,:]^T * scale) . v[h,:,:], over the positions row r may see.
 //!
-//! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Causal:
-//! row r sees positions 0..=first_pos + r. Bidirectional: it sees the pass's rows. f32 accumulation.
+//! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Row r sees the
+//! last `window` of positions 0..=first_pos + r (causal: all of them), or, bidirectional, the pass's rows. f32 accumulation.
 //!
 //! Split (one row only), a task attends to an equal share of the positions, block axis 1 saying which, and y is what it
 //! found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, group, [`FOUND`] + d] f32, each row the largest score,
@@ -27,14 +27,20 @@ pub struct Attention;
 /// Words before the sums in a row of what a split found, so that they begin on 16 bytes.
 pub const FOUND: u32 = 4;
 
+/// A window that holds every position of every context.
+pub const CAUSAL: u32 = 1 << 30;
+
+/// Not a window: a row sees all of the pass's rows.
+pub const BIDIRECTIONAL: u32 = CAUSAL + 1;
+
 /// Parameters.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
     /// Multiplies the scores; 1/sqrt(d) as a rule.
     pub scale: f32,
-    /// 1: causal; 0: bidirectional.
-    pub causal: u32,
+    /// How many positions a row sees, up to its own; [`CAUSAL`]: all of them; [`BIDIRECTIONAL`]: the pass's rows instead.
+    pub window: u32,
     /// Tasks that share the positions; 1: not split.
     pub splits: u32,
     /// How CPU bodies may add up: a [`linear::Order`](super::linear::Order).
@@ -44,12 +50,28 @@ pub struct Params {
 impl Params {
     /// How many positions row `row` of a pass of `rows` rows from position `first_pos` on sees.
     pub fn visible(&self, [first_pos, rows]: [u32; 2], row: u32) -> usize {
-        (if self.causal != 0 { first_pos + row + 1 } else { rows }) as usize
+        (if self.window == BIDIRECTIONAL { rows } else { first_pos + row + 1 }) as usize
     }
 
-    /// The positions, of `visible`, that split `number` attends to: first and end.
+    /// The positions, of those before `visible` that the window holds, that split `number` attends to: first and end.
     pub(super) fn share(&self, visible: u32, number: u32) -> (u32, u32) {
-        perpetua_shared::data::share(visible, self.splits, number)
+        let before = visible.saturating_sub(self.window);
+        let (first, end) = perpetua_shared::data::share(visible - before, self.splits, number);
+        (before + first, before + end)
+    }
+
+    /// The cache of `positions` as far as a row sees it at most.
+    pub(super) fn most_seen(&self, positions: u32) -> u32 {
+        positions.min(self.window)
+    }
+
+    /// See [`window`](Params::window).
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(super) fn check(&self) -> Result<(), Violation> {
+        if (1..=BIDIRECTIONAL).contains(&self.window) {
+            return Ok(());
+        }
+        Err(format!("a window of {} positions, expected 1 to {CAUSAL}, or {BIDIRECTIONAL} for none", self.window))
     }
 }
 
@@ -80,6 +102,7 @@ impl MacroKernel for Attention {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         let [q, k, v, y] = io else { unreachable!("slots were counted") };
+        p.check()?;
         for (name, operand, rank) in [("q", q, 4), ("k", k, 3), ("v", v, 3), ("y", y, 4)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
@@ -104,8 +127,9 @@ impl MacroKernel for Attention {
         let [q, k, ..] = io else { return Cost::default() };
         let mut share = [Operand::ABSENT; 4];
         share.copy_from_slice(io);
-        share[1..3].iter_mut().for_each(|cache| cache.extent[1] = cache.extent[1].div_ceil(p.splits.max(1)));
-        let flops = 4 * q.len_elems() * u64::from(k.extent[1].div_ceil(p.splits.max(1)));
+        let most = |cache: &Operand| p.most_seen(cache.extent[1]).div_ceil(p.splits.max(1));
+        let flops = 4 * q.len_elems() * u64::from(most(k));
+        share[1..3].iter_mut().for_each(|cache| cache.extent[1] = most(cache));
         Cost { flops, ..default_cost(Self::SLOTS, &share) }
     }
 

@@ -17,8 +17,8 @@
 //!
 //! Tolerance: as the other bodies'. Scores are off by |q| |k| scale * 2^-16 at most, weighted sums by max |v| * 2^-16.
 
-use super::Params;
 use super::cpu::{Divide, MAX_HEAD_DIM};
+use super::{BIDIRECTIONAL, Params};
 use crate::cpu::Scratch;
 use crate::cpu::amx::{self, InPlace, TILE, Tiles, Vectors};
 use crate::cpu::outer::{self, Products};
@@ -43,6 +43,8 @@ pub(super) fn is_for(p: &Params, [q, k, v]: [&Tensor; 3], scratch: &Scratch) -> 
         && [k, v].iter().all(|tensor| tensor.dtype() == DType::Bf16)
         && amx::takes(q.extent(3))
         && q.extent(3) <= MAX_HEAD_DIM
+        // Rows see everything before them.
+        && p.window as usize >= k.extent(1)
 }
 
 /// `rows` rows of queries, of which the first sees `first` positions of k and v; causal ones see one more each.
@@ -108,7 +110,7 @@ impl Attend<'_> {
 
     /// Positions that query `m` sees.
     fn visible(&self, m: usize) -> usize {
-        if self.p.causal != 0 { self.first + m / self.q.extent(2) } else { self.first }
+        if self.p.window == BIDIRECTIONAL { self.first } else { self.first + m / self.q.extent(2) }
     }
 
     unsafe fn head(&self, h: usize, areas: Areas) -> bool {

@@ -2,7 +2,7 @@
 //!
 //! - A [`RmsNorm`] whose result only products read goes into them: each normalises its row itself.
 //! - A [`SelectRow`] of one row is that row: who reads it reads what it was selected from.
-//! - [`Rope`] and the causal [`Attention`] over the cache it appends to become one [`DecodeAttention`]; in the pass over a batch, too, in
+//! - [`Rope`] and the [`Attention`] over the cache it appends to become one [`DecodeAttention`]; in the pass over a batch, too, in
 //!   which each sequence has them for itself, over its own row.
 //!
 //! An operator goes where its last reader is, so nothing it reads may be written in between, and nothing else may read what
@@ -193,7 +193,8 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     let fits = (query, keys, values) == (q, k_cache, v_cache)
         && op.cut.is_none()
         && op.kernel.flags == rope.kernel.flags
-        && (params.causal, params.splits) == (1, 1)
+        && params.window != attention::BIDIRECTIONAL
+        && params.splits == 1
         && rows == 1
         && group * d <= decode_attention::MAX_QUERY as usize
         && !is_output(graph, &graph.table, q)
@@ -204,7 +205,7 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         return;
     }
     let eps = kernels::params::<rope::Params>(&rope.kernel.params).eps;
-    let params = decode_attention::Params { eps, scale: params.scale, splits: 1 };
+    let params = decode_attention::Params { eps, scale: params.scale, splits: 1, window: params.window };
     let slots =
         vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache), Some(y)];
     let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1)];

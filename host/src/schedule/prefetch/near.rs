@@ -45,9 +45,15 @@ pub(super) fn whole(operand: &Operand) -> Option<PrefetchOp> {
 pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -> Option<PrefetchOp> {
     let op = &graph.ops[task.op as usize];
     let kernel = op.kernel?;
-    let (is_read, splits) = match kernel.task_type {
-        Attention::TASK_TYPE => (slot == 1 || slot == 2, kernels::params::<attention::Params>(&kernel.params).splits),
-        DecodeAttention::TASK_TYPE => (true, kernels::params::<decode_attention::Params>(&kernel.params).splits),
+    let (is_read, splits, window) = match kernel.task_type {
+        Attention::TASK_TYPE => {
+            let params: attention::Params = kernels::params(&kernel.params);
+            (slot == 1 || slot == 2, params.splits, params.window)
+        }
+        DecodeAttention::TASK_TYPE => {
+            let params: decode_attention::Params = kernels::params(&kernel.params);
+            (true, params.splits, params.window)
+        }
         _ => return None,
     };
     let one_row = op.row_axis.is_none() || op.rows == 1;
@@ -56,6 +62,8 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
     let bytes = d * operand.dtype()?.size_bytes() as u32;
     let fits = is_read
         && one_row
+        // Where a window begins nobody tells loaders.
+        && window >= positions
         && (heads, operand.rank) == (1, 3)
         && operand.stride_elems[1] == d
         && positions.checked_mul(bytes).is_some_and(|all| all > 0)

@@ -1,23 +1,21 @@
-//! `perpetua gpu-check`: one command that shows, on a machine with nothing but a driver, that the GPU computes what it
-//! should and how fast. A record per section, as JSON.
+//! What each section does.
 
-use super::files;
-use super::group::{self, Group};
-use super::kernel_cases::{PRESETS, cases, uncovered};
-use super::{ModelArgs, NoGpu, Outcome, bench, bytes, logits, plain, print, write_whole};
+use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
+use super::{Args, Section, print_figures};
+use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, plain, write_whole};
+use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
-use perpetua::cuda::fake::{Fake, Options as FakeOptions, Runs};
 use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::engine::Resident;
-use perpetua::exec::RunError;
 use perpetua::exec::threads::usable_cores;
+use perpetua::exec::{self, RunError};
 use perpetua::model::{SynthOptions, SynthSource, Weights, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample};
 use perpetua_shared::control::End;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
-use perpetua_shared::{EventId, Operand, ProgramId, TaskId};
+use perpetua_shared::{EventId, Operand, ProgramId, TaskId, Technique};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -27,186 +25,16 @@ use std::io::{Read, Seek};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 type Figures = Result<Value, Box<dyn std::error::Error>>;
 
-#[derive(Debug, clap::Args)]
-pub(crate) struct Args {
-    /// What to do, in this order [default: all but `bench-8b` and `bench-14b`].
-    #[arg(value_enum, value_name = "SECTION")]
-    sections: Vec<Section>,
-    /// Where the records go: a file a section.
-    #[arg(long, value_name = "DIR", default_value = "records")]
-    out: PathBuf,
-    /// The folder with the checkpoints and what `transformers` made of them.
-    #[arg(long, value_name = "DIR", default_value = "fixtures")]
-    fixtures: PathBuf,
-    /// Where checkpoints of random weights are made, and removed again [default: the system's folder for such].
-    #[arg(long, value_name = "DIR")]
-    scratch: Option<PathBuf>,
-    /// Sections that have not begun after so many seconds are left out.
-    #[arg(long, value_name = "S", default_value_t = 500, allow_negative_numbers = true)]
-    budget: u64,
-    /// Measure PyTorch through torch.compile as well, which takes minutes to compile.
-    #[arg(long)]
-    torch_compile: bool,
-    /// On a simulated GPU of 4 SMs: what can be tried before the chip. Its times mean nothing.
-    #[arg(long)]
-    simulated: bool,
-    /// As --simulated, with the kernels' PTX, instruction by instruction, instead of their source.
-    #[arg(long, requires = "simulated")]
-    interpreted: bool,
-    /// Do the one section in this process: what a section's own process is told.
-    #[arg(long, hide = true)]
-    alone: bool,
-}
-
-/// A part of the check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum Section {
-    /// What the driver says.
-    Facts,
-    /// The rate at which loaders can read.
-    Ceiling,
-    /// How long workers take to hear of each other.
-    Latency,
-    /// The rate at which weights come to the GPU, beside the bus's and the disk's.
-    Load,
-    /// Every macro kernel against its reference.
-    Kernels,
-    /// Logits and tokens against `transformers`.
-    Fixtures,
-    /// What goes wrong ends in the error that says so, within a second.
-    Drills,
-    /// Ten thousand tokens in one launch.
-    Long,
-    /// Step times of a model of Qwen3-0.6B's shapes.
-    #[value(name = "bench-0.6b")]
-    BenchSmall,
-    /// Of Llama-3.2-1B's.
-    #[value(name = "bench-llama-1b")]
-    BenchLlama,
-    /// Of Qwen3-1.7B's.
-    #[value(name = "bench-1.7b")]
-    BenchMiddle,
-    /// Of Qwen3-8B's: 16 GB of weights are made for it.
-    #[value(name = "bench-8b")]
-    BenchLarge,
-    /// Of Qwen3-14B's: 30 GB.
-    #[value(name = "bench-14b")]
-    BenchLargest,
-    /// Logits of 1,024 positions beside PyTorch's in bf16, both against float32.
-    Accuracy,
-    /// compute-sanitizer over the fixtures, where it is installed.
-    Sanitizer,
-}
-
-impl Section {
-    const USUAL: [Section; 13] = [
-        Section::Facts,
-        Section::Kernels,
-        Section::Fixtures,
-        Section::Drills,
-        Section::Ceiling,
-        Section::Latency,
-        Section::Load,
-        Section::Long,
-        Section::BenchSmall,
-        Section::BenchLlama,
-        Section::BenchMiddle,
-        Section::Accuracy,
-        Section::Sanitizer,
-    ];
-
-    /// What it may take: a few times what it should.
-    fn limit(self, args: &Args) -> Duration {
-        let compile = if args.torch_compile { 300 } else { 0 };
-        Duration::from_secs(match self {
-            // A minute of it for the driver's compiler, where it does not take the cubin; it keeps what it made for the others.
-            Section::Facts => 150,
-            Section::Ceiling | Section::Latency => 60,
-            // Most of it is the reference executor's.
-            Section::Kernels => 180,
-            Section::Fixtures | Section::Drills | Section::Load | Section::Long => 90,
-            Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
-            Section::BenchLarge => 300 + compile,
-            Section::BenchLargest => 480 + compile,
-            Section::Accuracy => 150,
-            Section::Sanitizer => 60,
-        })
-    }
-
-    fn name(self) -> String {
-        clap::ValueEnum::to_possible_value(&self).map_or_else(String::new, |value| value.get_name().to_owned())
-    }
-}
-
-/// Sections run in this order in processes of their own: a GPU context that one has lost, a crash or a hang takes no other
-/// section with it.
-pub(crate) fn run(args: &Args) -> Outcome {
-    let gpu = match open(args) {
-        Ok(gpu) => gpu,
-        Err(error @ (GpuError::Driver(_) | GpuError::NoDevice)) => return Err(NoGpu(error.to_string()).into()),
-        Err(error) => return Err(error.into()),
-    };
-    std::fs::create_dir_all(&args.out).map_err(|error| {
-        format!("{}: cannot make this folder for the records: {}", args.out.display(), plain(&error))
-    })?;
-    let sections = if args.sections.is_empty() { &Section::USUAL[..] } else { &args.sections };
-    if let (true, &[section]) = (args.alone, sections) {
-        group::follow();
-        return Check { args, gpu, section, began: Instant::now() }.run();
-    }
-    drop(gpu);
-    let began = Instant::now();
-    // After the last section that begins in time there is no more than this.
-    let end = Duration::from_secs(args.budget.saturating_add(40));
-    let mut failed = Vec::new();
-    for section in sections {
-        if began.elapsed() > Duration::from_secs(args.budget) {
-            print(&format!("{:14} left out: {} s are over\n", section.name(), args.budget))?;
-        } else if !apart(args, *section, section.limit(args).min(end.saturating_sub(began.elapsed())))? {
-            failed.push(section.name());
-        }
-    }
-    if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", ")).into()) }
-}
-
-/// Does `section` in a process of its own; whether it did what it should. However it ends, there is a record, with the figures
-/// that were there.
-fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn std::error::Error>> {
-    let (name, path) = (section.name(), args.record(section));
-    if path.exists() {
-        std::fs::remove_file(&path)
-            .map_err(|error| format!("{}: cannot remove the old record: {}", path.display(), plain(&error)))?;
-    }
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(["gpu-check", &name, "--alone"]).arg("--out").arg(&args.out).arg("--fixtures").arg(&args.fixtures);
-    // Removed with what a section that is killed leaves there; where none can be made, those that want it say so.
-    let scratch = args.scratch.clone().unwrap_or_else(std::env::temp_dir);
-    let own = tempfile::tempdir_in(&scratch).ok();
-    command.arg("--scratch").arg(own.as_ref().map_or(&*scratch, |own| own.path()));
-    command.args(args.torch_compile.then_some("--torch-compile")).args(args.simulated.then_some("--simulated"));
-    command.args(args.interpreted.then_some("--interpreted"));
-    let began = Instant::now();
-    let ended = Group::spawn(&mut command)?.within(limit);
-    let text = std::fs::read(&path).unwrap_or_default();
-    let record: Option<Value> = serde_json::from_slice(&text).ok();
-    if let Some(record) = record.as_ref().filter(|record| record["unfinished"].is_null()) {
-        return Ok(record["error"].is_null());
-    }
-    let what = match ended {
-        Err(error) => error,
-        Ok(status) => format!("the section's process ended with {status}"),
-    };
-    let mut record = record.unwrap_or_else(|| json!({"section": name, "simulated": args.simulated}));
-    record["seconds"] = json!(began.elapsed().as_secs_f64());
-    record["error"] = what.clone().into();
-    write_whole(&path, |file| writeln!(file, "{record:#}"))?;
-    print_figures(&name, began.elapsed().as_secs_f64(), "error", &what.into())?;
-    Ok(false)
+/// One section under way.
+pub(super) struct Check<'a> {
+    args: &'a Args,
+    gpu: Gpu,
+    section: Section,
+    began: Instant,
 }
 
 /// Waits for `child`, which is killed if it takes longer than `limit`; how it ended.
@@ -242,48 +70,14 @@ fn output_within(limit: Duration, command: &mut Command) -> Result<(ExitStatus, 
     Ok((status, text(&mut out)?, text(&mut err)?))
 }
 
-impl Args {
-    fn record(&self, section: Section) -> PathBuf {
-        self.out.join(format!("{}.json", section.name()))
-    }
-}
-
-/// One section under way.
-struct Check<'a> {
-    args: &'a Args,
-    gpu: Gpu,
-    section: Section,
-    began: Instant,
-}
-
-fn open(args: &Args) -> Result<Gpu, GpuError> {
-    if !args.simulated {
-        return Gpu::open();
-    }
-    let mut options = FakeOptions::new(4, 1 << 30);
-    // What must be more than the cache holds is then soon read.
-    options.device.l2_bytes = 64 << 10;
-    if args.interpreted {
-        options.runs = Runs::Ptx;
-    }
-    Gpu::with_driver(Arc::new(Fake::new(options)))
-}
-
-fn print_figures(name: &str, seconds: f64, key: &str, value: &Value) -> Outcome {
-    let mut text = format!("{name:14} {} in {seconds:.1} s\n", if key == "error" { "FAILED" } else { "done" });
-    match value {
-        Value::Object(figures) => {
-            figures.iter().for_each(|(what, value)| text.push_str(&format!("    {what:28} {value}\n")));
-        }
-        other => text.push_str(&format!("    {other}\n")),
-    }
-    print(&text)
-}
-
 impl Check<'_> {
-    fn run(&self) -> Outcome {
+    pub(super) fn new(args: &Args, gpu: Gpu, section: Section) -> Check<'_> {
+        Check { args, gpu, section, began: Instant::now() }
+    }
+
+    pub(super) fn run(&self) -> Outcome {
         let outcome = self.figures();
-        let (name, seconds) = (self.section.name(), self.began.elapsed().as_secs_f64());
+        let (name, seconds) = (self.args.title(self.section), self.began.elapsed().as_secs_f64());
         let (key, value) = match outcome {
             Ok(figures) => ("figures", figures),
             Err(error) => ("error", Value::from(error.to_string())),
@@ -310,6 +104,7 @@ impl Check<'_> {
             "driver_cuda_version": self.gpu.driver().version().unwrap_or(0),
             "device_image": perpetua::device_image::device_image().map(|image| image.built_with),
             "simulated": self.args.simulated,
+            "without": self.args.without.set().iter().map(Technique::name).collect::<Vec<_>>(),
             "seconds": self.began.elapsed().as_secs_f64(),
         })
     }
@@ -347,7 +142,17 @@ impl Check<'_> {
     }
 
     fn config(&self) -> EngineConfig {
-        EngineConfig { device: Device::Cuda, gpu: Some(self.gpu.clone()), ..EngineConfig::default() }
+        EngineConfig {
+            device: Device::Cuda,
+            gpu: Some(self.gpu.clone()),
+            cuda: self.options(),
+            ..EngineConfig::default()
+        }
+    }
+
+    /// How the kernel behaves where it is not measured: should it not get on with the GPU, workers' tasks are known.
+    fn options(&self) -> exec::cuda::Options {
+        exec::cuda::Options { without: self.args.without.set(), recorder: true, ..Default::default() }
     }
 
     /// A model of the shapes of `preset`; of smaller ones than any on a simulated GPU.
@@ -522,51 +327,33 @@ impl Check<'_> {
         for preset in PRESETS {
             let (_dir, model) = self.synth_as_is(preset)?;
             for case in cases(preset, self.args.simulated) {
-                let (rows, passes) = (case.rows, case.passes);
-                let (source, names) = case.source(&model)?;
-                let ids: Vec<u32> =
-                    (0..(rows * passes) as u32).map(|i| (i * 7919 + 3) % model.config().vocab_size() as u32).collect();
-                let mut found = Vec::new();
-                let mut kernels = Vec::new();
-                for on_gpu in [false, true] {
-                    let sources = vec![source.clone()];
-                    let mut resident = match on_gpu {
-                        true => Resident::on_gpu(sources, &model, self.gpu.clone(), Default::default(), &[], |_| {})?,
-                        false => Resident::new(sources, &model, Device::Reference, None)?,
-                    };
-                    kernels = names.iter().map(|name| name.figure(resident.compiled())).collect();
-                    let at = |error| format!("{preset}, {rows} rows: {error}");
-                    match passes {
-                        1 => resident.run_tokens(ProgramId(0), &ids).map_err(at)?,
-                        _ => {
-                            for n in 1..=ids.len() {
-                                resident.run_last(ProgramId(0), &ids[..n]).map_err(at)?;
+                let rows = case.rows;
+                let pass = Pass::new(case, &model)?;
+                let at = |error| format!("{preset}, {rows} rows: {error}");
+                let (_, expected) = pass.run(&model, None).map_err(at)?;
+                let on_gpu = |without| {
+                    let options = exec::cuda::Options { without, ..self.options() };
+                    pass.run(&model, Some((self.gpu.clone(), options))).map_err(at)
+                };
+                let usual = self.options().without;
+                let (kernels, found) = on_gpu(usual)?;
+                for (number, (name, kernel)) in pass.names.iter().zip(kernels).enumerate() {
+                    let off = off(&expected[number], &found[number]);
+                    let place = format!("{preset}, {rows} rows, {}", name.op);
+                    // What comes after it is wrong for that reason alone.
+                    if pass.first_wrong(&expected, &found) == Some(number) {
+                        let is_right_without = |technique: &Technique| {
+                            let (_, found) = on_gpu(usual.with(*technique))?;
+                            Ok::<bool, String>(pass.first_wrong(&expected, &found).is_none())
+                        };
+                        let mut cures = String::new();
+                        for technique in Technique::ALL.into_iter().filter(|technique| !usual.has(*technique)) {
+                            if is_right_without(&technique)? {
+                                cures += if cures.is_empty() { ", right without " } else { ", or without " };
+                                cures += technique.name();
                             }
                         }
-                    }
-                    let values: Result<Vec<Vec<f32>>, EngineError> = names
-                        .iter()
-                        .map(|name| {
-                            let output = resident.output(ProgramId(0), &name.output);
-                            let output = output.ok_or(EngineError::Purpose("outputs"))?;
-                            let n = output.extent[0] as usize;
-                            Ok(resident.read_f32(&flat(&output), rows.min(n))?)
-                        })
-                        .collect();
-                    found.push(values?);
-                }
-                let mut is_wrong = false;
-                let values = found[0].iter().zip(&found[1]);
-                for ((name, kernel), (expected, found)) in names.iter().zip(kernels).zip(values) {
-                    let scale = expected.iter().fold(1e-6f32, |max, x| max.max(x.abs()));
-                    let off =
-                        expected.iter().zip(found).map(|(e, f)| if f.is_finite() { (e - f).abs() } else { f32::MAX });
-                    let off = f64::from(off.fold(0.0, f32::max) / scale);
-                    let place = format!("{preset}, {rows} rows, {}", name.op);
-                    let tolerance = if rows > 1 { ROUNDED_TOLERANCE } else { KERNEL_TOLERANCE };
-                    // What comes after it is wrong for that reason alone.
-                    if off > tolerance && !std::mem::replace(&mut is_wrong, true) {
-                        wrong.push(format!("{kernel}: off by {off:.1e} of the largest value in {place}"));
+                        wrong.push(format!("{kernel}: off by {off:.1e} of the largest value in {place}{cures}"));
                     }
                     let entry = worst.entry(kernel).or_insert((0.0, String::new()));
                     if off >= entry.0 {
@@ -642,7 +429,7 @@ impl Check<'_> {
 
     fn fixtures(&self) -> Figures {
         let mut figures = serde_json::Map::new();
-        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2"] {
+        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral"] {
             let dir = self.args.fixtures.join(name);
             let model = Model::load(&dir)?;
             let path = self.args.fixtures.join(format!("{name}.expected.safetensors"));
@@ -833,7 +620,13 @@ impl Check<'_> {
         let folder = dir.path().join("model");
         let trace = self.args.out.join(format!("{preset}.trace.json"));
         let runs = if self.args.simulated { 1 } else { 5 };
-        let args = bench::Args::of(ModelArgs::on_gpu(folder.clone(), self.gpu.clone()), context, tokens, runs, trace);
+        let args = bench::Args::of(
+            ModelArgs::on_gpu(folder.clone(), self.gpu.clone(), self.args.without.clone()),
+            context,
+            tokens,
+            runs,
+            trace,
+        );
         let mut figures = bench::generator(&args, &model, &mut |figures| self.keep(figures.clone()))?;
         figures["model"] = preset.into();
         for sequences in self.batches(preset) {
@@ -941,6 +734,65 @@ impl Check<'_> {
             Ok((_, out, err)) => Err((out + &err).into()),
         }
     }
+}
+
+/// A pass whose intermediates are compared.
+struct Pass {
+    case: Case,
+    source: Source,
+    names: Vec<Named>,
+    ids: Vec<u32>,
+}
+
+impl Pass {
+    fn new(case: Case, model: &Model) -> Result<Pass, EngineError> {
+        let (source, names) = case.source(model)?;
+        let n = (case.rows * case.passes) as u32;
+        let ids = (0..n).map(|i| (i * 7919 + 3) % model.config().vocab_size() as u32).collect();
+        Ok(Pass { case, source, names, ids })
+    }
+
+    /// The intermediates, and what each is a figure of: on the GPU or, without one, of the reference executor.
+    fn run(
+        &self,
+        model: &Model,
+        gpu: Option<(Gpu, exec::cuda::Options)>,
+    ) -> Result<(Vec<&'static str>, Vec<Vec<f32>>), EngineError> {
+        let sources = vec![self.source.clone()];
+        let mut resident = match gpu {
+            Some((gpu, options)) => Resident::on_gpu(sources, model, gpu, options, &[], |_| {})?,
+            None => Resident::new(sources, model, Device::Reference, None)?,
+        };
+        let kernels = self.names.iter().map(|name| name.figure(resident.compiled())).collect();
+        match self.case.passes {
+            1 => resident.run_tokens(ProgramId(0), &self.ids)?,
+            _ => (1..=self.ids.len()).try_for_each(|n| resident.run_last(ProgramId(0), &self.ids[..n]))?,
+        }
+        let values: Result<_, EngineError> = self
+            .names
+            .iter()
+            .map(|name| {
+                let output = resident.output(ProgramId(0), &name.output);
+                let output = output.ok_or(EngineError::Purpose("outputs"))?;
+                let n = output.extent[0] as usize;
+                Ok(resident.read_f32(&flat(&output), self.case.rows.min(n))?)
+            })
+            .collect();
+        Ok((kernels, values?))
+    }
+
+    /// The first of the intermediates `found` that is not as `expected`.
+    fn first_wrong(&self, expected: &[Vec<f32>], found: &[Vec<f32>]) -> Option<usize> {
+        let tolerance = if self.case.rows > 1 { ROUNDED_TOLERANCE } else { KERNEL_TOLERANCE };
+        expected.iter().zip(found).position(|(expected, found)| off(expected, found) > tolerance)
+    }
+}
+
+/// How far `found` is from `expected`, as a part of the largest value expected.
+fn off(expected: &[f32], found: &[f32]) -> f64 {
+    let scale = expected.iter().fold(1e-6f32, |max, x| max.max(x.abs()));
+    let off = expected.iter().zip(found).map(|(e, f)| if f.is_finite() { (e - f).abs() } else { f32::MAX });
+    f64::from(off.fold(0.0, f32::max) / scale)
 }
 
 /// What loading should reach of the slower of the bus and the disk.
