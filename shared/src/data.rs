@@ -33,7 +33,7 @@ pub struct DataOp {
 }
 
 /// Bytes that a worker's loader asks the L2 cache for, in passing, because a body is going to read them from there: weights that do
-/// not come in tiles, and the rows of a KV cache, which rows being known at run time. 48 bytes. Nobody waits for them and nothing
+/// not come in tiles, and the rows of a KV cache, which rows being known at run time. 56 bytes. Nobody waits for them and nothing
 /// depends on them but time.
 ///
 /// They are stretches of equal length, in a matrix the beginnings of its rows, in a cache a position each.
@@ -52,9 +52,11 @@ pub struct PrefetchOp {
     pub stretches: u32,
     /// 0: all of them are asked for. Otherwise stretch `i` is position `i`, and of those before the pass's first position those in
     /// [`share`] `split` of `splits` of all that the pass sees.
-    pub splits: u16,
+    pub splits: u32,
     /// See [`PrefetchOp::splits`].
-    pub split: u16,
+    pub split: u32,
+    /// Of positions: how many a row sees, up to its own.
+    pub window: u32,
     /// Of positions: the first so many of them at most.
     pub most: u32,
     /// The data op of the worker's list before which it is issued.
@@ -68,16 +70,48 @@ pub struct PrefetchOp {
     pub only_when_sampling: u32,
 }
 
-/// The positions, of `visible`, that split `number` of `splits` has: first and end. Shares are equal but for the last ones, which
-/// may be empty.
-#[inline(always)]
-pub const fn share(visible: u32, splits: u32, number: u32) -> (u32, u32) {
-    if splits <= 1 {
-        return (0, visible);
+impl PrefetchOp {
+    /// Stretches that are asked for, at most.
+    pub fn most_stretches(&self) -> u32 {
+        let seen = self.stretches.min(self.window);
+        if self.splits == 0 { self.stretches } else { seen.div_ceil(self.splits).min(self.most) }
     }
-    let len = visible.div_ceil(splits);
-    let (first, end) = (number * len, (number + 1) * len);
+}
+
+/// The positions, of the last `window` of the first `visible`, that split `number` of `splits` has: first and end. Shares are equal but for
+/// the last ones, which may be empty.
+#[inline(always)]
+pub const fn share(visible: u32, window: u32, splits: u32, number: u32) -> (u32, u32) {
+    let before = visible.saturating_sub(window);
+    if splits <= 1 {
+        return (before, visible);
+    }
+    let len = (visible - before).div_ceil(splits);
+    let (first, end) = (before + number * len, before + (number + 1) * len);
     (if first < visible { first } else { visible }, if end < visible { end } else { visible })
 }
 
-const _: () = assert!(size_of::<DataOp>() == 32 && size_of::<PrefetchOp>() == 48);
+const _: () = assert!(size_of::<DataOp>() == 32 && size_of::<PrefetchOp>() == 56);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each position that a row sees is in one share, and the others in none.
+    #[test]
+    fn shares_are_what_the_window_holds() {
+        for visible in 0..40 {
+            for window in [1, 2, 7, 39, 40, u32::MAX] {
+                for splits in 1..9 {
+                    let shares = (0..splits).map(|number| share(visible, window, splits, number));
+                    let mut end = visible.saturating_sub(window);
+                    for (from, to) in shares.filter(|(from, to)| from < to) {
+                        assert_eq!(from, end, "{visible} {window} {splits}");
+                        end = to;
+                    }
+                    assert_eq!(end, visible, "{visible} {window} {splits}");
+                }
+            }
+        }
+    }
+}

@@ -412,9 +412,10 @@ unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
         let source = source.add(memory::load(&raw const (*op).source_offset_bytes) as usize);
         let (bytes, apart) = (memory::load(&raw const (*op).bytes), memory::load(&raw const (*op).apart_bytes));
         let (mut at, mut end) = (0, memory::load(&raw const (*op).stretches));
-        let splits = u32::from(memory::load(&raw const (*op).splits));
+        let splits = memory::load(&raw const (*op).splits);
         if splits > 0 {
-            let (from, to) = share(position + 1, splits, u32::from(memory::load(&raw const (*op).split)));
+            let (window, split) = (memory::load(&raw const (*op).window), memory::load(&raw const (*op).split));
+            let (from, to) = share(position + 1, window, splits, split);
             let to = if to < position { to } else { position };
             let held = if to < end { to } else { end };
             let most = memory::load(&raw const (*op).most);
@@ -830,7 +831,7 @@ mod tests {
         const BYTES: usize = 3 << 20;
         let (weights, mut pace, seen) = (vec![0u128; BYTES / 16], 0, RefCell::new(Vec::new()));
         let whole = PrefetchOp { bytes: 16, apart_bytes: 16, stretches: (BYTES / 16) as u32, ..PrefetchOp::default() };
-        let of_positions = PrefetchOp { splits: 1, most: u32::MAX, ..whole };
+        let of_positions = PrefetchOp { splits: 1, most: u32::MAX, window: u32::MAX, ..whole };
         let rows = PrefetchOp { bytes: 1 << 20, apart_bytes: 2 << 20, stretches: 2, ..whole };
         let ops = [whole, of_positions, rows];
         // SAFETY: both outlive the launch.

@@ -49,7 +49,10 @@ fn advice(code: i32) -> Option<&'static str> {
         }
         500 => "the driver is too old: it wants that of CUDA 12.0 or newer",
         701 => "the kernel wants more registers or shared memory than a block of this GPU may have",
-        700 | 702 | 709 | 710 | 714..=719 => "the GPU's context is lost: make a new engine in a new process",
+        700 | 702 | 709 | 710 | 714..=719 => {
+            "the GPU's context is lost: make a new engine in a new process; if it is lost again, `perpetua gpu-check fixtures` looks \
+             for what this GPU does not get on with"
+        }
         720 => "the kernel's blocks cannot all be resident: another process uses the GPU, or MIG has cut it",
         801 => "the driver does not allow it here (a virtual GPU, MPS limits)",
         802 => "the system is not ready: on machines with NVSwitch, start nvidia-fabricmanager",

@@ -11,7 +11,7 @@ use perpetua_shared::image::{BindingDesc, BindingKind};
 use perpetua_shared::limits::MAX_SEQUENCES;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, flag};
-use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
@@ -30,43 +30,12 @@ unsafe impl Sync for Owned {}
 impl Owned {
     /// `None` when the system does not give so much.
     fn zeroed(bytes: u64, align: u32) -> Option<Owned> {
-        let is_large = bytes >= LARGE_PAGE;
-        let align = (align as usize).max(if is_large { LARGE_PAGE as usize } else { 64 });
-        let layout = Layout::from_size_align((bytes as usize).max(1), align)
+        let layout = Layout::from_size_align((bytes as usize).max(1), (align as usize).max(64))
             .expect("sizes and alignments are bounded by image::check");
-        // SAFETY: the layout has a size of at least 1, and all of it is written before anyone reads it.
-        let base = unsafe {
-            if is_large {
-                let base = alloc(layout);
-                if !base.is_null() {
-                    ask_for_large_pages(base, layout.size());
-                    base.write_bytes(0, layout.size());
-                }
-                base
-            } else {
-                alloc_zeroed(layout)
-            }
-        };
+        // SAFETY: the layout has a size of at least 1.
+        let base = unsafe { alloc_zeroed(layout) };
         (!base.is_null()).then_some(Owned { base, layout })
     }
-}
-
-/// Bytes of a page of the larger kind on most machines.
-const LARGE_PAGE: u64 = 2 << 20;
-
-/// Asks the system for pages of the larger kind, where it gives them to those who ask: a cache of thousands of positions is read with fewer
-/// looks into page tables. Before the pages are there, which is when the system decides.
-///
-/// # Safety
-/// There are `bytes` bytes at `base`, which nobody else uses.
-unsafe fn ask_for_large_pages(base: *mut u8, bytes: usize) {
-    #[cfg(all(target_os = "linux", not(miri)))]
-    // SAFETY: the caller's promise; advice changes no contents, and a system that does not take it is as good as before.
-    unsafe {
-        libc::madvise(base.cast(), bytes, libc::MADV_HUGEPAGE);
-    }
-    #[cfg(not(all(target_os = "linux", not(miri))))]
-    let _ = (base, bytes);
 }
 
 impl Drop for Owned {
@@ -402,12 +371,9 @@ mod tests {
     #[test]
     fn what_the_system_refuses_is_no_memory() {
         assert!(Owned::zeroed(1 << 60, 64).is_none());
-        for (bytes, align) in [(100, 256), (super::LARGE_PAGE + 100, 64)] {
-            let own = Owned::zeroed(bytes, align).expect("so many bytes");
-            assert!((own.base as usize).is_multiple_of(align as usize));
-            // SAFETY: as many bytes, which have been written.
-            let found = unsafe { std::slice::from_raw_parts(own.base, bytes as usize) };
-            assert!(found.iter().all(|byte| *byte == 0));
-        }
+        let own = Owned::zeroed(100, 256).expect("a hundred bytes");
+        assert!((own.base as usize).is_multiple_of(256));
+        // SAFETY: a hundred bytes that have been written.
+        assert!(unsafe { std::slice::from_raw_parts(own.base, 100) }.iter().all(|byte| *byte == 0));
     }
 }

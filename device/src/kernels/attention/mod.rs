@@ -55,9 +55,7 @@ impl Params {
 
     /// The positions, of those before `visible` that the window holds, that split `number` attends to: first and end.
     pub(super) fn share(&self, visible: u32, number: u32) -> (u32, u32) {
-        let before = visible.saturating_sub(self.window);
-        let (first, end) = perpetua_shared::data::share(visible - before, self.splits, number);
-        (before + first, before + end)
+        perpetua_shared::data::share(visible, self.window, self.splits, number)
     }
 
     /// The cache of `positions` as far as a row sees it at most.

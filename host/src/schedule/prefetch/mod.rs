@@ -463,6 +463,9 @@ impl fmt::Display for Plan {
                     )?;
                     if near.splits > 0 {
                         write!(f, ", {} up to position, share {} of {}", near.most, near.split, near.splits)?;
+                        if near.window < near.stretches {
+                            write!(f, " of the last {}", near.window)?;
+                        }
                     }
                     match near.after {
                         0 => writeln!(f)?,

@@ -26,11 +26,7 @@ const LINE_BYTES: u64 = 128;
 
 /// Bytes that `op` asks for, of positions with a full cache.
 pub fn prefetched_bytes(op: &PrefetchOp) -> u64 {
-    let n = match op.stretches.checked_div(u32::from(op.splits)) {
-        None => op.stretches,
-        Some(_) => op.stretches.div_ceil(u32::from(op.splits)).min(op.most),
-    };
-    u64::from(n) * u64::from(op.bytes)
+    u64::from(op.most_stretches()) * u64::from(op.bytes)
 }
 
 /// A prefetch of all of `operand`, from the unit its first byte is in; the last one only if all of it is the operand's.
@@ -62,14 +58,11 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
     let bytes = d * operand.dtype()?.size_bytes() as u32;
     let fits = is_read
         && one_row
-        // Where a window begins nobody tells loaders.
-        && window >= positions
         && (heads, operand.rank) == (1, 3)
         && operand.stride_elems[1] == d
         && positions.checked_mul(bytes).is_some_and(|all| all > 0)
         && u64::from(bytes).is_multiple_of(UNIT_BYTES)
         && operand.offset_bytes.is_multiple_of(UNIT_BYTES);
-    let (splits, split) = (u16::try_from(splits).ok()?, u16::try_from(split).ok()?);
     fits.then(|| PrefetchOp {
         source_offset_bytes: operand.offset_bytes,
         bytes,
@@ -77,6 +70,7 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
         stretches: positions,
         splits,
         split,
+        window,
         most: positions,
         ..PrefetchOp::default()
     })
