@@ -326,7 +326,7 @@ impl Check<'_> {
         };
         for preset in PRESETS {
             let (_dir, model) = self.synth_as_is(preset)?;
-            for case in cases(preset, self.args.simulated) {
+            for case in cases(preset, self.args.simulated && !self.args.in_full) {
                 let rows = case.rows;
                 let pass = Pass::new(case, &model)?;
                 let at = |error| format!("{preset}, {rows} rows: {error}");
@@ -805,8 +805,8 @@ const LOAD_MOST: Duration = Duration::from_secs(4);
 /// grow from operator to operator.
 const KERNEL_TOLERANCE: f64 = 2e-2;
 
-/// The same where products round their input to bf16: those of many rows.
-const ROUNDED_TOLERANCE: f64 = 4e-2;
+/// The same where products round their input to bf16: those of many rows. The most that the PTX is off is 3.4e-2.
+const ROUNDED_TOLERANCE: f64 = 6e-2;
 
 /// `operand` with all its dimensions but the first as one; those the compiler makes are dense.
 fn flat(operand: &Operand) -> Operand {

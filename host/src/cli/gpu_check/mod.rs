@@ -44,6 +44,9 @@ pub(crate) struct Args {
     /// As --simulated, with the kernels' PTX, instruction by instruction, instead of their source.
     #[arg(long, requires = "simulated")]
     interpreted: bool,
+    /// With --simulated: kernels of the sizes that a GPU is given, which takes minutes with --interpreted, and far longer without.
+    #[arg(long, requires = "simulated")]
+    in_full: bool,
     #[command(flatten)]
     without: Without,
     /// Do the one section in this process: what a section's own process is told.
@@ -121,6 +124,7 @@ impl Section {
             // A minute of it for the driver's compiler, where it does not take the cubin; it keeps what it made for the others.
             Section::Facts => 150,
             Section::Ceiling | Section::Latency => 60,
+            Section::Kernels if args.in_full => 3600,
             // Most of it is the reference executor's.
             Section::Kernels => 180,
             Section::Fixtures | Section::Drills | Section::Load | Section::Long => 90,
@@ -187,7 +191,7 @@ fn apart(args: &Args, section: Section, limit: Duration) -> Result<bool, Box<dyn
     let own = tempfile::tempdir_in(&scratch).ok();
     command.arg("--scratch").arg(own.as_ref().map_or(&*scratch, |own| own.path()));
     command.args(args.torch_compile.then_some("--torch-compile")).args(args.simulated.then_some("--simulated"));
-    command.args(args.interpreted.then_some("--interpreted"));
+    command.args(args.interpreted.then_some("--interpreted")).args(args.in_full.then_some("--in-full"));
     for (flag, techniques) in [("--without", &args.without.without[..]), ("--fatal", args.fatal.as_slice())] {
         for technique in techniques {
             command.args([flag, technique.name()]);
