@@ -331,6 +331,27 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
     }
 }
 
+/// What a benchmark is told to do without it does without, and so do those it is compared with.
+#[test]
+fn a_benchmark_does_without_what_it_is_told_to() {
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().to_string_lossy().into_owned();
+    perpetua(&["gpu-check", "--simulated", "--out", &out, "--without", "flags,tiles", "bench-0.6b"]);
+    let text = std::fs::read_to_string(temp.path().join("bench-0.6b.json")).expect("a record");
+    let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let without = record["figures"]["without"].as_object().expect("comparisons");
+    for technique in Technique::ALL {
+        let is_left_out = [Technique::Flags, Technique::Tiles].contains(&technique);
+        assert_eq!(without.contains_key(technique.name()), !is_left_out, "{technique:?}: {text}");
+    }
+    // Without tiles these have nothing to do: sums are the same, and so are tokens.
+    assert_eq!(without["thin-products"]["same_tokens"], 2, "{text}");
+}
+
 /// Nobody's reading on, be it what is printed or what is said beside it, is no failure of what was asked for.
 #[test]
 fn closed_pipes_end_it_quietly() {

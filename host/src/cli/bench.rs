@@ -235,17 +235,18 @@ fn beside(runs: &[Run], run: &Run, keeps_bits: bool, way: &str) -> Result<serde_
     }))
 }
 
-/// The same prompts without each of the techniques, but for flags, which are compiled.
+/// The same prompts without each of the techniques that `run` had, but for flags, which are compiled.
 fn without_each(
     args: &Args,
     engine: &mut Engine,
     prompts: &[Vec<u32>],
     run: &Run,
 ) -> Result<serde_json::Map<String, serde_json::Value>, Box<dyn std::error::Error>> {
-    let mut figures = serde_json::Map::new();
-    for technique in Technique::ALL.into_iter().filter(|technique| *technique != Technique::Flags) {
-        let mut leave_out = |without| engine.resident_mut().cuda().map(|cuda| cuda.leave_out(without));
-        leave_out(technique.into());
+    let (mut figures, left_out) = (serde_json::Map::new(), args.model.without.set().with(Technique::Flags));
+    for technique in Technique::ALL.into_iter().filter(|technique| !left_out.has(*technique)) {
+        if let Some(cuda) = engine.resident_mut().cuda() {
+            cuda.leave_out(args.model.without.set().with(technique));
+        }
         let runs = Run::several(args, engine, prompts)?;
         let way = format!("without {}", technique.name());
         figures.insert(technique.name().to_owned(), beside(&runs, run, technique.keeps_bits(), &way)?);
@@ -253,18 +254,18 @@ fn without_each(
     Ok(figures)
 }
 
-/// The same prompts by an engine of its own, made as `config` says.
+/// The same prompts by an engine of its own, made as `config` says, whose numbers are `run`'s if it `keeps_bits`.
 fn by_another(
     args: &Args,
     model: &Model,
     config: &EngineConfig,
     prompts: &[Vec<u32>],
     run: &Run,
+    keeps_bits: bool,
 ) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     let mut engine = super::resident(model, config)?;
     warm_up(args, &mut engine, &prompts[0])?;
     let runs = Run::several(args, &mut engine, prompts)?;
-    let keeps_bits = config.cuda.without.iter().all(Technique::keeps_bits);
     let mut figures = beside(&runs, run, keeps_bits, &format!("{:?}", config.cuda))?;
     if config.cuda.mode == Mode::PerOperator {
         let compiled = engine.resident().compiled();
@@ -304,8 +305,9 @@ pub(super) fn generator(
         return Err(format!("--max-context {most}: --context and --tokens need {needed} positions").into());
     }
     let began = Instant::now();
-    let traced = cuda::Options { n_trace: loss::TRACED, ..Default::default() };
-    let config = EngineConfig { sequences: args.batch, cuda: traced, ..args.model.config(model, needed) };
+    let usual = args.model.config(model, needed);
+    let traced = cuda::Options { n_trace: loss::TRACED, ..usual.cuda };
+    let config = EngineConfig { sequences: args.batch, cuda: traced, ..usual };
     let mut engine = super::resident(model, &config)?;
     if let Some(cuda) = engine.resident_mut().cuda() {
         cuda.set_tracing(false);
@@ -400,10 +402,17 @@ pub(super) fn generator(
         figures["without"] = without_each(args, &mut engine, &prompts, run)?.into();
         keep(&figures)?;
         drop(engine);
-        let way = |cuda| by_another(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run);
-        let without = Technique::Flags.into();
-        figures["without"][Technique::Flags.name()] = way(cuda::Options { without, ..Default::default() })?;
-        figures["launch_per_operator"] = way(cuda::Options { mode: Mode::PerOperator, ..Default::default() })?;
+        let way = |cuda, keeps_bits| {
+            by_another(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run, keeps_bits)
+        };
+        let without = args.model.without.set();
+        let usual = cuda::Options { without, ..Default::default() };
+        if !without.has(Technique::Flags) {
+            let without = without.with(Technique::Flags);
+            let keeps_bits = Technique::Flags.keeps_bits();
+            figures["without"][Technique::Flags.name()] = way(cuda::Options { without, ..usual }, keeps_bits)?;
+        }
+        figures["launch_per_operator"] = way(cuda::Options { mode: Mode::PerOperator, ..usual }, true)?;
     }
     if let Some(alone) = alone {
         figures["sequences"] = n_sequences.into();
