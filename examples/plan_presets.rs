@@ -14,8 +14,18 @@ use perpetua::schedule::prefetch;
 use perpetua_shared::DType;
 use std::path::Path;
 
-const PRESETS: [&str; 8] =
-    ["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "mistral-7b"];
+const PRESETS: [&str; 10] = [
+    "qwen3-0.6b",
+    "qwen3-1.7b",
+    "qwen3-4b",
+    "qwen3-8b",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "llama-3.1-8b",
+    "mistral-7b",
+    "qwen3-30b-a3b",
+    "mixtral-8x7b",
+];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let context = std::env::args().nth(1).map_or(Ok(512), |text| text.parse())?;

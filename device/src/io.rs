@@ -11,6 +11,8 @@ use perpetua_shared::{DType, Step, TaskDesc};
 #[derive(Clone, Copy, Debug)]
 pub struct Tensor {
     base: *mut u8,
+    /// Where each part along the first dimension starts, if they lie apart; else null.
+    parts: *const *mut u8,
     dtype: Option<DType>,
     extent: [usize; MAX_RANK],
     stride: [usize; MAX_RANK],
@@ -18,8 +20,13 @@ pub struct Tensor {
 
 impl Tensor {
     /// An operand that is absent.
-    pub const ABSENT: Tensor =
-        Tensor { base: core::ptr::null_mut(), dtype: None, extent: [0; MAX_RANK], stride: [0; MAX_RANK] };
+    pub const ABSENT: Tensor = Tensor {
+        base: core::ptr::null_mut(),
+        parts: core::ptr::null(),
+        dtype: None,
+        extent: [0; MAX_RANK],
+        stride: [0; MAX_RANK],
+    };
 
     /// The box `operand` of the memory at `base`.
     ///
@@ -34,10 +41,57 @@ impl Tensor {
         Tensor {
             // SAFETY: the offset is inside the allocation (caller).
             base: unsafe { base.add(operand.offset_bytes as usize) },
+            parts: core::ptr::null(),
             dtype: operand.dtype(),
             extent: operand.extent.map(|n| n as usize),
             stride: operand.stride_elems.map(|n| n as usize),
         }
+    }
+
+    /// The box `operand` of matrices that lie apart, one in each of `parts` of `part_bytes`: a stack of rank 3 that, were they one
+    /// after the other, would begin in the first of them.
+    ///
+    /// # Safety
+    /// As [`Tensor::new`], of each matrix in its part; `parts` outlives the tensor.
+    ///
+    /// # Panics
+    /// When the box is not of that kind, or leaves the parts.
+    pub unsafe fn of_parts(parts: &[*mut u8], part_bytes: usize, operand: &Operand) -> Tensor {
+        let elem = operand.dtype().map_or(0, DType::size_bytes);
+        let [n_parts, apart] = [operand.extent[0] as usize, operand.stride_elems[0] as usize * elem];
+        let [_, n, k, _] = operand.extent;
+        let matrix_bytes = match operand.dtype() {
+            // Rows are whole, with their scales.
+            Some(DType::Q8) => u64::from(n) * u64::from(operand.stride_elems[1]),
+            _ => Operand { extent: [1, n, k, 1], ..*operand }.span_bytes(),
+        };
+        let end = operand.offset_bytes.saturating_add(matrix_bytes);
+        assert!(
+            operand.rank == 3 && n_parts <= parts.len() && apart == part_bytes && end <= part_bytes as u64,
+            "a box of {} parts of {part_bytes} bytes: {operand:?}",
+            parts.len()
+        );
+        let mut tensor = Tensor::ABSENT;
+        if let Some(first) = parts.first() {
+            // SAFETY: the first part has the box's first matrix (caller).
+            tensor = unsafe { Tensor::new(*first, operand) };
+            tensor.parts = parts.as_ptr();
+            // What is not taken through the table is the first part's.
+            tensor.stride[0] = 0;
+        }
+        tensor
+    }
+
+    /// The tensor that is at `number` along the first dimension.
+    ///
+    /// # Panics
+    /// When there are fewer.
+    pub fn part(&self, number: usize) -> Tensor {
+        let mut part = Tensor { base: self.address([number]), parts: core::ptr::null(), ..*self };
+        part.extent.rotate_left(1);
+        part.stride.rotate_left(1);
+        (part.extent[MAX_RANK - 1], part.stride[MAX_RANK - 1]) = (1, 0);
+        part
     }
 
     /// Whether there is a tensor.
@@ -70,8 +124,15 @@ impl Tensor {
             assert!(i < self.extent[dim], "index {i} of dimension {dim} is not below {}", self.extent[dim]);
             offset += i * self.stride[dim];
         }
-        // SAFETY: each index is below its extent, so the element is inside the box, hence the allocation.
-        unsafe { self.base.add(offset * self.dtype().size_bytes()) }
+        // SAFETY: each index is below its extent, so the element is inside the box, hence the allocation; parts are as many
+        // as the first extent says, and of each the box has what it has of the first.
+        unsafe {
+            let mut base = self.base;
+            if !self.parts.is_null() {
+                base = (*self.parts.add(at[0])).add(self.base.offset_from_unsigned(*self.parts));
+            }
+            base.add(offset * self.dtype().size_bytes())
+        }
     }
 
     /// The element at `at`, widened to f32. Integers convert.

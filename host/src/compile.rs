@@ -44,9 +44,19 @@ pub struct Binding {
     pub align_bytes: u32,
     /// Its contents, for a constant.
     pub contents: Option<Vec<u8>>,
+    /// Tensors of the checkpoint that it is, all of one size: of more than one, their numbers stand where its name has `*`.
+    pub parts: u32,
 }
 
 impl Binding {
+    /// Names of the tensors of the checkpoint that it is, for weights, in order.
+    pub fn part_names(&self) -> Vec<String> {
+        match self.parts {
+            1 => vec![self.name.clone()],
+            n => (0..n).map(|number| self.name.replacen('*', &number.to_string(), 1)).collect(),
+        }
+    }
+
     /// What an image says of it.
     pub fn desc(&self) -> BindingDesc {
         BindingDesc { bytes: self.bytes, kind: self.kind as u32, align_bytes: self.align_bytes }
@@ -484,7 +494,7 @@ impl Layout {
         let next = BindingId(self.bindings.len() as u32);
         let id = *self.by_name.entry((kind, name.to_owned())).or_insert(next);
         if id == next {
-            self.bindings.push(Binding { name: name.to_owned(), kind, bytes, align_bytes, contents: None });
+            self.bindings.push(Binding { name: name.to_owned(), kind, bytes, align_bytes, contents: None, parts: 1 });
         }
         (id, self.bindings[id.idx()].bytes)
     }
@@ -518,7 +528,7 @@ impl Layout {
                     continue;
                 }
                 BufferKind::Input => (BindingKind::Input, 64),
-                BufferKind::Weight => (BindingKind::Weight, weight_align),
+                BufferKind::Weight | BufferKind::WeightStack(_) => (BindingKind::Weight, weight_align),
                 BufferKind::Constant(_) => (BindingKind::Constant, 64),
                 BufferKind::State => (BindingKind::State, 256),
                 BufferKind::Control => (BindingKind::Control, 64),
@@ -537,8 +547,10 @@ impl Layout {
                     expected: bytes,
                 });
             }
-            if let BufferKind::Constant(contents) = &buffer.kind {
-                known.contents = Some(contents.clone());
+            match &buffer.kind {
+                BufferKind::Constant(contents) => known.contents = Some(contents.clone()),
+                BufferKind::WeightStack(n) => known.parts = *n,
+                _ => {}
             }
             of_buffer.push(id);
         }

@@ -93,6 +93,32 @@ fn damaged_model_folders_are_refused_by_name() {
     refused(&dir, &[], &["config.json", "JSON"]);
 }
 
+/// Of experts one may be missing, or of another shape or type than the others.
+#[test]
+fn experts_that_do_not_belong_together_are_refused_by_name() {
+    use safetensors::Dtype;
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-mixtral", temp.path());
+    let path = dir.join("model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let third = "model.layers.1.block_sparse_moe.experts.2.w3.weight";
+    let zeros = [0; 4 * 80 * 128];
+    let view = |dtype, shape: &[usize], bytes| {
+        safetensors::tensor::TensorView::new(dtype, shape.to_vec(), &zeros[..bytes]).unwrap()
+    };
+    for (instead, expected) in [
+        (None, &[third, "no such tensor"][..]),
+        (Some(view(Dtype::BF16, &[81, 64], 2 * 81 * 64)), &[third, "[81, 64]", "[80, 128]"]),
+        (Some(view(Dtype::F32, &[80, 128], 4 * 80 * 128)), &[third, "f32", "first expert", "bf16"]),
+    ] {
+        let others = file.tensors().into_iter().filter(|(name, _)| name != third);
+        let instead = instead.map(|view| (third.to_owned(), view));
+        std::fs::write(&path, safetensors::serialize(others.chain(instead), None).unwrap()).unwrap();
+        refused(&dir, &[], expected);
+    }
+}
+
 #[test]
 fn impossible_requests_are_refused() {
     let temp = tempfile::tempdir().unwrap();

@@ -73,7 +73,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-const MODELS: [&str; 4] = ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral"];
+const MODELS: [&str; 6] = ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral"];
 
 #[test]
 fn reference_logits_match_transformers() {
@@ -253,7 +253,9 @@ fn a_dropped_generation_stops_and_the_engine_goes_on() {
 #[test]
 fn synthetic_models_of_every_family_agree_with_the_reference() {
     let dir = tempfile::tempdir().unwrap();
-    for preset in ["tiny-odd", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-llama"] {
+    for preset in
+        ["tiny-odd", "tiny-mistral", "tiny-qwen2", "tiny-qwen3", "tiny-llama", "tiny-qwen3-moe", "tiny-mixtral"]
+    {
         let out = dir.path().join(preset);
         synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))
             .unwrap();

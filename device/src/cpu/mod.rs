@@ -21,6 +21,8 @@ pub(crate) mod outer;
 pub(crate) mod rows;
 pub(crate) mod rowwise;
 
+use crate::kernels::routing::Route;
+
 /// A worker's scratch memory: reused from task to task, so that bodies allocate nothing once warm.
 #[derive(Debug, Default)]
 pub struct Scratch {
@@ -30,6 +32,10 @@ pub struct Scratch {
     pub floats: Vec<f32>,
     /// Candidates of the sampler.
     pub candidates: Vec<(f32, u32)>,
+    /// Rows that go to experts, and what these read and write of them, one after the other.
+    pub(crate) routes: Vec<Route>,
+    /// See above.
+    pub(crate) gathered: Vec<f32>,
 }
 
 /// f32 elements of a cache line.

@@ -233,6 +233,164 @@ fn special(kind: u32, seed: u64, i: usize) -> f32 {
     }
 }
 
+mod experts {
+    use super::*;
+    use crate::kernels::linear::Activation;
+    use crate::kernels::{ExpertsDown, ExpertsUp, experts_down, experts_up};
+
+    /// What another order of summation may change, relative to the sum of the sizes of what is added.
+    const ORDER: f32 = 1.0 / (1 << 17) as f32;
+
+    /// A mixture's operands: what its first half makes is what its second takes.
+    struct Mixture {
+        logits: Memory,
+        gate: Memory,
+        up: Memory,
+        down: Memory,
+        x: Memory,
+        made: Memory,
+        residual: Memory,
+        y: Memory,
+    }
+
+    fn mixture(wd: DType, [rows, experts, chosen, n, k]: [usize; 5], few: bool, gap: usize, seed: u64) -> Mixture {
+        let w = |of: u64, extents: [usize; 3]| Memory::new(wd, &extents, gap, 1, |i| noise(seed ^ of, i));
+        let logit = |i| if few { (4.0 * noise(seed, i)).floor() } else { 4.0 * noise(seed, i) };
+        Mixture {
+            logits: Memory::new(DType::F32, &[rows, experts], gap, 0, logit),
+            gate: w(1, [experts, n, k]),
+            up: w(2, [experts, n, k]),
+            down: w(3, [experts, k, n]),
+            x: Memory::new(DType::F32, &[rows, k], gap, 1, |i| noise(seed ^ 4, i)),
+            made: Memory::new(DType::F32, &[rows, chosen, n], gap, 1, |_| 77.0),
+            residual: Memory::new(DType::F32, &[rows, k], 0, 1, |i| noise(seed ^ 5, i)),
+            y: Memory::new(DType::F32, &[rows, k], gap, 0, |_| 77.0),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(cases(200))]
+        #[test]
+        fn agree_with_their_reference(
+            isa in isas(), wd in dtypes(), rows in 1..below(40, 4), experts in 1usize..9, chosen in 1usize..9, n in 1..below(23, 5),
+            k in 1..below(80, 20), few in any::<bool>(), normalise in 0u32..2, order in 0u32..3, gap in 0usize..4, seed in any::<u64>(),
+        ) {
+            let (n, k) = if order == 2 { (n.next_multiple_of(32), k.next_multiple_of(32)) } else { (n, k) };
+            let chosen = chosen.min(experts);
+            let m = mixture(wd, [rows, experts, chosen, n, k], few, gap, seed);
+            let on_unit = order > 0 && isa.has_matrix_unit();
+            let size = if on_unit { 4.0 / (1 << 15) as f32 } else { ORDER };
+            let p = experts_up::Params { activation: Activation::Silu as u32, order, normalise, eps: 0.0 };
+            let [expected, got] = both::<ExpertsUp>(isa, &p, &[m.x, m.logits.clone(), m.gate, m.up, m.made, Memory::absent()], step(0, rows as u32), 0);
+            // A gate and what it opens are sums of at most k numbers below 1.
+            let bound = 3.0 * size * (k * k) as f32;
+            for (e, g) in expected[4].values().iter().zip(got[4].values()) {
+                prop_assert!(near(*e, g, bound), "{}: {g}, expected {e} +- {bound}", isa.name());
+            }
+            let largest = expected[4].values().iter().fold(0.0f32, |a, b| a.max(b.abs()));
+            let io = [expected[4].clone(), m.logits, m.down, m.residual, m.y];
+            let [expected, got] = both::<ExpertsDown>(isa, &experts_down::Params { order }, &io, step(0, rows as u32), 0);
+            let bound = 3.0 * size * (1.0 + largest * (chosen * n) as f32);
+            for (e, g) in expected[4].values().iter().zip(got[4].values()) {
+                prop_assert!(near(*e, g, bound), "{}: {g}, expected {e} +- {bound}", isa.name());
+            }
+        }
+
+        /// A row's bits are those it has alone, where no matrix unit reads it with others.
+        #[test]
+        fn company_changes_no_bit(
+            isa in isas(), rows in 2..below(20, 4), few in any::<bool>(), seed in any::<u64>(),
+        ) {
+            let [experts, chosen, n, k] = [6, 3, 13, 40];
+            let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], few, 0, seed);
+            let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, normalise: 1, eps: 0.0 };
+            let row = |memory: &Memory, r: usize| {
+                let mut one = memory.clone();
+                one.operand.extent[0] = 1;
+                one.operand.offset_bytes += (r * one.operand.stride_elems[0] as usize * 4) as u64;
+                one
+            };
+            let up = |rows: usize, of: &dyn Fn(&Memory) -> Memory| {
+                let io = [of(&m.x), of(&m.logits), m.gate.clone(), m.up.clone(), of(&m.made), Memory::absent()];
+                let [_, made] = both::<ExpertsUp>(isa, &p, &io, step(0, rows as u32), 0);
+                let io = [made[4].clone(), io[1].clone(), m.down.clone(), of(&m.residual), of(&m.y)];
+                let [_, y] = both::<ExpertsDown>(isa, &experts_down::Params { order: 0 }, &io, step(0, rows as u32), 0);
+                y[4].values()
+            };
+            let all = up(rows, &Memory::clone);
+            for r in 0..rows {
+                prop_assert_eq!(&all[r * k..][..k], &up(1, &|memory| row(memory, r))[..]);
+            }
+        }
+    }
+
+    /// Matrices that lie apart are what they are one after the other.
+    #[test]
+    fn parts_may_lie_apart() {
+        let [rows, experts, chosen, n, k] = [3, 5, 2, 7, 24];
+        let m = mixture(DType::Bf16, [rows, experts, chosen, n, k], false, 0, 9);
+        let p = experts_up::Params { activation: Activation::Silu as u32, order: 0, normalise: 0, eps: 0.0 };
+        let operands = [m.x, m.logits, m.gate, m.up, m.made, Memory::absent()];
+        let spec = Spec::of(ExpertsUp::TASK_TYPE).expect("the kernel is listed");
+        let task = TaskDesc { task_type: ExpertsUp::TASK_TYPE, params: param_words(&p), ..TaskDesc::zeroed() };
+        let run = |tensors: &[Tensor], cpu: bool| {
+            let call = Call { tensors, task: &task, step: &step(0, rows as u32), programs: &[] };
+            let mut scratch = Scratch::default();
+            let result = if cpu { (spec.cpu)(&call, &mut scratch) } else { (spec.reference)(&call) };
+            assert!(result.is_ok(), "{result:?}");
+        };
+        // Columns 2 to 5 of each expert.
+        let mut boxes: Vec<Memory> = operands.to_vec();
+        for at in [2, 3] {
+            boxes[at].operand.extent[1] = 3;
+            boxes[at].operand.offset_bytes += 2 * 2 * u64::from(boxes[at].operand.stride_elems[1]);
+        }
+        boxes[4].operand.extent[2] = 3;
+        let part_bytes = 2 * boxes[2].operand.stride_elems[0] as usize;
+        for cpu in [false, true] {
+            let [together, apart] = [(); 2].map(|()| boxes.clone());
+            run(&together.iter().map(Memory::tensor).collect::<Vec<_>>(), cpu);
+            // From the last to the first, each in memory of its own.
+            let parts: Vec<Vec<Vec<u8>>> = [2, 3]
+                .map(|at| {
+                    let bytes: &[u8] = bytemuck::cast_slice(&apart[at].words);
+                    (0..experts)
+                        .map(|e| bytes[e * part_bytes..].iter().copied().take(part_bytes + 8).collect())
+                        .collect()
+                })
+                .to_vec();
+            let tables: Vec<Vec<*mut u8>> =
+                parts.iter().map(|parts| parts.iter().map(|part| part.as_ptr().cast_mut()).collect()).collect();
+            let tensors: Vec<Tensor> = (0..6)
+                .map(|at| match at {
+                    // SAFETY: each part holds its matrix, and nobody writes it.
+                    2 | 3 => unsafe { Tensor::of_parts(&tables[at - 2], part_bytes, &apart[at].operand) },
+                    _ => apart[at].tensor(),
+                })
+                .collect();
+            run(&tensors, cpu);
+            assert_eq!(together[4].values(), apart[4].values());
+        }
+    }
+
+    #[test]
+    fn what_is_no_stack_of_parts_is_refused() {
+        let stack = mixture(DType::Bf16, [1, 4, 1, 2, 8], false, 0, 1).gate.operand;
+        let memory = [0u64; 16];
+        let parts = [memory.as_ptr().cast_mut().cast::<u8>(); 4];
+        let apart = stack.stride_elems[0] as usize * 2;
+        let stack = Operand { offset_bytes: 0, ..stack };
+        let judge = |parts: &[*mut u8], bytes: usize, operand: Operand| {
+            // SAFETY: nothing is read.
+            std::panic::catch_unwind(|| unsafe { Tensor::of_parts(parts, bytes, &operand).extent(0) }).is_ok()
+        };
+        assert!(judge(&parts, apart, stack));
+        assert!(!judge(&parts[..3], apart, stack) && !judge(&parts, apart + 2, stack));
+        assert!(!judge(&parts, apart, Operand { offset_bytes: 2, ..stack }));
+        assert!(!judge(&parts, apart, Operand { rank: 2, ..stack }));
+    }
+}
+
 mod linear {
     use super::*;
     use crate::kernels::gated_linear::{self, GatedLinear};

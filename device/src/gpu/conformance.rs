@@ -605,6 +605,7 @@ judged! {
     argmax: 40,
     sample: 30,
     advance: 60,
+    experts: 40,
 }
 
 fn linear(random: &mut Random, round: usize) {
@@ -1272,6 +1273,61 @@ fn advance(random: &mut Random, _: usize) {
     // The body works on the block in place, as a control block: whole words from its binding's start.
     push_control(&mut case, random, &control);
     case.judge("advance");
+}
+
+/// Of logits whose numbers are few, so that some are equal; one expert or many, all of them or a few.
+fn experts(random: &mut Random, round: usize) {
+    let rows = if round.is_multiple_of(2) { 1 } else { random.one_to(4) };
+    let experts = [1, 3, 8, 130][random.below(4) as usize];
+    let chosen = random.one_to(experts.min(9));
+    let (n, k) =
+        (random.one_to(9), if round.is_multiple_of(3) { 1100 + random.below(300) } else { random.one_to(200) });
+    let few = random.flip();
+    let logits = |case: &mut Case, random: &mut Random| {
+        case.push(random, DType::F32, &[rows, experts], |r| if few { r.below(4) as f32 } else { 3.0 * r.float() });
+    };
+    let begin = |case: &mut Case, random: &mut Random| {
+        case.step.rows = random.one_to(rows + 1);
+        case.counts = rows == 1;
+    };
+    let normalise = random.below(2);
+    let params = experts_up::Params { activation: random.below(5), order: 0, eps: 1e-5, normalise };
+    let mut case = Case::new::<ExpertsUp>(params);
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, k]);
+    logits(&mut case, random);
+    for _ in 0..2 {
+        let dtype = random.dtype();
+        case.floats(random, dtype, &[experts, n, k]);
+    }
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, chosen, n], |_| 7.0);
+    case.maybe_norm(random, rows, k);
+    begin(&mut case, random);
+    case.judge("experts_up");
+
+    let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, chosen, k]);
+    logits(&mut case, random);
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[experts, n, k]);
+    case.maybe(random, &[rows, n]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    begin(&mut case, random);
+    case.judge("experts_down");
+
+    // As checkpoints and intermediates lie, and products read them: in eights that stand on sixteen bytes.
+    let k = 8 * random.one_to(40);
+    let mut case = Case::new::<ExpertsDown>(experts_down::Params { order: 0 });
+    case.push_placed(random, DType::F32, &[rows, chosen, k], Random::float, true);
+    logits(&mut case, random);
+    case.push_placed(random, DType::Bf16, &[experts, n, k], Random::float, true);
+    case.push(random, DType::F32, &[rows, n], Random::float);
+    case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    begin(&mut case, random);
+    case.judge("experts_down of whole eights");
 }
 
 #[test]

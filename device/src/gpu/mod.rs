@@ -84,7 +84,7 @@ impl Tensor {
     }
 
     #[inline(always)]
-    fn elem_bytes(&self) -> u64 {
+    pub(crate) fn elem_bytes(&self) -> u64 {
         // Arithmetic, since a `match` would become a table in memory. Bodies meet no type of 1 or 8 bytes.
         const FOUR: u32 = 1 << DType::F32 as u32 | 1 << DType::I32 as u32 | 1 << DType::U32 as u32;
         2 << (FOUR >> self.dtype & 1)

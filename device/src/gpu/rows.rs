@@ -7,12 +7,13 @@
 use super::math::rsqrt;
 use super::thin::First;
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32};
+use super::{BF16, Call, F16, F32, Row, Tensor};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
 use crate::kernels::attention_merge::{Merge, Parts};
+use crate::kernels::routing::Found;
 use core::marker::PhantomData;
 use perpetua_shared::Fault;
 
@@ -244,7 +245,7 @@ impl Values<1> for Staged {
 }
 
 /// Where the staged row starts.
-const STAGE: u32 = FREE_SHARED;
+pub(crate) const STAGE: u32 = FREE_SHARED;
 
 const _: () = assert!(STAGE.is_multiple_of(4) && STAGE + MAX_NORMED <= shared::KEPT, "a staged row has room");
 
@@ -283,6 +284,8 @@ pub(crate) struct Staging {
     pub(crate) eps: f32,
     /// Whether operand 0 is what an attention's splits found, and the row what they make together.
     pub(crate) merges: bool,
+    /// An operand and the dimension of it that has as many elements as the row.
+    pub(crate) like: (usize, usize),
 }
 
 /// Calls `ready`; then, if `staged`, puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean
@@ -291,7 +294,7 @@ pub(crate) struct Staging {
 ///
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 makes one row of as
-/// many elements as the rows of operand 1 have, at most [`MAX_NORMED`], and operand `norm` as many. Where there is a norm it is `staged`.
+/// many elements as `like` says, at most [`MAX_NORMED`], and operand `norm` has as many. Where there is a norm it is `staged`.
 ///
 /// # Errors
 /// Those of `ready`.
@@ -324,6 +327,16 @@ pub(crate) unsafe fn ready_and_staged(
     }
 }
 
+/// Puts row 0 of operand 0 into shared memory, as [`ready_and_staged`] does where neither merge nor tiles are.
+///
+/// # Safety
+/// As [`ready_and_staged`]; the task's waits have been met.
+#[inline(always)]
+pub(crate) unsafe fn stage_first(call: &Call<'_>, how: Staging, block: &Block) {
+    // SAFETY: the caller's promises.
+    unsafe { stage(call, how, Tile::NONE, &First { call, x: call.tensor(0) }, block) }
+}
+
 /// Puts row `x` into shared memory, with the norm's weights in `tile` if that has bytes.
 ///
 /// # Safety
@@ -332,7 +345,7 @@ pub(crate) unsafe fn ready_and_staged(
 unsafe fn stage(call: &Call<'_>, how: Staging, tile: Tile, x: &impl Source, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
-        let k = call.tensor(1).extent(1);
+        let k = call.tensor(how.like.0).extent(how.like.1);
         let weights = call.tensor(how.norm);
         let mut scale = 1.0;
         if weights.is_present() {
@@ -408,6 +421,179 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
     sums
 }
 
+/// A row of activations that [`dot`] multiplies: the one that has been [staged](ready_and_staged), or one in global memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Vector {
+    /// Whether it has been staged.
+    pub(crate) staged: bool,
+    /// Where it lies else.
+    pub(crate) row: Row,
+}
+
+/// The sum of the products of `k` elements of `x` and `w`, the same in every lane.
+///
+/// # Safety
+/// Every lane of the warp makes this same call; both rows have so many elements.
+#[inline(always)]
+pub(crate) unsafe fn dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
+    // SAFETY: the caller's promises; the types are the rows'.
+    unsafe {
+        let sum = if x.staged && w.is(BF16) {
+            dot_of(x, Staged(STAGE), w, k, lane)
+        } else if w.is(BF16) && x.row.is(F32) {
+            dot_of(x, Global::<Single, 1>([x.row.at(0).cast_const()], PhantomData), w, k, lane)
+        } else {
+            each_of_dot(x, w, k, lane)
+        };
+        warp::sum(sum)
+    }
+}
+
+/// A lane's share of [`dot`] with weights in bf16; the values are `x`.
+#[inline(always)]
+unsafe fn dot_of(x: Vector, values: impl Values<1>, w: Row, k: u32, lane: u32) -> f32 {
+    let row = w.at(0).cast_const();
+    let head = (row.addr().wrapping_neg() % 16 / Brain::BYTES).min(k as usize);
+    // SAFETY: the caller's promises.
+    unsafe {
+        if !values.by_eight(head) {
+            return each_of_dot(x, w, k, lane);
+        }
+        let [sum] = streamed::<Brain, _, 1>(values, row, [head, k as usize], lane);
+        sum
+    }
+}
+
+/// A lane's share of [`dot`] of any types and any alignment.
+#[inline(always)]
+unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
+    let (mut sum, mut at) = (0.0, lane);
+    while at < k {
+        // SAFETY: `at` is below k, the length of both rows.
+        unsafe {
+            let value = if x.staged { Staged(STAGE).one(0, at as usize) } else { x.row.get(at) };
+            sum = fma(w.get(at), value, sum);
+        }
+        at += WARP;
+    }
+    sum
+}
+
+/// The sum, over the `chosen` experts that were `found`, of the products of row `[r, slot]` of operand `x` with row `[expert, column]` of operand
+/// `w`, the same in every lane. Four loads are under way however short a row is, since one expert's follow the other's.
+///
+/// # Safety
+/// Every lane of the warp makes this same call; the operands are of rank 3 and have those rows, of one length.
+#[inline(always)]
+pub(crate) unsafe fn dot_of_parts(
+    call: &Call<'_>,
+    [x, w]: [usize; 2],
+    [r, column]: [u32; 2],
+    chosen: u32,
+    found: Found,
+    lane: u32,
+) -> f32 {
+    // SAFETY: the caller's promises; whole eights on sixteen bytes.
+    unsafe {
+        let (rows, weights) = (call.tensor(x), call.tensor(w));
+        let k = weights.extent(2);
+        let is_whole = |tensor: &Tensor, elem: u32| {
+            let apart = tensor.stride(0) | tensor.stride(1);
+            tensor.row([0, 0]).is_aligned(16) && (apart * elem).is_multiple_of(16)
+        };
+        let are_whole = k > 0 && k.is_multiple_of(8) && is_whole(&weights, 2) && is_whole(&rows, 4);
+        let mut sum = 0.0;
+        if are_whole && weights.dtype() == BF16 && rows.dtype() == F32 {
+            let mut parts = PartsOf { rows, weights, r, column, chosen, found, slot: 0, chunk: lane };
+            parts.settle();
+            while parts.slot < chosen {
+                let (a, b, c, d) = (parts.ask(), parts.ask(), parts.ask(), parts.ask());
+                sum = a.add_to(sum);
+                sum = b.add_to(sum);
+                sum = c.add_to(sum);
+                sum = d.add_to(sum);
+            }
+        } else {
+            let mut slot = 0;
+            while slot < chosen {
+                let x = Vector { staged: false, row: rows.row([r, slot]) };
+                sum += each_of_dot(x, weights.row([found.expert(slot), column]), k, lane);
+                slot += 1;
+            }
+        }
+        warp::sum(sum)
+    }
+}
+
+/// What a lane of [`dot_of_parts`] goes through: from a chunk of eight to the one a warp further, and from a slot to the next.
+struct PartsOf {
+    rows: Tensor,
+    weights: Tensor,
+    r: u32,
+    column: u32,
+    chosen: u32,
+    found: Found,
+    slot: u32,
+    chunk: u32,
+}
+
+impl PartsOf {
+    /// Goes on in the next slot where one has no such chunk.
+    #[inline(always)]
+    fn settle(&mut self) {
+        let chunks = self.weights.extent(2) / 8;
+        while self.chunk >= chunks {
+            self.chunk -= chunks;
+            self.slot += 1;
+        }
+    }
+
+    /// Asks for the weights of the chunk it is at, if there is one, and goes on.
+    ///
+    /// # Safety
+    /// As [`dot_of_parts`], where all is whole.
+    #[inline(always)]
+    unsafe fn ask(&mut self) -> Asked {
+        let mut asked = Asked { weights: [0; 4], values: core::ptr::null() };
+        if self.slot < self.chosen {
+            // SAFETY: the caller's promises; the slot and the chunk are there.
+            unsafe {
+                let (expert, at) = (self.found.expert(self.slot), 8 * self.chunk);
+                asked.weights = load16(self.weights.address([expert, self.column, at]), true);
+                asked.values = self.rows.address([self.r, self.slot, at]);
+            }
+            self.chunk += WARP;
+            self.settle();
+        }
+        asked
+    }
+}
+
+/// Eight weights on their way, and where what they are multiplied with lies; null where there are none.
+struct Asked {
+    weights: [u32; 4],
+    values: *const u8,
+}
+
+impl Asked {
+    /// `sum` and the products.
+    ///
+    /// # Safety
+    /// As [`PartsOf::ask`].
+    #[inline(always)]
+    unsafe fn add_to(&self, mut sum: f32) -> f32 {
+        if !self.values.is_null() {
+            // SAFETY: eight values on sixteen bytes (caller).
+            let values = unsafe { Single::eight(self.values, false) };
+            let weights = widen_brain(self.weights);
+            for i in 0..8 {
+                sum = fma(weights[i], values[i], sum);
+            }
+        }
+        sum
+    }
+}
+
 /// The row of x that counts as `first + j`.
 #[inline(always)]
 fn row(x: &Rows<'_>, j: usize) -> u32 {
@@ -464,7 +650,6 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     n: u32,
     lane: u32,
 ) -> [f32; R] {
-    const LANES: usize = WARP as usize;
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
     let k = w.extent(1) as usize;
@@ -474,6 +659,22 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
         // SAFETY: the caller's promises.
         return unsafe { one_by_one(x, w_at, n, lane) };
     }
+    // SAFETY: the caller's promises.
+    unsafe { streamed::<W, V, R>(values, w_row, [head, k], lane) }
+}
+
+/// A lane's share of the products of `values` with the row of `k` weights at `w_row`, of which the first `head` stand before sixteen bytes.
+///
+/// # Safety
+/// The weights and as many values are there, and after `head` values may be had [by eight](Values::by_eight).
+#[inline(always)]
+unsafe fn streamed<W: Float, V: Values<R>, const R: usize>(
+    values: V,
+    w_row: *const u8,
+    [head, k]: [usize; 2],
+    lane: u32,
+) -> [f32; R] {
+    const LANES: usize = WARP as usize;
     let body = w_row.wrapping_add(head * W::BYTES);
     let chunks = (k - head) / 8;
     let lane = lane as usize;

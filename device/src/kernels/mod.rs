@@ -169,7 +169,11 @@ fn bytes_of(operand: &Operand) -> u64 {
     match operand.dtype() {
         None => 0,
         // A row's scales are read with it.
-        Some(perpetua_shared::DType::Q8) => u64::from(operand.extent[0]) * u64::from(operand.stride_elems[0]),
+        Some(perpetua_shared::DType::Q8) => {
+            let row = usize::from(operand.rank.max(2)) - 2;
+            let rows = operand.extent[..=row].iter().map(|n| u64::from(*n)).product::<u64>();
+            rows * u64::from(operand.stride_elems[row])
+        }
         Some(dtype) => operand.len_elems() * dtype.size_bytes() as u64,
     }
 }
@@ -373,7 +377,11 @@ kernels! {
     13 => pool::Pool,
     14 => attention_merge::AttentionMerge,
     15 => decode_attention::DecodeAttention,
+    16 => experts_up::ExpertsUp,
+    17 => experts_down::ExpertsDown,
 }
+
+pub mod routing;
 
 #[cfg(not(target_arch = "nvptx64"))]
 pub(crate) mod rules {

@@ -18,7 +18,7 @@
 //! launches [`AHEAD`] passes ahead: on the way from one to the next nobody waits for the host. Passes launched beyond the end
 //! see another program in the step, or none, and do nothing.
 
-use super::memory::{MemoryError, WeightSource, read_f32};
+use super::memory::{MemoryError, WeightSource, read_f32, weight_parts};
 use super::operators::operators;
 use super::threads::usable_cores;
 use super::{RunError, Stopper, check_sequences};
@@ -497,13 +497,11 @@ impl Cuda {
         for (binding, offset) in compiled.bindings.iter().zip(&layout.bindings) {
             match (binding.kind, &binding.contents) {
                 (BindingKind::Weight, _) => {
-                    let bytes = weights.bytes(&binding.name);
-                    let bytes = bytes.ok_or_else(|| MemoryError::Missing(binding.name.clone()))?;
-                    if bytes.len() as u64 != binding.bytes {
-                        let (name, found) = (binding.name.clone(), bytes.len() as u64);
-                        return Err(MemoryError::Size { name, found, expected: binding.bytes }.into());
+                    let mut to = *offset;
+                    for part in weight_parts(weights, binding)? {
+                        piece(to, part);
+                        to += part.len() as u64;
                     }
-                    piece(*offset, bytes);
                 }
                 (_, Some(contents)) => piece(*offset, contents),
                 (_, None) if binding.bytes == 0 => {}

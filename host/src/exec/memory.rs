@@ -6,6 +6,7 @@ pub use available::available_bytes;
 
 use crate::compile::{Binding, Compiled};
 use crate::image::Image;
+use perpetua_device::io::Tensor;
 use perpetua_shared::control::{Control, Sequence};
 use perpetua_shared::image::{BindingDesc, BindingKind};
 use perpetua_shared::limits::MAX_SEQUENCES;
@@ -79,6 +80,22 @@ impl WeightSource for Arc<std::collections::HashMap<String, Vec<u8>>> {
     }
 }
 
+/// The bytes of the tensors that `binding`, of weights, is.
+///
+/// # Errors
+/// One that is missing or of another size.
+pub(super) fn weight_parts<'a>(source: &'a dyn WeightSource, binding: &Binding) -> Result<Vec<&'a [u8]>, MemoryError> {
+    let expected = binding.bytes / u64::from(binding.parts.max(1));
+    let part = |name: String| match source.bytes(&name) {
+        None => Err(MemoryError::Missing(name)),
+        Some(bytes) if bytes.len() as u64 != expected => {
+            Err(MemoryError::Size { name, found: bytes.len() as u64, expected })
+        }
+        Some(bytes) => Ok(bytes),
+    };
+    binding.part_names().into_iter().map(part).collect()
+}
+
 /// Why memory cannot be supplied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
@@ -121,6 +138,8 @@ pub struct Memory {
     bases: Vec<*mut u8>,
     /// What the image says of each.
     descs: Vec<BindingDesc>,
+    /// Per binding, where its tensors lie, if it is several of the checkpoint's; else none.
+    stacks: Vec<Vec<*mut u8>>,
     /// Per binding, see [`Image::part_bytes`](crate::image::Image::part_bytes).
     parts: Vec<u64>,
     names: Vec<(BindingKind, String)>,
@@ -159,6 +178,7 @@ impl Memory {
         }
         let mut memory = Memory {
             bases: Vec::new(),
+            stacks: Vec::new(),
             descs: compiled.image.bindings().to_vec(),
             parts: (0..compiled.bindings.len()).map(|number| compiled.image.part_bytes(number)).collect(),
             names: Vec::new(),
@@ -169,15 +189,16 @@ impl Memory {
         };
         for (number, binding) in compiled.bindings.iter().enumerate() {
             let mut owned = |contents: Option<&[u8]>| {
-                let own = Owned::zeroed(binding.bytes, binding.align_bytes).ok_or_else(|| match binding.kind {
+                let bytes = binding.bytes / u64::from(binding.parts.max(1));
+                let own = Owned::zeroed(bytes, binding.align_bytes).ok_or_else(|| match binding.kind {
                     BindingKind::Weight => MemoryError::Refused {
                         what: format!("bytes of {} at an address where they can be used", binding.name),
-                        bytes: binding.bytes,
+                        bytes,
                     },
                     _ => MemoryError::Refused { what: OWNED.to_owned(), bytes: needed },
                 })?;
                 if let Some(contents) = contents {
-                    assert!(contents.len() as u64 <= binding.bytes, "{} holds more than it has", binding.name);
+                    assert!(contents.len() as u64 <= bytes, "{} holds more than it has", binding.name);
                     // SAFETY: a fresh allocation of at least `contents.len()` bytes.
                     unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), own.base, contents.len()) };
                 }
@@ -185,31 +206,25 @@ impl Memory {
                 memory._owned.push(own);
                 Ok(base)
             };
-            let base = match binding.kind {
+            let lies = match binding.kind {
                 BindingKind::Weight => {
-                    let bytes =
-                        source.bytes(&binding.name).ok_or_else(|| MemoryError::Missing(binding.name.clone()))?;
-                    if bytes.len() as u64 != binding.bytes {
-                        return Err(MemoryError::Size {
-                            name: binding.name.clone(),
-                            found: bytes.len() as u64,
-                            expected: binding.bytes,
-                        });
-                    }
-                    if (bytes.as_ptr() as usize).is_multiple_of(binding.align_bytes as usize) {
-                        bytes.as_ptr().cast_mut()
-                    } else {
-                        owned(Some(bytes))?
-                    }
+                    let mut part = |bytes: &[u8]| {
+                        if (bytes.as_ptr() as usize).is_multiple_of(binding.align_bytes as usize) {
+                            return Ok(bytes.as_ptr().cast_mut());
+                        }
+                        owned(Some(bytes))
+                    };
+                    weight_parts(source, binding)?.into_iter().map(&mut part).collect::<Result<Vec<_>, _>>()?
                 }
-                _ => owned(binding.contents.as_deref())?,
+                _ => vec![owned(binding.contents.as_deref())?],
             };
             match binding.kind {
                 BindingKind::Control => memory.control = number,
                 BindingKind::Tokens => memory.tokens = number,
                 _ => {}
             }
-            memory.bases.push(base);
+            memory.bases.push(lies.first().copied().unwrap_or(core::ptr::null_mut()));
+            memory.stacks.push(if binding.parts > 1 { lies } else { Vec::new() });
             memory.names.push((binding.kind, binding.name.clone()));
         }
         Ok(memory)
@@ -233,6 +248,30 @@ impl Memory {
     pub(super) unsafe fn base(&self, number: BindingId, sequence: u32) -> *mut u8 {
         // SAFETY: a binding has a part for each of the image's sequences.
         unsafe { self.bases[number.idx()].add(self.parts[number.idx()] as usize * sequence as usize) }
+    }
+
+    /// Where the tensors lie that binding `number` is, if it is several of the checkpoint's, and the bytes of each.
+    pub(super) fn stack(&self, number: BindingId) -> Option<(&[*mut u8], usize)> {
+        let stack = self.stacks[number.idx()].as_slice();
+        let bytes = self.descs[number.idx()].bytes as usize;
+        (!stack.is_empty()).then(|| (stack, bytes / stack.len()))
+    }
+
+    /// The box `operand` as a pass over sequence `sequence` sees it.
+    ///
+    /// # Safety
+    /// As [`Memory::base`], and what [`Tensor::new`] wants of the box.
+    pub(super) unsafe fn tensor(&self, operand: &Operand, sequence: u32) -> Tensor {
+        if !operand.is_present() {
+            return Tensor::ABSENT;
+        }
+        // SAFETY: the caller's promises; that a box of a stack lies in each of its parts is judged by `of_parts`.
+        unsafe {
+            match self.stack(operand.binding) {
+                Some((parts, bytes)) => Tensor::of_parts(parts, bytes, operand),
+                None => Tensor::new(self.base(operand.binding, sequence), operand),
+            }
+        }
     }
 
     /// How far sequence `number` of a batch is.
@@ -304,7 +343,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Reads rows `rows` of a float output of rank 2, or its first `rows` elements when it has rank 1.
+    /// Reads rows `rows` of a float output, or its first `rows` elements when it has rank 1.
     ///
     /// # Panics
     /// When the output is not one of this memory's.
@@ -357,10 +396,12 @@ unsafe fn append_f32(base: *mut u8, operand: &Operand, rows: usize, out: &mut Ve
         out.extend((0..rows).map(|i| number(tensor.get([i]))));
         return;
     }
-    let columns = tensor.extent(1);
-    out.reserve(rows * columns);
-    for r in 0..rows {
-        out.extend((0..columns).map(|c| number(tensor.get([r, c]))));
+    let [_, e1, e2, e3] = operand.extent.map(|n| n as usize);
+    out.reserve(rows * e1 * e2 * e3);
+    for (r, a) in (0..rows).flat_map(|r| (0..e1).map(move |a| (r, a))) {
+        for b in 0..e2 {
+            out.extend((0..e3).map(|c| number(tensor.get([r, a, b, c]))));
+        }
     }
 }
 

@@ -101,7 +101,7 @@ impl Reference {
                 let tensors: Vec<Tensor> = view
                     .operands(task)
                     .iter()
-                    .map(|operand| unsafe { Tensor::new(memory.base(operand.binding, step.sequence), operand) })
+                    .map(|operand| unsafe { memory.tensor(operand, step.sequence) })
                     .collect();
                 // SAFETY: nobody else runs.
                 let step = step_of(task.flags, &step, |number| unsafe { memory.sequence(number) });

@@ -16,7 +16,7 @@ use perpetua_device::turns;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
-use perpetua_shared::{Fault, FaultCode, Techniques};
+use perpetua_shared::{BindingId, Fault, FaultCode, Techniques};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -68,14 +68,20 @@ impl Simt {
         let (outcome, report) = (None, Report::default());
         let mut bases = memory.bases().to_vec();
         let mut copies = Vec::new();
-        for (binding, base) in image.bindings().iter().zip(&mut bases) {
-            if BindingKind::from_u32(binding.kind) == Some(BindingKind::Weight) && base.addr() % 16 != 0 {
-                let mut copy = vec![0u128; (binding.bytes as usize).div_ceil(16)];
-                // SAFETY: the executor's memory has `bytes` bytes at every base, and the copy as many.
-                unsafe { base.copy_to_nonoverlapping(copy.as_mut_ptr().cast(), binding.bytes as usize) };
-                *base = copy.as_mut_ptr().cast();
-                copies.push(copy);
+        for (number, (binding, base)) in (0..).zip(image.bindings().iter().zip(&mut bases)) {
+            let stack = memory.stack(BindingId(number));
+            let is_weight = BindingKind::from_u32(binding.kind) == Some(BindingKind::Weight);
+            if !is_weight || stack.is_none() && base.addr() % 16 == 0 {
+                continue;
             }
+            let mut copy = vec![0u128; (binding.bytes as usize).div_ceil(16)];
+            let (parts, bytes) = stack.unwrap_or((core::slice::from_ref(base), binding.bytes as usize));
+            for (part, to) in parts.iter().zip(bytemuck::cast_slice_mut::<_, u8>(&mut copy).chunks_mut(bytes.max(1))) {
+                // SAFETY: the executor's memory has so many bytes at every base, or where a part of it lies.
+                to[..bytes].copy_from_slice(unsafe { core::slice::from_raw_parts(*part, bytes) });
+            }
+            *base = copy.as_mut_ptr().cast();
+            copies.push(copy);
         }
         Simt {
             image,

@@ -534,7 +534,7 @@ fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
         for &task in list {
             let tensors: Vec<Tensor> = matrices(&view.tasks[task as usize])
                 // SAFETY: boxes lie inside their bindings (`image::check`); nothing is read or written through them.
-                .map(|operand| unsafe { Tensor::new(memory.base(operand.binding, 0), &operand) })
+                .map(|operand| unsafe { memory.tensor(&operand, 0) })
                 .collect();
             ahead[task as usize] = Ahead::of(&tensors, bytes[task as usize]);
         }
@@ -678,7 +678,7 @@ impl Body for CpuBody<'_> {
             // `graph::task::check`) orders this task against all that touch the same bytes. The step's sequence is one of
             // the image's (`start`; `advance` chooses among as many), and the box is in the first one's part of a binding
             // that has parts, or the step's sequence is the first (`image::check`).
-            *tensor = unsafe { Tensor::new(self.shared.memory.base(operand.binding, step.sequence), operand) };
+            *tensor = unsafe { self.shared.memory.tensor(operand, step.sequence) };
         }
         // SAFETY: as for the step itself, which this belongs to: nobody but `advance` writes it, between iterations.
         let step = step_of(task.flags, step, |number| unsafe { self.shared.memory.sequence(number) });

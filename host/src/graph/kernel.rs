@@ -197,6 +197,22 @@ impl KernelGraph {
         self.named(name, shape, dtype, BufferKind::Weight)
     }
 
+    /// Matrices of the checkpoint, all of one `shape`, as one tensor `[n, ...shape]`: number 0 and up stand where its name has `*`.
+    pub fn weight_stack(
+        &mut self,
+        name: &str,
+        n: usize,
+        shape: [usize; 2],
+        dtype: DType,
+    ) -> Result<TensorId, GraphError> {
+        if !name.contains('*') {
+            let what = "has no `*` where the numbers of its matrices stand".to_owned();
+            return Err(GraphError::Operator { op: name.to_owned(), what });
+        }
+        let kind = BufferKind::WeightStack(n as u32);
+        self.named(name, &[n, shape[0], shape[1]], dtype, kind)
+    }
+
     /// A tensor kept from pass to pass, zero at the start. Every sequence has one: this is that of the sequence operators
     /// are added for, or in a pass over one sequence the first one's, which stands for any.
     pub fn state(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
@@ -429,6 +445,31 @@ impl KernelGraph {
             vec![Some(x), Some(gate), Some(up), gate_bias, up_bias, Some(y), None],
             vec![columns],
         )?;
+        Ok(y)
+    }
+
+    /// A mixture of experts: residual + the sum, over the `chosen` experts that a row of `x` goes to by its `logits`, of weight *
+    /// (activation(x . gate^T) * (x . up^T)) . down^T. gate, up: `[experts, n, k]`; down: `[experts, k, n]`. See
+    /// [`kernels::routing`].
+    pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
+        let ExpertArgs { logits, gate, up, down, residual, chosen, normalise, activation } = args;
+        let [rows, k] = self.matrix(name, "x", x)?;
+        let [_, n, _] = self.dims(gate)[..] else {
+            let what = format!("`gate` has shape {:?}, expected three dimensions", self.dims(gate));
+            return Err(GraphError::Operator { op: name.to_owned(), what });
+        };
+        let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], self.activations)?;
+        let columns = axis(n, AxisRole::Columns, [None, None, Some(1), Some(1), Some(2), None]);
+        let (activation, normalise) = (activation as u32, u32::from(normalise));
+        let params = kernels::experts_up::Params { activation, order: 0, eps: 0.0, normalise };
+        let slots = vec![Some(x), Some(logits), Some(gate), Some(up), Some(made), None];
+        self.add::<kernels::ExpertsUp>(&format!("{name}.up"), &params, slots, vec![columns])?;
+
+        let y = self.intermediate(&format!("{name}.down"), &[rows, k], self.activations)?;
+        let columns = axis(k, AxisRole::Columns, [None, None, Some(1), Some(1), Some(1)]);
+        let params = kernels::experts_down::Params { order: 0 };
+        let slots = vec![Some(made), Some(logits), Some(down), residual, Some(y)];
+        self.add::<kernels::ExpertsDown>(&format!("{name}.down"), &params, slots, vec![columns])?;
         Ok(y)
     }
 
@@ -742,6 +783,27 @@ impl Mask {
             }
         }
     }
+}
+
+/// What [`KernelGraph::experts`] takes.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertArgs {
+    /// `[rows, experts]` f32.
+    pub logits: TensorId,
+    /// `[experts, n, k]`.
+    pub gate: TensorId,
+    /// `[experts, n, k]`.
+    pub up: TensorId,
+    /// `[experts, k, n]`.
+    pub down: TensorId,
+    /// `[rows, k]`.
+    pub residual: Option<TensorId>,
+    /// Experts that a row goes to.
+    pub chosen: usize,
+    /// Whether an expert counts with its part of the softmax over those chosen, not over all.
+    pub normalise: bool,
+    /// Of the gate.
+    pub activation: Activation,
 }
 
 /// The tensors of [`KernelGraph::rope`].

@@ -50,6 +50,8 @@ pub enum BufferKind {
     Input,
     /// A tensor of the checkpoint, used in place.
     Weight,
+    /// So many matrices of the checkpoint, of one shape, as one tensor: `*` in its name stands for their numbers.
+    WeightStack(u32),
     /// A table the compiler made; its bytes.
     Constant(Vec<u8>),
     /// Kept from pass to pass (the KV cache), zero at the start.
@@ -167,6 +169,7 @@ pub enum TensorError {
 fn strides_of(shape: &[usize], dtype: DType) -> Vec<usize> {
     match (dtype, shape) {
         (DType::Q8, [_, k]) => vec![q8_row_bytes(*k), 1],
+        (DType::Q8, [_, n, k]) => vec![n.saturating_mul(q8_row_bytes(*k)), q8_row_bytes(*k), 1],
         _ => row_major(shape),
     }
 }

@@ -314,12 +314,13 @@ impl Judge<'_> {
             empty |= *n == 0;
             last += u128::from(n.saturating_sub(1)) * u128::from(*stride);
         }
-        if dtype == DType::Q8 && operand.rank == 2 {
+        if dtype == DType::Q8 && operand.rank >= 2 {
             // Scales lie in the row, too.
-            last = u128::from(operand.extent[0].saturating_sub(1)) * u128::from(operand.stride_elems[0])
-                + q8_row_bytes(operand.extent[1] as usize) as u128
+            let k = usize::from(operand.rank) - 1;
+            let steps = operand.extent[..k].iter().zip(&operand.stride_elems);
+            last = steps.map(|(n, stride)| u128::from(n.saturating_sub(1)) * u128::from(*stride)).sum::<u128>()
+                + q8_row_bytes(operand.extent[k] as usize) as u128
                 - 1;
-            empty |= operand.extent[1] == 0;
         }
         let end = u128::from(operand.offset_bytes) + if empty { 0 } else { (last + 1) * u128::from(size) };
         if end > u128::from(binding.bytes) {

@@ -16,34 +16,53 @@ use serde_json::Value;
 
 use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
+use perpetua_device::kernels::routing;
 
 /// The networks there are, named as in config.json's `architectures`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Architecture {
     /// `Qwen3ForCausalLM`: RMSNorm on each head's query and key.
     Qwen3,
+    /// `Qwen3MoeForCausalLM`: Qwen3 whose MLPs are mixtures of experts, all or some.
+    Qwen3Moe,
     /// `Qwen2ForCausalLM`: biases on q, k and v. Qwen 2.5 is this too.
     Qwen2,
     /// `LlamaForCausalLM`.
     Llama,
     /// `MistralForCausalLM`: Llama with an optional attention window.
     Mistral,
+    /// `MixtralForCausalLM`: Mistral whose MLPs are mixtures of experts.
+    Mixtral,
     /// `BertModel` and the models with a head on top of it, whose heads are not used: sentence embeddings.
     Bert,
 }
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 5] =
-        [Architecture::Qwen3, Architecture::Qwen2, Architecture::Llama, Architecture::Mistral, Architecture::Bert];
+    pub const ALL: [Architecture; 7] = [
+        Architecture::Qwen3,
+        Architecture::Qwen3Moe,
+        Architecture::Qwen2,
+        Architecture::Llama,
+        Architecture::Mistral,
+        Architecture::Mixtral,
+        Architecture::Bert,
+    ];
+
+    /// Whether its MLPs are mixtures of experts.
+    pub const fn has_experts(self) -> bool {
+        matches!(self, Architecture::Qwen3Moe | Architecture::Mixtral)
+    }
 
     /// The class name in `architectures`.
     pub const fn class_name(self) -> &'static str {
         match self {
             Architecture::Qwen3 => "Qwen3ForCausalLM",
+            Architecture::Qwen3Moe => "Qwen3MoeForCausalLM",
             Architecture::Qwen2 => "Qwen2ForCausalLM",
             Architecture::Llama => "LlamaForCausalLM",
             Architecture::Mistral => "MistralForCausalLM",
+            Architecture::Mixtral => "MixtralForCausalLM",
             Architecture::Bert => "BertModel",
         }
     }
@@ -52,9 +71,11 @@ impl Architecture {
     pub const fn model_type(self) -> &'static str {
         match self {
             Architecture::Qwen3 => "qwen3",
+            Architecture::Qwen3Moe => "qwen3_moe",
             Architecture::Qwen2 => "qwen2",
             Architecture::Llama => "llama",
             Architecture::Mistral => "mistral",
+            Architecture::Mixtral => "mixtral",
             Architecture::Bert => "bert",
         }
     }
@@ -138,6 +159,30 @@ pub struct DecoderConfig {
     pub windows: Vec<Option<usize>>,
     /// The MLP's function; [`Activation::Silu`] for all decoders there are.
     pub hidden_act: Activation,
+    /// Mixtures of experts, where there are some.
+    pub experts: Option<Experts>,
+}
+
+/// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// MLPs of a layer.
+    pub n: usize,
+    /// How many of them a row goes to.
+    pub chosen: usize,
+    /// Elements between the linear layers of each.
+    pub intermediate_size: usize,
+    /// Whether the parts with which those chosen count add up to 1.
+    pub normalise: bool,
+    /// Per layer, whether it has them; else its MLP is the usual one.
+    pub layers: Vec<bool>,
+}
+
+impl DecoderConfig {
+    /// The experts of layer `layer`, if it has some.
+    pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
+        self.experts.as_ref().filter(|experts| experts.layers[layer])
+    }
 }
 
 /// An encoder that turns a sentence into one vector per token.
@@ -184,7 +229,11 @@ impl ModelConfig {
     pub fn from_value(path: &Path, value: &Value) -> Result<ModelConfig, ModelError> {
         let fields = Fields::new(path, value)?;
         refuse_what_is_not_done(&fields)?;
-        match architecture(&fields)? {
+        let architecture = architecture(&fields)?;
+        if !architecture.has_experts() {
+            refuse_experts(&fields, &["num_experts", "num_local_experts"])?;
+        }
+        match architecture {
             Architecture::Bert => bert(&fields).map(ModelConfig::Bert),
             other => decoder(&fields, other).map(ModelConfig::Decoder),
         }
@@ -366,12 +415,55 @@ fn refuse_what_is_not_done(fields: &Fields<'_>) -> Result<(), ModelError> {
             return Err(ModelError::unsupported(fields.path(), key, brief(method), "weights in bf16, f16 or f32"));
         }
     }
-    for key in ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"] {
-        if fields.get(key).is_some_and(|v| v.as_f64() != Some(0.0)) {
-            return Err(fields.unsupported(key, "dense models (no mixture of experts)"));
+    refuse_experts(fields, &["n_routed_experts", "moe_num_experts", "n_shared_experts"])
+}
+
+fn refuse_experts(fields: &Fields<'_>, keys: &[&str]) -> Result<(), ModelError> {
+    match keys.iter().find(|key| fields.get(key).is_some_and(|v| v.as_f64() != Some(0.0))) {
+        Some(key) => {
+            let with = Architecture::ALL.into_iter().filter(|a| a.has_experts()).map(Architecture::class_name);
+            let with = with.collect::<Vec<_>>().join(", ");
+            Err(fields.unsupported(key, format!("mixtures of experts of {with} alone")))
         }
+        None => Ok(()),
     }
-    Ok(())
+}
+
+/// The mixtures of experts of `architecture`, whose MLPs have `intermediate_size` where the file has no other for experts.
+fn experts(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    n_layers: usize,
+    intermediate_size: usize,
+) -> Result<Option<Experts>, ModelError> {
+    if !architecture.has_experts() {
+        return Ok(None);
+    }
+    const MOST: usize = routing::MAX_EXPERTS as usize;
+    let is_mixtral = architecture == Architecture::Mixtral;
+    // Which of its names the number has depends on the version of transformers that wrote the file.
+    let key = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let n = fields.whole(key, usize::from(is_mixtral)..=MOST)?.unwrap_or(if is_mixtral { 8 } else { 128 });
+    let own = fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(768);
+    // Which layers have them, Mixtral's files do not say.
+    let (mut step, mut dense, mut normalise) = (1, Vec::new(), true);
+    if !is_mixtral {
+        step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
+        dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
+        normalise = fields.flag("norm_topk_prob")?.unwrap_or(false);
+    }
+    let layers: Vec<bool> =
+        (0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect();
+    if !layers.contains(&true) {
+        return Ok(None);
+    }
+    let most = n.min(routing::MAX_CHOSEN as usize);
+    let chosen = fields.whole("num_experts_per_tok", 1..=most)?.unwrap_or(if is_mixtral { 2 } else { 8 });
+    if chosen > most {
+        return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
+    }
+    let intermediate_size = if is_mixtral { intermediate_size } else { own };
+    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers }))
 }
 
 fn activation(fields: &Fields<'_>, supported: Activation) -> Result<Activation, ModelError> {
@@ -391,7 +483,8 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     // What each configuration class takes where the key is not in the file.
     let default_kv_heads = match architecture {
         _ if fields.has("num_key_value_heads") => n_heads,
-        Architecture::Mistral => 8,
+        Architecture::Mistral | Architecture::Mixtral => 8,
+        Architecture::Qwen3Moe => 4,
         Architecture::Qwen2 | Architecture::Qwen3 => 32,
         _ => n_heads,
     };
@@ -419,13 +512,14 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
 
     let default_positions = match architecture {
         Architecture::Llama => 2048,
-        Architecture::Mistral => 131_072,
+        Architecture::Mistral | Architecture::Mixtral => 131_072,
         _ => 32_768,
     };
     let max_position_embeddings =
         fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(default_positions);
 
-    let rope = rope(fields, max_position_embeddings)?;
+    let default_theta = if architecture == Architecture::Mixtral { 1e6 } else { 1e4 };
+    let rope = rope(fields, default_theta, max_position_embeddings)?;
     // Files that ask for YaRN often have the number from before.
     let max_position_embeddings = match rope.scaling {
         RopeScaling::Yarn { factor, original_max_position_embeddings: original, .. } => {
@@ -437,15 +531,16 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     let flag = |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false));
     let attention_bias = match architecture {
         Architecture::Qwen2 => true,
-        Architecture::Qwen3 | Architecture::Llama => flag("attention_bias")?,
+        Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Llama => flag("attention_bias")?,
         _ => false,
     };
     let layer_types = fields.texts("layer_types")?.unwrap_or_default();
+    let intermediate_size = fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?;
     Ok(DecoderConfig {
         architecture,
         vocab_size: fields.required_whole("vocab_size", 1..=MAX_VOCAB)?,
         hidden_size,
-        intermediate_size: fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?,
+        intermediate_size,
         n_layers,
         n_heads,
         n_kv_heads,
@@ -456,10 +551,11 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         attention_bias,
         output_bias: attention_bias && architecture != Architecture::Qwen2,
         mlp_bias: architecture == Architecture::Llama && flag("mlp_bias")?,
-        qk_norm: architecture == Architecture::Qwen3,
+        qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Qwen3Moe),
         max_position_embeddings,
         windows: windows(fields, architecture, n_layers, &layer_types, max_position_embeddings)?,
         hidden_act: activation(fields, Activation::Silu)?,
+        experts: experts(fields, architecture, n_layers, intermediate_size)?,
     })
 }
 
@@ -477,17 +573,19 @@ fn windows(
     }
     // Where the key is missing, and not null, transformers has one.
     let window = match fields.whole("sliding_window", 1..=MAX_POSITIONS)? {
-        None if !fields.has("sliding_window") => Some(4096),
+        None if !fields.has("sliding_window") && architecture != Architecture::Mixtral => Some(4096),
         window => window,
     };
     let is_active = match architecture {
-        Architecture::Mistral => true,
-        Architecture::Qwen2 | Architecture::Qwen3 => fields.flag("use_sliding_window")?.unwrap_or(false),
+        Architecture::Mistral | Architecture::Mixtral => true,
+        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe => {
+            fields.flag("use_sliding_window")?.unwrap_or(false)
+        }
         // Llama has no window, whatever the file says.
         _ => false,
     };
     let first = match architecture {
-        Architecture::Mistral => 0,
+        Architecture::Mistral | Architecture::Mixtral | Architecture::Qwen3Moe => 0,
         _ => fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28),
     };
     if !layer_types.is_empty() && layer_types.len() != n_layers {
@@ -504,7 +602,7 @@ fn windows(
     Ok((0..n_layers).map(|layer| window.filter(|_| slides(layer))).collect())
 }
 
-fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, ModelError> {
+fn rope(fields: &Fields<'_>, default_theta: f64, max_position_embeddings: usize) -> Result<Rope, ModelError> {
     const KINDS: &str = "default, linear, llama3, yarn";
     const ORIGINAL: &str = "original_max_position_embeddings";
     let mut given = match fields.object("rope_scaling")? {
@@ -566,7 +664,7 @@ fn rope(fields: &Fields<'_>, max_position_embeddings: usize) -> Result<Rope, Mod
     }
     let theta = match theta {
         Some(theta) => theta,
-        None => fields.real("rope_theta", THETA)?.unwrap_or(10_000.0),
+        None => fields.real("rope_theta", THETA)?.unwrap_or(default_theta),
     };
     if matches!(scaling, RopeScaling::Yarn { .. }) && theta <= 1.0 {
         return Err(ModelError::key(fields.path(), "rope_theta", theta.to_string(), "more than 1 (YaRN)"));
@@ -670,6 +768,38 @@ mod tests {
             base.insert(key.clone(), value.clone());
         }
         Value::Object(base)
+    }
+
+    #[test]
+    fn mixtures_of_experts() {
+        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+        let open = |name: &str| read_value(&dir.join(name).join("config.json")).expect("JSON");
+        let experts = |value: &Value| decoder_of(value).experts;
+        let layers = vec![true, false, true];
+        let of_qwen3 = Experts { n: 8, chosen: 3, intermediate_size: 64, normalise: false, layers };
+        assert_eq!(experts(&open("tiny-qwen3-moe")), Some(of_qwen3.clone()));
+        let of_mixtral = Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2] };
+        assert_eq!(experts(&open("tiny-mixtral")), Some(of_mixtral));
+        // As older files call them; every second layer; none.
+        let changed = |change: Value| with(open("tiny-qwen3-moe"), &change);
+        let other_name = changed(json!({ "num_local_experts": null, "num_experts": 16, "norm_topk_prob": true }));
+        assert_eq!(experts(&other_name), Some(Experts { n: 16, normalise: true, ..of_qwen3.clone() }));
+        let second = changed(json!({ "decoder_sparse_step": 2, "mlp_only_layers": null }));
+        assert_eq!(experts(&second).map(|e| e.layers), Some(vec![false, true, false]));
+        assert_eq!(experts(&changed(json!({ "num_local_experts": 0 }))), None);
+        assert_eq!(experts(&changed(json!({ "decoder_sparse_step": 4 }))), None);
+        for (change, expected) in [
+            (json!({ "num_experts_per_tok": 9 }), "num_experts_per_tok: 9, expected"),
+            (json!({ "num_local_experts": 2000 }), "num_local_experts: 2000, expected"),
+            (json!({ "mlp_only_layers": ["1"] }), "mlp_only_layers: [\"1\"], expected a list of whole numbers"),
+            (json!({ "n_shared_experts": 1 }), "n_shared_experts: 1 is not supported"),
+        ] {
+            let message = parse(&changed(change)).expect_err(expected);
+            assert!(message.contains(expected), "{message}");
+        }
+        let message = parse(&with(llama(), &json!({ "num_local_experts": 8 }))).expect_err("experts");
+        assert!(message.contains("num_local_experts: 8 is not supported; supported: "), "{message}");
+        assert!(message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM alone"), "{message}");
     }
 
     #[test]
@@ -845,9 +975,9 @@ mod tests {
             "config.json: rope_scaling.rope_type: \"longrope\" is not supported; supported: default, linear, llama3, yarn"
         );
         assert_eq!(
-            refused(json!({"architectures": ["MixtralForCausalLM"]})),
-            "config.json: architectures: MixtralForCausalLM is not supported; supported: Qwen3ForCausalLM, \
-             Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, BertModel"
+            refused(json!({"architectures": ["GptOssForCausalLM"]})),
+            "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
+             Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, BertModel"
         );
         for (change, word) in [
             (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),

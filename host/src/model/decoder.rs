@@ -3,10 +3,11 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig};
+use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig, Experts};
 use super::error::ModelError;
+use super::layout::ExpertNames;
 use super::weights::Weights;
-use crate::graph::kernel::{GraphError, KernelGraph, Mask, RopeArgs};
+use crate::graph::kernel::{ExpertArgs, GraphError, KernelGraph, Mask, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -61,6 +62,14 @@ impl Declared<'_> {
             Declared::Assumed(dtype) => Ok(*dtype),
         }
     }
+
+    /// As it is in the checkpoint, whatever others are kept as.
+    fn stored_dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
+        match self {
+            Declared::Checkpoint(weights) | Declared::Quantized(weights) => Ok(weights.expect(name, shape)?.dtype),
+            Declared::Assumed(dtype) => Ok(*dtype),
+        }
+    }
 }
 
 /// The KV cache of a decoder.
@@ -96,9 +105,11 @@ pub fn build<'a>(
     let net = Decoder::new(config, weights, rows, cache, head);
     match config.architecture {
         Architecture::Qwen3 => super::qwen3::build(net),
+        Architecture::Qwen3Moe => super::qwen3_moe::build(net),
         Architecture::Qwen2 => super::qwen2::build(net),
         Architecture::Llama => super::llama::build(net),
         Architecture::Mistral => super::mistral::build(net),
+        Architecture::Mixtral => super::mixtral::build(net),
         Architecture::Bert => unreachable!("a sentence model's configuration is no decoder's"),
     }
 }
@@ -253,6 +264,43 @@ impl<'a> Decoder<'a> {
         };
         let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, [gate, up], biases, Activation::Silu)?;
         self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, Some(x))
+    }
+
+    /// x + what the experts make of h that its rows go to, by the router's logits; or the layer's [`mlp`](Decoder::mlp), where it has none.
+    pub fn experts(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let Some(Experts { n, chosen, intermediate_size, normalise, .. }) = self.config.experts_of(layer).cloned()
+        else {
+            return self.mlp(layer, h, x);
+        };
+        let hidden_size = self.config.hidden_size;
+        let names = ExpertNames::of(self.config.architecture);
+        let prefix = format!("model.layers.{layer}");
+        let router = format!("{prefix}.{}", names.router);
+        let (name, shape) = (format!("{router}.weight"), [n, hidden_size]);
+        let dtype = self.weights.stored_dtype(&name, &shape)?;
+        let w = self.graph.weight(&name, &shape, dtype)?;
+        let logits = self.graph.linear(&router, h, w, None, Activation::None, None)?;
+        let (up, down) = ([intermediate_size, hidden_size], [hidden_size, intermediate_size]);
+        let mut stacks = [logits; 3];
+        for ((part, stack), shape) in stacks.iter_mut().enumerate().zip([up, up, down]) {
+            let name = |number: usize| {
+                let names = names.matrices(&prefix, number);
+                names[part].clone()
+            };
+            let expected = self.weights.dtype(&name(0), &shape)?;
+            for number in 1..n {
+                let (name, given) = (name(number), self.weights.dtype(&name(number), &shape)?);
+                if given != expected {
+                    return Err(ModelError::MixedExperts { name, given, expected }.into());
+                }
+            }
+            let all = names.matrices(&prefix, '*');
+            *stack = self.graph.weight_stack(&all[part], n, shape, expected)?;
+        }
+        let [gate, up, down] = stacks;
+        let activation = Activation::Silu;
+        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise, activation };
+        Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 
     /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32.

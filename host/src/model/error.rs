@@ -104,6 +104,16 @@ pub enum ModelError {
         /// Its element type in the file.
         given: String,
     },
+    /// Experts whose elements are of several types: they are one tensor.
+    #[error("{name}: dtype {given}, expected that of the first expert, {expected}")]
+    MixedExperts {
+        /// The tensor.
+        name: String,
+        /// Its element type.
+        given: perpetua_shared::DType,
+        /// The first one's.
+        expected: perpetua_shared::DType,
+    },
     /// A weight that no number of bits can hold.
     #[error("{name}: element [{}, {}] is not finite, so it cannot be quantised", at[0], at[1])]
     NotFinite {

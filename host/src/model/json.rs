@@ -154,6 +154,15 @@ impl<'v> Fields<'v> {
             .ok_or_else(|| self.wrong(key, "a list of strings"))
     }
 
+    /// A list of whole numbers in `range`.
+    pub(crate) fn wholes(&self, key: &str, range: RangeInclusive<usize>) -> Result<Option<Vec<usize>>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wanted = || format!("a list of whole numbers from {} to {}", range.start(), range.end());
+        let whole = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| range.contains(n));
+        let list = value.as_array().and_then(|list| list.iter().map(whole).collect::<Option<Vec<_>>>());
+        list.map(Some).ok_or_else(|| self.wrong(key, wanted()))
+    }
+
     pub(crate) fn entries(&self) -> impl Iterator<Item = (&'v str, &'v Value)> + use<'v> {
         self.map.iter().map(|(k, v)| (k.as_str(), v))
     }

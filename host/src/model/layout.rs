@@ -2,7 +2,7 @@
 //!
 //! A list, in the order of the forward pass; what each tensor is for decides how `synth` fills it.
 
-use super::config::{BertConfig, DecoderConfig, ModelConfig};
+use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig};
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -17,6 +17,8 @@ pub enum Role {
     Bias,
     /// The factors of a norm.
     Norm,
+    /// `[experts, hidden]`: the matrix whose products say to which experts a row goes.
+    Router,
 }
 
 /// One tensor a checkpoint must hold.
@@ -66,6 +68,33 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     }
 }
 
+/// What the tensors of a mixture of experts are called, in a layer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ExpertNames {
+    /// The matrix of the logits.
+    pub(crate) router: &'static str,
+    /// The experts, of which each has its number after this.
+    experts: &'static str,
+    /// Gate, up and down, in an expert.
+    parts: [&'static str; 3],
+}
+
+impl ExpertNames {
+    /// Those of `architecture`.
+    pub(crate) fn of(architecture: Architecture) -> ExpertNames {
+        let (router, experts, parts) = match architecture {
+            Architecture::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"]),
+            _ => ("mlp.gate", "mlp.experts", ["gate_proj", "up_proj", "down_proj"]),
+        };
+        ExpertNames { router, experts, parts }
+    }
+
+    /// Gate, up and down of expert `number` of `layer`; of all, where the number is `*`.
+    pub(crate) fn matrices(&self, layer: &str, number: impl std::fmt::Display) -> [String; 3] {
+        self.parts.map(|part| format!("{layer}.{}.{number}.{part}.weight", self.experts))
+    }
+}
+
 fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let (q_dim, kv_dim) = (c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim);
     let mut list = Vec::new();
@@ -76,6 +105,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
         add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], Role::Norm);
+        let experts = c.experts_of(i);
         for (part, out, inner, bias) in [
             ("self_attn.q_proj", q_dim, c.hidden_size, c.attention_bias),
             ("self_attn.k_proj", kv_dim, c.hidden_size, c.attention_bias),
@@ -85,9 +115,23 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             ("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
             ("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
         ] {
+            if experts.is_some() && part.starts_with("mlp.") {
+                continue;
+            }
             add(format!("{layer}.{part}.weight"), vec![out, inner], Role::Linear);
             if bias {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
+            }
+        }
+        if let Some(Experts { n, intermediate_size, .. }) = experts {
+            let names = ExpertNames::of(c.architecture);
+            add(format!("{layer}.{}.weight", names.router), vec![*n, c.hidden_size], Role::Router);
+            let (up, down) = (vec![*intermediate_size, c.hidden_size], vec![c.hidden_size, *intermediate_size]);
+            for number in 0..*n {
+                let [gate, opened, out] = names.matrices(&layer, number);
+                add(gate, up.clone(), Role::Linear);
+                add(opened, up.clone(), Role::Linear);
+                add(out, down.clone(), Role::Linear);
             }
         }
         if c.qk_norm {

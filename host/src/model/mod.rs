@@ -20,9 +20,11 @@ pub mod generation;
 pub mod layout;
 pub mod llama;
 pub mod mistral;
+pub mod mixtral;
 pub mod quantize;
 pub mod qwen2;
 pub mod qwen3;
+pub mod qwen3_moe;
 pub mod sentence;
 pub mod synth;
 pub mod tokenizer;
@@ -34,7 +36,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 pub use chat::{ChatMessage, ChatTemplate};
-pub use config::{Activation, Architecture, BertConfig, DecoderConfig, ModelConfig, Rope, RopeScaling};
+pub use config::{Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, Rope, RopeScaling};
 pub use error::ModelError;
 pub use generation::GenerationConfig;
 pub use layout::{Role, TensorSpec};
@@ -139,7 +141,7 @@ impl ModelFolder {
                 &self.transformer_dir.join("config.json"),
                 "architectures",
                 format!("{} for text generation", self.config.architecture()),
-                Architecture::ALL.map(Architecture::class_name)[..4].join(", "),
+                Architecture::ALL.map(Architecture::class_name)[..6].join(", "),
             )),
         }
     }

@@ -1,6 +1,6 @@
 //! Weights in 8 bits: half the bytes of bf16, chosen when a model is opened.
 //!
-//! Every matrix of a text generation model (projections, embedding table, head) is kept as [`DType::Q8`]: blocks of 64
+//! Every matrix of a text generation model (projections, experts, embedding table, head; no router) is kept as [`DType::Q8`]: blocks of 64
 //! signed bytes along a row with a scale in f32 each (see [`q8_block_at`]), its last mantissa bits cleared so that products
 //! of byte and scale are exact. Norms and biases stay as they are. Symmetric rounding to nearest; an element is off by at
 //! most half a scale, 0.42 % of its block's largest.
@@ -21,7 +21,7 @@ use perpetua_shared::DType;
 use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at, q8_row_bytes};
 
 use super::error::ModelError;
-use super::layout::TensorSpec;
+use super::layout::{Role, TensorSpec};
 use super::weights::{TensorView, Weights};
 
 /// How weights are kept.
@@ -98,8 +98,9 @@ impl Quantized {
     }
 }
 
+/// A router's is none: a choice is easily another, and its bytes are few.
 fn is_matrix(spec: &TensorSpec) -> bool {
-    spec.shape.len() == 2
+    spec.shape.len() == 2 && spec.role != Role::Router
 }
 
 /// Bytes of the tensor `view` as it is kept.

@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 23] = [
+pub const PRESETS: [&str; 27] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -72,16 +72,20 @@ pub const PRESETS: [&str; 23] = [
     "qwen3-8b",
     "qwen3-14b",
     "qwen3-32b",
+    "qwen3-30b-a3b",
     "qwen2.5-0.5b",
     "llama-3.2-1b",
     "llama-3.2-3b",
     "llama-3.1-8b",
     "mistral-7b",
     "mistral-small-24b",
+    "mixtral-8x7b",
     "tiny-qwen3",
+    "tiny-qwen3-moe",
     "tiny-qwen2",
     "tiny-llama",
     "tiny-mistral",
+    "tiny-mixtral",
     "tiny-odd",
     "tiny-simt",
     "tiny-long",
@@ -103,11 +107,19 @@ struct Sizes {
     theta: f64,
     /// Llama 3's `factor`, where it scales.
     llama3_factor: Option<f64>,
+    /// Experts of a layer, to how many of them a row goes, and elements between the linear layers of each, where there are some.
+    experts: Option<[usize; 3]>,
+}
+
+impl Sizes {
+    const fn with_experts(self, n: usize, chosen: usize, intermediate: usize) -> Sizes {
+        Sizes { experts: Some([n, chosen, intermediate]), ..self }
+    }
 }
 
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
-    use Architecture::{Llama, Mistral, Qwen2, Qwen3};
+    use Architecture::{Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe};
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
     #[rustfmt::skip]
@@ -120,16 +132,24 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("qwen3-8b",          Qwen3,   sizes(QWEN_VOCAB,  4096, 12288, 36, (32, 8), 128, false,  40_960, 1e6, None)),
         ("qwen3-14b",         Qwen3,   sizes(QWEN_VOCAB,  5120, 17408, 40, (40, 8), 128, false,  40_960, 1e6, None)),
         ("qwen3-32b",         Qwen3,   sizes(QWEN_VOCAB,  5120, 25600, 64, (64, 8), 128, false,  40_960, 1e6, None)),
+        ("qwen3-30b-a3b",     Qwen3Moe, sizes(QWEN_VOCAB, 2048, 6144,  48, (32, 4), 128, false,  40_960, 1e6, None)
+            .with_experts(128, 8, 768)),
         ("qwen2.5-0.5b",      Qwen2,   sizes(QWEN_VOCAB,  896,  4864,  24, (14, 2),  64, true,   32_768, 1e6, None)),
         ("llama-3.2-1b",      Llama,   sizes(LLAMA_VOCAB, 2048, 8192,  16, (32, 8),  64, true,  131_072, 5e5, Some(32.0))),
         ("llama-3.2-3b",      Llama,   sizes(LLAMA_VOCAB, 3072, 8192,  28, (24, 8), 128, true,  131_072, 5e5, Some(32.0))),
         ("llama-3.1-8b",      Llama,   sizes(LLAMA_VOCAB, 4096, 14336, 32, (32, 8), 128, false, 131_072, 5e5, Some(8.0))),
         ("mistral-7b",        Mistral, sizes(32_768,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)),
         ("mistral-small-24b", Mistral, sizes(131_072,     5120, 32768, 40, (32, 8), 128, false,  32_768, 1e8, None)),
+        ("mixtral-8x7b",      Mixtral, sizes(32_000,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)
+            .with_experts(8, 2, 14336)),
         ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
+        ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
+            .with_experts(8, 3, 64)),
         ("tiny-qwen2",        Qwen2,   sizes(1024,        192,  512,    2, (6, 2),   32, true,    4_096, 1e4, None)),
         ("tiny-llama",        Llama,   sizes(1024,        256,  640,    2, (8, 2),   32, false,   8_192, 5e5, Some(8.0))),
         ("tiny-mistral",      Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)),
+        ("tiny-mixtral",      Mixtral, sizes(1024,         96,   80,    2, (6, 2),   16, false,   4_096, 1e6, None)
+            .with_experts(4, 2, 80)),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
@@ -167,7 +187,7 @@ const fn sizes(
     theta: f64,
     llama3_factor: Option<f64>,
 ) -> Sizes {
-    Sizes { vocab, hidden, intermediate, layers, heads, head_dim, tied, context, theta, llama3_factor }
+    Sizes { vocab, hidden, intermediate, layers, heads, head_dim, tied, context, theta, llama3_factor, experts: None }
 }
 
 fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
@@ -178,7 +198,11 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral) { 1e-5 } else { 1e-6 };
+    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral | Architecture::Mixtral) {
+        1e-5
+    } else {
+        1e-6
+    };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -204,7 +228,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
     });
     // Each family's own keys, present in its files and in no other's.
     match (architecture, &mut config) {
-        (Architecture::Qwen2 | Architecture::Qwen3, Value::Object(map)) => {
+        (Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe, Value::Object(map)) => {
             if architecture == Architecture::Qwen2 {
                 map.shift_remove("attention_bias");
                 map.shift_remove("head_dim");
@@ -217,10 +241,25 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             // The larger ones have none; a tiny one has one that a few tokens fill.
             map.insert("sliding_window".into(), if s.hidden < 1000 { 12.into() } else { Value::Null });
         }
+        (Architecture::Mixtral, Value::Object(map)) => {
+            map.shift_remove("attention_bias");
+            map.insert("sliding_window".into(), Value::Null);
+        }
         (_, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());
         }
         _ => {}
+    }
+    if let (Some([n, chosen, intermediate]), Value::Object(map)) = (s.experts, &mut config) {
+        map.insert("num_local_experts".into(), n.into());
+        map.insert("num_experts_per_tok".into(), chosen.into());
+        if architecture == Architecture::Qwen3Moe {
+            map.insert("moe_intermediate_size".into(), intermediate.into());
+            map.insert("decoder_sparse_step".into(), 1.into());
+            // The tiny one has an MLP of the usual kind in between.
+            map.insert("mlp_only_layers".into(), if s.hidden < 1000 { json!([1]) } else { json!([]) });
+            map.insert("norm_topk_prob".into(), true.into());
+        }
     }
     config
 }
@@ -473,7 +512,7 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
     let spread = |std: f64| move |_: usize, normal: f64| std * normal;
     let values: Box<dyn Fn(usize, f64) -> f64> = match spec.role {
         Role::Linear => Box::new(spread(1.6 / fan_in.sqrt())),
-        Role::Head => Box::new(spread(3.2 / fan_in.sqrt())),
+        Role::Head | Role::Router => Box::new(spread(3.2 / fan_in.sqrt())),
         Role::Embedding => Box::new(spread(0.15)),
         Role::Bias => Box::new(spread(0.3)),
         Role::Norm => Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64),
@@ -718,6 +757,8 @@ mod tests {
                 "llama-3.1-8b" => 8_030_261_248,
                 "mistral-7b" => 7_248_023_552,
                 "mistral-small-24b" => 23_572_403_200,
+                "qwen3-30b-a3b" => 30_532_122_624,
+                "mixtral-8x7b" => 46_702_792_704,
                 _ => continue,
             };
             assert_eq!(params, expected, "{name}");

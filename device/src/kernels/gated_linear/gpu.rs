@@ -23,7 +23,7 @@ pub(super) unsafe fn run(
         let columns = call.tensor(1).extent(0);
         let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
         let staged = call.tensor(6).is_present() || is_flagged;
-        let how = Staging { norm: 6, eps: p.eps, merges: false };
+        let how = Staging { norm: 6, eps: p.eps, merges: false, like: (1, 1) };
         let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
             let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
             if gate_bias.is_present() {

@@ -90,7 +90,7 @@ pub(super) unsafe fn run(
         let columns = call.tensor(1).extent(0);
         let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
         let staged = call.tensor(5).is_present() || p.merges != 0 || is_flagged;
-        let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0 };
+        let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, like: (1, 1) };
         let outputs = Outputs { p, call, best: Cell::new(Candidate::NONE) };
         let finish_four_of_many = |r: u32, n: u32, [sums]: [[f32; 4]; 1]| {
             let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));

@@ -429,7 +429,7 @@ impl Check<'_> {
 
     fn fixtures(&self) -> Figures {
         let mut figures = serde_json::Map::new();
-        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral"] {
+        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral"] {
             let dir = self.args.fixtures.join(name);
             let model = Model::load(&dir)?;
             let path = self.args.fixtures.join(format!("{name}.expected.safetensors"));

@@ -5,7 +5,7 @@ use perpetua::EngineError;
 use perpetua::Model;
 use perpetua::compile::{Compiled, Source};
 use perpetua::engine::{decoder_sources, sentence_sources};
-use perpetua::graph::kernel::{GraphError, KernelGraph, Operator};
+use perpetua::graph::kernel::{ExpertArgs, GraphError, KernelGraph, Operator};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
@@ -152,10 +152,12 @@ impl Named {
     }
 }
 
-/// Element-wise functions, and the row that a prompt's pass ends with.
+/// Element-wise functions, the row that a prompt's pass ends with, and a mixture of experts, which are the layers' MLPs: by logits that are
+/// the first elements of a row, so that a choice does not hang on rounding.
 fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
     let (name, config) = ("model.embed_tokens.weight", model.decoder()?);
     let shape = [config.vocab_size, config.hidden_size];
+    let (n, k, experts) = (config.intermediate_size, config.hidden_size, config.n_layers);
     let dtype = model.weights()?.expect(name, &shape)?.dtype;
     let build = || -> Result<KernelGraph, GraphError> {
         let mut graph = KernelGraph::with_rows(rows as u32);
@@ -167,6 +169,14 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
         let product = graph.elementwise("mul", Function::Mul, Activation::None, active, Some(x))?;
         let gated = graph.elementwise("activate_mul", Function::ActivateMul, Activation::Silu, sum, Some(product))?;
         graph.select_row("last_row", gated)?;
+        let logits = graph.view(x, 0, &[rows, experts], &[k, 1])?;
+        let mut stack = |part: &str, shape| {
+            graph.weight_stack(&format!("model.layers.*.mlp.{part}_proj.weight"), experts, shape, dtype)
+        };
+        let (gate, up, down) = (stack("gate", [n, k])?, stack("up", [n, k])?, stack("down", [k, n])?);
+        let (chosen, activation) = (2.min(experts), Activation::Silu);
+        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise: true, activation };
+        graph.experts("experts", gated, args)?;
         Ok(graph)
     };
     Ok(build().map_err(BuildError::from)?)

@@ -11,8 +11,8 @@
 use super::*;
 use crate::graph::kernel::GraphError;
 use perpetua_device::kernels::{
-    DecodeAttention, GatedLinear, Linear, MAX_NORMED, RmsNorm, Rope, SelectRow, decode_attention, gated_linear, linear,
-    rms_norm, rope,
+    DecodeAttention, ExpertsUp, GatedLinear, Linear, MAX_NORMED, RmsNorm, Rope, SelectRow, decode_attention,
+    experts_up, gated_linear, linear, rms_norm, rope, routing,
 };
 
 /// The slots of a product and of its norm.
@@ -22,8 +22,15 @@ fn norm_slot(op: &Operator) -> Option<usize> {
     match op.kernel.task_type {
         Linear::TASK_TYPE => Some(5),
         GatedLinear::TASK_TYPE => Some(6),
+        ExpertsUp::TASK_TYPE => Some(5),
         _ => None,
     }
+}
+
+/// Elements of a row that product `op` may normalise first.
+fn most_normed(graph: &KernelGraph, op: &Operator) -> usize {
+    let logits = op.slots.get(1).copied().flatten().filter(|_| op.kernel.task_type == ExpertsUp::TASK_TYPE);
+    logits.map_or(MAX_NORMED, |logits| routing::most_staged(graph.table[logits].shape[1] as u32)) as usize
 }
 
 /// Whether `op` is a product that normalises its row first.
@@ -130,7 +137,6 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     let eps = kernels::params::<rms_norm::Params>(&op.kernel.params).eps;
     if graph.table[x].shape[..] != graph.table[y].shape[..]
         || graph.table[x].shape[0] != 1
-        || graph.table[x].shape[1] > MAX_NORMED as usize
         || is_output(graph, &graph.table, y)
     {
         return;
@@ -141,6 +147,7 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
                 && op.slots[X] == Some(y)
                 && op.cut.is_none()
                 && op.kernel.flags == flags
+                && graph.table[x].shape[1] <= most_normed(graph, op)
                 && !touches(graph, op, y, Some(X))
         })
     };
@@ -163,6 +170,7 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         let words = &mut op.kernel.params;
         *words = match op.kernel.task_type {
             Linear::TASK_TYPE => param_words(&linear::Params { eps, ..kernels::params(words) }),
+            ExpertsUp::TASK_TYPE => param_words(&experts_up::Params { eps, ..kernels::params(words) }),
             _ => param_words(&gated_linear::Params { eps, ..kernels::params(words) }),
         };
     }

@@ -13,12 +13,12 @@ mod many_rows;
 mod per_worker;
 mod whole_pass;
 
-use super::kernel::{Axis, AxisRole, KernelGraph, Operator};
+use super::kernel::{Axis, AxisRole, KernelGraph, Operator, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
-    self, Attention, AttentionMerge, DecodeAttention, GatedLinear, Linear, MAX_NORMED, Numbered, Spec, Use, attention,
-    decode_attention, gated_linear, linear, param_words,
+    self, Attention, AttentionMerge, DecodeAttention, ExpertsDown, ExpertsUp, GatedLinear, Linear, MAX_NORMED,
+    Numbered, Spec, Use, attention, decode_attention, experts_down, experts_up, gated_linear, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 
@@ -146,6 +146,11 @@ const PACKED_ROWS: u32 = 8;
 /// A matrix below this is not worth cutting.
 const SMALL_MATRIX_BYTES: u64 = 16 << 10;
 
+/// Of experts' weights a task's stretch of one is this part of what a task of another product reads: each begins anew.
+///
+/// PERF: see docs/cpu.md, experts.
+const STRETCHES: u64 = 3;
+
 /// Elements a row-wise task should have before its operator is cut further.
 const ROW_TASK_ELEMS: usize = 2048;
 
@@ -192,6 +197,8 @@ fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
             Linear::TASK_TYPE => param_words(&linear::Params { order, ..kernels::params(&kernel.params) }),
             GatedLinear::TASK_TYPE => param_words(&gated_linear::Params { order, ..kernels::params(&kernel.params) }),
             Attention::TASK_TYPE => param_words(&attention::Params { order, ..kernels::params(&kernel.params) }),
+            ExpertsUp::TASK_TYPE => param_words(&experts_up::Params { order, ..kernels::params(&kernel.params) }),
+            ExpertsDown::TASK_TYPE => param_words(&experts_down::Params { order }),
             _ => kernel.params,
         };
     }
@@ -253,8 +260,17 @@ fn side_by_side<'a, 'b>(ops: &'a [&'b Operator], such: impl Fn(&Operator) -> boo
     found
 }
 
-/// Bytes of the tensors that the axis cuts and the operator only reads: what a task streams.
+/// Whether `tensor` is the weights of experts, a matrix each.
+fn is_stack(table: &TensorTable, tensor: TensorId) -> bool {
+    matches!(table.buffers[table[tensor].buffer.idx()].kind, BufferKind::WeightStack(_))
+}
+
+/// Bytes of the largest tensor that the axis cuts: what a task streams.
 fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
+    if let Some(stack) = op.slots.iter().flatten().find(|t| is_stack(table, **t)) {
+        // A task reads a stretch of each expert that rows go to, one after the other.
+        return STRETCHES * table.buffer_of(*stack).bytes / table[*stack].shape[0].max(1) as u64;
+    }
     let cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some());
     cut.filter_map(|(slot, _)| *slot)
         .map(|t| (table[t].len_elems() * table[t].dtype.size_bytes()) as u64)
@@ -330,7 +346,7 @@ pub fn block_operand(
     block: [u32; GRID_AXES],
 ) -> Operand {
     let tensor = &graph.table[access.tensor];
-    let mut operand = super::kernel::whole_operand(tensor);
+    let mut operand = whole_operand(tensor);
     let grid = graph.ops[op.idx()].grid;
     let mut first = tensor.offset_elems;
     for (axis, dim) in access.map.iter().enumerate() {

@@ -54,6 +54,12 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
             }
         }
     }
+    // Experts' weights are nobody's side: which they are is known when the logits are.
+    for (op, block) in ops.iter().zip(&mut lowered.ops) {
+        if op.cut.is_none() && op.slots.iter().flatten().any(|t| is_stack(table, *t)) {
+            block.grid[0] = target.n_workers.min(op.axes[0].len as u32);
+        }
+    }
 }
 
 /// Has products of rows that are longer than what a body holds of one take them in segments. See the module head.

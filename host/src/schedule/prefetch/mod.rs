@@ -39,7 +39,7 @@ pub use near::{prefetched_bytes, reads_of_many_rows};
 use crate::compile::task_operands;
 use crate::graph::task::{Task, TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
-use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
+use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
 use perpetua_device::kernels::{Cost, Spec, linear};
 use perpetua_shared::limits::MAX_RANK;
@@ -196,10 +196,25 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
         };
         reads.near.extend(near.map(|near| PrefetchOp { source, ..near }));
     }
+    reads.rest_bytes = experts_bytes(graph, op, operands, cost);
     if reads.bytes() > cost.bytes_read {
         reads = Reads::default();
     }
     reads
+}
+
+/// Of what a task of `op` reads, the weights of experts: which they are is not known before it runs, so that nobody brings them.
+fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], cost: &Cost) -> u64 {
+    let is_stack = |access: &Access| {
+        matches!(graph.table.buffers[graph.table[access.tensor].buffer.idx()].kind, BufferKind::WeightStack(_))
+    };
+    if !op.accesses.iter().flatten().any(is_stack) {
+        return 0;
+    }
+    let read = op.accesses.iter().zip(operands);
+    let rest = read.filter(|(access, _)| access.as_ref().is_some_and(|a| a.kind == AccessKind::Read && !is_stack(a)));
+    let bytes = |operand: &Operand| operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
+    cost.bytes_read.saturating_sub(rest.map(|(_, operand)| bytes(operand)).sum())
 }
 
 /// Whether bulk copies can carry `operand` row by row.

@@ -11,7 +11,7 @@
 //! asked for            q, attention's caches, o        ...           while norm is its task
 //! ```
 
-use super::{Reads, UNIT_BYTES, WorkerPlan};
+use super::{Reads, UNIT_BYTES, WorkerPlan, experts_bytes};
 use crate::compile::task_operands;
 use crate::graph::task::{Task, TaskGraph};
 use crate::graph::tensor::BufferKind;
@@ -108,7 +108,8 @@ pub fn reads_of_many_rows(
         all.retain(|(op, operand)| {
             op.splits > 0 || asked.insert((op.source, op.source_offset_bytes, op.bytes, operand.extent))
         });
-        let rest_bytes = bytes(&all);
+        let op = &graph.ops[task.op as usize];
+        let rest_bytes = bytes(&all) + experts_bytes(graph, op, operands, cost);
         // Equal parts of the room there is, of which what is small leaves some to the others.
         all.sort_by_key(|(op, _)| prefetched_bytes(op));
         let (n, mut room) = (all.len() as u64, machine.near_ahead_bytes);

@@ -1,0 +1,143 @@
+//! y[r] = residual[r] + the sum over slots s of x[r, s] . w[e]^T, where e is the expert that row r goes to through slot s (see
+//! [`routing`]): the second half of a mixture of experts, whose first half has weighted what they made. x: [rows, slots, k]; logits:
+//! [rows, experts] f32; w: [experts, n, k]; residual, y: [rows, n]; f32 accumulation. Reads the weights of the experts that rows go to,
+//! once. (MPK: `MOE_W2_LINEAR` and `MOE_MUL_SUM_ADD`.)
+
+#[cfg(not(target_arch = "nvptx64"))]
+use super::linear::Order;
+use super::routing::Found;
+use super::*;
+use crate::gpu::rows::dot_of_parts;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::DType;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct ExpertsDown;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// An [`Order`](super::linear::Order).
+    pub order: u32,
+}
+
+impl MacroKernel for ExpertsDown {
+    const NAME: &'static str = "experts_down";
+    const SLOTS: &'static [Slot] =
+        &[Slot::read("x"), Slot::read("logits"), Slot::read("w"), Slot::optional("residual"), Slot::write("y")];
+    type Params = Params;
+    /// [`Linear`](super::Linear)'s.
+    const TOLERANCE: f32 = 2e-3;
+    const FLAGGED: &'static [usize] = &[1, 3, 4];
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [x, logits, w, residual, y] = io else { unreachable!("slots were counted") };
+        if Order::from_u32(p.order).is_none() {
+            return Err(format!("order of summation {} is unknown", p.order));
+        }
+        for (name, operand, rank) in [("x", x, 3), ("residual", residual, 2), ("y", y, 2)] {
+            rules::dtype(name, operand, &rules::FLOATS)?;
+            rules::rank(name, operand, rank)?;
+            rules::unit_stride(name, operand)?;
+        }
+        let [rows, chosen, k, _] = x.extent;
+        routing::check(logits, rows, chosen)?;
+        routing::weights("w", w, logits.extent[1])?;
+        rules::extent("w", w, 2, k)?;
+        rules::flagged_in(&[("residual", residual), ("y", y)], rows)?;
+        for (name, operand) in [("residual", residual), ("y", y)] {
+            rules::extent(name, operand, 0, rows)?;
+            rules::extent(name, operand, 1, w.extent[1])?;
+        }
+        Ok(())
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        let [x, _, w, ..] = io else { return Cost::default() };
+        routing::cost(&[w], x.extent[0], x.extent[1], default_cost(Self::SLOTS, io))
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [x, logits, w, residual, y] = core::array::from_fn(|i| call.tensor(i));
+        let mut routes = Vec::new();
+        routing::routes_of(&logits, call.rows(0), x.extent(1), true, &mut routes);
+        for r in 0..call.rows(0) {
+            for n in 0..w.extent(1) {
+                let own = routes.iter().filter(|route| route.row == r);
+                let product = |route: &routing::Route| -> f32 {
+                    (0..x.extent(2)).map(|k| x.get([r, route.slot, k]) * w.get([route.expert, n, k])).sum()
+                };
+                let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
+                y.set([r, n], before + own.map(product).sum::<f32>());
+            }
+        }
+        Ok(())
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
+        let [x, logits, w, residual, y] = core::array::from_fn(|i| call.tensor(i));
+        let is_float = |tensor: &crate::io::Tensor| !tensor.is_present() || tensor.dtype() == DType::F32;
+        if ![x, residual, y].iter().all(is_float) {
+            return Self::reference(p, call);
+        }
+        let n = w.extent(1);
+        let params = linear::Params { order: p.order, ..Default::default() };
+        for r in 0..call.rows(0) {
+            if !residual.is_present() {
+                y.slice_mut::<f32, 2>([r, 0], n).fill(0.0);
+            } else if residual.address([r, 0]) != y.address([r, 0]) {
+                y.slice_mut::<f32, 2>([r, 0], n).copy_from_slice(residual.slice([r, 0], n));
+            }
+        }
+        let take = |route: &routing::Route, from: &mut [f32]| {
+            from.copy_from_slice(x.slice([route.row, route.slot, 0], from.len()));
+        };
+        let put = |route: &routing::Route, made: &[f32]| {
+            let y = y.slice_mut::<f32, 2>([route.row, 0], made.len());
+            y.iter_mut().zip(made).for_each(|(y, made)| *y += made);
+        };
+        let shape = [x.extent(0), x.extent(2), n];
+        let routed = routing::Routed { logits, chosen: x.extent(1), normalise: true, shape };
+        routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
+            let absent = crate::io::Tensor::ABSENT;
+            let tensors = [x, w.part(expert), absent, absent, y, absent, absent, absent];
+            Linear::cpu(&params, &Call { tensors: &tensors, ..*call }, scratch)
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: as in `experts_up`; a thread reads the residual where it writes, so `y` may lie on it.
+        unsafe {
+            let (rows, chosen) = (call.rows(&call.tensor(0)), call.tensor(0).extent(1));
+            let mut r = 0;
+            while r < rows {
+                let found = Found::choose(call, block, 1, r, chosen, true);
+                if rows == 1 || rows * chosen <= call.tensor(1).extent(1) {
+                    found.ask(call, block, 2, chosen);
+                }
+                let n = call.tensor(2).extent(1);
+                let mut column = block.warp();
+                while column < n {
+                    let residual = call.tensor(3);
+                    let asked = if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 };
+                    let sum = dot_of_parts(call, [0, 2], [r, column], chosen, found, block.lane());
+                    if block.lane() == 0 {
+                        let value = sum + call.told(3, &residual, [r, column], asked);
+                        call.put(&call.tensor(4), [r, column], value);
+                    }
+                    column += block.warps();
+                }
+                // What was found is read until here.
+                block.sync();
+                r += 1;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,344 @@
+//! Which experts a row goes to, and how much each counts: what [`ExpertsUp`](super::ExpertsUp) and
+//! [`ExpertsDown`](super::ExpertsDown) find out of a row's logits, every task for itself, since that takes less than to wait for
+//! one who would tell it.
+//!
+//! Chosen are the experts with the largest logits, ties to the lower number. Slot 0 is the best one's. An expert counts with its part of
+//! the softmax, over all experts or over those chosen. (MPK: `MOE_TOPK_SOFTMAX`.)
+
+use super::{Cost, MAX_NORMED, bytes_of};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::{Violation, rules};
+use crate::arch::{bulk, shared};
+use crate::block::Block;
+use crate::gpu::rows::STAGE;
+use crate::gpu::{self, math::exp};
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::{cpu::Scratch, io};
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::{DType, Fault, Step, TaskDesc};
+use perpetua_shared::{Operand, Technique};
+
+/// Experts of a layer: the GPU has their logits in shared memory.
+pub const MAX_EXPERTS: u32 = 1024;
+
+/// Experts a row goes to.
+pub const MAX_CHOSEN: u32 = 32;
+
+/// Judges `logits`, `[rows, experts]`, of which rows go to `chosen`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) fn check(logits: &Operand, rows: u32, chosen: u32) -> Result<(), Violation> {
+    rules::dtype("logits", logits, &[DType::F32])?;
+    rules::rank("logits", logits, 2)?;
+    rules::unit_stride("logits", logits)?;
+    rules::extent("logits", logits, 0, rows)?;
+    rules::flagged_in(&[("logits", logits)], rows)?;
+    let experts = logits.extent[1];
+    if chosen == 0 || chosen > experts.min(MAX_CHOSEN) || experts > MAX_EXPERTS {
+        return Err(format!(
+            "{chosen} of {experts} experts, expected from 1 to {MAX_CHOSEN} of at most {MAX_EXPERTS}, and of those there are"
+        ));
+    }
+    Ok(())
+}
+
+/// Weights `[experts, n, k]`.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) fn weights(name: &str, operand: &Operand, experts: u32) -> Result<(), Violation> {
+    rules::rank(name, operand, 3)?;
+    rules::extent(name, operand, 0, experts)?;
+    let [_, n, k, _] = operand.extent;
+    let [_, stride, unit, _] = operand.stride_elems;
+    rules::weights(name, &Operand { rank: 2, extent: [n, k, 1, 1], stride_elems: [stride, unit, 0, 0], ..*operand })
+}
+
+/// An expert that a row goes to.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Chosen {
+    pub(crate) expert: usize,
+    /// Its logit.
+    logit: f32,
+    /// How much it counts.
+    pub(crate) weight: f32,
+}
+
+/// The experts that row `row` of `logits` goes to, as many as `out` has slots. A logit that is no number is less than any other.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) fn choose(logits: &io::Tensor, row: usize, normalise: bool, out: &mut [Chosen]) {
+    let experts = logits.extent(1);
+    let all = logits.slice::<f32, 2>([row, 0], experts);
+    let mut found = 0;
+    for (expert, logit) in all.iter().enumerate() {
+        let logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
+        // Slots before `at` hold what is no less.
+        let mut at = found;
+        while at > 0 && out[at - 1].logit < logit {
+            at -= 1;
+        }
+        if at == out.len() {
+            continue;
+        }
+        found = (found + 1).min(out.len());
+        out[at..found].rotate_right(1);
+        out[at] = Chosen { expert, logit, weight: 0.0 };
+    }
+    let best = out[0].logit;
+    let part = |logit: f32| (logit - best).exp();
+    let total: f32 = match normalise {
+        true => out.iter().map(|chosen| part(chosen.logit)).sum(),
+        false => all.iter().map(|logit| part(*logit)).sum(),
+    };
+    for chosen in out {
+        chosen.weight = part(chosen.logit) / total;
+    }
+}
+
+/// A row that goes to an expert, through one of its slots.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Route {
+    pub(crate) expert: usize,
+    pub(crate) row: usize,
+    pub(crate) slot: usize,
+    pub(crate) weight: f32,
+}
+
+/// Where `rows` rows of `logits` go, `chosen` ways each, an expert's after the other's: in this order CPU bodies add up, whatever rows there
+/// are beside one.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) fn routes_of(logits: &io::Tensor, rows: usize, chosen: usize, normalise: bool, out: &mut Vec<Route>) {
+    let mut found = [Chosen::default(); MAX_CHOSEN as usize];
+    let found = &mut found[..chosen];
+    out.clear();
+    for row in 0..rows {
+        choose(logits, row, normalise, found);
+        let slots = found.iter().enumerate();
+        out.extend(slots.map(|(slot, Chosen { expert, weight, .. })| Route {
+            expert: *expert,
+            row,
+            slot,
+            weight: *weight,
+        }));
+    }
+    out.sort_unstable_by_key(|route| (route.expert, route.row));
+}
+
+/// Rows that go to experts, as CPU bodies compute them: an expert's rows together, as one product.
+#[cfg(not(target_arch = "nvptx64"))]
+#[derive(Debug)]
+pub(crate) struct Routed {
+    pub(crate) logits: io::Tensor,
+    /// Experts a row goes to.
+    pub(crate) chosen: usize,
+    pub(crate) normalise: bool,
+    /// Rows of a pass at most, elements that an expert takes of each, and elements that it makes.
+    pub(crate) shape: [usize; 3],
+}
+
+#[cfg(not(target_arch = "nvptx64"))]
+impl Routed {
+    /// For each expert that rows of `call` go to, calls `take` for what it takes of each row, `multiply` with all of these, `[rows, k]`, and
+    /// with what it shall make, `[rows, n]`, and `put` with what it has made of each.
+    ///
+    /// # Errors
+    /// The first of `multiply`.
+    pub(crate) fn each_expert(
+        &self,
+        call: &io::Call<'_>,
+        scratch: &mut Scratch,
+        take: impl Fn(&Route, &mut [f32]),
+        put: impl Fn(&Route, &[f32]),
+        multiply: impl Fn(usize, [io::Tensor; 2], &io::Call<'_>, &mut Scratch) -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        let [rows, k, n] = self.shape;
+        // The products have scratch memory of their own.
+        let (mut routes, mut memory) = (core::mem::take(&mut scratch.routes), core::mem::take(&mut scratch.gathered));
+        routes_of(&self.logits, call.rows(0), self.chosen, self.normalise, &mut routes);
+        if memory.len() < rows * (k + n) {
+            memory.resize(rows * (k + n), 0.0);
+        }
+        let base = memory.as_mut_ptr();
+        // SAFETY: the two boxes, apart, are as large as the memory; the one is written before, the other read after `multiply`.
+        let [x, y] = unsafe { [floats(base, [rows, k]), floats(base.add(rows * k), [rows, n])] };
+        let mut outcome = Ok(());
+        for own in routes.chunk_by(|a, b| a.expert == b.expert) {
+            own.iter().enumerate().for_each(|(at, route)| take(route, x.slice_mut([at, 0], k)));
+            let step = Step { rows: own.len() as u32, ..*call.step };
+            let task = TaskDesc { row_first: 0, ..*call.task };
+            let call = io::Call { tensors: &[], task: &task, step: &step, programs: call.programs };
+            outcome = multiply(own[0].expert, [x, y], &call, scratch);
+            if outcome.is_err() {
+                break;
+            }
+            own.iter().enumerate().for_each(|(at, route)| put(route, y.slice([at, 0], n)));
+        }
+        (scratch.routes, scratch.gathered) = (routes, memory);
+        outcome
+    }
+}
+
+/// The matrix of f32 at `base`.
+///
+/// # Safety
+/// As [`io::Tensor::new`].
+#[cfg(not(target_arch = "nvptx64"))]
+unsafe fn floats(base: *mut f32, [rows, columns]: [usize; 2]) -> io::Tensor {
+    let operand = Operand {
+        dtype: DType::F32 as u16,
+        rank: 2,
+        extent: [rows as u32, columns as u32, 1, 1],
+        stride_elems: [columns as u32, 1, 0, 0],
+        ..Operand::ABSENT
+    };
+    // SAFETY: the caller's promise.
+    unsafe { io::Tensor::new(base.cast(), &operand) }
+}
+
+/// What is read and computed of `matrices`, each `[experts, n, k]`, by `rows` rows that go to `chosen` experts each; `all` is what it would be
+/// to read all.
+pub(crate) fn cost(matrices: &[&Operand], rows: u32, chosen: u32, all: Cost) -> Cost {
+    let routes = u64::from(rows) * u64::from(chosen);
+    let mut cost = Cost { flops: 0, ..all };
+    for matrix in matrices {
+        let [experts, n, k, _] = matrix.extent;
+        let one = Operand { extent: [1, n, k, 1], ..**matrix };
+        // Of all experts' weights, those of as many experts as rows go to at most.
+        let unread = u64::from(experts).saturating_sub(routes) * bytes_of(&one);
+        cost.bytes_read = cost.bytes_read.saturating_sub(unread);
+        cost.flops += 2 * routes * one.len_elems();
+    }
+    cost
+}
+
+/// What a block has found for one row, in shared memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Found;
+
+/// Where it is, behind whatever row has been staged: how much the experts count, which they are, a word each, and before these the logits.
+const WEIGHTS: u32 = shared::KEPT - MAX_CHOSEN;
+const EXPERTS: u32 = WEIGHTS - MAX_CHOSEN;
+
+/// Elements of a row that a task may stage where there are `experts` logits.
+pub const fn most_staged(experts: u32) -> u32 {
+    let left = (EXPERTS - STAGE).saturating_sub(experts.next_multiple_of(4));
+    if left < MAX_NORMED { left } else { MAX_NORMED }
+}
+
+const _: () = assert!(EXPERTS.is_multiple_of(4) && most_staged(128) == MAX_NORMED && most_staged(MAX_EXPERTS) > 0);
+
+impl Found {
+    /// Finds the `chosen` experts that row `row` of operand `operand`, the logits, goes to. A thread compares an expert with all others: that
+    /// is one way through the logits for all, where one choice after another would be `chosen` with a barrier each.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call, and none reads what was found before any more; the operand is what [`check`] wants.
+    #[inline(always)]
+    pub(crate) unsafe fn choose(
+        call: &gpu::Call<'_>,
+        block: &Block,
+        operand: usize,
+        row: u32,
+        chosen: u32,
+        normalise: bool,
+    ) -> Found {
+        // SAFETY: the operand is there (caller).
+        let experts = unsafe { call.tensor(operand) }.extent(1);
+        let logits = EXPERTS - experts.next_multiple_of(4);
+        // SAFETY: a thread writes its own words, and those of the slots that no other expert has; barriers stand between writers and
+        // readers.
+        unsafe {
+            let logit = |at: u32| f32::from_bits(shared::load(logits + at));
+            // In fours, the last of which are filled up with what nobody is behind.
+            for at in block.mine(experts.next_multiple_of(4)) {
+                let mut logit = f32::NEG_INFINITY;
+                if at < experts {
+                    let (all, at) = (call.tensor(operand), [row, at]);
+                    let found = call.told(operand, &all, at, call.ask(&all, at));
+                    logit = if found >= logit { found } else { logit };
+                }
+                shared::store(logits + at, logit.to_bits());
+            }
+            block.sync();
+            for at in block.mine(experts) {
+                let own = logit(at);
+                let is_better = |bits: u32, other: u32| {
+                    let one = f32::from_bits(bits);
+                    u32::from(one > own || (one == own && other < at))
+                };
+                let (mut better, mut other) = (0, 0);
+                while other < experts {
+                    let [a, b, c, d] = shared::load16(logits + other);
+                    better += is_better(a, other) + is_better(b, other + 1);
+                    better += is_better(c, other + 2) + is_better(d, other + 3);
+                    other += 4;
+                }
+                if better < chosen {
+                    shared::store(EXPERTS + better, at);
+                }
+            }
+            block.sync();
+            let best = logit(shared::load(EXPERTS));
+            let mut total = 0.0;
+            if normalise {
+                let mut slot = 0;
+                while slot < chosen {
+                    total += exp(logit(shared::load(EXPERTS + slot)) - best);
+                    slot += 1;
+                }
+            } else {
+                for at in block.mine(experts) {
+                    total += exp(logit(at) - best);
+                }
+                total = block.sum(total);
+            }
+            for slot in block.mine(chosen) {
+                let part = exp(logit(shared::load(EXPERTS + slot)) - best) / total;
+                shared::store(WEIGHTS + slot, part.to_bits());
+            }
+            block.sync();
+        }
+        Found
+    }
+
+    /// Has the L2 cache ask for the matrices that are operand `operand`, those of the `chosen` experts, all at once: each warp would wait for
+    /// one row after the other.
+    ///
+    /// # Safety
+    /// As [`Found::expert`]; the operand is a stack of matrices of floats, one for each expert.
+    #[inline(always)]
+    pub(crate) unsafe fn ask(self, call: &gpu::Call<'_>, block: &Block, operand: usize, chosen: u32) {
+        if !call.uses(Technique::L2Prefetch) || block.thread >= chosen {
+            return;
+        }
+        // SAFETY: the matrix is there (caller), in one piece of whole units.
+        unsafe {
+            let weights = call.tensor(operand);
+            let [n, k] = [weights.extent(1), weights.extent(2)];
+            let rows = weights.row([self.expert(block.thread)]);
+            let bytes = n * k * weights.elem_bytes() as u32;
+            if weights.stride(1) == k && rows.is_aligned(16) && bytes.is_multiple_of(16) && bytes > 0 {
+                bulk::prefetch(rows.at(0), bytes);
+            }
+        }
+    }
+
+    /// The expert of slot `slot`.
+    ///
+    /// # Safety
+    /// The row goes to as many, and the block has not begun to choose again.
+    #[inline(always)]
+    pub(crate) unsafe fn expert(self, slot: u32) -> u32 {
+        // SAFETY: written before the last barrier (caller).
+        unsafe { shared::load(EXPERTS + slot) }
+    }
+
+    /// How much it counts.
+    ///
+    /// # Safety
+    /// As [`Found::expert`].
+    #[inline(always)]
+    pub(crate) unsafe fn weight(self, slot: u32) -> f32 {
+        // SAFETY: as in `expert`.
+        f32::from_bits(unsafe { shared::load(WEIGHTS + slot) })
+    }
+}
