@@ -254,6 +254,26 @@ fn a_gpu_decodes_batches() {
     }
 }
 
+/// Rows of a batch go to experts of their own.
+#[test]
+fn a_gpu_decodes_batches_with_experts() {
+    if !has_kernel() {
+        return;
+    }
+    for name in ["tiny-qwen3-moe", "tiny-mixtral"] {
+        let model = fixture(name);
+        let config = EngineConfig { max_context: Some(32), ..config(Device::Cpu, 2, Some(4)) };
+        let mut cpu = Engine::new(&model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
+        let prompts = prompts(&model, &[9, 1, 17]);
+        for at in EVERYWHERE {
+            let mut engine = Engine::new(&model, &at.config(5, config.clone())).unwrap();
+            let (made, ends) = together(&mut engine, &prompts, &options(3));
+            assert_eq!(ends, vec![End::MaxTokens; prompts.len()]);
+            judge(&mut cpu, &prompts, &made, &engine.batch_logits().unwrap(), &format!("{name}, {at:?}"));
+        }
+    }
+}
+
 /// By a stop token, by the bound, at the end of its context; the others go on.
 #[test]
 fn on_a_gpu_each_sequence_ends_by_itself() {

@@ -12,6 +12,7 @@ use perpetua_shared::control::End;
 use perpetua_shared::{DType, EventId, Technique, Techniques};
 use proptest::prelude::*;
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -272,6 +273,41 @@ fn operators_make_the_cpus_tokens() {
             engine.last_logits().expect("a token was made")
         });
         assert_eq!(logits[0], logits[1], "the same bodies on the same tiles: {sizes:?}");
+    }
+}
+
+/// Mixtures of experts: by flags, by events, a launch per operator, and where nobody asks for their weights ahead.
+#[test]
+fn experts_make_the_cpus_tokens() {
+    if !has_kernel() {
+        return;
+    }
+    for name in ["tiny-qwen3-moe", "tiny-mixtral"] {
+        let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
+        let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
+        let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+        let prompt = [3, 80, 41, 5, 0, 66];
+        let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
+        let expected = tokens(&mut cpu, &prompt, &greedy(3)).expect("it runs");
+        let expected = (expected, cpu.last_logits().expect("a token was made"));
+        let run = |mode, without: Techniques| {
+            let driver = driver(5, 1);
+            let cuda = cuda::Options { mode, without, ..Default::default() };
+            let mut engine =
+                Engine::new(&model, &on(&driver, EngineConfig { cuda, ..config.clone() })).expect("resident");
+            let made = tokens(&mut engine, &prompt, &greedy(3)).expect("it runs");
+            let logits = engine.last_logits().expect("a token was made");
+            let distance = distance(&expected.1, &logits);
+            assert!(made == expected.0 && distance < 1e-2, "{name}, {mode:?}, {without:?}: {made:?}, {distance}");
+            (logits, driver.report().instructions)
+        };
+        let usual = run(cuda::Mode::Persistent, Techniques::NONE);
+        assert_eq!(run(cuda::Mode::PerOperator, Techniques::NONE).0, usual.0, "{name}: the same bodies");
+        let unasked = run(cuda::Mode::Persistent, Technique::L2Prefetch.into());
+        assert!(unasked.0 == usual.0 && unasked.1 != usual.1, "{name}: L2 is asked for nothing");
+        let counted = run(cuda::Mode::Persistent, Technique::Flags.into());
+        assert_ne!(counted.0, usual.0, "{name}: numbers have two bits more without flags");
+        run(cuda::Mode::Persistent, Technique::ALL.into_iter().collect());
     }
 }
 

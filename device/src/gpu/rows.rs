@@ -421,7 +421,7 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
     sums
 }
 
-/// A row of activations that [`dot`] multiplies: the one that has been [staged](ready_and_staged), or one in global memory.
+/// A row of activations that [`two_dots`] multiplies: the one that has been [staged](ready_and_staged), or one in global memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Vector {
     /// Whether it has been staged.
@@ -430,41 +430,64 @@ pub(crate) struct Vector {
     pub(crate) row: Row,
 }
 
-/// The sum of the products of `k` elements of `x` and `w`, the same in every lane.
+/// The sums of the products of `k` elements of `x` with `a` and with `b`, the same in every lane. Eight loads are under way.
 ///
 /// # Safety
-/// Every lane of the warp makes this same call; both rows have so many elements.
+/// Every lane of the warp makes this same call; the rows have so many elements.
 #[inline(always)]
-pub(crate) unsafe fn dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
-    // SAFETY: the caller's promises; the types are the rows'.
+pub(crate) unsafe fn two_dots(x: Vector, [a, b]: [Row; 2], k: u32, lane: u32) -> [f32; 2] {
+    // SAFETY: the caller's promises; the types are the rows', and whole eights stand on sixteen bytes.
     unsafe {
-        let sum = if x.staged && w.is(BF16) {
-            dot_of(x, Staged(STAGE), w, k, lane)
-        } else if w.is(BF16) && x.row.is(F32) {
-            dot_of(x, Global::<Single, 1>([x.row.at(0).cast_const()], PhantomData), w, k, lane)
+        let are_whole = k.is_multiple_of(8) && a.is_aligned(16) && b.is_aligned(16) && a.is(BF16) && b.is(BF16);
+        let [a, b] = if are_whole && x.staged {
+            two_of_brains(Staged(STAGE), [a, b], k, lane)
+        } else if are_whole && x.row.is(F32) && x.row.is_aligned(16) {
+            two_of_brains(Global::<Single, 1>([x.row.at(0).cast_const()], PhantomData), [a, b], k, lane)
         } else {
-            each_of_dot(x, w, k, lane)
+            [each_of_dot(x, a, k, lane), each_of_dot(x, b, k, lane)]
         };
-        warp::sum(sum)
+        [warp::sum(a), warp::sum(b)]
     }
 }
 
-/// A lane's share of [`dot`] with weights in bf16; the values are `x`.
+/// A lane's share of [`two_dots`] with whole eights of bf16.
 #[inline(always)]
-unsafe fn dot_of(x: Vector, values: impl Values<1>, w: Row, k: u32, lane: u32) -> f32 {
-    let row = w.at(0).cast_const();
-    let head = (row.addr().wrapping_neg() % 16 / Brain::BYTES).min(k as usize);
-    // SAFETY: the caller's promises.
+unsafe fn two_of_brains(x: impl Values<1>, [a, b]: [Row; 2], k: u32, lane: u32) -> [f32; 2] {
+    let chunks = k / 8;
+    let [mut s, mut t, mut u, mut v] = [[0.0; 2]; 4];
+    let mut at = lane;
+    // SAFETY: the caller's promises; a chunk that is not there is the first one, and does not count.
     unsafe {
-        if !values.by_eight(head) {
-            return each_of_dot(x, w, k, lane);
+        while at < chunks {
+            let [c, d, e] = [at + WARP, at + 2 * WARP, at + 3 * WARP];
+            let place = |chunk: u32| 8 * if chunk < chunks { chunk } else { 0 };
+            let ask = |chunk: u32| [load16(a.at(place(chunk)), true), load16(b.at(place(chunk)), true)];
+            let (first, second, third, fourth) = (ask(at), ask(c), ask(d), ask(e));
+            let value = |chunk: u32| x.eight(0, place(chunk) as usize);
+            s = added(s, first, value(at), 1.0);
+            t = added(t, second, value(c), if c < chunks { 1.0 } else { 0.0 });
+            u = added(u, third, value(d), if d < chunks { 1.0 } else { 0.0 });
+            v = added(v, fourth, value(e), if e < chunks { 1.0 } else { 0.0 });
+            at += 4 * WARP;
         }
-        let [sum] = streamed::<Brain, _, 1>(values, row, [head, k as usize], lane);
-        sum
     }
+    [(s[0] + t[0]) + (u[0] + v[0]), (s[1] + t[1]) + (u[1] + v[1])]
 }
 
-/// A lane's share of [`dot`] of any types and any alignment.
+/// `sums` with the products of `values` with two eights of weights, `part` of them: all or none.
+#[inline(always)]
+fn added(sums: [f32; 2], weights: [[u32; 4]; 2], values: [f32; 8], part: f32) -> [f32; 2] {
+    let (a, b) = (widen_brain(weights[0]), widen_brain(weights[1]));
+    let [mut s, mut t] = sums;
+    for i in 0..8 {
+        let value = values[i] * part;
+        s = fma(a[i], value, s);
+        t = fma(b[i], value, t);
+    }
+    [s, t]
+}
+
+/// A lane's share of a row's products, of any types and any alignment.
 #[inline(always)]
 unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
     let (mut sum, mut at) = (0.0, lane);
@@ -506,13 +529,12 @@ pub(crate) unsafe fn dot_of_parts(
         if are_whole && weights.dtype() == BF16 && rows.dtype() == F32 {
             let mut parts = PartsOf { rows, weights, r, column, chosen, found, slot: 0, chunk: lane };
             parts.settle();
+            let [mut s, mut t, mut u, mut v] = [0.0; 4];
             while parts.slot < chosen {
                 let (a, b, c, d) = (parts.ask(), parts.ask(), parts.ask(), parts.ask());
-                sum = a.add_to(sum);
-                sum = b.add_to(sum);
-                sum = c.add_to(sum);
-                sum = d.add_to(sum);
+                (s, t, u, v) = (a.add_to(s), b.add_to(t), c.add_to(u), d.add_to(v));
             }
+            sum = (s + t) + (u + v);
         } else {
             let mut slot = 0;
             while slot < chosen {
@@ -650,6 +672,7 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     n: u32,
     lane: u32,
 ) -> [f32; R] {
+    const LANES: usize = WARP as usize;
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
     let k = w.extent(1) as usize;
@@ -659,22 +682,6 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
         // SAFETY: the caller's promises.
         return unsafe { one_by_one(x, w_at, n, lane) };
     }
-    // SAFETY: the caller's promises.
-    unsafe { streamed::<W, V, R>(values, w_row, [head, k], lane) }
-}
-
-/// A lane's share of the products of `values` with the row of `k` weights at `w_row`, of which the first `head` stand before sixteen bytes.
-///
-/// # Safety
-/// The weights and as many values are there, and after `head` values may be had [by eight](Values::by_eight).
-#[inline(always)]
-unsafe fn streamed<W: Float, V: Values<R>, const R: usize>(
-    values: V,
-    w_row: *const u8,
-    [head, k]: [usize; 2],
-    lane: u32,
-) -> [f32; R] {
-    const LANES: usize = WARP as usize;
     let body = w_row.wrapping_add(head * W::BYTES);
     let chunks = (k - head) / 8;
     let lane = lane as usize;

@@ -9,7 +9,7 @@ use super::linear::Order;
 use super::routing::Found;
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Staging, Vector, dot, stage_first};
+use crate::gpu::rows::{Staging, Vector, stage_first, two_dots};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -127,7 +127,7 @@ impl MacroKernel for ExpertsUp {
     #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots', and every index is below its extent, experts' because there are as many logits; the
-        // conditions around `dot` depend on the warp and the task alone, so whole warps call it.
+        // conditions around `two_dots` depend on the warp and the task alone, so whole warps call it.
         unsafe {
             let (rows, chosen) = (call.rows(&call.tensor(0)), call.tensor(4).extent(1));
             let staged = call.tensor(5).is_present() || call.tensor(0).is_flagged();
@@ -148,14 +148,8 @@ impl MacroKernel for ExpertsUp {
                 while at < chosen * n {
                     let (slot, column) = (at / n, at % n);
                     let (x, expert) = (Vector { staged, row: call.tensor(0).row([r]) }, found.expert(slot));
-                    // The same code serves both weights: once for the gate, once more for what it opens.
-                    let (mut g, mut u) = (0.0, 0.0);
-                    let mut which = 0;
-                    while which < 2 {
-                        g = u;
-                        u = dot(x, call.tensor(2 + which).row([expert, column]), k, block.lane());
-                        which += 1;
-                    }
+                    let rows = [call.tensor(2).row([expert, column]), call.tensor(3).row([expert, column])];
+                    let [g, u] = two_dots(x, rows, k, block.lane());
                     if block.lane() == 0 {
                         let value = found.weight(slot) * activate(p.activation, g) * u;
                         call.tensor(4).set([r, slot, column], value);

@@ -210,6 +210,20 @@ pub(crate) fn cost(matrices: &[&Operand], rows: u32, chosen: u32, all: Cost) -> 
     cost
 }
 
+/// A whole number, more than 0, that is the greater the greater `logit` is; what is no number is less than any, and both zeros are one.
+#[inline(always)]
+fn order_of(logit: f32) -> u32 {
+    let logit = if logit >= f32::NEG_INFINITY { logit + 0.0 } else { f32::NEG_INFINITY };
+    let bits = logit.to_bits();
+    bits ^ ((bits as i32 >> 31) as u32 | 1 << 31)
+}
+
+/// The logit that it is of.
+#[inline(always)]
+fn of_order(order: u32) -> f32 {
+    f32::from_bits(order ^ ((!(order as i32) >> 31) as u32 | 1 << 31))
+}
+
 /// What a block has found for one row, in shared memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Found;
@@ -247,31 +261,31 @@ impl Found {
         // SAFETY: a thread writes its own words, and those of the slots that no other expert has; barriers stand between writers and
         // readers.
         unsafe {
-            let logit = |at: u32| f32::from_bits(shared::load(logits + at));
-            // In fours, the last of which are filled up with what nobody is behind.
+            let logit = |at: u32| of_order(shared::load(logits + at));
+            // In fours, the last of which are filled up with what is less than any.
             for at in block.mine(experts.next_multiple_of(4)) {
-                let mut logit = f32::NEG_INFINITY;
+                let mut order = 0;
                 if at < experts {
                     let (all, at) = (call.tensor(operand), [row, at]);
-                    let found = call.told(operand, &all, at, call.ask(&all, at));
-                    logit = if found >= logit { found } else { logit };
+                    order = order_of(call.told(operand, &all, at, call.ask(&all, at)));
                 }
-                shared::store(logits + at, logit.to_bits());
+                shared::store(logits + at, order);
             }
             block.sync();
             for at in block.mine(experts) {
-                let own = logit(at);
-                let is_better = |bits: u32, other: u32| {
-                    let one = f32::from_bits(bits);
-                    u32::from(one > own || (one == own && other < at))
-                };
+                let own = shared::load(logits + at);
                 let (mut better, mut other) = (0, 0);
                 while other < experts {
                     let [a, b, c, d] = shared::load16(logits + other);
-                    better += is_better(a, other) + is_better(b, other + 1);
-                    better += is_better(c, other + 2) + is_better(d, other + 3);
+                    // Of those before it equal ones are better, too.
+                    let least = own - u32::from(other + 4 <= at);
+                    better += u32::from(a > least) + u32::from(b > least);
+                    better += u32::from(c > least) + u32::from(d > least);
                     other += 4;
                 }
+                let [a, b, c, _] = shared::load16(logits + at / 4 * 4);
+                let is_equal = |one: u32, place: u32| u32::from(one == own) & u32::from(at % 4 > place);
+                better += is_equal(a, 0) + is_equal(b, 1) + is_equal(c, 2);
                 if better < chosen {
                     shared::store(EXPERTS + better, at);
                 }
