@@ -527,12 +527,21 @@ pub(crate) unsafe fn dot_of_parts(
         let are_whole = k > 0 && k.is_multiple_of(8) && is_whole(&weights, 2) && is_whole(&rows, 4);
         let mut sum = 0.0;
         if are_whole && weights.dtype() == BF16 && rows.dtype() == F32 {
-            let mut parts = PartsOf { rows, weights, r, column, chosen, found, slot: 0, chunk: lane };
+            let mut parts = PartsOf {
+                rows,
+                weights,
+                at: [r, column],
+                chosen,
+                found,
+                slot: 0,
+                chunk: lane,
+                from: [core::ptr::null(); 2],
+            };
             parts.settle();
             let [mut s, mut t, mut u, mut v] = [0.0; 4];
             while parts.slot < chosen {
                 let (a, b, c, d) = (parts.ask(), parts.ask(), parts.ask(), parts.ask());
-                (s, t, u, v) = (a.add_to(s), b.add_to(t), c.add_to(u), d.add_to(v));
+                (s, t, u, v) = (one_added(s, a), one_added(t, b), one_added(u, c), one_added(v, d));
             }
             sum = (s + t) + (u + v);
         } else {
@@ -547,72 +556,72 @@ pub(crate) unsafe fn dot_of_parts(
     }
 }
 
+/// `sum` with the products of eight weights and values.
+#[inline(always)]
+fn one_added(mut sum: f32, (weights, values): ([u32; 4], [f32; 8])) -> f32 {
+    let weights = widen_brain(weights);
+    for i in 0..8 {
+        sum = fma(weights[i], values[i], sum);
+    }
+    sum
+}
+
 /// What a lane of [`dot_of_parts`] goes through: from a chunk of eight to the one a warp further, and from a slot to the next.
 struct PartsOf {
     rows: Tensor,
     weights: Tensor,
-    r: u32,
-    column: u32,
+    /// Row and column.
+    at: [u32; 2],
     chosen: u32,
     found: Found,
     slot: u32,
     chunk: u32,
+    /// The slot's weights, and what they are multiplied with.
+    from: [*const u8; 2],
 }
 
 impl PartsOf {
-    /// Goes on in the next slot where one has no such chunk.
+    /// Goes on in the next slot where one has no such chunk; then, and at first, finds out where that slot's are.
+    ///
+    /// # Safety
+    /// As [`dot_of_parts`].
     #[inline(always)]
-    fn settle(&mut self) {
+    unsafe fn settle(&mut self) {
         let chunks = self.weights.extent(2) / 8;
+        if self.chunk < chunks && !self.from[0].is_null() {
+            return;
+        }
         while self.chunk >= chunks {
             self.chunk -= chunks;
             self.slot += 1;
         }
+        if self.slot < self.chosen {
+            let [r, column] = self.at;
+            // SAFETY: the caller's promise.
+            let expert = unsafe { self.found.expert(self.slot) };
+            self.from = [self.weights.address([expert, column, 0]), self.rows.address([r, self.slot, 0])];
+        }
     }
 
-    /// Asks for the weights of the chunk it is at, if there is one, and goes on.
+    /// Asks for the weights of the chunk it is at, and what they are multiplied with, if there is one, and goes on.
     ///
     /// # Safety
     /// As [`dot_of_parts`], where all is whole.
     #[inline(always)]
-    unsafe fn ask(&mut self) -> Asked {
-        let mut asked = Asked { weights: [0; 4], values: core::ptr::null() };
+    unsafe fn ask(&mut self) -> ([u32; 4], [f32; 8]) {
+        let mut asked = ([0; 4], [0.0; 8]);
         if self.slot < self.chosen {
+            let at = self.chunk as usize;
             // SAFETY: the caller's promises; the slot and the chunk are there.
             unsafe {
-                let (expert, at) = (self.found.expert(self.slot), 8 * self.chunk);
-                asked.weights = load16(self.weights.address([expert, self.column, at]), true);
-                asked.values = self.rows.address([self.r, self.slot, at]);
+                let [weights, values] = self.from;
+                asked =
+                    (load16(weights.wrapping_add(16 * at), true), Single::eight(values.wrapping_add(32 * at), false));
+                self.chunk += WARP;
+                self.settle();
             }
-            self.chunk += WARP;
-            self.settle();
         }
         asked
-    }
-}
-
-/// Eight weights on their way, and where what they are multiplied with lies; null where there are none.
-struct Asked {
-    weights: [u32; 4],
-    values: *const u8,
-}
-
-impl Asked {
-    /// `sum` and the products.
-    ///
-    /// # Safety
-    /// As [`PartsOf::ask`].
-    #[inline(always)]
-    unsafe fn add_to(&self, mut sum: f32) -> f32 {
-        if !self.values.is_null() {
-            // SAFETY: eight values on sixteen bytes (caller).
-            let values = unsafe { Single::eight(self.values, false) };
-            let weights = widen_brain(self.weights);
-            for i in 0..8 {
-                sum = fma(weights[i], values[i], sum);
-            }
-        }
-        sum
     }
 }
 
