@@ -44,17 +44,22 @@ pub struct Binding {
     pub align_bytes: u32,
     /// Its contents, for a constant.
     pub contents: Option<Vec<u8>>,
-    /// Tensors of the checkpoint that it is, all of one size: of more than one, their numbers stand where its name has `*`.
-    pub parts: u32,
+    /// Tensors of the checkpoint that it is, all of one size, if it is a stack: their numbers stand where its name has `*`.
+    pub parts: Option<u32>,
 }
 
 impl Binding {
     /// Names of the tensors of the checkpoint that it is, for weights, in order.
     pub fn part_names(&self) -> Vec<String> {
         match self.parts {
-            1 => vec![self.name.clone()],
-            n => (0..n).map(|number| self.name.replacen('*', &number.to_string(), 1)).collect(),
+            None => vec![self.name.clone()],
+            Some(n) => (0..n).map(|number| self.name.replacen('*', &number.to_string(), 1)).collect(),
         }
+    }
+
+    /// Bytes of each of these tensors; of a binding that is no weights, its own.
+    pub fn part_bytes(&self) -> u64 {
+        self.bytes / u64::from(self.parts.unwrap_or(1).max(1))
     }
 
     /// What an image says of it.
@@ -494,7 +499,14 @@ impl Layout {
         let next = BindingId(self.bindings.len() as u32);
         let id = *self.by_name.entry((kind, name.to_owned())).or_insert(next);
         if id == next {
-            self.bindings.push(Binding { name: name.to_owned(), kind, bytes, align_bytes, contents: None, parts: 1 });
+            self.bindings.push(Binding {
+                name: name.to_owned(),
+                kind,
+                bytes,
+                align_bytes,
+                contents: None,
+                parts: None,
+            });
         }
         (id, self.bindings[id.idx()].bytes)
     }
@@ -549,7 +561,7 @@ impl Layout {
             }
             match &buffer.kind {
                 BufferKind::Constant(contents) => known.contents = Some(contents.clone()),
-                BufferKind::WeightStack(n) => known.parts = *n,
+                BufferKind::WeightStack(n) => known.parts = Some(*n),
                 _ => {}
             }
             of_buffer.push(id);

@@ -8,7 +8,7 @@ use perpetua::exec::Stopper;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::reference::Reference;
 use perpetua::exec::threads::{Options, Threads};
-use perpetua::graph::kernel::KernelGraph;
+use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::{BufferKind, TensorId};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, KernelCall};
@@ -400,6 +400,50 @@ fn an_operator_cut_by_hand_is_run_and_judged() {
     // Said to be read where the kernel writes, it would be ordered with nothing.
     let error = by_hand(AccessKind::Read).unwrap_err().to_string();
     assert!(error.contains("operand `y` is given as Read, expected Write"), "{error}");
+}
+
+/// A graph of one's own with experts, of which there may be one; and their weights, which lie apart, read back as one tensor.
+#[test]
+fn experts_are_a_stack_of_weights() {
+    for (experts, chosen) in [(1, 1), (5, 2)] {
+        let [rows, k, n] = [4, 24, 16];
+        let mut graph = KernelGraph::new();
+        let x = graph.input("x", &[rows, k], DType::F32).unwrap();
+        let logits = graph.view(x, 3, &[rows, experts], &[k, 1]).unwrap();
+        let mut weights = HashMap::new();
+        let mut stack = |name: &str, seed: usize, shape: [usize; 2]| {
+            for number in 0..experts {
+                let all = values(shape[0] * shape[1], seed + number).into_iter().map(half::bf16::from_f32);
+                let bytes: Vec<u8> = all.flat_map(|value| value.to_bits().to_ne_bytes()).collect();
+                weights.insert(name.replace('*', &number.to_string()), bytes);
+            }
+            graph.weight_stack(name, experts, shape, DType::Bf16).unwrap()
+        };
+        let (gate, up, down) = (stack("*.gate", 10, [n, k]), stack("*.up", 20, [n, k]), stack("*.down", 30, [k, n]));
+        let (normalise, activation) = (false, Activation::Silu);
+        let args = ExpertArgs { logits, gate, up, down, residual: None, chosen, normalise, activation };
+        let y = graph.experts("experts", x, args).unwrap();
+        graph.output("y", y);
+        graph.output("down", down);
+        assert!(graph.weight_stack("gate", 2, [n, k], DType::Bf16).unwrap_err().to_string().contains("has no `*`"));
+        let last = weights[&format!("{}.down", experts - 1)].clone();
+        let weights: Weights = Arc::new(weights);
+        let expected = run(&graph, &weights, &[("y".to_owned(), k)], rows, Device::Reference, 1, None);
+        assert!(expected.iter().any(|y| y.abs() > 1e-2));
+        for (device, workers) in [(Device::Cpu, 3), (Device::Simt, 4)] {
+            let found = run(&graph, &weights, &[("y".to_owned(), k)], rows, device, workers, None);
+            let is_near = |(e, f): (&f32, &f32)| (e - f).abs() <= 1e-4 * (1.0 + e.abs());
+            assert!(expected.iter().zip(&found).all(is_near), "{device:?}: {found:?}, expected {expected:?}");
+        }
+        for device in [Device::Reference, Device::Cpu] {
+            let read = run(&graph, &weights, &[("down".to_owned(), k)], experts, device, 1, None);
+            let read: Vec<u8> = read[read.len() - k * n..]
+                .iter()
+                .flat_map(|value| half::bf16::from_f32(*value).to_bits().to_ne_bytes())
+                .collect();
+            assert_eq!(read, last, "{device:?}: the last expert's");
+        }
+    }
 }
 
 /// What a host may do while workers run: look how far they are, read the tokens that it has seen counted, stop them, go away.

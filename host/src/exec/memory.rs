@@ -85,7 +85,7 @@ impl WeightSource for Arc<std::collections::HashMap<String, Vec<u8>>> {
 /// # Errors
 /// One that is missing or of another size.
 pub(super) fn weight_parts<'a>(source: &'a dyn WeightSource, binding: &Binding) -> Result<Vec<&'a [u8]>, MemoryError> {
-    let expected = binding.bytes / u64::from(binding.parts.max(1));
+    let expected = binding.part_bytes();
     let part = |name: String| match source.bytes(&name) {
         None => Err(MemoryError::Missing(name)),
         Some(bytes) if bytes.len() as u64 != expected => {
@@ -189,7 +189,7 @@ impl Memory {
         };
         for (number, binding) in compiled.bindings.iter().enumerate() {
             let mut owned = |contents: Option<&[u8]>| {
-                let bytes = binding.bytes / u64::from(binding.parts.max(1));
+                let bytes = binding.part_bytes();
                 let own = Owned::zeroed(bytes, binding.align_bytes).ok_or_else(|| match binding.kind {
                     BindingKind::Weight => MemoryError::Refused {
                         what: format!("bytes of {} at an address where they can be used", binding.name),
@@ -224,7 +224,7 @@ impl Memory {
                 _ => {}
             }
             memory.bases.push(lies.first().copied().unwrap_or(core::ptr::null_mut()));
-            memory.stacks.push(if binding.parts > 1 { lies } else { Vec::new() });
+            memory.stacks.push(if binding.parts.is_some() { lies } else { Vec::new() });
             memory.names.push((binding.kind, binding.name.clone()));
         }
         Ok(memory)
@@ -363,7 +363,8 @@ impl Memory {
             "an output of another compilation: {output:?}"
         );
         // SAFETY: it lies inside its binding, aligned; no worker runs while the caller holds the executor.
-        unsafe { append_f32(self.bases[output.binding.idx()], output, rows, out) }
+        let tensor = unsafe { self.tensor(output, 0) };
+        append_f32(&tensor, output, rows, out);
     }
 
     /// Bytes the executor allocated: everything but the weights used in place.
@@ -379,17 +380,12 @@ impl Memory {
 pub(super) unsafe fn read_f32(base: *mut u8, operand: &Operand, rows: usize) -> Vec<f32> {
     let mut out = Vec::new();
     // SAFETY: the caller's promise.
-    unsafe { append_f32(base, operand, rows, &mut out) };
+    append_f32(&unsafe { Tensor::new(base, operand) }, operand, rows, &mut out);
     out
 }
 
-/// As [`read_f32`], to the end of `out`.
-///
-/// # Safety
-/// As [`read_f32`].
-unsafe fn append_f32(base: *mut u8, operand: &Operand, rows: usize, out: &mut Vec<f32>) {
-    // SAFETY: the caller's promise.
-    let tensor = unsafe { perpetua_device::io::Tensor::new(base, operand) };
+/// As [`read_f32`], of `tensor`, which is that box, to the end of `out`.
+fn append_f32(tensor: &Tensor, operand: &Operand, rows: usize, out: &mut Vec<f32>) {
     let rows = rows.min(tensor.extent(0));
     let number = |value: f32| if operand.is_flagged != 0 { flag::unmark(value.to_bits()) } else { value };
     if operand.rank == 1 {

@@ -280,24 +280,18 @@ impl<'a> Decoder<'a> {
         let dtype = self.weights.stored_dtype(&name, &shape)?;
         let w = self.graph.weight(&name, &shape, dtype)?;
         let logits = self.graph.linear(&router, h, w, None, Activation::None, None)?;
-        let (up, down) = ([intermediate_size, hidden_size], [hidden_size, intermediate_size]);
-        let mut stacks = [logits; 3];
-        for ((part, stack), shape) in stacks.iter_mut().enumerate().zip([up, up, down]) {
-            let name = |number: usize| {
-                let names = names.matrices(&prefix, number);
-                names[part].clone()
-            };
-            let expected = self.weights.dtype(&name(0), &shape)?;
-            for number in 1..n {
-                let (name, given) = (name(number), self.weights.dtype(&name(number), &shape)?);
+        let mut stack = |part: usize, shape: [usize; 2]| -> Result<TensorId, BuildError> {
+            let expected = self.weights.dtype(&names.matrix(part, &prefix, 0), &shape)?;
+            for name in (1..n).map(|number| names.matrix(part, &prefix, number)) {
+                let given = self.weights.dtype(&name, &shape)?;
                 if given != expected {
                     return Err(ModelError::MixedExperts { name, given, expected }.into());
                 }
             }
-            let all = names.matrices(&prefix, '*');
-            *stack = self.graph.weight_stack(&all[part], n, shape, expected)?;
-        }
-        let [gate, up, down] = stacks;
+            Ok(self.graph.weight_stack(&names.matrix(part, &prefix, '*'), n, shape, expected)?)
+        };
+        let opens = [intermediate_size, hidden_size];
+        let (gate, up, down) = (stack(0, opens)?, stack(1, opens)?, stack(2, [hidden_size, intermediate_size])?);
         let activation = Activation::Silu;
         let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise, activation };
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)

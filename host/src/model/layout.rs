@@ -89,9 +89,9 @@ impl ExpertNames {
         ExpertNames { router, experts, parts }
     }
 
-    /// Gate, up and down of expert `number` of `layer`; of all, where the number is `*`.
-    pub(crate) fn matrices(&self, layer: &str, number: impl std::fmt::Display) -> [String; 3] {
-        self.parts.map(|part| format!("{layer}.{}.{number}.{part}.weight", self.experts))
+    /// Matrix `part` (0: gate, 1: up, 2: down) of expert `number` of `layer`; of all, where the number is `*`.
+    pub(crate) fn matrix(&self, part: usize, layer: &str, number: impl std::fmt::Display) -> String {
+        format!("{layer}.{}.{number}.{}.weight", self.experts, self.parts[part])
     }
 }
 
@@ -128,10 +128,9 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             add(format!("{layer}.{}.weight", names.router), vec![*n, c.hidden_size], Role::Router);
             let (up, down) = (vec![*intermediate_size, c.hidden_size], vec![c.hidden_size, *intermediate_size]);
             for number in 0..*n {
-                let [gate, opened, out] = names.matrices(&layer, number);
-                add(gate, up.clone(), Role::Linear);
-                add(opened, up.clone(), Role::Linear);
-                add(out, down.clone(), Role::Linear);
+                for (part, shape) in [&up, &up, &down].into_iter().enumerate() {
+                    add(names.matrix(part, &layer, number), shape.clone(), Role::Linear);
+                }
             }
         }
         if c.qk_norm {
