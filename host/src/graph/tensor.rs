@@ -244,6 +244,11 @@ impl TensorTable {
         Ok(TensorId(self.tensors.len() as u32 - 1))
     }
 
+    /// Whether `tensor` is the weights of experts, a matrix each.
+    pub(crate) fn is_stack(&self, tensor: TensorId) -> bool {
+        matches!(self.buffer_of(tensor).kind, BufferKind::WeightStack(_))
+    }
+
     /// The buffer of `tensor`.
     pub fn buffer_of(&self, tensor: TensorId) -> &Buffer {
         &self.buffers[self[tensor].buffer.idx()]

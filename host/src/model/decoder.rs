@@ -53,14 +53,9 @@ impl<'a> From<&'a Weights> for Declared<'a> {
 
 impl Declared<'_> {
     fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
-        match self {
-            Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
-            Declared::Quantized(weights) => {
-                let dtype = weights.expect(name, shape)?.dtype;
-                Ok(if shape.len() == 2 { DType::Q8 } else { dtype })
-            }
-            Declared::Assumed(dtype) => Ok(*dtype),
-        }
+        let stored = self.stored_dtype(name, shape)?;
+        let is_quantized = matches!(self, Declared::Quantized(_)) && shape.len() == 2;
+        Ok(if is_quantized { DType::Q8 } else { stored })
     }
 
     /// As it is in the checkpoint, whatever others are kept as.
@@ -104,12 +99,10 @@ pub fn build<'a>(
 ) -> Result<KernelGraph, BuildError> {
     let net = Decoder::new(config, weights, rows, cache, head);
     match config.architecture {
-        Architecture::Qwen3 => super::qwen3::build(net),
-        Architecture::Qwen3Moe => super::qwen3_moe::build(net),
+        Architecture::Qwen3 | Architecture::Qwen3Moe => super::qwen3::build(net),
         Architecture::Qwen2 => super::qwen2::build(net),
         Architecture::Llama => super::llama::build(net),
-        Architecture::Mistral => super::mistral::build(net),
-        Architecture::Mixtral => super::mixtral::build(net),
+        Architecture::Mistral | Architecture::Mixtral => super::mistral::build(net),
         Architecture::Bert => unreachable!("a sentence model's configuration is no decoder's"),
     }
 }
@@ -245,8 +238,16 @@ impl<'a> Decoder<'a> {
         self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, Some(x))
     }
 
-    /// x + (silu(h . gate^T) * (h . up^T)) . down^T.
+    /// x + what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row goes to.
     pub fn mlp(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        match self.config.experts_of(layer) {
+            Some(experts) => self.experts(layer, experts, h, x),
+            None => self.dense_mlp(layer, h, x),
+        }
+    }
+
+    /// x + (silu(h . gate^T) * (h . up^T)) . down^T.
+    fn dense_mlp(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
         let DecoderConfig { hidden_size, intermediate_size, mlp_bias, .. } = *self.config;
         let ConfigActivation::Silu = self.config.hidden_act else {
             unreachable!("the configuration reader accepts silu alone for decoders")
@@ -266,12 +267,9 @@ impl<'a> Decoder<'a> {
         self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, Some(x))
     }
 
-    /// x + what the experts make of h that its rows go to, by the router's logits; or the layer's [`mlp`](Decoder::mlp), where it has none.
-    pub fn experts(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
-        let Some(Experts { n, chosen, intermediate_size, normalise, .. }) = self.config.experts_of(layer).cloned()
-        else {
-            return self.mlp(layer, h, x);
-        };
+    /// x + what the experts make of h that its rows go to, by the router's logits.
+    fn experts(&mut self, layer: usize, experts: &Experts, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let Experts { n, chosen, intermediate_size, normalise, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
         let prefix = format!("model.layers.{layer}");

@@ -1,4 +1,4 @@
-//! Mistral: Llama's layers, over the last positions alone where the configuration has a window.
+//! Mistral and, with experts, Mixtral: Llama's layers, over the last positions alone where the configuration has a window.
 
 use super::decoder::{BuildError, Decoder};
 use crate::graph::kernel::KernelGraph;

@@ -20,11 +20,9 @@ pub mod generation;
 pub mod layout;
 pub mod llama;
 pub mod mistral;
-pub mod mixtral;
 pub mod quantize;
 pub mod qwen2;
 pub mod qwen3;
-pub mod qwen3_moe;
 pub mod sentence;
 pub mod synth;
 pub mod tokenizer;
@@ -141,7 +139,12 @@ impl ModelFolder {
                 &self.transformer_dir.join("config.json"),
                 "architectures",
                 format!("{} for text generation", self.config.architecture()),
-                Architecture::ALL.map(Architecture::class_name)[..6].join(", "),
+                Architecture::ALL
+                    .into_iter()
+                    .filter(|a| *a != Architecture::Bert)
+                    .map(Architecture::class_name)
+                    .collect::<Vec<_>>()
+                    .join(", "),
             )),
         }
     }

@@ -1,4 +1,5 @@
-//! Qwen3 (dense): heads of q and k normalised before the rotation, no biases unless the configuration has them.
+//! Qwen3, with one MLP a layer or with experts: heads of q and k normalised before the rotation, no biases unless the configuration has
+//! them.
 
 use super::decoder::{BuildError, Decoder};
 use crate::graph::kernel::KernelGraph;

@@ -260,14 +260,9 @@ fn side_by_side<'a, 'b>(ops: &'a [&'b Operator], such: impl Fn(&Operator) -> boo
     found
 }
 
-/// Whether `tensor` is the weights of experts, a matrix each.
-fn is_stack(table: &TensorTable, tensor: TensorId) -> bool {
-    matches!(table.buffers[table[tensor].buffer.idx()].kind, BufferKind::WeightStack(_))
-}
-
 /// Bytes of the largest tensor that the axis cuts: what a task streams.
 fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
-    if let Some(stack) = op.slots.iter().flatten().find(|t| is_stack(table, **t)) {
+    if let Some(stack) = op.slots.iter().flatten().find(|t| table.is_stack(**t)) {
         // A task reads a stretch of each expert that rows go to, one after the other.
         return STRETCHES * table.buffer_of(*stack).bytes / table[*stack].shape[0].max(1) as u64;
     }

@@ -56,7 +56,7 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
     }
     // Experts' weights are nobody's side: which they are is known when the logits are.
     for (op, block) in ops.iter().zip(&mut lowered.ops) {
-        if op.cut.is_none() && op.slots.iter().flatten().any(|t| is_stack(table, *t)) {
+        if op.cut.is_none() && op.slots.iter().flatten().any(|t| table.is_stack(*t)) {
             block.grid[0] = target.n_workers.min(op.axes[0].len as u32);
         }
     }

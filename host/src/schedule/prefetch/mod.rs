@@ -129,8 +129,13 @@ pub struct Stream {
 impl Stream {
     /// Bytes in the box.
     pub fn bytes(&self) -> u64 {
-        self.operand.len_elems() * self.operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64)
+        bytes_of(&self.operand)
     }
+}
+
+/// Bytes in `operand`'s box.
+fn bytes_of(operand: &Operand) -> u64 {
+    operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64)
 }
 
 /// What a task reads of weights and caches.
@@ -205,16 +210,13 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
 
 /// Of what a task of `op` reads, the weights of experts: which they are is not known before it runs, so that nobody brings them.
 fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], cost: &Cost) -> u64 {
-    let is_stack = |access: &Access| {
-        matches!(graph.table.buffers[graph.table[access.tensor].buffer.idx()].kind, BufferKind::WeightStack(_))
-    };
+    let is_stack = |access: &Access| graph.table.is_stack(access.tensor);
     if !op.accesses.iter().flatten().any(is_stack) {
         return 0;
     }
     let read = op.accesses.iter().zip(operands);
     let rest = read.filter(|(access, _)| access.as_ref().is_some_and(|a| a.kind == AccessKind::Read && !is_stack(a)));
-    let bytes = |operand: &Operand| operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
-    cost.bytes_read.saturating_sub(rest.map(|(_, operand)| bytes(operand)).sum())
+    cost.bytes_read.saturating_sub(rest.map(|(_, operand)| bytes_of(operand)).sum())
 }
 
 /// Whether bulk copies can carry `operand` row by row.
