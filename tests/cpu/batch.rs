@@ -76,7 +76,9 @@ fn ids(expected: &[(Vec<u32>, Vec<u32>)]) -> Vec<Vec<u32>> {
 
 #[test]
 fn a_batch_gives_the_bits_of_single_runs() {
-    for name in ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral"] {
+    for name in
+        ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"]
+    {
         let model = fixture(name);
         // One of a single token, one that takes several passes to read.
         let prompts = prompts(&model, &[9, 1, 38]);

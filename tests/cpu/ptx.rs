@@ -50,7 +50,7 @@ const GROUP_PRODUCTS: [usize; 4] = [24, 16, 16, 16];
 /// and mbarriers where tiles are taken); and looks at tiles' mbarriers, two where one is taken (a norm's, those of products not in
 /// terms, and of those in terms a step's and the next one's, which in gated_linear are two each; of a long row's the first and the next, of
 /// four widths, in gated_linear of two, two each), and arrivals on them, one behind each
-/// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, and their weights. rope: the
+/// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the
 /// next head's elements and all factors, asked for before a head is turned. advance: it
 /// tells the host, too, and goes on with a batch. decode_attention: 64 sums, and 48 words of keys and values. attention, of
 /// many rows: 64 sums and a tile of scores.)
@@ -59,7 +59,7 @@ type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 /// Of all of them.
 const KERNELS: &[Figures] = &[
     ("embedding", 56, 2, 0, 0, 0, 18688, [0, 0]),
-    ("rms_norm", 131, 4, 10, 0, 0, 18688, [0, 0]),
+    ("rms_norm", 162, 4, 10, 0, 0, 18688, [0, 0]),
     ("linear", 230, 47, 167, 37, 130, 19328, [74, 35]),
     ("gated_linear", 185, 39, 98, 17, 112, 19328, [64, 15]),
     ("rope", 120, 2, 5, 1, 0, 18688, [0, 0]),

@@ -43,11 +43,12 @@ macro_rules! sum_over {
     }};
 }
 
-/// y = x * rsqrt(mean(x^2) + eps) * w.
+/// y = x * rsqrt(mean(x^2) + eps) * w (+ residual).
 pub(crate) struct RmsNorm {
     pub(crate) rows: usize,
     pub(crate) eps: f32,
     pub(crate) x: Tensor,
+    pub(crate) residual: Tensor,
     pub(crate) w: Tensor,
     pub(crate) y: Tensor,
 }
@@ -58,14 +59,16 @@ impl Body for RmsNorm {
         let hidden = self.x.extent(1);
         for r in 0..self.rows {
             let (x, y) = (Row::of(&self.x, [r, 0], hidden), Row::of(&self.y, [r, 0], hidden));
+            let (residual, w, eps) = (optional(&self.residual, r), vector(&self.w), self.eps);
             // SAFETY: the level exists (caller); the rows have one length.
-            unsafe { L::S::call(RmsNormRow::<L::S> { x, w: vector(&self.w), y, eps: self.eps, set: PhantomData }) };
+            unsafe { L::S::call(RmsNormRow::<L::S> { x, residual, w, y, eps, set: PhantomData }) };
         }
     }
 }
 
 struct RmsNormRow<S> {
     x: Row,
+    residual: Option<Row>,
     w: Row,
     y: Row,
     eps: f32,
@@ -77,7 +80,8 @@ impl<S: Simd> Leaf for RmsNormRow<S> {
     #[inline(always)]
     unsafe fn run(self) {
         let len = self.x.len();
-        assert!(self.w.len() == len && self.y.len() == len, "the rows of a norm must have one length");
+        let same = [self.w.len(), self.y.len(), self.residual.map_or(len, Row::len)];
+        assert!(same == [len; 3], "the rows of a norm must have one length");
         // SAFETY: inside the rows; the set exists (caller).
         unsafe {
             let squares = sum_over!(S, len, |i, n| {
@@ -89,7 +93,11 @@ impl<S: Simd> Leaf for RmsNormRow<S> {
             while i < len {
                 let n = S::LANES.min(len - i);
                 let x = S::mul(self.x.load::<S>(i, n), scale);
-                self.y.store::<S>(i, n, S::mul(x, self.w.load::<S>(i, n)));
+                let mut y = S::mul(x, self.w.load::<S>(i, n));
+                if let Some(residual) = self.residual {
+                    y = S::add(y, residual.load::<S>(i, n));
+                }
+                self.y.store::<S>(i, n, y);
                 i += n;
             }
         }

@@ -909,6 +909,7 @@ fn norms(random: &mut Random, round: usize) {
         let dtype = random.dtype();
         case.floats(random, dtype, extent);
     }
+    case.maybe(random, &[rows, hidden]);
     case.step.rows = random.one_to(rows);
     case.counts = rows == 1;
     case.judge("rms_norm");
@@ -927,7 +928,7 @@ fn norms(random: &mut Random, round: usize) {
 
 fn embedding(random: &mut Random, round: usize) {
     let (rows, hidden, vocab) = (random.one_to(4), random.one_to(80), random.one_to(50));
-    let mut case = Case::new::<Embedding>(embedding::Params { vocab });
+    let mut case = Case::new::<Embedding>(embedding::Params { vocab, scale: [1.0, 8.5][round / 2 % 2] });
     // Every fourth time an id may lie outside.
     let ids = if round.is_multiple_of(4) { vocab + 2 } else { vocab };
     case.push(random, DType::I32, &[12], |random| random.below(ids) as f32);

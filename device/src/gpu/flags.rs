@@ -39,6 +39,17 @@ impl<const N: usize, const M: usize> Read for [[u32; M]; N] {
     }
 }
 
+impl<const N: usize, const M: usize, const L: usize> Read for [[[u32; L]; M]; N] {
+    #[inline(always)]
+    fn lacks(&self, flag: u32) -> u32 {
+        let mut lacks = 0;
+        for i in 0..N {
+            lacks |= self[i].lacks(flag);
+        }
+        lacks
+    }
+}
+
 impl<A: Read, B: Read> Read for (A, B) {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
@@ -68,6 +79,41 @@ pub(crate) fn unmarked<const N: usize>(words: [u32; N]) -> [f32; N] {
         values[i] = flag::unmark(words[i]);
     }
     values
+}
+
+/// Eight flagged words, as numbers if they are there, or zeros.
+#[inline(always)]
+fn numbers(words: [[u32; 4]; 2], are_there: bool) -> [f32; 8] {
+    let ([a, b, c, d], [e, f, g, h]) = (unmarked(words[0]), unmarked(words[1]));
+    if are_there { [a, b, c, d, e, f, g, h] } else { [0.0; 8] }
+}
+
+/// Where eights of a flagged row lie.
+struct Eights([*const u32; 4]);
+
+impl Eights {
+    /// Asks for them.
+    ///
+    /// # Safety
+    /// They are there, on sixteen bytes.
+    #[inline(always)]
+    unsafe fn ask(&self) -> [[[u32; 4]; 2]; 4] {
+        let [a, b, c, d] = self.0;
+        let four = |at: *const u32| {
+            // SAFETY: the caller's promise.
+            unsafe { atomic::load16_relaxed(at) }
+        };
+        let [e, f, g, h] = [a.wrapping_add(4), b.wrapping_add(4), c.wrapping_add(4), d.wrapping_add(4)];
+        [[four(a), four(e)], [four(b), four(f)], [four(c), four(g)], [four(d), four(h)]]
+    }
+}
+
+impl Again<[[[u32; 4]; 2]; 4]> for &Eights {
+    #[inline(always)]
+    fn again(&self) -> [[[u32; 4]; 2]; 4] {
+        // SAFETY: they were there when they were asked for first.
+        unsafe { self.ask() }
+    }
 }
 
 impl Call<'_> {
@@ -168,6 +214,45 @@ impl Call<'_> {
                 words
             };
             unmarked(self.there(operand, ask(), ask))
+        }
+    }
+
+    /// As [`Row::eights`], of `row`, which is one of operand `operand`'s.
+    ///
+    /// # Safety
+    /// As [`Row::get`]; a flagged row has whole eights, which start on sixteen bytes.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn eights(&self, operand: usize, row: &Row, at: [u32; 4], n: u32) -> [[f32; 8]; 4] {
+        // SAFETY: the caller's promise; what is beyond the row is its beginning, which is not looked at.
+        unsafe {
+            if !self.tensor(operand).is_flagged() {
+                return row.eights(at, n);
+            }
+            let place = |at: u32| row.at(if at < n { at } else { 0 }).cast_const().cast();
+            let eights = Eights([place(at[0]), place(at[1]), place(at[2]), place(at[3])]);
+            let [a, b, c, d] = self.there(operand, eights.ask(), &eights);
+            [numbers(a, at[0] < n), numbers(b, at[1] < n), numbers(c, at[2] < n), numbers(d, at[3] < n)]
+        }
+    }
+
+    /// Sets the eight elements from `at`, a multiple of eight, on of `row`, one of `tensor`'s, as far as they are below `n`, where it ends.
+    ///
+    /// # Safety
+    /// As [`Row::set`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn put_eight(&self, tensor: &Tensor, row: &Row, at: u32, n: u32, eight: [f32; 8]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if !tensor.is_flagged() {
+                return row.set_eight(at, n, eight);
+            }
+            for i in 0..8 {
+                if at + (i as u32) < n {
+                    self.put_in_row(tensor, row, at + i as u32, eight[i]);
+                }
+            }
         }
     }
 

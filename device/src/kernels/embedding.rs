@@ -1,4 +1,4 @@
-//! y[r,:] = table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:]). tokens: [capacity] i32; table: [vocab,
+//! y[r,:] = scale * (table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:])). tokens: [capacity] i32; table: [vocab,
 //! hidden]; positions: [max positions, hidden] and kinds: [kinds, hidden], both optional (BERT); y: [rows, hidden].
 
 use super::*;
@@ -15,6 +15,8 @@ pub struct Embedding;
 pub struct Params {
     /// Rows of `table`: a token id must be below.
     pub vocab: u32,
+    /// What the sum is multiplied with; 1 as a rule.
+    pub scale: f32,
 }
 
 impl MacroKernel for Embedding {
@@ -73,7 +75,7 @@ impl MacroKernel for Embedding {
                 if kinds.is_present() {
                     value += kinds.get([0, c]);
                 }
-                y.set([r, c], value);
+                y.set([r, c], value * p.scale);
             }
         }
         Ok(())
@@ -100,7 +102,7 @@ impl MacroKernel for Embedding {
                     if kinds.is_present() {
                         value += kinds.get([0, c]);
                     }
-                    call.put(&y, [r, c], value);
+                    call.put(&y, [r, c], value * p.scale);
                 }
             }
         }
@@ -126,7 +128,7 @@ impl MacroKernel for Embedding {
                 a: Row::of(&table, [token as usize, 0], hidden),
                 b: positions.is_present().then(|| Row::of(&positions, [pos, 0], hidden)),
                 c: kinds.is_present().then(|| Row::of(&kinds, [0, 0], hidden)),
-                scale: 1.0,
+                scale: p.scale,
                 y: Row::of(&y, [r, 0], hidden),
             });
         }

@@ -1,5 +1,5 @@
-//! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w. x, y: [rows, hidden]; w: [hidden]; f32 accumulation.
-//! Moves 2*rows*hidden + hidden elements.
+//! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:]). x, y, residual: [rows, hidden]; w: [hidden]; f32 accumulation.
+//! Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual.
 
 use super::*;
 use crate::arch::{WARP, each_of_four, memory, scalar::fma, warp};
@@ -8,11 +8,50 @@ use crate::gpu::math::rsqrt;
 /// Elements that a warp has under way: four eights a lane.
 const AT_ONCE: u32 = 4 * 8 * WARP;
 
+/// Elements of a row that the threads of a block have under way.
+#[cfg(not(target_arch = "nvptx64"))]
+const MOST_FLAGGED: u32 = 4 * 8 * perpetua_shared::launch::TASK_THREADS;
+
 /// `sum` and the squares of `eight`, which stays in registers: nothing finds its elements by a number.
 #[inline(always)]
 fn squares_of([a, b, c, d, e, f, g, h]: [f32; 8], sum: f32) -> f32 {
     let of = |x: f32, sum: f32| fma(x, x, sum);
     of(h, of(g, of(f, of(e, of(d, of(c, of(b, of(a, sum))))))))
+}
+
+/// `eight` and `more`, one by one.
+#[inline(always)]
+fn sum_of([a, b, c, d, e, f, g, h]: [f32; 8], more: [f32; 8]) -> [f32; 8] {
+    [a + more[0], b + more[1], c + more[2], d + more[3], e + more[4], f + more[5], g + more[6], h + more[7]]
+}
+
+/// The only row there is, of `n` elements: all threads', each of which has four eights of it in registers. What it is added to is there
+/// long before it, so that is asked for first.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`]; the block has as many threads.
+#[inline(always)]
+unsafe fn alone(p: &Params, call: &gpu::Call<'_>, block: &Block, n: u32) {
+    let at = |c: u32| 8 * (block.thread + c * block.threads);
+    let places = [at(0), at(1), at(2), at(3)];
+    // SAFETY: the caller's promises; a thread reads and writes its own columns.
+    unsafe {
+        let (residual, y) = (call.tensor(3), call.tensor(2));
+        let mut more = [[0.0; 8]; 4];
+        if residual.is_present() {
+            more = call.eights(3, &residual.row([0]), places, n);
+        }
+        let weights = call.tensor(1).row([]).eights(places, n);
+        let values = call.eights(0, &call.tensor(0).row([0]), places, n);
+        let mut squares = 0.0;
+        each_of_four!(c => squares = squares_of(values[c], squares));
+        let scale = rsqrt(block.sum(squares) / n as f32 + p.eps);
+        let y_row = y.row([0]);
+        each_of_four!(c => {
+            let of = sum_of(scaled(values[c], scale, weights[c]), more[c]);
+            call.put_eight(&y, &y_row, places[c], n, of);
+        });
+    }
 }
 
 /// `eight`, each times `scale` and its weight.
@@ -48,27 +87,42 @@ pub(super) fn row(x: &crate::io::Tensor, r: usize, weights: &crate::io::Tensor, 
 
 impl MacroKernel for RmsNorm {
     const NAME: &'static str = "rms_norm";
-    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::read("w"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::read("w"), Slot::write("y"), Slot::optional("residual")];
     type Params = Params;
+    const FLAGGED: &'static [usize] = &[0, 2, 3];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, w, y] = io else { unreachable!("slots were counted") };
-        for (name, operand, rank) in [("x", x, 2), ("w", w, 1), ("y", y, 2)] {
+        let [x, w, y, residual] = io else { unreachable!("slots were counted") };
+        for (name, operand, rank) in [("x", x, 2), ("w", w, 1), ("y", y, 2), ("residual", residual, 2)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
             rules::unit_stride(name, operand)?;
         }
         rules::extent("w", w, 0, x.extent[1])?;
-        rules::extent("y", y, 0, x.extent[0])?;
-        rules::extent("y", y, 1, x.extent[1])
+        for (name, operand) in [("y", y), ("residual", residual)] {
+            rules::extent(name, operand, 0, x.extent[0])?;
+            rules::extent(name, operand, 1, x.extent[1])?;
+        }
+        for (name, operand) in [("x", x), ("y", y), ("residual", residual)] {
+            let [rows, n, ..] = operand.extent;
+            let are_eights = n.is_multiple_of(8) && operand.offset_bytes.is_multiple_of(16);
+            if operand.is_flagged != 0 && (rows != 1 || n > MOST_FLAGGED || !are_eights) {
+                return Err(format!(
+                    "`{name}` is {rows} x {n} and flagged, expected one row of at most {MOST_FLAGGED}, of eights, then"
+                ));
+            }
+        }
+        Ok(())
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, w, y] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, y, residual] = core::array::from_fn(|i| call.tensor(i));
         for r in 0..call.rows(0) {
-            row(&x, r, &w, p.eps).iter().enumerate().for_each(|(c, value)| y.set([r, c], *value));
+            for (c, value) in row(&x, r, &w, p.eps).into_iter().enumerate() {
+                y.set([r, c], if residual.is_present() { value + residual.get([r, c]) } else { value });
+            }
         }
         Ok(())
     }
@@ -80,42 +134,47 @@ impl MacroKernel for RmsNorm {
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
+            let (rows, n) = (call.rows(&call.tensor(0)), call.tensor(0).extent(1));
+            if rows == 1 && n <= 4 * 8 * block.threads {
+                alone(p, call, block, n);
+                return Ok(());
+            }
             let at = |first: u32| {
                 let at = first + 8 * block.lane();
                 [at, at + 8 * WARP, at + 16 * WARP, at + 24 * WARP]
             };
-            // The only row is all warps', in turns.
-            let is_alone = call.rows(&call.tensor(0)) == 1;
-            let (start, step) = if is_alone { (block.warp() * AT_ONCE, block.warps() * AT_ONCE) } else { (0, AT_ONCE) };
-            let mut r = if is_alone { 0 } else { block.warp() };
-            while r < call.rows(&call.tensor(0)) {
-                let n = call.tensor(0).extent(1);
-                let (x, y) = (call.tensor(0).row([r]), call.tensor(2).row([r]));
+            let mut r = block.warp();
+            while r < rows {
+                let (x, y, residual) = (call.tensor(0).row([r]), call.tensor(2).row([r]), call.tensor(3));
                 let w = call.tensor(1).row([]);
-                let (mut first, mut squares) = (start, 0.0);
-                let mut values = x.eights(at(start), n);
+                let (mut first, mut squares) = (0, 0.0);
+                let mut values = x.eights(at(0), n);
                 loop {
                     each_of_four!(c => squares = squares_of(values[c], squares));
-                    if first + step >= n {
+                    if first + AT_ONCE >= n {
                         break;
                     }
-                    first += step;
+                    first += AT_ONCE;
                     values = x.eights(at(first), n);
                 }
                 // Backwards, from the elements that are there.
                 let mut weights = w.eights(at(first), n);
-                let squares = if is_alone { block.sum(squares) } else { warp::sum(squares) };
-                let scale = rsqrt(squares / n as f32 + p.eps);
+                let scale = rsqrt(warp::sum(squares) / n as f32 + p.eps);
                 loop {
                     let places = at(first);
-                    each_of_four!(c => y.set_eight(places[c], n, scaled(values[c], scale, weights[c])));
-                    if first == start {
+                    each_of_four!(c => values[c] = scaled(values[c], scale, weights[c]));
+                    if residual.is_present() {
+                        let more = residual.row([r]).eights(places, n);
+                        each_of_four!(c => values[c] = sum_of(values[c], more[c]));
+                    }
+                    each_of_four!(c => y.set_eight(places[c], n, values[c]));
+                    if first == 0 {
                         break;
                     }
-                    first -= step;
+                    first -= AT_ONCE;
                     (values, weights) = (x.eights(at(first), n), w.eights(at(first), n));
                 }
-                r += if is_alone { 1 } else { block.warps() };
+                r += block.warps();
             }
         }
         Ok(())
@@ -123,8 +182,8 @@ impl MacroKernel for RmsNorm {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        let [x, w, y] = core::array::from_fn(|i| call.tensor(i));
-        scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(0), eps: p.eps, x, w, y });
+        let [x, w, y, residual] = core::array::from_fn(|i| call.tensor(i));
+        scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(0), eps: p.eps, x, residual, w, y });
         Ok(())
     }
 }

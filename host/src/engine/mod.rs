@@ -107,7 +107,7 @@ impl WeightSource for Model {
     fn bytes(&self, name: &str) -> Option<&[u8]> {
         match self.quantized.as_ref().and_then(|quantized| quantized.get(name)) {
             Some(bytes) => Some(bytes),
-            None => Some(self.folder.weights().ok()?.get(name)?.bytes),
+            None => self.folder.tensor_bytes(name),
         }
     }
     fn keep(&self) -> Keep {

@@ -77,12 +77,18 @@ fn can_be(graph: &ThreadBlockGraph, op: usize, slot: usize, access: &Access) -> 
     knows && is_done && graph.table[access.tensor].dtype == DType::F32
 }
 
-/// Whether one operator writes all of `buffer`, and others, after it, read it.
+/// Whether one operator writes all of `buffer`, and others, after it, read it, not all of them each block what the block of its own number
+/// has written: those are one worker's, one after the other, and can share their bytes with others.
 fn is_handed_over(graph: &ThreadBlockGraph, buffer: usize, users: &[(usize, usize, Access)]) -> bool {
     let (writers, readers): (Vec<_>, Vec<_>) = users.iter().partition(|(.., access)| access.kind.writes());
     let [(writer, _, written)] = writers[..] else { return false };
     let bytes = graph.table[written.tensor].len_elems() * DType::F32.size_bytes();
+    let is_own = |(reader, _, read): &&(usize, usize, Access)| {
+        read.map == written.map && graph.ops[*reader].grid == graph.ops[*writer].grid
+    };
+    let are_own = graph.ops[*writer].grid != [1; 3] && readers.iter().all(is_own);
     bytes > 0
+        && !are_own
         && bytes as u64 == graph.table.buffers[buffer].bytes
         && !readers.is_empty()
         && readers.iter().all(|(reader, ..)| reader > writer)

@@ -286,19 +286,12 @@ impl KernelGraph {
         &self.table[tensor].shape
     }
 
-    /// y[r,:] = table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:]) as `[rows, hidden]`.
-    pub fn embedding(
-        &mut self,
-        name: &str,
-        tokens: TensorId,
-        table: TensorId,
-        positions: Option<TensorId>,
-        kinds: Option<TensorId>,
-    ) -> Result<TensorId, GraphError> {
+    /// y[r,:] = scale * (table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:])) as `[rows, hidden]`.
+    pub fn embedding(&mut self, name: &str, tokens: TensorId, args: EmbeddingArgs) -> Result<TensorId, GraphError> {
         let rows = self.rows.unwrap_or(1) as usize;
-        let [_, hidden] = self.matrix(name, "table", table)?;
+        let [_, hidden] = self.matrix(name, "table", args.table)?;
         let y = self.intermediate(name, &[rows, hidden], self.activations)?;
-        self.embedding_into(name, tokens, table, [positions, kinds], y)?;
+        self.embedding_into(name, tokens, args, y)?;
         Ok(y)
     }
 
@@ -307,14 +300,13 @@ impl KernelGraph {
         &mut self,
         name: &str,
         tokens: TensorId,
-        table: TensorId,
-        [positions, kinds]: [Option<TensorId>; 2],
+        EmbeddingArgs { table, positions, kinds, scale }: EmbeddingArgs,
         y: TensorId,
     ) -> Result<(), GraphError> {
         let [vocab, _] = self.matrix(name, "table", table)?;
         let [rows, _] = self.matrix(name, "y", y)?;
         let rows_axis = axis(rows, AxisRole::Rows, [None, None, None, None, Some(0)]);
-        let params = kernels::embedding::Params { vocab: vocab as u32 };
+        let params = kernels::embedding::Params { vocab: vocab as u32, scale };
         self.add::<kernels::Embedding>(
             name,
             &params,
@@ -324,12 +316,13 @@ impl KernelGraph {
         Ok(())
     }
 
-    /// y[s,:] = table[the next token of sequence s,:] as `[sequences, hidden]`; an operator a sequence. `max_context`: see
+    /// y[s,:] = scale * table[the next token of sequence s,:] as `[sequences, hidden]`; an operator a sequence. `max_context`: see
     /// [`KernelGraph::tokens`].
     pub fn embedding_of_each(
         &mut self,
         name: &str,
         table: TensorId,
+        scale: f32,
         max_context: usize,
     ) -> Result<TensorId, GraphError> {
         let [_, hidden] = self.matrix(name, "table", table)?;
@@ -337,7 +330,8 @@ impl KernelGraph {
         self.each_sequence(|graph, sequence| {
             let tokens = graph.tokens(max_context)?;
             let row = graph.row(y, sequence, &[1, hidden])?;
-            graph.embedding_into(&format!("{name}.{sequence}"), tokens, table, [None; 2], row)
+            let args = EmbeddingArgs { scale, ..EmbeddingArgs::of(table) };
+            graph.embedding_into(&format!("{name}.{sequence}"), tokens, args, row)
         })?;
         Ok(y)
     }
@@ -369,11 +363,34 @@ impl KernelGraph {
 
     /// y = x * rsqrt(mean(x^2) + eps) * w, row by row.
     pub fn rms_norm(&mut self, name: &str, x: TensorId, w: TensorId, eps: f32) -> Result<TensorId, GraphError> {
+        self.normed(name, x, w, eps, None)
+    }
+
+    /// y = residual + x * rsqrt(mean(x^2) + eps) * w, row by row.
+    pub fn add_rms_norm(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        w: TensorId,
+        eps: f32,
+        residual: TensorId,
+    ) -> Result<TensorId, GraphError> {
+        self.normed(name, x, w, eps, Some(residual))
+    }
+
+    fn normed(
+        &mut self,
+        name: &str,
+        x: TensorId,
+        w: TensorId,
+        eps: f32,
+        residual: Option<TensorId>,
+    ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[rows, hidden], self.activations)?;
-        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0)]);
+        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0), Some(0)]);
         let params = kernels::rms_norm::Params { eps };
-        self.add::<kernels::RmsNorm>(name, &params, vec![Some(x), Some(w), Some(y)], vec![rows_axis])?;
+        self.add::<kernels::RmsNorm>(name, &params, vec![Some(x), Some(w), Some(y), residual], vec![rows_axis])?;
         Ok(y)
     }
 
@@ -782,6 +799,26 @@ impl Mask {
                 u32::try_from(n).map_or(kernels::attention::CAUSAL, |n| n.min(kernels::attention::CAUSAL))
             }
         }
+    }
+}
+
+/// What [`KernelGraph::embedding`] takes.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddingArgs {
+    /// `[vocab, hidden]`.
+    pub table: TensorId,
+    /// `[positions, hidden]`.
+    pub positions: Option<TensorId>,
+    /// `[kinds, hidden]`.
+    pub kinds: Option<TensorId>,
+    /// What the sum is multiplied with.
+    pub scale: f32,
+}
+
+impl EmbeddingArgs {
+    /// The rows of `table` as they are.
+    pub fn of(table: TensorId) -> EmbeddingArgs {
+        EmbeddingArgs { table, positions: None, kinds: None, scale: 1.0 }
     }
 }
 

@@ -4,7 +4,7 @@ use super::config::BertConfig;
 use super::decoder::BuildError;
 use super::sentence::{Pooling, SentenceConfig};
 use super::weights::Weights;
-use crate::graph::kernel::{KernelGraph, Mask};
+use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 
@@ -57,7 +57,8 @@ impl Encoder<'_> {
         let positions =
             self.weight("embeddings.position_embeddings.weight", &[max_position_embeddings, hidden_size])?;
         let kinds = self.weight("embeddings.token_type_embeddings.weight", &[type_vocab_size, hidden_size])?;
-        let x = self.graph.embedding("embeddings", tokens, table, Some(positions), Some(kinds))?;
+        let args = EmbeddingArgs { positions: Some(positions), kinds: Some(kinds), ..EmbeddingArgs::of(table) };
+        let x = self.graph.embedding("embeddings", tokens, args)?;
         self.norm("embeddings.LayerNorm", x, None)
     }
 

@@ -3,11 +3,12 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig, Experts};
+use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig, Experts, Rope};
 use super::error::ModelError;
+use super::factors;
 use super::layout::ExpertNames;
 use super::weights::Weights;
-use crate::graph::kernel::{ExpertArgs, GraphError, KernelGraph, Mask, RopeArgs};
+use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -103,6 +104,7 @@ pub fn build<'a>(
         Architecture::Qwen2 => super::qwen2::build(net),
         Architecture::Llama => super::llama::build(net),
         Architecture::Mistral | Architecture::Mixtral => super::mistral::build(net),
+        Architecture::Gemma3 => super::gemma3::build(net),
         Architecture::Bert => unreachable!("a sentence model's configuration is no decoder's"),
     }
 }
@@ -151,12 +153,12 @@ impl<'a> Decoder<'a> {
 
     /// `[rows, hidden]`: the embeddings of the pass's tokens.
     pub fn embed(&mut self) -> Result<TensorId, BuildError> {
-        let table = self.embedding_table()?;
+        let (table, scale) = (self.embedding_table()?, self.config.embedding_scale as f32);
         if self.graph.is_batch {
-            return Ok(self.graph.embedding_of_each("embed_tokens", table, self.cache.context)?);
+            return Ok(self.graph.embedding_of_each("embed_tokens", table, scale, self.cache.context)?);
         }
         let tokens = self.graph.tokens(self.cache.context)?;
-        Ok(self.graph.embedding("embed_tokens", tokens, table, None, None)?)
+        Ok(self.graph.embedding("embed_tokens", tokens, EmbeddingArgs { scale, ..EmbeddingArgs::of(table) })?)
     }
 
     fn embedding_table(&mut self) -> Result<TensorId, BuildError> {
@@ -165,8 +167,22 @@ impl<'a> Decoder<'a> {
 
     /// RMSNorm with the weights called `name`.
     pub fn norm(&mut self, name: &str, x: TensorId) -> Result<TensorId, BuildError> {
-        let w = self.weight(&format!("{name}.weight"), &[self.config.hidden_size])?;
+        let w = self.factors(name, self.config.hidden_size)?;
         Ok(self.graph.rms_norm(name, x, w, self.config.rms_norm_eps as f32)?)
+    }
+
+    /// x + RMSNorm of `made`, with the weights called `name`.
+    pub fn add_normed(&mut self, name: &str, made: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+        let w = self.factors(name, self.config.hidden_size)?;
+        Ok(self.graph.add_rms_norm(name, made, w, self.config.rms_norm_eps as f32, x)?)
+    }
+
+    /// The `n` factors of the norm called `name`.
+    fn factors(&mut self, name: &str, n: usize) -> Result<TensorId, BuildError> {
+        let name = format!("{name}.weight");
+        let stored = self.weights.stored_dtype(&name, &[n])?;
+        let dtype = if self.config.architecture.has_norms_less_one() { factors::DTYPE } else { stored };
+        Ok(self.graph.weight(&name, &[n], dtype)?)
     }
 
     /// x . w^T (+ bias) (+ residual) with the weights called `name`, `[out, in]`.
@@ -206,12 +222,14 @@ impl<'a> Decoder<'a> {
         let v = self.graph.reshape(p.v, &[rows, n_kv_heads, head_dim])?;
         let norms = match qk_norm {
             true => Some([
-                self.weight(&format!("{prefix}.q_norm.weight"), &[head_dim])?,
-                self.weight(&format!("{prefix}.k_norm.weight"), &[head_dim])?,
+                self.factors(&format!("{prefix}.q_norm"), head_dim)?,
+                self.factors(&format!("{prefix}.k_norm"), head_dim)?,
             ]),
             false => None,
         };
-        let frequencies = self.graph.constant("rope_frequencies", &self.config.rope.inverse_frequencies(head_dim))?;
+        let (rope, alike) = self.rope_of(layer);
+        let name = if alike == 0 { "rope_frequencies".to_owned() } else { format!("rope_frequencies.{alike}") };
+        let frequencies = self.graph.constant(&name, &rope.inverse_frequencies(head_dim))?;
         let Cache { context, dtype, .. } = self.cache;
         let cache_of = |graph: &mut KernelGraph| {
             let shape = [n_kv_heads, context, head_dim];
@@ -222,7 +240,7 @@ impl<'a> Decoder<'a> {
         };
         let cache = cache_of(&mut self.graph)?;
         let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
-        let scale = self.config.rope.score_factor() as f32 / (head_dim as f32).sqrt();
+        let scale = rope.score_factor() as f32 / (self.config.query_scalar as f32).sqrt();
         let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
         if self.graph.is_batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
@@ -231,27 +249,37 @@ impl<'a> Decoder<'a> {
         Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?)
     }
 
-    /// x + attended . o_proj^T.
-    pub fn project_out(&mut self, layer: usize, attended: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
-        let DecoderConfig { hidden_size, n_heads, head_dim, output_bias, .. } = *self.config;
-        let name = format!("model.layers.{layer}.self_attn.o_proj");
-        self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, Some(x))
+    /// How layer `layer` turns queries and keys, and the first layer that does it so.
+    fn rope_of(&self, layer: usize) -> (&'a Rope, usize) {
+        let ropes = &self.config.ropes;
+        let alike = ropes.iter().position(|rope| *rope == ropes[layer]).unwrap_or(layer);
+        (&ropes[layer], alike)
     }
 
-    /// x + what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row goes to.
-    pub fn mlp(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+    /// attended . o_proj^T (+ x).
+    pub fn project_out(
+        &mut self,
+        layer: usize,
+        attended: TensorId,
+        x: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
+        let DecoderConfig { hidden_size, n_heads, head_dim, output_bias, .. } = *self.config;
+        let name = format!("model.layers.{layer}.self_attn.o_proj");
+        self.linear(&name, attended, [hidden_size, n_heads * head_dim], output_bias, x)
+    }
+
+    /// (x +) what the layer's MLP makes of h: the one there is, or of [several](Decoder::experts) those that each row goes to.
+    pub fn mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
         match self.config.experts_of(layer) {
             Some(experts) => self.experts(layer, experts, h, x),
             None => self.dense_mlp(layer, h, x),
         }
     }
 
-    /// x + (silu(h . gate^T) * (h . up^T)) . down^T.
-    fn dense_mlp(&mut self, layer: usize, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+    /// (x +) (act(h . gate^T) * (h . up^T)) . down^T.
+    fn dense_mlp(&mut self, layer: usize, h: TensorId, x: Option<TensorId>) -> Result<TensorId, BuildError> {
         let DecoderConfig { hidden_size, intermediate_size, mlp_bias, .. } = *self.config;
-        let ConfigActivation::Silu = self.config.hidden_act else {
-            unreachable!("the configuration reader accepts silu alone for decoders")
-        };
+        let activation = self.activation();
         let prefix = format!("model.layers.{layer}.mlp");
         let shape = [intermediate_size, hidden_size];
         let gate = self.weight(&format!("{prefix}.gate_proj.weight"), &shape)?;
@@ -263,12 +291,27 @@ impl<'a> Decoder<'a> {
             ]),
             false => None,
         };
-        let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, [gate, up], biases, Activation::Silu)?;
-        self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, Some(x))
+        let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, [gate, up], biases, activation)?;
+        self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, x)
     }
 
-    /// x + what the experts make of h that its rows go to, by the router's logits.
-    fn experts(&mut self, layer: usize, experts: &Experts, h: TensorId, x: TensorId) -> Result<TensorId, BuildError> {
+    /// What stands between an MLP's products.
+    fn activation(&self) -> Activation {
+        match self.config.hidden_act {
+            ConfigActivation::Silu => Activation::Silu,
+            ConfigActivation::Gelu => Activation::Gelu,
+            ConfigActivation::GeluTanh => Activation::GeluTanh,
+        }
+    }
+
+    /// (x +) what the experts make of h that its rows go to, by the router's logits.
+    fn experts(
+        &mut self,
+        layer: usize,
+        experts: &Experts,
+        h: TensorId,
+        x: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
         let Experts { n, chosen, intermediate_size, normalise, .. } = *experts;
         let hidden_size = self.config.hidden_size;
         let names = ExpertNames::of(self.config.architecture);
@@ -290,8 +333,8 @@ impl<'a> Decoder<'a> {
         };
         let opens = [intermediate_size, hidden_size];
         let (gate, up, down) = (stack(0, opens)?, stack(1, opens)?, stack(2, [hidden_size, intermediate_size])?);
-        let activation = Activation::Silu;
-        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise, activation };
+        let activation = self.activation();
+        let args = ExpertArgs { logits, gate, up, down, residual: x, chosen, normalise, activation };
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 

@@ -17,6 +17,8 @@ pub enum Role {
     Bias,
     /// The factors of a norm.
     Norm,
+    /// The same, each less one.
+    NormLessOne,
     /// `[experts, hidden]`: the matrix whose products say to which experts a row goes.
     Router,
 }
@@ -57,7 +59,12 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
     match config {
         // A head that is the embeddings once more; older versions of transformers saved what they computed from the configuration.
         ModelConfig::Decoder(config) => {
-            config.tie_word_embeddings && name == "lm_head.weight" || name.ends_with(".rotary_emb.inv_freq")
+            // What sees, in a model of which the half that reads is taken.
+            let sees = |part: &str| name.strip_prefix("model.").unwrap_or(name).starts_with(part);
+            config.tie_word_embeddings && ["lm_head.weight", "language_model.lm_head.weight"].contains(&name)
+                || name.ends_with(".rotary_emb.inv_freq")
+                || config.architecture == Architecture::Gemma3
+                    && (sees("vision_tower.") || sees("multi_modal_projector."))
         }
         // Positions counted from 0, and what stands on top of the encoder.
         ModelConfig::Bert(_) => {
@@ -100,11 +107,12 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let mut list = Vec::new();
     let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
 
+    let norm = if c.architecture.has_norms_less_one() { Role::NormLessOne } else { Role::Norm };
     let embedding = if c.tie_word_embeddings { Role::Head } else { Role::Embedding };
     add("model.embed_tokens.weight".into(), vec![c.vocab_size, c.hidden_size], embedding);
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
-        add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], Role::Norm);
+        add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], norm);
         let experts = c.experts_of(i);
         for (part, out, inner, bias) in [
             ("self_attn.q_proj", q_dim, c.hidden_size, c.attention_bias),
@@ -134,12 +142,18 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             }
         }
         if c.qk_norm {
-            add(format!("{layer}.self_attn.q_norm.weight"), vec![c.head_dim], Role::Norm);
-            add(format!("{layer}.self_attn.k_norm.weight"), vec![c.head_dim], Role::Norm);
+            add(format!("{layer}.self_attn.q_norm.weight"), vec![c.head_dim], norm);
+            add(format!("{layer}.self_attn.k_norm.weight"), vec![c.head_dim], norm);
         }
-        add(format!("{layer}.post_attention_layernorm.weight"), vec![c.hidden_size], Role::Norm);
+        let more: &[&str] = match c.architecture {
+            Architecture::Gemma3 => &["post_attention", "pre_feedforward", "post_feedforward"],
+            _ => &["post_attention"],
+        };
+        for which in more {
+            add(format!("{layer}.{which}_layernorm.weight"), vec![c.hidden_size], norm);
+        }
     }
-    add("model.norm.weight".into(), vec![c.hidden_size], Role::Norm);
+    add("model.norm.weight".into(), vec![c.hidden_size], norm);
     if !c.tie_word_embeddings {
         add("lm_head.weight".into(), vec![c.vocab_size, c.hidden_size], Role::Head);
     }

@@ -10,9 +10,9 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
         let h = net.norm(&format!("model.layers.{layer}.input_layernorm"), x)?;
         let projected = net.project(layer, h, net.config.attention_bias)?;
         let attended = net.attend(layer, projected, false)?;
-        x = net.project_out(layer, attended, x)?;
+        x = net.project_out(layer, attended, Some(x))?;
         let h = net.norm(&format!("model.layers.{layer}.post_attention_layernorm"), x)?;
-        x = net.mlp(layer, h, x)?;
+        x = net.mlp(layer, h, Some(x))?;
     }
     net.finish(x)
 }

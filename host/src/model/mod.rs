@@ -10,12 +10,14 @@
 //! - Opening is cheap: tokenizer and weights are read when first asked for, and weights are mapped, not copied.
 
 mod error;
+mod factors;
 mod json;
 
 pub mod bert;
 pub mod chat;
 pub mod config;
 pub mod decoder;
+pub mod gemma3;
 pub mod generation;
 pub mod layout;
 pub mod llama;
@@ -36,6 +38,7 @@ use std::sync::OnceLock;
 pub use chat::{ChatMessage, ChatTemplate};
 pub use config::{Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, Rope, RopeScaling};
 pub use error::ModelError;
+use factors::Factors;
 pub use generation::GenerationConfig;
 pub use layout::{Role, TensorSpec};
 pub use quantize::{Quantize, Quantized};
@@ -55,6 +58,7 @@ pub struct ModelFolder {
     sentence: Option<SentenceConfig>,
     tokenizer: OnceLock<Tokenizer>,
     weights: OnceLock<Weights>,
+    factors: OnceLock<Factors>,
 }
 
 impl ModelFolder {
@@ -101,6 +105,7 @@ impl ModelFolder {
             sentence,
             tokenizer: OnceLock::new(),
             weights: OnceLock::new(),
+            factors: OnceLock::new(),
         };
         let has_head = folder.has_head_of_its_own();
         if let ModelConfig::Decoder(config) = &mut folder.config {
@@ -191,6 +196,14 @@ impl ModelFolder {
         }
         let weights = Weights::open(&self.transformer_dir)?;
         Ok(self.weights.get_or_init(|| weights))
+    }
+
+    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for factors of norms that it has less one,
+    /// which are in f32 and one more.
+    pub fn tensor_bytes(&self, name: &str) -> Option<&[u8]> {
+        let weights = self.weights().ok()?;
+        let factors = self.factors.get_or_init(|| Factors::of(&self.config, weights));
+        factors.get(name).or_else(|| Some(weights.get(name)?.bytes))
     }
 
     /// Names of the checkpoint's tensors that the network does not read, in order; see [`layout::is_spare`].

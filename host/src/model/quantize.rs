@@ -36,7 +36,8 @@ pub enum Quantize {
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// What a network takes of a checkpoint, by name: matrices in 8 bits, vectors as they were.
+/// What a network takes of a checkpoint, by name: matrices in 8 bits, vectors as they were, but for those that are kept in another form
+/// anyway.
 pub struct Quantized {
     tensors: HashMap<String, (Vec<Line>, usize)>,
 }
@@ -59,7 +60,7 @@ impl Quantized {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Quantized, ModelError> {
         let mut quantized = HashMap::new();
-        for spec @ TensorSpec { name, shape, .. } in tensors {
+        for spec @ TensorSpec { name, shape, .. } in tensors.iter().filter(|spec| spec.role != Role::NormLessOne) {
             let view = weights.expect(name, shape)?;
             let bytes = kept_bytes(spec, &view);
             let mut lines = Vec::new();
@@ -151,7 +152,7 @@ fn matrix(view: &TensorView<'_>, out: &mut [u8], release: &(dyn Fn(&[u8]) + Sync
     }
 }
 
-fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
+pub(super) fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     match dtype {
         DType::F32 => {
             for (out, b) in out.iter_mut().zip(bytes.chunks_exact(4)) {

@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 27] = [
+pub const PRESETS: [&str; 33] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -80,12 +80,18 @@ pub const PRESETS: [&str; 27] = [
     "mistral-7b",
     "mistral-small-24b",
     "mixtral-8x7b",
+    "gemma-3-270m",
+    "gemma-3-1b",
+    "gemma-3-4b",
+    "gemma-3-12b",
+    "gemma-3-27b",
     "tiny-qwen3",
     "tiny-qwen3-moe",
     "tiny-qwen2",
     "tiny-llama",
     "tiny-mistral",
     "tiny-mixtral",
+    "tiny-gemma3",
     "tiny-odd",
     "tiny-simt",
     "tiny-long",
@@ -119,9 +125,12 @@ impl Sizes {
 
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
-    use Architecture::{Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe};
+    use Architecture::{Gemma3, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe};
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
+    const GEMMA_VOCAB: usize = 262_144;
+    // Of those that see, too.
+    const GEMMA_VOCAB_2: usize = 262_208;
     #[rustfmt::skip]
     let rows = [
         //                                     vocab        hidden inter. layers heads     dim  tied   context   theta  factor
@@ -142,6 +151,11 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("mistral-small-24b", Mistral, sizes(131_072,     5120, 32768, 40, (32, 8), 128, false,  32_768, 1e8, None)),
         ("mixtral-8x7b",      Mixtral, sizes(32_000,      4096, 14336, 32, (32, 8), 128, false,  32_768, 1e6, None)
             .with_experts(8, 2, 14336)),
+        ("gemma-3-270m",      Gemma3,  sizes(GEMMA_VOCAB,   640,  2048, 18, (4, 1),  256, true,   32_768, 1e6, None)),
+        ("gemma-3-1b",        Gemma3,  sizes(GEMMA_VOCAB,   1152, 6912, 26, (4, 1),  256, true,   32_768, 1e6, None)),
+        ("gemma-3-4b",        Gemma3,  sizes(GEMMA_VOCAB_2, 2560, 10240, 34, (8, 4), 256, true,  131_072, 1e6, None)),
+        ("gemma-3-12b",       Gemma3,  sizes(GEMMA_VOCAB_2, 3840, 15360, 48, (16, 8), 256, true, 131_072, 1e6, None)),
+        ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)),
         ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
         ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
             .with_experts(8, 3, 64)),
@@ -150,6 +164,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-mistral",      Mistral, sizes(1024,        128,  384,    2, (4, 2),   32, false,   4_096, 1e4, None)),
         ("tiny-mixtral",      Mixtral, sizes(1024,         96,   80,    2, (6, 2),   16, false,   4_096, 1e6, None)
             .with_experts(4, 2, 80)),
+        ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
@@ -221,7 +236,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         "num_hidden_layers": s.layers,
         "num_key_value_heads": s.heads.1,
         "rms_norm_eps": eps,
-        "rope_parameters": rope,
+        "rope_parameters": rope.clone(),
         "tie_word_embeddings": s.tied,
         "use_cache": true,
         "vocab_size": s.vocab,
@@ -244,6 +259,25 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
         (Architecture::Mixtral, Value::Object(map)) => {
             map.shift_remove("attention_bias");
             map.insert("sliding_window".into(), Value::Null);
+        }
+        (Architecture::Gemma3, Value::Object(map)) => {
+            map.shift_remove("hidden_act");
+            map.insert("hidden_activation".into(), "gelu_pytorch_tanh".into());
+            // The largest one's is not its heads' width; nor is a tiny one's.
+            let scalar = if s.hidden > 5000 { s.hidden / s.heads.0 } else { s.head_dim.max(64) };
+            map.insert("query_pre_attn_scalar".into(), scalar.into());
+            let (window, pattern) =
+                if s.hidden < 600 { (12, 2) } else { (if s.hidden < 2000 { 512 } else { 1024 }, 6) };
+            map.insert("sliding_window".into(), window.into());
+            let kind =
+                |layer: usize| if layer.is_multiple_of(pattern) { "full_attention" } else { "sliding_attention" };
+            map.insert("layer_types".into(), (1..=s.layers).map(kind).collect());
+            let mut full = rope;
+            if s.context > 100_000 {
+                full = json!({ "factor": 8.0, "rope_theta": s.theta, "rope_type": "linear" });
+            }
+            let sliding = json!({ "rope_theta": 1e4, "rope_type": "default" });
+            map.insert("rope_parameters".into(), json!({ "full_attention": full, "sliding_attention": sliding }));
         }
         (_, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());
@@ -516,6 +550,7 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
         Role::Embedding => Box::new(spread(0.15)),
         Role::Bias => Box::new(spread(0.3)),
         Role::Norm => Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64),
+        Role::NormLessOne => Box::new(|i, _| (i as f64 + 0.5) / TABLE_LEN as f64 - 0.5),
     };
     // A fixed sample of the normal distribution (a sum of twelve uniform numbers has variance 1), each value with its
     // negative, so that the mean is exactly 0.
@@ -759,6 +794,8 @@ mod tests {
                 "mistral-small-24b" => 23_572_403_200,
                 "qwen3-30b-a3b" => 30_532_122_624,
                 "mixtral-8x7b" => 46_702_792_704,
+                "gemma-3-270m" => 268_098_176,
+                "gemma-3-1b" => 999_885_952,
                 _ => continue,
             };
             assert_eq!(params, expected, "{name}");

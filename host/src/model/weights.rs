@@ -269,6 +269,12 @@ impl Weights {
         if let Some(entry) = self.tensors.get_key_value(name) {
             return Some(entry);
         }
+        // A model that sees has the one that reads as a part, with all its names or with what comes after `model.`.
+        let inner = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+        let parts = [Some(format!("language_model.{name}")), inner];
+        if let Some(entry) = parts.iter().flatten().find_map(|name| self.tensors.get_key_value(name)) {
+            return Some(entry);
+        }
         // BERT checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta.
         let old = if let Some(stem) = name.strip_suffix("LayerNorm.weight") {
             format!("{stem}LayerNorm.gamma")

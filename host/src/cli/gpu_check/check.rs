@@ -429,7 +429,7 @@ impl Check<'_> {
 
     fn fixtures(&self) -> Figures {
         let mut figures = serde_json::Map::new();
-        for name in ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral"] {
+        for name in FIXTURES {
             let dir = self.args.fixtures.join(name);
             let model = Model::load(&dir)?;
             let path = self.args.fixtures.join(format!("{name}.expected.safetensors"));
@@ -794,6 +794,10 @@ fn off(expected: &[f32], found: &[f32]) -> f64 {
     let off = expected.iter().zip(found).map(|(e, f)| if f.is_finite() { (e - f).abs() } else { f32::MAX });
     f64::from(off.fold(0.0, f32::max) / scale)
 }
+
+/// Models with what `transformers` makes of them, a family each.
+const FIXTURES: [&str; 7] =
+    ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"];
 
 /// What loading should reach of the slower of the bus and the disk.
 const LOAD_BAR_PERCENT: f64 = 80.0;

@@ -5,7 +5,7 @@ use perpetua::EngineError;
 use perpetua::Model;
 use perpetua::compile::{Compiled, Source};
 use perpetua::engine::{decoder_sources, sentence_sources};
-use perpetua::graph::kernel::{ExpertArgs, GraphError, KernelGraph, Operator};
+use perpetua::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Operator};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
@@ -14,8 +14,17 @@ use perpetua_device::kernels::{Attention, GatedLinear, Linear, Numbered, SPECS, 
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 8] =
-    ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-mistral", "tiny-long", "tiny-large", "tiny-longest", "tiny-bert"];
+pub(super) const PRESETS: [&str; 9] = [
+    "tiny-qwen3",
+    "tiny-qwen2",
+    "tiny-llama",
+    "tiny-mistral",
+    "tiny-gemma3",
+    "tiny-long",
+    "tiny-large",
+    "tiny-longest",
+    "tiny-bert",
+];
 
 /// A pass over a network.
 #[derive(Clone, Copy, Debug)]
@@ -163,7 +172,7 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
         let mut graph = KernelGraph::with_rows(rows as u32);
         let tokens = graph.tokens(128)?;
         let table = graph.weight(name, &shape, dtype)?;
-        let x = graph.embedding("embed", tokens, table, None, None)?;
+        let x = graph.embedding("embed", tokens, EmbeddingArgs::of(table))?;
         let sum = graph.elementwise("add", Function::Add, Activation::None, x, Some(x))?;
         let active = graph.elementwise("activate", Function::Activate, Activation::Gelu, sum, None)?;
         let product = graph.elementwise("mul", Function::Mul, Activation::None, active, Some(x))?;

@@ -131,9 +131,8 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     let Some(op) = ops[at].as_ref().filter(|op| op.kernel.task_type == RmsNorm::TASK_TYPE && op.cut.is_none()) else {
         return;
     };
-    let ([Some(x), Some(w), Some(y)], flags) = (op.slots[..].try_into().unwrap_or([None; 3]), op.kernel.flags) else {
-        return;
-    };
+    // One that is added to something is somebody's residual, too.
+    let (&[Some(x), Some(w), Some(y), None], flags) = (&op.slots[..], op.kernel.flags) else { return };
     let eps = kernels::params::<rms_norm::Params>(&op.kernel.params).eps;
     if graph.table[x].shape[..] != graph.table[y].shape[..]
         || graph.table[x].shape[0] != 1

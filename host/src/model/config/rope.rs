@@ -1,0 +1,359 @@
+//! Rotary position embedding: how positions turn queries and keys, and where a config.json says it.
+
+use super::{Architecture, MAX_POSITIONS};
+use crate::model::error::ModelError;
+use crate::model::json::Fields;
+
+/// Rotary position embedding: pair `i` of a head is turned by `position * inverse_frequencies[i]`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// The base of the geometric series of wavelengths.
+    pub theta: f64,
+    /// How the series is stretched for contexts longer than those of the first training.
+    pub scaling: RopeScaling,
+}
+
+/// See [`Rope::scaling`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Not at all.
+    Default,
+    /// Every frequency divided by `factor`.
+    Linear {
+        /// At least 1.
+        factor: f64,
+    },
+    /// Low frequencies divided by `factor`, high ones kept, a smooth passage between them: Llama 3.1 and later.
+    Llama3 {
+        /// At least 1.
+        factor: f64,
+        /// Wavelengths over `original_max_position_embeddings / low_freq_factor` are stretched fully.
+        low_freq_factor: f64,
+        /// Wavelengths under `original_max_position_embeddings / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// The context of the first training.
+        original_max_position_embeddings: usize,
+    },
+    /// YaRN (Peng et al., 2023): pairs that turn seldom in the first training's context have their frequencies divided by `factor`, those that
+    /// turn often keep them, with a ramp over the pairs between, and attention is sharpened.
+    Yarn {
+        /// At least 1.
+        factor: f64,
+        /// Pairs that turn more often than this keep their frequencies.
+        beta_fast: f64,
+        /// Pairs that turn more seldom than this have them divided.
+        beta_slow: f64,
+        /// Whether the ramp begins and ends at whole pairs.
+        truncate: bool,
+        /// What queries and keys are multiplied with, each.
+        attention_factor: f64,
+        /// The context of the first training.
+        original_max_position_embeddings: usize,
+    },
+}
+
+impl Rope {
+    /// What a query's product with a key is multiplied with, beside the attention's own scale: the square of what each is.
+    pub fn score_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor * attention_factor,
+            _ => 1.0,
+        }
+    }
+
+    /// `head_dim / 2` frequencies in radians per position, in f32 step by step as `transformers` computes them, because
+    /// at large positions the rounding of a frequency is seen in the logits.
+    pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
+        let powers = (0..head_dim / 2).map(|i| {
+            let exponent = (2 * i) as f32 / head_dim as f32;
+            // The power is taken in f64 and rounded once: what a well-rounded f32 `pow` gives on any machine.
+            f64::from(self.theta as f32).powf(f64::from(exponent)) as f32
+        });
+        let frequencies = powers.clone().map(|power| 1.0 / power);
+        match self.scaling {
+            RopeScaling::Default => frequencies.collect(),
+            RopeScaling::Linear { factor } => frequencies.map(|f| f / factor as f32).collect(),
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings: original,
+            } => {
+                let low_freq_wavelen = (original as f64 / low_freq_factor) as f32;
+                let high_freq_wavelen = (original as f64 / high_freq_factor) as f32;
+                let width = (high_freq_factor - low_freq_factor) as f32;
+                let (factor, low, original) = (factor as f32, low_freq_factor as f32, original as f32);
+                frequencies
+                    .map(|f| {
+                        // A number divided by a tensor is computed as the tensor's reciprocal times the number.
+                        let wavelen = (1.0 / f) * std::f32::consts::TAU;
+                        if wavelen > low_freq_wavelen {
+                            f / factor
+                        } else if wavelen < high_freq_wavelen {
+                            f
+                        } else {
+                            let smooth = ((1.0 / wavelen) * original - low) / width;
+                            (1.0 - smooth) * f / factor + smooth * f
+                        }
+                    })
+                    .collect()
+            }
+            RopeScaling::Yarn { factor, beta_fast, beta_slow, truncate, original_max_position_embeddings, .. } => {
+                // The pair, as a number of dimensions, that turns so often in the first training's context.
+                let pair = |turns: f64| {
+                    let wavelen = original_max_position_embeddings as f64 / (turns * std::f64::consts::TAU);
+                    head_dim as f64 * wavelen.ln() / (2.0 * self.theta.ln())
+                };
+                let (low, high) = (pair(beta_fast), pair(beta_slow));
+                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+                // A ramp of no length is a step.
+                let width = if low == high { 0.001 } else { high - low };
+                powers
+                    .enumerate()
+                    .map(|(i, power)| {
+                        let kept = 1.0 - ((i as f32 - low as f32) / width as f32).clamp(0.0, 1.0);
+                        1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
+                    })
+                    .collect()
+            }
+        }
+    }
+}
+
+/// The embeddings of layers that attend to all positions, and of those with a window.
+#[derive(Debug)]
+pub(super) struct Ropes {
+    pub(super) full: Rope,
+    pub(super) sliding: Rope,
+}
+
+/// What a config.json says of them. Older files have the keys of one embedding beside all others, or in `rope_scaling`; newer ones in
+/// `rope_parameters`, where each type of layer may have its own.
+pub(super) fn ropes(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    max_position_embeddings: usize,
+) -> Result<Ropes, ModelError> {
+    let given = match fields.object("rope_scaling")? {
+        Some(old) if old.entries().next().is_some() => Some(old),
+        _ => fields.object("rope_parameters")?,
+    };
+    let is_by_type =
+        |given: &Fields<'_>| given.entries().next().is_some() && given.entries().all(|(_, value)| value.is_object());
+    let by_type = given.as_ref().filter(|given| is_by_type(given));
+    if architecture == Architecture::Gemma3 {
+        let of_type = |name| by_type.map_or(Ok(None), |by_type| by_type.object(name));
+        let sliding =
+            rope(fields, of_type("sliding_attention")?, ("rope_local_base_freq", 1e4), max_position_embeddings)?;
+        // What is not given by type is that of layers without a window.
+        let full = if by_type.is_some() { of_type("full_attention")? } else { given.clone() };
+        return Ok(Ropes { full: rope(fields, full, ("rope_theta", 1e6), max_position_embeddings)?, sliding });
+    }
+    let given = match by_type {
+        Some(by_type) => {
+            let mut types = by_type.entries();
+            let first = types.next();
+            if types.any(|(_, other)| first.is_some_and(|(_, first)| other != first)) {
+                return Err(fields.unsupported("rope_parameters", "the same parameters for every layer type"));
+            }
+            by_type.object(first.map_or("", |(name, _)| name))?
+        }
+        None => given,
+    };
+    let default_theta = if architecture == Architecture::Mixtral { 1e6 } else { 1e4 };
+    let full = rope(fields, given, ("rope_theta", default_theta), max_position_embeddings)?;
+    Ok(Ropes { sliding: full.clone(), full })
+}
+
+/// One embedding, of which `given` has the keys that are not beside all others; the base is there called as `theta` says, and has a default.
+fn rope(
+    fields: &Fields<'_>,
+    given: Option<Fields<'_>>,
+    (theta_key, default_theta): (&str, f64),
+    max_position_embeddings: usize,
+) -> Result<Rope, ModelError> {
+    const KINDS: &str = "default, linear, llama3, yarn";
+    const ORIGINAL: &str = "original_max_position_embeddings";
+    const THETA: std::ops::RangeInclusive<f64> = 1.0..=1e15;
+    let (mut theta, mut scaling) = (None, RopeScaling::Default);
+    let mut partial = fields.clone();
+    if let Some(given) = given {
+        theta = given.real("rope_theta", THETA)?;
+        let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
+        // Beside all other keys it comes before the one among them.
+        let original = || match fields.whole(ORIGINAL, 1..=MAX_POSITIONS)? {
+            Some(n) => Ok(n),
+            None => Ok(given.whole(ORIGINAL, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings)),
+        };
+        scaling = match given.text(kind_key)?.unwrap_or("default") {
+            "default" => RopeScaling::Default,
+            "linear" => RopeScaling::Linear { factor: given.required_real("factor", 1.0..=1e6)? },
+            "llama3" => {
+                let low_freq_factor = given.required_real("low_freq_factor", 1e-6..=1e6)?;
+                let high_freq_factor = given.required_real("high_freq_factor", 1e-6..=1e6)?;
+                if high_freq_factor <= low_freq_factor {
+                    return Err(
+                        given.wrong("high_freq_factor", format!("more than low_freq_factor, {low_freq_factor}"))
+                    );
+                }
+                RopeScaling::Llama3 {
+                    factor: given.required_real("factor", 1.0..=1e6)?,
+                    low_freq_factor,
+                    high_freq_factor,
+                    original_max_position_embeddings: original()?,
+                }
+            }
+            "yarn" => yarn(&given, original()?, max_position_embeddings)?,
+            _ => return Err(given.unsupported(kind_key, KINDS)),
+        };
+        if given.get("partial_rotary_factor").is_some() {
+            partial = given;
+        }
+    }
+    if partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
+        return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
+    }
+    let theta = match theta {
+        Some(theta) => theta,
+        None => fields.real(theta_key, THETA)?.unwrap_or(default_theta),
+    };
+    if matches!(scaling, RopeScaling::Yarn { .. }) && theta <= 1.0 {
+        return Err(ModelError::key(fields.path(), theta_key, theta.to_string(), "more than 1 (YaRN)"));
+    }
+    Ok(Rope { theta, scaling })
+}
+
+/// YaRN, where the first training's context was `original`.
+fn yarn(given: &Fields<'_>, original: usize, max_position_embeddings: usize) -> Result<RopeScaling, ModelError> {
+    const TURNS: std::ops::RangeInclusive<f64> = 1e-6..=1e6;
+    let factor = match given.real("factor", 1.0..=1e6)? {
+        Some(factor) => factor,
+        None => (max_position_embeddings as f64 / original as f64).max(1.0),
+    };
+    let beta_fast = given.real("beta_fast", TURNS)?.unwrap_or(32.0);
+    let beta_slow = given.real("beta_slow", TURNS)?.unwrap_or(1.0);
+    if beta_fast < beta_slow {
+        return Err(given.wrong("beta_fast", format!("at least beta_slow, {beta_slow}")));
+    }
+    // 1 or more, as the paper has it; by how much a file may say, for the scores or for all.
+    let of = |weight: f64| 0.1 * weight * factor.ln() + 1.0;
+    const WEIGHTS: std::ops::RangeInclusive<f64> = 0.0..=1e3;
+    let (mscale, of_all) = (given.real("mscale", WEIGHTS)?, given.real("mscale_all_dim", WEIGHTS)?);
+    let attention_factor = match given.real("attention_factor", 1e-3..=1e3)? {
+        Some(factor) => factor,
+        None => match (mscale.unwrap_or(0.0), of_all.unwrap_or(0.0)) {
+            (mscale, of_all) if mscale > 0.0 && of_all > 0.0 => of(mscale) / of(of_all),
+            _ => of(1.0),
+        },
+    };
+    Ok(RopeScaling::Yarn {
+        factor,
+        beta_fast,
+        beta_slow,
+        truncate: given.flag("truncate")?.unwrap_or(true),
+        attention_factor,
+        original_max_position_embeddings: original,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::super::tests::{decoder_of, llama, with};
+    use super::*;
+
+    /// Figures computed from the paper's formulas, in f64, by other means.
+    #[test]
+    fn yarn_divides_what_turns_seldom() {
+        let near = |found: &[f32], expected: &[f64]| {
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(expected) {
+                assert!((f64::from(*found) / expected - 1.0).abs() < 1e-5, "{found}, expected {expected}");
+            }
+        };
+        // As Qwen3's files ask for it, beside the number of positions from before.
+        let scaling = json!({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768});
+        let change = json!({"rope_scaling": scaling, "rope_theta": 1e6, "max_position_embeddings": 40960});
+        let config = decoder_of(&with(llama(), &change));
+        assert_eq!(config.max_position_embeddings, 131_072);
+        let all = config.ropes[0].inverse_frequencies(128);
+        let (kept, expected) = (
+            [0, 23, 24, 30, 39, 40, 41, 63],
+            [
+                1.0,
+                6.978_305_848_598_663e-3,
+                5.375_321_490_790_102e-3,
+                1.064_360_981_247_001_7e-3,
+                6.490_394_320_837_028e-5,
+                4.445_698_525_097_307e-5,
+                3.582_531_425_592_407e-5,
+                3.102_344_401_879_299e-7,
+            ],
+        );
+        near(&kept.map(|i| all[i]), &expected);
+        assert!((config.ropes[0].score_factor() - 1.138_629_436_111_989f64.powi(2)).abs() < 1e-12);
+
+        let scaling = json!({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "truncate": false,
+                             "mscale": 1.0, "mscale_all_dim": 1.0});
+        let rope = decoder_of(&with(llama(), &json!({"rope_scaling": scaling, "rope_theta": 1e4}))).ropes[0].clone();
+        let expected = [
+            1.0,
+            0.514_909_984_348_849,
+            0.243_596_404_813_701_07,
+            0.111_139_816_138_681_29,
+            0.047_965_076_075_703_68,
+            0.018_799_993_111_229_703,
+            0.005_976_137_225_861_21,
+            0.002_222_849_262_548_653_7,
+            0.001_25,
+            0.000_702_926_656_487_936_4,
+        ];
+        near(&rope.inverse_frequencies(32)[..10], &expected);
+        assert_eq!(rope.score_factor(), 1.0);
+        // No factor: what the file's numbers of positions say.
+        let scaling = json!({"type": "yarn", "original_max_position_embeddings": 1024, "attention_factor": 1.5});
+        let rope = decoder_of(&with(llama(), &json!({"rope_scaling": scaling, "max_position_embeddings": 4096}))).ropes
+            [0]
+        .clone();
+        assert!(matches!(rope.scaling, RopeScaling::Yarn { factor: 4.0, beta_fast: 32.0, beta_slow: 1.0, .. }));
+        assert_eq!(rope.score_factor(), 2.25);
+    }
+
+    /// Values made with every operation rounded to f32 by a program of its own.
+    #[test]
+    fn inverse_frequencies_are_those_of_the_reference() {
+        let plain = Rope { theta: 1e6, scaling: RopeScaling::Default }.inverse_frequencies(128);
+        assert_eq!(plain.len(), 64);
+        for (i, expected) in [(0, 1.0), (1, 0.805_842_2), (31, 0.001_240_937_9), (63, 1.240_937_8e-6)] {
+            assert_close(plain[i], expected);
+        }
+        let linear = Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 4.0 } }.inverse_frequencies(128);
+        assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
+
+        let scaling = RopeScaling::Llama3 {
+            factor: 32.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        };
+        let llama = Rope { theta: 500_000.0, scaling }.inverse_frequencies(64);
+        for (i, expected) in [
+            (0, 1.0),
+            (1, 0.663_601_3),
+            (14, 0.003_211_446),
+            (15, 0.001_290_548),
+            (16, 0.000_429_556_7),
+            (17, 9.708_286e-5),
+            (18, 1.946_163_9e-5),
+            (31, 9.418_306e-8),
+        ] {
+            assert_close(llama[i], expected);
+        }
+    }
+
+    fn assert_close(given: f32, expected: f32) {
+        assert!((given - expected).abs() <= 2e-7 * expected, "{given:e}, expected {expected:e}");
+    }
+}
