@@ -21,7 +21,9 @@ pub(crate) fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
 }
 
 pub(crate) fn on(driver: &Arc<Fake>, config: EngineConfig) -> EngineConfig {
-    EngineConfig { device: Device::Cuda, gpu: Some(gpu(driver)), threads: None, ..config }
+    // Cores that do much else besides make a pass seem to hang.
+    let cuda = cuda::Options { timeout: Duration::from_secs(2), ..config.cuda };
+    EngineConfig { device: Device::Cuda, gpu: Some(gpu(driver)), threads: None, cuda, ..config }
 }
 
 fn tokens(engine: &mut Engine, prompt: &[u32], options: &GenerateOptions) -> Result<Vec<u32>, EngineError> {
