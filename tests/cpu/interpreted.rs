@@ -3,14 +3,19 @@
 
 use crate::cuda::{gpu, has_kernel, options as greedy};
 use crate::simt::{model, model_of, recast};
+use perpetua::compile::Source;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::cuda::probe::Prober;
+use perpetua::device::kernels::{elementwise, linear::Activation};
+use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
+use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_shared::control::End;
-use perpetua_shared::{DType, EventId, Technique, Techniques};
+use perpetua_shared::{DType, EventId, ProgramId, Technique, Techniques};
 use proptest::prelude::*;
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,9 +25,11 @@ pub(crate) fn driver(n_sms: u32, seed: u64) -> Arc<Fake> {
     Arc::new(Fake::new(Options { runs: Runs::Ptx, seed, ..Options::new(n_sms, 256 << 20) }))
 }
 
+/// How long a task may wait: a pass seems to hang on cores that do much else besides.
+const PATIENCE: Duration = Duration::from_secs(2);
+
 pub(crate) fn on(driver: &Arc<Fake>, config: EngineConfig) -> EngineConfig {
-    // Cores that do much else besides make a pass seem to hang.
-    let cuda = cuda::Options { timeout: Duration::from_secs(2), ..config.cuda };
+    let cuda = cuda::Options { timeout: PATIENCE, ..config.cuda };
     EngineConfig { device: Device::Cuda, gpu: Some(gpu(driver)), threads: None, cuda, ..config }
 }
 
@@ -276,6 +283,76 @@ fn operators_make_the_cpus_tokens() {
         });
         assert_eq!(logits[0], logits[1], "the same bodies on the same tiles: {sizes:?}");
     }
+}
+
+/// A mixture alone, of which an expert's rows are multiplied together: more than a part has where few are chosen, and none by some. A
+/// shorter pass is the first rows of the longer one. Without warpgroups a warp has each product.
+#[test]
+fn rows_of_an_expert_are_products_of_warpgroups() {
+    if !has_kernel() {
+        return;
+    }
+    // Columns that no part is full of, in a few parts of each expert.
+    let [rows, k, n] = [150, 136, 72];
+    for (experts, chosen, shift) in [(6, 2, 0.0), (3, 1, 9.0)] {
+        let mut graph = KernelGraph::with_rows(rows as u32);
+        let x = graph.input("x", &[rows, k], DType::F32).expect("an input");
+        let logits = graph.view(x, 0, &[rows, experts], &[k, 1]).expect("a view");
+        let function = elementwise::Function::Activate;
+        let read = graph.elementwise("read", function, Activation::Silu, x, None).expect("an operator");
+        let mut weights = HashMap::new();
+        let mut stack = |what: usize, shape: [usize; 2]| {
+            for number in 0..experts {
+                let value = |at: usize| half::bf16::from_f32(wave(at, 7 * what + number) * 0.2);
+                let bytes = (0..shape[0] * shape[1]).flat_map(|at| value(at).to_bits().to_ne_bytes()).collect();
+                weights.insert(format!("{number}.{what}"), bytes);
+            }
+            graph.weight_stack(&format!("*.{what}"), experts, shape, DType::Bf16).expect("a stack")
+        };
+        let (gate, up, down) = (stack(1, [n, k]), stack(2, [n, k]), stack(3, [k, n]));
+        let (normalise, activation) = (true, Activation::Silu);
+        let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise, activation };
+        let y = graph.experts("experts", read, args).expect("operators");
+        graph.output("y", y);
+        // Most go to the first expert where it is shifted, nobody to the last.
+        let input: Vec<f32> = (0..rows * k)
+            .map(|at| {
+                wave(at, 5) + if at % k == 0 { shift } else { 0.0 } - if at % k + 1 == experts { shift } else { 0.0 }
+            })
+            .collect();
+        let weights: Arc<HashMap<String, Vec<u8>>> = Arc::new(weights);
+        let source = || Source { name: "experts".to_owned(), graph: graph.clone(), in_token_loop: false };
+        let run = |resident: &mut Resident, rows: usize| {
+            resident.set_input("x", bytemuck::cast_slice(&input)).expect("its bytes");
+            resident.run_once(ProgramId(0), rows as u32).expect("it runs");
+            let y = resident.output(ProgramId(0), "y").expect("an output");
+            resident.read_f32(&y, rows).expect("read")
+        };
+        let mut reference = Resident::new(vec![source()], &weights, Device::Reference, None).expect("resident");
+        let expected = run(&mut reference, rows);
+        let on = |without: Techniques| {
+            let driver = driver(5, 3);
+            let options = cuda::Options { without, timeout: PATIENCE, ..Default::default() };
+            let resident = Resident::on_gpu(vec![source()], &weights, gpu(&driver), options, &[], |_| ());
+            (driver, resident.expect("resident"))
+        };
+        let (usual, mut resident) = on(Techniques::NONE);
+        let whole = run(&mut resident, rows);
+        assert!(distance(&expected, &whole) < 1e-2, "{}", distance(&expected, &whole));
+        // Nothing else in the graph is a product.
+        assert!(usual.report().products[1] > 0);
+        let some = run(&mut resident, 70);
+        assert_eq!(some, whole[..70 * k], "a row's bits depend on nothing beside it");
+        let (plain, mut resident) = on(Technique::Warpgroups.into());
+        let warps = run(&mut resident, rows);
+        assert!(distance(&expected, &warps) < 1e-2, "{}", distance(&expected, &warps));
+        assert_eq!(plain.report().products[1], 0);
+    }
+}
+
+/// Numbers from -1 to 1.
+fn wave(at: usize, seed: usize) -> f32 {
+    ((at * (seed + 13) + seed * 17) as f32 * 0.37).sin()
 }
 
 /// Mixtures of experts, and norms of what is added: by flags, by events, a launch per operator, and where nobody asks L2 for what is next.

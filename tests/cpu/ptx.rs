@@ -28,22 +28,23 @@ const REGISTERS: u32 = 254;
 /// time, 4: the record, and what a batch's sequence sees and has of it; attention 6 (parts 2; of many rows 2, for 64 dimensions and for 128); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 45 and
 /// gated_linear 37 (a norm 3, likewise, in linear, of what splits found; one row of terms 3, in linear of two kinds, and a long one 2; a warpgroup's
 /// products 26: for each of five shapes, a step's of those who multiply and
-/// those who do not, the last step's of both, the sums' one; and a part's end); layer_norm 4; pool 2; argmax 2; experts_up 9 (a row that is staged 3, the choice of experts 5, and a row's end) and experts_down 4 (3 and 1); sample 50 (the best 2, nine sums
+/// those who do not, the last step's of both, the sums' one; and a part's end); layer_norm 4; pool 2; argmax 2; experts_up 9 (a row that is staged 3, the choice of experts 5, and a row's end) and experts_down 4 (3 and 1); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
+/// are counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one without); sample 50 (the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2.
 /// Votes: waits of linear, three for its kinds of row, gated_linear, two, and decode_attention, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
 /// rms_norm 10, layer_norm 10, pool 5, argmax 10, rope 5, attention 27 (11, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes), decode_attention 22 (a norm 5, neighbours of two pairs 2, a
 /// group's maximum and total 4, one by one 11), linear 167 and gated_linear 98 (from global memory of one row and of four, from tiles of one, of terms 77 and 43, a norm, and of a
-/// long row in each of its widths, four and two, the one before and the last, and in linear the best of its outputs 10), experts_up 20 (a norm, what all experts make together, two products) and experts_down 5, sample 175. Of terms: 3 and 2 for eight rows and eight more in the loop, linear's for two kinds of row; 13 and 8, and 16,
+/// long row in each of its widths, four and two, the one before and the last, and in linear the best of its outputs 10), experts_up 20 (a norm, what all experts make together, two products) and experts_down 5, expert_routes 5, routed_linear 20 (units, three products), sample 175. Of terms: 3 and 2 for eight rows and eight more in the loop, linear's for two kinds of row; 13 and 8, and 16,
 /// for the eight rows that are held, by how many chunks a warp has of them; and a norm's sum for each of these and without, 25 each.
-const BARRIERS: usize = 176;
+const BARRIERS: usize = 200;
 const BARRIER_VOTES: usize = 12;
-const SHUFFLES: usize = 554;
+const SHUFFLES: usize = 579;
 const WARP_SYNCS: usize = 70;
 const PRODUCTS: usize = 450;
 /// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of narrower ones, of which a step has two
-/// fours of columns, eight, in linear and in gated_linear.
-const GROUP_PRODUCTS: [usize; 4] = [24, 16, 16, 16];
+/// fours of columns, eight, in linear and in gated_linear; in routed_linear the first alone.
+const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 
 /// Of each macro kernel alone, which is an entry of its own in `kernels.ptx`: registers at most; and, counted in the source,
 /// block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; bytes of shared memory (words,
@@ -75,6 +76,9 @@ const KERNELS: &[Figures] = &[
     ("decode_attention", 196, 7, 22, 1, 32, 18688, [0, 0]),
     ("experts_up", 128, 11, 20, 0, 0, 18688, [0, 0]),
     ("experts_down", 104, 6, 5, 0, 0, 18688, [0, 0]),
+    ("expert_routes", 42, 8, 5, 0, 0, 18688, [0, 0]),
+    ("routed_linear", 184, 20, 20, 0, 0, 18688, [0, 0]),
+    ("slot_sum", 54, 2, 0, 0, 0, 18688, [0, 0]),
 ];
 
 fn ptx() -> Option<&'static str> {
@@ -152,7 +156,7 @@ fn barriers_are_neither_copied_nor_lost() {
     assert_eq!(products.map(|opcode| count(body, &[&opcode])), GROUP_PRODUCTS);
     // Each with one fence and one commit around a step's; a wait after it, and one for each half's sums at the end.
     let around = ["wgmma.fence", "wgmma.commit_group", "wgmma.wait_group"].map(|opcode| count(body, &[opcode]));
-    assert_eq!(around, [10, 10, 10 + 12]);
+    assert_eq!(around, [12, 12, 12 + 15]);
     // Past L1 goes what others write or the host does, and nothing of the launch block: seven words of the step, two of a batch's
     // sequence where a task is fetched, in its turn or just in time, tokens, and the control words that tasks read.
     assert_eq!(count(body, &["ld.volatile"]), 20);

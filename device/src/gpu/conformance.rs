@@ -109,6 +109,8 @@ struct Case {
     report: Report,
     /// Whether it is a case of decoding, which reads every byte that its cost says, and no other.
     counts: bool,
+    /// What the body has left of the operands, with the last number of threads.
+    made: Vec<Vec<u128>>,
 }
 
 /// The only worker's copies, for a loader of its own.
@@ -158,6 +160,7 @@ impl Case {
             threads: &[64, 32, 96],
             report: Report::default(),
             counts: false,
+            made: Vec::new(),
         }
     }
 
@@ -523,6 +526,7 @@ impl Case {
             let bytes: &[u8] = bytemuck::cast_slice(&device[i]);
             assert!(bytes[..before].iter().all(|b| *b == 0xff) && bytes[after..].iter().all(|b| *b == 0xff), "{what}");
         }
+        self.made = device;
     }
 
     /// Flags some of the operands that may be, in a pass of any number.
@@ -606,6 +610,9 @@ judged! {
     sample: 30,
     advance: 60,
     experts: 40,
+    routes_and_slots: 24,
+    routed_linear: 24,
+    routed_linear_in_shares: 6,
 }
 
 fn linear(random: &mut Random, round: usize) {
@@ -1329,6 +1336,115 @@ fn experts(random: &mut Random, round: usize) {
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
     begin(&mut case, random);
     case.judge("experts_down of whole eights");
+}
+
+/// What stands around products of routed rows: which experts rows go to, and the sum of what these make.
+fn routes_and_slots(random: &mut Random, round: usize) {
+    let rows = random.one_to(6);
+    let experts = [1, 3, 8, 130][random.below(4) as usize];
+    let chosen = random.one_to(experts.min(9));
+    let mut case = Case::new::<ExpertRoutes>(expert_routes::Params { normalise: random.below(2) });
+    let few = random.flip();
+    case.push(random, DType::F32, &[rows, experts], |r| if few { r.below(4) as f32 } else { 3.0 * r.float() });
+    case.push(random, DType::I32, &[rows, chosen], |_| 7.0);
+    case.push(random, DType::F32, &[rows, chosen], |_| 7.0);
+    case.step.rows = random.one_to(rows + 1);
+    case.judge("expert_routes");
+
+    let n = random.one_to(if round.is_multiple_of(2) { 40 } else { 300 });
+    let mut case = Case::new::<SlotSum>(slot_sum::Params {});
+    let dtype = random.dtype();
+    case.floats(random, dtype, &[rows, chosen, n]);
+    case.maybe(random, &[rows, n]);
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.step.rows = random.one_to(rows + 1);
+    case.judge("slot_sum");
+}
+
+/// Rows that go to `chosen` of `experts` experts: where `few`, mostly to the last ones.
+fn push_routes(case: &mut Case, random: &mut Random, [rows, experts, chosen]: [u32; 3], few: bool) {
+    let mut all = Vec::new();
+    for _ in 0..rows {
+        let mut left: Vec<u32> = (0..experts).collect();
+        for _ in 0..chosen {
+            let last = left.len() as u32 - 1;
+            let at = if few && random.below(8) > 0 { last } else { random.below(last + 1) };
+            all.push(left.remove(at as usize) as f32);
+        }
+    }
+    let mut all = all.into_iter();
+    case.push(random, DType::I32, &[rows, chosen], |_| all.next().expect("a number for each"));
+}
+
+/// Gated rows, or those of slots, of one expert and of many, on the tensor cores and without; parts with no second tile, and with several,
+/// experts with no row, with one, and with more than a part has.
+fn routed_case(random: &mut Random, round: usize, blocks: u32) -> (Case, bool) {
+    let by_warpgroup = !round.is_multiple_of(4) || blocks > 1;
+    let experts = [1, 3, 9, 131][random.below(4) as usize];
+    let chosen = random.one_to(experts.min(5));
+    let rows = random.one_to(if by_warpgroup { [20, 200, 40, 300][round / 4 % 4] } else { 5 });
+    let (n, k) = (random.one_to(if experts > 100 { 20 } else { 200 }), 8 * random.one_to(12));
+    let k = if by_warpgroup { k } else { random.one_to(100) };
+    let is_pair = random.flip();
+    let activation = if is_pair { random.below(5) } else { 0 };
+    let has_slots = u32::from(random.flip());
+    let mut case = Case::new::<RoutedLinear>(routed_linear::Params { activation, blocks, has_slots });
+    if by_warpgroup {
+        (case.tile_bytes, case.threads) = (TILE_BYTES, &[224, 160]);
+    }
+    let dtype = |random: &mut Random| if by_warpgroup { DType::Bf16 } else { random.dtype() };
+    let x: &[u32] = if has_slots == 1 { &[rows, chosen, k] } else { &[rows, k] };
+    let own = dtype(random);
+    case.push_placed(random, own, x, Random::float, by_warpgroup);
+    let few = random.flip();
+    push_routes(&mut case, random, [rows, experts, chosen], few);
+    let own = dtype(random);
+    case.push_placed(random, own, &[experts, n, k], Random::float, by_warpgroup);
+    if is_pair {
+        let own = dtype(random);
+        case.push_placed(random, own, &[experts, n, k], Random::float, by_warpgroup);
+    } else {
+        case.absent();
+    }
+    if random.flip() {
+        case.floats(random, DType::F32, &[rows, chosen]);
+    } else {
+        case.absent();
+    }
+    let own = random.dtype();
+    case.push(random, own, &[rows, chosen, n], |_| 7.0);
+    case.step.rows = random.one_to(rows + 1);
+    (case, by_warpgroup)
+}
+
+fn routed_linear(random: &mut Random, round: usize) {
+    let (mut case, by_warpgroup) = routed_case(random, round, 1);
+    case.compare("routed_linear");
+    assert_eq!(case.report.products > 0, by_warpgroup);
+}
+
+/// Blocks that share the work do each part of it once, all of it together, and none much more than another.
+fn routed_linear_in_shares(random: &mut Random, round: usize) {
+    let blocks = 2 + random.below(4);
+    let seed = random.next();
+    let run = |blocks: u32, block: u32| {
+        let (mut case, _) = routed_case(&mut Random(seed), 4 * round + 1, blocks);
+        // As many rows as the one block has, and no reference but that.
+        (case.block, case.threads, case.tolerance) = (block, &[160], if blocks > 1 { 1e30 } else { 0.02 });
+        case.compare("routed_linear");
+        let y = case.operands.last().expect("the last slot");
+        // SAFETY: the operand's own memory.
+        let y_made = unsafe { Tensor::new(case.made[5].as_mut_ptr().cast(), y) };
+        indices(y).map(|index| y_made.get(index)).collect::<Vec<f32>>()
+    };
+    let whole = run(1, 0);
+    let parts: Vec<Vec<f32>> = (0..blocks).map(|block| run(blocks, block)).collect();
+    for (at, value) in whole.iter().enumerate() {
+        let by = parts.iter().filter(|part| part[at] != 7.0).count();
+        assert_eq!(by, usize::from(*value != 7.0), "element {at}");
+        assert!(parts.iter().all(|part| part[at] == 7.0 || part[at] == *value), "element {at}");
+    }
 }
 
 #[test]

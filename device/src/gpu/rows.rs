@@ -450,6 +450,16 @@ pub(crate) unsafe fn two_dots(x: Vector, [a, b]: [Row; 2], k: u32, lane: u32) ->
     }
 }
 
+/// The sum of the products of `k` elements of `x` with `w`, the same in every lane.
+///
+/// # Safety
+/// As [`two_dots`].
+#[inline(always)]
+pub(crate) unsafe fn one_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe { warp::sum(each_of_dot(x, w, k, lane)) }
+}
+
 /// A lane's share of [`two_dots`] with whole eights of bf16.
 #[inline(always)]
 unsafe fn two_of_brains(x: impl Values<1>, [a, b]: [Row; 2], k: u32, lane: u32) -> [f32; 2] {
@@ -730,9 +740,18 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     sums
 }
 
+/// What becomes of sums of `N` matrices' rows. (A closure need not become part of its caller, if that is large, and what does not is a call.)
+pub(crate) trait Outputs<const N: usize> {
+    /// Writes output `n` of the one row, of which these are the sums.
+    ///
+    /// # Safety
+    /// The call's operands have it.
+    unsafe fn finish(&self, n: u32, sums: [f32; N]);
+}
+
 /// Takes the task's tiles, which hold the rows of its N weight matrices (operands 1 and up, all alike), a tile of each in
 /// turn: whole rows, or, of rows longer than a tile, pieces. A warp's row is the one whose number it is, and so on by the
-/// number of warps; `finish(n, sums)` is called on one lane for each row n of the matrices.
+/// number of warps; `outputs.finish(n, sums)` is called on one lane for each row n of the matrices.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; operand 0 is a matrix of floats of one row and the tiles are those of a plan for
@@ -743,7 +762,7 @@ pub(crate) unsafe fn tiled<const N: usize>(
     tiles: &Tiles<'_>,
     block: &Block,
     staged: bool,
-    finish: impl Fn(u32, [f32; N]),
+    outputs: &impl Outputs<N>,
 ) {
     // SAFETY: the caller's promises; the conditions around `tile_dot` depend on the warp and the task alone.
     unsafe {
@@ -776,7 +795,7 @@ pub(crate) unsafe fn tiled<const N: usize>(
                     }
                     if first + part == k {
                         if lane == 0 {
-                            finish(n, sums);
+                            outputs.finish(n, sums);
                         }
                         sums = [0.0; N];
                     }

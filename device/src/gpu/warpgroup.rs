@@ -15,14 +15,15 @@
 //! the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply copy nothing: beside 128 sums they
 //! have no registers for it.
 //!
-//! Of two matrices (gate and up) half of w's rows are the one's, half the other's.
+//! Of two matrices (gate and up) half of w's rows are the one's, half the other's. Where they lie, [`Matrices`] says: operands one after
+//! the other, or rows of x that go to one expert, wherever each is.
 //!
 //! The memory is the ring of tiles, which nobody else uses in a pass whose worker has no tiles to load. Products are exact, sums f32.
 //! Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a column, come from L2.
 
 use super::{BF16, Call};
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
-use crate::arch::{WARP, bulk, copy, each_of_four, memory};
+use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared};
 use crate::block::Block;
 use perpetua_shared::Technique;
 
@@ -43,8 +44,8 @@ const SECOND: u32 = warpgroup::M * warpgroup::ROW;
 const MULTIPLYING: u32 = warpgroup::THREADS / WARP;
 
 /// Rows of x, and of the weights, that a part has at most.
-const ROWS: u32 = 2 * warpgroup::M;
-const COLUMNS: u32 = 128;
+pub(crate) const ROWS: u32 = 2 * warpgroup::M;
+pub(crate) const COLUMNS: u32 = 128;
 
 const _: () = {
     assert!(STAGES * STAGE + warpgroup::ALIGN <= perpetua_shared::launch::TILE_BYTES);
@@ -53,12 +54,88 @@ const _: () = {
 
 const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 
+/// Where the matrices of a product lie, `N` of weights and x: bf16, each row in one piece that starts on sixteen bytes.
+pub(crate) trait Matrices<const N: usize>: Copy {
+    /// Where x's rows are gathered: the words of shared memory, one for each of its rows, of which each says how many bytes from
+    /// [`x`](Matrices::x) its row is.
+    const GATHERED: Option<u32> = None;
+
+    /// Columns of all.
+    ///
+    /// # Safety
+    /// As for the next two: the call's operands are there.
+    unsafe fn k(self) -> u32;
+
+    /// Rows of x from `m` on, `count` of them.
+    ///
+    /// # Safety
+    /// There are so many.
+    unsafe fn x(self, m: u32, count: u32) -> Rows;
+
+    /// Rows of the weights numbered `which` from `n` on, `count` of them.
+    ///
+    /// # Safety
+    /// There are so many of the first.
+    unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows;
+}
+
+/// Rows of a matrix.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rows {
+    /// The first one.
+    pub(crate) from: *const u8,
+    /// Bytes to the next.
+    pub(crate) apart: usize,
+    /// How many there are.
+    pub(crate) count: u32,
+}
+
+/// Operand 0 and, from operand 1 on, the weights.
+#[derive(Clone, Copy)]
+struct InOrder<'a>(&'a Call<'a>);
+
+impl InOrder<'_> {
+    /// `count` rows of operand `operand` from `first` on.
+    #[inline(always)]
+    unsafe fn rows(self, operand: usize, first: u32, count: u32) -> Rows {
+        // SAFETY: the operands are matrices of bf16, which have that row (caller).
+        let matrix = unsafe { self.0.tensor(operand) };
+        Rows { from: matrix.address([first, 0]), apart: 2 * matrix.stride(0) as usize, count }
+    }
+}
+
+impl<const N: usize> Matrices<N> for InOrder<'_> {
+    #[inline(always)]
+    unsafe fn k(self) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.tensor(1) }.extent(1)
+    }
+
+    #[inline(always)]
+    unsafe fn x(self, m: u32, count: u32) -> Rows {
+        // SAFETY: the caller's promise.
+        unsafe { self.rows(0, m, count) }
+    }
+
+    #[inline(always)]
+    unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows {
+        // SAFETY: the caller's promise.
+        unsafe { self.rows(1 + which, n, count) }
+    }
+}
+
+/// Whether a block that multiplies so has what it takes: the tiles' memory, and warps that copy.
+#[inline(always)]
+pub(crate) fn has_room(call: &Call<'_>, block: &Block) -> bool {
+    let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
+    is_free && block.warps() > MULTIPLYING && call.uses(Technique::Warpgroups)
+}
+
 /// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on.
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
-    let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
     // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
-    if rows <= 1 || !is_free || block.warps() <= MULTIPLYING || !call.uses(Technique::Warpgroups) {
+    if rows <= 1 || !has_room(call, block) {
         return false;
     }
     // SAFETY: the operands are matrices (caller).
@@ -88,7 +165,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
 ) {
     // SAFETY: the caller's promises; the loops' bounds are the block's.
     unsafe {
-        let columns = call.tensor(1).extent(0);
+        let (columns, matrices) = (call.tensor(1).extent(0), InOrder(call));
         let mut n0 = 0;
         while n0 < columns {
             let width = width_for((columns - n0) * N as u32);
@@ -98,22 +175,54 @@ pub(crate) unsafe fn multiply<const N: usize>(
                 let (height, width_of_each) = (if is_tall { ROWS } else { warpgroup::M }, width / N as u32);
                 let place =
                     Place { n0, m0, rows: within(rows, m0, height), columns: within(columns, n0, width_of_each) };
-                if is_tall {
-                    part::<N, 2, 64>(call, block, &place);
-                } else if width == COLUMNS {
-                    part::<N, 1, 64>(call, block, &place);
+                if width == COLUMNS {
+                    wide_part::<N>(matrices, block, &place);
                 } else if width == COLUMNS / 2 {
-                    part::<N, 1, 32>(call, block, &place);
+                    part::<N, 1, 32>(matrices, block, &place);
                 } else if width == COLUMNS / 4 {
-                    part::<N, 1, 16>(call, block, &place);
+                    part::<N, 1, 16>(matrices, block, &place);
                 } else {
-                    part::<N, 1, 8>(call, block, &place);
+                    part::<N, 1, 8>(matrices, block, &place);
                 }
                 finish_all(block, &place, width_of_each, finish);
                 block.sync();
                 m0 += height;
             }
             n0 += width / N as u32;
+        }
+    }
+}
+
+/// Calls `finish` as [`multiply`] does, for the part at `place` of the product of `matrices`: at most [`ROWS`] rows, and [`COLUMNS`] of the
+/// weights, all matrices'.
+///
+/// # Safety
+/// Every thread of the block makes this same call, of which it is true that it [has room](has_room); the matrices have that part, and the
+/// block's threads have met since their gathered rows were found.
+#[inline(always)]
+pub(crate) unsafe fn multiply_part<const N: usize>(
+    matrices: impl Matrices<N>,
+    block: &Block,
+    place: &Place,
+    finish: impl Fn(u32, u32, [[f32; 4]; N]),
+) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        wide_part::<N>(matrices, block, place);
+        finish_all(block, place, COLUMNS / N as u32, finish);
+        block.sync();
+    }
+}
+
+/// The sums of a part [`COLUMNS`] wide.
+#[inline(always)]
+unsafe fn wide_part<const N: usize>(matrices: impl Matrices<N>, block: &Block, place: &Place) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        if place.rows > warpgroup::M {
+            part::<N, 2, 64>(matrices, block, place);
+        } else {
+            part::<N, 1, 64>(matrices, block, place);
         }
     }
 }
@@ -129,27 +238,32 @@ fn width_for(left: u32) -> u32 {
 }
 
 /// Which part of the product: `rows` from `m0` on, `columns` of each matrix from `n0` on.
-struct Place {
-    n0: u32,
-    m0: u32,
-    rows: u32,
-    columns: u32,
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) n0: u32,
+    pub(crate) m0: u32,
+    pub(crate) rows: u32,
+    pub(crate) columns: u32,
 }
 
 /// How many of `all` there are from `first` on, `most` at most.
 #[inline(always)]
-fn within(all: u32, first: u32, most: u32) -> u32 {
+pub(crate) fn within(all: u32, first: u32, most: u32) -> u32 {
     if all - first < most { all - first } else { most }
 }
 
 /// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them.
 #[inline(always)]
-unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, block: &Block, place: &Place) {
+unsafe fn part<const N: usize, const M: usize, const S: usize>(
+    matrices: impl Matrices<N>,
+    block: &Block,
+    place: &Place,
+) {
     // SAFETY: the caller's promises. A stage's copies are waited for, fenced and met before its products begin, and these are
     // waited for by each warp before it meets the others, after which the stage is copied to again: see the module head.
     // Sums are kept where stages were once all warps have met after their last product.
     unsafe {
-        let steps = call.tensor(1).extent(1).div_ceil(STEP * if is_deep(M, S) { 2 } else { 1 });
+        let steps = matrices.k().div_ceil(STEP * if is_deep(M, S) { 2 } else { 1 });
         let mut step = 0;
         if block.warp() < MULTIPLYING {
             let mut sums: [Sums<S>; M] = core::array::from_fn(|_| Sums::zero());
@@ -172,11 +286,15 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
                 warpgroup::wait::<1>();
                 step += 1;
             }
-            let sums = sums.map(|sums| sums.take());
+            let mut take = |m: usize| core::mem::replace(&mut sums[m], Sums::zero()).take();
+            let mut taken = [take(0); M];
+            if M == 2 {
+                taken[M - 1] = take(M - 1);
+            }
             block.sync();
-            keep(block, sums);
+            keep(block, taken);
         } else {
-            let copies = Copies::<N>::of(call, block, place);
+            let copies = Copies::<N>::of(matrices, block, place);
             let mut stage = 0;
             while step < AHEAD + steps {
                 if step >= AHEAD {
@@ -184,7 +302,7 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(call: &Call<'_>, 
                     copy::fence_tiles();
                     block.sync();
                 }
-                copies.begin::<M, S>(step, stage, steps);
+                copies.begin::<M, S>(gathered(matrices, place.m0), step, stage, steps);
                 stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
                 step += 1;
             }
@@ -219,15 +337,10 @@ struct Copies<const N: usize> {
     k: u32,
 }
 
-/// A matrix's rows of which a thread copies its share.
-#[derive(Clone, Copy)]
-struct Rows {
-    /// The thread's bytes of its first row, in the first step.
-    from: *const u8,
-    /// Bytes to its next row.
-    apart: usize,
-    /// How many rows there are.
-    count: u32,
+/// The words that say where the rows of x are that a part from row `m` on gathers, if it does.
+#[inline(always)]
+fn gathered<const N: usize, A: Matrices<N>>(_: A, m: u32) -> Option<u32> {
+    A::GATHERED.map(|first| first + m)
 }
 
 /// Which columns are copied.
@@ -241,26 +354,26 @@ struct Columns {
 impl<const N: usize> Copies<N> {
     /// Those of the part at `place`.
     #[inline(always)]
-    unsafe fn of(call: &Call<'_>, block: &Block, place: &Place) -> Copies<N> {
+    unsafe fn of<A: Matrices<N>>(matrices: A, block: &Block, place: &Place) -> Copies<N> {
         let first = memory::opaque_word(block.thread) - warpgroup::THREADS;
         let (row, chunk, apart) = (first / 8, first % 8, (block.threads - warpgroup::THREADS) / 8);
-        let rows = |operand: usize, at: u32, count: u32| {
-            // SAFETY: the operands are matrices of bf16, which have that row (caller).
-            let matrix = unsafe { call.tensor(operand) };
-            let row_bytes = 2 * matrix.stride(0) as usize;
-            // Perhaps beyond the last: nothing is copied from there.
-            let from = matrix.address([at, 0]).wrapping_add(row as usize * row_bytes + 16 * chunk as usize);
-            Rows { from, apart: apart as usize * row_bytes, count }
+        // The thread's bytes of its first row in the first step, perhaps beyond the last: nothing is copied from there.
+        let own = |rows: Rows, row: u32| Rows {
+            from: rows.from.wrapping_add(row as usize * rows.apart + 16 * chunk as usize),
+            apart: apart as usize * rows.apart,
+            ..rows
         };
-        let w = core::array::from_fn(|which| rows(1 + which, place.n0, place.columns));
-        // SAFETY: as above.
-        let k = unsafe { call.tensor(1) }.extent(1);
-        Copies { row, chunk, apart, x: rows(0, place.m0, place.rows), w, k }
+        // SAFETY: the matrices have that part (caller).
+        unsafe {
+            let w = core::array::from_fn(|which| own(matrices.weights(which, place.n0, place.columns), row));
+            let x = own(matrices.x(place.m0, place.rows), if A::GATHERED.is_some() { 0 } else { row });
+            Copies { row, chunk, apart, x, w, k: matrices.k() }
+        }
     }
 
     /// Begins the copies of step `step`, to stage `stage`: a group, with nothing in it from `steps` on.
     #[inline(always)]
-    unsafe fn begin<const M: usize, const S: usize>(&self, step: u32, stage: u32, steps: u32) {
+    unsafe fn begin<const M: usize, const S: usize>(&self, gathered: Option<u32>, step: u32, stage: u32, steps: u32) {
         if step < steps {
             let halves = if is_deep(M, S) { 2 } else { 1 };
             let per = (2 * S / N) as u32;
@@ -270,7 +383,11 @@ impl<const N: usize> Copies<N> {
                 let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
                 // SAFETY: elements inside the matrices (caller); the stage is nobody's: see `part`.
                 unsafe {
-                    self.rows(&self.x, at, to, M as u32 * warpgroup::M);
+                    if let Some(offsets) = gathered {
+                        self.gathered(offsets, at, to, M as u32 * warpgroup::M);
+                    } else {
+                        self.rows(&self.x, at, to, M as u32 * warpgroup::M);
+                    }
                     self.rows(&self.w[0], at, to + W, per);
                     if N == 2 {
                         self.rows(&self.w[N - 1], at, to + W + per * warpgroup::ROW, per);
@@ -307,6 +424,24 @@ impl<const N: usize> Copies<N> {
             }
             (from, row) = (from.wrapping_add(3 * rows.apart), row + 3 * self.apart);
             (to, to_next) = (to + 2 * next + to_next, 2 * next - to_next);
+        }
+    }
+
+    /// As [`rows`](Copies::rows), of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
+    #[inline(always)]
+    unsafe fn gathered(&self, offsets: u32, at: Columns, to: u32, n: u32) {
+        let from = self.x.from.wrapping_add(2 * at.first as usize);
+        let count = if at.first + 8 * self.chunk < self.k { self.x.count } else { 0 };
+        let n = if at.is_new || self.x.count > n { n } else { self.x.count };
+        let mut row = self.row;
+        while row < n {
+            // SAFETY: a row of the matrix, if it is there (caller); its word is.
+            unsafe {
+                let is_there = row < count;
+                let offset = shared::load(offsets + if is_there { row } else { 0 });
+                copy::sixteen(to + place(row, self.chunk), from.wrapping_add(offset as usize), is_there);
+            }
+            row += self.apart;
         }
     }
 }

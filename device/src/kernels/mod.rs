@@ -21,8 +21,8 @@ pub enum Use {
     Write,
     /// Reads and writes it in place.
     Update,
-    /// Reads it up to the pass's position and appends there. Tasks of one operator may share it: of what is appended each element has
-    /// exactly one of them, which one being known at run time, that writes it, and it alone reads that.
+    /// Reads what earlier passes left there, if it is a state, up to the pass's position, and appends. Tasks of one operator may share it: of what
+    /// is appended each element has exactly one of them, which one being known at run time, that writes it, and it alone reads that.
     Append,
 }
 
@@ -379,6 +379,9 @@ kernels! {
     15 => decode_attention::DecodeAttention,
     16 => experts_up::ExpertsUp,
     17 => experts_down::ExpertsDown,
+    18 => expert_routes::ExpertRoutes,
+    19 => routed_linear::RoutedLinear,
+    20 => slot_sum::SlotSum,
 }
 
 pub mod routing;

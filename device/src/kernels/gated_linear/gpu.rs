@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, Staging, dots, pick, ready_and_staged, tiled};
+use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{self, First, long};
 use crate::gpu::{warpgroup, wide};
 
@@ -24,31 +24,22 @@ pub(super) unsafe fn run(
         let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
         let staged = call.tensor(6).is_present() || is_flagged;
         let how = Staging { norm: 6, eps: p.eps, merges: false, like: (1, 1) };
-        let finish = |r: u32, n: u32, mut g: f32, mut u: f32| {
-            let (gate_bias, up_bias, y) = (call.tensor(3), call.tensor(4), call.tensor(5));
-            if gate_bias.is_present() {
-                g += gate_bias.get([n]);
-            }
-            if up_bias.is_present() {
-                u += up_bias.get([n]);
-            }
-            call.put(&y, [r, n], activate(p.activation, g) * u);
-        };
+        let outputs = Outputs { p, call };
         let row = First { call, x: call.tensor(0) };
         if rows == 1 && thin::is_for::<2>(call, &row, how) {
-            return thin::run::<2, 30>(call, &row, how, block, ready, |_| 0, |n, [g, u], _| finish(0, n, g, u));
+            return thin::run::<2, 30>(call, &row, how, block, ready, |_| 0, |n, sums, _| outputs.finish(n, sums));
         }
         let is_long = rows == 1 && long::is_for::<2>(call, &row, how, 1, block);
         ready_and_staged(call, how, staged && !is_long, block, ready)?;
         if is_long {
-            long::run::<2>(call, &row, 1, block, |_| 0, |n, [g, u], _| finish(0, n, g, u));
+            long::run::<2>(call, &row, 1, block, |_| 0, |n, sums, _| outputs.finish(n, sums));
             return Ok(());
         }
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows == 1
         {
-            tiled::<2>(call, tiles, block, staged, |n, [g, u]| finish(0, n, g, u));
+            tiled::<2>(call, tiles, block, staged, &outputs);
             return Ok(());
         }
         if warpgroup::is_for::<2>(call, block, rows) {
@@ -65,7 +56,7 @@ pub(super) unsafe fn run(
             return Ok(());
         }
         if wide::is_for::<2>(call, block, rows) {
-            wide::multiply::<2>(call, block, rows, |r, n, [g, u]| finish(r, n, g, u));
+            wide::multiply::<2>(call, block, rows, |r, n, sums| outputs.put(r, n, sums));
             return Ok(());
         }
         let mut n = block.warp();
@@ -89,7 +80,7 @@ pub(super) unsafe fn run(
                 }
                 let row = r + block.lane();
                 if block.lane() < step && row < rows {
-                    finish(row, n, g, u);
+                    outputs.put(row, n, [g, u]);
                 }
                 r += step;
             }
@@ -97,4 +88,36 @@ pub(super) unsafe fn run(
         }
     }
     Ok(())
+}
+
+/// Where sums become outputs.
+struct Outputs<'a> {
+    p: &'a Params,
+    call: &'a crate::gpu::Call<'a>,
+}
+
+impl Outputs<'_> {
+    /// Writes output `n` of row `r`.
+    #[inline(always)]
+    unsafe fn put(&self, r: u32, n: u32, [mut g, mut u]: [f32; 2]) {
+        // SAFETY: the operands are the slots', row and column are there (caller).
+        unsafe {
+            let (gate_bias, up_bias, y) = (self.call.tensor(3), self.call.tensor(4), self.call.tensor(5));
+            if gate_bias.is_present() {
+                g += gate_bias.get([n]);
+            }
+            if up_bias.is_present() {
+                u += up_bias.get([n]);
+            }
+            self.call.put(&y, [r, n], activate(self.p.activation, g) * u);
+        }
+    }
+}
+
+impl rows::Outputs<2> for Outputs<'_> {
+    #[inline(always)]
+    unsafe fn finish(&self, n: u32, sums: [f32; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.put(0, n, sums) }
+    }
 }

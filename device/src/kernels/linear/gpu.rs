@@ -5,7 +5,7 @@
 use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Rows, Staging, dots, pick, ready_and_staged, tiled};
+use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{self, First, long};
 use crate::gpu::{warpgroup, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
@@ -22,6 +22,14 @@ struct Outputs<'a> {
 
 /// # Safety (of each)
 /// The call's operands are the slots'; `n` and `r` stay below the extents that `check` has matched.
+impl rows::Outputs<1> for Outputs<'_> {
+    #[inline(always)]
+    unsafe fn finish(&self, n: u32, [sum]: [f32; 1]) {
+        // SAFETY: the caller's promise.
+        unsafe { self.add(n, sum, self.ask(n)) }
+    }
+}
+
 impl Outputs<'_> {
     /// Asks for what is added to output `n` of the one row.
     #[inline(always)]
@@ -53,13 +61,6 @@ impl Outputs<'_> {
             // Always: to ask first would take longer.
             self.best.set(self.best.get().better(Candidate { value, index: n }));
         }
-    }
-
-    /// Writes output `n` of the one row.
-    #[inline(always)]
-    unsafe fn finish(&self, n: u32, sum: f32) {
-        // SAFETY: the caller's promise.
-        unsafe { self.add(n, sum, self.ask(n)) }
     }
 
     /// Writes output `n` of row `r` of many: of those none is flagged, and nothing is searched.
@@ -117,7 +118,7 @@ pub(super) unsafe fn run(
                 && tiles.left() > 0
                 && rows == 1
             {
-                tiled::<1>(call, tiles, block, staged, |n, [sum]| outputs.finish(n, sum));
+                tiled::<1>(call, tiles, block, staged, &outputs);
             } else if warpgroup::is_for::<1>(call, block, rows) {
                 warpgroup::multiply::<1>(call, block, rows, finish_four_of_many);
                 return Ok(());
@@ -130,7 +131,7 @@ pub(super) unsafe fn run(
                     if rows == 1 {
                         let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
                         if block.lane() == 0 {
-                            outputs.finish(n, sum);
+                            outputs.finish(n, [sum]);
                         }
                     } else {
                         let mut r = 0;

@@ -10,7 +10,10 @@ use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::{Attention, GatedLinear, Linear, Numbered, SPECS, Spec, Use};
+use perpetua_device::kernels::{
+    Attention, ExpertRoutes, ExpertsDown, ExpertsUp, GatedLinear, Linear, MacroKernel, Numbered, RoutedLinear, SPECS,
+    Spec, Use,
+};
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
@@ -98,7 +101,10 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
         cases.push(case(whole, 1, if is_simulated { 3 } else { 120 }, Look::Attended));
     }
     if preset == "tiny-qwen3" {
-        cases.extend(every.iter().map(|rows| case(Network::Others, *rows, 1, Look::Every)));
+        // Of one row, too: experts of several are other kernels'.
+        let of_others = every.iter().chain(is_simulated.then_some(&1));
+        cases.extend(of_others.map(|rows| case(Network::Others, *rows, 1, Look::Every)));
+        cases.extend(many.iter().map(|rows| case(Network::Others, *rows, 1, Look::Rounded)));
     }
     cases
 }
@@ -141,6 +147,7 @@ impl Case {
                     let output = format!("check {} {}", op.name, slot.name);
                     graph.output(&output, tensor);
                     let of = match self.look {
+                        Look::Every if is_of_experts(op) => None,
                         Look::Every => Some(spec.name),
                         Look::Fused => Some("decoding"),
                         Look::Attended => None,
@@ -208,14 +215,21 @@ fn writer(compiled: &Compiled, name: &str) -> Option<&'static str> {
     writes.next().map(|(_, spec)| spec.name)
 }
 
-/// Macro kernels that `has` no figure of.
+/// Macro kernels that `has` no figure of, and nothing that is made of what they find.
 pub(super) fn uncovered(has: impl Fn(&str) -> bool) -> Vec<&'static str> {
-    SPECS.iter().map(|spec| spec.name).filter(|name| !has(name)).collect()
+    let is_in_another = |name: &str| name == ExpertRoutes::NAME && has(RoutedLinear::NAME);
+    SPECS.iter().map(|spec| spec.name).filter(|name| !has(name) && !is_in_another(name)).collect()
+}
+
+/// Whether `op` is a mixture's, which passes of several rows have in other operators.
+fn is_of_experts(op: &Operator) -> bool {
+    matches!(op.kernel.task_type, ExpertsUp::TASK_TYPE | ExpertsDown::TASK_TYPE)
 }
 
 /// Whether one of `ops` is a product of `tensor`'s buffer, which with many rows is bf16 then.
 fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId) -> bool {
-    let is_product = |op: &&Operator| matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE);
+    let is_product =
+        |op: &&Operator| is_of_experts(op) || matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE);
     let of = table[tensor].buffer;
     ops.iter().filter(is_product).any(|op| op.slots[0].is_some_and(|x| table[x].buffer == of))
 }
@@ -238,7 +252,7 @@ mod tests {
     use perpetua::compile::{Config, compile};
     use perpetua::graph::lower::Target;
     use perpetua::model::{SynthOptions, SynthSource, synth};
-    use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample};
+    use perpetua_device::kernels::{Advance, ArgmaxPartial, Sample};
     use std::collections::BTreeSet;
     use std::ops::ControlFlow;
 

@@ -3,6 +3,7 @@
 //!
 //! - An activation that only products with bf16 weights read is bf16: they round it anyway, and then copy it as it is.
 //! - Such products are cut along rows and columns, a block for each part: see [`shape`].
+//! - [Experts](super::experts) have all their rows together.
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
 //!   one row: as far as its share of the workers goes. Merges come after all sequences' attention, since a worker does one thing after another:
 //!   what waits for others' shares would keep it from the next sequence's.
@@ -21,6 +22,7 @@ const NARROWER: [u64; 7] = [8, 24, 40, 48, 80, 96, 112];
 /// Cuts `graph`, a pass over several rows.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     let mut rounded = fuse::fuse_attention(graph)
+        .and_then(|fused| experts::route(&fused, target))
         .map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
     for buffer in read_by_products(&rounded) {
         for tensor in rounded.table.tensors.iter_mut().filter(|tensor| tensor.buffer.idx() == buffer) {
@@ -85,7 +87,7 @@ fn is_product(op: &Operator, table: &TensorTable) -> bool {
     n > 0 && op.slots[1..=n].iter().all(is_bf16) && op.slots[0].is_some_and(|x| table[x].shape[0] > 1)
 }
 
-/// The buffers of f32 that one operator writes and only [products](is_product) read, as x.
+/// The buffers of f32 that one operator writes and only [products](is_product), experts' too, read, as x.
 fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
     let table = &graph.table;
     let mut fits: Vec<bool> = table.buffers.iter().map(|buffer| buffer.kind == BufferKind::Intermediate).collect();
@@ -95,9 +97,10 @@ fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
         for (slot, tensor) in op.slots.iter().enumerate() {
             let Some(tensor) = *tensor else { continue };
             let buffer = table[tensor].buffer.idx();
-            let as_x = slot == 0 && is_product(op, table);
+            let as_x = slot == 0 && (is_product(op, table) || experts::is_routed(op));
+            let is_made = matches!(spec.slots[slot].usage, Use::Write | Use::Append);
             n_read[buffer] += usize::from(as_x);
-            fits[buffer] &= table[tensor].dtype == DType::F32 && (as_x || spec.slots[slot].usage == Use::Write);
+            fits[buffer] &= table[tensor].dtype == DType::F32 && (as_x || is_made);
         }
     }
     for (_, tensor) in graph.outputs() {

@@ -8,6 +8,7 @@
 //! [`Cut::PerWorker`]: see [`per_worker`] for passes of one row, [`many_rows`] for others. Graphs that do not decode:
 //! [`whole_pass`].
 
+mod experts;
 mod fuse;
 mod many_rows;
 mod per_worker;

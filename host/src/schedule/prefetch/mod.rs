@@ -41,7 +41,7 @@ use crate::graph::task::{Task, TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use crate::schedule::machine::Machine;
-use perpetua_device::kernels::{Cost, Spec, linear};
+use perpetua_device::kernels::{Cost, Numbered, RoutedLinear, Spec, linear};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
 use std::collections::VecDeque;
@@ -216,7 +216,10 @@ fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], c
     }
     let read = op.accesses.iter().zip(operands);
     let rest = read.filter(|(access, _)| access.as_ref().is_some_and(|a| a.kind == AccessKind::Read && !is_stack(a)));
-    cost.bytes_read.saturating_sub(rest.map(|(_, operand)| bytes_of(operand)).sum())
+    let rest_bytes = rest.map(|(_, operand)| bytes_of(operand)).sum::<u64>();
+    // Of operands that all tasks have whole the cost says a task's part.
+    let is_shared = op.kernel.is_some_and(|kernel| kernel.task_type == RoutedLinear::TASK_TYPE);
+    cost.bytes_read.saturating_sub(if is_shared { rest_bytes / op.n_blocks().max(1) } else { rest_bytes })
 }
 
 /// Whether bulk copies can carry `operand` row by row.

@@ -1,0 +1,73 @@
+//! experts[r, s] = the expert that row r goes to through slot s, weights[r, s] = how much it counts: what [`routing`] finds out of a row's
+//! logits. logits: [rows, experts] f32; experts: [rows, slots] i32; weights: [rows, slots] f32. In passes of several rows, whose tasks
+//! [multiply](super::RoutedLinear) all of an expert's rows together, and would each have to choose for every row. (MPK: `MOE_TOPK_SOFTMAX`.)
+
+use super::routing::{self, Found};
+use super::*;
+use crate::arch::memory;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::DType;
+
+/// See the module head.
+#[derive(Debug)]
+pub struct ExpertRoutes;
+
+/// Parameters.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+pub struct Params {
+    /// See [`experts_up::Params::normalise`].
+    pub normalise: u32,
+}
+
+impl MacroKernel for ExpertRoutes {
+    const NAME: &'static str = "expert_routes";
+    const SLOTS: &'static [Slot] = &[Slot::read("logits"), Slot::write("experts"), Slot::write("weights")];
+    type Params = Params;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
+        let [logits, experts, weights] = io else { unreachable!("slots were counted") };
+        let [rows, chosen, ..] = experts.extent;
+        routing::check(logits, rows, chosen)?;
+        for (name, operand, dtype) in [("experts", experts, DType::I32), ("weights", weights, DType::F32)] {
+            rules::dtype(name, operand, &[dtype])?;
+            rules::rank(name, operand, 2)?;
+        }
+        rules::extent("weights", weights, 0, rows)?;
+        rules::extent("weights", weights, 1, chosen)
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
+        let [logits, experts, weights] = core::array::from_fn(|i| call.tensor(i));
+        let mut routes = Vec::new();
+        routing::routes_of(&logits, call.rows(0), experts.extent(1), p.normalise != 0, &mut routes);
+        for routing::Route { expert, row, slot, weight } in routes {
+            experts.set_i32([row, slot], expert as i32);
+            weights.set([row, slot], weight);
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
+        // SAFETY: the operands are the slots', and every index is below its extent; what was found is read before the barrier behind which
+        // the next row's is.
+        unsafe {
+            let (rows, chosen) = (call.rows(&call.tensor(0)), call.tensor(1).extent(1));
+            let mut r = 0;
+            while r < rows {
+                let found = Found::choose(call, block, 0, r, chosen, p.normalise != 0);
+                for slot in block.mine(chosen) {
+                    let expert = call.tensor(1).address([r, slot]).cast::<u32>();
+                    memory::store(expert, found.expert(slot));
+                    call.tensor(2).set([r, slot], found.weight(slot));
+                }
+                block.sync();
+                r += 1;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,424 @@
+//! The GPU body of `routed_linear`: an expert's rows together, by a warpgroup where all is bf16 on sixteen bytes and the tiles' memory is
+//! free, else a warp for each product of two rows.
+//!
+//! ```text
+//! shared memory  [ list: which row and slot | where its x is | rows of each expert | masks, then slots | its weight ]
+//! ```
+//! The masks, a bit for each expert that a row goes to, are how experts' rows are counted: a thread counts for its experts, 32 of which
+//! have a word of each row in common, four rows at a time. Then the block goes through its units; with each new expert it lists the rows
+//! that go there, in their order.
+
+use super::*;
+use crate::arch::{bulk, memory, shared};
+use crate::block::FREE_SHARED;
+use crate::gpu::math::activate;
+use crate::gpu::rows::{Vector, one_dot, two_dots};
+use crate::gpu::warpgroup::{self, COLUMNS, Matrices, Place, ROWS, Rows, within};
+use crate::gpu::{BF16, Call};
+use perpetua_shared::Technique;
+
+/// Of an expert's rows: row and slot, the slot in the lowest bits; bytes from x's start; how much the slot counts.
+const LIST: u32 = FREE_SHARED;
+const OFFSETS: u32 = LIST + MAX_ROWS;
+const SLOT_BITS: u32 = routing::MAX_CHOSEN.ilog2();
+/// How many rows each expert has.
+const COUNTS: u32 = OFFSETS + MAX_ROWS;
+/// While they are counted, a bit for each expert that a row goes to: a word for 32 experts, of one row after the other.
+const MASKS: u32 = COUNTS + routing::MAX_EXPERTS;
+const MASK_WORDS: u32 = shared::KEPT - MASKS;
+/// Afterwards, of all rows, whether they go to the expert at hand, and through which slot.
+const FOUND: u32 = MASKS;
+const WEIGHTS: u32 = FOUND + MAX_ROWS;
+
+/// What [`FOUND`] has above the slot where there is one: as many as rows before have it are a row's place in the list.
+const IS_FOUND: u32 = 1 << 16;
+
+const _: () = {
+    assert!(1 << SLOT_BITS == routing::MAX_CHOSEN && MAX_ROWS * routing::MAX_CHOSEN <= IS_FOUND);
+    assert!(WEIGHTS + MAX_ROWS <= shared::KEPT && MASK_WORDS >= 4 * routing::MAX_EXPERTS / 32);
+    assert!(LIST.is_multiple_of(4) && COUNTS.is_multiple_of(4) && MASKS.is_multiple_of(4));
+};
+
+/// Columns of one part of two matrices. One matrix is two: its second half of a part's columns is the other.
+const HALF: u32 = COLUMNS / 2;
+
+/// Bytes of a row of weights that the L2 cache is asked for a unit ahead: what the memory has time for while a part ends and the next
+/// begins, some 2,500 cycles, and half as much again.
+const AHEAD_BYTES: u32 = 512;
+
+/// # Safety
+/// As [`MacroKernel::gpu`].
+#[inline(always)]
+pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
+    // SAFETY: the operands are the slots', and every index is below its extent; what a thread has put into shared memory others read
+    // behind a barrier, and another before it is put there anew: `multiply_part`'s last, or the one after `plain`.
+    unsafe {
+        count(call, block);
+        let work = Work::of(call);
+        let mut mine = 0;
+        for expert in block.mine(call.tensor(2).extent(0)) {
+            mine += work.units_of(expert);
+        }
+        let units = u64::from(block.sum_u32(mine));
+        let share = |block: u32| (units * u64::from(block) / u64::from(p.blocks)) as u32;
+        let (mut at, end) = (share(call.block::<0>()), share(call.block::<0>() + 1));
+        let by_warpgroup = is_for(call, block, p);
+        let mut unit = work.find(at);
+        let mut listed = u32::MAX;
+        while at < end {
+            if unit.expert != listed {
+                list(call, block, p, unit.expert);
+                listed = unit.expert;
+            }
+            at += 1;
+            let next = work.after(unit, at < end);
+            let place = work.place(unit);
+            if by_warpgroup {
+                if at < end {
+                    ask(call, block, next.expert, work.place(next).n0);
+                }
+                let finish = |i, n, sums| finish_four(call, p, i, n, sums);
+                warpgroup::multiply_part::<2>(Routed { call, expert: unit.expert }, block, &place, finish);
+            } else {
+                plain(call, block, p, unit.expert, &place, work.columns);
+                block.sync();
+            }
+            unit = next;
+        }
+    }
+}
+
+/// Whether the tensor cores can have this call's products.
+#[inline(always)]
+unsafe fn is_for(call: &Call<'_>, block: &Block, p: &Params) -> bool {
+    // SAFETY: the operands are the slots' (caller).
+    unsafe {
+        let (x, w, up) = (call.tensor(0), call.tensor(2), call.tensor(3));
+        let is_whole = |tensor: &crate::gpu::Tensor, strides: u32| {
+            tensor.dtype() == BF16 && tensor.address([0, 0]).addr().is_multiple_of(16) && strides.is_multiple_of(8)
+        };
+        let fits = is_whole(&x, x.stride(0) | if p.has_slots != 0 { x.stride(1) } else { 0 })
+            && is_whole(&w, w.stride(0) | w.stride(1))
+            && (!up.is_present() || is_whole(&up, up.stride(0) | up.stride(1)));
+        fits && w.extent(2).is_multiple_of(8) && warpgroup::has_room(call, block)
+    }
+}
+
+/// What there is to do.
+#[derive(Clone, Copy)]
+struct Work {
+    /// Columns of an expert, and those that a part has; parts next to each other.
+    columns: u32,
+    width: u32,
+    parts: u32,
+    experts: u32,
+}
+
+/// A unit of it: some rows of an expert's, `ROWS` of them at most, and some columns.
+#[derive(Clone, Copy)]
+struct Unit {
+    expert: u32,
+    part: u32,
+    tile: u32,
+    /// How many tiles its rows are.
+    tiles: u32,
+}
+
+impl Work {
+    /// That of the call.
+    #[inline(always)]
+    unsafe fn of(call: &Call<'_>) -> Work {
+        // SAFETY: the operands are the slots' (caller).
+        unsafe {
+            let [experts, columns] = [call.tensor(2).extent(0), call.tensor(2).extent(1)];
+            let width = if call.tensor(3).is_present() { HALF } else { COLUMNS };
+            Work { columns, width, parts: columns.div_ceil(width), experts }
+        }
+    }
+
+    /// How many units expert `expert` has.
+    #[inline(always)]
+    unsafe fn units_of(&self, expert: u32) -> u32 {
+        // SAFETY: counted before the block's last barrier (caller).
+        unsafe { shared::load(COUNTS + expert) }.div_ceil(ROWS) * self.parts
+    }
+
+    /// The unit numbered `number`; none where there are no more.
+    #[inline(always)]
+    unsafe fn find(&self, number: u32) -> Unit {
+        let (mut left, mut expert) = (number, 0);
+        // SAFETY: counted (caller), zero behind the last expert up to four.
+        unsafe {
+            // Four experts at a time, then one by one.
+            while expert < self.experts {
+                let [a, b, c, d] = shared::load16(COUNTS + expert).map(|rows| rows.div_ceil(ROWS) * self.parts);
+                if left < a + b + c + d {
+                    break;
+                }
+                left -= a + b + c + d;
+                expert += 4;
+            }
+            while expert < self.experts && left >= self.units_of(expert) {
+                left -= self.units_of(expert);
+                expert += 1;
+            }
+            if expert >= self.experts {
+                return Unit { expert, part: 0, tile: 0, tiles: 1 };
+            }
+            let tiles = shared::load(COUNTS + expert).div_ceil(ROWS);
+            Unit { expert, part: left / tiles, tile: left % tiles, tiles }
+        }
+    }
+
+    /// The unit after `unit`, if there is one.
+    #[inline(always)]
+    unsafe fn after(&self, unit: Unit, is_there: bool) -> Unit {
+        if unit.tile + 1 < unit.tiles {
+            return Unit { tile: unit.tile + 1, ..unit };
+        }
+        if unit.part + 1 < self.parts {
+            return Unit { part: unit.part + 1, tile: 0, ..unit };
+        }
+        let mut expert = unit.expert + 1;
+        let mut tiles = 0;
+        while is_there && tiles == 0 && expert < self.experts {
+            // SAFETY: counted (caller).
+            tiles = unsafe { shared::load(COUNTS + expert) }.div_ceil(ROWS);
+            expert += 1;
+        }
+        Unit { expert: expert - 1, part: 0, tile: 0, tiles }
+    }
+
+    /// Which part of its expert's product a unit is.
+    #[inline(always)]
+    unsafe fn place(&self, unit: Unit) -> Place {
+        let (m0, n0) = (unit.tile * ROWS, unit.part * self.width);
+        // SAFETY: counted (caller).
+        let rows = within(unsafe { shared::load(COUNTS + unit.expert) }, m0, ROWS);
+        Place { n0, m0, rows, columns: within(self.columns, n0, HALF) }
+    }
+}
+
+/// The experts of slots `slot` to `slot + 3` of row `row`, asked for together; the last one's where there are no more.
+#[inline(always)]
+unsafe fn four_of(call: &Call<'_>, row: u32, slot: u32) -> [(u32, u32); 4] {
+    // SAFETY: the operands are the slots', the row is there (caller).
+    unsafe {
+        let experts = call.tensor(1);
+        let (from, last) = (experts.address([row, 0]).cast::<u32>(), experts.extent(1) - 1);
+        let there = |slot: u32| if slot < last { slot } else { last };
+        let [a, b, c, d] = [there(slot), there(slot + 1), there(slot + 2), there(slot + 3)];
+        let of = |slot: u32| memory::load(from.wrapping_add(slot as usize));
+        let (e, f, g, h) = (of(a), of(b), of(c), of(d));
+        [(a, e), (b, f), (c, g), (d, h)]
+    }
+}
+
+/// `masks`, the words of 128 experts from number `128 * four` on, with the bits of four of any.
+#[inline(always)]
+fn with_bits(masks: [u32; 4], [a, b, c, d]: [u32; 4], four: u32) -> [u32; 4] {
+    let word = |i: u32| {
+        let bit = |expert: u32| if expert / 32 == 4 * four + i { 1 << (expert % 32) } else { 0 };
+        masks[i as usize] | (bit(a) | bit(b)) | (bit(c) | bit(d))
+    };
+    [word(0), word(1), word(2), word(3)]
+}
+
+/// Counts the rows of each expert.
+#[inline(always)]
+unsafe fn count(call: &Call<'_>, block: &Block) {
+    // SAFETY: a thread writes its own masks, which others read behind a barrier, and the counts of its experts.
+    unsafe {
+        let rows = call.rows(&call.tensor(1));
+        let (experts, slots) = (call.tensor(2).extent(0), call.tensor(1).extent(1));
+        for expert in block.mine(experts.next_multiple_of(4)) {
+            shared::store(COUNTS + expert, 0);
+        }
+        // Words of a row, by fours; and how many rows' there is room for.
+        let fours = experts.div_ceil(128);
+        let most = MASK_WORDS / (4 * fours) / 4 * 4;
+        let mut first = 0;
+        while first < rows {
+            let n = within(rows, first, most);
+            let all = n.next_multiple_of(4);
+            for at in block.mine(all * fours) {
+                let (four, row) = (at / all, at % all);
+                let mut masks = [0; 4];
+                let mut slot = 0;
+                while row < n && slot < slots {
+                    let chosen = four_of(call, first + row, slot).map(|(_, expert)| expert);
+                    masks = with_bits(masks, chosen, four);
+                    slot += 4;
+                }
+                for i in 0..4 {
+                    shared::store(MASKS + (4 * four + i) * all + row, masks[i as usize]);
+                }
+            }
+            block.sync();
+            for expert in block.mine(experts) {
+                let (from, bit) = (MASKS + expert / 32 * all, expert % 32);
+                let (mut count, mut row) = (shared::load(COUNTS + expert), 0);
+                while row < all {
+                    let [a, b, c, d] = shared::load16(from + row).map(|mask| mask >> bit & 1);
+                    count += (a + b) + (c + d);
+                    row += 4;
+                }
+                shared::store(COUNTS + expert, count);
+            }
+            block.sync();
+            first += most;
+        }
+    }
+}
+
+/// Lists the rows of expert `expert`, in their order.
+#[inline(always)]
+unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
+    // SAFETY: a thread writes its rows' own words, which others read behind a barrier; a place in the list has one row.
+    unsafe {
+        let (rows, slots) = (call.rows(&call.tensor(1)), call.tensor(1).extent(1));
+        for row in block.mine(rows.next_multiple_of(4)) {
+            let (mut found, mut slot) = (0, 0);
+            while row < rows && slot < slots {
+                let is_it = |(slot, of): (u32, u32)| if of == expert { IS_FOUND | slot } else { 0 };
+                let [a, b, c, d] = four_of(call, row, slot).map(is_it);
+                found |= (a | b) | (c | d);
+                slot += 4;
+            }
+            shared::store(FOUND + row, found);
+        }
+        block.sync();
+        for row in block.mine(rows) {
+            let found = shared::load(FOUND + row);
+            if found == 0 {
+                continue;
+            }
+            let (mut before, mut other) = (0, 0);
+            while other + 4 <= row {
+                let [a, b, c, d] = shared::load16(FOUND + other);
+                before += (a + b) + (c + d);
+                other += 4;
+            }
+            let [a, b, c, _] = shared::load16(FOUND + other);
+            let of = |one: u32, place: u32| if other + place < row { one } else { 0 };
+            before += of(a, 0) + of(b, 1) + of(c, 2);
+            let (place, slot) = (before / IS_FOUND, found % IS_FOUND);
+            let x = call.tensor(0);
+            let elems = row * x.stride(0) + if p.has_slots != 0 { slot * x.stride(1) } else { 0 };
+            shared::store(LIST + place, row << SLOT_BITS | slot);
+            shared::store(OFFSETS + place, elems * x.elem_bytes() as u32);
+            let weights = call.tensor(4);
+            let weight = if weights.is_present() { weights.get([row, slot]) } else { 1.0 };
+            shared::store(WEIGHTS + place, weight.to_bits());
+        }
+        block.sync();
+    }
+}
+
+/// Has the L2 cache ask for the first columns of what a part from column `n0` of expert `expert` on reads of the weights.
+#[inline(always)]
+unsafe fn ask(call: &Call<'_>, block: &Block, expert: u32, n0: u32) {
+    if !call.uses(Technique::L2Prefetch) || block.thread >= COLUMNS {
+        return;
+    }
+    // SAFETY: the row is there, in whole units on sixteen bytes ([`is_for`]).
+    unsafe {
+        let is_second = call.tensor(3).is_present() && block.thread >= HALF;
+        let weights = call.tensor(if is_second { 3 } else { 2 });
+        let n = n0 + if is_second { block.thread - HALF } else { block.thread };
+        if n < weights.extent(1) {
+            let bytes = 2 * weights.extent(2);
+            bulk::prefetch(weights.address([expert, n, 0]), if bytes < AHEAD_BYTES { bytes } else { AHEAD_BYTES });
+        }
+    }
+}
+
+/// The matrices of expert `expert`, and the rows of x that are listed.
+#[derive(Clone, Copy)]
+struct Routed<'a> {
+    call: &'a Call<'a>,
+    expert: u32,
+}
+
+impl Matrices<2> for Routed<'_> {
+    const GATHERED: Option<u32> = Some(OFFSETS);
+
+    #[inline(always)]
+    unsafe fn k(self) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { self.call.tensor(2) }.extent(2)
+    }
+
+    #[inline(always)]
+    unsafe fn x(self, _: u32, count: u32) -> Rows {
+        // SAFETY: the caller's promise.
+        Rows { from: unsafe { self.call.tensor(0) }.address([0, 0]), apart: 0, count }
+    }
+
+    #[inline(always)]
+    unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let is_pair = self.call.tensor(3).is_present();
+            let weights = self.call.tensor(if is_pair { 2 + which } else { 2 });
+            let (all, next) = (weights.extent(1), n + HALF);
+            let (n, count) = match which {
+                1 if !is_pair && next < all => (next, within(all, next, HALF)),
+                1 if !is_pair => (n, 0),
+                _ => (n, count),
+            };
+            Rows { from: weights.address([self.expert, n, 0]), apart: 2 * weights.stride(1) as usize, count }
+        }
+    }
+}
+
+/// What comes of the sums of one column: `a` times the other matrix's, `b`, if there is one, as much as they count.
+#[inline(always)]
+unsafe fn made(call: &Call<'_>, p: &Params, weight: f32, a: f32, b: f32) -> f32 {
+    // SAFETY: the operands are the slots' (caller).
+    weight * if unsafe { call.tensor(3) }.is_present() { activate(p.activation, a) * b } else { a }
+}
+
+/// Writes what comes of four columns from `n` on of the row listed at `i`; of one matrix, of those a half further, too.
+#[inline(always)]
+unsafe fn finish_four(call: &Call<'_>, p: &Params, i: u32, n: u32, [a, b]: [[f32; 4]; 2]) {
+    // SAFETY: the row is listed, and has that column (caller).
+    unsafe {
+        let (entry, weight) = (shared::load(LIST + i), f32::from_bits(shared::load(WEIGHTS + i)));
+        let (y, end) = (call.tensor(5), call.tensor(5).extent(2));
+        let row = y.row([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN]);
+        let one = |a: f32, b: f32| made(call, p, weight, a, b);
+        row.set_four_below(n, end, [one(a[0], b[0]), one(a[1], b[1]), one(a[2], b[2]), one(a[3], b[3])]);
+        if !call.tensor(3).is_present() && n + HALF < end {
+            row.set_four_below(n + HALF, end, b.map(|b| weight * b));
+        }
+    }
+}
+
+/// The part at `place` of expert `expert`'s product, a warp for each row and column.
+#[inline(always)]
+unsafe fn plain(call: &Call<'_>, block: &Block, p: &Params, expert: u32, place: &Place, columns: u32) {
+    // SAFETY: rows and columns are below their extents; what the loop does whole warps do together.
+    unsafe {
+        let is_pair = call.tensor(3).is_present();
+        let width = within(columns, place.n0, if is_pair { HALF } else { COLUMNS });
+        let mut at = block.warp();
+        while at < place.rows * width {
+            let (i, n) = (place.m0 + at / width, place.n0 + at % width);
+            let (x, w) = (call.tensor(0), call.tensor(2).row([expert, n]));
+            let elems = u64::from(shared::load(OFFSETS + i)) / x.elem_bytes();
+            let (x, k) = (Vector { staged: false, row: x.row([0, 0]).after(elems) }, call.tensor(2).extent(2));
+            let [a, b] = if is_pair {
+                two_dots(x, [w, call.tensor(3).row([expert, n])], k, block.lane())
+            } else {
+                [one_dot(x, w, k, block.lane()), 1.0]
+            };
+            if block.lane() == 0 {
+                let (entry, weight) = (shared::load(LIST + i), f32::from_bits(shared::load(WEIGHTS + i)));
+                let value = made(call, p, weight, a, b);
+                call.tensor(5).set([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN, n], value);
+            }
+            at += block.warps();
+        }
+    }
+}
