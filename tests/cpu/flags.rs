@@ -70,6 +70,15 @@ fn layers_are_told_by_flags_and_the_end_by_events() {
     assert_eq!(kinds(&long).into_iter().filter(|(_, kind)| *kind == BufferKind::Flagged).count(), 1 + 6);
     let names = with_events(&long);
     assert_eq!(names[..2], ["model.layers.0.mlp.gate_up", "model.layers.0.mlp.down_proj"], "{names:?}");
+    // A norm of a row too long for a product to have it is by flags what it takes, and not what each worker makes for itself.
+    let (_dir, wide) = super::simt::model(&[("num_hidden_layers", 1), ("hidden_size", 4104)]);
+    let wide = kinds(&decoding(&wide, Target::gpu(9), &[]));
+    let copies = wide.iter().filter(|(name, _)| name.ends_with(" copies")).map(|(_, kind)| kind.clone());
+    let copies: Vec<BufferKind> = copies.collect();
+    assert!(!copies.is_empty() && copies.iter().all(|kind| *kind == BufferKind::Intermediate), "{wide:?}");
+    let normed = ["embed_tokens", "model.layers.0.self_attn.o_proj"];
+    let is_flagged = |name: &str| wide.contains(&(name.to_owned(), BufferKind::Flagged));
+    assert!(normed.into_iter().all(is_flagged), "{wide:?}");
 }
 
 /// What host threads run must be ordered by events.

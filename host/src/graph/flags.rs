@@ -5,7 +5,7 @@
 //! embedding to the last layer. What a flagged element orders is itself. So events are found for the graph
 //! [without](without_flagged) these buffers, as if nobody touched them, and they share their bytes with none.
 
-use super::lower::block_operand;
+use super::lower::{COPY, block_operand};
 use super::task::TaskGraph;
 use super::tensor::{BufferKind, OpId};
 use super::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
@@ -77,16 +77,16 @@ fn can_be(graph: &ThreadBlockGraph, op: usize, slot: usize, access: &Access) -> 
     knows && is_done && graph.table[access.tensor].dtype == DType::F32
 }
 
-/// Whether one operator writes all of `buffer`, and others, after it, read it, not all of them each block what the block of its own number
-/// has written: those are one worker's, one after the other, and can share their bytes with others.
+/// Whether one operator writes all of `buffer`, and others, after it, read it; but not copies that blocks make each for the block of their own
+/// number, which runs on the same worker: those need no flag, and share their bytes with others.
 fn is_handed_over(graph: &ThreadBlockGraph, buffer: usize, users: &[(usize, usize, Access)]) -> bool {
     let (writers, readers): (Vec<_>, Vec<_>) = users.iter().partition(|(.., access)| access.kind.writes());
     let [(writer, _, written)] = writers[..] else { return false };
     let bytes = graph.table[written.tensor].len_elems() * DType::F32.size_bytes();
-    let is_own = |(reader, _, read): &&(usize, usize, Access)| {
-        read.map == written.map && graph.ops[*reader].grid == graph.ops[*writer].grid
-    };
-    let are_own = graph.ops[*writer].grid != [1; 3] && readers.iter().all(is_own);
+    let copies = graph.ops[*writer].grid;
+    let is_copied = written.map == COPY && copies[0] > 1 && graph.table[written.tensor].shape[0] == copies[0] as usize;
+    let are_own =
+        is_copied && readers.iter().all(|(reader, _, read)| read.map == COPY && graph.ops[*reader].grid == copies);
     bytes > 0
         && !are_own
         && bytes as u64 == graph.table.buffers[buffer].bytes

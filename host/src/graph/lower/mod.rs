@@ -14,6 +14,8 @@ mod many_rows;
 mod per_worker;
 mod whole_pass;
 
+pub(in crate::graph) use per_worker::COPY;
+
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};

@@ -158,7 +158,7 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
 }
 
 /// A block has the copy whose number it has.
-const COPY: [Option<u8>; GRID_AXES] = [Some(0), None, None];
+pub(in crate::graph) const COPY: [Option<u8>; GRID_AXES] = [Some(0), None, None];
 
 /// Makes `copies` copies of `made`, of which each block of the `readers` reads its own from now on: a tensor of `made`'s shape,
 /// copies in place of its one row.
