@@ -14,8 +14,8 @@ fn perpetua(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().expect("the program was built")
 }
 
-/// A copy of a fixture to damage.
-fn copy(name: &str, to: &Path) -> PathBuf {
+/// A copy of a fixture to change.
+pub(crate) fn copy(name: &str, to: &Path) -> PathBuf {
     let out = to.join(name);
     std::fs::create_dir_all(&out).unwrap();
     for entry in std::fs::read_dir(fixture(name)).unwrap() {

@@ -1,5 +1,6 @@
 //! Checkpoints in, the reference outputs of `transformers` out: logits, greedy tokens, decode against prefill.
 
+use crate::bad_input::copy;
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, End, Engine, EngineConfig, GenerateOptions, Model};
 use safetensors::tensor::TensorView;
@@ -371,16 +372,13 @@ fn the_half_that_reads_is_a_model() {
         [("language_model.model.", "vision_tower."), ("model.language_model.", "model.vision_tower.")]
     {
         let temp = tempfile::tempdir().unwrap();
-        for entry in std::fs::read_dir(fixture("tiny-gemma3")).unwrap() {
-            let entry = entry.unwrap();
-            std::fs::copy(entry.path(), temp.path().join(entry.file_name())).unwrap();
-        }
-        let path = temp.path().join("config.json");
+        let dir = copy("tiny-gemma3", temp.path());
+        let path = dir.join("config.json");
         let text: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
         let whole = serde_json::json!({ "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
                                         "text_config": text, "vision_config": {} });
         std::fs::write(&path, whole.to_string()).unwrap();
-        let weights = temp.path().join("model.safetensors");
+        let weights = dir.join("model.safetensors");
         let bytes = std::fs::read(&weights).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         let renamed = file.iter().map(|(name, view)| (name.replacen("model.", prefix, 1), view));
@@ -388,7 +386,7 @@ fn the_half_that_reads_is_a_model() {
         let seen = TensorView::new(Dtype::BF16, vec![1], &[0, 0]).unwrap();
         let all = renamed.chain([(format!("{tower}post_layernorm.weight"), seen)]);
         std::fs::write(&weights, safetensors::serialize(all, None).unwrap()).unwrap();
-        assert_eq!(logits(temp.path()), (expected.clone(), 1));
+        assert_eq!(logits(&dir), (expected.clone(), 1));
     }
 }
 

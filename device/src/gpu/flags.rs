@@ -17,29 +17,14 @@ pub(crate) trait Read {
     fn lacks(&self, flag: u32) -> u32;
 }
 
-impl<const N: usize> Read for [u32; N] {
+impl Read for u32 {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
-        let mut lacks = 0;
-        for i in 0..N {
-            lacks |= self[i] ^ flag;
-        }
-        lacks & MASK
+        (self ^ flag) & MASK
     }
 }
 
-impl<const N: usize, const M: usize> Read for [[u32; M]; N] {
-    #[inline(always)]
-    fn lacks(&self, flag: u32) -> u32 {
-        let mut lacks = 0;
-        for i in 0..N {
-            lacks |= self[i].lacks(flag);
-        }
-        lacks
-    }
-}
-
-impl<const N: usize, const M: usize, const L: usize> Read for [[[u32; L]; M]; N] {
+impl<T: Read, const N: usize> Read for [T; N] {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;

@@ -20,6 +20,9 @@ pub(super) struct Factors(HashMap<String, Vec<f32>>);
 impl Factors {
     /// Of a network of this configuration, as far as `weights` has them: what it lacks, whoever builds the network hears.
     pub(super) fn of(config: &ModelConfig, weights: &Weights) -> Factors {
+        if !config.architecture().has_norms_less_one() {
+            return Factors::default();
+        }
         let specs = layout::tensors(config).into_iter().filter(|spec| spec.role == Role::NormLessOne);
         let kept = specs.filter_map(|spec| {
             let view = weights.expect(&spec.name, &spec.shape).ok()?;
