@@ -134,8 +134,8 @@ fn gemv() {
                     name: format!("gemv {dtype} k={k}, {threads} threads, {}", isa.name()),
                     unit: "GB/s",
                     round: Box::new(move || {
-                        // Tasks of 128 KiB of weights.
-                        let n = (128 << 10) / (k * dtype.size_bytes());
+                        // Tasks of 512 KiB of weights, as `graph::lower` cuts them.
+                        let n = (512 << 10) / (k * dtype.size_bytes());
                         let tasks = bytes / (n * k * dtype.size_bytes()) / threads;
                         let seconds = timed(threads, |t| {
                             let mut scratch = Scratch::with_isa(*isa);

@@ -37,11 +37,6 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// the next part and the sums of both beside the packed block.
 const PART_BYTES: usize = 192 << 10;
 
-/// How far ahead weights are asked for, in cache lines of each row: 2 KiB.
-/// PERF: without prefetch a matrix-vector product reached 72 % of the read bandwidth, with it 93 % (Emerald Rapids, 2
-/// cores, 2026-11-20).
-const AHEAD_LINES: usize = 32;
-
 /// Weight rows: one matrix, or two whose rows alternate in pairs (two of the first, two of the second), so that a tile
 /// holds both halves of a gated product.
 #[derive(Clone, Copy)]
@@ -99,7 +94,7 @@ impl<E> Weights<E> {
     /// The level exists.
     #[inline(always)]
     pub(crate) unsafe fn prefetch<S: Simd, D: Dot<S, Elem = E>>(&self) {
-        let lines = (self.k * size_of::<E>() / 64).min(AHEAD_LINES);
+        let lines = (self.k * size_of::<E>() / 64).min(D::AHEAD_LINES);
         for line in 0..lines {
             for j in 0..TILE_ROWS.min(self.all_rows()) {
                 // SAFETY: any address may be asked for.
@@ -199,6 +194,41 @@ struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     set: PhantomData<S>,
 }
 
+impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Tile<S, D, R, M> {
+    /// Adds the products of cache lines `lines` of the rows, and asks for those of `asked` that are `ahead` further on (modulo
+    /// 2^64).
+    ///
+    /// # Safety
+    /// The lines are inside the rows, the packed group has as many chunks; the level exists.
+    #[inline(always)]
+    unsafe fn lines(
+        w: [*const D::Elem; R],
+        asked: [*const D::Elem; R],
+        ahead: usize,
+        lines: core::ops::Range<usize>,
+        x: *const f32,
+        sums: &mut [[S::F; M]; R],
+    ) {
+        let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
+        let mut line = lines.start;
+        while line < lines.end {
+            let mut r = 0;
+            while r < R {
+                // SAFETY: any address may be asked for.
+                unsafe { D::prefetch(asked[r], line.wrapping_add(ahead)) };
+                r += 1;
+            }
+            let mut u = 0;
+            while u < per_line {
+                // SAFETY: the caller's promises.
+                unsafe { D::chunk::<R, M>(&w, x, line * per_line + u, D::CHUNK, sums) };
+                u += 1;
+            }
+            line += 1;
+        }
+    }
+}
+
 impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, M> {
     type Output = ();
     #[inline(always)]
@@ -219,22 +249,10 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 let line_elems = per_line * D::CHUNK;
                 // Ahead in the same row as long as it goes, then at the start of the rows that come next.
                 let lines = k / line_elems;
-                let offset = AHEAD_LINES.min(lines);
-                let turn = lines - offset;
-                let mut line = 0;
-                while line < lines {
-                    let (rows, ahead) = if line < turn { (&w, line + offset) } else { (&next, line - turn) };
-                    let mut r = 0;
-                    while r < R {
-                        D::prefetch(rows[r], ahead);
-                        r += 1;
-                    }
-                    let mut u = 0;
-                    while u < per_line {
-                        D::chunk::<R, M>(&w, x, line * per_line + u, D::CHUNK, &mut acc);
-                        u += 1;
-                    }
-                    line += 1;
+                if lines > D::AHEAD_LINES {
+                    Self::lines(w, w, D::AHEAD_LINES, 0..lines, x, &mut acc);
+                } else {
+                    Self::lines(w, next, 0, 0..lines, x, &mut acc);
                 }
                 c = lines * per_line;
             }
@@ -297,15 +315,15 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     }
 }
 
-/// [`multiply`] for attention: sums[m][j] = keys[j] . x[m], keys in order. The lines asked for meanwhile are not the next
-/// keys but the values of the same positions, which are wanted next.
+/// [`multiply`] for attention: sums[m][j] = keys[j] . x[m], keys in order. Meanwhile those are asked for that are `ahead`
+/// further on, as long as they are below `known`.
 ///
 /// # Safety
 /// As [`multiply`].
 pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     keys: &Weights<D::Elem>,
-    values: *const D::Elem,
-    values_stride: usize,
+    ahead: usize,
+    known: usize,
     packed: *const f32,
     cols: usize,
     sums: *mut f32,
@@ -313,7 +331,7 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
 ) {
     let row_packed = keys.k.div_ceil(D::CHUNK) * D::CHUNK;
     let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
-    let value = |j: usize| values.wrapping_add(j * values_stride);
+    let asked = |j: usize| if j + ahead < known { key(j + ahead) } else { key(j) };
     let mut j = 0;
     while j < keys.rows {
         let tile = j + TILE_ROWS <= keys.rows;
@@ -325,11 +343,11 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
                 let (x, k, sums) = (packed.add(m * row_packed), keys.k, sums.add(m * sums_stride));
                 if tile {
                     let w = core::array::from_fn(|r| key(j + r));
-                    let next = core::array::from_fn(|r| value(j + r));
+                    let next = core::array::from_fn(|r| asked(j + r));
                     let columns = core::array::from_fn(|r| j + r);
                     any_width::<S, D, 4>(width, w, next, columns, x, k, sums, sums_stride);
                 } else {
-                    any_width::<S, D, 1>(width, [key(j)], [value(j)], [j], x, k, sums, sums_stride);
+                    any_width::<S, D, 1>(width, [key(j)], [asked(j)], [j], x, k, sums, sums_stride);
                 }
             }
             m += width;

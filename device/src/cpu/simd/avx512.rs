@@ -264,6 +264,8 @@ pub(crate) struct EvenOdd;
 impl Dot<Avx512> for EvenOdd {
     type Elem = u16;
     const CHUNK: usize = 32;
+    // PERF: 36.5 of 41 GB/s on one core, with 32 lines 35 (Turin, 2026-11-24).
+    const AHEAD_LINES: usize = 24;
 
     #[inline(always)]
     unsafe fn chunk<const R: usize, const M: usize>(

@@ -62,7 +62,11 @@ pub struct Target {
 }
 
 impl Target {
-    /// CPU threads: 192 KiB of weights are 6 to 12 us of one core's bandwidth, a hundred times the cost of an event.
+    /// CPU threads: 512 KiB of weights are 13 to 30 us of one core's bandwidth, and twice as many what it asks for ahead.
+    ///
+    /// PERF: the four streams of a task begin at other places than those of the task before ended, and the hardware's own
+    /// prefetching has to find them again: with 192 KiB two cores read weights at 80 %, with 512 KiB to 4 MiB at 84 % (Turin,
+    /// 2026-11-24; docs/cpu.md).
     ///
     /// PERF: in passes of many rows packing took 10 % of the time with tasks of 192 KiB (MiniLM, 128 tokens); with tasks ten
     /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173. With a task
@@ -72,7 +76,7 @@ impl Target {
         Target {
             name: format!("cpu:{n_workers}"),
             n_workers,
-            task_bytes: 192 << 10,
+            task_bytes: 512 << 10,
             packs_rows: true,
             column_granule: 8,
             cut: Cut::TaskBytes,
