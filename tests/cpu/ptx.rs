@@ -262,8 +262,8 @@ fn assembled(ptx: &str, ptxas: &str) -> String {
         .expect("ptxas runs");
     let report = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{report}");
-    // C7508 to C7519: setmaxnreg ignored, wgmma serialised.
-    assert!(!report.contains("warning"), "{report}");
+    // C7508 to C7519: setmaxnreg ignored, wgmma serialised; warnings to some versions of ptxas, information to others.
+    assert!(!["warning", "(C75", "Performance Loss"].iter().any(|said| report.contains(said)), "{report}");
     report
 }
 
