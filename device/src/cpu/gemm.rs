@@ -195,8 +195,8 @@ struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
 }
 
 impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Tile<S, D, R, M> {
-    /// Adds the products of cache lines `lines` of the rows, and asks for those of `asked` that are `ahead` further on (modulo
-    /// 2^64).
+    /// Adds the products of the first `n` cache lines of the rows, and asks meanwhile for the lines of `asked` that are `ahead`
+    /// further on.
     ///
     /// # Safety
     /// The lines are inside the rows, the packed group has as many chunks; the level exists.
@@ -205,17 +205,17 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Tile<S, D, R, M> {
         w: [*const D::Elem; R],
         asked: [*const D::Elem; R],
         ahead: usize,
-        lines: core::ops::Range<usize>,
+        n: usize,
         x: *const f32,
         sums: &mut [[S::F; M]; R],
     ) {
         let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
-        let mut line = lines.start;
-        while line < lines.end {
+        let mut line = 0;
+        while line < n {
             let mut r = 0;
             while r < R {
                 // SAFETY: any address may be asked for.
-                unsafe { D::prefetch(asked[r], line.wrapping_add(ahead)) };
+                unsafe { D::prefetch(asked[r], line + ahead) };
                 r += 1;
             }
             let mut u = 0;
@@ -247,13 +247,11 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
             } else {
                 let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
                 let line_elems = per_line * D::CHUNK;
-                // Ahead in the same row as long as it goes, then at the start of the rows that come next.
                 let lines = k / line_elems;
-                if lines > D::AHEAD_LINES {
-                    Self::lines(w, w, D::AHEAD_LINES, 0..lines, x, &mut acc);
-                } else {
-                    Self::lines(w, next, 0, 0..lines, x, &mut acc);
-                }
+                // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
+                // short one at the same place of those that do. To choose at every line costs more than what is asked for in vain.
+                let (asked, ahead) = if lines > D::AHEAD_LINES { (w, D::AHEAD_LINES) } else { (next, 0) };
+                Self::lines(w, asked, ahead, lines, x, &mut acc);
                 c = lines * per_line;
             }
             while c * D::CHUNK < k {
