@@ -194,41 +194,6 @@ struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     set: PhantomData<S>,
 }
 
-impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Tile<S, D, R, M> {
-    /// Adds the products of the first `n` cache lines of the rows, and asks meanwhile for the lines of `asked` that are `ahead`
-    /// further on.
-    ///
-    /// # Safety
-    /// The lines are inside the rows, the packed group has as many chunks; the level exists.
-    #[inline(always)]
-    unsafe fn lines(
-        w: [*const D::Elem; R],
-        asked: [*const D::Elem; R],
-        ahead: usize,
-        n: usize,
-        x: *const f32,
-        sums: &mut [[S::F; M]; R],
-    ) {
-        let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
-        let mut line = 0;
-        while line < n {
-            let mut r = 0;
-            while r < R {
-                // SAFETY: any address may be asked for.
-                unsafe { D::prefetch(asked[r], line + ahead) };
-                r += 1;
-            }
-            let mut u = 0;
-            while u < per_line {
-                // SAFETY: the caller's promises.
-                unsafe { D::chunk::<R, M>(&w, x, line * per_line + u, D::CHUNK, sums) };
-                u += 1;
-            }
-            line += 1;
-        }
-    }
-}
-
 impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, M> {
     type Output = ();
     #[inline(always)]
@@ -251,7 +216,20 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                 // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
                 // short one at the same place of those that do. To choose at every line costs more than what is asked for in vain.
                 let (asked, ahead) = if lines > D::AHEAD_LINES { (w, D::AHEAD_LINES) } else { (next, 0) };
-                Self::lines(w, asked, ahead, lines, x, &mut acc);
+                let mut line = 0;
+                while line < lines {
+                    let mut r = 0;
+                    while r < R {
+                        D::prefetch(asked[r], line + ahead);
+                        r += 1;
+                    }
+                    let mut u = 0;
+                    while u < per_line {
+                        D::chunk::<R, M>(&w, x, line * per_line + u, D::CHUNK, &mut acc);
+                        u += 1;
+                    }
+                    line += 1;
+                }
                 c = lines * per_line;
             }
             while c * D::CHUNK < k {

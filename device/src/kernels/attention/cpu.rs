@@ -109,7 +109,7 @@ struct Tile {
     /// Weighted sums, [queries, d rounded up to `width`].
     sums: *mut f32,
     width: usize,
-    /// Scores, then their exponentials: [queries, BLOCK].
+    /// A block's scores, then their exponentials: [queries, BLOCK]; after them as many of the next block.
     scores: *mut f32,
     /// Running maximum and total of every query.
     max: *mut f32,
@@ -173,7 +173,7 @@ impl Attend<'_> {
         group: usize,
         d: usize,
         packed: *const f32,
-        tile: Tile,
+        mut tile: Tile,
     ) {
         let all = self.visible(row, group, tile.queries - 1);
         // SAFETY: the tile's areas hold `queries` of everything; positions below `all` are inside K and V.
@@ -203,7 +203,6 @@ impl Attend<'_> {
             };
             // The first query's window begins first.
             let mut t = self.visible(row, group, 0).saturating_sub(self.p.window as usize) / BLOCK * BLOCK;
-            let mut tile = tile;
             let mut next_scores = tile.scores.add(tile.queries * BLOCK);
             score(t, 0..BLOCK.min(all - t), tile.scores);
             while t < all {

@@ -62,11 +62,12 @@ pub struct Target {
 }
 
 impl Target {
-    /// CPU threads: 512 KiB of weights are 13 to 30 us of one core's bandwidth, and twice as many what it asks for ahead.
+    /// CPU threads: 512 KiB of weights are 13 to 30 us of one core's bandwidth, and half of what it may ask for ahead
+    /// (`Machine::CPU`).
     ///
     /// PERF: the four streams of a task begin at other places than those of the task before ended, and the hardware's own
-    /// prefetching has to find them again: with 192 KiB two cores read weights at 80 %, with 512 KiB to 4 MiB at 84 % (Turin,
-    /// 2026-11-24; docs/cpu.md).
+    /// prefetching has to find them again: with 192 KiB two cores read weights at 62 GB/s, with 512 KiB at 65, with 1 to 4 MiB at 66
+    /// to 67, of 74 to 80 (Turin, 2026-11-24; docs/cpu.md).
     ///
     /// PERF: in passes of many rows packing took 10 % of the time with tasks of 192 KiB (MiniLM, 128 tokens); with tasks ten
     /// times as large it takes 4 %, and qwen3-0.6b reads a prompt of 512 tokens at 197 tokens/s where it was 173. With a task
