@@ -1,5 +1,5 @@
 //! Speed of the CPU bodies, beside the read bandwidth of the same minutes: `cargo run --release -p perpetua-device
-//! --example cpu_kernels [gemv] [gemm] [attention]`.
+//! --example cpu_kernels [gemv] [few] [gemm] [attention] [-- WORDS]`, with words only what has them in its name.
 //!
 //! Every figure is the median of rounds in which all measurements take turns, so that a busy machine slows them alike;
 //! compare figures of one run only. Time is the threads' own, without what other programs take. Weights and caches read by a measurement are larger than any cache.
@@ -11,6 +11,7 @@ use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::attention::{self, Attention};
 use perpetua_device::kernels::linear::{self, Linear};
 use perpetua_device::kernels::{Numbered, Spec, param_words};
+use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use std::sync::Barrier;
@@ -34,6 +35,19 @@ impl Memory {
             stride *= extents[dim];
         }
         assert!((offset_elems + stride) * dtype.size_bytes() <= self.0.len() * 8);
+        // SAFETY: the box is inside the memory (asserted); what is written by one call is read by none at that time.
+        unsafe { Tensor::new(self.0.as_ptr().cast_mut().cast(), &operand) }
+    }
+}
+
+impl Memory {
+    /// `n` rows of `k` elements, `stride` elements apart, from `offset_bytes` on.
+    fn matrix(&self, dtype: DType, offset_bytes: usize, [n, k]: [usize; 2], stride: usize) -> Tensor {
+        assert!(offset_bytes + n * stride * dtype.size_bytes() <= self.0.len() * 8);
+        let mut operand =
+            Operand { dtype: dtype as u16, rank: 2, offset_bytes: offset_bytes as u64, ..Operand::ABSENT };
+        (operand.extent[0], operand.extent[1]) = (n as u32, k as u32);
+        (operand.stride_elems[0], operand.stride_elems[1]) = (stride as u32, 1);
         // SAFETY: the box is inside the memory (asserted); what is written by one call is read by none at that time.
         unsafe { Tensor::new(self.0.as_ptr().cast_mut().cast(), &operand) }
     }
@@ -93,7 +107,9 @@ struct Line<'a> {
     round: Box<dyn Fn() -> f64 + 'a>,
 }
 
-fn report(lines: &[Line<'_>]) {
+fn report(mut lines: Vec<Line<'_>>) {
+    let words: Vec<String> = std::env::args().skip_while(|arg| arg != "--").skip(1).collect();
+    lines.retain(|line| words.iter().all(|word| line.name.contains(&**word)));
     let mut samples = vec![Vec::new(); lines.len()];
     for _ in 0..ROUNDS {
         for (line, samples) in lines.iter().zip(&mut samples) {
@@ -155,7 +171,46 @@ fn gemv() {
             }
         }
     }
-    report(&lines);
+    report(lines);
+}
+
+/// Products of few rows: what a step of a batch does, or a pass that verifies guesses. As fast as memory, or as the products.
+fn few() {
+    let bytes = 600usize << 20;
+    let weights = Memory::new(bytes, 0x3c10_bc20_3c30_3c40);
+    let x = Memory::new(1 << 20, 0x3f10_0000_bf00_0000);
+    let y = Memory::new(8 << 20, 0);
+    let mut lines = Vec::new();
+    for isa in Isa::available().iter().filter(|isa| **isa != Isa::PORTABLE) {
+        for dtype in [DType::Bf16, DType::Q8] {
+            for (k, rows) in [1024, 3072].into_iter().flat_map(|k| [1, 2, 4, 5, 6, 8, 12, 16].map(|rows| (k, rows))) {
+                let (weights, x, y) = (&weights, &x, &y);
+                let row_bytes = if dtype == DType::Q8 { q8_row_bytes(k) } else { k * dtype.size_bytes() };
+                lines.push(Line {
+                    name: format!("{rows} rows, {dtype} k={k}, 1 thread, {}", isa.name()),
+                    unit: "GB/s",
+                    round: Box::new(move || {
+                        let n = (512 << 10) / row_bytes;
+                        let tasks = bytes / (n * row_bytes);
+                        let seconds = timed(1, |_| {
+                            let mut scratch = Scratch::with_isa(*isa);
+                            let (x, y) = (x.tensor(DType::F32, 0, &[rows, k]), y.tensor(DType::F32, 0, &[rows, n]));
+                            for task in 0..tasks {
+                                let w =
+                                    weights.matrix(dtype, task * n * row_bytes, [n, k], row_bytes / dtype.size_bytes());
+                                let none = Tensor::ABSENT;
+                                let io = [x, w, none, none, y, none, none, none];
+                                let p = param_words(&linear::Params::default());
+                                call::<Linear>(&io, p, Step { rows: rows as u32, ..Step::default() }, &mut scratch);
+                            }
+                        });
+                        bytes as f64 / seconds / 1e9
+                    }),
+                });
+            }
+        }
+    }
+    report(lines);
 }
 
 fn gemm() {
@@ -215,7 +270,7 @@ fn gemm() {
             });
         }
     }
-    report(&lines);
+    report(lines);
 }
 
 fn attend() {
@@ -293,11 +348,11 @@ fn attend() {
             });
         }
     }
-    report(&lines);
+    report(lines);
 }
 
 fn main() {
-    let chosen: Vec<String> = std::env::args().skip(1).collect();
+    let chosen: Vec<String> = std::env::args().skip(1).take_while(|arg| arg != "--").collect();
     let wanted = |name: &str| chosen.is_empty() || chosen.iter().any(|c| c == name);
     println!(
         "best instruction set: {}; medians of {ROUNDS} interleaved rounds (lowest to highest)\n",
@@ -305,6 +360,9 @@ fn main() {
     );
     if wanted("gemv") {
         gemv();
+    }
+    if wanted("few") {
+        few();
     }
     if wanted("gemm") {
         gemm();

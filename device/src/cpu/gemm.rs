@@ -37,6 +37,12 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// the next part and the sums of both beside the packed block.
 const PART_BYTES: usize = 192 << 10;
 
+/// Bytes of the sums that a [few](are_few) groups form before they are taken.
+const SUMS_BYTES: usize = 128 << 10;
+
+/// How far ahead weights are asked for that come from L2.
+const NEAR_LINES: usize = 8;
+
 /// Weight rows: one matrix, or two whose rows alternate in pairs (two of the first, two of the second), so that a tile
 /// holds both halves of a gated product.
 #[derive(Clone, Copy)]
@@ -71,14 +77,17 @@ impl<E> Weights<E> {
     }
 
     /// Rows (of each matrix) of the parts that `cols` activation rows are multiplied with in turn: all where they are one
-    /// group, which sees every weight once.
-    pub(crate) fn part_rows(&self, cols: usize) -> usize {
-        if cols <= 6 {
-            return self.rows;
-        }
+    /// group, as many as have few sums where they are [few](are_few), and see every weight once, too.
+    pub(crate) fn part_rows<S: Simd, D: Dot<S, Elem = E>>(&self, cols: usize) -> usize {
         let matrices = 1 + usize::from(self.paired);
-        let parts = (self.rows * matrices * self.k * size_of::<E>()).div_ceil(PART_BYTES).max(1);
-        self.rows.div_ceil(parts).next_multiple_of(8).min(self.rows)
+        let parts = if cols <= D::TILE_COLS {
+            1
+        } else if are_few::<S, D>(cols) {
+            (self.rows * matrices * cols * size_of::<f32>()).div_ceil(SUMS_BYTES)
+        } else {
+            (self.rows * matrices * self.k * size_of::<E>()).div_ceil(PART_BYTES)
+        };
+        self.rows.div_ceil(parts.max(1)).next_multiple_of(8).min(self.rows)
     }
 
     /// Rows `first..first + rows` of each matrix.
@@ -146,10 +155,29 @@ impl Plan {
     }
 }
 
-/// How many of `left` columns the next group takes: a width that [`Tile`] is made for. The sizes do not matter to the
-/// sums.
+/// How many of `left` columns the next group takes, a width that [`Tile`] is made for: all, if the registers have room for their sums, as many as
+/// they have room for, or of the last two groups half. The sizes do not matter to the sums.
+///
+/// PERF: 5 rows are one group, where they were 4 and 1: 24 -> 28 GB/s of bf16 weights (AVX-512, Turin, 2026-11-25).
 fn group<S: Simd, D: Dot<S>>(left: usize) -> usize {
-    [6, 4, 3, 2].into_iter().find(|width| *width <= left.min(D::TILE_COLS)).unwrap_or(1)
+    let widest = D::TILE_COLS;
+    if left <= widest {
+        left
+    } else if left < 2 * widest {
+        left.div_ceil(2)
+    } else {
+        widest
+    }
+}
+
+/// Whether `cols` activation rows are several groups, but so few that reading the weights takes about as long as the products: then each tile's
+/// weights are multiplied with all groups before the next tile's, for which these ask meanwhile, each for a share, so that memory never rests.
+///
+/// PERF: GB/s of bf16 weights on one core that reads 34, with all groups after each other -> tile by tile: AVX-512, k = 1024, 8 rows 17.4 -> 18.6,
+/// while memory was slow (24) 11.4 -> 18.1; AVX2, k = 3072, 4, 6 and 8 rows 16.1 -> 20.3, 13.9 -> 16.3, 10.5 -> 12.3. With 12 rows and more it
+/// is no faster (Turin, 2026-11-25).
+fn are_few<S: Simd, D: Dot<S>>(cols: usize) -> bool {
+    cols > D::TILE_COLS && cols <= 8.min(3 * D::TILE_COLS)
 }
 
 /// Packs one activation row as number `m` of a group of `width`. `wide` has room for a row, `dst` for a group of whole
@@ -184,8 +212,9 @@ impl<S: Simd, D: Dot<S>> Leaf for Pack<S, D> {
 /// sums[m * sums_stride + columns[r]] = the products of `R` weight rows and a packed group of `M` activation rows.
 struct Tile<S: Simd, D: Dot<S>, const R: usize, const M: usize> {
     w: [*const D::Elem; R],
-    /// Rows whose start is asked for when these end.
-    next: [*const D::Elem; R],
+    /// Rows of which lines are asked for meanwhile, those `ahead` beyond the ones read.
+    asked: [*const D::Elem; R],
+    ahead: usize,
     columns: [usize; R],
     x: *const f32,
     k: usize,
@@ -198,7 +227,7 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
     type Output = ();
     #[inline(always)]
     unsafe fn run(self) {
-        let Tile { w, next, columns, x, k, sums, sums_stride, .. } = self;
+        let Tile { w, asked, ahead, columns, x, k, sums, sums_stride, .. } = self;
         // SAFETY: lines and chunks below are inside the rows of `k` elements; prefetches may be of any address; sums are
         // as the type says.
         unsafe {
@@ -207,15 +236,14 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
             if D::HAS_TILE && R == TILE_ROWS && M == D::TILE_COLS {
                 c = k / D::CHUNK;
                 if c > 0 {
-                    D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], x, c, acc.as_mut_ptr().cast());
+                    // Rows that come next lie as far beyond those of a tile, all four; where they do not, they are asked for in vain.
+                    let by = asked[0].addr().wrapping_sub(w[0].addr()).wrapping_add(64 * ahead);
+                    D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], by, x, c, acc.as_mut_ptr().cast());
                 }
             } else {
                 let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
                 let line_elems = per_line * D::CHUNK;
                 let lines = k / line_elems;
-                // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
-                // short one at the same place of those that do. To choose at every line costs more than what is asked for in vain.
-                let (asked, ahead) = if lines > D::AHEAD_LINES { (w, D::AHEAD_LINES) } else { (next, 0) };
                 let mut line = 0;
                 while line < lines {
                     let mut r = 0;
@@ -263,12 +291,23 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     sums_stride: usize,
 ) {
     let (n, k) = (weights.all_rows(), weights.k);
+    if are_few::<S, D>(cols) {
+        let after = |j: usize| weights.row((j + TILE_ROWS).min(n - 1)).0;
+        // SAFETY: the caller's promises; rows are below n.
+        return unsafe { tile_by_tile::<S, D>([n, k], |j| weights.row(j), after, packed, cols, sums, sums_stride) };
+    }
     let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
+    let lines = k * size_of::<D::Elem>() / 64;
     let mut m = 0;
     while m < cols {
         let width = group::<S, D>(cols - m);
+        // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
+        // short one at the same place of those that do. To choose at every line costs more than what is asked for in vain.
+        let ahead = if m == 0 { D::AHEAD_LINES } else { NEAR_LINES };
+        let is_long = lines > ahead;
+        let ahead = if is_long { ahead } else { 0 };
         // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n;
-        // `next` is only asked for.
+        // `asked` is only asked for.
         unsafe {
             let x = packed.add(m * row_packed);
             let sums = sums.add(m * sums_stride);
@@ -277,17 +316,60 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
                 let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
                 let next = core::array::from_fn(|r| weights.row((j + TILE_ROWS + r).min(n - 1)).0);
                 let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
-                any_width::<S, D, 4>(width, w, next, columns, x, k, sums, sums_stride);
+                let asked = if is_long { w } else { next };
+                any_width::<S, D, 4>(width, w, asked, ahead, columns, x, k, sums, sums_stride);
                 j += TILE_ROWS;
             }
             while j < n {
                 let (w, column) = weights.row(j);
-                let next = [weights.row((j + 1).min(n - 1)).0];
-                any_width::<S, D, 1>(width, [w], next, [column], x, k, sums, sums_stride);
+                let asked = if is_long { w } else { weights.row((j + 1).min(n - 1)).0 };
+                any_width::<S, D, 1>(width, [w], [asked], ahead, [column], x, k, sums, sums_stride);
                 j += 1;
             }
         }
         m += width;
+    }
+}
+
+/// sums[m][column of row j] = row j . x[m] for `n` rows of `k` elements, `row` giving each and its column: a tile's rows with all groups of `packed`
+/// before the next. The rows that `asked` gives for a tile's are asked for meanwhile, by each group its share.
+///
+/// # Safety
+/// As [`multiply`].
+unsafe fn tile_by_tile<S: Simd, D: Dot<S>>(
+    [n, k]: [usize; 2],
+    row: impl Fn(usize) -> (*const D::Elem, usize),
+    asked: impl Fn(usize) -> *const D::Elem,
+    packed: *const f32,
+    cols: usize,
+    sums: *mut f32,
+    sums_stride: usize,
+) {
+    let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
+    let groups = cols.div_ceil(D::TILE_COLS);
+    let mut j = 0;
+    while j < n {
+        let is_tile = j + TILE_ROWS <= n;
+        let (mut m, mut number) = (0, 0);
+        while m < cols {
+            let width = group::<S, D>(cols - m);
+            // What another group asks for is here: to ask again for what is being read costs least.
+            let share = |r: usize| if r % groups == number { asked(j + r) } else { row(j + r).0 };
+            // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n.
+            unsafe {
+                let (x, sums) = (packed.add(m * row_packed), sums.add(m * sums_stride));
+                if is_tile {
+                    let rows = core::array::from_fn::<_, 4, _>(|r| row(j + r));
+                    let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
+                    any_width::<S, D, 4>(width, w, core::array::from_fn(share), 0, columns, x, k, sums, sums_stride);
+                } else {
+                    let (w, column) = row(j);
+                    any_width::<S, D, 1>(width, [w], [share(0)], 0, [column], x, k, sums, sums_stride);
+                }
+            }
+            (m, number) = (m + width, number + 1);
+        }
+        j += if is_tile { TILE_ROWS } else { 1 };
     }
 }
 
@@ -305,31 +387,10 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
     sums: *mut f32,
     sums_stride: usize,
 ) {
-    let row_packed = keys.k.div_ceil(D::CHUNK) * D::CHUNK;
     let key = |j: usize| keys.base[0].wrapping_add(j * keys.stride[0]);
     let asked = |j: usize| if j + ahead < known { key(j + ahead) } else { key(j) };
-    let mut j = 0;
-    while j < keys.rows {
-        let tile = j + TILE_ROWS <= keys.rows;
-        let mut m = 0;
-        while m < cols {
-            let width = group::<S, D>(cols - m);
-            // SAFETY: as `multiply`.
-            unsafe {
-                let (x, k, sums) = (packed.add(m * row_packed), keys.k, sums.add(m * sums_stride));
-                if tile {
-                    let w = core::array::from_fn(|r| key(j + r));
-                    let next = core::array::from_fn(|r| asked(j + r));
-                    let columns = core::array::from_fn(|r| j + r);
-                    any_width::<S, D, 4>(width, w, next, columns, x, k, sums, sums_stride);
-                } else {
-                    any_width::<S, D, 1>(width, [key(j)], [asked(j)], [j], x, k, sums, sums_stride);
-                }
-            }
-            m += width;
-        }
-        j += if tile { TILE_ROWS } else { 1 };
-    }
+    // SAFETY: the caller's promises.
+    unsafe { tile_by_tile::<S, D>([keys.rows, keys.k], |j| (key(j), j), asked, packed, cols, sums, sums_stride) }
 }
 
 /// The [`Tile`] of `R` weight rows and a group of `width` activation rows.
@@ -337,7 +398,8 @@ pub(crate) unsafe fn scores<S: Simd, D: Dot<S>>(
 unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
     width: usize,
     w: [*const D::Elem; R],
-    next: [*const D::Elem; R],
+    asked: [*const D::Elem; R],
+    ahead: usize,
     columns: [usize; R],
     x: *const f32,
     k: usize,
@@ -350,14 +412,14 @@ unsafe fn any_width<S: Simd, D: Dot<S>, const R: usize>(
                 // SAFETY: the caller's promises are the type's.
                 $($m if $m <= D::TILE_COLS => unsafe {
                     D::call(Tile::<S, D, R, $m> {
-                        w, next, columns, x, k, sums, sums_stride, set: PhantomData,
+                        w, asked, ahead, columns, x, k, sums, sums_stride, set: PhantomData,
                     })
                 },)*
                 _ => unreachable!("a group of {width} columns"),
             }
         };
     }
-    widths!(1 2 3 4 6);
+    widths!(1 2 3 4 5 6);
 }
 
 /// Packs rows into the groups [`multiply`] expects; rows that are not f32 pass through `wide`, `k` f32.

@@ -154,7 +154,7 @@ impl Simd for Avx2 {
 /// vectors of the activation rows at the offsets given, then one weight vector after another, by the instructions given, and
 /// multiplies it with them; a chunk is `$bytes` of every weight row, and `$step` bytes of the group.
 macro_rules! tile {
-    ($w:ident, $x:ident, $chunks:ident, $sums:ident, $bytes:literal, $step:literal,
+    ($w:ident, $by:ident, $x:ident, $chunks:ident, $sums:ident, $bytes:literal, $step:literal,
      $({ $x0:literal $x1:literal $x2:literal : $load:literal $at:literal $($then:literal)* })*) => {
         asm!(
             "2:",
@@ -167,14 +167,14 @@ macro_rules! tile {
                 concat!($load, " ymm15, [{w2} + ", $at, "]"), $($then,)* tile!(@products "6" "7" "8"),
                 concat!($load, " ymm15, [{w3} + ", $at, "]"), $($then,)* tile!(@products "9" "10" "11"),
             )*
-            "prefetcht0 [{w0} + 512]", "prefetcht0 [{w1} + 512]", "prefetcht0 [{w2} + 512]", "prefetcht0 [{w3} + 512]",
+            "prefetcht0 [{w0} + {by}]", "prefetcht0 [{w1} + {by}]", "prefetcht0 [{w2} + {by}]", "prefetcht0 [{w3} + {by}]",
             concat!("add {w0}, ", $bytes), concat!("add {w1}, ", $bytes),
             concat!("add {w2}, ", $bytes), concat!("add {w3}, ", $bytes),
             concat!("add {x}, ", $step),
             "dec {n}",
             "jnz 2b",
             w0 = inout(reg) $w[0] => _, w1 = inout(reg) $w[1] => _, w2 = inout(reg) $w[2] => _, w3 = inout(reg) $w[3] => _,
-            x = inout(reg) $x => _, n = inout(reg) $chunks => _,
+            by = in(reg) $by, x = inout(reg) $x => _, n = inout(reg) $chunks => _,
             inout("ymm0") $sums[0], inout("ymm1") $sums[1], inout("ymm2") $sums[2], inout("ymm3") $sums[3],
             inout("ymm4") $sums[4], inout("ymm5") $sums[5], inout("ymm6") $sums[6], inout("ymm7") $sums[7],
             inout("ymm8") $sums[8], inout("ymm9") $sums[9], inout("ymm10") $sums[10], inout("ymm11") $sums[11],
@@ -257,9 +257,9 @@ impl Dot<Avx2> for EvenOdd {
     }
     const HAS_TILE: bool = true;
     #[inline(always)]
-    unsafe fn tile(w: [*const u16; 4], x: *const f32, chunks: usize, sums: *mut __m256) {
+    unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m256) {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_bf16(w, x, chunks, &mut *sums.cast()) }
+        unsafe { tile_bf16(w, by, x, chunks, &mut *sums.cast()) }
     }
 }
 
@@ -291,9 +291,9 @@ macro_rules! widened {
             }
             const HAS_TILE: bool = true;
             #[inline(always)]
-            unsafe fn tile(w: [*const $elem; 4], x: *const f32, chunks: usize, sums: *mut __m256) {
+            unsafe fn tile(w: [*const $elem; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m256) {
                 // SAFETY: the set exists (trait contract); the caller's promises are the same.
-                unsafe { $tile(w, x, chunks, &mut *sums.cast()) }
+                unsafe { $tile(w, by, x, chunks, &mut *sums.cast()) }
             }
         }
     )* };
@@ -306,11 +306,12 @@ widened! {
 }
 
 /// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile_bf16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut [__m256; 12]) {
+unsafe fn tile_bf16(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [__m256; 12]) {
     // SAFETY: the chunks are readable (caller); prefetches may be of any address.
     unsafe {
-        tile!(w, x, chunks, sums, "64", "384",
+        tile!(w, by, x, chunks, sums, "64", "384",
             { "0" "128" "256" : "vmovdqu" "0" "vpslld ymm15, ymm15, 16" }
             { "32" "160" "288" : "vmovdqu" "0" "vpsrld ymm15, ymm15, 16" "vpslld ymm15, ymm15, 16" }
             { "64" "192" "320" : "vmovdqu" "32" "vpslld ymm15, ymm15, 16" }
@@ -320,15 +321,17 @@ unsafe fn tile_bf16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut
 }
 
 /// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile_f16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut [__m256; 12]) {
+unsafe fn tile_f16(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [__m256; 12]) {
     // SAFETY: as `tile_bf16`.
-    unsafe { tile!(w, x, chunks, sums, "16", "96", { "0" "32" "64" : "vcvtph2ps" "0" }) }
+    unsafe { tile!(w, by, x, chunks, sums, "16", "96", { "0" "32" "64" : "vcvtph2ps" "0" }) }
 }
 
 /// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn tile_f32(w: [*const f32; 4], x: *const f32, chunks: usize, sums: &mut [__m256; 12]) {
+unsafe fn tile_f32(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [__m256; 12]) {
     // SAFETY: as `tile_bf16`.
-    unsafe { tile!(w, x, chunks, sums, "32", "96", { "0" "32" "64" : "vmovups" "0" }) }
+    unsafe { tile!(w, by, x, chunks, sums, "32", "96", { "0" "32" "64" : "vmovups" "0" }) }
 }

@@ -210,7 +210,7 @@ unsafe fn load_pair(src: *const f32, n: usize) -> (__m512, __m512) {
 /// about. Each part of a chunk loads its weights, then multiplies them with the vectors of the activation rows at the
 /// offsets given; a chunk is 64 bytes of every weight row, and `$step` bytes of the group.
 macro_rules! tile {
-    ($w:ident, $x:ident, $chunks:ident, $sums:ident, $step:literal, [$($start:literal),*],
+    ($w:ident, $by:ident, $x:ident, $chunks:ident, $sums:ident, $step:literal, [$($start:literal),*],
      $({ $($load:literal)* : $x0:literal $x1:literal $x2:literal $x3:literal $x4:literal $x5:literal })*) => {
         asm!(
             $($start,)*
@@ -224,13 +224,13 @@ macro_rules! tile {
                 tile!(@column "4" $x4 "12" "18" "24" "30"),
                 tile!(@column "5" $x5 "13" "19" "25" "31"),
             )*
-            "prefetcht0 [{w0} + 512]", "prefetcht0 [{w1} + 512]", "prefetcht0 [{w2} + 512]", "prefetcht0 [{w3} + 512]",
+            "prefetcht0 [{w0} + {by}]", "prefetcht0 [{w1} + {by}]", "prefetcht0 [{w2} + {by}]", "prefetcht0 [{w3} + {by}]",
             "add {w0}, 64", "add {w1}, 64", "add {w2}, 64", "add {w3}, 64",
             concat!("add {x}, ", $step),
             "dec {n}",
             "jnz 2b",
             w0 = inout(reg) $w[0] => _, w1 = inout(reg) $w[1] => _, w2 = inout(reg) $w[2] => _, w3 = inout(reg) $w[3] => _,
-            x = inout(reg) $x => _, n = inout(reg) $chunks => _,
+            by = in(reg) $by, x = inout(reg) $x => _, n = inout(reg) $chunks => _,
             out("zmm0") _, out("zmm1") _, out("zmm2") _, out("zmm3") _, out("zmm4") _, out("zmm5") _, out("zmm6") _,
             inout("zmm8") $sums[0], inout("zmm9") $sums[1], inout("zmm10") $sums[2], inout("zmm11") $sums[3],
             inout("zmm12") $sums[4], inout("zmm13") $sums[5], inout("zmm14") $sums[6], inout("zmm15") $sums[7],
@@ -299,9 +299,9 @@ impl Dot<Avx512> for EvenOdd {
     }
     const HAS_TILE: bool = true;
     #[inline(always)]
-    unsafe fn tile(w: [*const u16; 4], x: *const f32, chunks: usize, sums: *mut __m512) {
+    unsafe fn tile(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_bf16(w, x, chunks, &mut *sums.cast()) }
+        unsafe { tile_bf16(w, by, x, chunks, &mut *sums.cast()) }
     }
 }
 
@@ -330,18 +330,19 @@ impl Dot<Avx512> for Whole {
     }
     const HAS_TILE: bool = true;
     #[inline(always)]
-    unsafe fn tile(w: [*const f32; 4], x: *const f32, chunks: usize, sums: *mut __m512) {
+    unsafe fn tile(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, sums: *mut __m512) {
         // SAFETY: the set exists (trait contract); the caller's promises are the same.
-        unsafe { tile_f32(w, x, chunks, &mut *sums.cast()) }
+        unsafe { tile_f32(w, by, x, chunks, &mut *sums.cast()) }
     }
 }
 
 /// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn tile_bf16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
+unsafe fn tile_bf16(w: [*const u16; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
     // SAFETY: the chunks are readable (caller); prefetches may be of any address. The mask of odd elements is all ones shifted up.
     unsafe {
-        tile!(w, x, chunks, sums, "768",
+        tile!(w, by, x, chunks, sums, "768",
             ["vpternlogd zmm6, zmm6, zmm6, 255", "vpslld zmm6, zmm6, 16"],
             { "vpslld zmm0, [{w0}], 16" "vpslld zmm1, [{w1}], 16" "vpslld zmm2, [{w2}], 16" "vpslld zmm3, [{w3}], 16"
                 : "0" "128" "256" "384" "512" "640" }
@@ -352,11 +353,12 @@ unsafe fn tile_bf16(w: [*const u16; 4], x: *const f32, chunks: usize, sums: &mut
 }
 
 /// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.
+#[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn tile_f32(w: [*const f32; 4], x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
+unsafe fn tile_f32(w: [*const f32; 4], by: usize, x: *const f32, chunks: usize, sums: &mut [__m512; 24]) {
     // SAFETY: the chunks are readable (caller); prefetches may be of any address.
     unsafe {
-        tile!(w, x, chunks, sums, "384", [],
+        tile!(w, by, x, chunks, sums, "384", [],
             { "vmovups zmm0, [{w0}]" "vmovups zmm1, [{w1}]" "vmovups zmm2, [{w2}]" "vmovups zmm3, [{w3}]"
                 : "0" "64" "128" "192" "256" "320" }
         );

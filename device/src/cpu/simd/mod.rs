@@ -235,11 +235,12 @@ pub(crate) trait Dot<S: Simd> {
 
     /// Whether [`Dot::tile`] is there.
     const HAS_TILE: bool = false;
-    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of [`Dot::TILE_COLS`]: the same bits.
+    /// [`Dot::chunk`] of steps `0..chunks`, `chunks > 0`, for four rows and a group of [`Dot::TILE_COLS`]: the same bits. Meanwhile it is asked
+    /// for what lies `by` bytes beyond what is read of each row.
     ///
     /// # Safety
     /// The steps are readable, in the rows and in the group at `x`; `sums` has 4 * TILE_COLS vectors.
-    unsafe fn tile(_w: [*const Self::Elem; 4], _x: *const f32, _chunks: usize, _sums: *mut S::F) {
+    unsafe fn tile(_w: [*const Self::Elem; 4], _by: usize, _x: *const f32, _chunks: usize, _sums: *mut S::F) {
         unreachable!("asked for only where HAS_TILE says so")
     }
 }

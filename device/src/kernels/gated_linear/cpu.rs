@@ -88,7 +88,7 @@ impl Gated<'_> {
             paired: true,
             k,
         };
-        let part = weights.part_rows(plan.block_rows);
+        let part = weights.part_rows::<S, D>(plan.block_rows);
         let [packed, wide, sums] = self.scratch.areas([plan.packed_floats, k, plan.block_rows * 2 * part]);
         let mut first = 0;
         while first < self.rows {

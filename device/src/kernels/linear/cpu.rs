@@ -164,7 +164,7 @@ impl Linear<'_> {
         let plan = Plan::new(self.rows, k);
         let base = Weights::<D::Elem>::base_of(&self.w);
         let weights = Weights { base: [base; 2], stride: [self.w.stride(0); 2], rows: n, paired: false, k };
-        let part = weights.part_rows(plan.block_rows);
+        let part = weights.part_rows::<S, D>(plan.block_rows);
         let [packed, wide, sums] = self.scratch.areas([plan.packed_floats, k, plan.block_rows * part]);
         let mut first = 0;
         while first < self.rows {
