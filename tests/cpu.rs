@@ -20,6 +20,8 @@ mod flags;
 mod held;
 #[path = "cpu/interpreted.rs"]
 mod interpreted;
+#[path = "cpu/lookup.rs"]
+mod lookup;
 #[path = "cpu/memory.rs"]
 mod memory;
 #[path = "cpu/models.rs"]

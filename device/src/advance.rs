@@ -3,8 +3,12 @@
 //! Pure integer logic over the control block, so that the macro kernel `advance`, the host (for a run's first step) and
 //! the tests share it.
 
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::lookup;
 use perpetua_shared::TaskFlags;
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Sequence, Step};
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::image::VERIFIES;
 use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc};
 
 /// The program for `pending` rows: the smallest that takes them all in one pass, else the largest there is.
@@ -46,9 +50,12 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
 }
 
 /// The step that a task with `flags` sees in the pass `step`. One of a batch's sequence, which `sequences` gives, sees that
-/// of the sequence alone: its next token, or no rows once it has ended.
+/// of the sequence alone: its next token, or no rows once it has ended. One of a row sees that row alone, or none where the pass has fewer.
 #[inline(always)]
 pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequence) -> Step {
+    if let Some(row) = TaskFlags::row(flags) {
+        return Step { first_pos: step.first_pos + row, rows: u32::from(row < step.rows), ..*step };
+    }
     let Some(number) = TaskFlags::sequence(flags) else { return *step };
     let sequence = sequences(number);
     let rows = u32::from(sequence.end == End::Running as u32);
@@ -99,8 +106,7 @@ fn before_last(sequence: &Sequence) -> u32 {
 /// [`advance`] for a batch. `token` gives the token of a sequence at a position: asked for once, of each sequence that has made one.
 #[inline(always)]
 pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: impl Fn(usize, u32) -> u32) {
-    let step = control.step;
-    control.program_runs[step.program as usize] = control.program_runs[step.program as usize].wrapping_add(1);
+    let step = end_pass(control);
     if step.sampling == 0 {
         control.sequences[step.sequence as usize].position += step.rows;
     } else {
@@ -144,28 +150,98 @@ pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: imp
 // Every entry of the GPU's code has it; a call would cost each of them a stack.
 #[inline(always)]
 pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
-    let step = control.step;
-    control.program_runs[step.program as usize] = control.program_runs[step.program as usize].wrapping_add(1);
-    let iteration = step.iteration.wrapping_add(1);
+    let step = end_pass(control);
     let next_pos = step.first_pos.wrapping_add(step.rows);
     let mut end = End::Running;
     if step.sampling != 0 {
-        control.n_tokens += 1;
-        control.produced += 1;
-        if control.stop_tokens[..control.n_stop_tokens as usize].contains(&token) {
-            end = End::StopToken;
-        } else if control.produced >= control.max_new_tokens {
-            end = End::MaxTokens;
-        } else if next_pos >= control.max_context {
-            end = End::ContextFull;
-        }
+        end = count(control, token, next_pos);
     } else if programs[step.program as usize].in_token_loop == 0 || next_pos >= control.n_tokens {
         end = End::PromptDone;
     }
+    go_on(control, programs, step, end);
+}
+
+/// [`advance`] after a pass that verified `drafts`, tokens guessed to follow the one its first row has read. Row `i` gives the token
+/// `chosen[i]`, which counts if all that the rows up to it have read are what they should have: if the drafts before were chosen, too.
+/// Returns how many count.
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn advance_verified(control: &mut Control, programs: &[ProgramDesc], chosen: &[u32], drafts: &[u32]) -> usize {
+    let step = end_pass(control);
+    let mut made = 0;
+    let end = loop {
+        let token = chosen[made];
+        made += 1;
+        let end = count(control, token, step.first_pos + made as u32);
+        if end != End::Running || drafts.get(made - 1) != Some(&token) {
+            break end;
+        }
+    };
+    // As long as all are right, twice as many; where one was wrong, no more than came before it and one.
+    let right = made as u32 - 1;
+    let n_drafts = if right == drafts.len() as u32 { 2 * right } else { right + 1 };
+    control.n_drafts = n_drafts.clamp(1, control.max_drafts.max(1));
+    go_on(control, programs, Step { rows: made as u32, ..step }, end);
+    made
+}
+
+/// Has a next pass that would read the last of `tokens`, and no others, verify guesses too: what followed when the text last went as it does
+/// now, handed to `put` with their positions. What is made does not depend on them. (Prompt lookup decoding: Saxena 2023.)
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn draft(
+    control: &mut Control,
+    programs: &[ProgramDesc],
+    token: impl Fn(u32) -> u32,
+    mut put: impl FnMut(u32, u32),
+) {
+    let step = control.step;
+    if control.max_drafts == 0 || step.program == NO_PROGRAM || (step.rows, step.sampling) != (1, 1) {
+        return;
+    }
+    let Some(at) = programs.iter().position(|program| program.in_token_loop == VERIFIES) else { return };
+    // Each but the last row gives one of the tokens that are still to be made, and has a place in the cache.
+    let to_make = control.max_new_tokens.saturating_sub(control.produced + 1);
+    let places = control.max_context.saturating_sub(step.first_pos + 1);
+    let most = control.n_drafts.min(programs[at].max_rows - 1).min(to_make).min(places);
+    let Some(first) = lookup::continuation(control.n_tokens, &token).filter(|_| most > 0) else { return };
+    // What follows may reach into what is being put.
+    (0..most).for_each(|i| put(control.n_tokens + i, token(first + i)));
+    control.step = Step { program: at as u32, program_runs: control.program_runs[at], rows: 1 + most, ..step };
+}
+
+/// Counts the pass that has ended, and gives its step.
+#[inline(always)]
+fn end_pass(control: &mut Control) -> Step {
+    let step = control.step;
+    let runs = &mut control.program_runs[step.program as usize];
+    *runs = runs.wrapping_add(1);
+    control.last_program = step.program;
+    step
+}
+
+/// Counts `token`, made by the pass that has read all before `next_pos`: what it ends the loop with.
+#[inline(always)]
+fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
+    control.n_tokens += 1;
+    control.produced += 1;
+    if control.stop_tokens[..control.n_stop_tokens as usize].contains(&token) {
+        End::StopToken
+    } else if control.produced >= control.max_new_tokens {
+        End::MaxTokens
+    } else if next_pos >= control.max_context {
+        End::ContextFull
+    } else {
+        End::Running
+    }
+}
+
+/// Sets the step after `step`, or, where there is an `end` or the host wants one, none.
+#[inline(always)]
+fn go_on(control: &mut Control, programs: &[ProgramDesc], step: Step, mut end: End) {
     if end == End::Running && control.stop != 0 {
         end = End::Stopped;
     }
     control.end = end as u32;
+    let (next_pos, iteration) = (step.first_pos.wrapping_add(step.rows), step.iteration.wrapping_add(1));
     control.step = if end == End::Running {
         step_from(control, programs, next_pos, iteration)
     } else {
@@ -176,6 +252,7 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     fn programs(rows: &[u32]) -> Vec<ProgramDesc> {
         let program = |rows: &u32| ProgramDesc { max_rows: *rows, in_token_loop: 1, ..bytemuck::Zeroable::zeroed() };
@@ -306,6 +383,100 @@ mod tests {
         assert!(told.sequences[..2].iter().all(|sequence| sequence.end == End::Stopped as u32));
         // Without a program for them there is nothing to run.
         assert_eq!(batch(&mut control(0, 5, 10), &programs(&[1, 8]), &[1, 1], 9), []);
+    }
+
+    /// Runs the loop over a model that has `next` follow the tokens so far, drafts included. Returns the text, and each pass's position and rows.
+    fn text_of(control: &mut Control, prompt: &[u32], next: impl Fn(&[u32]) -> u32) -> (Vec<u32>, Vec<(u32, u32)>) {
+        let mut programs = programs(&[1, 8, 5]);
+        programs[2].in_token_loop = VERIFIES;
+        let text = core::cell::RefCell::new(prompt.to_vec());
+        text.borrow_mut().resize(control.max_context as usize + 1, u32::MAX);
+        control.n_tokens = prompt.len() as u32;
+        control.step = step_from(control, &programs, 0, 0);
+        let mut passes = Vec::new();
+        while control.step.program != NO_PROGRAM {
+            let step = control.step;
+            passes.push((step.first_pos, step.rows));
+            let at = step.first_pos as usize + 1;
+            assert!(at - 1 + step.rows as usize <= control.max_context as usize, "a row without a place in the cache");
+            let chosen: Vec<u32> = (0..step.rows as usize).map(|row| next(&text.borrow()[..at + row])).collect();
+            if programs[step.program as usize].in_token_loop == VERIFIES {
+                let drafts = text.borrow()[at..][..chosen.len() - 1].to_vec();
+                let made = advance_verified(control, &programs, &chosen, &drafts);
+                text.borrow_mut()[at..][..made].copy_from_slice(&chosen[..made]);
+            } else {
+                let token = *chosen.last().expect("a pass has rows");
+                if step.sampling == 1 {
+                    text.borrow_mut()[at + chosen.len() - 1] = token;
+                }
+                advance(control, &programs, token);
+            }
+            assert_eq!(control.last_program, step.program);
+            let token = |at: u32| text.borrow()[at as usize];
+            draft(control, &programs, token, |at, token| text.borrow_mut()[at as usize] = token);
+        }
+        let mut text = text.into_inner();
+        text.truncate(control.n_tokens as usize);
+        (text, passes)
+    }
+
+    proptest! {
+        /// Whatever follows what, wherever it ends: the text is that of passes of one row, in no more passes.
+        #[test]
+        fn guesses_change_nothing_but_the_passes(
+            prompt in proptest::collection::vec(0u32..4, 1..30),
+            rule in any::<u32>(),
+            max_drafts in 1u32..9,
+            max_new_tokens in 1u32..40,
+            room in 0u32..40,
+            stop in 0u32..8,
+        ) {
+            // The next token by the last two, and now and then by the length, so that guesses are right for a while.
+            let next = |text: &[u32]| {
+                let last = text.iter().rev().take(2).fold(0, |sum, token| sum * 4 + token.min(&3));
+                let salt = if text.len().is_multiple_of(7) { text.len() as u32 } else { 0 };
+                (rule >> ((2 * last) & 31)).wrapping_add(salt) % 4
+            };
+            let max_context = prompt.len() as u32 + room;
+            let plain = Control { max_new_tokens, max_context, n_stop_tokens: 1, ..bytemuck::Zeroable::zeroed() };
+            let mut plain = Control { stop_tokens: [stop; _], ..plain };
+            let mut guessing = Control { max_drafts, n_drafts: max_drafts, ..plain };
+            let (expected, one_by_one) = text_of(&mut plain, &prompt, next);
+            let (found, passes) = text_of(&mut guessing, &prompt, next);
+            prop_assert_eq!(found, expected);
+            prop_assert!(passes.len() <= one_by_one.len(), "{:?}", passes);
+            prop_assert!(passes.iter().all(|(_, rows)| *rows <= 8));
+            prop_assert_eq!((guessing.end, guessing.produced), (plain.end, plain.produced));
+            prop_assert_eq!((guessing.n_tokens, guessing.step.first_pos), (plain.n_tokens, plain.step.first_pos));
+        }
+    }
+
+    #[test]
+    fn guesses_grow_while_they_are_right() {
+        let mut control = Control { max_drafts: 4, n_drafts: 1, ..control(0, 16, 100) };
+        // 1 2 3 1 2 3 ..., until at position 20 something else follows.
+        let next = |text: &[u32]| if text.len() == 20 { 9 } else { text.last().expect("a prompt") % 3 + 1 };
+        let (text, passes) = text_of(&mut control, &[1, 2, 3, 1, 2], next);
+        assert_eq!(text[..8], [1, 2, 3, 1, 2, 3, 1, 2]);
+        assert_eq!(text.len(), 21);
+        // A draft, two, four; then the one that is wrong, and what its row gives ends the text.
+        assert_eq!(passes, [(0, 5), (5, 2), (7, 3), (10, 5), (15, 5), (20, 1)][..5]);
+    }
+
+    #[test]
+    fn a_task_of_a_row_sees_it_alone() {
+        let pass = Step { first_pos: 17, rows: 3, sampling: 1, iteration: 5, ..Step::default() };
+        for (row, rows) in [(0, 1), (2, 1), (3, 0), (15, 0)] {
+            let seen = step_of(TaskFlags::of_row(row) | TaskFlags::ONLY_WHEN_SAMPLING, &pass, |_| {
+                unreachable!("none is named")
+            });
+            assert_eq!(seen, Step { first_pos: 17 + row as u32, rows, ..pass });
+        }
+        assert_eq!(
+            (TaskFlags::row(TaskFlags::of_sequence(63)), TaskFlags::sequence(TaskFlags::of_row(15))),
+            (None, None)
+        );
+        assert_eq!(TaskFlags::row(TaskFlags::ONLY_WHEN_SAMPLING | TaskFlags::JUST_IN_TIME), None);
     }
 
     #[test]

@@ -30,6 +30,8 @@ pub mod cpu;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod io;
 #[cfg(not(target_arch = "nvptx64"))]
+pub mod lookup;
+#[cfg(not(target_arch = "nvptx64"))]
 pub mod turns;
 
 mod arch;

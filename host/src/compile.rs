@@ -1,7 +1,7 @@
 //! From kernel graphs to an image: the list of stages, readable top to bottom.
 
 use crate::graph::flags;
-use crate::graph::kernel::{GraphError, KernelGraph};
+use crate::graph::kernel::{GraphError, KernelGraph, Pass};
 use crate::graph::lower::{self, Cut, Target, block_operand};
 use crate::graph::task::{self, TaskClass, TaskError, TaskGraph, WorkerLists};
 use crate::graph::tensor::{BufferKind, OpId};
@@ -12,7 +12,7 @@ use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc};
+use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
 use perpetua_shared::limits::MAX_TASK_EVENTS;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
@@ -133,6 +133,9 @@ pub enum CompileError {
         /// Why not.
         why: &'static str,
     },
+    /// A pass verifies drafts, and GPU kernels do not.
+    #[error("program {0} verifies drafts: expected a target of CPU workers")]
+    Drafts(String),
     /// A task waits on more events than its descriptor counts, or triggers more.
     #[error("operator {op}, block {block:?}: {what} {given} events, expected at most {MAX_TASK_EVENTS}")]
     TaskEvents {
@@ -206,7 +209,11 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
             let whole = Operand { is_flagged, ..crate::graph::kernel::whole_operand(&table[*tensor]) };
             program.outputs.push((name.clone(), layout.place(&program, buffer, whole)));
         }
-        let in_token_loop = if source.graph.is_batch { EVERY_SEQUENCE } else { u32::from(source.in_token_loop) };
+        let in_token_loop = match source.graph.pass {
+            Pass::Batch => EVERY_SEQUENCE,
+            Pass::Verify => VERIFIES,
+            Pass::Sequence => u32::from(source.in_token_loop),
+        };
         layout.sources.push((source.graph.rows, in_token_loop));
         programs.push(program);
     }
@@ -295,6 +302,9 @@ fn side_by_side<T: Send, U: Send>(items: Vec<T>, f: impl Fn(usize, T) -> U + Syn
 
 /// Everything about program `number` that the others do not matter to.
 fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, Program), CompileError> {
+    if source.graph.pass == Pass::Verify && config.target.has_loaders {
+        return Err(CompileError::Drafts(source.name));
+    }
     if !source.graph.is_ended() {
         source.graph.advance()?;
     }
@@ -302,7 +312,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
     let classes = classes(&blocks, config);
     // In a batch a sequence may have ended, and its tasks write nothing.
-    if config.target.has_flags && source.graph.rows == Some(1) && !source.graph.is_batch {
+    if config.target.has_flags && source.graph.rows == Some(1) && source.graph.pass == Pass::Sequence {
         let is_launched = |op: usize| classes.contains(&(op as u32, TaskClass::JustInTime));
         flags::flag(&mut blocks, |op| !is_launched(op));
     }

@@ -109,6 +109,12 @@ pub struct Control {
     pub top_k: u32,
     /// Seed of the sampler, low and high word; sequence `s` of a batch draws with the seed `s` higher.
     pub seed: [u32; 2],
+    /// Tokens that a pass may guess and verify at most; 0: none are guessed.
+    pub max_drafts: u32,
+    /// How many of them the next pass that does may have.
+    pub n_drafts: u32,
+    /// The program of the last pass that has ended.
+    pub last_program: u32,
     /// How often each program has run since the counters were zeroed.
     pub program_runs: [u32; crate::limits::MAX_PROGRAMS],
     /// How many of [`Control::sequences`] count; 0: no batch.

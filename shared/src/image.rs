@@ -14,7 +14,7 @@ use bytemuck::{Pod, Zeroable};
 /// First bytes of every image.
 pub const MAGIC: [u8; 8] = *b"PERPIMG\0";
 /// Format version; an image of another version is refused.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// What a binding is for: how an executor provides it.
 #[repr(u32)]
@@ -113,13 +113,17 @@ pub struct ProgramDesc {
     pub event_first: u32,
     /// See [`ProgramDesc::event_first`].
     pub event_count: u32,
-    /// Whether the token loop may choose it by itself: 0 no, 1 yes, [`EVERY_SEQUENCE`].
+    /// Whether the token loop may choose it by itself: 0 no, 1 yes, [`EVERY_SEQUENCE`], [`VERIFIES`].
     pub in_token_loop: u32,
 }
 
 /// [`ProgramDesc::in_token_loop`] of a program whose rows each are the next token of a sequence of its own. An image has at
 /// most one. Its `max_rows` is the number of sequences that every `State` and `Tokens` binding is as many equal parts for.
 pub const EVERY_SEQUENCE: u32 = 2;
+
+/// [`ProgramDesc::in_token_loop`] of a program whose rows are a sequence's next token and drafts, guesses of those after it, all in the
+/// token buffer: it chooses the token that follows each row. An image has at most one. CPU only.
+pub const VERIFIES: u32 = 3;
 
 const _: () =
     assert!(size_of::<ImageHeader>() == 72 && size_of::<BindingDesc>() == 16 && size_of::<ProgramDesc>() == 24);

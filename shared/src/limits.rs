@@ -30,3 +30,7 @@ pub const MAX_STOP_TOKENS: usize = 16;
 pub const MAX_SEQUENCES: usize = 64;
 
 const _: () = assert!(MAX_SEQUENCES <= 255);
+
+/// Tokens guessed ahead and verified in one pass: of more than 16 rows a pass is bound by arithmetic on every CPU we know, and a guess
+/// costs as much as a step.
+pub const MAX_DRAFTS: usize = 15;

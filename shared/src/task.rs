@@ -1,6 +1,6 @@
 //! Tasks and the tensor regions they touch.
 
-use crate::limits::{MAX_RANK, PARAM_WORDS};
+use crate::limits::{MAX_DRAFTS, MAX_RANK, PARAM_WORDS};
 use crate::{BindingId, DType};
 use bytemuck::{Pod, Zeroable};
 
@@ -63,6 +63,11 @@ impl Operand {
     }
 }
 
+/// Where the number of a row, from 1, stands in a task's flags: above the bits, below a sequence's.
+const ROW_SHIFT: u32 = 2;
+
+const _: () = assert!((MAX_DRAFTS + 1) << ROW_SHIFT < 1 << 8);
+
 /// Bits of [`TaskDesc::flags`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TaskFlags;
@@ -72,6 +77,17 @@ impl TaskFlags {
     pub const ONLY_WHEN_SAMPLING: u16 = 1;
     /// The task stands in no worker's list: a scheduler launches it when its last event fires.
     pub const JUST_IN_TIME: u16 = 2;
+
+    /// The flags of a task that belongs to row `row` of a pass that verifies drafts, at most [`MAX_DRAFTS`] of them: it sees that row alone.
+    pub const fn of_row(row: usize) -> u16 {
+        assert!(row <= MAX_DRAFTS, "a row of such a pass");
+        (row as u16 + 1) << ROW_SHIFT
+    }
+
+    /// The row `flags` name, if they do.
+    pub const fn row(flags: u16) -> Option<u32> {
+        (flags as u8 as u32 >> ROW_SHIFT).checked_sub(1)
+    }
 
     /// The flags of a task that belongs to sequence `sequence` of a batch: it sees that sequence's step.
     pub const fn of_sequence(sequence: usize) -> u16 {

@@ -1257,7 +1257,9 @@ fn sample(random: &mut Random, round: usize) {
         if i - 1 == at { best.1 as f32 } else { -1.0 }
     });
     push_control(&mut case, random, &control);
-    case.push(random, DType::I32, &[20], |_| 99.0);
+    // The buffer, or the token alone.
+    let tokens = if random.flip() { 20 } else { 1 };
+    case.push(random, DType::I32, &[tokens], |_| 99.0);
     case.step.first_pos = random.below(8);
     case.step.rows = random.one_to(8);
     case.judge("sample");
@@ -1282,6 +1284,7 @@ fn advance(random: &mut Random, _: usize) {
     };
     let mut case = Case::new::<Advance>(advance::Params {});
     case.push(random, DType::I32, &[20], |random| 97.0 + random.below(4) as f32);
+    case.absent();
     // The body works on the block in place, as a control block: whole words from its binding's start.
     push_control(&mut case, random, &control);
     case.judge("advance");

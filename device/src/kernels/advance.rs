@@ -1,5 +1,6 @@
 //! Ends an iteration: counts the token made, decides whether the loop goes on and publishes the next step (see
-//! [`crate::advance`]). control: the control block as u32 words; tokens: [capacity] i32. The last task of every program.
+//! [`crate::advance`]). control: the control block as u32 words; tokens: [capacity] i32; chosen: [rows] i32, in a program that verifies drafts the
+//! token that each row gives. Drafts for the next pass, if it is to verify some, go to where they would be in tokens. The last task of every program.
 
 use super::*;
 use crate::arch::memory;
@@ -12,6 +13,7 @@ use perpetua_shared::control::Control;
 use perpetua_shared::{
     control::{PRODUCED, STOP},
     image::{EVERY_SEQUENCE, ProgramDesc},
+    limits::MAX_DRAFTS,
 };
 
 /// See the module head.
@@ -25,14 +27,21 @@ pub struct Params {}
 
 impl MacroKernel for Advance {
     const NAME: &'static str = "advance";
-    const SLOTS: &'static [Slot] = &[Slot::read("tokens"), Slot::update("control")];
+    const SLOTS: &'static [Slot] = &[Slot::update("tokens"), Slot::optional("chosen"), Slot::update("control")];
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [tokens, control] = io else { unreachable!("slots were counted") };
+        let [tokens, chosen, control] = io else { unreachable!("slots were counted") };
         rules::dtype("tokens", tokens, &[DType::I32])?;
         rules::rank("tokens", tokens, 1)?;
+        if chosen.is_present() {
+            rules::dtype("chosen", chosen, &[DType::I32])?;
+            rules::rank("chosen", chosen, 1)?;
+            if chosen.extent[0] as usize > MAX_DRAFTS + 1 {
+                return Err(format!("{} rows, expected at most {}", chosen.extent[0], MAX_DRAFTS + 1));
+            }
+        }
         rules::dtype("control", control, &[DType::U32])?;
         rules::rank("control", control, 1)?;
         rules::unit_stride("control", control)?;
@@ -41,7 +50,7 @@ impl MacroKernel for Advance {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [tokens, words] = core::array::from_fn(|i| call.tensor(i));
+        let [tokens, chosen, words] = core::array::from_fn(|i| call.tensor(i));
         let mut control: Control = bytemuck::cast::<[u32; WORDS], Control>(core::array::from_fn(|i| load(&words, i)));
         if control.n_sequences > 0 {
             // Every sequence has an equal part of the token buffer.
@@ -49,11 +58,23 @@ impl MacroKernel for Advance {
             let token = |sequence: usize, position: u32| tokens.get_i32([sequence * part + position as usize]) as u32;
             crate::advance::advance_batch(&mut control, call.programs, token);
         } else {
-            let token = match control.step.sampling {
-                0 => 0,
-                _ => tokens.get_i32([(control.step.first_pos + control.step.rows) as usize]) as u32,
-            };
-            crate::advance::advance(&mut control, call.programs, token);
+            let token = |position: u32| tokens.get_i32([position as usize]) as u32;
+            let step = control.step;
+            if chosen.is_present() {
+                let next = step.first_pos + 1;
+                let (mut given, mut drafts) = ([0; MAX_DRAFTS + 1], [0; MAX_DRAFTS]);
+                let rows = step.rows as usize;
+                (0..rows).for_each(|row| given[row] = chosen.get_i32([row]) as u32);
+                (0..rows - 1).for_each(|row| drafts[row] = token(next + row as u32));
+                let (given, drafts) = (&given[..rows], &drafts[..rows - 1]);
+                let made = crate::advance::advance_verified(&mut control, call.programs, given, drafts);
+                (0..made).for_each(|row| tokens.set_i32([next as usize + row], given[row] as i32));
+            } else {
+                let token = if step.sampling == 0 { 0 } else { token(step.first_pos + step.rows) };
+                crate::advance::advance(&mut control, call.programs, token);
+            }
+            let put = |position: u32, token: u32| tokens.set_i32([position as usize], token as i32);
+            crate::advance::draft(&mut control, call.programs, token, put);
         }
         let out: [u32; WORDS] = bytemuck::cast(control);
         // `stop` is the host's word. `produced` goes last, its own and each sequence's: a host that sees it sees the token
@@ -72,7 +93,7 @@ impl MacroKernel for Advance {
             // may write `stop` meanwhile, a word that is read once and never written here. The token read is the one
             // `sample` wrote before its event.
             unsafe {
-                let (tokens, words) = (call.tensor(0), call.tensor(1));
+                let (tokens, words) = (call.tensor(0), call.tensor(2));
                 let control = memory::exclusive(words.address([0]).cast::<Control>());
                 if control.n_sequences > 0 {
                     advance_each(call, control, &tokens);

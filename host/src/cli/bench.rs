@@ -13,6 +13,8 @@ use perpetua::exec::threads::usable_cores;
 use perpetua::{Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
+use perpetua_shared::control::{Control, Step};
+use perpetua_shared::image::VERIFIES;
 use perpetua_shared::Technique;
 use serde_json::json;
 use std::path::PathBuf;
@@ -31,6 +33,9 @@ pub(crate) struct Args {
     /// Decode this many sequences together, every pass over the weights making a token for each (text models).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     batch: Option<usize>,
+    /// What passes cost that verify up to N guesses (`generate --prompt-lookup`), beside a step (text models, CPU).
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    prompt_lookup: Option<usize>,
     /// Measure so often; the figures are those of the median run.
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     runs: usize,
@@ -52,7 +57,8 @@ impl Args {
     /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace`.
     pub(super) fn of(model: ModelArgs, context: usize, tokens: usize, runs: usize, trace: PathBuf) -> Args {
         let context = Some(context);
-        Args { model, context, tokens, batch: None, runs, compare: true, json: None, trace: Some(trace) }
+        let (batch, prompt_lookup, json, trace) = (None, None, None, Some(trace));
+        Args { model, context, tokens, batch, prompt_lookup, runs, compare: true, json, trace }
     }
 
     /// The same of `sequences` together, compared with nothing but one alone.
@@ -79,6 +85,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
+    }
+    if args.prompt_lookup.is_some() && !is_generator(&model) {
+        return Err("--prompt-lookup is for text models: of a sentence nothing is guessed".into());
     }
     if (args.compare || args.trace.is_some()) && !is_generator(&model) {
         return Err("--compare and --trace are for text models, whose steps they are about".into());
@@ -216,6 +225,44 @@ fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<s
     bar.finish_and_clear();
     put(prompt.len(), whole);
     Ok(figures.into())
+}
+
+/// How often each number of rows is measured.
+const VERIFICATIONS: usize = 9;
+
+/// What passes over the token after `prompt` and 1 to `drafts` guesses of those after it take, and how much that is beside a step of that token
+/// alone: the medians of passes in turn.
+fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize) -> Result<serde_json::Value, EngineError> {
+    // Tokens to be read as guesses.
+    engine.generate(prompt, &options(drafts + 1))?.try_for_each(|token| token.map(|_| ()))?;
+    let programs = engine.resident().compiled().image.view().programs;
+    let verify = programs.iter().position(|program| program.in_token_loop == VERIFIES);
+    let first_pos = prompt.len() as u32;
+    let (n_tokens, max_context) = (first_pos + 1, engine.context() as u32);
+    let most = (drafts + 1).min(engine.context() - prompt.len());
+    let bar = progress((VERIFICATIONS * most) as u64, "guesses", TOKENS_BAR);
+    let mut took = vec![Vec::new(); most];
+    for _ in 0..VERIFICATIONS {
+        for (rows, took) in (1..).zip(&mut took) {
+            let program = if rows == 1 { 0 } else { verify.unwrap_or(0) as u32 };
+            let step = Step { program, first_pos, rows, sampling: 1, ..Step::default() };
+            let control = Control { n_tokens, max_context, max_new_tokens: 1, step, ..bytemuck::Zeroable::zeroed() };
+            engine.resident_mut().start(control);
+            engine.resident_mut().finish()?;
+            let stamps = engine.stamps();
+            took.push(stamps[stamps.len() - 1] - stamps[0]);
+            bar.inc(1);
+        }
+    }
+    bar.finish_and_clear();
+    took.iter_mut().for_each(|took| took.sort_unstable());
+    let step = quantile(&took[0], 0.5).max(1e-12);
+    let figure = |(guesses, took): (usize, &Vec<Duration>)| {
+        let ms = quantile(took, 0.5) * 1e3;
+        let text = format!("{ms:.3} ms, {:.2} times a step", ms / 1e3 / step);
+        (format!("{guesses}_guesses"), serde_json::Value::from(text))
+    };
+    Ok(took.iter().enumerate().skip(1).map(figure).collect::<serde_json::Map<_, _>>().into())
 }
 
 /// What another way through the GPU's code makes of the same prompts, by its `runs`, beside `run`.
@@ -419,6 +466,11 @@ pub(super) fn generator(
         figures["tokens_per_s_each"] = (1.0 / median.max(1e-12)).into();
         figures["tokens_per_s_alone"] = (1.0 / alone.max(1e-12)).into();
         figures["times_alone"] = (n_sequences as f64 * alone / median.max(1e-12)).into();
+    }
+    if let Some(drafts) = args.prompt_lookup {
+        let usual = args.model.config(model, needed.max(context + 1 + drafts).min(model.max_tokens()));
+        let mut engine = Engine::new(model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })?;
+        figures["verifying"] = verifying(&mut engine, prompt, drafts)?;
     }
     if let Some(quantized) = model.quantized() {
         figures["quantized_weights"] = bytes(quantized.size_bytes()).into();

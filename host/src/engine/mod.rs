@@ -34,8 +34,8 @@ use crate::exec::{RunError, cuda};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM};
-use perpetua_shared::image::EVERY_SEQUENCE;
-use perpetua_shared::limits::{MAX_SEQUENCES, MAX_STOP_TOKENS};
+use perpetua_shared::image::{EVERY_SEQUENCE, VERIFIES};
+use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::{DType, ProgramId};
 use std::path::Path;
 use std::sync::Arc;
@@ -152,6 +152,10 @@ pub struct EngineConfig {
     /// Compile a pass that decodes this many sequences together, each with a KV cache of its own, for
     /// [`Engine::generate_batch`]: 1 to [`MAX_SEQUENCES`].
     pub sequences: Option<usize>,
+    /// Guess at most this many tokens, 1 to [`MAX_DRAFTS`], of what may follow the next one, wherever the text's last tokens have stood in it before, prompt
+    /// included (prompt lookup decoding), and verify them in the pass that makes the next one: a text that repeats what it was given
+    /// takes fewer passes. What [`Engine::generate`] makes stays the same to the bit, draws included. CPU only; batches do without.
+    pub prompt_lookup: Option<usize>,
     /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context and a
     /// stream of its own.
     pub gpu: Option<Gpu>,
@@ -349,6 +353,7 @@ fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Resul
 pub fn pass_name(rows: usize, head: Head) -> String {
     match (head, rows) {
         (Head::SampleEach, _) => format!("decode of {rows}"),
+        (Head::Verify, _) => format!("verify {rows}"),
         (_, 1) => "decode".to_owned(),
         _ => format!("prefill {rows}"),
     }
@@ -377,6 +382,8 @@ pub struct Engine {
     context: usize,
     /// Sequences of a batch; 0: no batches.
     sequences: usize,
+    /// Tokens that a pass may guess; 0: none.
+    drafts: u32,
     all_logits: bool,
 }
 
@@ -401,7 +408,7 @@ impl Engine {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         model.decoder()?;
         let place = match config.device {
-            Device::Auto if model.quantized().is_some() || config.exact => {
+            Device::Auto if model.quantized().is_some() || config.exact || config.prompt_lookup.is_some() => {
                 Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
             }
             _ => Place::of(config),
@@ -413,6 +420,18 @@ impl Engine {
                 given,
                 expected: "cpu or reference: no GPU kernel reads them",
             });
+        }
+        if let Some(drafts) = config.prompt_lookup {
+            let bad = |given: String, expected| Err(EngineError::Option { name: "prompt lookup", given, expected });
+            if drafts == 0 || drafts > MAX_DRAFTS {
+                return bad(drafts.to_string(), "1 to 15 tokens");
+            }
+            if matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
+                return bad("on a GPU".to_owned(), "device cpu or reference: no GPU kernel verifies guesses");
+            }
+            if config.all_logits {
+                return Err(EngineError::Purpose("every position's logits and prompt lookup at once"));
+            }
         }
         let allowed = model.max_tokens();
         let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
@@ -441,10 +460,15 @@ impl Engine {
         if let Some(sequences) = config.sequences {
             sources.push(decoder_source(model, sequences, cache, Head::SampleEach)?);
         }
+        if let Some(drafts) = config.prompt_lookup {
+            let rows = (drafts + 1).min(context);
+            sources.push(decoder_source(model, rows, cache, Head::Verify)?);
+        }
         sources.iter_mut().for_each(|source| source.graph.is_exact = config.exact);
         let resident = Resident::at(sources, model, place, &config.just_in_time, progress)?;
         let sequences = config.sequences.unwrap_or(0);
-        Ok(Engine { model: model.clone(), resident, context, sequences, all_logits: config.all_logits })
+        let drafts = config.prompt_lookup.unwrap_or(0) as u32;
+        Ok(Engine { model: model.clone(), resident, context, sequences, drafts, all_logits: config.all_logits })
     }
 
     /// Positions of the KV cache.
@@ -492,6 +516,7 @@ impl Engine {
         let text = text_stream(&self.model)?;
         let mut control = self.control(options)?;
         control.n_tokens = prompt.len() as u32;
+        (control.max_drafts, control.n_drafts) = (self.drafts, self.drafts);
         control.step =
             perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
         self.resident.set_tokens(0, prompt);
@@ -641,13 +666,26 @@ impl Engine {
 
     /// The logits that the last token of the last generation was chosen from; `None` before there has been one.
     pub fn last_logits(&mut self) -> Option<Vec<f32>> {
-        // The pass that chose it, be it one that read a prompt, took all rows there were.
         self.resident.stamps().first()?;
-        let rows = self.resident.finish().ok()?.step.rows;
-        let programs = self.resident.compiled.image.view().programs;
-        let last = ProgramId(perpetua_device::advance::choose_program(programs, rows)?);
+        let control = self.resident.finish().ok()?;
+        let last = ProgramId(control.last_program);
         let output = self.resident.output(last, "logits")?;
-        self.resident.read_f32(&output, 1).ok()
+        // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last one's alone.
+        let verified = self.resident.compiled.image.view().programs[last.idx()].in_token_loop == VERIFIES;
+        let rows = if verified { control.step.rows as usize } else { 1 };
+        let logits = self.resident.read_f32(&output, rows).ok()?;
+        Some(logits[logits.len() - self.model.config().vocab_size()..].to_vec())
+    }
+
+    /// Passes that read a prompt of `tokens` tokens, the last of which makes the first new one.
+    pub fn passes(&self, mut tokens: usize) -> usize {
+        let programs = self.resident.compiled.image.view().programs;
+        let mut passes = 0;
+        while let Some(program) = perpetua_device::advance::choose_program(programs, tokens as u32).filter(|_| tokens > 0) {
+            tokens = tokens.saturating_sub(programs[program as usize].max_rows as usize);
+            passes += 1;
+        }
+        passes
     }
 
     /// When the last run started, and when each of its passes ended.

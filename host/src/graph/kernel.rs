@@ -12,7 +12,7 @@ use super::threadblock::{AccessKind, BlockOp, GRID_AXES, KernelCall};
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::{self, MacroKernel, Numbered, Spec, Use, elementwise::Function, param_words};
 use perpetua_shared::control::Control;
-use perpetua_shared::limits::MAX_RANK;
+use perpetua_shared::limits::{MAX_DRAFTS, MAX_RANK};
 use perpetua_shared::{BindingId, DType, Operand, TaskFlags};
 use petgraph::graph::{DiGraph, NodeIndex};
 use std::collections::HashMap;
@@ -73,6 +73,17 @@ pub enum GraphError {
     },
 }
 
+/// What the rows of a pass are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// Tokens of one sequence, one after the other.
+    Sequence,
+    /// Each the next token of a sequence of its own: the decoding pass of a batch.
+    Batch,
+    /// The next token of a sequence and drafts, guesses of those after it.
+    Verify,
+}
+
 /// The graph. See the module head.
 #[derive(Clone, Debug)]
 pub struct KernelGraph {
@@ -85,14 +96,16 @@ pub struct KernelGraph {
     writers: HashMap<BufferId, NodeIndex>,
     activations: DType,
     sampling_only: bool,
+    /// The tokens that the rows of a pass that verifies drafts give.
+    chosen: Option<TensorId>,
     /// Sequences that states and token buffers have room for, a part each.
     sequences: usize,
-    /// The sequence that operators added now belong to.
-    sequence: Option<usize>,
+    /// The sequence of a batch, or the row of a pass that verifies drafts, that operators added now belong to, as their tasks' flags; 0: to none.
+    part: u16,
     /// Tokens of a pass; `None` for a graph without a token dimension.
     pub rows: Option<u32>,
-    /// Whether each row of a pass is the next token of a sequence of its own: the decoding pass of a batch.
-    pub is_batch: bool,
+    /// What the rows of a pass are.
+    pub pass: Pass,
     /// Whether a pass of many rows must give the bits that its rows give one by one: no core's matrix unit may read it.
     pub is_exact: bool,
 }
@@ -114,10 +127,11 @@ impl KernelGraph {
             writers: HashMap::new(),
             activations: DType::F32,
             sampling_only: false,
+            chosen: None,
             sequences: 1,
-            sequence: None,
+            part: 0,
             rows: None,
-            is_batch: false,
+            pass: Pass::Sequence,
             is_exact: false,
         }
     }
@@ -134,14 +148,20 @@ impl KernelGraph {
 
     /// An empty graph for passes over the next token of each of `sequences` sequences, a row each.
     pub fn batch(sequences: usize) -> KernelGraph {
-        KernelGraph { is_batch: true, ..KernelGraph::with_sequences(sequences as u32, sequences) }
+        KernelGraph { pass: Pass::Batch, ..KernelGraph::with_sequences(sequences as u32, sequences) }
+    }
+
+    /// An empty graph for passes over the next token of one of `sequences` sequences and drafts of those after it, at most `rows` in all.
+    pub fn verify(rows: u32, sequences: usize) -> KernelGraph {
+        KernelGraph { pass: Pass::Verify, ..KernelGraph::with_sequences(rows, sequences) }
     }
 
     /// From here on, operators belong to sequence `sequence`, or again to the whole pass. Operators of a sequence see one
     /// row, and states and token buffers declared meanwhile are the sequence's.
     pub fn for_sequence(&mut self, sequence: Option<usize>) {
-        assert!(sequence.is_none_or(|number| self.is_batch && number < self.sequences), "a sequence of the batch");
-        self.sequence = sequence;
+        let is_batch = self.pass == Pass::Batch;
+        assert!(sequence.is_none_or(|number| is_batch && number < self.sequences), "a sequence of the batch");
+        self.part = sequence.map_or(0, TaskFlags::of_sequence);
     }
 
     /// The operators in program order.
@@ -232,7 +252,7 @@ impl KernelGraph {
         let all: Vec<usize> = [self.sequences].iter().chain(shape).copied().collect();
         let all = self.named(name, &all, dtype, kind)?;
         let part = shape.iter().product::<usize>();
-        self.view(all, self.sequence.unwrap_or(0) * part, shape, &row_major(shape))
+        self.view(all, TaskFlags::sequence(self.part).unwrap_or(0) * part, shape, &row_major(shape))
     }
 
     /// A table of f32 made by the compiler.
@@ -647,12 +667,31 @@ impl KernelGraph {
         })
     }
 
+    /// [`KernelGraph::sample`] from each row of `logits` `[rows, vocab]` in a pass that verifies drafts: for `advance`, which knows how many of
+    /// them count.
+    pub fn sample_rows(&mut self, name: &str, logits: TensorId) -> Result<(), GraphError> {
+        let [rows, vocab] = self.matrix(name, "logits", logits)?;
+        if self.pass != Pass::Verify || rows > MAX_DRAFTS + 1 {
+            let what =
+                format!("{rows} rows in a pass of kind {:?}, expected at most {} of drafts", self.pass, MAX_DRAFTS + 1);
+            return Err(GraphError::Operator { op: name.to_owned(), what });
+        }
+        let chosen = self.intermediate("chosen", &[rows], DType::I32)?;
+        for row in 0..rows {
+            self.part = TaskFlags::of_row(row);
+            let (logits, chosen) = (self.row(logits, row, &[1, vocab])?, self.row(chosen, row, &[1])?);
+            self.sample(&format!("{name}.{row}"), logits, chosen)?;
+        }
+        (self.part, self.chosen) = (0, Some(chosen));
+        Ok(())
+    }
+
     /// Ends the pass: the token loop's turn. `compile` adds it where it is missing.
     pub fn advance(&mut self) -> Result<(), GraphError> {
         let tokens = match self.named.get("tokens") {
             // The turn of a batch is every sequence's.
             Some(&tokens) => match self.dims(tokens) {
-                [sequences, part] if self.is_batch => self.view(tokens, 0, &[sequences * part], &[1])?,
+                [sequences, part] if self.pass == Pass::Batch => self.view(tokens, 0, &[sequences * part], &[1])?,
                 [_, part] => self.view(tokens, 0, &[*part], &[1])?,
                 _ => tokens,
             },
@@ -663,7 +702,7 @@ impl KernelGraph {
         self.add::<kernels::Advance>(
             "advance",
             &kernels::advance::Params {},
-            vec![Some(tokens), Some(control)],
+            vec![Some(tokens), self.chosen, Some(control)],
             Vec::new(),
         )?;
         Ok(())
@@ -705,8 +744,7 @@ impl KernelGraph {
         axes: Vec<Axis>,
     ) -> Result<OpId, GraphError> {
         debug_assert!(axes.len() <= GRID_AXES && axes.iter().all(|axis| axis.dims.len() == slots.len()));
-        let flags = if self.sampling_only { TaskFlags::ONLY_WHEN_SAMPLING } else { 0 }
-            | self.sequence.map_or(0, TaskFlags::of_sequence);
+        let flags = if self.sampling_only { TaskFlags::ONLY_WHEN_SAMPLING } else { 0 } | self.part;
         let kernel = KernelCall { task_type: K::TASK_TYPE, flags, params: param_words(params) };
         self.push(Operator { name: name.to_owned(), kernel, slots, axes, cut: None })
     }

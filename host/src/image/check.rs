@@ -26,6 +26,9 @@
 //!    program, a pass of one row, and read by tasks of that program alone, none of them just-in-time; who reads it waits for
 //!    who writes it, as rule 4 has it. It orders nothing else: of rule 5 it is no part.
 //!
+//! 9. *Drafts.* At most one program verifies drafts, and its `advance`, and no other, is given the token that each of its rows chose. A task of a row
+//!    is of one of its rows, which no other program has.
+//!
 //! That overlapping accesses are ordered (law 1) is judged on the graph, where their sizes are known.
 
 use super::Image;
@@ -34,7 +37,7 @@ use perpetua_device::kernels::{Advance, Numbered, Spec, Use};
 use perpetua_shared::control::Control;
 use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::{BindingKind, EVERY_SEQUENCE, ProgramDesc};
+use perpetua_shared::image::{BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
 use perpetua_shared::limits::{MAX_OPERANDS, MAX_PROGRAMS, MAX_RANK, MAX_SEQUENCES, MAX_TASKS};
 use perpetua_shared::task::{Operand, TaskDesc};
 use perpetua_shared::{DType, TaskFlags, WorkerId};
@@ -167,8 +170,8 @@ impl Judge<'_> {
                     format!("starts at task and event {first:?}, expected {next:?}"),
                 );
             }
-            if program.max_rows == 0 || program.in_token_loop > EVERY_SEQUENCE {
-                self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0, 1 or 2".to_owned());
+            if program.max_rows == 0 || program.in_token_loop > VERIFIES {
+                self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0 to 3".to_owned());
             }
             if program.in_token_loop == EVERY_SEQUENCE && program.max_rows as usize > MAX_SEQUENCES {
                 let what = format!("is for {} sequences, expected at most {MAX_SEQUENCES}", program.max_rows);
@@ -176,9 +179,11 @@ impl Judge<'_> {
             }
             next = (first.0 + u64::from(program.task_count), first.1 + u64::from(program.event_count));
         }
-        let batches = view.programs.iter().filter(|p| p.in_token_loop == EVERY_SEQUENCE).count();
-        if batches > 1 {
-            self.report("programs", format!("{batches} of them are for batches, expected at most 1"));
+        for (kind, what) in [(EVERY_SEQUENCE, "are for batches"), (VERIFIES, "verify drafts")] {
+            let n = view.programs.iter().filter(|p| p.in_token_loop == kind).count();
+            if n > 1 {
+                self.report("programs", format!("{n} of them {what}, expected at most 1"));
+            }
         }
         let sequences = self.image.sequences() as u64;
         for (number, binding) in self.image.bindings().iter().enumerate() {
@@ -199,7 +204,9 @@ impl Judge<'_> {
             let own = program.event_first..program.event_first + program.event_count;
             for (at, task) in tasks.iter().enumerate() {
                 let is_last = at + 1 == tasks.len();
-                let what = self.task(task, is_last, &own).and_then(|()| self.sequence(program, task, is_last));
+                let what = self.task(task, is_last, &own);
+                let what = what.and_then(|()| self.sequence(program, task, is_last));
+                let what = what.and_then(|()| self.drafts(program, task, is_last));
                 if let Err(what) = what {
                     let id = program.task_first as usize + at;
                     self.report(
@@ -252,6 +259,25 @@ impl Judge<'_> {
             return Err("must wait on the workers' arrival and trigger the iteration's event".to_owned());
         }
         Ok(())
+    }
+
+    /// Rule 9.
+    fn drafts(&self, program: &ProgramDesc, task: &TaskDesc, is_last: bool) -> Result<(), String> {
+        let verifies = program.in_token_loop == VERIFIES;
+        if TaskFlags::row(task.flags).is_some_and(|row| !verifies || row >= program.max_rows) {
+            return Err("belongs to a row of drafts that its program does not have".to_owned());
+        }
+        if !is_last {
+            return Ok(());
+        }
+        let given = self.image.view().operands(task).get(1).filter(|chosen| chosen.is_present());
+        match given.map(|chosen| chosen.extent[0]) {
+            None if verifies => Err("is given no tokens chosen, and its program verifies drafts".to_owned()),
+            Some(rows) if !verifies || rows != program.max_rows => {
+                Err(format!("is given the tokens chosen of {rows} rows, which its program does not verify"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Rule 6. The operands have been found in their bindings.

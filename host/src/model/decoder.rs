@@ -8,7 +8,7 @@ use super::error::ModelError;
 use super::factors;
 use super::layout::ExpertNames;
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, RopeArgs};
+use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -33,6 +33,8 @@ pub enum Head {
     AllLogits,
     /// Each row is the next token of a sequence of its own: every row's logits, and a token chosen from each.
     SampleEach,
+    /// The rows are a sequence's next token and drafts of those after it: every row's logits, and a token chosen from each.
+    Verify,
 }
 
 /// Where element types of weights come from.
@@ -140,6 +142,7 @@ impl<'a> Decoder<'a> {
     ) -> Decoder<'a> {
         let graph = match head {
             Head::SampleEach => KernelGraph::batch(cache.sequences),
+            Head::Verify => KernelGraph::verify(rows as u32, cache.sequences),
             Head::Sample | Head::AllLogits => KernelGraph::with_sequences(rows as u32, cache.sequences),
         };
         Decoder { config, graph, weights: weights.into(), cache, head }
@@ -154,7 +157,7 @@ impl<'a> Decoder<'a> {
     /// `[rows, hidden]`: the embeddings of the pass's tokens.
     pub fn embed(&mut self) -> Result<TensorId, BuildError> {
         let (table, scale) = (self.embedding_table()?, self.config.embedding_scale as f32);
-        if self.graph.is_batch {
+        if self.graph.pass == Pass::Batch {
             return Ok(self.graph.embedding_of_each("embed_tokens", table, scale, self.cache.context)?);
         }
         let tokens = self.graph.tokens(self.cache.context)?;
@@ -242,7 +245,7 @@ impl<'a> Decoder<'a> {
         let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
         let scale = rope.score_factor() as f32 / (self.config.query_scalar as f32).sqrt();
         let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
-        if self.graph.is_batch {
+        if self.graph.pass == Pass::Batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
         }
         self.graph.rope(&format!("{prefix}.rope"), args)?;
@@ -345,7 +348,7 @@ impl<'a> Decoder<'a> {
         }
         let x = match self.head {
             Head::Sample => self.graph.select_row("last_row", x)?,
-            Head::AllLogits | Head::SampleEach => x,
+            Head::AllLogits | Head::SampleEach | Head::Verify => x,
         };
         let h = self.norm("model.norm", x)?;
         let head = match self.config.tie_word_embeddings {
@@ -360,6 +363,7 @@ impl<'a> Decoder<'a> {
                 self.graph.sample("sample", logits, tokens)?;
             }
             Head::SampleEach => self.graph.sample_each("sample", logits, self.cache.context)?,
+            Head::Verify => self.graph.sample_rows("sample", logits)?,
             Head::AllLogits => {}
         }
         Ok(self.graph)

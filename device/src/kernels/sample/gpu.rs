@@ -45,7 +45,7 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
             );
         }
         if block.thread == 0 {
-            tokens.set_word(position, token);
+            tokens.set_word(if tokens.extent(0) == 1 { 0 } else { position }, token);
         }
     }
     Ok(())

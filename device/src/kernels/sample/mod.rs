@@ -1,6 +1,7 @@
 //! tokens[first_pos + rows] = the next token: the argmax of the partial results at temperature 0, else a draw from
 //! softmax(logits / temperature) cut to the top k and then to the smallest set of mass top p (the order `transformers`
-//! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32.
+//! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32, or [1], where
+//! the token alone is wanted.
 //!
 //! The draw is a function of seed and position alone, so a run can be repeated on any executor. Sequence s of a batch has the
 //! seed that is s higher.
@@ -84,7 +85,7 @@ impl MacroKernel for Sample {
 
 #[cfg(not(target_arch = "nvptx64"))]
 fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault> {
-    // A sequence that has ended.
+    // A sequence that has ended, or a row that the pass does not have.
     if call.rows(0) == 0 {
         return Ok(());
     }
@@ -117,7 +118,8 @@ fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault
             candidates,
         ) as i32;
     }
-    tokens.set_i32([position as usize], token);
+    let at = if tokens.extent(0) == 1 { 0 } else { position as usize };
+    tokens.set_i32([at], token);
     Ok(())
 }
 

@@ -38,7 +38,7 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
     }
-    if let (true, Some(sequences)) = (graph.is_batch, graph.rows) {
+    if let (Pass::Batch, Some(sequences)) = (graph.pass, graph.rows) {
         let share = Target { n_workers: target.n_workers / sequences, ..target.clone() };
         per_worker::split_positions(&rounded, &mut lowered, &share);
         lowered.ops = merges_last(std::mem::take(&mut lowered.ops), &lowered.table);

@@ -16,7 +16,7 @@ mod whole_pass;
 
 pub(in crate::graph) use per_worker::COPY;
 
-use super::kernel::{Axis, AxisRole, KernelGraph, Operator, whole_operand};
+use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
 use perpetua_device::kernels::{
@@ -197,7 +197,7 @@ const PROMPT_ROWS: u32 = 16;
 fn set_order(graph: &KernelGraph, ops: &mut [BlockOp]) {
     let order = match graph.rows {
         _ if !decodes(graph) => linear::Order::Free,
-        Some(rows) if rows >= PROMPT_ROWS && !graph.is_batch && !graph.is_exact => linear::Order::Prompt,
+        Some(rows) if rows >= PROMPT_ROWS && graph.pass == Pass::Sequence && !graph.is_exact => linear::Order::Prompt,
         _ => return,
     } as u32;
     for kernel in ops.iter_mut().filter_map(|op| op.kernel.as_mut()) {
