@@ -32,6 +32,8 @@ mod program;
 mod protocol;
 #[path = "cpu/ptx.rs"]
 mod ptx;
+#[path = "cpu/reuse.rs"]
+mod reuse;
 #[path = "cpu/schedule.rs"]
 mod schedule;
 #[path = "cpu/simt.rs"]

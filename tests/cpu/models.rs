@@ -221,7 +221,7 @@ fn a_seeded_draw_repeats_and_respects_top_k() {
             seed,
             stop_tokens: Some(Vec::new()),
             max_new_tokens: 16,
-            max_time: None,
+            ..GenerateOptions::default()
         };
         engine.generate(prompt, &options).unwrap().map(|t| t.unwrap().id).collect()
     };

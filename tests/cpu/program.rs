@@ -1,10 +1,13 @@
 //! The `perpetua` program, as scripts use it.
 
+use perpetua::model::chat::ChatMessage;
 use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::Technique;
+use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 fn fixture(name: &str) -> String {
     let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
@@ -31,6 +34,44 @@ fn generate_writes_text_and_ids() {
     assert_eq!(ids.len(), 24);
     let chat = perpetua(&["generate", "--model", &model, "--prompt", "Hi", "--chat", "--max-new-tokens", "4"]);
     assert!(String::from_utf8_lossy(&chat.stderr).contains("prompt"));
+}
+
+/// A line a turn: every answer is what the model says to all before it.
+#[test]
+fn chat_answers_line_by_line() {
+    let folder = fixture("tiny-qwen3");
+    let model = Model::load(&folder).unwrap();
+    let mut messages = vec![ChatMessage::new("system", "Be brief.")];
+    let mut expected = String::new();
+    let mut engine = Engine::new(&model, &EngineConfig { device: Device::Cpu, ..EngineConfig::default() }).unwrap();
+    for question in ["What may I do?", "And what not?"] {
+        messages.push(ChatMessage::new("user", question));
+        let prompt = model.encode_chat(&messages).unwrap();
+        let options = GenerateOptions { max_new_tokens: 12, ..GenerateOptions::default() };
+        let answer: String = engine.generate(&prompt, &options).unwrap().map(|token| token.unwrap().text).collect();
+        expected += &format!("{answer}\n");
+        messages.push(ChatMessage::new("assistant", answer));
+    }
+    let args = ["chat", "--model", &folder, "--system", "Be brief.", "--max-new-tokens", "12", "--device", "cpu", "--exact"];
+    let chat = |input: &str, more: &[&str]| {
+        let mut chat = Command::new(env!("CARGO_BIN_EXE_perpetua"));
+        chat.args(args).args(more).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut chat = chat.spawn().unwrap();
+        // Whoever refuses at once may be gone before it is asked anything.
+        let _ = chat.stdin.take().unwrap().write_all(input.as_bytes());
+        let output = chat.wait_with_output().unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let (status, out, err) = chat("What may I do?\n\nAnd what not?", &[]);
+    assert_eq!((status, &*out), (Some(0), &*expected), "{err}");
+    // Of the second turn what is new is read.
+    let read: Vec<usize> =
+        err.lines().filter_map(|line| line.split_once("prompt ")?.1.split(' ').next()?.parse().ok()).collect();
+    assert!(read.len() == 2 && read[1] < model.encode_chat(&messages[..4]).unwrap().len() - read[0], "{err}");
+    let (status, out, err) = chat("What may I do?\nAnd what not?\n", &["--max-context", "40"]);
+    assert!(status == Some(1) && expected.starts_with(out.trim_end()) && err.contains("context"), "{status:?} {out} {err}");
+    assert_eq!(chat("", &[]).0, Some(0));
 }
 
 #[test]

@@ -23,6 +23,19 @@ pub(crate) struct Args {
     /// Tokens to make at most.
     #[arg(long, value_name = "N", default_value_t = 128, allow_negative_numbers = true)]
     max_new_tokens: usize,
+    #[command(flatten)]
+    choice: Choice,
+    /// End the text after so many seconds, its prompt's included; loading the model does not count.
+    #[arg(long, value_name = "S", allow_negative_numbers = true)]
+    max_seconds: Option<f64>,
+    /// Write the new token ids there, as a JSON array.
+    #[arg(long, value_name = "FILE")]
+    ids_out: Option<PathBuf>,
+}
+
+/// How tokens are chosen.
+#[derive(Debug, clap::Args)]
+pub(super) struct Choice {
     /// Draw tokens at this temperature instead of taking the likeliest.
     #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
     temperature: f32,
@@ -35,16 +48,33 @@ pub(crate) struct Args {
     /// Seed of the draws.
     #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
-    /// End the text after so many seconds, its prompt's included; loading the model does not count.
-    #[arg(long, value_name = "S", allow_negative_numbers = true)]
-    max_seconds: Option<f64>,
     /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same text in less time where it
     /// does (CPU only).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
-    prompt_lookup: Option<usize>,
-    /// Write the new token ids there, as a JSON array.
-    #[arg(long, value_name = "FILE")]
-    ids_out: Option<PathBuf>,
+    pub(super) prompt_lookup: Option<usize>,
+}
+
+impl Choice {
+    /// The options that these are, of a text of at most `max_new_tokens`.
+    pub(super) fn options(&self, max_new_tokens: usize) -> GenerateOptions {
+        GenerateOptions {
+            max_new_tokens,
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            seed: self.seed,
+            ..GenerateOptions::default()
+        }
+    }
+
+    /// Says which options of a draw are given where nothing is drawn.
+    pub(super) fn note_unused(&self) {
+        let given = [("--top-p", self.top_p != 1.0), ("--top-k", self.top_k != 0), ("--seed", self.seed != 0)];
+        let names: Vec<&str> = given.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name).collect();
+        if self.temperature == 0.0 && !names.is_empty() {
+            say(&format!("without --temperature the likeliest token is taken: {} not used", names.join(", ")));
+        }
+    }
 }
 
 impl Args {
@@ -55,15 +85,6 @@ impl Args {
                 .map_err(|_| format!("--max-seconds {seconds}: expected a number of seconds, 0 or more"))
         };
         self.max_seconds.map(time).transpose()
-    }
-
-    /// Says which options of a draw are given where nothing is drawn.
-    fn note_unused(&self) {
-        let given = [("--top-p", self.top_p != 1.0), ("--top-k", self.top_k != 0), ("--seed", self.seed != 0)];
-        let names: Vec<&str> = given.iter().filter(|(_, is_given)| *is_given).map(|(name, _)| *name).collect();
-        if self.temperature == 0.0 && !names.is_empty() {
-            say(&format!("without --temperature the likeliest token is taken: {} not used", names.join(", ")));
-        }
     }
 }
 
@@ -76,19 +97,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
         true => model.encode_chat(&[ChatMessage::new("user", args.prompt.clone())])?,
         false => model.encode(&args.prompt)?,
     };
-    let options = GenerateOptions {
-        max_new_tokens: args.max_new_tokens,
-        temperature: args.temperature,
-        top_p: args.top_p,
-        top_k: args.top_k,
-        seed: args.seed,
-        stop_tokens: None,
-        max_time,
-    };
-    args.note_unused();
+    let options = GenerateOptions { max_time, ..args.choice.options(args.max_new_tokens) };
+    args.choice.note_unused();
     let began = Instant::now();
     let usual = args.model.config(&model, prompt.len().saturating_add(args.max_new_tokens));
-    let config = EngineConfig { prompt_lookup: args.prompt_lookup, ..usual };
+    let config = EngineConfig { prompt_lookup: args.choice.prompt_lookup, ..usual };
     let mut engine = super::resident(&model, &config)?;
     warm(&model)?;
     let loaded = began.elapsed();
@@ -128,12 +141,17 @@ pub(crate) fn run(args: &Args) -> Outcome {
             ids.len()
         ));
     }
-    report(&engine, prompt.len(), ids.len(), loaded);
+    let load = format!(
+        "load {:.0} ms (compile {:.1} ms) | ",
+        loaded.as_secs_f64() * 1e3,
+        engine.resident().compile_time().as_secs_f64() * 1e3
+    );
+    report(&engine, &load, prompt.len(), ids.len());
     if end == Some(End::Stopped) { Err(Interrupted.into()) } else { Ok(()) }
 }
 
-/// Where the time went, on a terminal or when asked by nobody else than a person.
-fn report(engine: &Engine, prompt: usize, made: usize, loaded: Duration) {
+/// Where the time went of a run that has read `prompt` tokens and made others, on a terminal or when asked by nobody else than a person.
+pub(super) fn report(engine: &Engine, load: &str, prompt: usize, made: usize) {
     let stamps = engine.stamps();
     // When the first token was there.
     let first = engine.passes(prompt);
@@ -147,10 +165,8 @@ fn report(engine: &Engine, prompt: usize, made: usize, loaded: Duration) {
     let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
     let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
     note(&format!(
-        "{}load {:.0} ms (compile {:.1} ms) | prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {} tokens in {:.1} ms ({:.1}/s{fewer}){}",
+        "{}{load}prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {} tokens in {:.1} ms ({:.1}/s{fewer}){}",
         dim.0,
-        loaded.as_secs_f64() * 1e3,
-        engine.resident().compile_time().as_secs_f64() * 1e3,
         prefill.as_secs_f64() * 1e3,
         rate(prompt, prefill),
         made - 1,

@@ -5,6 +5,7 @@
 //! stderr; progress bars only on a terminal.
 
 mod bench;
+mod chat;
 mod doctor;
 mod embed;
 #[allow(unsafe_code, reason = "which pages of a file lie in memory")]
@@ -49,6 +50,8 @@ struct Cli {
 enum Verb {
     /// Generate text, streamed to stdout as it is made.
     Generate(generate::Args),
+    /// Talk with a model, a line a turn.
+    Chat(chat::Args),
     /// Write the logits of every position of a prompt.
     Logits(logits::Args),
     /// Embed sentences.
@@ -83,6 +86,7 @@ pub(crate) fn main() -> ExitCode {
     // clap exits with 2 by itself on bad usage.
     let outcome = match &Cli::parse().verb {
         Verb::Generate(args) => generate::run(args),
+        Verb::Chat(args) => chat::run(args),
         Verb::Logits(args) => logits::run(args),
         Verb::Embed(args) => embed::run(args),
         Verb::Plan(args) => plan::run(args),
@@ -326,12 +330,17 @@ fn resident(model: &Model, config: &EngineConfig) -> Result<Engine, Box<dyn std:
 /// From now on Ctrl-C does `what` instead of ending the program. A second Ctrl-C ends it at once.
 fn on_interrupt(what: impl Fn() + Send + 'static) -> Outcome {
     let mut is_second = false;
-    Ok(ctrlc::set_handler(move || {
+    on_every_interrupt(move || {
         if std::mem::replace(&mut is_second, true) {
             std::process::exit(130);
         }
         what();
-    })?)
+    })
+}
+
+/// From now on Ctrl-C does `what`, every time.
+fn on_every_interrupt(what: impl FnMut() + Send + 'static) -> Outcome {
+    Ok(ctrlc::set_handler(what)?)
 }
 
 /// A flag that Ctrl-C sets.

@@ -63,6 +63,9 @@ impl<'a> Run<'a> {
         self.ended = true;
         let outcome = self.resident.finish();
         self.timer = None;
+        if let Ok(control) = &outcome {
+            self.resident.keep(control);
+        }
         outcome
     }
 }
@@ -241,6 +244,7 @@ pub struct Generation<'a> {
     pub(super) run: Run<'a>,
     pub(super) made: Made<'a>,
     pub(super) prompt_len: usize,
+    pub(super) reused: usize,
 }
 
 impl Generation<'_> {
@@ -253,6 +257,11 @@ impl Generation<'_> {
     /// and [`Device::Simt`](super::Device)) it comes too late.
     pub fn stopper(&self) -> Stopper {
         self.run.stopper.clone()
+    }
+
+    /// How many of the prompt's tokens need not be read: see [`GenerateOptions::reuse_prefix`](super::GenerateOptions::reuse_prefix).
+    pub fn reused(&self) -> usize {
+        self.reused
     }
 
     /// How many of the prompt's tokens have been read.

@@ -273,6 +273,27 @@ pub struct GenerateOptions {
     pub seed: u64,
     /// Token ids that end the text; `None`: those of the model's generation_config.json.
     pub stop_tokens: Option<Vec<u32>>,
+    /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
+    /// conversation then takes as long as what is new in it. But for the order of sums nothing changes: on the CPU, where prompts are read
+    /// [exactly](EngineConfig::exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. Batches do without.
+    ///
+    /// ```no_run
+    /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model, model::chat::ChatMessage};
+    /// # let model = Model::load("path/to/Qwen3-0.6B")?;
+    /// # let mut engine = Engine::new(&model, &EngineConfig::default())?;
+    /// let options = GenerateOptions { reuse_prefix: true, ..GenerateOptions::default() };
+    /// let mut messages = Vec::new();
+    /// for question in ["Why is the sky blue?", "And in the evening?"] {
+    ///     messages.push(ChatMessage::new("user", question));
+    ///     let mut answer = String::new();
+    ///     for token in engine.generate(&model.encode_chat(&messages)?, &options)? {
+    ///         answer.push_str(&token?.text);
+    ///     }
+    ///     messages.push(ChatMessage::new("assistant", answer));
+    /// }
+    /// # Ok::<(), perpetua::EngineError>(())
+    /// ```
+    pub reuse_prefix: bool,
     /// The longest a generation may take from its start, its prompt included: then it ends as if told to stop, with the tokens
     /// made so far and [`End::Deadline`], whether or not somebody asks for them: a thread of its own looks at the clock.
     pub max_time: Option<Duration>,
@@ -287,6 +308,7 @@ impl Default for GenerateOptions {
             top_k: 0,
             seed: 0,
             stop_tokens: None,
+            reuse_prefix: false,
             max_time: None,
         }
     }
@@ -517,8 +539,10 @@ impl Engine {
         let mut control = self.control(options)?;
         control.n_tokens = prompt.len() as u32;
         (control.max_drafts, control.n_drafts) = (self.drafts, self.drafts);
-        control.step =
-            perpetua_device::advance::step_from(&control, self.resident.compiled.image.view().programs, 0, 0);
+        // The last token is read in any case: of it the first new one is made.
+        let reused = if options.reuse_prefix { self.resident.kept_of(&prompt[..prompt.len() - 1]) } else { 0 };
+        let programs = self.resident.compiled.image.view().programs;
+        control.step = perpetua_device::advance::step_from(&control, programs, reused as u32, 0);
         self.resident.set_tokens(0, prompt);
         let has_work = options.max_new_tokens > 0 && control.step.program != NO_PROGRAM;
         // Without a run, what is counted is an earlier run's.
@@ -529,7 +553,7 @@ impl Engine {
             true => Run::start(&mut self.resident, control, deadline)?,
             false => Run::none(&mut self.resident),
         };
-        Ok(Generation { run, made, prompt_len: prompt.len() })
+        Ok(Generation { run, made, prompt_len: prompt.len(), reused })
     }
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each

@@ -31,6 +31,9 @@ pub struct Resident {
     pub(super) compiled: Compiled,
     executor: Executor,
     compile_time: Duration,
+    /// So many tokens of the token buffer have their keys and values in the cache, which the last text generation has left there; 0 when
+    /// something else has run since.
+    kept: usize,
 }
 
 impl Resident {
@@ -111,7 +114,7 @@ impl Resident {
                 )
             }
         };
-        Ok(Resident { compiled, executor, compile_time })
+        Ok(Resident { compiled, executor, compile_time, kept: 0 })
     }
 
     /// What was compiled.
@@ -166,11 +169,22 @@ impl Resident {
     }
 
     pub(super) fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
+        self.kept = 0;
         match self.memory() {
             // SAFETY: as `set_input`.
             Ok(memory) => unsafe { memory.set_tokens(position, tokens) },
             Err(cuda) => cuda.set_tokens(position, tokens),
         }
+    }
+
+    /// What a generation that has ended with `control` leaves in the cache.
+    pub(super) fn keep(&mut self, control: &Control) {
+        self.kept = if control.n_sequences == 0 { control.step.first_pos as usize } else { 0 };
+    }
+
+    /// How many tokens at the start of `prompt` are in the cache.
+    pub(super) fn kept_of(&self, prompt: &[u32]) -> usize {
+        (0..self.kept.min(prompt.len())).take_while(|at| self.token(*at) == prompt[*at]).count()
     }
 
     /// The output called `name` of program `program`.
@@ -186,6 +200,7 @@ impl Resident {
 
     /// As [`Resident::start`]; `stopper`, of this run alone, ends it after the pass under way.
     pub fn start_with(&mut self, control: Control, stopper: &Stopper) {
+        self.kept = 0;
         match &mut self.executor {
             Executor::Threads(threads) => threads.start_with(control, stopper),
             Executor::Reference(reference) => reference.start_with(control, stopper),

@@ -302,7 +302,7 @@ impl Memory {
             (position as u64 + 1) * 4 <= self.descs[self.tokens].bytes,
             "position {position} is outside the token buffer"
         );
-        // SAFETY: in range; written before (caller), and no token is written twice in a run.
+        // SAFETY: in range; written before (caller), and no token is written once it has been counted.
         unsafe { self.bases[self.tokens].cast::<u32>().add(position).read_volatile() }
     }
 

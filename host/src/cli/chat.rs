@@ -1,0 +1,110 @@
+//! `perpetua chat`.
+
+use super::generate::{Choice, report};
+use super::{ModelArgs, Outcome, TOKENS_BAR, note, on_every_interrupt, progress, say, to_stdout, warm};
+use perpetua::engine::DEFAULT_MAX_CONTEXT;
+use perpetua::model::chat::ChatMessage;
+use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model, Stopper};
+use std::io::{BufRead, IsTerminal, Write};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// What the model is told before the conversation.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    system: Option<String>,
+    /// Tokens of an answer at most.
+    #[arg(long, value_name = "N", default_value_t = 1024, allow_negative_numbers = true)]
+    max_new_tokens: usize,
+    #[command(flatten)]
+    choice: Choice,
+}
+
+pub(crate) fn run(args: &Args) -> Outcome {
+    let model = args.model.open()?;
+    model.decoder()?;
+    let options = GenerateOptions { reuse_prefix: true, ..args.choice.options(args.max_new_tokens) };
+    args.choice.note_unused();
+    let mut messages: Vec<ChatMessage> = args.system.iter().map(|text| ChatMessage::new("system", text)).collect();
+    // A model without a template, or whose template knows no system's words, says so before its weights are read.
+    model.encode_chat(&[&messages[..], &[ChatMessage::new("user", "")]].concat())?;
+    let usual = args.model.config(&model, DEFAULT_MAX_CONTEXT);
+    let config = EngineConfig { prompt_lookup: args.choice.prompt_lookup, ..usual };
+    let mut engine = super::resident(&model, &config)?;
+    warm(&model)?;
+    let answering = Arc::new(Mutex::new(None::<Stopper>));
+    let stopped = answering.clone();
+    // Ctrl-C ends the answer under way, or, where there is none, the conversation.
+    on_every_interrupt(move || match stopped.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        Some(stopper) => stopper.stop(),
+        None => std::process::exit(130),
+    })?;
+    let is_person = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
+    if is_person {
+        note("A line is a turn. Ctrl-C ends an answer, Ctrl-D the conversation.");
+    }
+    let mut lines = std::io::stdin().lock().lines();
+    loop {
+        if is_person {
+            let _ = write!(std::io::stderr(), "> ");
+        }
+        let Some(line) = lines.next() else { return Ok(()) };
+        let line = line.map_err(|error| format!("standard input: {}", super::plain(&error)))?;
+        if line.trim().is_empty() {
+            continue;
+        }
+        messages.push(ChatMessage::new("user", line));
+        let answer = answer(&mut engine, &model, &messages, &options, &answering)?;
+        messages.push(ChatMessage::new("assistant", answer));
+    }
+}
+
+/// Prints what the model says to `messages`, and returns it.
+fn answer(
+    engine: &mut Engine,
+    model: &Model,
+    messages: &[ChatMessage],
+    options: &GenerateOptions,
+    answering: &Mutex<Option<Stopper>>,
+) -> Result<String, Box<dyn std::error::Error>> {
+    let prompt = model.encode_chat(messages)?;
+    let mut out = std::io::stdout().lock();
+    let mut generation = engine.generate(&prompt, options)?;
+    let known = generation.reused();
+    *answering.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation.stopper());
+    let bar = progress(prompt.len() as u64, "reading", TOKENS_BAR);
+    let (mut text, mut made) = (String::new(), 0);
+    while !generation.is_ended() {
+        match generation.poll(Duration::from_millis(50))? {
+            Some(token) => {
+                bar.finish_and_clear();
+                to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
+                text.push_str(&token.text);
+                made += 1;
+            }
+            None => bar.set_position(generation.prompt_done() as u64),
+        }
+    }
+    bar.finish_and_clear();
+    answering.lock().unwrap_or_else(PoisonError::into_inner).take();
+    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))?;
+    let end = generation.end();
+    drop(generation);
+    if end == Some(End::ContextFull) {
+        return Err(format!(
+            "the context of {} tokens is full (see --max-context; the model allows {})",
+            engine.context(),
+            model.max_tokens()
+        )
+        .into());
+    }
+    if end == Some(End::MaxTokens) {
+        say("the answer ends where it has as many tokens as it may have (see --max-new-tokens)");
+    }
+    let before = if known > 0 { format!("{known} tokens known | ") } else { String::new() };
+    report(engine, &before, prompt.len() - known, made);
+    Ok(text)
+}
