@@ -36,6 +36,41 @@ fn generate_writes_text_and_ids() {
     assert!(String::from_utf8_lossy(&chat.stderr).contains("prompt"));
 }
 
+/// The picture in the README is what `plan` draws.
+#[test]
+fn the_timeline_in_the_docs_is_todays() {
+    let temp = tempfile::tempdir().unwrap();
+    let picture = |args: &[&str]| {
+        let file = temp.path().join("picture.svg");
+        perpetua(&[&["plan", "--timeline", &file.to_string_lossy()], args].concat());
+        std::fs::read_to_string(file).unwrap()
+    };
+    let found = picture(&["--preset", "llama-3.2-1b"]);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/step.svg");
+    if std::env::var_os("BLESS").is_some() {
+        std::fs::write(&path, &found).unwrap();
+    }
+    assert!(found == std::fs::read_to_string(path).unwrap(), "docs/step.svg is another: BLESS=1 writes it anew");
+    // Several rows, CPU workers, a batch: nothing is drawn outside.
+    for args in [
+        &["--preset", "qwen3-0.6b", "--rows", "128"][..],
+        &["--preset", "tiny-qwen3", "--target", "cpu:2"],
+        &["--preset", "tiny-qwen3-moe", "--batch", "3", "--target", "workers:40"],
+    ] {
+        let text = picture(args);
+        assert!(text.starts_with("<svg") && text.ends_with("</svg>\n") && !text.contains("NaN"), "{args:?}");
+        let number = |line: &str, name: &str| -> Option<f64> {
+            line.split_once(&format!(" {name}=\""))?.1.split('"').next()?.parse().ok()
+        };
+        let [width, height] = ["width", "height"].map(|name| number(&text, name).unwrap());
+        let bars = text.lines().filter(|line| line.starts_with("<rect x="));
+        let ends = bars.map(|line| ["x", "width", "y", "height"].map(|name| number(line, name).unwrap()));
+        let ends: Vec<_> = ends.map(|[x, w, y, h]| [x + w, y + h]).collect();
+        assert!(ends.len() > 10, "{args:?}");
+        assert!(ends.iter().all(|[x, y]| *x <= width && *y <= height), "{args:?}: outside {width} x {height}");
+    }
+}
+
 /// A line a turn: every answer is what the model says to all before it.
 #[test]
 fn chat_answers_line_by_line() {

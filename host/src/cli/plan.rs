@@ -11,6 +11,7 @@ use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
+use perpetua::schedule::timeline::write_timeline;
 use perpetua_shared::DType;
 use perpetua_shared::limits::MAX_SEQUENCES;
 use std::path::{Path, PathBuf};
@@ -55,6 +56,9 @@ pub(crate) struct Args {
     /// Write a picture.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Write the predicted run as a picture: two layers of it, on some workers (models only).
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
     /// Write the predicted run as a Chrome/Perfetto trace (models only).
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -77,10 +81,13 @@ fn parse_target(text: &str) -> Result<Target, String> {
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    writable([&args.tasks_json, &args.dot, &args.svg, &args.trace].into_iter().flat_map(Option::as_deref))?;
+    let outputs = [&args.tasks_json, &args.dot, &args.svg, &args.timeline, &args.trace];
+    writable(outputs.into_iter().flat_map(Option::as_deref))?;
     if let Some(graph) = &args.graph {
-        if args.trace.is_some() {
-            return Err("--trace needs a model: a plain graph does not say what its tasks cost".into());
+        for (name, file) in [("trace", &args.trace), ("timeline", &args.timeline)] {
+            if file.is_some() {
+                return Err(format!("--{name} needs a model: a plain graph does not say what its tasks cost").into());
+            }
         }
         if !args.just_in_time.is_empty() {
             return Err("--just-in-time needs a model: in a plain graph operators say so themselves".into());
@@ -105,6 +112,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     if let Some(path) = &args.svg {
         write_whole(path, |file| svg::write_svg(&program.blocks, &program.tasks, file))?;
+    }
+    if let Some(path) = &args.timeline {
+        let Planned { plan, across, machine, .. } = &planned;
+        write_whole(path, |file| write_timeline(program, plan, across, machine, &args.target.name, file))?;
     }
     if let Some(path) = &args.trace {
         write_whole(path, |file| write_trace(file, program, &planned))?;

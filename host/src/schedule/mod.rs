@@ -6,3 +6,4 @@ pub mod machine;
 pub mod plain;
 pub mod predict;
 pub mod prefetch;
+pub mod timeline;

@@ -15,13 +15,14 @@ const INK: &str = "#1f2933";
 const TASK: &str = "#cfe3f5";
 const LATE_TASK: &str = "#f8dcb4";
 const EVENT: &str = "#d9480f";
-const LINE: &str = "#829ab1";
+pub(crate) const LINE: &str = "#829ab1";
 
-fn escaped(text: &str) -> String {
+pub(crate) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
-fn open(width: f64, height: f64, out: &mut dyn Write) -> io::Result<()> {
+/// The head of a picture.
+pub(crate) fn open(width: f64, height: f64, out: &mut dyn Write) -> io::Result<()> {
     writeln!(
         out,
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width:.0}\" height=\"{height:.0}\" \
