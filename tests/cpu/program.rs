@@ -403,6 +403,8 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
                 assert!(number(&format!("/figures/{way}/times_the_persistent_step")) > 0.0, "{text}");
             }
             assert!(out.join("qwen3-0.6b.trace.json").is_file());
+            let picture = std::fs::read_to_string(out.join("qwen3-0.6b.trace.svg")).unwrap();
+            assert!(picture.contains("measured: ") && picture.contains(">down_proj</text>") && !picture.contains("NaN"));
         }
     }
 }

@@ -48,22 +48,26 @@ pub(crate) struct Args {
     /// On a GPU: when each worker ran which task in a step, in the format of Chrome's and Perfetto's traces.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// On a GPU: two layers of a step as a picture, as `plan --timeline` draws what is predicted.
+    #[arg(long, value_name = "FILE")]
+    timeline: Option<PathBuf>,
 }
 
 /// Prompt tokens unless told otherwise.
 const CONTEXT: usize = 128;
 
 impl Args {
-    /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace`.
+    /// Of `model`: `runs` runs of `tokens` tokens after `context`, compared, their trace written to `trace` and drawn beside it.
     pub(super) fn of(model: ModelArgs, context: usize, tokens: usize, runs: usize, trace: PathBuf) -> Args {
-        let context = Some(context);
+        let (context, timeline) = (Some(context), Some(trace.with_extension("svg")));
         let (batch, prompt_lookup, json, trace) = (None, None, None, Some(trace));
-        Args { model, context, tokens, batch, prompt_lookup, runs, compare: true, json, trace }
+        Args { model, context, tokens, batch, prompt_lookup, runs, compare: true, json, trace, timeline }
     }
 
     /// The same of `sequences` together, compared with nothing but one alone.
     pub(super) fn of_batch(&self, sequences: usize) -> Args {
-        Args { batch: Some(sequences), compare: false, trace: None, json: None, model: self.model.clone(), ..*self }
+        let (batch, model) = (Some(sequences), self.model.clone());
+        Args { batch, compare: false, trace: None, timeline: None, json: None, model, ..*self }
     }
 }
 
@@ -78,10 +82,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
                     nothing (--device ptx goes through the steps of a benchmark, with times that mean nothing either)"
             .into());
     }
-    if args.trace.is_some() && args.batch.is_some() {
-        return Err("--trace is of the steps of one sequence: not with --batch".into());
+    let of_steps = args.trace.is_some() || args.timeline.is_some();
+    if of_steps && args.batch.is_some() {
+        return Err("--trace and --timeline are of the steps of one sequence: not with --batch".into());
     }
-    writable([&args.json, &args.trace].into_iter().flat_map(Option::as_deref))?;
+    writable([&args.json, &args.trace, &args.timeline].into_iter().flat_map(Option::as_deref))?;
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
@@ -89,8 +94,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if args.prompt_lookup.is_some() && !is_generator(&model) {
         return Err("--prompt-lookup is for text models: of a sentence nothing is guessed".into());
     }
-    if (args.compare || args.trace.is_some()) && !is_generator(&model) {
-        return Err("--compare and --trace are for text models, whose steps they are about".into());
+    if (args.compare || of_steps) && !is_generator(&model) {
+        return Err("--compare, --trace and --timeline are for text models, whose steps they are about".into());
     }
     let mut figures =
         if is_generator(&model) { generator(args, &model, &mut |_| Ok(()))? } else { embedder(args, &model)? };
@@ -360,8 +365,8 @@ pub(super) fn generator(
         cuda.set_tracing(false);
     }
     let on_gpu = engine.resident_mut().cuda().map(|cuda| cuda.gpu().clone());
-    if on_gpu.is_none() && (args.compare || args.trace.is_some()) {
-        return Err("--compare and --trace are for GPUs (--device cuda)".into());
+    if on_gpu.is_none() && (args.compare || args.trace.is_some() || args.timeline.is_some()) {
+        return Err("--compare, --trace and --timeline are for GPUs (--device cuda)".into());
     }
     warm(model)?;
     let load = began.elapsed();
@@ -404,9 +409,14 @@ pub(super) fn generator(
     // The first token's pass is the prompt's last.
     if on_gpu.is_some() && args.tokens > 1 && args.batch.is_none() {
         let trace = loss::trace(&mut engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
+        let (name, image) = (args.model.model.display().to_string(), &engine.resident().compiled().image);
         if let Some(path) = &args.trace {
-            let name = args.model.model.display().to_string();
-            loss::write_trace(path, &name, &engine.resident().compiled().image, &trace)?;
+            loss::write_trace(path, &name, image, &trace)?;
+        }
+        if let Some(path) = &args.timeline {
+            let name = args.model.model.file_name().map_or(name.clone(), |name| name.display().to_string());
+            let timeline = loss::timeline(&format!("{name} on {runs_on}"), image, &trace);
+            write_whole(path, |file| timeline.write(file))?;
         }
         loss = Some(Loss::of(&trace).ok_or("the trace has no two steps")?.table(read_traced, bandwidth));
     }

@@ -10,6 +10,7 @@
 
 use super::{Outcome, write_whole};
 use perpetua::image::Image;
+use perpetua::schedule::timeline::{Beside, Run, Timeline};
 use perpetua::{Engine, GenerateOptions};
 use perpetua_shared::WorkerId;
 use perpetua_shared::launch::TaskTrace;
@@ -132,6 +133,28 @@ pub(super) fn write_trace(path: &Path, process: &str, image: &Image, trace: &[(W
         let name = json!({"name": "process_name", "ph": "M", "pid": 0, "args": {"name": process}});
         writeln!(file, "{name}\n]}}")
     })
+}
+
+/// The last step of `trace` as a picture of what `process` ran.
+pub(super) fn timeline<'a>(process: &str, image: &'a Image, trace: &[(WorkerId, TaskTrace)]) -> Timeline<'a> {
+    let step = trace.iter().map(|(_, entry)| entry.iteration).max().unwrap_or(0);
+    let tasks = || trace.iter().filter(|(_, entry)| entry.iteration == step);
+    let begin = tasks().map(|(_, entry)| entry.began_ns).min().unwrap_or(0);
+    let end = tasks().map(|(_, entry)| entry.ended_ns).max().unwrap_or(begin);
+    let seconds = |ns: u64| (ns - begin) as f64 * 1e-9;
+    let n_workers = image.header().n_workers as usize;
+    let (mut runs, mut waits) = (Vec::new(), vec![Vec::new(); n_workers]);
+    for (worker, entry) in tasks() {
+        let began_ns = (entry.began_ns + u64::from(entry.event_ns)).min(entry.ended_ns);
+        let op = image.view().tasks.get(entry.task as usize).map_or("", |task| image.op_name(task.op));
+        runs.push(Run { worker: worker.0, op, time_s: [seconds(began_ns), seconds(entry.ended_ns)] });
+        if entry.data_ns > 0 {
+            let until_ns = (began_ns + u64::from(entry.data_ns)).min(entry.ended_ns);
+            waits[worker.idx()].push([seconds(began_ns), seconds(until_ns)]);
+        }
+    }
+    let name = format!("a step of {process}, measured");
+    Timeline { name, n_workers, step_s: seconds(end), runs, beside: Beside::Waits(waits) }
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
-use perpetua::schedule::timeline::write_timeline;
+use perpetua::schedule::timeline::Timeline;
 use perpetua_shared::DType;
 use perpetua_shared::limits::MAX_SEQUENCES;
 use std::path::{Path, PathBuf};
@@ -115,7 +115,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     if let Some(path) = &args.timeline {
         let Planned { plan, across, machine, .. } = &planned;
-        write_whole(path, |file| write_timeline(program, plan, across, machine, &args.target.name, file))?;
+        let timeline = Timeline::predicted(program, plan, across, machine, &args.target.name);
+        write_whole(path, |file| timeline.write(file))?;
     }
     if let Some(path) = &args.trace {
         write_whole(path, |file| write_trace(file, program, &planned))?;

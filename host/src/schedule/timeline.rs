@@ -1,4 +1,5 @@
-//! A predicted pass as a picture: when some workers compute what, what their loaders copy meanwhile, and how busy the memory is.
+//! A pass as a picture: when some workers run what, and what their loaders copy meanwhile and how busy the memory is, or how long they wait
+//! for weights. Predicted and measured passes are drawn alike.
 //!
 //! A stretch of two layers is drawn where a network has layers, else the whole pass, and at most [`LANES`] workers, evenly chosen.
 
@@ -16,12 +17,13 @@ const LANES: usize = 12;
 const WIDTH: f64 = 900.0;
 const LEFT: f64 = 64.0;
 const LANE: f64 = 26.0;
-/// Height of the strip that says how busy the memory is.
+const TOP: f64 = 40.0;
+/// Height of the strip that says how busy the memory is, and width of its steps.
 const BUS: f64 = 48.0;
-/// Width of its steps.
 const STEP: f64 = 2.0;
 
 const COPY: &str = "#486581";
+const WAIT: &str = "#102a43";
 const IDLE: &str = "#f0f4f8";
 
 /// Colours of operators that differ to colour-blind eyes, too (Okabe and Ito 2008), then lighter and darker ones of the same.
@@ -29,6 +31,44 @@ const COLOURS: [&str; 18] = [
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#80b9d9", "#f5cf80", "#80cfb9",
     "#e6bcd3", "#eaaf80", "#004b75", "#996a00", "#00694d", "#8a4a6f", "#b5def6", "#8e3f00",
 ];
+
+/// From when to when, in seconds from the start of the pass.
+type Stretch = [f64; 2];
+
+/// A task, run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Run<'a> {
+    /// Its worker.
+    pub worker: u32,
+    /// Its operator.
+    pub op: &'a str,
+    /// When.
+    pub time_s: Stretch,
+}
+
+/// What else a worker's lane shows.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Beside {
+    /// Per worker, when its loader copies.
+    Copies(Vec<Vec<Stretch>>),
+    /// Per worker, how long its tasks wait for weights.
+    Waits(Vec<Vec<Stretch>>),
+}
+
+/// A pass to be drawn.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline<'a> {
+    /// What it is: `decode on h200, predicted`.
+    pub name: String,
+    /// Workers there are.
+    pub n_workers: usize,
+    /// Its length.
+    pub step_s: f64,
+    /// Its tasks.
+    pub runs: Vec<Run<'a>>,
+    /// See [`Beside`].
+    pub beside: Beside,
+}
 
 /// What an operator does, by the last word of its name: the same in every layer, for every part and every sequence.
 fn kind(name: &str) -> &str {
@@ -41,27 +81,182 @@ fn layer(name: &str) -> Option<usize> {
     name.split_once("layers.")?.1.split('.').next()?.parse().ok()
 }
 
-/// When the middle two layers of `program` run, or all of it where there are no two, in seconds; and which layers they are.
-fn window(program: &Program, prediction: &Prediction) -> ([f64; 2], Option<usize>) {
-    let ops = &program.blocks.ops;
-    let last = ops.iter().filter_map(|op| layer(&op.name)).max().filter(|last| *last > 0);
-    let Some(first) = last.map(|last| last / 2) else { return ([0.0, prediction.step_s], None) };
-    let is_inside = |op: u32| layer(&ops[op as usize].name).is_some_and(|layer| layer == first || layer == first + 1);
-    let (mut begin, mut end) = (f64::INFINITY, 0f64);
-    for (_, span) in program.tasks.tasks.iter().zip(&prediction.spans).filter(|(task, _)| is_inside(task.op)) {
-        (begin, end) = (begin.min(span.start_s), end.max(span.end_s));
+impl<'a> Timeline<'a> {
+    /// `program` as predicted for `machine`, which is called `target`, with the copies that `plan` has loaders make.
+    pub fn predicted(
+        program: &'a Program,
+        plan: &Plan,
+        prediction: &Prediction,
+        machine: &Machine,
+        target: &str,
+    ) -> Timeline<'a> {
+        let runs = program.tasks.tasks.iter().zip(&prediction.spans).map(|(task, span)| Run {
+            worker: span.worker,
+            op: &program.blocks.ops[task.op as usize].name,
+            time_s: [span.start_s, span.end_s],
+        });
+        // Copies, each with what follows it without a gap.
+        let copies = prediction.loads.iter().zip(&plan.workers).map(|(loads, worker)| {
+            let mut merged: Vec<Stretch> = Vec::new();
+            for ((start, _), op) in loads.iter().zip(&worker.data) {
+                let end = start + f64::from(op.bytes) / machine.bytes_per_s;
+                match merged.last_mut() {
+                    Some(before) if *start <= before[1] + 1e-9 => before[1] = before[1].max(end),
+                    _ => merged.push([*start, end]),
+                }
+            }
+            merged
+        });
+        Timeline {
+            name: format!("{} on {target}, predicted", program.name),
+            n_workers: program.lists.lists.len(),
+            step_s: prediction.step_s,
+            runs: runs.collect(),
+            beside: Beside::Copies(copies.collect()),
+        }
     }
-    ([begin, end], Some(first))
+
+    /// When the middle two layers run, or all of it where there are no two; and the first of the two.
+    fn window(&self) -> (Stretch, Option<usize>) {
+        let last = self.runs.iter().filter_map(|run| layer(run.op)).max().filter(|last| *last > 0);
+        let Some(first) = last.map(|last| last / 2) else { return ([0.0, self.step_s], None) };
+        let inside =
+            self.runs.iter().filter(|run| layer(run.op).is_some_and(|layer| (first..=first + 1).contains(&layer)));
+        let time = inside.fold([f64::INFINITY, 0.0], |[begin, end]: Stretch, run| {
+            [begin.min(run.time_s[0]), end.max(run.time_s[1])]
+        });
+        (time, Some(first))
+    }
+
+    /// Writes it as SVG.
+    ///
+    /// # Errors
+    /// What `out` says.
+    pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
+        let (window, first_layer) = self.window();
+        let [begin, end] = window;
+        let lanes = self.n_workers.min(LANES);
+        let drawn: Vec<usize> = (0..lanes).map(|lane| lane * self.n_workers / lanes.max(1)).collect();
+        let is_inside = |[from, to]: Stretch| to > begin && from < end;
+        let mut kinds: Vec<&str> = Vec::new();
+        for run in self.runs.iter().filter(|run| is_inside(run.time_s)) {
+            if !kinds.contains(&kind(run.op)) {
+                kinds.push(kind(run.op));
+            }
+        }
+        let colour = |kind: &str| {
+            let number = kinds.iter().position(|known| *known == kind).unwrap_or(0);
+            COLOURS[number % COLOURS.len()]
+        };
+        let (thin, thin_name, thin_fill, copies) = match &self.beside {
+            Beside::Copies(copies) => (copies, "copies of weights", COPY, Some(copies)),
+            Beside::Waits(waits) => (waits, "waiting for weights", WAIT, None),
+        };
+        let has_copies = copies.is_some_and(|copies| copies.iter().any(|copies| !copies.is_empty()));
+        let has_thin = has_copies || (copies.is_none() && !thin.is_empty());
+        let bottom = TOP + LANE * lanes as f64 + if has_copies { 12.0 + BUS } else { 0.0 };
+
+        // The legend, in as many columns as there is room for.
+        let entries: Vec<(&str, &str)> = kinds
+            .iter()
+            .map(|kind| (*kind, colour(kind)))
+            .chain(has_thin.then_some((thin_name, thin_fill)))
+            .collect();
+        let longest = entries.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
+        let cell = 36.0 + 7.0 * longest as f64;
+        let columns = ((WIDTH / cell) as usize).max(1);
+        let legend = bottom + 30.0;
+        open(LEFT + WIDTH + 24.0, legend + 20.0 * (entries.len().div_ceil(columns) + 1) as f64, out)?;
+        let what = first_layer.map_or(String::new(), |first| format!("layers {first} and {} of ", first + 1));
+        let title = format!(
+            "{what}{}: {:.1} of {:.1} \u{b5}s, {lanes} of {} workers",
+            self.name,
+            (end - begin) * 1e6,
+            self.step_s * 1e6,
+            self.n_workers
+        );
+        writeln!(out, "<text x=\"{LEFT}\" y=\"22\" font-weight=\"bold\">{}</text>", escaped(&title))?;
+
+        let scale = WIDTH / (end - begin).max(1e-12);
+        let x = |seconds: f64| LEFT + (seconds.clamp(begin, end) - begin) * scale;
+        let bar = |out: &mut dyn Write, time: Stretch, y: f64, height: f64, fill: &str, title: &str| {
+            if !is_inside(time) {
+                return Ok(());
+            }
+            let (from, to) = (x(time[0]), x(time[1]));
+            let width = (to - from).max(0.3);
+            let title = if title.is_empty() { String::new() } else { format!("<title>{}</title>", escaped(title)) };
+            writeln!(
+                out,
+                "<rect x=\"{from:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height}\" fill=\"{fill}\">{title}</rect>"
+            )
+        };
+        let label = |out: &mut dyn Write, y: f64, text: &str| {
+            let x = LEFT - 6.0;
+            writeln!(out, "<text x=\"{x}\" y=\"{y:.1}\" font-size=\"10\" text-anchor=\"end\">{text}</text>")
+        };
+        for (lane, worker) in drawn.iter().enumerate() {
+            let y = TOP + LANE * lane as f64;
+            label(out, y + 15.0, &format!("w{worker}"))?;
+            bar(out, window, y + 1.0, LANE - 4.0, IDLE, "")?;
+            for time in thin.get(*worker).into_iter().flatten() {
+                bar(out, *time, y + 1.0, 5.0, thin_fill, "")?;
+            }
+        }
+        for run in &self.runs {
+            let Some(lane) = drawn.iter().position(|worker| *worker == run.worker as usize) else { continue };
+            let title = format!("{}: {:.2} \u{b5}s", run.op, (run.time_s[1] - run.time_s[0]) * 1e6);
+            bar(out, run.time_s, TOP + LANE * lane as f64 + 7.0, LANE - 10.0, colour(kind(run.op)), &title)?;
+        }
+        if let Some(copies) = copies.filter(|_| has_copies) {
+            let points: Vec<String> = (busy(copies, self.n_workers, window).iter().zip(0..))
+                .map(|(share, step)| {
+                    format!("{:.1},{:.1}", LEFT + (f64::from(step) + 0.5) * STEP, bottom - BUS * share.min(1.0))
+                })
+                .collect();
+            bar(out, window, bottom - BUS, BUS, IDLE, "")?;
+            let (points, right) = (points.join(" "), LEFT + WIDTH);
+            let polygon = format!("{LEFT},{bottom:.1} {points} {right:.1},{bottom:.1}");
+            writeln!(out, "<polygon points=\"{polygon}\" fill=\"{COPY}\"/>")?;
+            label(out, bottom - BUS / 2.0 + 4.0, "memory")?;
+        }
+        // Ticks: as many as fit, at a round number of microseconds.
+        let length_us = (end - begin) * 1e6;
+        let mut every = 0.1;
+        while length_us / every > 14.0 {
+            every *= if [1.0, 5.0].contains(&leading(every)) { 2.0 } else { 2.5 };
+        }
+        for tick in 0..=(length_us / every) as u32 {
+            let at = f64::from(tick) * every;
+            let (x, y) = (LEFT + at * 1e-6 * scale, bottom + 16.0);
+            let text = if every < 1.0 { format!("{at:.1}") } else { format!("{at:.0}") };
+            let (from, to) = (TOP - 4.0, bottom + 4.0);
+            writeln!(out, "<path d=\"M{x:.1} {from:.1}V{to:.1}\" stroke=\"{LINE}\" stroke-width=\"0.5\"/>")?;
+            writeln!(out, "<text x=\"{x:.1}\" y=\"{y:.1}\" font-size=\"10\" text-anchor=\"middle\">{text}</text>")?;
+        }
+        label(out, bottom + 16.0, "\u{b5}s")?;
+        for (i, (name, fill)) in entries.iter().enumerate() {
+            let (x, y) = (LEFT + cell * (i % columns) as f64, legend + 20.0 * (i / columns) as f64);
+            writeln!(out, "<rect x=\"{x}\" y=\"{y:.1}\" width=\"12\" height=\"12\" fill=\"{fill}\"/>")?;
+            writeln!(out, "<text x=\"{}\" y=\"{:.1}\">{}</text>", x + 18.0, y + 10.5, escaped(name))?;
+        }
+        writeln!(out, "</svg>")
+    }
 }
 
-/// How busy the memory is in each step of the picture, 0 to 1, by the copies that `on_bus` gives of each worker.
-fn busy(n_workers: usize, on_bus: impl Fn(usize) -> Vec<[f64; 2]>, [begin, end]: [f64; 2]) -> Vec<f64> {
+/// The first digit of `number`.
+fn leading(number: f64) -> f64 {
+    (number / 10f64.powf(number.log10().floor() + 1e-9)).round()
+}
+
+/// How busy the memory is in each step of a picture of `begin` to `end`, 0 to 1, by all workers' copies.
+fn busy(copies: &[Vec<Stretch>], n_workers: usize, [begin, end]: Stretch) -> Vec<f64> {
     let steps = (WIDTH / STEP) as usize;
     let mut busy = vec![0.0; steps];
     let seconds = ((end - begin) / steps as f64).max(1e-15);
-    for [from, to] in (0..n_workers).flat_map(on_bus) {
+    for [from, to] in copies.iter().flatten() {
         let step_of = |at: f64| (((at - begin) / seconds).max(0.0) as usize).min(steps);
-        for step in step_of(from)..(step_of(to) + 1).min(steps) {
+        for step in step_of(*from)..(step_of(*to) + 1).min(steps) {
             let (start, stop) = (begin + step as f64 * seconds, begin + (step + 1) as f64 * seconds);
             busy[step] += (to.min(stop) - from.max(start)).max(0.0) / (seconds * n_workers as f64);
         }
@@ -69,158 +264,26 @@ fn busy(n_workers: usize, on_bus: impl Fn(usize) -> Vec<[f64; 2]>, [begin, end]:
     busy
 }
 
-/// Writes how `program` runs as predicted, with the copies that `plan` has its loaders make, as SVG; `machine` is what it was predicted for,
-/// `target` its name.
-///
-/// # Errors
-/// What `out` says.
-pub fn write_timeline(
-    program: &Program,
-    plan: &Plan,
-    prediction: &Prediction,
-    machine: &Machine,
-    target: &str,
-    out: &mut dyn Write,
-) -> io::Result<()> {
-    let ([begin, end], first_layer) = window(program, prediction);
-    let n_workers = program.lists.lists.len();
-    let lanes = n_workers.min(LANES);
-    let drawn: Vec<usize> = (0..lanes).map(|lane| lane * n_workers / lanes.max(1)).collect();
-    let name = |op: u32| &program.blocks.ops[op as usize].name;
-    // Of what is drawn.
-    let mut kinds: Vec<&str> = Vec::new();
-    for (task, span) in program.tasks.tasks.iter().zip(&prediction.spans) {
-        if span.end_s > begin && span.start_s < end && !kinds.contains(&kind(name(task.op))) {
-            kinds.push(kind(name(task.op)));
-        }
-    }
-    let colour = |kind: &str| {
-        let number = kinds.iter().position(|known| *known == kind).unwrap_or(0);
-        COLOURS[number % COLOURS.len()]
-    };
-    let scale = WIDTH / (end - begin).max(1e-12);
-    let x = |seconds: f64| LEFT + (seconds.clamp(begin, end) - begin) * scale;
-    let (top, bottom) = (40.0, 40.0 + LANE * lanes as f64);
-    let has_copies = prediction.loads.iter().any(|loads| !loads.is_empty());
-    let bus = if has_copies { bottom + 12.0 + BUS } else { bottom };
-    let legend = bus + 44.0;
-    let entries: Vec<(&str, &str)> = kinds
-        .iter()
-        .map(|kind| (*kind, colour(kind)))
-        .chain(has_copies.then_some(("copies of weights", COPY)))
-        .collect();
-    let longest = entries.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
-    let cell = 36.0 + 7.0 * longest as f64;
-    let columns = ((WIDTH / cell) as usize).max(1);
-    open(LEFT + WIDTH + 24.0, legend + 20.0 * entries.len().div_ceil(columns) as f64 + 6.0, out)?;
-    let what = match first_layer {
-        Some(first) => format!("layers {first} and {} of {}", first + 1, program.name),
-        None => program.name.clone(),
-    };
-    let title = format!(
-        "{what} on {target}, predicted: {:.1} of {:.1} \u{b5}s, {lanes} of {n_workers} workers",
-        (end - begin) * 1e6,
-        prediction.step_s * 1e6
-    );
-    writeln!(out, "<text x=\"{LEFT}\" y=\"22\" font-weight=\"bold\">{}</text>", escaped(&title))?;
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-    // Copies, each with what follows it without a gap.
-    let on_bus = |worker: usize| {
-        let (loads, data) = (prediction.loads.get(worker), plan.workers.get(worker));
-        let pairs = loads.into_iter().flatten().zip(data.into_iter().flat_map(|worker| &worker.data));
-        let mut merged: Vec<[f64; 2]> = Vec::new();
-        for ((start, _), op) in pairs {
-            let stop = start + f64::from(op.bytes) / machine.bytes_per_s;
-            match merged.last_mut() {
-                Some(before) if *start <= before[1] + 1e-9 => before[1] = before[1].max(stop),
-                _ => merged.push([*start, stop]),
-            }
-        }
-        merged
-    };
-    let bar = |out: &mut dyn Write, [from, to]: [f64; 2], y: f64, height: f64, fill: &str, title: &str| {
-        if to <= begin || from >= end {
-            return Ok(());
-        }
-        let (from, to) = (x(from), x(to));
-        let title = if title.is_empty() { String::new() } else { format!("<title>{}</title>", escaped(title)) };
-        let width = (to - from).max(0.3);
-        writeln!(
-            out,
-            "<rect x=\"{from:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height}\" fill=\"{fill}\">{title}</rect>"
-        )
-    };
-    for (lane, worker) in drawn.iter().enumerate() {
-        let y = top + LANE * lane as f64;
-        writeln!(
-            out,
-            "<text x=\"{}\" y=\"{:.1}\" font-size=\"10\" text-anchor=\"end\">w{worker}</text>",
-            LEFT - 6.0,
-            y + 15.0
-        )?;
-        bar(out, [begin, end], y + 1.0, LANE - 4.0, IDLE, "")?;
-        for copies in on_bus(*worker) {
-            bar(out, copies, y + 1.0, 5.0, COPY, "")?;
-        }
-    }
-    for (task, span) in program.tasks.tasks.iter().zip(&prediction.spans) {
-        let Some(lane) = drawn.iter().position(|worker| *worker == span.worker as usize) else { continue };
-        let (y, name) = (top + LANE * lane as f64 + 7.0, name(task.op));
-        let title = format!("{name} {:?}: {:.2} \u{b5}s", task.block, (span.end_s - span.start_s) * 1e6);
-        bar(out, [span.start_s, span.end_s], y, LANE - 10.0, colour(kind(name)), &title)?;
+    #[test]
+    fn operators_are_told_apart_by_what_they_do() {
+        assert_eq!(kind("model.layers.3.self_attn.q_proj"), "q_proj");
+        assert_eq!(kind("model.layers.3.self_attn.attention.0 merge"), "merge");
+        assert_eq!(kind("sample.2"), "sample");
+        assert_eq!(kind("embed_tokens"), "embed_tokens");
+        assert_eq!((layer("model.layers.12.mlp.up"), layer("lm_head")), (Some(12), None));
+        assert_eq!([0.1, 0.2, 0.5, 1.0, 20.0, 500.0].map(leading), [1.0, 2.0, 5.0, 1.0, 2.0, 5.0]);
     }
 
-    if has_copies {
-        let busy = busy(n_workers, on_bus, [begin, end]);
-        let points: Vec<String> = (busy.iter().zip(0..))
-            .map(|(share, step)| {
-                format!("{:.1},{:.1}", LEFT + (f64::from(step) + 0.5) * STEP, bus - BUS * share.min(1.0))
-            })
-            .collect();
-        bar(out, [begin, end], bus - BUS, BUS, IDLE, "")?;
-        writeln!(
-            out,
-            "<polygon points=\"{LEFT},{bus:.1} {} {:.1},{bus:.1}\" fill=\"{COPY}\"/>\n\
-             <text x=\"{}\" y=\"{:.1}\" font-size=\"10\" text-anchor=\"end\">memory</text>",
-            points.join(" "),
-            LEFT + WIDTH,
-            LEFT - 6.0,
-            bus - BUS / 2.0 + 4.0
-        )?;
+    #[test]
+    fn memory_is_as_busy_as_all_copies_make_it() {
+        // Of two workers one copies all the time, one in the second half.
+        let shares = busy(&[vec![[0.0, 8.0]], vec![[4.0, 6.0], [6.0, 9.0]]], 2, [0.0, 8.0]);
+        assert_eq!(shares.len(), 450);
+        assert!(shares[..225].iter().all(|share| (share - 0.5).abs() < 1e-9));
+        assert!(shares[225..].iter().all(|share| (share - 1.0).abs() < 1e-9));
     }
-    // Ticks: as many as fit, at a round number of microseconds.
-    let length_us = (end - begin) * 1e6;
-    let every = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 5000.0];
-    let every = every.into_iter().find(|every| length_us / every <= 14.0).unwrap_or(length_us / 10.0);
-    let mut at = 0.0;
-    while at <= length_us {
-        let x = LEFT + at * 1e-6 * scale;
-        writeln!(
-            out,
-            "<path d=\"M{x:.1} {:.1}V{:.1}\" stroke=\"{LINE}\" stroke-width=\"0.5\"/><text x=\"{x:.1}\" y=\"{:.1}\" font-size=\"10\" \
-             text-anchor=\"middle\">{}</text>",
-            top - 4.0,
-            bus + 4.0,
-            bus + 16.0,
-            if every < 1.0 { format!("{at:.1}") } else { format!("{at:.0}") }
-        )?;
-        at += every;
-    }
-    writeln!(
-        out,
-        "<text x=\"{}\" y=\"{:.1}\" font-size=\"10\" text-anchor=\"end\">\u{b5}s</text>",
-        LEFT - 6.0,
-        bus + 16.0
-    )?;
-    for (i, (name, fill)) in entries.iter().enumerate() {
-        let (x, y) = (LEFT + cell * (i % columns) as f64, legend + 20.0 * (i / columns) as f64 - 14.0);
-        writeln!(
-            out,
-            "<rect x=\"{x}\" y=\"{y:.1}\" width=\"12\" height=\"12\" fill=\"{fill}\"/><text x=\"{}\" y=\"{:.1}\">{}</text>",
-            x + 18.0,
-            y + 10.5,
-            escaped(name)
-        )?;
-    }
-    writeln!(out, "</svg>")
 }

@@ -164,7 +164,7 @@ impl Check<'_> {
         let scratch = self.args.scratch.clone().unwrap_or_else(std::env::temp_dir);
         let dir = tempfile::tempdir_in(&scratch)
             .map_err(|error| format!("{}: cannot make a folder there: {}", scratch.display(), plain(&error)))?;
-        let out = dir.path().join("model");
+        let out = dir.path().join(preset);
         synth(SynthSource::Preset(preset), &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(()))?;
         Ok((dir, Model::load(&out)?))
     }
@@ -247,9 +247,9 @@ impl Check<'_> {
     /// How fast a checkpoint comes to the device, from memory and from the disk, and what part that is of the slower of the bus
     /// and of reading the file, each measured alone. The bar is no condition: others may use the disk.
     fn load(&self) -> Figures {
-        let (dir, model) = self.synth("llama-3.2-1b")?;
+        let (_dir, model) = self.synth("llama-3.2-1b")?;
+        let folder = model.dir().to_owned();
         drop(model);
-        let folder = dir.path().join("model");
         let weights = Weights::open(&folder)?;
         let paths: Vec<PathBuf> = weights.files().map(Path::to_owned).collect();
         let all = weights.size_bytes() as u64;
@@ -616,8 +616,8 @@ impl Check<'_> {
     fn bench(&self, preset: &str) -> Figures {
         // What is tried on a simulated GPU is how it goes, not how fast.
         let (context, tokens) = if self.args.simulated { (9, 2) } else { (512, 64) };
-        let (dir, model) = self.synth(preset)?;
-        let folder = dir.path().join("model");
+        let (_dir, model) = self.synth(preset)?;
+        let folder = model.dir().to_owned();
         let trace = self.args.out.join(format!("{preset}.trace.json"));
         let runs = if self.args.simulated { 1 } else { 5 };
         let args = bench::Args::of(
@@ -701,7 +701,7 @@ impl Check<'_> {
         let logits = Engine::new(&model, &config)?.logits(&ids, |_| ())?;
         let path = dir.path().join("logits.safetensors");
         logits::write(&path, &ids, &logits, vocab)?;
-        let found = self.script(&dir.path().join("model"), &["--logits".as_ref(), path.as_os_str()]);
+        let found = self.script(model.dir(), &["--logits".as_ref(), path.as_os_str()]);
         for key in ["mean_kl", "mean_abs_nll_change"] {
             let of = |whose: &str| found[whose][key].as_f64();
             if let (Some(ours), Some(theirs)) = (of("ours"), of("pytorch_bf16"))
