@@ -87,7 +87,8 @@ fn chat_answers_line_by_line() {
         expected += &format!("{answer}\n");
         messages.push(ChatMessage::new("assistant", answer));
     }
-    let args = ["chat", "--model", &folder, "--system", "Be brief.", "--max-new-tokens", "12", "--device", "cpu", "--exact"];
+    let args =
+        ["chat", "--model", &folder, "--system", "Be brief.", "--max-new-tokens", "12", "--device", "cpu", "--exact"];
     let chat = |input: &str, more: &[&str]| {
         let mut chat = Command::new(env!("CARGO_BIN_EXE_perpetua"));
         chat.args(args).args(more).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -105,7 +106,10 @@ fn chat_answers_line_by_line() {
         err.lines().filter_map(|line| line.split_once("prompt ")?.1.split(' ').next()?.parse().ok()).collect();
     assert!(read.len() == 2 && read[1] < model.encode_chat(&messages[..4]).unwrap().len() - read[0], "{err}");
     let (status, out, err) = chat("What may I do?\nAnd what not?\n", &["--max-context", "40"]);
-    assert!(status == Some(1) && expected.starts_with(out.trim_end()) && err.contains("context"), "{status:?} {out} {err}");
+    assert!(
+        status == Some(1) && expected.starts_with(out.trim_end()) && err.contains("context"),
+        "{status:?} {out} {err}"
+    );
     assert_eq!(chat("", &[]).0, Some(0));
 }
 
@@ -404,7 +408,9 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
             }
             assert!(out.join("qwen3-0.6b.trace.json").is_file());
             let picture = std::fs::read_to_string(out.join("qwen3-0.6b.trace.svg")).unwrap();
-            assert!(picture.contains("measured: ") && picture.contains(">down_proj</text>") && !picture.contains("NaN"));
+            assert!(
+                picture.contains("measured: ") && picture.contains(">down_proj</text>") && !picture.contains("NaN")
+            );
         }
     }
 }

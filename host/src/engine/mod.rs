@@ -705,7 +705,9 @@ impl Engine {
     pub fn passes(&self, mut tokens: usize) -> usize {
         let programs = self.resident.compiled.image.view().programs;
         let mut passes = 0;
-        while let Some(program) = perpetua_device::advance::choose_program(programs, tokens as u32).filter(|_| tokens > 0) {
+        while let Some(program) =
+            perpetua_device::advance::choose_program(programs, tokens as u32).filter(|_| tokens > 0)
+        {
             tokens = tokens.saturating_sub(programs[program as usize].max_rows as usize);
             passes += 1;
         }

@@ -157,11 +157,8 @@ impl<'a> Timeline<'a> {
         let bottom = TOP + LANE * lanes as f64 + if has_copies { 12.0 + BUS } else { 0.0 };
 
         // The legend, in as many columns as there is room for.
-        let entries: Vec<(&str, &str)> = kinds
-            .iter()
-            .map(|kind| (*kind, colour(kind)))
-            .chain(has_thin.then_some((thin_name, thin_fill)))
-            .collect();
+        let entries: Vec<(&str, &str)> =
+            kinds.iter().map(|kind| (*kind, colour(kind))).chain(has_thin.then_some((thin_name, thin_fill))).collect();
         let longest = entries.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0);
         let cell = 36.0 + 7.0 * longest as f64;
         let columns = ((WIDTH / cell) as usize).max(1);
