@@ -1,5 +1,6 @@
 //! Prompt lookup: tokens guessed from the text so far and verified in one pass change how long a text takes, and nothing else.
 
+use super::models::MODELS;
 use super::simt::broken_rule;
 use perpetua::compile::{CompileError, Config, compile};
 use perpetua::engine::{EngineError, decoder_sources};
@@ -12,9 +13,6 @@ use perpetua_shared::TaskFlags;
 use perpetua_shared::image::VERIFIES;
 use proptest::prelude::*;
 use std::path::PathBuf;
-
-const MODELS: [&str; 7] =
-    ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"];
 
 fn fixture(name: &str) -> Model {
     Model::load(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).unwrap()

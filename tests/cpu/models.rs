@@ -74,7 +74,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-const MODELS: [&str; 7] =
+pub(super) const MODELS: [&str; 7] =
     ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"];
 
 #[test]

@@ -2,13 +2,11 @@
 
 use super::cuda::has_kernel;
 use super::interpreted::{distance, driver, on};
+use super::models::MODELS;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::ProgramId;
 use proptest::prelude::*;
 use std::path::PathBuf;
-
-const MODELS: [&str; 7] =
-    ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"];
 
 fn fixture(name: &str) -> Model {
     Model::load(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).unwrap()
@@ -104,9 +102,14 @@ fn what_others_have_left_in_the_cache_is_not_taken_for_ones_own() {
     // A batch, a pass by hand, and a run of no tokens.
     assert_eq!(engine.generate_batch(&[&prompt[..], &[7, 7]], &options(3, true)).unwrap().count(), 6);
     read(engine, fresh, 0);
-    engine.resident_mut().run_last(ProgramId(0), &[50; 20]).unwrap();
+    // These write other tokens, which the cache does not have.
+    let others = [50; 20];
+    let reused = |engine: &mut Engine| engine.generate(&others, &options(1, true)).unwrap().reused();
+    engine.resident_mut().run_last(ProgramId(0), &others).unwrap();
+    assert_eq!(reused(engine), 0);
     read(engine, fresh, 0);
-    assert_eq!(engine.generate(&[50; 20], &options(0, true)).unwrap().count(), 0);
+    assert_eq!(engine.generate(&others, &options(0, true)).unwrap().count(), 0);
+    assert_eq!(reused(engine), 0);
     read(engine, fresh, 0);
     // One that is told to stop while it reads knows as much as it has read.
     let generation = engine.generate(&prompt, &options(50, false)).unwrap();

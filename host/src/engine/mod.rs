@@ -430,7 +430,7 @@ impl Engine {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         model.decoder()?;
         let place = match config.device {
-            Device::Auto if model.quantized().is_some() || config.exact || config.prompt_lookup.is_some() => {
+            Device::Auto if model.quantized().is_some() || config.exact => {
                 Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
             }
             _ => Place::of(config),
