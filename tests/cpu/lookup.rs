@@ -9,8 +9,8 @@ use perpetua::image::encode::Parts;
 use perpetua::model::Quantize;
 use perpetua::model::decoder::{Cache, Head};
 use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model};
-use perpetua_shared::TaskFlags;
 use perpetua_shared::image::VERIFIES;
+use perpetua_shared::{ProgramId, TaskFlags};
 use proptest::prelude::*;
 use std::path::PathBuf;
 
@@ -199,6 +199,30 @@ fn what_cannot_be_is_refused_in_a_line() {
     let sources = decoder_sources(&model, &[4], Cache::bf16(64), Head::Verify).unwrap();
     let refused = compile(sources, &Config::new(Target::gpu(4))).unwrap_err();
     assert!(matches!(&refused, CompileError::Drafts(name) if name == "verify 4"), "{refused}");
+}
+
+/// Read as a prompt is, by a pass that samples nothing, tokens are no guesses.
+#[test]
+fn a_pass_that_samples_nothing_verifies_nothing() {
+    let model = fixture("tiny-qwen3");
+    let prompt = prompt(&model, 23);
+    let plain = made(&mut engine(&model, Device::Cpu, 2, None), &prompt, &options(9));
+    for device in [Device::Cpu, Device::Reference] {
+        let mut engine = engine(&model, device, 2, Some(3));
+        let programs = engine.resident().compiled().image.view().programs;
+        let verify = programs.iter().position(|program| program.in_token_loop == VERIFIES).unwrap();
+        for rows in [0, 1, 4] {
+            engine.resident_mut().run_tokens(ProgramId(verify as u32), &prompt[..rows]).unwrap();
+            let control = engine.resident_mut().finish().unwrap();
+            assert_eq!(
+                (control.produced, control.end, control.step.first_pos),
+                (0, End::PromptDone as u32, rows as u32)
+            );
+        }
+        if device == Device::Cpu {
+            assert!(made(&mut engine, &prompt, &options(9)) == plain);
+        }
+    }
 }
 
 /// A task of a row is one that its program has, and whoever ends a pass that verifies knows what was chosen.

@@ -60,7 +60,8 @@ impl MacroKernel for Advance {
         } else {
             let token = |position: u32| tokens.get_i32([position as usize]) as u32;
             let step = control.step;
-            if chosen.is_present() {
+            // Of a pass that samples nothing, or has no rows, nothing has been chosen.
+            if chosen.is_present() && step.sampling != 0 && step.rows > 0 {
                 let next = step.first_pos + 1;
                 let (mut given, mut drafts) = ([0; MAX_DRAFTS + 1], [0; MAX_DRAFTS]);
                 let rows = step.rows as usize;
