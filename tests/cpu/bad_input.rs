@@ -241,6 +241,13 @@ fn options_without_effect_are_named() {
         (&logits, &["--exact", "--device", "ptx"], "--exact is for --device cpu or reference"),
         (&logits, &["--exact", "--device", "cuda"], "--exact is for --device cpu or reference"),
         (&vec!["bench", "--model", &text], &["--device", "simt"], "nothing to measure on --device simt"),
+        (&vec!["bench", "--model", &text], &["--prompt-lookup", "16"], "--prompt-lookup 16: expected 1 to 15 tokens"),
+        (&bench, &["--prompt-lookup", "3"], "--prompt-lookup is for text models"),
+        (
+            &vec!["generate", "--prompt", "a", "--model", &text],
+            &["--prompt-lookup", "0"],
+            "prompt lookup 0: expected 1 to 15",
+        ),
     ] {
         let output = perpetua(&[&verb[..], args].concat());
         let message = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -296,6 +296,15 @@ fn bench_measures_a_small_model() {
     assert!((figure("tokens_per_s") - 3.0 * figure("tokens_per_s_each")).abs() <= 0.003 * figure("tokens_per_s"));
     assert!(figure("share_of_bandwidth_percent") > 0.0 && figure("prefill_tokens_per_s") > 0.0);
     assert!(figure("times_alone") > 0.0);
+    // What passes over guesses take: as many lines as there may be guesses.
+    let args =
+        ["bench", "--model", &model, "--context", "9", "--tokens", "2", "--threads", "2", "--prompt-lookup", "4"];
+    let printed = String::from_utf8(perpetua(&[&args[..], &["--device", "cpu"]].concat()).stdout).unwrap();
+    assert_eq!(
+        printed.lines().filter(|line| line.contains("_guesses ") && line.contains(" times a step")).count(),
+        4,
+        "{printed}"
+    );
 }
 
 /// Not more than a control group's quota of CPU time lasts for, which the standard library knows too.

@@ -16,6 +16,7 @@ use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::Technique;
 use perpetua_shared::control::{Control, Step};
 use perpetua_shared::image::VERIFIES;
+use perpetua_shared::limits::MAX_DRAFTS;
 use serde_json::json;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -90,6 +91,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let model = args.model.open()?;
     if args.batch.is_some() && !is_generator(&model) {
         return Err("--batch is for text models: sentences are embedded one by one".into());
+    }
+    if let Some(n) = args.prompt_lookup.filter(|n| !(1..=MAX_DRAFTS).contains(n)) {
+        return Err(format!("--prompt-lookup {n}: expected 1 to {MAX_DRAFTS} tokens").into());
     }
     if args.prompt_lookup.is_some() && !is_generator(&model) {
         return Err("--prompt-lookup is for text models: of a sentence nothing is guessed".into());
@@ -367,6 +371,9 @@ pub(super) fn generator(
     let on_gpu = engine.resident_mut().cuda().map(|cuda| cuda.gpu().clone());
     if on_gpu.is_none() && (args.compare || args.trace.is_some() || args.timeline.is_some()) {
         return Err("--compare, --trace and --timeline are for GPUs (--device cuda)".into());
+    }
+    if on_gpu.is_some() && args.prompt_lookup.is_some() {
+        return Err("--prompt-lookup is for --device cpu or reference: no GPU kernel verifies guesses".into());
     }
     warm(model)?;
     let load = began.elapsed();
