@@ -38,9 +38,7 @@ impl Memory {
         // SAFETY: the box is inside the memory (asserted); what is written by one call is read by none at that time.
         unsafe { Tensor::new(self.0.as_ptr().cast_mut().cast(), &operand) }
     }
-}
 
-impl Memory {
     /// `n` rows of `k` elements, `stride` elements apart, from `offset_bytes` on.
     fn matrix(&self, dtype: DType, offset_bytes: usize, [n, k]: [usize; 2], stride: usize) -> Tensor {
         assert!(offset_bytes + n * stride * dtype.size_bytes() <= self.0.len() * 8);

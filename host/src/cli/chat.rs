@@ -1,13 +1,12 @@
 //! `perpetua chat`.
 
-use super::generate::{Choice, report};
-use super::{ModelArgs, Outcome, TOKENS_BAR, note, on_every_interrupt, progress, say, to_stdout, warm};
+use super::generate::{Choice, report, stream};
+use super::{ModelArgs, Outcome, note, on_every_interrupt, say, warm};
 use perpetua::engine::DEFAULT_MAX_CONTEXT;
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model, Stopper};
 use std::io::{BufRead, IsTerminal, Write};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -71,26 +70,11 @@ fn answer(
     answering: &Mutex<Option<Stopper>>,
 ) -> Result<String, Box<dyn std::error::Error>> {
     let prompt = model.encode_chat(messages)?;
-    let mut out = std::io::stdout().lock();
     let mut generation = engine.generate(&prompt, options)?;
     let known = generation.reused();
     *answering.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation.stopper());
-    let bar = progress(prompt.len() as u64, "reading", TOKENS_BAR);
-    let (mut text, mut made) = (String::new(), 0);
-    while !generation.is_ended() {
-        match generation.poll(Duration::from_millis(50))? {
-            Some(token) => {
-                bar.finish_and_clear();
-                to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
-                text.push_str(&token.text);
-                made += 1;
-            }
-            None => bar.set_position(generation.prompt_done() as u64),
-        }
-    }
-    bar.finish_and_clear();
+    let made = stream(&mut generation, prompt.len())?;
     answering.lock().unwrap_or_else(PoisonError::into_inner).take();
-    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))?;
     let end = generation.end();
     drop(generation);
     if end == Some(End::ContextFull) {
@@ -105,6 +89,6 @@ fn answer(
         say("the answer ends where it has as many tokens as it may have (see --max-new-tokens)");
     }
     let before = if known > 0 { format!("{known} tokens known | ") } else { String::new() };
-    report(engine, &before, prompt.len() - known, made);
-    Ok(text)
+    report(engine, &before, prompt.len() - known, made.len());
+    Ok(made.into_iter().map(|token| token.text).collect())
 }

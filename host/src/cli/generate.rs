@@ -4,6 +4,7 @@ use super::{
     Interrupted, ModelArgs, Outcome, TOKENS_BAR, note, on_interrupt, progress, say, to_stdout, warm, writable,
     write_whole,
 };
+use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, EngineConfig, GenerateOptions};
 use std::io::{IsTerminal, Write};
@@ -105,25 +106,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let mut engine = super::resident(&model, &config)?;
     warm(&model)?;
     let loaded = began.elapsed();
-    let mut ids = Vec::new();
-    let mut out = std::io::stdout().lock();
-    let bar = progress(prompt.len() as u64, "reading prompt", TOKENS_BAR);
     let mut generation = engine.generate(&prompt, &options)?;
     // Until there is something to print, Ctrl-C ends the program.
     let stopper = generation.stopper();
     on_interrupt(move || stopper.stop())?;
-    while !generation.is_ended() {
-        match generation.poll(Duration::from_millis(50))? {
-            Some(token) => {
-                bar.finish_and_clear();
-                ids.push(token.id);
-                to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
-            }
-            None => bar.set_position(generation.prompt_done() as u64),
-        }
-    }
-    bar.finish_and_clear();
-    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))?;
+    let ids: Vec<u32> = stream(&mut generation, prompt.len())?.into_iter().map(|token| token.id).collect();
     let end = generation.end();
     drop(generation);
     if let Some(path) = &args.ids_out {
@@ -148,6 +135,26 @@ pub(crate) fn run(args: &Args) -> Outcome {
     );
     report(&engine, &load, prompt.len(), ids.len());
     if end == Some(End::Stopped) { Err(Interrupted.into()) } else { Ok(()) }
+}
+
+/// Prints what `generation` makes as it is made, and a line's end, and returns it; shows how far its prompt of so many tokens has been read.
+pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize) -> Result<Vec<Token>, Box<dyn std::error::Error>> {
+    let bar = progress(prompt as u64, "reading prompt", TOKENS_BAR);
+    let mut out = std::io::stdout().lock();
+    let mut made = Vec::new();
+    while !generation.is_ended() {
+        match generation.poll(Duration::from_millis(50))? {
+            Some(token) => {
+                bar.finish_and_clear();
+                to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
+                made.push(token);
+            }
+            None => bar.set_position(generation.prompt_done() as u64),
+        }
+    }
+    bar.finish_and_clear();
+    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))?;
+    Ok(made)
 }
 
 /// Where the time went of a run that has read `prompt` tokens and made others, on a terminal or when asked by nobody else than a person.

@@ -111,21 +111,29 @@ pub(super) fn trace(
     }
 }
 
-/// Writes the last step of `trace` to `path` in the format of Chrome's and Perfetto's, under the name `process`.
-pub(super) fn write_trace(path: &Path, process: &str, image: &Image, trace: &[(WorkerId, TaskTrace)]) -> Outcome {
+/// The tasks of the last step of `trace`, each with its worker and when it ran, in nanoseconds from the first one's start. A body does a little
+/// before it waits for others; it is shown after that, as predicted ones are.
+fn last_step(trace: &[(WorkerId, TaskTrace)]) -> Vec<(WorkerId, &TaskTrace, [u64; 2])> {
     let step = trace.iter().map(|(_, entry)| entry.iteration).max().unwrap_or(0);
     let tasks = || trace.iter().filter(|(_, entry)| entry.iteration == step);
     let begin = tasks().map(|(_, entry)| entry.began_ns).min().unwrap_or(0);
+    let ran = |entry: &TaskTrace| {
+        let began_ns = (entry.began_ns + u64::from(entry.event_ns)).min(entry.ended_ns);
+        [began_ns, entry.ended_ns].map(|ns| ns - begin)
+    };
+    tasks().map(|(worker, entry)| (*worker, entry, ran(entry))).collect()
+}
+
+/// Writes the last step of `trace` to `path` in the format of Chrome's and Perfetto's, under the name `process`.
+pub(super) fn write_trace(path: &Path, process: &str, image: &Image, trace: &[(WorkerId, TaskTrace)]) -> Outcome {
     write_whole(path, |file| {
         writeln!(file, "{{\"displayTimeUnit\": \"ns\", \"traceEvents\": [")?;
-        for (worker, entry) in tasks() {
-            // A body does a little before it waits for others; it is shown after that, as predicted ones are.
-            let began_ns = (entry.began_ns + u64::from(entry.event_ns)).min(entry.ended_ns);
+        for (worker, entry, [from_ns, to_ns]) in last_step(trace) {
             let (for_data, for_tasks) = (f64::from(entry.data_ns) / 1e3, f64::from(entry.event_ns) / 1e3);
             let event = json!({
                 "name": image.task_name(entry.task), "ph": "X", "pid": 0, "tid": 2 * worker.0 + 1,
-                "ts": (began_ns - begin) as f64 / 1e3,
-                "dur": (entry.ended_ns - began_ns) as f64 / 1e3,
+                "ts": from_ns as f64 / 1e3,
+                "dur": (to_ns - from_ns) as f64 / 1e3,
                 "args": {"task": entry.task, "waited_for_data_us": for_data, "waited_for_tasks_us": for_tasks},
             });
             writeln!(file, "{event},")?;
@@ -137,24 +145,21 @@ pub(super) fn write_trace(path: &Path, process: &str, image: &Image, trace: &[(W
 
 /// The last step of `trace` as a picture of what `process` ran.
 pub(super) fn timeline<'a>(process: &str, image: &'a Image, trace: &[(WorkerId, TaskTrace)]) -> Timeline<'a> {
-    let step = trace.iter().map(|(_, entry)| entry.iteration).max().unwrap_or(0);
-    let tasks = || trace.iter().filter(|(_, entry)| entry.iteration == step);
-    let begin = tasks().map(|(_, entry)| entry.began_ns).min().unwrap_or(0);
-    let end = tasks().map(|(_, entry)| entry.ended_ns).max().unwrap_or(begin);
-    let seconds = |ns: u64| (ns - begin) as f64 * 1e-9;
+    let tasks = last_step(trace);
+    let seconds = |ns: u64| ns as f64 * 1e-9;
     let n_workers = image.header().n_workers as usize;
     let (mut runs, mut waits) = (Vec::new(), vec![Vec::new(); n_workers]);
-    for (worker, entry) in tasks() {
-        let began_ns = (entry.began_ns + u64::from(entry.event_ns)).min(entry.ended_ns);
+    for (worker, entry, [from_ns, to_ns]) in &tasks {
         let op = image.view().tasks.get(entry.task as usize).map_or("", |task| image.op_name(task.op));
-        runs.push(Run { worker: worker.0, op, time_s: [seconds(began_ns), seconds(entry.ended_ns)] });
+        runs.push(Run { worker: worker.0, op, time_s: [*from_ns, *to_ns].map(seconds) });
         if entry.data_ns > 0 {
-            let until_ns = (began_ns + u64::from(entry.data_ns)).min(entry.ended_ns);
-            waits[worker.idx()].push([seconds(began_ns), seconds(until_ns)]);
+            let until_ns = (from_ns + u64::from(entry.data_ns)).min(*to_ns);
+            waits[worker.idx()].push([*from_ns, until_ns].map(seconds));
         }
     }
+    let step_s = seconds(tasks.iter().map(|(_, _, [_, to_ns])| *to_ns).max().unwrap_or(0));
     let name = format!("a step of {process}, measured");
-    Timeline { name, n_workers, step_s: seconds(end), runs, beside: Beside::Waits(waits) }
+    Timeline { name, n_workers, step_s, runs, beside: Beside::Waits(waits) }
 }
 
 #[cfg(test)]

@@ -122,10 +122,10 @@ impl<'a> Timeline<'a> {
         let Some(first) = last.map(|last| last / 2) else { return ([0.0, self.step_s], None) };
         let inside =
             self.runs.iter().filter(|run| layer(run.op).is_some_and(|layer| (first..=first + 1).contains(&layer)));
-        let time = inside.fold([f64::INFINITY, 0.0], |[begin, end]: Stretch, run| {
-            [begin.min(run.time_s[0]), end.max(run.time_s[1])]
-        });
-        (time, Some(first))
+        let time = inside
+            .map(|run| run.time_s)
+            .reduce(|[begin, end]: Stretch, [from, to]: Stretch| [begin.min(from), end.max(to)]);
+        time.map_or(([0.0, self.step_s], None), |time| (time, Some(first)))
     }
 
     /// Writes it as SVG.
@@ -217,12 +217,8 @@ impl<'a> Timeline<'a> {
             writeln!(out, "<polygon points=\"{polygon}\" fill=\"{COPY}\"/>")?;
             label(out, bottom - BUS / 2.0 + 4.0, "memory")?;
         }
-        // Ticks: as many as fit, at a round number of microseconds.
         let length_us = (end - begin) * 1e6;
-        let mut every = 0.1;
-        while length_us / every > 14.0 {
-            every *= if [1.0, 5.0].contains(&leading(every)) { 2.0 } else { 2.5 };
-        }
+        let every = tick_us(length_us);
         for tick in 0..=(length_us / every) as u32 {
             let at = f64::from(tick) * every;
             let (x, y) = (LEFT + at * 1e-6 * scale, bottom + 16.0);
@@ -241,9 +237,14 @@ impl<'a> Timeline<'a> {
     }
 }
 
-/// The first digit of `number`.
-fn leading(number: f64) -> f64 {
-    (number / 10f64.powf(number.log10().floor() + 1e-9)).round()
+/// How far apart ticks stand on a length of so many microseconds: a 1, 2 or 5 of some decimal place, so that there are not too many.
+fn tick_us(length_us: f64) -> f64 {
+    let mut factors = [2.0, 2.5, 2.0].into_iter().cycle();
+    let mut every = 0.1;
+    while length_us / every > 14.0 {
+        every *= factors.next().unwrap_or(2.0);
+    }
+    every
 }
 
 /// How busy the memory is in each step of a picture of `begin` to `end`, 0 to 1, by all workers' copies.
@@ -272,7 +273,23 @@ mod tests {
         assert_eq!(kind("sample.2"), "sample");
         assert_eq!(kind("embed_tokens"), "embed_tokens");
         assert_eq!((layer("model.layers.12.mlp.up"), layer("lm_head")), (Some(12), None));
-        assert_eq!([0.1, 0.2, 0.5, 1.0, 20.0, 500.0].map(leading), [1.0, 2.0, 5.0, 1.0, 2.0, 5.0]);
+    }
+
+    #[test]
+    fn ticks_stand_at_round_numbers() {
+        let lengths = [0.0, 1.4, 1.5, 7.0, 14.0, 57.6, 280.0, 6_500.0];
+        assert_eq!(lengths.map(tick_us), [0.1, 0.1, 0.2, 0.5, 1.0, 5.0, 20.0, 500.0]);
+    }
+
+    /// Layers that nobody runs in the middle: all is drawn.
+    #[test]
+    fn a_window_is_never_empty() {
+        let run = |op, time_s| Run { worker: 0, op, time_s };
+        let runs = vec![run("layers.0.a", [0.0, 1e-6]), run("layers.9.a", [1e-6, 3e-6])];
+        let timeline =
+            Timeline { name: "x".to_owned(), n_workers: 1, step_s: 3e-6, runs, beside: Beside::Waits(Vec::new()) };
+        assert_eq!(timeline.window(), ([0.0, 3e-6], None));
+        timeline.write(&mut Vec::new()).expect("memory takes it");
     }
 
     #[test]
