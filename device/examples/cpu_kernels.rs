@@ -11,7 +11,6 @@ use perpetua_device::io::{Call, Tensor};
 use perpetua_device::kernels::attention::{self, Attention};
 use perpetua_device::kernels::linear::{self, Linear};
 use perpetua_device::kernels::{Numbered, Spec, param_words};
-use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use std::sync::Barrier;
@@ -45,7 +44,7 @@ impl Memory {
         let mut operand =
             Operand { dtype: dtype as u16, rank: 2, offset_bytes: offset_bytes as u64, ..Operand::ABSENT };
         (operand.extent[0], operand.extent[1]) = (n as u32, k as u32);
-        (operand.stride_elems[0], operand.stride_elems[1]) = (stride as u32, 1);
+        (operand.stride_elems[0], operand.stride_elems[1]) = (stride as u32, u32::from(dtype.lines().is_none()));
         // SAFETY: the box is inside the memory (asserted); what is written by one call is read by none at that time.
         unsafe { Tensor::new(self.0.as_ptr().cast_mut().cast(), &operand) }
     }
@@ -180,10 +179,10 @@ fn few() {
     let y = Memory::new(8 << 20, 0);
     let mut lines = Vec::new();
     for isa in Isa::available().iter().filter(|isa| **isa != Isa::PORTABLE) {
-        for dtype in [DType::Bf16, DType::Q8] {
+        for dtype in [DType::Bf16, DType::Q8, DType::Q4] {
             for (k, rows) in [1024, 3072].into_iter().flat_map(|k| [1, 2, 4, 5, 6, 8, 12, 16].map(|rows| (k, rows))) {
                 let (weights, x, y) = (&weights, &x, &y);
-                let row_bytes = if dtype == DType::Q8 { q8_row_bytes(k) } else { k * dtype.size_bytes() };
+                let row_bytes = dtype.tensor_bytes(&[k]) as usize;
                 lines.push(Line {
                     name: format!("{rows} rows, {dtype} k={k}, 1 thread, {}", isa.name()),
                     unit: "GB/s",

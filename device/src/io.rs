@@ -1,7 +1,7 @@
 //! Tensors as the CPU bodies and references see them: a base address, a dtype and a strided box.
 
 use half::{bf16, f16};
-use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at};
+use perpetua_shared::dtype::{Q4_LEVELS, Q8, q4_at};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
@@ -60,12 +60,8 @@ impl Tensor {
         let elem = operand.dtype().map_or(0, DType::size_bytes);
         let [n_parts, apart] = [operand.extent[0] as usize, operand.stride_elems[0] as usize * elem];
         let [_, n, k, _] = operand.extent;
-        let matrix_bytes = match operand.dtype() {
-            // Rows are whole, with their scales.
-            Some(DType::Q8) => u64::from(n) * u64::from(operand.stride_elems[1]),
-            _ => Operand { extent: [1, n, k, 1], ..*operand }.span_bytes(),
-        };
-        let end = operand.offset_bytes.saturating_add(matrix_bytes);
+        let matrix = Operand { extent: [1, n, k, 1], ..*operand };
+        let end = operand.offset_bytes.saturating_add(matrix.span_bytes());
         assert!(
             operand.rank == 3 && n_parts <= parts.len() && apart == part_bytes && end <= part_bytes as u64,
             "a box of {} parts of {part_bytes} bytes: {operand:?}",
@@ -138,8 +134,8 @@ impl Tensor {
     /// The element at `at`, widened to f32. Integers convert.
     pub fn get<const N: usize>(&self, at: [usize; N]) -> f32 {
         let p = self.address(at);
-        // SAFETY: `address` checked the index; alignment is the constructor's promise. A row of Q8 is whole (the rule of
-        // the kernels that take it): `p` counts its elements from its start, where blocks and scales lie.
+        // SAFETY: `address` checked the index; alignment is the constructor's promise. A row of lines is whole (the rule of
+        // the kernels that take it): `p` is its start, from where elements and scales are counted.
         unsafe {
             match self.dtype() {
                 DType::F32 => p.cast::<f32>().read(),
@@ -151,9 +147,14 @@ impl Tensor {
                 DType::I64 => p.cast::<i64>().read() as f32,
                 DType::Q8 => {
                     let column = at[N - 1];
-                    let (row, [bytes, scale]) = (p.sub(column), q8_block_at(column / Q8_BLOCK));
-                    let byte = row.add(bytes + column % Q8_BLOCK).cast::<i8>().read();
-                    f32::from(byte) * row.add(scale).cast::<f32>().read()
+                    let [bytes, scale] = Q8.at(column / Q8.elems);
+                    let byte = p.add(bytes + column % Q8.elems).cast::<i8>().read();
+                    f32::from(byte) * p.add(scale).cast::<f32>().read()
+                }
+                DType::Q4 => {
+                    let (byte, shift, scale) = q4_at(at[N - 1]);
+                    let level = Q4_LEVELS[usize::from(p.add(byte).read() >> shift & 15)];
+                    f32::from(level) * p.add(scale).cast::<bf16>().read().to_f32()
                 }
             }
         }
@@ -172,7 +173,7 @@ impl Tensor {
                 DType::U32 => p.cast::<u32>().write(value as u32),
                 DType::U8 => p.write(value as u8),
                 DType::I64 => p.cast::<i64>().write(value as i64),
-                DType::Q8 => panic!("weights in 8 bits are never written by a task"),
+                DType::Q8 | DType::Q4 => panic!("weights in {} are never written by a task", self.dtype()),
             }
         }
     }

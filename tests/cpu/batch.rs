@@ -113,15 +113,20 @@ fn the_reference_decodes_batches_too() {
 }
 
 #[test]
-fn eight_bit_weights_and_draws_go_together_too() {
-    let model = fixture("tiny-qwen2").quantize(Quantize::Q8, |_| {}).unwrap();
-    let mut prompts = prompts(&model, &[6, 6]);
+fn weights_in_fewer_bits_and_draws_go_together_too() {
+    for how in [Quantize::Q8, Quantize::Q4] {
+        draws_go_together(&fixture("tiny-qwen2").quantize(how, |_| {}).unwrap());
+    }
+}
+
+fn draws_go_together(model: &Model) {
+    let mut prompts = prompts(model, &[6, 6]);
     // The same prompt twice: each sequence has a seed of its own.
     prompts.push(prompts[0].clone());
     let options =
         GenerateOptions { temperature: 3.0, top_k: 40, top_p: 0.9, seed: u64::from(u32::MAX) - 1, ..options(16) };
-    let expected = alone(&mut Engine::new(&model, &config(Device::Cpu, 2, None)).unwrap(), &prompts, &options);
-    let mut engine = Engine::new(&model, &config(Device::Cpu, 3, Some(3))).unwrap();
+    let expected = alone(&mut Engine::new(model, &config(Device::Cpu, 2, None)).unwrap(), &prompts, &options);
+    let mut engine = Engine::new(model, &config(Device::Cpu, 3, Some(3))).unwrap();
     let (made, _) = together(&mut engine, &prompts, &options);
     assert_eq!(made, ids(&expected));
     assert_ne!(made[0], made[2]);

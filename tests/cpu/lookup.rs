@@ -80,7 +80,7 @@ fn the_text_and_its_bits_are_those_without() {
 
 #[test]
 fn draws_are_those_without() {
-    let model = fixture("tiny-llama").quantize(Quantize::Q8, |_| {}).unwrap();
+    let model = fixture("tiny-llama").quantize(Quantize::Q4, |_| {}).unwrap();
     let prompt = prompt(&model, 30);
     // Close to greedy, and far from it.
     for temperature in [0.2, 1.5] {

@@ -274,14 +274,18 @@ fn synthetic_models_of_every_family_agree_with_the_reference() {
     }
 }
 
-/// Weights in 8 bits cost what rounding them costs and no more: the threads' kernels against plain loops over the same
+/// Weights in fewer bits cost what rounding them costs and no more: the threads' kernels against plain loops over the same
 /// weights, and both against the checkpoint's.
 #[test]
-fn eight_bit_weights_stay_near_the_checkpoint() {
-    for name in MODELS {
+fn weights_in_fewer_bits_stay_near_the_checkpoint() {
+    // What 4 bits cost a fixture is much: its weights are random, and nothing in it is redundant. Threads' kernels round activations to 8 bits beside
+    // them, which costs a hundredth of that.
+    for (name, (how, [of_kernels, of_weights])) in
+        MODELS.into_iter().flat_map(|name| [(name, (Quantize::Q8, [1e-3, 1e-2])), (name, (Quantize::Q4, [1e-2, 1.0]))])
+    {
         let exact = Model::load(fixture(name)).unwrap();
         let mut bytes = 0;
-        let quantized = exact.quantize(Quantize::Q8, |n| bytes += n).unwrap();
+        let quantized = exact.quantize(how, |n| bytes += n).unwrap();
         assert!(
             bytes > 0 && quantized.quantized().unwrap().size_bytes() < exact.weights().unwrap().size_bytes() as u64
         );
@@ -295,8 +299,9 @@ fn eight_bit_weights_stay_near_the_checkpoint() {
             let each = p.chunks_exact(vocab).zip(q.chunks_exact(vocab)).map(|(p, q)| divergence(p, q));
             each.sum::<f64>() / ids.len() as f64
         };
-        assert!(mean(&plain, &threads) <= 1e-3, "{name}: kernels {}", mean(&plain, &threads));
-        assert!(mean(&expected, &threads) <= 1e-2, "{name}: 8 bits {}", mean(&expected, &threads));
+        println!("{name} {how}: kernels {:.1e}, weights {:.1e}", mean(&plain, &threads), mean(&expected, &threads));
+        assert!(mean(&plain, &threads) <= of_kernels, "{name} {how}: kernels {}", mean(&plain, &threads));
+        assert!(mean(&expected, &threads) <= of_weights, "{name} {how}: {}", mean(&expected, &threads));
         // Rounding must show: the same logits would mean that nothing was quantised.
         assert!(mean(&expected, &plain) > 1e-9, "{name}: nothing was rounded");
     }

@@ -28,12 +28,12 @@
 //! Tile registers: 0 to 3 sums, 4 and 5 weights, 6 and 7 activations. The compiler uses none of them.
 
 use super::outer::{self, Products};
-use super::simd::{self, Leaf, Level, Q8, Simd, Storage};
+use super::simd::{self, Leaf, Level, Q4, Q8, Simd, Storage};
 use crate::io::Tensor;
 use core::arch::{asm, x86_64::*};
 use core::marker::PhantomData;
 use core::mem::MaybeUninit;
-use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at};
+use perpetua_shared::dtype;
 
 /// Rows of a tile, of weights and of activations.
 pub(crate) const TILE: usize = 16;
@@ -281,6 +281,8 @@ pub(crate) struct InTerms<E>(PhantomData<E>);
 pub(crate) trait Widened: 'static {
     /// Storage of a weight.
     type Elem;
+    /// Bytes of a step of a row.
+    const STEP_BYTES: usize = STEP * size_of::<Self::Elem>();
     /// Elements `at..at + STEP`, whole steps from the start, of the row at `row`.
     ///
     /// # Safety
@@ -301,13 +303,33 @@ impl Widened for Q8 {
     type Elem = i8;
     #[inline(always)]
     unsafe fn load(row: *const i8, at: usize) -> [__m512; 2] {
-        let [bytes, scale] = q8_block_at(at / Q8_BLOCK);
+        let [bytes, scale] = dtype::Q8.at(at / dtype::Q8.elems);
         // SAFETY: rows are whole blocks, with their scales (caller).
         unsafe {
-            let bytes = row.add(bytes + at % Q8_BLOCK);
+            let bytes = row.add(bytes + at % dtype::Q8.elems);
             let scale = Vectors::splat(*row.add(scale).cast::<f32>());
             let first = Vectors::mul(Vectors::load_i8(bytes), scale);
             [first, Vectors::mul(Vectors::load_i8(bytes.add(STEP / 2)), scale)]
+        }
+    }
+}
+
+impl Widened for Q4 {
+    type Elem = u8;
+    const STEP_BYTES: usize = STEP / 2;
+    #[inline(always)]
+    unsafe fn load(row: *const u8, at: usize) -> [__m512; 2] {
+        // A step is a block.
+        let (byte, shift, scale) = dtype::q4_at(at);
+        // SAFETY: rows are whole lines, with their scales (caller); levels are as many as four bits name.
+        unsafe {
+            let bytes = _mm256_loadu_si256(row.add(byte).cast());
+            let numbers = if shift == 0 { bytes } else { _mm256_srli_epi16::<4>(bytes) };
+            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(dtype::Q4_LEVELS.as_ptr().cast()));
+            let levels = _mm256_shuffle_epi8(levels, _mm256_and_si256(numbers, _mm256_set1_epi8(15)));
+            let scale = Vectors::splat(simd::bf16_to_f32(*row.add(scale).cast::<u16>()));
+            let times_scale = |levels| _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(levels)), scale);
+            [times_scale(_mm256_castsi256_si128(levels)), times_scale(_mm256_extracti128_si256::<1>(levels))]
         }
     }
 }
@@ -332,15 +354,15 @@ impl<E: Widened> Source for InTerms<E> {
         unsafe { simd::with_avx512_bf16(SplitRows::<E> { rows, part, room: room.cast() }) };
         let first = room.cast::<u8>().cast_const();
         let end = part[0] + part[1];
-        let next = if end < rows.k { end } else { 2 * TILE * rows.stride };
-        let size = size_of::<E::Elem>();
+        let row = rows.stride * size_of::<E::Elem>();
+        let next = if end < rows.k { end / STEP * E::STEP_BYTES } else { 2 * TILE * row };
         Operand {
             tiles: [first, first.wrapping_add(2 * TILE_BYTES)],
             row: 2 * STEP,
             step: 4 * TILE_BYTES,
-            next: rows.first.map(|w| w.wrapping_add(next).cast()),
-            next_row: rows.stride * size,
-            next_step: STEP * size,
+            next: rows.first.map(|w| w.wrapping_byte_add(next).cast()),
+            next_row: row,
+            next_step: E::STEP_BYTES,
         }
     }
 }

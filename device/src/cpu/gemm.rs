@@ -85,7 +85,7 @@ impl<E> Weights<E> {
         } else if are_few::<S, D>(cols) {
             (self.rows * matrices * cols * size_of::<f32>()).div_ceil(SUMS_BYTES)
         } else {
-            (self.rows * matrices * self.k * size_of::<E>()).div_ceil(PART_BYTES)
+            (self.rows * matrices * self.stride[0] * size_of::<E>()).div_ceil(PART_BYTES)
         };
         self.rows.div_ceil(parts.max(1)).next_multiple_of(8).min(self.rows)
     }
@@ -103,7 +103,7 @@ impl<E> Weights<E> {
     /// The level exists.
     #[inline(always)]
     pub(crate) unsafe fn prefetch<S: Simd, D: Dot<S, Elem = E>>(&self) {
-        let lines = (self.k * size_of::<E>() / 64).min(D::AHEAD_LINES);
+        let lines = (self.k / D::LINE_ELEMS).min(D::AHEAD_LINES);
         for line in 0..lines {
             for j in 0..TILE_ROWS.min(self.all_rows()) {
                 // SAFETY: any address may be asked for.
@@ -147,8 +147,8 @@ pub(crate) struct Plan {
 impl Plan {
     /// For `rows` activation rows of `k` elements; the most that any level needs, so that it does not depend on one.
     pub(crate) fn new(rows: usize, k: usize) -> Plan {
-        // Whole chunks of 64 f32, the longest.
-        let row_floats = k.next_multiple_of(64);
+        // Whole steps of the longest.
+        let row_floats = k.next_multiple_of(perpetua_shared::dtype::Q4.elems);
         let in_cache = BLOCK_BYTES / 4 / row_floats.max(1);
         let block_rows = (in_cache.clamp(12, 384) / 12 * 12).min(rows);
         Plan { block_rows, packed_floats: block_rows * row_floats }
@@ -241,9 +241,8 @@ impl<S: Simd, D: Dot<S>, const R: usize, const M: usize> Leaf for Tile<S, D, R, 
                     D::tile([w[0], w[1 % R], w[2 % R], w[3 % R]], by, x, c, acc.as_mut_ptr().cast());
                 }
             } else {
-                let per_line = (64 / size_of::<D::Elem>() / D::CHUNK).max(1);
-                let line_elems = per_line * D::CHUNK;
-                let lines = k / line_elems;
+                let per_line = D::LINE_ELEMS / D::CHUNK;
+                let lines = k / D::LINE_ELEMS;
                 let mut line = 0;
                 while line < lines {
                     let mut r = 0;
@@ -297,7 +296,7 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
         return unsafe { tile_by_tile::<S, D>([n, k], |j| weights.row(j), after, packed, cols, sums, sums_stride) };
     }
     let row_packed = k.div_ceil(D::CHUNK) * D::CHUNK;
-    let lines = k * size_of::<D::Elem>() / 64;
+    let lines = k / D::LINE_ELEMS;
     let mut m = 0;
     while m < cols {
         let width = group::<S, D>(cols - m);
@@ -305,6 +304,8 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
         // short one at the same place of those that do. To choose at every line costs more than what is asked for in vain.
         let ahead = if m == 0 { D::AHEAD_LINES } else { NEAR_LINES };
         let is_long = lines > ahead;
+        // Of short rows as many tiles on as have the lines.
+        let rows_on = TILE_ROWS * ahead.div_ceil(lines.max(1));
         let ahead = if is_long { ahead } else { 0 };
         // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n;
         // `asked` is only asked for.
@@ -314,7 +315,7 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
             let mut j = 0;
             while j + TILE_ROWS <= n {
                 let rows = core::array::from_fn::<_, 4, _>(|r| weights.row(j + r));
-                let next = core::array::from_fn(|r| weights.row((j + TILE_ROWS + r).min(n - 1)).0);
+                let next = core::array::from_fn(|r| weights.row((j + rows_on + r).min(n - 1)).0);
                 let (w, columns) = (rows.map(|r| r.0), rows.map(|r| r.1));
                 let asked = if is_long { w } else { next };
                 any_width::<S, D, 4>(width, w, asked, ahead, columns, x, k, sums, sums_stride);

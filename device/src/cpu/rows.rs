@@ -114,7 +114,7 @@ impl Row {
 
 /// Whether rows along the last of `N` dimensions have no gaps.
 pub(crate) fn has_unit_stride<const N: usize>(tensor: &Tensor) -> bool {
-    tensor.extent(N - 1) <= 1 || tensor.stride(N - 1) == 1
+    tensor.extent(N - 1) <= 1 || tensor.stride(N - 1) == 1 || tensor.dtype().lines().is_some()
 }
 
 /// `n` f32 at `p`, at most a vector; zero beyond.

@@ -5,7 +5,7 @@ use super::simd::Isa;
 use crate::io::{Call, Tensor};
 use crate::kernels::{MacroKernel, Numbered, Spec, param_words};
 use bytemuck::Zeroable;
-use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at, q8_row_bytes};
+use perpetua_shared::dtype::{self, Q4, Q4_BLOCK, Q8};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, Step, TaskDesc};
 use proptest::prelude::*;
@@ -64,24 +64,45 @@ impl Memory {
 
     /// A matrix of 8-bit weights: bytes and scales by their own functions of (row, column) and (row, block).
     fn q8(n: usize, k: usize, byte: impl Fn(usize, usize) -> i8, scale: impl Fn(usize, usize) -> f32) -> Memory {
-        let row = q8_row_bytes(k);
-        let mut words = vec![PATTERN; n * row / 8];
-        let blocks = k.div_ceil(Q8_BLOCK);
-        for (r, bytes) in bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(row).enumerate() {
-            for b in 0..blocks {
-                let [elements, at] = q8_block_at(b);
-                for i in 0..Q8_BLOCK {
-                    let column = b * Q8_BLOCK + i;
-                    bytes[elements + i] = if column < k { byte(r, column) as u8 } else { 0 };
+        Memory::in_lines(DType::Q8, [n, k], |r, row| {
+            for b in 0..k.div_ceil(Q8.elems) {
+                let [elements, at] = Q8.at(b);
+                for i in 0..Q8.elems {
+                    let column = b * Q8.elems + i;
+                    row[elements + i] = if column < k { byte(r, column) as u8 } else { 0 };
                 }
-                bytes[at..][..4].copy_from_slice(&scale(r, b).to_le_bytes());
+                row[at..][..4].copy_from_slice(&scale(r, b).to_le_bytes());
             }
+        })
+    }
+
+    /// A matrix of 4-bit weights: numbers of levels and scales by their own functions of (row, column) and (row, block). What lies beyond a row's
+    /// last is the pattern of unwritten memory, but for the scales of whole blocks.
+    fn q4(n: usize, k: usize, level: impl Fn(usize, usize) -> u8, scale: impl Fn(usize, usize) -> f32) -> Memory {
+        Memory::in_lines(DType::Q4, [n, k], |r, row| {
+            for i in 0..k.next_multiple_of(Q4.elems) {
+                let (byte, shift, at) = dtype::q4_at(i);
+                if i < k {
+                    row[byte] = row[byte] & !(15 << shift) | level(r, i) << shift;
+                }
+                let scale = if i / Q4_BLOCK * Q4_BLOCK < k { scale(r, i / Q4_BLOCK) } else { 0.0 };
+                row[at..][..2].copy_from_slice(&half::bf16::from_f32(scale).to_le_bytes());
+            }
+        })
+    }
+
+    /// A matrix whose rows of lines `fill` writes.
+    fn in_lines(dtype: DType, [n, k]: [usize; 2], fill: impl Fn(usize, &mut [u8])) -> Memory {
+        let bytes = dtype.lines().expect("a type whose rows are lines").row_bytes(k);
+        let mut words = vec![PATTERN; n * bytes / 8];
+        for (r, row) in bytemuck::cast_slice_mut::<u64, u8>(&mut words).chunks_mut(bytes).enumerate() {
+            fill(r, row);
         }
         let operand = Operand {
-            dtype: DType::Q8 as u16,
+            dtype: dtype as u16,
             rank: 2,
             extent: [n as u32, k as u32, 1, 1],
-            stride_elems: [row as u32, 1, 0, 0],
+            stride_elems: [bytes as u32, 0, 0, 0],
             ..Operand::ABSENT
         };
         Memory { words, operand }
@@ -116,8 +137,8 @@ impl Memory {
     /// The words with the box's elements blanked: what no body may change.
     fn surroundings(&self) -> Vec<u64> {
         let copy = self.clone();
-        // 8-bit weights are written nowhere.
-        if !self.operand.is_present() || self.operand.dtype() == Some(DType::Q8) {
+        // Weights in lines are written nowhere.
+        if self.operand.dtype().is_none_or(|dtype| dtype.lines().is_some()) {
             return copy.words;
         }
         let tensor = copy.tensor();
@@ -474,31 +495,37 @@ mod linear {
             }
         }
 
-        /// Bodies may keep activations in 15 bits of their block's largest.
+        /// Bodies may keep activations in 15 bits of their block's largest beside weights in 8, and in 8 beside such in 4.
         #[test]
-        fn eight_bit_weights_agree_with_their_reference(
-            isa in isas(), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
+        fn weights_in_few_bits_agree_with_their_reference(
+            isa in isas(), is_q4 in any::<bool>(), rows in 0..below(20, 3), n in 1..below(23, 6), k in 1..below(700, 150), gap in 0usize..9,
             tiny in any::<bool>(), gated in any::<bool>(), order in 0u32..3, seed in any::<u64>(),
         ) {
             let (rows, n, k) = if order == 2 { (below(3, 1) * rows, below(4, 2) * n, k.next_multiple_of(32)) } else { (rows, n, k) };
             // Blocks of very different sizes, some of zeros, some too small for an inverse.
-            let size = |i: usize| [1.0, 100.0, 0.0, if tiny { 1e-36 } else { 1e-3 }][i / Q8_BLOCK % 4];
+            let size = |i: usize| [1.0, 100.0, 0.0, if tiny { 1e-36 } else { 1e-3 }][i / Q8.elems % 4];
             let x = Memory::new(DType::F32, &[rows, k], gap, 1, |i| size(i % k) * noise(seed, i));
             let weights = |s: u64| {
-                let byte = move |r: usize, i: usize| (127.0 * noise(seed ^ s, r * 10_000 + i)) as i8;
-                Memory::q8(n, k, byte, move |r, b| 0.01 * (noise(seed ^ s ^ 1, r * 100 + b).abs() + 0.1))
+                let part = move |r: usize, i: usize| noise(seed ^ s, r * 10_000 + i);
+                let scale = move |r, b| 0.01 * (noise(seed ^ s ^ 1, r * 100 + b).abs() + 0.1);
+                match is_q4 {
+                    false => Memory::q8(n, k, |r, i| (127.0 * part(r, i)) as i8, scale),
+                    // Scales have signs.
+                    true => Memory::q4(n, k, |r, i| (7.999 * (1.0 + part(r, i))) as u8, |r, b| scale(r, b) * if b % 3 == 0 { -2.0 } else { 2.0 }),
+                }
             };
+            let (block_elems, steps) = if is_q4 { (Q4_BLOCK, 254.0) } else { (Q8.elems, 16384.0) };
             let off = |w: &Memory, r: usize, c: usize| {
                 let (xt, wt) = (x.tensor(), w.tensor());
                 let block = |b: usize| {
-                    let range = b * Q8_BLOCK..((b + 1) * Q8_BLOCK).min(k);
+                    let range = b * block_elems..((b + 1) * block_elems).min(k);
                     let largest = range.clone().map(|i| xt.get([r, i]).abs()).fold(0f32, f32::max);
                     largest * range.map(|i| wt.get([c, i]).abs()).sum::<f32>()
                 };
                 if is_on_unit(isa, order, &x, w) {
                     return bound_by(true, &x, w, r, c);
                 }
-                (0..k.div_ceil(Q8_BLOCK)).map(block).sum::<f32>() / 16384.0 + bound(&x, w, r, c)
+                (0..k.div_ceil(block_elems)).map(block).sum::<f32>() / steps + bound(&x, w, r, c)
             };
             let y = Memory::new(DType::F32, &[rows, n], gap, 0, |_| 77.0);
             let (w, up) = (weights(2), weights(4));
@@ -588,11 +615,13 @@ mod linear {
     }
 
     #[test]
-    fn activations_that_are_not_finite_show_through_eight_bits() {
-        for isa in Isa::available() {
+    fn activations_that_are_not_finite_show_through_few_bits() {
+        let eight_bit = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
+        let four_bit = Memory::q4(5, 130, |r, i| (r + i) as u8 % 16, |_, _| 0.1);
+        for (isa, w) in Isa::available().iter().flat_map(|isa| [(isa, &eight_bit), (isa, &four_bit)]) {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
-                let w = Memory::q8(5, 130, |r, i| (r + i) as i8 | 1, |_, _| 0.1);
+                let w = w.clone();
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
                 let io =
                     [x, w, Memory::absent(), Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
@@ -612,7 +641,7 @@ mod linear {
     #[test]
     fn bits_do_not_depend_on_how_the_work_is_cut() {
         for isa in Isa::available() {
-            let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8];
+            let weights = [DType::Bf16, DType::F16, DType::F32, DType::Q8, DType::Q4];
             for (dtype, order) in weights.into_iter().flat_map(|dtype| [(dtype, 0), (dtype, 1), (dtype, 2)]) {
                 // A pass of one row is computed as decode does, and one of few without splitting weights.
                 let few = match (order, dtype) {
@@ -629,6 +658,12 @@ mod linear {
                             k,
                             |r, i| (127.0 * noise(2, (first + r) * k + i)) as i8,
                             |r, _| (first + r) as f32,
+                        ),
+                        DType::Q4 => Memory::q4(
+                            n,
+                            k,
+                            |r, i| (7.999 * (1.0 + noise(2, (first + r) * k + i))) as u8,
+                            |r, b| (first + r + b) as f32,
                         ),
                         _ if n == 1 => Memory::new(dtype, &[1, k], 0, 0, |i| noise(2, first * k + i)),
                         _ => Memory::new(dtype, &[n, k], 3, 1, |i| noise(2, i)),

@@ -114,7 +114,7 @@ impl MacroKernel for Embedding {
         use crate::cpu::rows::{Row, has_unit_stride};
         let [tokens, table, positions, kinds, y] = core::array::from_fn(|i| call.tensor(i));
         let strided = ![table, positions, kinds, y].iter().all(has_unit_stride::<2>);
-        if strided || table.dtype() == DType::Q8 {
+        if strided || table.dtype().lines().is_some() {
             return Self::reference(p, call);
         }
         let hidden = y.extent(1);

@@ -169,11 +169,7 @@ fn bytes_of(operand: &Operand) -> u64 {
     match operand.dtype() {
         None => 0,
         // A row's scales are read with it.
-        Some(perpetua_shared::DType::Q8) => {
-            let row = usize::from(operand.rank.max(2)) - 2;
-            let rows = operand.extent[..=row].iter().map(|n| u64::from(*n)).product::<u64>();
-            rows * u64::from(operand.stride_elems[row])
-        }
+        Some(dtype) if dtype.lines().is_some() => operand.strided().len_elems(),
         Some(dtype) => operand.len_elems() * dtype.size_bytes() as u64,
     }
 }
@@ -391,19 +387,16 @@ pub(crate) mod rules {
     //! The phrases every `check` is made of.
     use super::Violation;
     use perpetua_shared::DType;
-    use perpetua_shared::dtype::q8_row_bytes;
     use perpetua_shared::task::Operand;
 
     pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
-    /// A matrix `[n, k]` of weights, in floats or in 8 bits with whole rows.
+    /// A matrix `[n, k]` of weights, in floats or in fewer bits with whole rows.
     pub(crate) fn weights(name: &str, operand: &Operand) -> Result<(), Violation> {
         rank(name, operand, 2)?;
         unit_stride(name, operand)?;
-        if operand.dtype() != Some(DType::Q8) {
-            return dtype(name, operand, &FLOATS);
-        }
-        let row = q8_row_bytes(operand.extent[1] as usize);
+        let Some(lines) = operand.dtype().and_then(DType::lines) else { return dtype(name, operand, &FLOATS) };
+        let row = lines.row_bytes(operand.extent[1] as usize);
         if operand.stride_elems[0] as usize != row || !operand.offset_bytes.is_multiple_of(64) {
             let (stride, offset) = (operand.stride_elems[0], operand.offset_bytes);
             return Err(format!(
@@ -471,12 +464,13 @@ pub(crate) mod rules {
         Ok(())
     }
 
-    /// The last dimension is contiguous, so that bodies may take slices of it.
+    /// The last dimension is contiguous, so that bodies may take slices of it; of rows of lines, that they are one thing.
     pub(crate) fn unit_stride(name: &str, operand: &Operand) -> Result<(), Violation> {
         let last = usize::from(operand.rank.max(1)) - 1;
-        if !operand.is_present() || operand.extent[last] <= 1 || operand.stride_elems[last] == 1 {
+        let expected = u32::from(operand.dtype().and_then(DType::lines).is_none());
+        if !operand.is_present() || operand.extent[last] <= 1 || operand.stride_elems[last] == expected {
             return Ok(());
         }
-        Err(format!("`{name}` has stride {} along its last dimension, expected 1", operand.stride_elems[last]))
+        Err(format!("`{name}` has stride {} along its last dimension, expected {expected}", operand.stride_elems[last]))
     }
 }

@@ -190,11 +190,22 @@ fn technique() -> impl TypedValueParser<Value = Technique> {
         .try_map(move |name| by_name(name).ok_or("no technique"))
 }
 
-/// How weights are kept.
+/// How weights are kept: see [`Quantize`].
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum QuantizeName {
     /// 8 bits, a scale per 64 weights.
     Q8,
+    /// 4 bits, a scale per 32 weights; the embedding table and the head in 8.
+    Q4,
+}
+
+impl From<QuantizeName> for Quantize {
+    fn from(name: QuantizeName) -> Quantize {
+        match name {
+            QuantizeName::Q8 => Quantize::Q8,
+            QuantizeName::Q4 => Quantize::Q4,
+        }
+    }
 }
 
 impl ModelArgs {
@@ -216,12 +227,12 @@ impl ModelArgs {
             return Err("--without is for --device cuda or ptx: nothing else knows these techniques".into());
         }
         let model = load(&self.model)?;
-        let Some(QuantizeName::Q8) = self.quantize else { return Ok(model) };
+        let Some(how) = self.quantize else { return Ok(model) };
         // For a while a tokenizer takes several times its file to read: better before the weights are there than beside them.
         // Whoever needs it hears what is wrong with it.
         let _ = model.tokenizer();
         let bar = progress(model.weights()?.size_bytes() as u64, "quantizing", BYTES_BAR);
-        let model = model.quantize(Quantize::Q8, |bytes| bar.inc(bytes))?;
+        let model = model.quantize(how.into(), |bytes| bar.inc(bytes))?;
         bar.finish_and_clear();
         Ok(model)
     }

@@ -69,24 +69,22 @@ impl Model {
     /// # Errors
     /// A sentence model; weights that are missing, misshapen or not finite; too little memory.
     pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
-        let Quantize::Q8 = how;
         if let ModelConfig::Bert(_) = self.config() {
-            let given = "q8 of a sentence model".to_owned();
             return Err(EngineError::Option {
                 name: "quantize",
-                given,
-                expected: "a text model: only these have 8-bit weights",
+                given: format!("{how} of a sentence model"),
+                expected: "a text model: only these have weights in fewer bits",
             });
         }
         let tensors = model::layout::tensors(self.config());
-        let needed = Quantized::needed(&tensors);
+        let needed = Quantized::needed(&tensors, how);
         if let Some(available) = available_bytes()
             && needed > available
         {
-            let what = "weights in 8 bits".to_owned();
+            let what = format!("weights in {how}");
             return Err(MemoryError::TooLarge { what, bytes: needed, available }.into());
         }
-        let quantized = Quantized::new(self.weights()?, &tensors, &mut progress)?;
+        let quantized = Quantized::new(self.weights()?, &tensors, how, &mut progress)?;
         Ok(Model { folder: self.folder.clone(), quantized: Some(Arc::new(quantized)) })
     }
 
@@ -364,7 +362,7 @@ pub fn decoder_sources(model: &Model, chunks: &[usize], cache: Cache, head: Head
 fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Result<Source, EngineError> {
     let config = model.decoder()?;
     let weights = match model.quantized() {
-        Some(_) => Declared::Quantized(model.weights()?),
+        Some(quantized) => Declared::Quantized(model.weights()?, quantized),
         None => Declared::Checkpoint(model.weights()?),
     };
     let graph = model::decoder::build(config, weights, rows, cache, head)?;

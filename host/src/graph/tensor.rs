@@ -4,7 +4,6 @@
 //! share a buffer: views, slices, reshapes. What a task touches is decided on the buffer's bytes, so sharing is seen.
 
 use perpetua_shared::DType;
-use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::limits::MAX_RANK;
 use std::fmt;
 
@@ -165,11 +164,11 @@ pub enum TensorError {
     },
 }
 
-/// Strides of a tensor that fills its buffer: row-major; rows in 8 bits end with their scales.
+/// Strides of a tensor that fills its buffer: row-major, rows of [`Lines`](perpetua_shared::dtype::Lines) as one thing each.
 fn strides_of(shape: &[usize], dtype: DType) -> Vec<usize> {
-    match (dtype, shape) {
-        (DType::Q8, [_, k]) => vec![q8_row_bytes(*k), 1],
-        (DType::Q8, [_, n, k]) => vec![n.saturating_mul(q8_row_bytes(*k)), q8_row_bytes(*k), 1],
+    match (dtype.lines(), shape) {
+        (Some(lines), [_, k]) => vec![lines.row_bytes(*k), 0],
+        (Some(lines), [_, n, k]) => vec![n.saturating_mul(lines.row_bytes(*k)), lines.row_bytes(*k), 0],
         _ => row_major(shape),
     }
 }

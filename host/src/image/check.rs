@@ -35,7 +35,6 @@ use super::Image;
 use super::flagged::Writers;
 use perpetua_device::kernels::{Advance, Numbered, Spec, Use};
 use perpetua_shared::control::Control;
-use perpetua_shared::dtype::q8_row_bytes;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::{BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
 use perpetua_shared::limits::{MAX_OPERANDS, MAX_PROGRAMS, MAX_RANK, MAX_SEQUENCES, MAX_TASKS};
@@ -340,12 +339,14 @@ impl Judge<'_> {
             empty |= *n == 0;
             last += u128::from(n.saturating_sub(1)) * u128::from(*stride);
         }
-        if dtype == DType::Q8 && operand.rank >= 2 {
-            // Scales lie in the row, too.
+        if let Some(lines) = dtype.lines()
+            && operand.rank >= 2
+        {
+            // A row is one thing, scales and all.
             let k = usize::from(operand.rank) - 1;
             let steps = operand.extent[..k].iter().zip(&operand.stride_elems);
             last = steps.map(|(n, stride)| u128::from(n.saturating_sub(1)) * u128::from(*stride)).sum::<u128>()
-                + q8_row_bytes(operand.extent[k] as usize) as u128
+                + lines.row_bytes(operand.extent[k] as usize) as u128
                 - 1;
         }
         let end = u128::from(operand.offset_bytes) + if empty { 0 } else { (last + 1) * u128::from(size) };

@@ -7,6 +7,7 @@ use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig,
 use super::error::ModelError;
 use super::factors;
 use super::layout::ExpertNames;
+use super::quantize::Quantized;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
 use crate::graph::tensor::TensorId;
@@ -42,8 +43,8 @@ pub enum Head {
 pub enum Declared<'a> {
     /// A checkpoint, which must have the tensors asked for.
     Checkpoint(&'a Weights),
-    /// The same, but matrices are in [`DType::Q8`].
-    Quantized(&'a Weights),
+    /// The same, but matrices are kept in fewer bits.
+    Quantized(&'a Weights, &'a Quantized),
     /// Nowhere: every weight has this type. What a network takes can be planned without having it.
     Assumed(DType),
 }
@@ -56,15 +57,12 @@ impl<'a> From<&'a Weights> for Declared<'a> {
 
 impl Declared<'_> {
     fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
-        let stored = self.stored_dtype(name, shape)?;
-        let is_quantized = matches!(self, Declared::Quantized(_)) && shape.len() == 2;
-        Ok(if is_quantized { DType::Q8 } else { stored })
-    }
-
-    /// As it is in the checkpoint, whatever others are kept as.
-    fn stored_dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
         match self {
-            Declared::Checkpoint(weights) | Declared::Quantized(weights) => Ok(weights.expect(name, shape)?.dtype),
+            Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
+            Declared::Quantized(weights, kept) => {
+                let stored = weights.expect(name, shape)?.dtype;
+                Ok(kept.dtype(name).unwrap_or(stored))
+            }
             Declared::Assumed(dtype) => Ok(*dtype),
         }
     }
@@ -183,7 +181,7 @@ impl<'a> Decoder<'a> {
     /// The `n` factors of the norm called `name`.
     fn factors(&mut self, name: &str, n: usize) -> Result<TensorId, BuildError> {
         let name = format!("{name}.weight");
-        let stored = self.weights.stored_dtype(&name, &[n])?;
+        let stored = self.weights.dtype(&name, &[n])?;
         let dtype = if self.config.architecture.has_norms_less_one() { factors::DTYPE } else { stored };
         Ok(self.graph.weight(&name, &[n], dtype)?)
     }
@@ -321,7 +319,7 @@ impl<'a> Decoder<'a> {
         let prefix = format!("model.layers.{layer}");
         let router = format!("{prefix}.{}", names.router);
         let (name, shape) = (format!("{router}.weight"), [n, hidden_size]);
-        let dtype = self.weights.stored_dtype(&name, &shape)?;
+        let dtype = self.weights.dtype(&name, &shape)?;
         let w = self.graph.weight(&name, &shape, dtype)?;
         let logits = self.graph.linear(&router, h, w, None, Activation::None, None)?;
         let mut stack = |part: usize, shape: [usize; 2]| -> Result<TensorId, BuildError> {

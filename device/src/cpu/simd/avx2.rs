@@ -1,7 +1,8 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to};
+use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line};
 use core::arch::{asm, x86_64::*};
+use perpetua_shared::dtype;
 
 /// See the module head.
 #[derive(Clone, Copy)]
@@ -303,6 +304,125 @@ widened! {
     Half: F16, u16, tile_f16;
     /// f32 weights.
     Whole: F32, f32, tile_f32;
+}
+
+/// 4-bit weights with activations in 8 bits, as `avx512::Levels`: the products of unsigned and signed bytes are added in pairs to 16 bits, which
+/// levels of seven bits cannot pass, and these in pairs to 32.
+///
+/// A packed line, 512 bytes of which 272 are used: signed bytes [128]; for each block per lane what moving the levels up added, negative
+/// [4][8 i32]; the blocks' scales [4 f32].
+pub(crate) struct Levels;
+
+/// By how much levels are moved up, so that they have no sign.
+pub(super) const UP: i8 = 64;
+
+/// All levels, moved up.
+pub(super) const LEVELS_UP: [i8; 16] = {
+    let (mut up, mut i) = (dtype::Q4_LEVELS, 0);
+    while i < 16 {
+        up[i] += UP;
+        i += 1;
+    }
+    up
+};
+
+/// Sums of four products of unsigned bytes below 128 with signed ones a lane.
+#[inline(always)]
+unsafe fn dot_bytes(unsigned: __m256i, signed: __m256i) -> __m256i {
+    // SAFETY: the set exists (caller); arithmetic only.
+    unsafe { _mm256_madd_epi16(_mm256_maddubs_epi16(unsigned, signed), _mm256_set1_epi16(1)) }
+}
+
+impl Dot<Avx2> for Levels {
+    type Elem = u8;
+    const CHUNK: usize = dtype::Q4.elems;
+    const TILE_COLS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        let mut block = 0;
+        while block < 4 {
+            // SAFETY: `n` elements are readable and 512 bytes writable (caller).
+            unsafe {
+                let at = block * dtype::Q4_BLOCK;
+                let x =
+                    each::<_, 4>(|i| load_up_to::<Avx2>(src.wrapping_add(at + 8 * i), n.saturating_sub(at + 8 * i)));
+                let size = |v| _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
+                let largest = |a, b| _mm256_max_ps(a, b);
+                let max = Avx2::largest(largest(largest(size(x[0]), size(x[1])), largest(size(x[2]), size(x[3]))));
+                let unordered = |a, b| _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b);
+                let is_nan = _mm256_movemask_ps(_mm256_or_ps(unordered(x[0], x[1]), unordered(x[2], x[3]))) != 0;
+                // What is too small for an inverse is zero; NaN and infinity come back with the scale.
+                let inverse = _mm256_set1_ps(if max > 1e-33 { 127.0 / max } else { 0.0 });
+                let whole = each::<_, 4>(|i| _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse)));
+                // Packing takes halves of both in turn.
+                let pairs = |a, b| _mm256_packs_epi32(a, b);
+                let mixed = _mm256_packs_epi16(pairs(whole[0], whole[1]), pairs(whole[2], whole[3]));
+                let bytes = _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+                _mm256_storeu_si256(dst.cast::<u8>().add(at).cast(), bytes);
+                let added = dot_bytes(_mm256_set1_epi8(UP), bytes);
+                _mm256_storeu_si256(dst.add(32 + 8 * block).cast(), _mm256_sub_epi32(_mm256_setzero_si256(), added));
+                *dst.add(64 + block) = if is_nan { f32::NAN } else { max / 127.0 };
+            }
+            block += 1;
+        }
+    }
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const u8; R],
+        x: *const f32,
+        c: usize,
+        _n: usize,
+        sums: &mut [[__m256; M]; R],
+    ) {
+        // SAFETY: rows are whole lines with their scales; packed lines are as `pack` wrote them.
+        unsafe {
+            let [bytes, scales] = dtype::Q4.at(c);
+            let levels = _mm256_broadcastsi128_si256(_mm_loadu_si128(LEVELS_UP.as_ptr().cast()));
+            let nibble = _mm256_set1_epi8(15);
+            let packed = |m: usize| x.add((c * M + m) * dtype::Q4.elems);
+            // A line's four scales times those of its activations, in both halves.
+            let factors = each::<_, R>(|r| {
+                let bits = _mm_cvtepu16_epi32(_mm_loadl_epi64(w[r].add(scales).cast()));
+                let four = _mm_castsi128_ps(_mm_slli_epi32::<16>(bits));
+                each::<_, M>(|m| {
+                    let both = _mm_mul_ps(four, _mm_loadu_ps(packed(m).add(64)));
+                    _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(both), both)
+                })
+            });
+            macro_rules! block {
+                ($block:literal) => {
+                    let weights = each::<_, R>(|r| {
+                        let line = _mm256_loadu_si256(w[r].add(bytes + 32 * ($block % 2)).cast());
+                        let numbers = if $block < 2 { line } else { _mm256_srli_epi16::<4>(line) };
+                        _mm256_shuffle_epi8(levels, _mm256_and_si256(numbers, nibble))
+                    });
+                    let mut m = 0;
+                    while m < M {
+                        let bytes = _mm256_loadu_si256(packed(m).add(8 * $block).cast());
+                        let added = _mm256_loadu_si256(packed(m).add(32 + 8 * $block).cast());
+                        let mut r = 0;
+                        while r < R {
+                            let sum = _mm256_cvtepi32_ps(_mm256_add_epi32(added, dot_bytes(weights[r], bytes)));
+                            let factor = _mm256_permute_ps::<{ $block * 0b01_01_01_01 }>(factors[r][m]);
+                            sums[r][m] = _mm256_fmadd_ps(sum, factor, sums[r][m]);
+                            r += 1;
+                        }
+                        m += 1;
+                    }
+                };
+            }
+            block!(0);
+            block!(1);
+            block!(2);
+            block!(3);
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(row: *const u8, line: usize) {
+        // SAFETY: any address may be asked for.
+        unsafe { prefetch_line::<Avx2>(row, line, dtype::Q4) }
+    }
 }
 
 /// [`Dot::tile`]; a function of its own, since only one with the feature may name the registers.

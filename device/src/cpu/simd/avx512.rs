@@ -1,8 +1,9 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
-use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_block};
+use super::avx2::{LEVELS_UP, UP};
+use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line};
 use core::arch::{asm, x86_64::*};
-use perpetua_shared::dtype::{Q8_BLOCK, q8_block_at};
+use perpetua_shared::dtype;
 
 /// AVX-512 F, BW, VL and DQ.
 #[derive(Clone, Copy)]
@@ -382,7 +383,7 @@ const BYTES_MAX: f32 = 127.0 * 128.0;
 
 impl Dot<Avx512> for Bytes {
     type Elem = i8;
-    const CHUNK: usize = Q8_BLOCK;
+    const CHUNK: usize = dtype::Q8.elems;
     const TILE_COLS: usize = 4;
 
     #[inline(always)]
@@ -429,12 +430,12 @@ impl Dot<Avx512> for Bytes {
     ) {
         // SAFETY: rows are whole blocks with their scales; packed blocks are as `pack` wrote them.
         unsafe {
-            let [bytes, at_scale] = q8_block_at(c);
+            let [bytes, at_scale] = dtype::Q8.at(c);
             let up = _mm512_set1_epi8(i8::MIN);
             let weights = each::<_, R>(|r| _mm512_xor_si512(up, _mm512_loadu_si512(w[r].add(bytes).cast())));
             let mut m = 0;
             while m < M {
-                let packed = x.add((c * M + m) * Q8_BLOCK);
+                let packed = x.add((c * M + m) * dtype::Q8.elems);
                 let line = |i: usize| _mm512_loadu_si512(packed.add(16 * i).cast());
                 let (high, low, added) = (line(0), line(1), line(2));
                 let scale = _mm512_set1_ps(*packed.add(48));
@@ -454,7 +455,122 @@ impl Dot<Avx512> for Bytes {
     #[inline(always)]
     unsafe fn prefetch(row: *const i8, line: usize) {
         // SAFETY: any address may be asked for.
-        unsafe { prefetch_block::<Avx512>(row, line) }
+        unsafe { prefetch_line::<Avx512>(row.cast(), line, dtype::Q8) }
+    }
+}
+
+/// 4-bit weights with activations in 8 bits: levels are found by a shuffle of bytes, moved up by 64 so that they have no sign, and multiplied by the
+/// byte dot product of VNNI, or in two steps as AVX2 has them, exactly. Activations are `scale * byte`, with the scale `max |x| / 127` of a block: of the error of a product they
+/// make a part in hundreds, the weights' own rounding being twenty times as coarse.
+///
+/// A packed line, 512 bytes of which 384 are used: signed bytes of both halves [2][64]; per lane what moving the levels up added, negative
+/// [2][16 i32]; the scale of each lane's block [2][16 f32].
+pub(crate) struct Levels<const HAS_VNNI: bool>;
+
+impl<const HAS_VNNI: bool> Levels<HAS_VNNI> {
+    /// to + sums of four products of levels moved up with signed bytes a lane.
+    #[inline(always)]
+    unsafe fn dot_bytes(to: __m512i, levels: __m512i, signed: __m512i) -> __m512i {
+        // SAFETY: the set exists (caller); arithmetic only.
+        unsafe {
+            if HAS_VNNI {
+                return _mm512_dpbusd_epi32(to, levels, signed);
+            }
+            let pairs = _mm512_maddubs_epi16(levels, signed);
+            _mm512_add_epi32(to, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
+        }
+    }
+}
+
+impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
+    type Elem = u8;
+    const CHUNK: usize = dtype::Q4.elems;
+    const TILE_COLS: usize = 4;
+
+    #[inline(always)]
+    unsafe fn call<T: Leaf>(leaf: T) -> T::Output {
+        // SAFETY: the set exists (the level's contract).
+        unsafe { if HAS_VNNI { super::with_avx512_vnni(leaf) } else { super::with_avx512(leaf) } }
+    }
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        let mut half = 0;
+        while half < 2 {
+            // SAFETY: `n` elements are readable and 512 bytes writable (caller).
+            unsafe {
+                let scales = dst.add(64 + 16 * half);
+                let mut block = 0;
+                while block < 2 {
+                    let at = 64 * half + 32 * block;
+                    let (low, high) = load_pair(src.wrapping_add(at), n.saturating_sub(at).min(32));
+                    let max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+                    let is_nan = (_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(low, high)) != 0;
+                    // What is too small for an inverse is zero; NaN and infinity come back with the scale.
+                    let inverse = _mm512_set1_ps(if max > 1e-33 { 127.0 / max } else { 0.0 });
+                    let bytes = dst.cast::<u8>().add(at);
+                    let rounded = |x| _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)));
+                    _mm_storeu_si128(bytes.cast(), rounded(low));
+                    _mm_storeu_si128(bytes.add(16).cast(), rounded(high));
+                    let scale = _mm256_set1_ps(if is_nan { f32::NAN } else { max / 127.0 });
+                    _mm256_storeu_ps(scales.add(8 * block), scale);
+                    block += 1;
+                }
+                let bytes = _mm512_loadu_si512(dst.add(16 * half).cast());
+                let added = Self::dot_bytes(_mm512_setzero_si512(), _mm512_set1_epi8(UP), bytes);
+                _mm512_storeu_si512(dst.add(32 + 16 * half).cast(), _mm512_sub_epi32(_mm512_setzero_si512(), added));
+            }
+            half += 1;
+        }
+    }
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const u8; R],
+        x: *const f32,
+        c: usize,
+        _n: usize,
+        sums: &mut [[__m512; M]; R],
+    ) {
+        // SAFETY: rows are whole lines with their scales; packed lines are as `pack` wrote them.
+        unsafe {
+            let [bytes, scales] = dtype::Q4.at(c);
+            let levels = _mm512_broadcast_i32x4(_mm_loadu_si128(LEVELS_UP.as_ptr().cast()));
+            let nibble = _mm512_set1_epi8(15);
+            let mut half = 0;
+            while half < 2 {
+                let weights = each::<_, R>(|r| {
+                    let line = _mm512_loadu_si512(w[r].add(bytes).cast());
+                    let numbers = if half == 0 { line } else { _mm512_srli_epi16::<4>(line) };
+                    _mm512_shuffle_epi8(levels, _mm512_and_si512(numbers, nibble))
+                });
+                // Of the four scales of a line the two of this half, each the upper bytes of eight lanes.
+                let (first, second) = if half == 0 { (0x0100_8080, 0x0302_8080) } else { (0x0504_8080, 0x0706_8080) };
+                let spread = _mm512_inserti64x4::<1>(_mm512_set1_epi32(first), _mm256_set1_epi32(second));
+                let factors = each::<_, R>(|r| {
+                    let four = _mm512_set1_epi64(w[r].add(scales).cast::<i64>().read_unaligned());
+                    _mm512_castsi512_ps(_mm512_shuffle_epi8(four, spread))
+                });
+                let mut m = 0;
+                while m < M {
+                    let packed = x.add((c * M + m) * dtype::Q4.elems);
+                    let bytes = _mm512_loadu_si512(packed.add(16 * half).cast());
+                    let added = _mm512_loadu_si512(packed.add(32 + 16 * half).cast());
+                    let scale = _mm512_loadu_ps(packed.add(64 + 16 * half));
+                    let mut r = 0;
+                    while r < R {
+                        let sum = _mm512_cvtepi32_ps(Self::dot_bytes(added, weights[r], bytes));
+                        sums[r][m] = _mm512_fmadd_ps(sum, _mm512_mul_ps(scale, factors[r]), sums[r][m]);
+                        r += 1;
+                    }
+                    m += 1;
+                }
+                half += 1;
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(row: *const u8, line: usize) {
+        // SAFETY: any address may be asked for.
+        unsafe { prefetch_line::<Avx512>(row, line, dtype::Q4) }
     }
 }
 

@@ -22,7 +22,7 @@ mod vecmath;
 
 pub(crate) use vecmath::{activate, exp};
 
-use perpetua_shared::dtype::{Q8_BLOCK, Q8_GROUP, q8_block_at};
+use perpetua_shared::dtype::{self, Lines};
 use std::sync::OnceLock;
 
 /// Vectors of f32 and what the bodies do with them.
@@ -71,6 +71,23 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn largest(v: Self::F) -> f32;
     /// Asks for the cache line at `p`; any address will do.
     unsafe fn prefetch(p: *const u8);
+    /// The levels of a line of [`dtype::Q4`], in the order of its elements.
+    ///
+    /// # Safety
+    /// The 64 bytes of the line are readable.
+    #[inline(always)]
+    unsafe fn levels(line: *const u8) -> [i8; dtype::Q4.elems] {
+        let mut levels = [0; dtype::Q4.elems];
+        let half = dtype::Q4.elems / 2;
+        let mut i = 0;
+        while i < half {
+            // SAFETY: inside the line (caller).
+            let byte = usize::from(unsafe { *line.add(i) });
+            (levels[i], levels[half + i]) = (dtype::Q4_LEVELS[byte & 15], dtype::Q4_LEVELS[byte >> 4]);
+            i += 1;
+        }
+        levels
+    }
 
     /// The first `n < LANES` elements, zero beyond; memory beyond is not touched.
     #[inline(always)]
@@ -201,6 +218,11 @@ pub(crate) trait Dot<S: Simd> {
     type Elem: Copy;
     /// Weights of a step; a step of packed activations takes the room of as many f32.
     const CHUNK: usize;
+    /// Weights of a cache line, whole steps.
+    const LINE_ELEMS: usize = {
+        let elems = 64 / size_of::<Self::Elem>();
+        if elems > Self::CHUNK { elems } else { Self::CHUNK }
+    };
     /// Columns of the widest tile whose sums the registers hold.
     const TILE_COLS: usize = S::TILE_COLS;
 
@@ -353,20 +375,19 @@ fn each<T: Copy, const R: usize>(f: impl Fn(usize) -> T) -> [T; R] {
 /// summed unscaled, which spares a multiplication a weight at the price of a second set of sums.
 pub(crate) struct Q8;
 
+/// 4-bit weights ([`DType::Q4`](perpetua_shared::DType::Q4)); activations in f32. A step is a line, in blocks as [`Q8`] has them.
+pub(crate) struct Q4;
+
 impl<S: Simd> Dot<S> for Q8 {
     type Elem = i8;
-    const CHUNK: usize = Q8_BLOCK;
+    const CHUNK: usize = dtype::Q8.elems;
     // Two sets of sums.
     const TILE_COLS: usize = if S::TILE_COLS > 1 { S::TILE_COLS / 2 } else { 1 };
 
     #[inline(always)]
     unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
-        let mut at = 0;
-        while at < Q8_BLOCK {
-            // SAFETY: `n` elements are readable and a block is writable (caller).
-            unsafe { S::store(dst.add(at), load_up_to::<S>(src.wrapping_add(at), n.saturating_sub(at))) };
-            at += S::LANES;
-        }
+        // SAFETY: the caller's promises are the same.
+        unsafe { pack_line::<S>(dst, src, n, dtype::Q8) }
     }
     #[inline(always)]
     unsafe fn chunk<const R: usize, const M: usize>(
@@ -378,43 +399,120 @@ impl<S: Simd> Dot<S> for Q8 {
     ) {
         // SAFETY: rows are whole blocks, padded with zeros, with their scales.
         unsafe {
-            let [bytes, at_scale] = q8_block_at(c);
+            let [bytes, at_scale] = dtype::Q8.at(c);
             let mut own = [[S::splat(0.0); M]; R];
             let mut at = 0;
-            while at < Q8_BLOCK {
+            while at < dtype::Q8.elems {
                 let load = |r: usize| S::load_i8(w[r].add(bytes + at));
-                add_products::<S, R, M>(each(load), x.add(c * M * Q8_BLOCK + at), Q8_BLOCK, &mut own);
+                add_products::<S, R, M>(each(load), x.add(c * M * dtype::Q8.elems + at), dtype::Q8.elems, &mut own);
                 at += S::LANES;
             }
-            let mut r = 0;
-            while r < R {
-                let scale = S::splat(*w[r].add(at_scale).cast::<f32>());
-                let mut m = 0;
-                while m < M {
-                    sums[r][m] = S::fma(scale, own[r][m], sums[r][m]);
-                    m += 1;
-                }
-                r += 1;
-            }
+            add_scaled::<S, R, M>(|r| *w[r].add(at_scale).cast::<f32>(), &own, sums);
         }
     }
     #[inline(always)]
     unsafe fn prefetch(row: *const i8, line: usize) {
         // SAFETY: any address may be asked for.
-        unsafe { prefetch_block::<S>(row, line) }
+        unsafe { prefetch_line::<S>(row.cast(), line, dtype::Q8) }
     }
 }
 
-/// Asks for block `block` of a row, and with the first of a group for the group's scales.
+impl<S: Simd> Dot<S> for Q4 {
+    type Elem = u8;
+    const CHUNK: usize = dtype::Q4.elems;
+    const TILE_COLS: usize = <Q8 as Dot<S>>::TILE_COLS;
+
+    #[inline(always)]
+    unsafe fn pack(dst: *mut f32, src: *const f32, n: usize) {
+        // SAFETY: the caller's promises are the same.
+        unsafe { pack_line::<S>(dst, src, n, dtype::Q4) }
+    }
+    #[inline(always)]
+    unsafe fn chunk<const R: usize, const M: usize>(
+        w: &[*const u8; R],
+        x: *const f32,
+        c: usize,
+        _n: usize,
+        sums: &mut [[S::F; M]; R],
+    ) {
+        // SAFETY: rows are whole lines with their scales, those of blocks beyond the last zero.
+        unsafe {
+            let [bytes, scales] = dtype::Q4.at(c);
+            let levels = each::<_, R>(|r| S::levels(w[r].add(bytes)));
+            let mut block = 0;
+            while block * dtype::Q4_BLOCK < dtype::Q4.elems {
+                let mut own = [[S::splat(0.0); M]; R];
+                let mut at = block * dtype::Q4_BLOCK;
+                while at < (block + 1) * dtype::Q4_BLOCK {
+                    let load = |r: usize| S::load_i8(levels[r].as_ptr().add(at));
+                    add_products::<S, R, M>(each(load), x.add(c * M * dtype::Q4.elems + at), dtype::Q4.elems, &mut own);
+                    at += S::LANES;
+                }
+                let scale = |r: usize| bf16_to_f32(*w[r].add(scales).cast::<u16>().add(block));
+                add_scaled::<S, R, M>(scale, &own, sums);
+                block += 1;
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(row: *const u8, line: usize) {
+        // SAFETY: any address may be asked for.
+        unsafe { prefetch_line::<S>(row, line, dtype::Q4) }
+    }
+}
+
+/// The bf16 of these bits.
 #[inline(always)]
-unsafe fn prefetch_block<S: Simd>(row: *const i8, block: usize) {
-    let [bytes, scale] = q8_block_at(block);
+pub(crate) fn bf16_to_f32(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+/// Packs the activations of a line of weights as they are, zero beyond `n`.
+///
+/// # Safety
+/// `n` elements are readable, a line's writable; the set exists.
+#[inline(always)]
+unsafe fn pack_line<S: Simd>(dst: *mut f32, src: *const f32, n: usize, lines: Lines) {
+    let mut at = 0;
+    while at < lines.elems {
+        // SAFETY: the caller's promises.
+        unsafe { S::store(dst.add(at), load_up_to::<S>(src.wrapping_add(at), n.saturating_sub(at))) };
+        at += S::LANES;
+    }
+}
+
+/// sums[r][m] += scale(r) * own[r][m].
+#[inline(always)]
+unsafe fn add_scaled<S: Simd, const R: usize, const M: usize>(
+    scale: impl Fn(usize) -> f32,
+    own: &[[S::F; M]; R],
+    sums: &mut [[S::F; M]; R],
+) {
+    let mut r = 0;
+    while r < R {
+        // SAFETY: arithmetic only.
+        unsafe {
+            let scale = S::splat(scale(r));
+            let mut m = 0;
+            while m < M {
+                sums[r][m] = S::fma(scale, own[r][m], sums[r][m]);
+                m += 1;
+            }
+        }
+        r += 1;
+    }
+}
+
+/// Asks for line `line` of a row, and with the first of a group for the group's scales.
+#[inline(always)]
+unsafe fn prefetch_line<S: Simd>(row: *const u8, line: usize, lines: Lines) {
+    let [bytes, scales] = lines.at(line);
     // SAFETY: any address may be asked for.
     unsafe {
-        if block.is_multiple_of(Q8_GROUP) {
-            S::prefetch(row.wrapping_add(scale).cast());
+        if line.is_multiple_of(lines.per_group) {
+            S::prefetch(row.wrapping_add(scales));
         }
-        S::prefetch(row.wrapping_add(bytes).cast());
+        S::prefetch(row.wrapping_add(bytes));
     }
 }
 
@@ -437,6 +535,8 @@ pub(crate) trait Level: 'static {
     type F32: Dot<Self::S, Elem = f32>;
     /// 8-bit weights.
     type Q8: Dot<Self::S, Elem = i8>;
+    /// 4-bit weights.
+    type Q4: Dot<Self::S, Elem = u8>;
 }
 
 macro_rules! widening_level {
@@ -450,6 +550,7 @@ macro_rules! widening_level {
             type F16 = Widen<F16>;
             type F32 = Widen<F32>;
             type Q8 = Q8;
+            type Q4 = Q4;
         }
     )* };
 }
@@ -471,6 +572,7 @@ impl Level for Avx2 {
     type F16 = avx2::Half;
     type F32 = avx2::Whole;
     type Q8 = Q8;
+    type Q4 = avx2::Levels;
 }
 
 /// AVX-512.
@@ -483,6 +585,7 @@ impl Level for Avx512 {
     type F16 = Widen<F16>;
     type F32 = avx512::Whole;
     type Q8 = Q8;
+    type Q4 = avx512::Levels<false>;
 }
 
 /// AVX-512 with its dot product of bytes.
@@ -495,6 +598,7 @@ impl Level for Avx512Vnni {
     type F16 = Widen<F16>;
     type F32 = avx512::Whole;
     type Q8 = avx512::Bytes;
+    type Q4 = avx512::Levels<true>;
 }
 
 /// Work that runs on any level: it touches no vectors itself but calls [`Leaf`]s through [`Simd::call`] or

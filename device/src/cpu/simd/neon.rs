@@ -2,6 +2,7 @@
 
 use super::{Leaf, Simd};
 use core::arch::aarch64::*;
+use perpetua_shared::dtype;
 
 /// See the module head.
 #[derive(Clone, Copy)]
@@ -101,6 +102,24 @@ impl Simd for Neon {
     unsafe fn largest(v: float32x4_t) -> f32 {
         // SAFETY: arithmetic only. NaN lanes become -inf first.
         unsafe { vmaxvq_f32(vbslq_f32(vceqq_f32(v, v), v, vdupq_n_f32(f32::NEG_INFINITY))) }
+    }
+    #[inline(always)]
+    unsafe fn levels(line: *const u8) -> [i8; dtype::Q4.elems] {
+        let mut levels = [0; dtype::Q4.elems];
+        let half = dtype::Q4.elems / 2;
+        let mut i = 0;
+        while i < half {
+            // SAFETY: inside the line (caller), and the levels.
+            unsafe {
+                let (table, bytes) = (vld1q_s8(dtype::Q4_LEVELS.as_ptr()), vld1q_u8(line.add(i)));
+                let low = vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(15)));
+                let high = vqtbl1q_s8(table, vshrq_n_u8::<4>(bytes));
+                vst1q_s8(levels.as_mut_ptr().add(i), low);
+                vst1q_s8(levels.as_mut_ptr().add(half + i), high);
+            }
+            i += 16;
+        }
+        levels
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {

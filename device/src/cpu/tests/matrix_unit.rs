@@ -7,10 +7,10 @@
 use super::Memory;
 use crate::cpu::amx::{self, Amx, Config, InPlace, InTerms, Source, Tiles, Unit, Vectors};
 use crate::cpu::outer::Products;
-use crate::cpu::simd::{F16, F32, Q8};
+use crate::cpu::simd::{F16, F32, Q4, Q8};
 use half::bf16;
 use perpetua_shared::DType;
-use perpetua_shared::dtype::{Q8_BLOCK, q8_row_bytes};
+use perpetua_shared::dtype;
 use std::cell::RefCell;
 
 /// Eight tiles of a thread, each at most 16 rows of 64 bytes, and how many rows they have.
@@ -194,10 +194,27 @@ fn every_product_of_terms_counts() {
             (0..1000).map(draw).find(|scale| bytes(*scale).count() >= 4).expect("one in four bytes is")
         };
         let byte = |r: usize, i: usize| {
-            let large: Vec<i8> = bytes(scale(r, i / Q8_BLOCK)).collect();
+            let large: Vec<i8> = bytes(scale(r, i / dtype::Q8.elems)).collect();
             sign(i) as i8 * large[(7 * r + i) % large.len()]
         };
         let eight_bit = Memory::q8(n, k, byte, scale);
-        check::<InTerms<Q8>>("q8", &eight_bit, q8_row_bytes(k), rows, off(-15, k));
+        check::<InTerms<Q8>>("q8", &eight_bit, dtype::Q8.row_bytes(k), rows, off(-15, k));
+        // Likewise of the levels with either sign.
+        let levels = |scale: f32, sign: f32| {
+            let of = move |number: &u8| f32::from(dtype::Q4_LEVELS[usize::from(*number)]) * scale;
+            (0..16).filter(move |number| of(number) * sign > 0.0 && rest(of(number)) >= 1.0 / 1024.0)
+        };
+        let scale = |r: usize, b: usize| {
+            let draw = |tries: usize| 0.04 + 0.01 * super::noise(17, 1000 * (40 * r + b) + tries);
+            let drawn = (0..1000).map(|tries| half::bf16::from_f32(draw(tries)).to_f32());
+            let has_both = |scale: &f32| [-1.0, 1.0].iter().all(|sign| levels(*scale, *sign).count() >= 2);
+            drawn.into_iter().find(has_both).expect("one in four levels is")
+        };
+        let level = |r: usize, i: usize| {
+            let large: Vec<u8> = levels(scale(r, i / dtype::Q4_BLOCK), sign(i)).collect();
+            large[(7 * r + i) % large.len()]
+        };
+        let four_bit = Memory::q4(n, k, level, scale);
+        check::<InTerms<Q4>>("q4", &four_bit, dtype::Q4.row_bytes(k), rows, off(-15, k));
     }
 }

@@ -54,6 +54,7 @@ impl Body for Gated<'_> {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, L::F16>(),
                 DType::Q8 => self.with::<L::S, L::Q8>(),
+                DType::Q4 => self.with::<L::S, L::Q4>(),
                 _ => self.with::<L::S, L::F32>(),
             }
         }

@@ -74,13 +74,14 @@ pub(in crate::kernels) trait InPanels: Sized {
     #[cfg(target_arch = "x86_64")]
     unsafe fn in_tiles<S: Simd>(self, dtype: DType) {
         use crate::cpu::amx::{InPlace, InTerms, Tiles};
-        use crate::cpu::simd::{F16, F32, Q8};
+        use crate::cpu::simd::{F16, F32, Q4, Q8};
         // SAFETY: the caller's promise.
         unsafe {
             match dtype {
                 DType::Bf16 => self.in_panels::<S, Tiles<InPlace>>(),
                 DType::F16 => self.in_panels::<S, Tiles<InTerms<F16>>>(),
                 DType::Q8 => self.in_panels::<S, Tiles<InTerms<Q8>>>(),
+                DType::Q4 => self.in_panels::<S, Tiles<InTerms<Q4>>>(),
                 _ => self.in_panels::<S, Tiles<InTerms<F32>>>(),
             }
         }
@@ -117,6 +118,7 @@ impl Body for Linear<'_> {
                 DType::Bf16 => self.with::<L::S, L::Bf16>(),
                 DType::F16 => self.with::<L::S, L::F16>(),
                 DType::Q8 => self.with::<L::S, L::Q8>(),
+                DType::Q4 => self.with::<L::S, L::Q4>(),
                 _ => self.with::<L::S, L::F32>(),
             }
         }

@@ -275,10 +275,7 @@ fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
         return STRETCHES * table.buffer_of(*stack).bytes / table[*stack].shape[0].max(1) as u64;
     }
     let cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some());
-    cut.filter_map(|(slot, _)| *slot)
-        .map(|t| (table[t].len_elems() * table[t].dtype.size_bytes()) as u64)
-        .max()
-        .unwrap_or(0)
+    cut.filter_map(|(slot, _)| *slot).map(|t| table[t].dtype.tensor_bytes(&table[t].shape)).max().unwrap_or(0)
 }
 
 /// Cuts `op`, whose one axis is its columns, into `row_blocks` and `column_blocks` blocks.

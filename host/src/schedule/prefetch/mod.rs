@@ -135,6 +135,7 @@ impl Stream {
 
 /// Bytes in `operand`'s box.
 fn bytes_of(operand: &Operand) -> u64 {
+    let operand = operand.strided();
     operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64)
 }
 
