@@ -154,3 +154,38 @@ impl fmt::Display for DType {
         f.write_str(self.name())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every byte of a row is one line's or one line's scales', in the order of addresses.
+    #[test]
+    fn a_row_is_its_lines_and_their_scales() {
+        for (lines, scales_bytes) in [(Q8, 4), (Q4, 8)] {
+            for k in [1usize, 64, 129, 1024, 1025, 5000] {
+                let mut room = [0u8; 8192];
+                let taken = &mut room[..lines.row_bytes(k)];
+                for line in 0..k.div_ceil(lines.elems) {
+                    let [elements, scales] = lines.at(line);
+                    assert!(scales < elements && elements % LINE_BYTES == 0);
+                    taken[elements..][..LINE_BYTES].iter_mut().for_each(|n| *n += 1);
+                    taken[scales..][..scales_bytes].iter_mut().for_each(|n| *n += 1);
+                }
+                assert!(taken.iter().all(|n| *n <= 1), "two lines share a byte of {k} elements");
+                // What is nobody's is the rest of the last group's scales.
+                let spare = taken.iter().filter(|n| **n == 0).count();
+                let of_last = (lines.per_group - k.div_ceil(lines.elems) % lines.per_group) % lines.per_group;
+                assert_eq!(spare, of_last * scales_bytes, "{k} elements of {lines:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn elements_of_four_bits_are_where_the_layout_says() {
+        assert_eq!([0, 63, 64, 127].map(q4_at), [(64, 0, 0), (127, 0, 2), (64, 4, 4), (127, 4, 6)]);
+        // The second line and the third, and their scales beside the first's.
+        assert_eq!([128, 299].map(q4_at), [(128, 0, 8), (192 + 43, 0, 18)]);
+        assert!(Q4_LEVELS.is_sorted() && Q4_LEVELS.iter().all(|level| (-63..=63).contains(level)));
+    }
+}

@@ -4,7 +4,7 @@
     python tests/peers/text_llama_cpp.py MODEL_DIR --weights bf16 --context 64 --tokens 48 --threads 2
 
 The GGUF file is made here from the checkpoint (Qwen3 or Llama without bias or scaling, bf16, one safetensors file), without its
-tokenizer: tokens are numbers. Prints tokens/s of the prompt and of the median step.
+tokenizer: tokens are numbers; formats of 4 bits are made of it by llama.cpp itself. Prints tokens/s of the prompt and of the median step.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def write_gguf(model_dir, path, weights):
             raise SystemExit(f"{name}: {tensor['dtype']}, expected BF16")
         first, end = tensor["data_offsets"]
         stored = file[start + first : start + end].view(np.uint16).reshape(tensor["shape"])
-        if stored.ndim == 2 and weights == "bf16":
+        if stored.ndim == 2 and weights != "q8_0":
             dtype, values = gguf.GGMLQuantizationType.BF16, np.ascontiguousarray(stored).view(np.uint8)
         else:
             values = (stored.astype(np.uint32) << 16).view(np.float32)
@@ -89,6 +89,23 @@ def write_gguf(model_dir, path, weights):
     return config
 
 
+# llama.cpp's own mixtures: 4 bits with tables and some matrices in more.
+QUANTISED = {
+    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "iq4_nl": llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_NL,
+    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
+
+
+def quantised(path, ftype):
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = ftype
+    made = f"{path}.quantised"
+    if llama_cpp.llama_model_quantize(path.encode(), made.encode(), ctypes.byref(params)) != 0:
+        raise SystemExit("llama_model_quantize failed")
+    return made
+
+
 def seconds(context, tokens):
     ids = (llama_cpp.llama_token * len(tokens))(*tokens)
     began = time.perf_counter()
@@ -101,7 +118,7 @@ def seconds(context, tokens):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--weights", choices=["bf16", "q8_0"], default="bf16")
+    parser.add_argument("--weights", choices=["bf16", "q8_0", *QUANTISED], default="bf16")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
@@ -112,6 +129,9 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model.gguf"
         config = write_gguf(args.model_dir, path, args.weights)
+        if args.weights in QUANTISED:
+            path = quantised(path, QUANTISED[args.weights])
+        size = Path(path).stat().st_size
         model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = args.context + args.tokens
@@ -125,7 +145,7 @@ def main():
         prompt = args.context / seconds(context, [(37 * i + 11) % vocab for i in range(args.context)])
         steps = [seconds(context, [(91 * i + 5) % vocab]) for i in range(args.tokens)]
     print(
-        f"llama-cpp-python {llama_cpp.__version__}, {args.weights}, context {args.context}, {args.threads} threads: "
+        f"llama-cpp-python {llama_cpp.__version__}, {args.weights} ({size / 1e6:.0f} MB), context {args.context}, {args.threads} threads: "
         f"prompt {prompt:.0f} tokens/s, decode {1 / statistics.median(steps):.1f} tokens/s"
     )
 

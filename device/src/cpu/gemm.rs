@@ -301,11 +301,13 @@ pub(crate) unsafe fn multiply<S: Simd, D: Dot<S>>(
     while m < cols {
         let width = group::<S, D>(cols - m);
         // In a long row further on, and so at its end in the row that follows it in memory, which mostly comes next; in a
-        // short one at the same place of those that do. To choose at every line costs more than what is asked for in vain.
+        // short one at the same place of one that comes. To choose at every line costs more than what is asked for in vain.
         let ahead = if m == 0 { D::AHEAD_LINES } else { NEAR_LINES };
         let is_long = lines > ahead;
-        // Of short rows as many tiles on as have the lines.
-        let rows_on = TILE_ROWS * ahead.div_ceil(lines.max(1));
+        // Of short rows as many tiles on as have the lines, at least one.
+        //
+        // PERF: k = 1024 on one core that reads 35: 8 bits 30 -> 35 GB/s, 4 bits 26 -> 35 (AVX-512, Turin, 2026-11-25).
+        let rows_on = TILE_ROWS * (ahead / lines.max(1)).max(1);
         let ahead = if is_long { ahead } else { 0 };
         // SAFETY: the group's packed rows and sums start where those of the `m` rows before end. Rows j.. are below n;
         // `asked` is only asked for.

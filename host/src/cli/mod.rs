@@ -153,7 +153,7 @@ struct ModelArgs {
     /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     threads: Option<usize>,
-    /// Keep the matrices of a text model in 8 bits, in memory of their own (CPU only).
+    /// Keep the matrices of a text model in fewer bits, in memory of their own (CPU only).
     #[arg(long, value_enum, value_name = "HOW")]
     quantize: Option<QuantizeName>,
     /// Positions of the KV cache [default: what the request needs].

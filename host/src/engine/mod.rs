@@ -433,11 +433,12 @@ impl Engine {
             }
             _ => Place::of(config),
         }?;
-        if model.quantized().is_some() && matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
-            let given = "of a model in 8 bits".to_owned();
+        if let Some(quantized) = model.quantized()
+            && matches!(place, Place::Simt { .. } | Place::Gpu { .. })
+        {
             return Err(EngineError::Option {
                 name: "device",
-                given,
+                given: format!("of a model in {}", quantized.how()),
                 expected: "cpu or reference: no GPU kernel reads them",
             });
         }

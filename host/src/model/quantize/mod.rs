@@ -68,12 +68,13 @@ struct Kept {
 /// What a network takes of a checkpoint, by name: matrices in fewer bits, vectors as they were, but for those that are kept in another form
 /// anyway.
 pub struct Quantized {
+    how: Quantize,
     tensors: HashMap<String, Kept>,
 }
 
 impl fmt::Debug for Quantized {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Quantized({} tensors, {} bytes)", self.tensors.len(), self.size_bytes())
+        write!(f, "Quantized({}, {} tensors, {} bytes)", self.how, self.tensors.len(), self.size_bytes())
     }
 }
 
@@ -113,7 +114,12 @@ impl Quantized {
             progress(view.bytes.len() as u64);
             quantized.insert(name.clone(), Kept { lines, bytes, dtype: dtype.unwrap_or(view.dtype) });
         }
-        Ok(Quantized { tensors: quantized })
+        Ok(Quantized { how, tensors: quantized })
+    }
+
+    /// How.
+    pub fn how(&self) -> Quantize {
+        self.how
     }
 
     /// Bytes that the matrices among `tensors` will take.
