@@ -14,7 +14,7 @@ use bytemuck::{Pod, Zeroable};
 /// First bytes of every image.
 pub const MAGIC: [u8; 8] = *b"PERPIMG\0";
 /// Format version; an image of another version is refused.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// What a binding is for: how an executor provides it.
 #[repr(u32)]

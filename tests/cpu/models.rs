@@ -1,8 +1,11 @@
 //! Checkpoints in, the reference outputs of `transformers` out: logits, greedy tokens, decode against prefill.
 
 use crate::bad_input::copy;
+use crate::simt::broken_rule;
+use perpetua::image::encode::Parts;
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, End, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua_shared::{DType, Operand};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use std::ops::ControlFlow;
@@ -304,6 +307,38 @@ fn weights_in_fewer_bits_stay_near_the_checkpoint() {
         assert!(mean(&expected, &threads) <= of_weights, "{name} {how}: {}", mean(&expected, &threads));
         // Rounding must show: the same logits would mean that nothing was quantised.
         assert!(mean(&expected, &plain) > 1e-9, "{name}: nothing was rounded");
+    }
+}
+
+/// A row in fewer bits is one thing: an image that has half of one, or one beyond its weights, is refused.
+#[test]
+fn rows_in_fewer_bits_are_whole_in_every_image() {
+    for (how, kept) in [(Quantize::Q8, DType::Q8), (Quantize::Q4, DType::Q4)] {
+        let model = Model::load(fixture("tiny-qwen2")).unwrap().quantize(how, |_| {}).unwrap();
+        let engine = engine(&model, Device::Cpu, false, &[8]);
+        let whole = Parts::of(&engine.resident().compiled().image);
+        // The last task's weights of a matrix end where the matrix does.
+        let is_last = |operand: &Operand| {
+            let binding = &whole.bindings[operand.binding.idx()];
+            operand.dtype() == Some(kept) && operand.offset_bytes + operand.span_bytes() == binding.bytes
+        };
+        let at = whole.operands.iter().position(is_last).unwrap();
+        let (operand, row_bytes) = (whole.operands[at], whole.operands[at].stride_elems[0]);
+        let broken = |change: &dyn Fn(&mut Operand)| broken_rule(&whole, &|parts| change(&mut parts.operands[at]));
+        let binding = operand.binding.idx();
+        let short = broken_rule(&whole, &|parts| parts.bindings[binding].bytes -= 64);
+        assert!(short.contains("ends at byte"), "{how}: {short}");
+        for (change, expected) in [
+            (&(|o: &mut Operand| o.offset_bytes += 64) as &dyn Fn(&mut Operand), "ends at byte"),
+            (&|o: &mut Operand| o.extent[1] += 1024, "ends at byte"),
+            (&|o: &mut Operand| o.extent[1] = u32::MAX, "ends at byte"),
+            (&|o: &mut Operand| o.offset_bytes ^= 32, "is not aligned"),
+            (&|o: &mut Operand| o.stride_elems[1] = 1, "has stride 1 along its last dimension, expected 0"),
+            (&|o: &mut Operand| o.stride_elems[0] -= 64, "expected {row} from a multiple of 64"),
+        ] {
+            let (found, expected) = (broken(change), expected.replace("{row}", &row_bytes.to_string()));
+            assert!(found.contains(&expected), "{how}: {found}, expected {expected}");
+        }
     }
 }
 
