@@ -61,6 +61,12 @@ impl Operand {
         bytes
     }
 
+    /// Bytes in the box, 0 where there is none; as [`Operand::len_elems`].
+    pub fn bytes(&self) -> u64 {
+        let strided = self.strided();
+        strided.len_elems().saturating_mul(strided.dtype().map_or(0, |dtype| dtype.size_bytes() as u64))
+    }
+
     /// Bytes from the first element's start to the last element's end; 0 for an empty box. As [`Operand::len_elems`].
     pub fn span_bytes(&self) -> u64 {
         let Some(dtype) = self.dtype() else { return 0 };

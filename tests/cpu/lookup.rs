@@ -80,13 +80,18 @@ fn the_text_and_its_bits_are_those_without() {
 
 #[test]
 fn draws_are_those_without() {
-    let model = fixture("tiny-llama").quantize(Quantize::Q4, |_| {}).unwrap();
-    let prompt = prompt(&model, 30);
+    for how in [Quantize::Q8, Quantize::Q4] {
+        draws_are_the_same(&fixture("tiny-llama").quantize(how, |_| {}).unwrap());
+    }
+}
+
+fn draws_are_the_same(model: &Model) {
+    let prompt = prompt(model, 30);
     // Close to greedy, and far from it.
     for temperature in [0.2, 1.5] {
         let drawn = GenerateOptions { temperature, top_k: 30, top_p: 0.9, seed: 11, ..options(40) };
-        let plain = made(&mut engine(&model, Device::Cpu, 2, None), &prompt, &drawn);
-        let mut guessing = engine(&model, Device::Cpu, 2, Some(4));
+        let plain = made(&mut engine(model, Device::Cpu, 2, None), &prompt, &drawn);
+        let mut guessing = engine(model, Device::Cpu, 2, Some(4));
         assert!(made(&mut guessing, &prompt, &drawn) == plain, "at {temperature}");
         assert!(made(&mut guessing, &prompt, &GenerateOptions { seed: 12, ..drawn }) != plain, "at {temperature}");
     }

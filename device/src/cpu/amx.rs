@@ -10,7 +10,7 @@
 //! hi = bf16(x), lo = bf16(x - hi), so that activations keep 16 significant bits: an output is off by sum |x| |w| * 2^-17, where
 //! with bf16 activations it would be 2^-9. Twice the products, still several times as many as vectors do.
 //!
-//! Weights of f32 and q8 keep 16 bits in the same way, those of f16 all of theirs: three products, lo * lo left out.
+//! Weights of f32 and q8 keep 16 bits in the same way, those of f16 and q4 all of theirs: three products, lo * lo left out.
 //! It is below |x| |w| * 2^-16, so that an output is off by sum |x| |w| * 2^-15 at most. The terms of 32 rows by [`PART`] of k are
 //! made in L1 and L2, then multiplied with all activations.
 //!

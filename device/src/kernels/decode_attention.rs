@@ -100,10 +100,10 @@ impl MacroKernel for DecodeAttention {
         let splits = u64::from(p.splits.max(1));
         let positions = u64::from(k_cache.extent[1]);
         let most = u64::from(p.attention().most_seen(k_cache.extent[1])).div_ceil(splits);
-        let share = |o: &Operand| bytes_of(o) / positions.max(1) * most;
+        let share = |o: &Operand| o.bytes() / positions.max(1) * most;
         Cost {
-            bytes_read: read.iter().map(bytes_of).sum::<u64>() + share(k_cache) + share(v_cache),
-            bytes_written: bytes_of(y),
+            bytes_read: read.iter().map(|operand| operand.bytes()).sum::<u64>() + share(k_cache) + share(v_cache),
+            bytes_written: y.bytes(),
             flops: 6 * (q.len_elems() + k.len_elems()) + 4 * q.len_elems() * most,
         }
     }

@@ -164,21 +164,11 @@ pub const MAX_FLAGGED: u32 = 64 * perpetua_shared::launch::TASK_THREADS;
 /// Likewise by a product with two matrices, five times eight.
 pub const MAX_FLAGGED_OF_TWO: u32 = 40 * perpetua_shared::launch::TASK_THREADS;
 
-/// Bytes of an operand's elements; 0 where there is none.
-fn bytes_of(operand: &Operand) -> u64 {
-    match operand.dtype() {
-        None => 0,
-        // A row's scales are read with it.
-        Some(dtype) if dtype.lines().is_some() => operand.strided().len_elems(),
-        Some(dtype) => operand.len_elems() * dtype.size_bytes() as u64,
-    }
-}
-
 /// Every operand once, one flop an element written: right for the kernels that only move data.
 pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     let mut cost = Cost::default();
     for (slot, operand) in slots.iter().zip(io) {
-        let bytes = bytes_of(operand);
+        let bytes = operand.bytes();
         if slot.usage != Use::Write {
             cost.bytes_read += bytes;
         }

@@ -258,8 +258,8 @@ impl MacroKernel for Rope {
         let [q, k, ..] = read else { return Cost::default() };
         let appended = 2 * k.len_elems() * k_cache.dtype().map_or(0, |d| d.size_bytes() as u64);
         Cost {
-            bytes_read: read.iter().map(bytes_of).sum(),
-            bytes_written: bytes_of(q) + appended,
+            bytes_read: read.iter().map(|operand| operand.bytes()).sum(),
+            bytes_written: q.bytes() + appended,
             flops: 6 * (q.len_elems() + k.len_elems()),
         }
     }

@@ -514,7 +514,7 @@ fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
         let (operands, tiled) = (view.operands(task), Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled));
         tiled.iter().map(move |slot| operands[*slot]).filter(|operand| operand.rank == 2)
     };
-    let stream = |operand: Operand| Stream { source: operand.binding.0, operand: operand.strided(), segments: 1 };
+    let stream = |operand: Operand| Stream { source: operand.binding.0, operand, segments: 1 };
     let streams = |task: &TaskDesc| Reads { tiles: matrices(task).map(stream).collect(), ..Reads::default() };
     let reads: Vec<Reads> = view.tasks.iter().map(streams).collect();
     let mut ahead = vec![Ahead::default(); view.tasks.len()];

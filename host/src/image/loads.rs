@@ -197,7 +197,6 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     if operands.is_empty() || program.max_rows > 1 {
         return Err("has tiles, but its kernel takes none here".to_owned());
     }
-    let bytes = |operand: &Operand| operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
     let (vectors, matrices): (Vec<&Operand>, Vec<&Operand>) = operands.into_iter().partition(|o| o.rank < 2);
     let is_at = |op: &DataOp, operand: &Operand, at: u64| {
         (op.source, op.source_offset_bytes) == (operand.binding.0, operand.offset_bytes + at)
@@ -212,13 +211,13 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     }
     let mut data = data.iter();
     for vector in vectors {
-        let fits = |op: &&DataOp| is_at(op, vector, 0) && u64::from(op.bytes) == bytes(vector);
+        let fits = |op: &&DataOp| is_at(op, vector, 0) && u64::from(op.bytes) == vector.bytes();
         data.next().filter(fits).ok_or("does not begin with the vector it takes whole")?;
     }
     let Some(first) = matrices.first() else { return Err("takes no matrix".to_owned()) };
-    let row = bytes(first) / u64::from(first.extent[0].max(1));
+    let row = first.bytes() / u64::from(first.extent[0].max(1));
     let dense = |o: &Operand| o.extent[0] == 1 || o.stride_elems[0] == o.extent[1];
-    if !matrices.iter().all(|o| bytes(o) == bytes(first) && o.extent == first.extent && dense(o)) || row == 0 {
+    if !matrices.iter().all(|o| o.bytes() == first.bytes() && o.extent == first.extent && dense(o)) || row == 0 {
         return Err("takes matrices that tiles cannot carry".to_owned());
     }
     let segments = linear::segments(task.task_type, &task.params);
@@ -237,7 +236,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
         };
     }
     let mut at = 0;
-    while at < bytes(first) {
+    while at < first.bytes() {
         let mut len = None;
         for matrix in &matrices {
             let op = data.next().filter(|op| is_at(op, matrix, at) && *len.get_or_insert(op.bytes) == op.bytes);
@@ -245,7 +244,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
         }
         let len = u64::from(len.unwrap_or(0));
         let whole_rows = at.is_multiple_of(row) && len.is_multiple_of(row);
-        if at + len > bytes(first) || !whole_rows && at % row + len > row {
+        if at + len > first.bytes() || !whole_rows && at % row + len > row {
             return Err(format!("has a tile of {len} bytes from {at}, neither whole rows of {row} nor part of one"));
         }
         at += len;

@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line};
+use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line, to_whole};
 use core::arch::{asm, x86_64::*};
 use perpetua_shared::dtype;
 
@@ -352,9 +352,8 @@ impl Dot<Avx2> for Levels {
                 let max = Avx2::largest(largest(largest(size(x[0]), size(x[1])), largest(size(x[2]), size(x[3]))));
                 let unordered = |a, b| _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b);
                 let is_nan = _mm256_movemask_ps(_mm256_or_ps(unordered(x[0], x[1]), unordered(x[2], x[3]))) != 0;
-                // What is too small for an inverse is zero; NaN and infinity come back with the scale.
-                let inverse = _mm256_set1_ps(if max > 1e-33 { 127.0 / max } else { 0.0 });
-                let whole = each::<_, 4>(|i| _mm256_cvtps_epi32(_mm256_mul_ps(x[i], inverse)));
+                let [inverse, scale] = to_whole(max, is_nan, 127.0);
+                let whole = each::<_, 4>(|i| _mm256_cvtps_epi32(_mm256_mul_ps(x[i], _mm256_set1_ps(inverse))));
                 // Packing takes halves of both in turn.
                 let pairs = |a, b| _mm256_packs_epi32(a, b);
                 let mixed = _mm256_packs_epi16(pairs(whole[0], whole[1]), pairs(whole[2], whole[3]));
@@ -362,7 +361,7 @@ impl Dot<Avx2> for Levels {
                 _mm256_storeu_si256(dst.cast::<u8>().add(at).cast(), bytes);
                 let added = dot_bytes(_mm256_set1_epi8(UP), bytes);
                 _mm256_storeu_si256(dst.add(32 + 8 * block).cast(), _mm256_sub_epi32(_mm256_setzero_si256(), added));
-                *dst.add(64 + block) = if is_nan { f32::NAN } else { max / 127.0 };
+                *dst.add(64 + block) = scale;
             }
             block += 1;
         }

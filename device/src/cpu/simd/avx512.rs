@@ -1,7 +1,7 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
 use super::avx2::{LEVELS_UP, UP};
-use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line};
+use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line, to_whole};
 use core::arch::{asm, x86_64::*};
 use perpetua_shared::dtype;
 
@@ -400,8 +400,7 @@ impl Dot<Avx512> for Bytes {
             let max = _mm512_reduce_max_ps(largest(largest(x[0], x[1]), largest(x[2], x[3])));
             let unordered = |i: usize| _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(x[i], x[i]);
             let is_nan = (unordered(0) | unordered(1) | unordered(2) | unordered(3)) != 0;
-            // What is too small for an inverse is zero; NaN and infinity come back with the scale.
-            let inverse = if max > 1e-33 { BYTES_MAX / max } else { 0.0 };
+            let [inverse, scale] = to_whole(max, is_nan, BYTES_MAX);
             let whole = each::<_, 4>(|i| _mm512_cvtps_epi32(_mm512_mul_ps(x[i], _mm512_set1_ps(inverse))));
             let high = each::<_, 4>(|i| _mm512_srai_epi32::<7>(_mm512_add_epi32(whole[i], _mm512_set1_epi32(64))));
             let low = each::<_, 4>(|i| _mm512_sub_epi32(whole[i], _mm512_slli_epi32::<7>(high[i])));
@@ -417,7 +416,7 @@ impl Dot<Avx512> for Bytes {
             let low = _mm512_dpbusd_epi32(zero, up, _mm512_loadu_si512(bytes.add(64).cast()));
             let added = _mm512_add_epi32(_mm512_slli_epi32::<7>(high), low);
             _mm512_storeu_si512(bytes.add(128).cast(), _mm512_sub_epi32(zero, added));
-            *dst.add(48) = if is_nan { f32::NAN } else { max / BYTES_MAX };
+            *dst.add(48) = scale;
         }
     }
     #[inline(always)]
@@ -505,14 +504,13 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
                     let (low, high) = load_pair(src.wrapping_add(at), n.saturating_sub(at).min(32));
                     let max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
                     let is_nan = (_mm512_cmp_ps_mask::<_CMP_UNORD_Q>(low, high)) != 0;
-                    // What is too small for an inverse is zero; NaN and infinity come back with the scale.
-                    let inverse = _mm512_set1_ps(if max > 1e-33 { 127.0 / max } else { 0.0 });
+                    let [inverse, scale] = to_whole(max, is_nan, 127.0);
+                    let inverse = _mm512_set1_ps(inverse);
                     let bytes = dst.cast::<u8>().add(at);
                     let rounded = |x| _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(x, inverse)));
                     _mm_storeu_si128(bytes.cast(), rounded(low));
                     _mm_storeu_si128(bytes.add(16).cast(), rounded(high));
-                    let scale = _mm256_set1_ps(if is_nan { f32::NAN } else { max / 127.0 });
-                    _mm256_storeu_ps(scales.add(8 * block), scale);
+                    _mm256_storeu_ps(scales.add(8 * block), _mm256_set1_ps(scale));
                     block += 1;
                 }
                 let bytes = _mm512_loadu_si512(dst.add(16 * half).cast());

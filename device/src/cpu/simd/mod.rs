@@ -399,15 +399,10 @@ impl<S: Simd> Dot<S> for Q8 {
     ) {
         // SAFETY: rows are whole blocks, padded with zeros, with their scales.
         unsafe {
-            let [bytes, at_scale] = dtype::Q8.at(c);
-            let mut own = [[S::splat(0.0); M]; R];
-            let mut at = 0;
-            while at < dtype::Q8.elems {
-                let load = |r: usize| S::load_i8(w[r].add(bytes + at));
-                add_products::<S, R, M>(each(load), x.add(c * M * dtype::Q8.elems + at), dtype::Q8.elems, &mut own);
-                at += S::LANES;
-            }
-            add_scaled::<S, R, M>(|r| *w[r].add(at_scale).cast::<f32>(), &own, sums);
+            let [bytes, scale] = dtype::Q8.at(c);
+            let scale = |r: usize| *w[r].add(scale).cast::<f32>();
+            let elems = dtype::Q8.elems;
+            add_block::<S, R, M>(each(|r| w[r].add(bytes)), elems, scale, x.add(c * M * elems), elems, sums);
         }
     }
     #[inline(always)]
@@ -439,17 +434,13 @@ impl<S: Simd> Dot<S> for Q4 {
         unsafe {
             let [bytes, scales] = dtype::Q4.at(c);
             let levels = each::<_, R>(|r| S::levels(w[r].add(bytes)));
+            let x = x.add(c * M * dtype::Q4.elems);
             let mut block = 0;
             while block * dtype::Q4_BLOCK < dtype::Q4.elems {
-                let mut own = [[S::splat(0.0); M]; R];
-                let mut at = block * dtype::Q4_BLOCK;
-                while at < (block + 1) * dtype::Q4_BLOCK {
-                    let load = |r: usize| S::load_i8(levels[r].as_ptr().add(at));
-                    add_products::<S, R, M>(each(load), x.add(c * M * dtype::Q4.elems + at), dtype::Q4.elems, &mut own);
-                    at += S::LANES;
-                }
+                let at = block * dtype::Q4_BLOCK;
                 let scale = |r: usize| bf16_to_f32(*w[r].add(scales).cast::<u16>().add(block));
-                add_scaled::<S, R, M>(scale, &own, sums);
+                let bytes = each(|r| levels[r].as_ptr().add(at));
+                add_block::<S, R, M>(bytes, dtype::Q4_BLOCK, scale, x.add(at), dtype::Q4.elems, sums);
                 block += 1;
             }
         }
@@ -481,26 +472,46 @@ unsafe fn pack_line<S: Simd>(dst: *mut f32, src: *const f32, n: usize, lines: Li
     }
 }
 
-/// sums[r][m] += scale(r) * own[r][m].
+/// sums[r][m] += scale(r) * the products of a block of `elems` bytes at `bytes[r]` with the activations at `x + m * stride`: whole vectors.
+///
+/// # Safety
+/// They are readable; the set exists.
 #[inline(always)]
-unsafe fn add_scaled<S: Simd, const R: usize, const M: usize>(
+unsafe fn add_block<S: Simd, const R: usize, const M: usize>(
+    bytes: [*const i8; R],
+    elems: usize,
     scale: impl Fn(usize) -> f32,
-    own: &[[S::F; M]; R],
+    x: *const f32,
+    stride: usize,
     sums: &mut [[S::F; M]; R],
 ) {
-    let mut r = 0;
-    while r < R {
-        // SAFETY: arithmetic only.
-        unsafe {
+    // SAFETY: the caller's promises.
+    unsafe {
+        let mut own = [[S::splat(0.0); M]; R];
+        let mut at = 0;
+        while at < elems {
+            add_products::<S, R, M>(each(|r| S::load_i8(bytes[r].add(at))), x.add(at), stride, &mut own);
+            at += S::LANES;
+        }
+        let mut r = 0;
+        while r < R {
             let scale = S::splat(scale(r));
             let mut m = 0;
             while m < M {
                 sums[r][m] = S::fma(scale, own[r][m], sums[r][m]);
                 m += 1;
             }
+            r += 1;
         }
-        r += 1;
     }
+}
+
+/// The factor that makes the numbers of a block, the largest of them `max`, whole ones up to `most`, and the scale that undoes it. What is too small for an
+/// inverse becomes zero; NaN and infinity come back with the scale.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn to_whole(max: f32, is_nan: bool, most: f32) -> [f32; 2] {
+    [if max > 1e-33 { most / max } else { 0.0 }, if is_nan { f32::NAN } else { max / most }]
 }
 
 /// Asks for line `line` of a row, and with the first of a group for the group's scales.

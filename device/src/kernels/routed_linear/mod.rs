@@ -103,7 +103,7 @@ impl MacroKernel for RoutedLinear {
         let [_, experts, w, up, _, y] = io else { return Cost::default() };
         let all = default_cost(Self::SLOTS, io);
         // Of y nothing is read.
-        let all = Cost { bytes_read: all.bytes_read - bytes_of(y), ..all };
+        let all = Cost { bytes_read: all.bytes_read - y.bytes(), ..all };
         let matrices: &[&Operand] = if up.is_present() { &[w, up] } else { &[w] };
         let cost = routing::cost(matrices, experts.extent[0], experts.extent[1], all);
         let part = |all: u64| all.div_ceil(u64::from(p.blocks.max(1)));

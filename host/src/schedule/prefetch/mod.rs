@@ -129,14 +129,8 @@ pub struct Stream {
 impl Stream {
     /// Bytes in the box.
     pub fn bytes(&self) -> u64 {
-        bytes_of(&self.operand)
+        self.operand.bytes()
     }
-}
-
-/// Bytes in `operand`'s box.
-fn bytes_of(operand: &Operand) -> u64 {
-    let operand = operand.strided();
-    operand.len_elems() * operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64)
 }
 
 /// What a task reads of weights and caches.
@@ -217,7 +211,7 @@ fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], c
     }
     let read = op.accesses.iter().zip(operands);
     let rest = read.filter(|(access, _)| access.as_ref().is_some_and(|a| a.kind == AccessKind::Read && !is_stack(a)));
-    let rest_bytes = rest.map(|(_, operand)| bytes_of(operand)).sum::<u64>();
+    let rest_bytes = rest.map(|(_, operand)| operand.bytes()).sum::<u64>();
     // Of operands that all tasks have whole the cost says a task's part.
     let is_shared = op.kernel.is_some_and(|kernel| kernel.task_type == RoutedLinear::TASK_TYPE);
     cost.bytes_read.saturating_sub(if is_shared { rest_bytes / op.n_blocks().max(1) } else { rest_bytes })
@@ -244,9 +238,9 @@ fn is_carried(operand: &Operand) -> bool {
 /// than `tile_bytes`, but for whole rows of at most `row_bytes`.
 fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
-    let operand = &stream.operand;
+    let operand = &stream.operand.strided();
     let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
-    if operand.len_elems() * elem == 0 {
+    if operand.bytes() == 0 {
         return;
     }
     if stream.segments > 1 {
