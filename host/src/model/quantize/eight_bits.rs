@@ -7,16 +7,13 @@
 
 use perpetua_shared::dtype::Q8;
 
-use super::largest;
+use super::{SHIFT, largest};
 
 /// Elements of a block.
 const BLOCK: usize = Q8.elems;
 
 /// Whole numbers that a block's largest element may become.
 const CANDIDATES: [f32; 8] = [127.0, 126.0, 125.0, 124.0, 123.0, 122.0, 121.0, 120.0];
-
-/// Adding 1.5 * 2^23 rounds to a whole number, in one instruction on every machine; the sum's last byte is that number's.
-const SHIFT: f32 = 12_582_912.0;
 
 /// Quantises one row into zeros; the first element that is not finite as the error.
 pub(super) fn row(weights: &[f32], out: &mut [u8]) -> Result<(), usize> {

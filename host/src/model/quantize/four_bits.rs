@@ -9,7 +9,7 @@
 use half::bf16;
 use perpetua_shared::dtype::{Q4_BLOCK, Q4_LEVELS, q4_at};
 
-use super::largest;
+use super::{SHIFT, largest};
 
 /// What the largest element becomes, in parts of the outermost level's.
 const STRETCHES: [f32; 4] = [0.85, 0.933, 1.017, 1.1];
@@ -39,6 +39,17 @@ const NEAREST: [u8; 256] = {
     nearest
 };
 
+/// The levels of these numbers.
+const NEAREST_LEVEL: [f32; 256] = {
+    let mut levels = [0.0; 256];
+    let mut i = 0;
+    while i < 256 {
+        levels[i] = Q4_LEVELS[NEAREST[i] as usize] as f32;
+        i += 1;
+    }
+    levels
+};
+
 /// Quantises one row into zeros; the first element that is not finite as the error.
 pub(super) fn row(weights: &[f32], out: &mut [u8]) -> Result<(), usize> {
     for (i, part) in weights.chunks(Q4_BLOCK).enumerate() {
@@ -50,11 +61,11 @@ pub(super) fn row(weights: &[f32], out: &mut [u8]) -> Result<(), usize> {
         let mut block = [0f32; Q4_BLOCK];
         block[..part.len()].copy_from_slice(part);
         let best = best(&block, largest);
-        for (i, number) in best.numbers.iter().take(part.len()).enumerate() {
-            let (byte, shift, _) = q4_at(first + i);
-            out[byte] |= number << shift;
+        // A block's elements are neighbours, all in one half of their bytes.
+        let (byte, shift, scale) = q4_at(first);
+        for (out, at) in out[byte..].iter_mut().zip(&best.at).take(part.len()) {
+            *out |= NEAREST[usize::from(*at)] << shift;
         }
-        let (_, _, scale) = q4_at(first);
         out[scale..][..2].copy_from_slice(&best.scale.to_le_bytes());
     }
     Ok(())
@@ -63,7 +74,8 @@ pub(super) fn row(weights: &[f32], out: &mut [u8]) -> Result<(), usize> {
 /// A block as levels.
 struct Levels {
     scale: bf16,
-    numbers: [u8; Q4_BLOCK],
+    /// Where in [`NEAREST`].
+    at: [u8; Q4_BLOCK],
     /// Sum of squares, in those of the block's largest element.
     error: f32,
 }
@@ -77,13 +89,9 @@ fn best(block: &[f32; Q4_BLOCK], largest: f32) -> Levels {
     let both_signs = STRETCHES.into_iter().flat_map(|stretch| [stretch / OUTERMOST, -stretch / OUTERMOST]);
     let best = both_signs.map(with_scale).reduce(nearer).expect("there are stretches");
     (0..REFINEMENTS).fold(best, |best, _| {
-        let levels = best.numbers.map(|number| f32::from(Q4_LEVELS[usize::from(number)]));
-        let [mut product, mut square] = [0.0; 2];
-        for (part, level) in parts.iter().zip(levels) {
-            product += part * level;
-            square += level * level;
-        }
-        nearer(best, with_scale(product / square))
+        let levels = levels_at(&best.at);
+        let product = sum(&parts, &levels, |part, level| part * level);
+        nearer(best, with_scale(product / sum(&levels, &levels, |level, same| level * same)))
     })
 }
 
@@ -92,16 +100,39 @@ fn with_scale(parts: &[f32; Q4_BLOCK], largest: f32, scale: f32) -> Levels {
     let kept = bf16::from_f32(scale * largest);
     let scale = kept.to_f32() / largest;
     let halves = 2.0 / scale;
+    // Down to a whole number, which is the last byte. A table cannot be looked up in by vectors, all else is done by them.
+    let mut at = [0; Q4_BLOCK];
+    for (at, part) in at.iter_mut().zip(parts) {
+        *at = ((part * halves + 127.5).clamp(0.0, 255.0) + SHIFT).to_bits() as u8;
+    }
+    let levels = levels_at(&at);
+    let error = sum(parts, &levels, |part, level| {
+        let off = part - scale * level;
+        off * off
+    });
     // Near the largest f32 a scale may be, and its products not.
-    let error = if (kept.to_f32() * OUTERMOST).is_finite() { 0.0 } else { f32::INFINITY };
-    let mut levels = Levels { scale: kept, numbers: [0; Q4_BLOCK], error };
-    for (part, number) in parts.iter().zip(&mut levels.numbers) {
-        // The cast goes down to a whole number, and stops at the first and the last.
-        *number = NEAREST[usize::from((part * halves + 128.0) as u8)];
-        let off = part - scale * f32::from(Q4_LEVELS[usize::from(*number)]);
-        levels.error += off * off;
+    let is_finite = (kept.to_f32() * OUTERMOST).is_finite();
+    Levels { scale: kept, at, error: if is_finite { error } else { f32::INFINITY } }
+}
+
+fn levels_at(at: &[u8; Q4_BLOCK]) -> [f32; Q4_BLOCK] {
+    let mut levels = [0.0; Q4_BLOCK];
+    for (level, at) in levels.iter_mut().zip(at) {
+        *level = NEAREST_LEVEL[usize::from(*at)];
     }
     levels
+}
+
+/// The sum of `of` over a block, in eight parts that do not wait for each other.
+#[inline(always)]
+fn sum(a: &[f32; Q4_BLOCK], b: &[f32; Q4_BLOCK], of: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut sums = [0f32; 8];
+    for (a, b) in a.as_chunks::<8>().0.iter().zip(b.as_chunks::<8>().0) {
+        for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+            *sum += of(*a, *b);
+        }
+    }
+    sums.iter().sum()
 }
 
 #[cfg(test)]

@@ -500,3 +500,37 @@ impl fmt::Display for Plan {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Their elements have no strides: what is taken is their bytes, scales and all, in pieces as large as others'.
+    #[test]
+    fn rows_in_fewer_bits_are_taken_whole() {
+        for dtype in [DType::Q8, DType::Q4] {
+            let [rows, k] = [300, 1000];
+            let row_bytes = dtype.tensor_bytes(&[k]);
+            let operand = Operand {
+                dtype: dtype as u16,
+                rank: 2,
+                offset_bytes: 64,
+                extent: [rows as u32, k as u32, 1, 1],
+                stride_elems: [row_bytes as u32, 0, 0, 0],
+                ..Operand::ABSENT
+            };
+            let (stream, mut taken) = (Stream { source: 0, operand, segments: 1 }, Vec::new());
+            tiles(&stream, 16 << 10, 16 << 10, &mut taken);
+            let end = taken.iter().fold(64, |at, (offset, bytes)| {
+                assert_eq!(
+                    (*offset, u64::from(*bytes) % row_bytes),
+                    (at, 0),
+                    "{dtype}: whole rows, one after the other"
+                );
+                at + u64::from(*bytes)
+            });
+            assert_eq!((end - 64, stream.bytes()), (rows as u64 * row_bytes, rows as u64 * row_bytes));
+            assert!(taken.len() as u64 <= stream.bytes() / (8 << 10), "{dtype}: {} pieces", taken.len());
+        }
+    }
+}
