@@ -106,6 +106,11 @@ impl Toolchain {
         let output = Command::new(rustc).args(["--print", "sysroot"]).output().ok()?;
         let sysroot = PathBuf::from(String::from_utf8(output.stdout).ok()?.trim());
         let source = sysroot.join("lib/rustlib/src/rust/library/core");
+        // Where rustup notes what it has installed: with the source this build would have an image.
+        let components = sysroot.join("lib/rustlib/components");
+        if components.is_file() {
+            println!("cargo:rerun-if-changed={}", components.display());
+        }
         let version = Command::new(rustc).arg("--version").output().ok()?;
         (output.status.success() && source.is_dir()).then(|| Toolchain {
             rustc: rustc.to_path_buf(),
@@ -210,7 +215,10 @@ impl DeviceBuilder {
     /// taken again: it takes a minute.
     fn assemble(&self, ptx: &Path) -> Result<Option<String>, String> {
         let local = self.target_dir.parent().map(|target| target.join("ptxas/bin/ptxas")).unwrap_or_default();
-        println!("cargo:rerun-if-changed={}", local.display());
+        // A file that is missing would have cargo build anew every time; `./x setup` says when it has come.
+        if local.is_file() {
+            println!("cargo:rerun-if-changed={}", local.display());
+        }
         let ptxas = match env::var_os(PTXAS).filter(|name| !name.is_empty()) {
             Some(named) => PathBuf::from(named),
             None if local.is_file() => local,
