@@ -227,6 +227,12 @@ fn options_without_effect_are_named() {
     let trace = temp.path().join("t.json").to_string_lossy().into_owned();
     let [embed, bench] = ["embed", "bench"].map(|verb| vec![verb, "--device", "cpu", "--model", &bert]);
     let logits = vec!["logits", "--ids", "1", "--out", "/dev/null", "--model", &text];
+    let [words, latin] = [("words.txt", &b"some words"[..]), ("latin.txt", b"caf\xe9")].map(|(name, bytes)| {
+        let path = temp.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path.to_string_lossy().into_owned()
+    });
+    let perplexity = vec!["perplexity", "--model", &text, "--text"];
     for (verb, args, words) in [
         (&embed, &["a", "--max-context", "0"][..], "--max-context 0 is for text models"),
         (&embed, &["a", "--max-context", "1000000"], "up to 128 tokens"),
@@ -243,6 +249,12 @@ fn options_without_effect_are_named() {
         (&vec!["bench", "--model", &text], &["--device", "simt"], "nothing to measure on --device simt"),
         (&vec!["bench", "--model", &text], &["--prompt-lookup", "16"], "--prompt-lookup 16: expected 1 to 15 tokens"),
         (&bench, &["--prompt-lookup", "3"], "--prompt-lookup is for text models"),
+        (&perplexity, &["/nonexistent"], "/nonexistent: no such file"),
+        (&perplexity, &[&latin], "latin.txt: byte 3 is not UTF-8"),
+        (&perplexity, &[&words, "--window", "1"], "--window 1: expected 2 to 4096 tokens"),
+        (&perplexity, &[&words, "--window", "5000"], "--window 5000: expected 2 to 4096 tokens"),
+        (&perplexity, &["/dev/null"], "/dev/null: 0 tokens: expected 2 or more"),
+        (&vec!["perplexity", "--model", &bert, "--text"], &[&words], "for text generation is not supported"),
         (
             &vec!["generate", "--prompt", "a", "--model", &text],
             &["--prompt-lookup", "0"],

@@ -269,6 +269,52 @@ fn plan_decodes_batches() {
     assert!(text.unwrap().contains("decode of 3 for cpu:2"));
 }
 
+/// Of windows of 40 tokens the second twenty are scored, each by what the tokens before it in its window predict.
+#[test]
+fn perplexity_scores_the_second_half_of_each_window() {
+    let temp = tempfile::tempdir().unwrap();
+    let (text, json) = (temp.path().join("text.txt"), temp.path().join("figures.json"));
+    let words: Vec<String> = (0..60).map(|i| format!("the {i}th freedom")).collect();
+    std::fs::write(&text, words.join(", ")).unwrap();
+    let dir = fixture("tiny-qwen3");
+    let figures = |more: &[&str]| -> serde_json::Value {
+        let (text, json) = (text.to_string_lossy(), json.to_string_lossy());
+        let args = ["perplexity", "--model", &dir, "--text", &text, "--json", &json, "--window", "40"];
+        perpetua(&[&args[..], more].concat());
+        serde_json::from_slice(&std::fs::read(temp.path().join("figures.json")).unwrap()).unwrap()
+    };
+    let model = Model::load(&dir).unwrap();
+    let ids = model.encode(&words.join(", ")).unwrap();
+    let windows: Vec<&[u32]> = ids.chunks_exact(40).collect();
+    assert!(windows.len() > 3 && ids.len() % 40 != 0, "some windows, and some left over");
+    let config = EngineConfig { device: Device::Reference, all_logits: true, ..Default::default() };
+    let mut engine = Engine::new(&model, &config).unwrap();
+    let (mut sum, vocab) = (0f64, model.config().vocab_size());
+    for window in &windows {
+        let logits = engine.logits(window, |_| ()).unwrap();
+        for i in 20..40 {
+            let row = &logits[(i - 1) * vocab..i * vocab];
+            let total: f64 = row.iter().map(|x| f64::from(*x).exp()).sum();
+            sum -= (f64::from(row[window[i] as usize]).exp() / total).ln();
+        }
+    }
+    let found = figures(&[]);
+    let expected = sum / (20 * windows.len()) as f64;
+    assert_eq!(found["tokens_scored"], 20 * windows.len());
+    let nll = found["nll_nats"].as_f64().unwrap();
+    assert!((nll - expected).abs() < 2e-3, "{nll}, expected {expected}");
+    assert!((found["perplexity"].as_f64().unwrap() - nll.exp()).abs() < 1e-6 * nll.exp());
+    // Beside the checkpoint: its figure again, and 8 bits cost a little, 4 more.
+    let [q8, q4] = ["q8", "q4"].map(|how| figures(&["--quantize", how]));
+    for quantized in [&q8, &q4] {
+        assert_eq!(quantized["checkpoint"]["nll_nats"], found["nll_nats"]);
+        let change = quantized["nll_nats"].as_f64().unwrap() - nll;
+        assert!((quantized["change"]["nll_nats"].as_f64().unwrap() - change).abs() < 1e-9);
+    }
+    let kl = |figures: &serde_json::Value| figures["change"]["mean_kl_nats"].as_f64().unwrap();
+    assert!(0.0 < kl(&q8) && 10.0 * kl(&q8) < kl(&q4) && kl(&q4) < 1.0, "{} {}", kl(&q8), kl(&q4));
+}
+
 #[test]
 fn bench_measures_a_small_model() {
     let temp = tempfile::tempdir().unwrap();

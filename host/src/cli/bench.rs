@@ -1,8 +1,9 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::loss::{self, Loss};
+use super::perplexity::{Divergences, divergence};
 use super::{
-    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, print, progress, say, warm, writable, write_whole,
+    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, report, say, warm, writable, write_whole,
 };
 use perpetua::compile::Compiled;
 use perpetua::cuda::probe::Prober;
@@ -113,31 +114,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
             "{share:.0} % of the bandwidth cannot be: this machine was busy with something else when the bandwidth was measured"
         ));
     }
-    let mut text = String::new();
-    lines(&figures, "", &mut text);
-    print(&text)?;
-    if let Some(path) = &args.json {
-        write_whole(path, |file| writeln!(file, "{figures:#}"))?;
-    }
-    Ok(())
-}
-
-/// A line for each figure, those of a table further in.
-fn lines(figures: &serde_json::Value, margin: &str, out: &mut String) {
-    let width = 28 - margin.len();
-    for (name, value) in figures.as_object().into_iter().flatten() {
-        let text = match value {
-            serde_json::Value::Number(n) if n.is_f64() => format!("{:.3}", n.as_f64().unwrap_or(0.0)),
-            serde_json::Value::String(text) => text.clone(),
-            serde_json::Value::Object(_) => {
-                out.push_str(&format!("{margin}{name}\n"));
-                lines(value, &format!("{margin}  "), out);
-                continue;
-            }
-            value => value.to_string(),
-        };
-        out.push_str(&format!("{margin}{name:width$} {text}\n"));
-    }
+    report(&figures, args.json.as_deref())
 }
 
 /// What is measured of one run.
@@ -516,14 +493,12 @@ fn accuracy(
     };
     let (ours, exact) = (logits(quantized)?, logits(&Model::load(&args.model.model)?)?);
     let vocab = exact.len() / ids.len();
-    let (mut sum, mut worst, mut agree, mut entropy) = (0.0, 0f64, 0, 0.0);
+    let (mut divergences, mut entropy) = (Divergences::default(), 0.0);
     for (ours, exact) in ours.chunks(vocab).zip(exact.chunks(vocab)) {
-        let divergence = divergence(exact, ours);
-        sum += divergence;
-        entropy += (vocab as f64).ln() - self::divergence(exact, &vec![0.0; vocab]);
-        worst = worst.max(divergence);
-        agree += usize::from(argmax(ours) == argmax(exact));
+        divergences.add(exact, ours);
+        entropy += (vocab as f64).ln() - divergence(exact, &vec![0.0; vocab]);
     }
+    let Divergences { sum, worst, same_choice, .. } = divergences;
     let (verdict, allowed) = match how {
         Quantize::Q4 => ("", String::new()),
         Quantize::Q8 => {
@@ -532,31 +507,11 @@ fn accuracy(
         }
     };
     Ok(format!(
-        "{verdict}mean KL {:.1e} nats, {:.2} % of the entropy{allowed}, worst {worst:.1e}; {agree} of {} first choices the same",
+        "{verdict}mean KL {:.1e} nats, {:.2} % of the entropy{allowed}, worst {worst:.1e}; {same_choice} of {} first choices the same",
         sum / ids.len() as f64,
         100.0 * sum / entropy,
         ids.len()
     ))
-}
-
-/// KL(softmax(p) || softmax(q)), in nats.
-pub(super) fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let log_sum = |x: &[f32]| {
-        let max = f64::from(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-        max + x.iter().map(|v| (f64::from(*v) - max).exp()).sum::<f64>().ln()
-    };
-    let (zp, zq) = (log_sum(p), log_sum(q));
-    p.iter()
-        .zip(q)
-        .map(|(p, q)| {
-            let (lp, lq) = (f64::from(*p) - zp, f64::from(*q) - zq);
-            lp.exp() * (lp - lq)
-        })
-        .sum()
-}
-
-fn argmax(x: &[f32]) -> Option<usize> {
-    (0..x.len()).max_by(|a, b| x[*a].total_cmp(&x[*b]))
 }
 
 /// The times between `stamps`, sorted.

@@ -15,6 +15,7 @@ mod gpu_check;
 mod logits;
 mod loss;
 mod pack;
+mod perplexity;
 mod plan;
 mod plan_graph;
 mod schedule;
@@ -54,6 +55,8 @@ enum Verb {
     Chat(chat::Args),
     /// Write the logits of every position of a prompt.
     Logits(logits::Args),
+    /// Score a model on a text; with --quantize, what that costs.
+    Perplexity(perplexity::Args),
     /// Embed sentences.
     Embed(embed::Args),
     /// Compile without running, and say what came out.
@@ -88,6 +91,7 @@ pub(crate) fn main() -> ExitCode {
         Verb::Generate(args) => generate::run(args),
         Verb::Chat(args) => chat::run(args),
         Verb::Logits(args) => logits::run(args),
+        Verb::Perplexity(args) => perplexity::run(args),
         Verb::Embed(args) => embed::run(args),
         Verb::Plan(args) => plan::run(args),
         Verb::Pack(args) => pack::run(args),
@@ -466,6 +470,36 @@ fn print(text: &str) -> Outcome {
     match to_stdout(out.write_all(text.as_bytes()).and_then(|()| out.flush())) {
         Err(error) if is_broken_pipe(&*error) => Ok(()),
         outcome => outcome,
+    }
+}
+
+/// Prints `figures`, and writes them as JSON where that was asked for.
+fn report(figures: &serde_json::Value, json: Option<&Path>) -> Outcome {
+    let mut text = String::new();
+    lines(figures, "", &mut text);
+    print(&text)?;
+    json.map_or(Ok(()), |path| write_whole(path, |file| writeln!(file, "{figures:#}")))
+}
+
+/// A line for each figure, those of a table further in.
+fn lines(figures: &serde_json::Value, margin: &str, out: &mut String) {
+    let width = 28 - margin.len();
+    for (name, value) in figures.as_object().into_iter().flatten() {
+        let text = match value {
+            serde_json::Value::Number(n) if n.is_f64() => match n.as_f64().unwrap_or(0.0) {
+                // What three places would not show.
+                x if x != 0.0 && x.abs() < 0.01 => format!("{x:.2e}"),
+                x => format!("{x:.3}"),
+            },
+            serde_json::Value::String(text) => text.clone(),
+            serde_json::Value::Object(_) => {
+                out.push_str(&format!("{margin}{name}\n"));
+                lines(value, &format!("{margin}  "), out);
+                continue;
+            }
+            value => value.to_string(),
+        };
+        out.push_str(&format!("{margin}{name:width$} {text}\n"));
     }
 }
 

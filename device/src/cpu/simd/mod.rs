@@ -508,7 +508,7 @@ unsafe fn add_block<S: Simd, const R: usize, const M: usize>(
 
 /// The factor that makes the numbers of a block, the largest of them `max`, whole ones up to `most`, and the scale that undoes it. What is too small for an
 /// inverse becomes zero; NaN and infinity come back with the scale.
-#[cfg(target_arch = "x86_64")]
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 #[inline(always)]
 fn to_whole(max: f32, is_nan: bool, most: f32) -> [f32; 2] {
     [if max > 1e-33 { most / max } else { 0.0 }, if is_nan { f32::NAN } else { max / most }]
@@ -571,6 +571,19 @@ widening_level! {
     #[cfg(target_arch = "aarch64")]
     #[doc = "NEON; bf16 widened."]
     Neon: neon::Neon;
+}
+
+/// NEON with its dot product of bytes, which all but the first aarch64 cores have.
+#[cfg(target_arch = "aarch64")]
+pub(crate) struct NeonDotprod;
+#[cfg(target_arch = "aarch64")]
+impl Level for NeonDotprod {
+    type S = neon::Neon;
+    type Bf16 = Widen<Bf16>;
+    type F16 = Widen<F16>;
+    type F32 = Widen<F32>;
+    type Q8 = neon::Bytes;
+    type Q4 = neon::Levels;
 }
 
 /// AVX2 with FMA and F16C.
@@ -650,6 +663,8 @@ enum Known {
     Avx512Amx,
     #[cfg(target_arch = "aarch64")]
     Neon,
+    #[cfg(target_arch = "aarch64")]
+    NeonDotprod,
 }
 
 /// An instruction set that this machine has.
@@ -692,6 +707,9 @@ impl Isa {
             #[cfg(target_arch = "aarch64")]
             if std::arch::is_aarch64_feature_detected!("neon") {
                 sets.push(Isa(Known::Neon));
+                if std::arch::is_aarch64_feature_detected!("dotprod") {
+                    sets.push(Isa(Known::NeonDotprod));
+                }
             }
             sets
         })
@@ -716,6 +734,8 @@ impl Isa {
             Known::Avx512Amx => "avx512-amx",
             #[cfg(target_arch = "aarch64")]
             Known::Neon => "neon",
+            #[cfg(target_arch = "aarch64")]
+            Known::NeonDotprod => "neon-dotprod",
         }
     }
 
@@ -742,6 +762,8 @@ impl Isa {
                 Known::Avx512Vnni | Known::Avx512Amx => body.run::<Avx512Vnni>(),
                 #[cfg(target_arch = "aarch64")]
                 Known::Neon => body.run::<Neon>(),
+                #[cfg(target_arch = "aarch64")]
+                Known::NeonDotprod => body.run::<NeonDotprod>(),
             }
         }
     }
@@ -764,6 +786,7 @@ with_features! {
     "x86_64" with_avx512_vnni "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c";
     "x86_64" with_avx512_bf16 "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c";
     "aarch64" with_neon "neon";
+    "aarch64" with_neon_dotprod "neon,dotprod";
 }
 
 #[inline(never)]

@@ -2,7 +2,7 @@
 
 use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
 use super::{Args, Section, print_figures};
-use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, plain, write_whole};
+use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, perplexity, plain, write_whole};
 use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::probe::Prober;
@@ -446,7 +446,11 @@ impl Check<'_> {
                 let vocab = model.config().vocab_size();
                 let found = Engine::new(&model, &EngineConfig { all_logits: true, ..config.clone() })?
                     .logits(&prompt, |_| ())?;
-                kl += found.chunks(vocab).zip(logits.chunks(vocab)).map(|(q, p)| bench::divergence(p, q)).sum::<f64>();
+                kl += found
+                    .chunks(vocab)
+                    .zip(logits.chunks(vocab))
+                    .map(|(q, p)| perplexity::divergence(p, q))
+                    .sum::<f64>();
                 positions += prompt.len();
                 let options = greedy_options(n_new);
                 let made: Result<Vec<u32>, _> = Engine::new(&model, &config)?
