@@ -5,6 +5,9 @@
 
 The GGUF file is made here from the checkpoint (Qwen3 or Llama without bias or scaling, bf16, one safetensors file), without its
 tokenizer: tokens are numbers; formats of 4 bits are made of it by llama.cpp itself. Prints tokens/s of the prompt and of the median step.
+
+With --text FILE (and tokenizers installed) it prints instead what `perpetua perplexity` does: how well the weights predict that text, by
+windows of --context tokens, of which the second half is scored.
 """
 
 import argparse
@@ -115,6 +118,20 @@ def seconds(context, tokens):
     return time.perf_counter() - began
 
 
+def nll(context, batch, ids):
+    """Mean -ln(probability) of the second half of `ids`, each predicted by those before it."""
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, True
+    if llama_cpp.llama_decode(context, batch) != 0:
+        raise SystemExit("llama_decode failed")
+    vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context)))
+    rows = range((len(ids) + 1) // 2, len(ids))
+    logits = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i - 1), (vocab,)).astype(np.float64) for i in rows]
+    return np.array([np.log(np.exp(row - row.max()).sum()) + row.max() - row[ids[i]] for i, row in zip(rows, logits)])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model_dir", type=Path)
@@ -122,6 +139,7 @@ def main():
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--text", type=Path)
     args = parser.parse_args()
     silent = llama_cpp.llama_log_callback(lambda *_: None)
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
@@ -138,6 +156,19 @@ def main():
         params.n_batch = max(args.context, 1)
         params.n_threads = params.n_threads_batch = args.threads
         context = llama_cpp.llama_init_from_model(model, params)
+        if args.text:
+            import tokenizers
+
+            tokenizer = tokenizers.Tokenizer.from_file(str(args.model_dir / "tokenizer.json"))
+            ids = tokenizer.encode(args.text.read_text()).ids
+            batch = llama_cpp.llama_batch_init(args.context, 0, 1)
+            starts = range(0, len(ids) - args.context + 1, args.context)
+            each = np.concatenate([nll(context, batch, ids[i : i + args.context]) for i in starts])
+            print(
+                f"llama-cpp-python {llama_cpp.__version__}, {args.weights} ({size / 1e6:.2f} MB): {each.size} tokens, "
+                f"nll {each.mean():.4f}, perplexity {np.exp(each.mean()):.3f}"
+            )
+            return
         vocab = config["vocab_size"]
         # Once before, so that weights are in memory.
         seconds(context, [1])
