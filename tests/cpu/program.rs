@@ -286,7 +286,7 @@ fn perplexity_scores_the_second_half_of_each_window() {
     let model = Model::load(&dir).unwrap();
     let ids = model.encode(&words.join(", ")).unwrap();
     let windows: Vec<&[u32]> = ids.chunks_exact(40).collect();
-    assert!(windows.len() > 3 && ids.len() % 40 != 0, "some windows, and some left over");
+    assert!(windows.len() > 3 && !ids.len().is_multiple_of(40), "some windows, and some left over");
     let config = EngineConfig { device: Device::Reference, all_logits: true, ..Default::default() };
     let mut engine = Engine::new(&model, &config).unwrap();
     let (mut sum, vocab) = (0f64, model.config().vocab_size());
