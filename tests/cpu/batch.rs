@@ -212,8 +212,8 @@ impl On {
 const EVERYWHERE: [On; 3] = [On::Simt, On::Ptx(cuda::Mode::Persistent), On::Ptx(cuda::Mode::PerOperator)];
 
 /// Judges what a batch has `made` of `prompts`, with the `logits` of its last pass, by what `cpu` says of each sequence alone: the logits
-/// that its last token was chosen from, but for rounding, where it was in that pass.
-fn judge(cpu: &mut Engine, prompts: &[Vec<u32>], made: &[Vec<u32>], logits: &[f32], what: &str) {
+/// that its last token was chosen from, but for rounding of a part `allowed`, where it was in that pass.
+fn judge(cpu: &mut Engine, prompts: &[Vec<u32>], made: &[Vec<u32>], logits: &[f32], allowed: f64, what: &str) {
     let longest = made.iter().map(Vec::len).max().unwrap();
     let vocab = cpu.model().config().vocab_size();
     for (number, (prompt, made)) in prompts.iter().zip(made).enumerate().filter(|(_, (_, made))| made.len() == longest)
@@ -223,8 +223,7 @@ fn judge(cpu: &mut Engine, prompts: &[Vec<u32>], made: &[Vec<u32>], logits: &[f3
         assert_eq!(cpu.generate(&ids, &options(1)).unwrap().count(), 1);
         let (expected, found) = (cpu.last_logits().unwrap(), &logits[number * vocab..][..vocab]);
         let off = distance(&expected, found);
-        // Rounded activations of a model of 24 dimensions were off by 0.033 once; another sequence's logits are off by about one.
-        assert!(off < 5e-2, "{what}: the logits of sequence {number} are off by {off}");
+        assert!(off < allowed, "{what}: the logits of sequence {number} are off by {off}");
         let most = found.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         assert_eq!(found[*last as usize], most, "{what}: sequence {number} made another token");
     }
@@ -249,7 +248,7 @@ fn a_gpu_decodes_batches() {
             assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
             let logits = engine.batch_logits().unwrap();
             assert_eq!(logits.len(), 4 * vocab);
-            judge(&mut cpu, &prompts, &made, &logits, &what);
+            judge(&mut cpu, &prompts, &made, &logits, 3e-2, &what);
             // The start, passes that read 8, then 16, 16 and 5 tokens, and those that make four.
             if matches!(at, On::Ptx(_)) && lengths.len() == 3 {
                 assert_eq!(engine.stamps().len(), 1 + 4 + 4, "{what}");
@@ -277,7 +276,7 @@ fn a_gpu_decodes_batches_with_experts() {
             let mut engine = Engine::new(&model, &at.config(5, config.clone())).unwrap();
             let (made, ends) = together(&mut engine, &prompts, &options(3));
             assert_eq!(ends, vec![End::MaxTokens; prompts.len()]);
-            judge(&mut cpu, &prompts, &made, &engine.batch_logits().unwrap(), &format!("{name}, {at:?}"));
+            judge(&mut cpu, &prompts, &made, &engine.batch_logits().unwrap(), 3e-2, &format!("{name}, {at:?}"));
         }
     }
 }
@@ -341,7 +340,9 @@ proptest! {
             let mut engine = Engine::new(&model, &at.config(case.n_sms, config.clone())).unwrap();
             let (made, _) = together(&mut engine, &prompts, &options(3));
             let logits = engine.batch_logits().unwrap();
-            judge(&mut cpu, &prompts, &made, &logits, &format!("{at:?}"));
+            // Of a model of 24 dimensions 0.033 was seen, of one position in 49: by as much a prefill of the same tokens is off, with the
+            // same bits. Another sequence's logits are off by about one.
+            judge(&mut cpu, &prompts, &made, &logits, 5e-2, &format!("{at:?}"));
         }
     }
 }
