@@ -119,7 +119,7 @@ def seconds(context, tokens):
 
 
 def nll(context, batch, ids):
-    """Mean -ln(probability) of the second half of `ids`, each predicted by those before it."""
+    """-ln(probability) of each of the second half of `ids`, each predicted by those before it."""
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
     batch.n_tokens = len(ids)
     for i, token in enumerate(ids):

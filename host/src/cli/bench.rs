@@ -1,7 +1,7 @@
 //! `perpetua bench`: step times, and the share of the read bandwidth measured in the same run.
 
 use super::loss::{self, Loss};
-use super::perplexity::{Divergences, divergence};
+use super::perplexity::{Divergences, Prediction};
 use super::{
     DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, report, say, warm, writable, write_whole,
 };
@@ -494,9 +494,11 @@ fn accuracy(
     let (ours, exact) = (logits(quantized)?, logits(&Model::load(&args.model.model)?)?);
     let vocab = exact.len() / ids.len();
     let (mut divergences, mut entropy) = (Divergences::default(), 0.0);
+    let level = vec![0.0; vocab];
     for (ours, exact) in ours.chunks(vocab).zip(exact.chunks(vocab)) {
-        divergences.add(exact, ours);
-        entropy += (vocab as f64).ln() - divergence(exact, &vec![0.0; vocab]);
+        let exact = Prediction::of(exact);
+        divergences.add(&exact, &Prediction::of(ours));
+        entropy += (vocab as f64).ln() - exact.divergence(&Prediction::of(&level));
     }
     let Divergences { sum, worst, same_choice, .. } = divergences;
     let (verdict, allowed) = match how {

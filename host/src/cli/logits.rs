@@ -1,7 +1,7 @@
 //! `perpetua logits`.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, progress, warm, writable, write_whole};
-use perpetua::EngineConfig;
+use super::{ModelArgs, Outcome, TOKENS_BAR, progress, resident, warm, writable, write_whole};
+use perpetua::{Engine, EngineConfig, Model};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use std::path::{Path, PathBuf};
@@ -34,17 +34,20 @@ pub(crate) fn run(args: &Args) -> Outcome {
         (None, Some(prompt)) => model.encode(prompt)?,
         (None, None) => unreachable!("clap asks for one of the two"),
     };
-    let config = EngineConfig {
-        all_logits: true,
-        chunks: vec![ids.len().clamp(1, CHUNK)],
-        ..args.model.config(&model, ids.len())
-    };
-    let mut engine = super::resident(&model, &config)?;
-    warm(&model)?;
+    let mut engine = engine(&args.model, &model, ids.len())?;
     let bar = progress(ids.len() as u64, "prefill", TOKENS_BAR);
     let logits = engine.logits(&ids, |done| bar.set_position(done as u64))?;
     bar.finish_and_clear();
     write(&args.out, &ids, &logits, logits.len() / ids.len())
+}
+
+/// What makes the logits of up to `positions` tokens.
+pub(super) fn engine(args: &ModelArgs, model: &Model, positions: usize) -> Result<Engine, Box<dyn std::error::Error>> {
+    let config =
+        EngineConfig { all_logits: true, chunks: vec![positions.clamp(1, CHUNK)], ..args.config(model, positions) };
+    let engine = resident(model, &config)?;
+    warm(model)?;
+    Ok(engine)
 }
 
 /// Writes `logits`, `[ids.len(), vocab]`, and the ids as safetensors, from where they lie: they may be most of memory.

@@ -4,8 +4,8 @@
 //! a context: as llama.cpp's program of this name does it, so that figures compare. A window begins with what the
 //! tokenizer puts before a text; tokens at the end that fill no window are not read.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, progress, report, resident, warm, writable};
-use perpetua::{Engine, EngineConfig, EngineError, Model};
+use super::{ModelArgs, Outcome, TOKENS_BAR, logits, progress, report, writable};
+use perpetua::{Engine, EngineError, Model};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -27,9 +27,6 @@ pub(crate) struct Args {
 /// Tokens of a window unless told otherwise.
 const WINDOW: usize = 512;
 
-/// Rows of a pass: logits of more at once would cost memory for nothing.
-const CHUNK: usize = 128;
-
 pub(crate) fn run(args: &Args) -> Outcome {
     writable(args.json.as_deref())?;
     let text = read(&args.text)?;
@@ -38,9 +35,10 @@ pub(crate) fn run(args: &Args) -> Outcome {
     checkpoint.decoder()?;
     let windows = windows(args, &checkpoint, &text)?;
     let model = args.model.open()?;
-    let mut engine = engine(args, &model, &windows)?;
-    let beside = args.model.quantize.map(|_| self::engine(args, &checkpoint, &windows)).transpose()?;
-    let figures = figures(&windows, &mut engine, beside)?;
+    let engine = |model: &Model| logits::engine(&args.model, model, windows[0].len());
+    let mut ours = engine(&model)?;
+    let exact = args.model.quantize.map(|_| engine(&checkpoint)).transpose()?;
+    let figures = figures(&windows, &mut ours, exact)?;
     report(&figures, args.json.as_deref())
 }
 
@@ -53,7 +51,7 @@ fn read(path: &Path) -> Result<String, String> {
 /// The windows' token ids. A text of fewer tokens than a window is one.
 fn windows(args: &Args, model: &Model, text: &str) -> Result<Vec<Vec<u32>>, Box<dyn std::error::Error>> {
     let window = args.window.unwrap_or(WINDOW.min(model.max_tokens()));
-    let before = model.encode("").unwrap_or_default();
+    let before = model.encode("")?;
     let least = before.len() + 2;
     if !(least..=model.max_tokens()).contains(&window) {
         return Err(format!("--window {window}: expected {least} to {} tokens", model.max_tokens()).into());
@@ -65,14 +63,6 @@ fn windows(args: &Args, model: &Model, text: &str) -> Result<Vec<Vec<u32>>, Box<
     }
     let n_new = (window - before.len()).min(ids.len());
     Ok(ids.chunks_exact(n_new).map(|chunk| [&before, chunk].concat()).collect())
-}
-
-fn engine(args: &Args, model: &Model, windows: &[Vec<u32>]) -> Result<Engine, Box<dyn std::error::Error>> {
-    let len = windows[0].len();
-    let config = EngineConfig { all_logits: true, chunks: vec![len.min(CHUNK)], ..args.model.config(model, len) };
-    let engine = resident(model, &config)?;
-    warm(model)?;
-    Ok(engine)
 }
 
 /// What the windows' scored tokens cost, and how far the predictions are from `exact`'s.
@@ -97,15 +87,14 @@ fn figures(
         for next in ids.len().div_ceil(2)..ids.len() {
             // What follows a token is predicted in its row.
             let row = (next - 1) * vocab..next * vocab;
-            let found = &logits[row.clone()];
-            let nll = nll(found, ids[next]);
+            let found = Prediction::of(&logits[row.clone()]);
+            let nll = found.nll(ids[next]);
             loss.add(nll);
             if let Some(beside) = &beside {
-                let expected = &beside[row];
-                let expected_nll = self::nll(expected, ids[next]);
-                checkpoint.add(expected_nll);
-                change.add(nll - expected_nll);
-                divergences.add(expected, found);
+                let expected = Prediction::of(&beside[row]);
+                checkpoint.add(expected.nll(ids[next]));
+                change.add(nll - expected.nll(ids[next]));
+                divergences.add(&expected, &found);
             }
         }
     }
@@ -173,13 +162,13 @@ pub(super) struct Divergences {
 }
 
 impl Divergences {
-    /// A position's logits.
-    pub(super) fn add(&mut self, expected: &[f32], found: &[f32]) {
-        let divergence = divergence(expected, found);
+    /// Of a position.
+    pub(super) fn add(&mut self, expected: &Prediction, found: &Prediction) {
+        let divergence = expected.divergence(found);
         self.n += 1;
         self.sum += divergence;
         self.worst = self.worst.max(divergence);
-        self.same_choice += usize::from(argmax(expected) == argmax(found));
+        self.same_choice += usize::from(expected.first_choice() == found.first_choice());
     }
 
     pub(super) fn mean(&self) -> f64 {
@@ -187,29 +176,37 @@ impl Divergences {
     }
 }
 
-/// ln(sum(exp(x))).
-fn log_sum(x: &[f32]) -> f64 {
-    let max = f64::from(x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    max + x.iter().map(|v| (f64::from(*v) - max).exp()).sum::<f64>().ln()
+/// What follows a token, by its logits.
+pub(super) struct Prediction<'a> {
+    logits: &'a [f32],
+    /// ln(sum(exp(logits))).
+    log_sum: f64,
 }
 
-/// -ln(softmax(logits)[id]).
-fn nll(logits: &[f32], id: u32) -> f64 {
-    log_sum(logits) - f64::from(logits[id as usize])
-}
+impl<'a> Prediction<'a> {
+    pub(super) fn of(logits: &'a [f32]) -> Self {
+        let max = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        let log_sum = max + logits.iter().map(|x| (f64::from(*x) - max).exp()).sum::<f64>().ln();
+        Prediction { logits, log_sum }
+    }
 
-/// KL(softmax(p) || softmax(q)), in nats.
-pub(super) fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let (zp, zq) = (log_sum(p), log_sum(q));
-    p.iter()
-        .zip(q)
-        .map(|(p, q)| {
-            let (lp, lq) = (f64::from(*p) - zp, f64::from(*q) - zq);
-            lp.exp() * (lp - lq)
-        })
-        .sum()
-}
+    /// -ln of the probability of `id`.
+    fn nll(&self, id: u32) -> f64 {
+        self.log_sum - f64::from(self.logits[id as usize])
+    }
 
-fn argmax(x: &[f32]) -> Option<usize> {
-    (0..x.len()).max_by(|a, b| x[*a].total_cmp(&x[*b]))
+    /// The Kullback-Leibler divergence from this of `other`, in nats.
+    pub(super) fn divergence(&self, other: &Prediction) -> f64 {
+        let pairs = self.logits.iter().zip(other.logits);
+        pairs
+            .map(|(p, q)| {
+                let (lp, lq) = (f64::from(*p) - self.log_sum, f64::from(*q) - other.log_sum);
+                lp.exp() * (lp - lq)
+            })
+            .sum()
+    }
+
+    fn first_choice(&self) -> Option<usize> {
+        (0..self.logits.len()).max_by(|a, b| self.logits[*a].total_cmp(&self.logits[*b]))
+    }
 }

@@ -1,8 +1,8 @@
 //! AVX2 with FMA and F16C: eight lanes, sixteen registers.
 
-use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line, to_whole};
+use super::{Dot, F16, F32, Leaf, Simd, Widen, add_products, each, load_up_to, to_whole};
 use core::arch::{asm, x86_64::*};
-use perpetua_shared::dtype;
+use perpetua_shared::dtype::{self, Lines};
 
 /// See the module head.
 #[derive(Clone, Copy)]
@@ -336,6 +336,7 @@ unsafe fn dot_bytes(unsigned: __m256i, signed: __m256i) -> __m256i {
 impl Dot<Avx2> for Levels {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
+    const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = 2;
 
     #[inline(always)]
@@ -416,11 +417,6 @@ impl Dot<Avx2> for Levels {
             block!(2);
             block!(3);
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const u8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<Avx2>(row, line, dtype::Q4) }
     }
 }
 

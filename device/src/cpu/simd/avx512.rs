@@ -1,9 +1,9 @@
 //! AVX-512: sixteen lanes, thirty-two registers, masks for tails.
 
 use super::avx2::{LEVELS_UP, UP};
-use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, prefetch_line, to_whole};
+use super::{Dot, F32, Leaf, Simd, Widen, add_products, each, load_up_to, to_whole};
 use core::arch::{asm, x86_64::*};
-use perpetua_shared::dtype;
+use perpetua_shared::dtype::{self, Lines};
 
 /// AVX-512 F, BW, VL and DQ.
 #[derive(Clone, Copy)]
@@ -384,6 +384,7 @@ const BYTES_MAX: f32 = 127.0 * 128.0;
 impl Dot<Avx512> for Bytes {
     type Elem = i8;
     const CHUNK: usize = dtype::Q8.elems;
+    const LINES: Option<Lines> = Some(dtype::Q8);
     const TILE_COLS: usize = 4;
 
     #[inline(always)]
@@ -451,11 +452,6 @@ impl Dot<Avx512> for Bytes {
             }
         }
     }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const i8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<Avx512>(row.cast(), line, dtype::Q8) }
-    }
 }
 
 /// 4-bit weights with activations in 8 bits: levels are found by a shuffle of bytes, moved up by 64 so that they have no sign, and multiplied by the
@@ -484,6 +480,7 @@ impl<const HAS_VNNI: bool> Levels<HAS_VNNI> {
 impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
+    const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = 4;
 
     #[inline(always)]
@@ -564,11 +561,6 @@ impl<const HAS_VNNI: bool> Dot<Avx512> for Levels<HAS_VNNI> {
                 half += 1;
             }
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const u8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<Avx512>(row, line, dtype::Q4) }
     }
 }
 

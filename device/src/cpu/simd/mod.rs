@@ -248,11 +248,22 @@ pub(crate) trait Dot<S: Simd> {
     ///
     /// PERF: without, a product of one row reached 72 % of the read bandwidth, with 32 93 % (Emerald Rapids, 2 cores, 2026-11-20).
     const AHEAD_LINES: usize = 32;
-    /// Asks for cache line `line` of the weights of the row at `row`, which may be any address, and for what is read with it.
+    /// How rows lie that are kept in lines, with their scales among them.
+    const LINES: Option<Lines> = None;
+    /// Asks for cache line `line` of the weights of the row at `row`, which may be any address, and with the first of a group for the
+    /// group's scales.
     #[inline(always)]
     unsafe fn prefetch(row: *const Self::Elem, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { S::prefetch(row.wrapping_byte_add(64 * line).cast()) };
+        let ask = |offset: usize| {
+            // SAFETY: any address may be asked for.
+            unsafe { S::prefetch(row.wrapping_byte_add(offset).cast()) }
+        };
+        let Some(lines) = Self::LINES else { return ask(64 * line) };
+        let [bytes, scales] = lines.at(line);
+        if line.is_multiple_of(lines.per_group) {
+            ask(scales);
+        }
+        ask(bytes);
     }
 
     /// Whether [`Dot::tile`] is there.
@@ -381,6 +392,7 @@ pub(crate) struct Q4;
 impl<S: Simd> Dot<S> for Q8 {
     type Elem = i8;
     const CHUNK: usize = dtype::Q8.elems;
+    const LINES: Option<Lines> = Some(dtype::Q8);
     // Two sets of sums.
     const TILE_COLS: usize = if S::TILE_COLS > 1 { S::TILE_COLS / 2 } else { 1 };
 
@@ -405,16 +417,12 @@ impl<S: Simd> Dot<S> for Q8 {
             add_block::<S, R, M>(each(|r| w[r].add(bytes)), elems, scale, x.add(c * M * elems), elems, sums);
         }
     }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const i8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<S>(row.cast(), line, dtype::Q8) }
-    }
 }
 
 impl<S: Simd> Dot<S> for Q4 {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
+    const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = <Q8 as Dot<S>>::TILE_COLS;
 
     #[inline(always)]
@@ -444,11 +452,6 @@ impl<S: Simd> Dot<S> for Q4 {
                 block += 1;
             }
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const u8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<S>(row, line, dtype::Q4) }
     }
 }
 
@@ -512,19 +515,6 @@ unsafe fn add_block<S: Simd, const R: usize, const M: usize>(
 #[inline(always)]
 fn to_whole(max: f32, is_nan: bool, most: f32) -> [f32; 2] {
     [if max > 1e-33 { most / max } else { 0.0 }, if is_nan { f32::NAN } else { max / most }]
-}
-
-/// Asks for line `line` of a row, and with the first of a group for the group's scales.
-#[inline(always)]
-unsafe fn prefetch_line<S: Simd>(row: *const u8, line: usize, lines: Lines) {
-    let [bytes, scales] = lines.at(line);
-    // SAFETY: any address may be asked for.
-    unsafe {
-        if line.is_multiple_of(lines.per_group) {
-            S::prefetch(row.wrapping_add(scales));
-        }
-        S::prefetch(row.wrapping_add(bytes));
-    }
 }
 
 /// The first `n` elements, zero beyond, where `n` may be more than a vector.

@@ -1,8 +1,8 @@
 //! NEON: four lanes, thirty-two registers.
 
-use super::{Dot, Leaf, Simd, each, load_up_to, prefetch_line, to_whole};
+use super::{Dot, Leaf, Simd, each, load_up_to, to_whole};
 use core::arch::{aarch64::*, asm};
-use perpetua_shared::dtype;
+use perpetua_shared::dtype::{self, Lines};
 
 /// See the module head.
 #[derive(Clone, Copy)]
@@ -204,6 +204,7 @@ const BYTES_MAX: f32 = 127.0 * 128.0;
 impl Dot<Neon> for Bytes {
     type Elem = i8;
     const CHUNK: usize = dtype::Q8.elems;
+    const LINES: Option<Lines> = Some(dtype::Q8);
     // Two sets of whole sums beside the sums, a quarter of the weights, and activations: thirty registers.
     const TILE_COLS: usize = 2;
 
@@ -275,11 +276,6 @@ impl Dot<Neon> for Bytes {
             }
         }
     }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const i8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<Neon>(row.cast(), line, dtype::Q8) }
-    }
 }
 
 /// 4-bit weights with activations in 8 bits, as `avx512::Levels` has them: a look-up in a register makes numbers levels, `sdot` multiplies them.
@@ -293,6 +289,7 @@ pub(crate) struct Levels;
 impl Dot<Neon> for Levels {
     type Elem = u8;
     const CHUNK: usize = dtype::Q4.elems;
+    const LINES: Option<Lines> = Some(dtype::Q4);
     const TILE_COLS: usize = 2;
 
     #[inline(always)]
@@ -366,10 +363,5 @@ impl Dot<Neon> for Levels {
             block!(2);
             block!(3);
         }
-    }
-    #[inline(always)]
-    unsafe fn prefetch(row: *const u8, line: usize) {
-        // SAFETY: any address may be asked for.
-        unsafe { prefetch_line::<Neon>(row, line, dtype::Q4) }
     }
 }

@@ -2,7 +2,8 @@
 
 use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
 use super::{Args, Section, print_figures};
-use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, perplexity, plain, write_whole};
+use crate::cli::perplexity::Prediction;
+use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, plain, write_whole};
 use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::probe::Prober;
@@ -449,7 +450,7 @@ impl Check<'_> {
                 kl += found
                     .chunks(vocab)
                     .zip(logits.chunks(vocab))
-                    .map(|(q, p)| perplexity::divergence(p, q))
+                    .map(|(found, expected)| Prediction::of(expected).divergence(&Prediction::of(found)))
                     .sum::<f64>();
                 positions += prompt.len();
                 let options = greedy_options(n_new);
