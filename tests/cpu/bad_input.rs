@@ -223,7 +223,7 @@ fn options_without_effect_are_named() {
     let source = SynthSource::Preset("tiny-bert");
     synth(source, &bert, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).unwrap();
     let bert = bert.to_string_lossy().into_owned();
-    let text = fixture("tiny-qwen2").to_string_lossy().into_owned();
+    let [text, decoder] = ["tiny-qwen2", "tiny-embedding"].map(|name| fixture(name).to_string_lossy().into_owned());
     let trace = temp.path().join("t.json").to_string_lossy().into_owned();
     let [embed, bench] = ["embed", "bench"].map(|verb| vec![verb, "--device", "cpu", "--model", &bert]);
     let logits = vec!["logits", "--ids", "1", "--out", "/dev/null", "--model", &text];
@@ -234,12 +234,18 @@ fn options_without_effect_are_named() {
     });
     let perplexity = vec!["perplexity", "--model", &text, "--text"];
     for (verb, args, words) in [
-        (&embed, &["a", "--max-context", "0"][..], "--max-context 0 is for text models"),
+        (&embed, &["a", "--max-context", "0"][..], "--max-context 0 is for decoders"),
         (&embed, &["a", "--max-context", "1000000"], "up to 128 tokens"),
-        (&embed, &["a", "--exact"], "--exact is for text models"),
-        (&embed, &["a", "--quantize", "q8"], "q8 of a sentence model: expected a text model"),
-        (&bench, &["--quantize", "q8"], "q8 of a sentence model: expected a text model"),
-        (&bench, &["--max-context", "64"], "--max-context 64 is for text models"),
+        (&embed, &["a", "--exact"], "--exact is for decoders"),
+        (&embed, &["a", "--quantize", "q8"], "q8 of an encoder: expected a decoder"),
+        (&embed, &["a", "--prompt-name", "query"], "prompt query: the model has none of this name, expected none"),
+        (&vec!["embed", "--model", &decoder], &["a", "--prompt-name", "x"], "expected one of query, document"),
+        (&vec!["embed", "--model", &decoder], &["a sentence", "--max-context", "4"], "but the context holds 4"),
+        (&vec!["embed", "--model", &text], &["a"], "Qwen2ForCausalLM for sentence embeddings without a modules.json"),
+        (&vec!["generate", "--model", &decoder], &["--prompt", "a"], "a sentence model for text generation"),
+        (&vec!["bench", "--model", &decoder], &["--batch", "2"], "--batch is for text models"),
+        (&bench, &["--quantize", "q8"], "q8 of an encoder: expected a decoder"),
+        (&bench, &["--max-context", "64"], "--max-context 64 is for decoders"),
         (&bench, &["--context", "100000"], "--context 100000: the model takes sentences of up to 128 tokens"),
         (&bench, &["--trace", &trace], "--compare, --trace and --timeline are for text models"),
         (&bench, &["--compare"], "--compare, --trace and --timeline are for text models"),

@@ -4,6 +4,7 @@
 use super::cuda::has_kernel;
 use super::interpreted::{cases, distance, driver, on, random_model};
 use super::simt::{MANY_ROWS, broken_rule, model as small_model};
+use crate::models::MODELS;
 use perpetua::engine::EngineError;
 use perpetua::exec::cuda;
 use perpetua::image::encode::{Parts, encode};
@@ -76,9 +77,7 @@ fn ids(expected: &[(Vec<u32>, Vec<u32>)]) -> Vec<Vec<u32>> {
 
 #[test]
 fn a_batch_gives_the_bits_of_single_runs() {
-    for name in
-        ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"]
-    {
+    for name in MODELS {
         let model = fixture(name);
         // One of a single token, one that takes several passes to read.
         let prompts = prompts(&model, &[9, 1, 38]);

@@ -361,7 +361,7 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
     if !has_kernel() {
         return;
     }
-    for name in ["tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"] {
+    for name in ["tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3", "tiny-smollm3"] {
         let model = Model::load(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).expect(name);
         let config = EngineConfig { max_context: Some(24), chunks: vec![4], ..EngineConfig::default() };
         let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
@@ -392,7 +392,7 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
     }
 }
 
-/// An encoder: both kinds of norm, attention both ways, pooling.
+/// An encoder: both kinds of norm, attention both ways, pooling. One whose positions begin elsewhere, and a decoder, which reads in passes.
 #[test]
 fn sentences_have_the_cpus_directions() {
     if !has_kernel() {
@@ -402,16 +402,25 @@ fn sentences_have_the_cpus_directions() {
     let out = dir.path().join("bert");
     let preset = SynthSource::Preset("tiny-bert");
     synth(preset, &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).expect("a preset");
-    let model = Model::load(&out).expect("just written");
-    let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..EngineConfig::default() };
-    let driver = driver(3, 5);
-    let [mut expected, mut found] =
-        [cpu.clone(), on(&driver, cpu)].map(|config| Embedder::new(&model, &config).expect("an encoder"));
-    for n in [1, 9, 50] {
-        let ids: Vec<u32> = (0..n).map(|at| (at * 131 + 7) % 1024).collect();
-        let [a, b] = [&mut expected, &mut found].map(|embedder| embedder.embed_ids(&ids).expect("it runs"));
-        let distance = distance(&a, &b);
-        assert!(distance < 1e-2, "{n} tokens: {distance}");
+    let fixture = |name| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    // A decoder's passes of several rows round what they multiply.
+    for (dir, lengths, bound) in [
+        (out, &[1, 9, 50][..], 1e-2),
+        (fixture("tiny-xlm-roberta"), &[9], 1e-2),
+        (fixture("tiny-embedding"), &[5, 20], 3e-2),
+    ] {
+        let model = Model::load(&dir).expect("a sentence model");
+        let cpu =
+            EngineConfig { device: Device::Cpu, threads: Some(2), chunks: vec![8, 16], ..EngineConfig::default() };
+        let driver = driver(3, 5);
+        let [mut expected, mut found] =
+            [cpu.clone(), on(&driver, cpu)].map(|config| Embedder::new(&model, &config).expect("it compiles"));
+        for &n in lengths {
+            let ids: Vec<u32> = (0..n).map(|at| (at * 131 + 7) % 600).collect();
+            let [a, b] = [&mut expected, &mut found].map(|embedder| embedder.embed_ids(&ids).expect("it runs"));
+            let distance = distance(&a, &b);
+            assert!(distance < bound, "{}, {n} tokens: {distance}", dir.display());
+        }
     }
 }
 

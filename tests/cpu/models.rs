@@ -77,8 +77,16 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 7] =
-    ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"];
+pub(super) const MODELS: [&str; 8] = [
+    "tiny-qwen3",
+    "tiny-llama",
+    "tiny-qwen2",
+    "tiny-mistral",
+    "tiny-qwen3-moe",
+    "tiny-mixtral",
+    "tiny-gemma3",
+    "tiny-smollm3",
+];
 
 /// The one whose weights have been trained, and so say something (`fixtures/train_rustdoc.py`).
 const TRAINED: &str = "tiny-rustdoc";
@@ -348,6 +356,70 @@ fn rows_in_fewer_bits_are_whole_in_every_image() {
             assert!(found.contains(&expected), "{how}: {found}, expected {expected}");
         }
     }
+}
+
+/// Sentence models and what `sentence-transformers` makes of texts: an encoder, and a decoder, which reads in passes as it reads prompts.
+#[test]
+fn embeddings_match_sentence_transformers() {
+    for (name, dim) in [("tiny-xlm-roberta", 72), ("tiny-embedding", 64)] {
+        let model = Model::load(fixture(name)).unwrap();
+        let bytes = std::fs::read(fixture(&format!("{name}.expected.safetensors"))).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let data = file.tensor("embeddings").unwrap().data().chunks_exact(4);
+        let expected: Vec<f32> = data.map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        let texts = std::fs::read(fixture(&format!("{name}.expected.json"))).unwrap();
+        let texts: serde_json::Value = serde_json::from_slice(&texts).unwrap();
+        let texts = texts["cases"].as_array().unwrap();
+        assert_eq!(expected.len(), texts.len() * dim);
+        let eight_bits = (name == "tiny-embedding").then(|| model.quantize(Quantize::Q8, |_| {}).unwrap());
+        for (model, device, chunks, bound) in [
+            (Some(&model), Device::Reference, &[][..], 2e-5),
+            (Some(&model), Device::Cpu, &[], 1e-2),
+            (Some(&model), Device::Cpu, &[3, 7], 1e-2),
+            (eight_bits.as_ref(), Device::Cpu, &[], 6e-2),
+        ] {
+            let Some(model) = model else { continue };
+            let config = EngineConfig { device, chunks: chunks.to_vec(), threads: Some(2), ..EngineConfig::default() };
+            let mut embedder = Embedder::new(model, &config).unwrap();
+            for (text, expected) in texts.iter().zip(expected.chunks_exact(dim)) {
+                let found = embedder.embed_as(text["prompt_name"].as_str(), text["text"].as_str().unwrap()).unwrap();
+                let length = |of: &mut dyn Iterator<Item = f32>| of.map(|x| x * x).sum::<f32>().sqrt();
+                let off =
+                    length(&mut found.iter().zip(expected).map(|(a, b)| a - b)) / length(&mut expected.iter().copied());
+                println!("{name}, {device:?}, passes of {chunks:?}: {off:.1e} of {text}");
+                assert!(found.len() == dim && off <= bound, "{name}, {device:?}, {chunks:?}: {off} of {text}");
+            }
+        }
+    }
+}
+
+/// A decoder's passes and workers, and a longer context than a sentence needs, change no bit; one that it does not fit is refused.
+#[test]
+fn a_decoders_embeddings_have_the_same_bits_in_any_passes() {
+    let model = Model::load(fixture("tiny-embedding")).unwrap();
+    let ids: Vec<u32> = (0..61).map(|i| (i * 131 + 7) % 600).collect();
+    let embedder = |chunks: &[usize], threads, max_context| {
+        let chunks = chunks.to_vec();
+        let config = EngineConfig {
+            device: Device::Cpu,
+            threads: Some(threads),
+            chunks,
+            max_context,
+            exact: true,
+            ..EngineConfig::default()
+        };
+        Embedder::new(&model, &config).unwrap()
+    };
+    let expected = embedder(&[1], 1, None).embed_ids(&ids).unwrap();
+    assert!((expected.iter().map(|x| x * x).sum::<f32>() - 1.0).abs() < 1e-5);
+    for (chunks, threads, max_context) in [(&[][..], 2, None), (&[64], 3, Some(61)), (&[5, 16], 1, Some(256))] {
+        let mut embedder = embedder(chunks, threads, max_context);
+        // Twice: what another sentence has left in the cache does not matter.
+        embedder.embed_ids(&[9, 8, 7]).unwrap();
+        assert_eq!(embedder.embed_ids(&ids).unwrap(), expected, "{chunks:?}, {threads} workers");
+    }
+    let error = embedder(&[], 1, Some(60)).embed_ids(&ids).unwrap_err().to_string();
+    assert!(error.contains("61 tokens, but the context holds 60 (the model allows 256"), "{error}");
 }
 
 /// Rows or columns are cut, as workers and lengths have it; nobody can tell.

@@ -544,10 +544,10 @@ fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std
         return Err(format!("--context {context}: the model takes sentences of up to {max} tokens").into());
     }
     let began = Instant::now();
-    let mut embedder = Embedder::new(model, &args.model.config(model, usize::MAX))?;
+    let rows = args.context.unwrap_or(CONTEXT).min(max);
+    let mut embedder = Embedder::new(model, &args.model.config(model, rows))?;
     warm(model)?;
     let load = began.elapsed();
-    let rows = args.context.unwrap_or(CONTEXT).min(max);
     let vocab = model.config().vocab_size() as u64;
     let ids: Vec<u32> = (0..rows as u64).map(|i| (i * 7919 % vocab) as u32).collect();
     embedder.embed_ids(&ids)?;

@@ -16,6 +16,10 @@ pub(crate) struct Args {
     /// .jsonl gets the JSON lines.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
+    /// What the sentences are for, a prompt of the model's by its name: `query`, say, or `document` [default: the model's default prompt, if
+    /// it has one].
+    #[arg(long, value_name = "NAME")]
+    prompt_name: Option<String>,
     /// The sentences.
     #[arg(required = true, value_name = "TEXT")]
     texts: Vec<String>,
@@ -25,17 +29,23 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let interrupted = interrupt_flag()?;
     writable(args.out.as_deref())?;
     let model = args.model.open()?;
-    model.encoder()?;
+    model.sentence_model()?;
     args.model.check_sentences(&model)?;
-    let mut embedder = Embedder::new(&model, &args.model.config(&model, usize::MAX))?;
+    // Before weights are touched: the cache is as long as the longest sentence.
+    let encode = |text: &String| {
+        model.encode_sentence(args.prompt_name.as_deref(), text).map_err(|error| format!("{text:?}: {error}"))
+    };
+    let sentences = args.texts.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
+    let longest = sentences.iter().map(Vec::len).max().unwrap_or(0);
+    let mut embedder = Embedder::new(&model, &args.model.config(&model, longest))?;
     warm(&model)?;
     let bar = progress(args.texts.len() as u64, "embedding", "{msg} {bar:30} {pos}/{len} {eta}");
     let mut embeddings = Vec::with_capacity(args.texts.len());
-    for text in &args.texts {
+    for (text, ids) in args.texts.iter().zip(&sentences) {
         if interrupted.load(Ordering::Relaxed) {
             return Err(Interrupted.into());
         }
-        let embedding = embedder.embed(text).map_err(|error| format!("{text:?}: {error}"))?;
+        let embedding = embedder.embed_ids(ids).map_err(|error| format!("{text:?}: {error}"))?;
         embeddings.push(embedding);
         bar.inc(1);
     }

@@ -27,7 +27,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::cuda::Gpu;
 use perpetua::exec::cuda;
 use perpetua::model::layout::is_spare;
-use perpetua::model::{ModelConfig, ModelError, Quantize};
+use perpetua::model::{ModelError, Quantize};
 use perpetua::{Device, Engine, EngineConfig, Model};
 use perpetua_shared::{Technique, Techniques};
 use std::io::{IsTerminal, Write};
@@ -157,7 +157,7 @@ struct ModelArgs {
     /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     threads: Option<usize>,
-    /// Keep the matrices of a text model in fewer bits, in memory of their own (CPU only).
+    /// Keep a decoder's matrices in fewer bits, in memory of their own (CPU only).
     #[arg(long, value_enum, value_name = "HOW")]
     quantize: Option<QuantizeName>,
     /// Positions of the KV cache [default: what the request needs].
@@ -241,17 +241,20 @@ impl ModelArgs {
         Ok(model)
     }
 
-    /// Refuses what only text models have, for a sentence model; quantising it has been.
+    /// Refuses what only decoders have, for an encoder; quantising it has been.
     fn check_sentences(&self, model: &Model) -> Outcome {
+        if !model.config().architecture().is_encoder() {
+            return Ok(());
+        }
         if let Some(context) = self.max_context {
             let max = model.max_tokens();
             return Err(format!(
-                "--max-context {context} is for text models, which have a KV cache: this one takes up to {max} tokens"
+                "--max-context {context} is for decoders, which have a KV cache: this model takes up to {max} tokens"
             )
             .into());
         }
         if self.exact {
-            return Err("--exact is for text models: a sentence is read in one pass".into());
+            return Err("--exact is for decoders: an encoder sees a sentence at once".into());
         }
         Ok(())
     }
@@ -527,5 +530,5 @@ fn bytes(n: u64) -> String {
 
 /// Whether the model makes text.
 fn is_generator(model: &Model) -> bool {
-    matches!(model.config(), ModelConfig::Decoder(_))
+    model.sentence().is_none()
 }

@@ -188,7 +188,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
             (None, None) => unreachable!("clap asks for one of the four"),
         };
         let ModelConfig::Decoder(config) = &config else {
-            return Err("a sentence model is planned from its folder: use --model".into());
+            return Err("an encoder is planned from its folder: use --model".into());
         };
         let (rows, cache, head) = pass(config.max_position_embeddings)?;
         let graph = build(config, Declared::Assumed(DType::Bf16), rows, cache, head)?;
@@ -201,7 +201,10 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         if args.batch.is_some() {
             return Err("--batch needs a text model: one of sentences reads them one by one".into());
         }
-        return Ok(sentence_sources(&model, &[within("rows", args.rows, max)?])?);
+        // An encoder's sentences are all it looks at.
+        let is_encoder = model.config().architecture().is_encoder();
+        let cache = if is_encoder { Cache::bf16(max) } else { pass(max)?.1 };
+        return Ok(sentence_sources(&model, &[within("rows", args.rows, cache.context)?], cache)?);
     }
     let (rows, cache, head) = pass(max)?;
     let mut sources = decoder_sources(&model, &[rows], cache, head)?;

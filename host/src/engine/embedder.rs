@@ -1,10 +1,10 @@
-//! Sentence embedding models.
+//! Sentence embedding models: encoders, which see a sentence at once, and decoders, which read it as they read a prompt.
 
-use super::resident::{Place, Resident, one_pass};
-use super::{EngineConfig, EngineError, Model, sentence_sources};
+use super::resident::Resident;
+use super::{EngineConfig, EngineError, Model, Plan, sentence_sources};
 use crate::exec::RunError;
 use crate::model;
-use perpetua_shared::ProgramId;
+use crate::model::decoder::Cache;
 use perpetua_shared::limits::MAX_PROGRAMS;
 
 /// A sentence embedding model, resident.
@@ -12,9 +12,11 @@ use perpetua_shared::limits::MAX_PROGRAMS;
 pub struct Embedder {
     model: Model,
     resident: Resident,
+    /// Tokens of the longest sentence.
+    context: usize,
 }
 
-/// Rows of the passes compiled for sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
+/// Rows of an encoder's passes for sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
 /// that what is computed for nothing is a fifth at most of all but the shortest; beyond 1024 one to each, so that an image has
 /// room for all.
 fn sentence_rows(max: usize) -> Vec<usize> {
@@ -32,24 +34,42 @@ fn sentence_rows(max: usize) -> Vec<usize> {
 }
 
 impl Embedder {
-    /// Compiles `model` and starts its workers.
+    /// Compiles `model` and starts its workers. [`EngineConfig::max_context`] and [`EngineConfig::exact`] are for decoders: an encoder,
+    /// which has no KV cache, takes the longest input it was made for, and sees it at once.
     ///
     /// # Errors
     /// From the model folder, the compiler, the memory or the system.
     pub fn new(model: &Model, config: &EngineConfig) -> Result<Embedder, EngineError> {
-        let place = Place::of(config)?;
-        let max = model.max_tokens();
-        let sources = sentence_sources(model, &sentence_rows(max))?;
+        model.sentence_model()?;
+        let is_encoder = model.config().architecture().is_encoder();
+        let config = match is_encoder {
+            true => EngineConfig { max_context: Some(model.max_tokens()), exact: false, ..config.clone() },
+            false => config.clone(),
+        };
+        let Plan { place, context, cache_dtype, chunks } = Plan::of(model, &config)?;
+        let cache = Cache { sequences: 1, context, dtype: cache_dtype };
+        let rows = if is_encoder { &sentence_rows(context)[..] } else { chunks };
+        let mut sources = sentence_sources(model, rows, cache)?;
+        sources.iter_mut().for_each(|source| source.graph.is_exact = config.exact);
         let resident = Resident::at(sources, model, place, &config.just_in_time, |_| {})?;
-        Ok(Embedder { model: model.clone(), resident })
+        Ok(Embedder { model: model.clone(), resident, context })
     }
 
-    /// The embedding of `text`, cut to the model's longest input.
+    /// The embedding of `text`, after the model's default prompt if it has one, cut to the model's longest input.
     ///
     /// # Errors
     /// From the tokenizer or the run.
     pub fn embed(&mut self, text: &str) -> Result<Vec<f32>, EngineError> {
-        let ids = self.model.encode_sentence(text)?;
+        self.embed_as(None, text)
+    }
+
+    /// As [`Embedder::embed`], after the `prompt` of this name: models that tell queries from documents have one for each, see
+    /// [`SentenceConfig::prompts`](model::SentenceConfig::prompts).
+    ///
+    /// # Errors
+    /// As [`Embedder::embed`]; a prompt that the model does not have.
+    pub fn embed_as(&mut self, prompt: Option<&str>, text: &str) -> Result<Vec<f32>, EngineError> {
+        let ids = self.model.encode_sentence(prompt, text)?;
         self.embed_ids(&ids)
     }
 
@@ -62,17 +82,18 @@ impl Embedder {
             return Err(EngineError::EmptyPrompt);
         }
         model::check_token_ids(ids, self.model.config().vocab_size())?;
-        let programs = self.resident.compiled.image.view().programs;
-        let Some(program) = programs.iter().position(|p| p.max_rows as usize >= ids.len()) else {
-            let max = self.model.max_tokens();
-            return Err(EngineError::PromptTooLong { tokens: ids.len(), context: max, model: max });
-        };
-        let program = ProgramId(program as u32);
-        self.resident.set_tokens(0, ids);
-        self.resident.start(one_pass(program, 0, ids.len() as u32, ids.len() as u32));
-        self.resident.finish()?;
-        let output = self.resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;
-        let embedding = self.resident.read_f32(&output, 1)?;
+        if ids.len() > self.context {
+            let model = self.model.max_tokens();
+            return Err(EngineError::PromptTooLong { tokens: ids.len(), context: self.context, model });
+        }
+        let mut embedding = Vec::new();
+        self.resident.read(ids, |resident, program, positions| {
+            if positions.end == ids.len() {
+                let output = resident.output(program, "embedding").ok_or(EngineError::Purpose("embeddings"))?;
+                embedding = resident.read_f32(&output, 1)?;
+            }
+            Ok(())
+        })?;
         if embedding.iter().any(|x| x.is_nan()) {
             return Err(RunError::EmbeddingNotANumber.into());
         }

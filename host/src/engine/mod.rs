@@ -18,7 +18,7 @@ mod generation;
 mod resident;
 
 use generation::{Made, Run, text_stream};
-use resident::{Place, one_pass};
+use resident::Place;
 
 pub use crate::exec::Stopper;
 pub use embedder::Embedder;
@@ -67,13 +67,13 @@ impl Model {
     /// ```
     ///
     /// # Errors
-    /// A sentence model; weights that are missing, misshapen or not finite; too little memory.
+    /// An encoder; weights that are missing, misshapen or not finite; too little memory.
     pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
         if let ModelConfig::Bert(_) = self.config() {
             return Err(EngineError::Option {
                 name: "quantize",
-                given: format!("{how} of a sentence model"),
-                expected: "a text model: only these have weights in fewer bits",
+                given: format!("{how} of an encoder"),
+                expected: "a decoder: only these have weights in fewer bits",
             });
         }
         let tensors = model::layout::tensors(self.config());
@@ -345,7 +345,7 @@ pub struct Token {
     pub text: String,
 }
 
-/// The passes of a text generation model over one sequence, as kernel graphs: one per chunk size, decode first.
+/// The passes of a decoder over one sequence, as kernel graphs: one per chunk size, decode first.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
@@ -360,13 +360,17 @@ pub fn decoder_sources(model: &Model, chunks: &[usize], cache: Cache, head: Head
 }
 
 fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Result<Source, EngineError> {
-    let config = model.decoder()?;
+    let config = match model.config() {
+        ModelConfig::Decoder(config) => config,
+        ModelConfig::Bert(_) => model.decoder()?,
+    };
     let weights = match model.quantized() {
         Some(quantized) => Declared::Quantized(model.weights()?, quantized),
         None => Declared::Checkpoint(model.weights()?),
     };
     let graph = model::decoder::build(config, weights, rows, cache, head)?;
-    Ok(Source { name: pass_name(rows, head), graph, in_token_loop: head != Head::AllLogits })
+    let in_token_loop = !matches!(head, Head::AllLogits | Head::Embedding { .. });
+    Ok(Source { name: pass_name(rows, head), graph, in_token_loop })
 }
 
 /// What a decoder's pass over `rows` rows is called.
@@ -374,24 +378,72 @@ pub fn pass_name(rows: usize, head: Head) -> String {
     match (head, rows) {
         (Head::SampleEach, _) => format!("decode of {rows}"),
         (Head::Verify, _) => format!("verify {rows}"),
+        (Head::Embedding { .. }, _) => format!("embed {rows}"),
         (_, 1) => "decode".to_owned(),
         _ => format!("prefill {rows}"),
     }
 }
 
-/// The passes of a sentence embedding model, as kernel graphs: one per number of rows.
+/// The passes of a sentence embedding model, as kernel graphs: one per number of rows. A decoder has a `cache`, by which a sentence may
+/// take several; an encoder sees all of one at once.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
-pub fn sentence_sources(model: &Model, rows: &[usize]) -> Result<Vec<Source>, EngineError> {
-    let (bert, sentence) = model.encoder()?;
+pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<Vec<Source>, EngineError> {
+    let sentence = model.sentence_model()?;
+    let ModelConfig::Bert(bert) = model.config() else {
+        return decoder_sources(model, rows, cache, Head::Embedding { normalize: sentence.normalize });
+    };
     let weights = model.weights()?;
-    let prefix = model.bert_prefix()?;
+    let prefix = model.encoder_prefix()?;
     let source = |rows: &usize| {
         let graph = model::bert::build(bert, sentence, weights, prefix, *rows)?;
         Ok(Source { name: format!("embed {rows}"), graph, in_token_loop: false })
     };
     rows.iter().map(source).collect()
+}
+
+/// [`EngineConfig`], looked at for one model.
+struct Plan<'a> {
+    place: Place,
+    /// Positions of the KV cache.
+    context: usize,
+    cache_dtype: DType,
+    /// Rows of the passes that read a prompt or a sentence.
+    chunks: &'a [usize],
+}
+
+impl<'a> Plan<'a> {
+    fn of(model: &Model, config: &'a EngineConfig) -> Result<Plan<'a>, EngineError> {
+        let place = match config.device {
+            Device::Auto if model.quantized().is_some() || config.exact => {
+                Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
+            }
+            _ => Place::of(config),
+        }?;
+        if let Some(quantized) = model.quantized()
+            && place.is_gpu()
+        {
+            return Err(EngineError::Option {
+                name: "device",
+                given: format!("of a model in {}", quantized.how()),
+                expected: "cpu or reference: no GPU kernel reads them",
+            });
+        }
+        let allowed = model.max_tokens();
+        let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
+        if context == 0 || context > allowed {
+            return Err(EngineError::Context { asked: context, model: allowed });
+        }
+        // The reference keeps its cache in f32; what users run keeps it in bf16, as every engine does.
+        let cache_dtype = if config.device == Device::Reference { DType::F32 } else { DType::Bf16 };
+        let chunks = match &config.chunks[..] {
+            [] if matches!(place, Place::Gpu { .. }) => &GPU_CHUNKS[..],
+            [] => &DEFAULT_CHUNKS[..],
+            given => given,
+        };
+        Ok(Plan { place, context, cache_dtype, chunks })
+    }
 }
 
 /// A text generation model, resident.
@@ -427,37 +479,18 @@ impl Engine {
     ) -> Result<Engine, EngineError> {
         // Judged before weights are touched: the answer should not take reading gigabytes.
         model.decoder()?;
-        let place = match config.device {
-            Device::Auto if model.quantized().is_some() || config.exact => {
-                Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
-            }
-            _ => Place::of(config),
-        }?;
-        if let Some(quantized) = model.quantized()
-            && matches!(place, Place::Simt { .. } | Place::Gpu { .. })
-        {
-            return Err(EngineError::Option {
-                name: "device",
-                given: format!("of a model in {}", quantized.how()),
-                expected: "cpu or reference: no GPU kernel reads them",
-            });
-        }
+        let Plan { place, context, cache_dtype, chunks } = Plan::of(model, config)?;
         if let Some(drafts) = config.prompt_lookup {
             let bad = |given: String, expected| Err(EngineError::Option { name: "prompt lookup", given, expected });
             if drafts == 0 || drafts > MAX_DRAFTS {
                 return bad(drafts.to_string(), "1 to 15 tokens");
             }
-            if matches!(place, Place::Simt { .. } | Place::Gpu { .. }) {
+            if place.is_gpu() {
                 return bad("on a GPU".to_owned(), "device cpu or reference: no GPU kernel verifies guesses");
             }
             if config.all_logits {
                 return Err(EngineError::Purpose("every position's logits and prompt lookup at once"));
             }
-        }
-        let allowed = model.max_tokens();
-        let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
-        if context == 0 || context > allowed {
-            return Err(EngineError::Context { asked: context, model: allowed });
         }
         if let Some(sequences) = config.sequences {
             if sequences == 0 || sequences > MAX_SEQUENCES {
@@ -468,13 +501,6 @@ impl Engine {
                 return Err(EngineError::Purpose("every position's logits and batches at once"));
             }
         }
-        // The reference keeps its cache in f32; what users run keeps it in bf16, as every engine does.
-        let cache_dtype = if config.device == Device::Reference { DType::F32 } else { DType::Bf16 };
-        let chunks = match &config.chunks[..] {
-            [] if matches!(place, Place::Gpu { .. }) => &GPU_CHUNKS[..],
-            [] => &DEFAULT_CHUNKS[..],
-            given => given,
-        };
         let head = if config.all_logits { Head::AllLogits } else { Head::Sample };
         let cache = Cache { sequences: config.sequences.unwrap_or(1), context, dtype: cache_dtype };
         let mut sources = decoder_sources(model, chunks, cache, head)?;
@@ -651,30 +677,22 @@ impl Engine {
             return Err(EngineError::Purpose("every position's logits"));
         }
         self.check_prompt(ids)?;
-        self.resident.set_tokens(0, ids);
-        let max_rows: Vec<u32> = self.resident.compiled.image.view().programs.iter().map(|p| p.max_rows).collect();
         let vocab = self.model.config().vocab_size();
         let mut logits = Vec::new();
         logits.try_reserve_exact(ids.len() * vocab).map_err(|_| MemoryError::Refused {
             what: "logits of every position".to_owned(),
             bytes: (ids.len() * vocab * size_of::<f32>()) as u64,
         })?;
-        let mut first = 0;
-        while first < ids.len() {
-            let left = ids.len() - first;
-            let fitting = max_rows.iter().position(|rows| *rows as usize >= left);
-            let program = ProgramId(fitting.unwrap_or(max_rows.len() - 1) as u32);
-            let rows = left.min(max_rows[program.idx()] as usize);
-            self.resident.start(one_pass(program, first as u32, rows as u32, (first + rows) as u32));
-            self.resident.finish()?;
-            let output = self.resident.output(program, "logits").ok_or(EngineError::Purpose("logits"))?;
-            self.resident.append_f32(&output, rows, &mut logits)?;
-            if let Some(row) = logits[first * vocab..].chunks(vocab).position(|row| row.iter().all(|x| x.is_nan())) {
-                return Err(RunError::NotANumber { position: (first + row) as u32 }.into());
+        self.resident.read(ids, |resident, program, positions| {
+            let output = resident.output(program, "logits").ok_or(EngineError::Purpose("logits"))?;
+            resident.append_f32(&output, positions.len(), &mut logits)?;
+            let mut rows = logits[positions.start * vocab..].chunks(vocab);
+            if let Some(row) = rows.position(|row| row.iter().all(|x| x.is_nan())) {
+                return Err(RunError::NotANumber { position: (positions.start + row) as u32 }.into());
             }
-            first += rows;
-            each(first);
-        }
+            each(positions.end);
+            Ok(())
+        })?;
         Ok(logits)
     }
 

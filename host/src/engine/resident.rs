@@ -13,6 +13,7 @@ use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::control::{Control, Step};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{ProgramId, Technique};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -339,6 +340,29 @@ impl Resident {
         self.finish().map(|_| ())
     }
 
+    /// Runs passes over `tokens`, as the first of their sequence: each of the first program that all that are left fit, or of the last one.
+    /// `each` sees what every pass has made of the tokens at these positions.
+    pub(super) fn read(
+        &mut self,
+        tokens: &[u32],
+        mut each: impl FnMut(&mut Resident, ProgramId, Range<usize>) -> Result<(), EngineError>,
+    ) -> Result<(), EngineError> {
+        self.set_tokens(0, tokens);
+        let max_rows: Vec<usize> = self.compiled.image.view().programs.iter().map(|p| p.max_rows as usize).collect();
+        let mut first = 0;
+        while first < tokens.len() {
+            let left = tokens.len() - first;
+            let program = max_rows.iter().position(|rows| *rows >= left).unwrap_or(max_rows.len() - 1);
+            let end = first + left.min(max_rows[program]);
+            let program = ProgramId(program as u32);
+            self.start(one_pass(program, first as u32, (end - first) as u32, end as u32));
+            self.finish()?;
+            each(self, program, first..end)?;
+            first = end;
+        }
+        Ok(())
+    }
+
     /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
     ///
     /// # Errors
@@ -350,7 +374,7 @@ impl Resident {
 }
 
 /// A control block for one pass of `program` over positions `first_pos..first_pos + rows`, nothing sampled.
-pub(super) fn one_pass(program: ProgramId, first_pos: u32, rows: u32, n_tokens: u32) -> Control {
+fn one_pass(program: ProgramId, first_pos: u32, rows: u32, n_tokens: u32) -> Control {
     let step = Step { program: program.0, first_pos, rows, ..Step::default() };
     Control { n_tokens, max_context: u32::MAX, step, ..bytemuck::Zeroable::zeroed() }
 }
@@ -395,6 +419,11 @@ impl Place {
             (Device::Auto, None) if device_image().is_none() => cpu(),
             (Device::Auto, None) => Gpu::open().map_or_else(|_| cpu(), on),
         }
+    }
+
+    /// Whether it is one, or is simulated.
+    pub(super) fn is_gpu(&self) -> bool {
+        matches!(self, Place::Simt { .. } | Place::Gpu { .. })
     }
 
     fn target(&self) -> Target {

@@ -1,4 +1,4 @@
-//! BERT as sentence embedding models use it: post-norm encoder layers, bidirectional attention, then pooling.
+//! BERT and RoBERTa as sentence embedding models use them: post-norm encoder layers, bidirectional attention, then pooling.
 
 use super::config::BertConfig;
 use super::decoder::BuildError;
@@ -37,6 +37,7 @@ pub fn build(
     let mean = match sentence.pooling {
         Pooling::Mean => true,
         Pooling::Cls => false,
+        Pooling::LastToken => unreachable!("refused when the folder is opened"),
     };
     let pooled = net.graph.pool("pooling", x, mean, sentence.normalize)?;
     net.graph.output("embedding", pooled);
@@ -51,11 +52,15 @@ impl Encoder<'_> {
     }
 
     fn embed(&mut self) -> Result<TensorId, BuildError> {
-        let BertConfig { vocab_size, hidden_size, max_position_embeddings, type_vocab_size, .. } = *self.config;
-        let tokens = self.graph.tokens(max_position_embeddings)?;
+        let BertConfig { vocab_size, hidden_size, max_position_embeddings, first_position, type_vocab_size, .. } =
+            *self.config;
+        let longest = max_position_embeddings - first_position;
+        let tokens = self.graph.tokens(longest)?;
         let table = self.weight("embeddings.word_embeddings.weight", &[vocab_size, hidden_size])?;
         let positions =
             self.weight("embeddings.position_embeddings.weight", &[max_position_embeddings, hidden_size])?;
+        let positions =
+            self.graph.view(positions, first_position * hidden_size, &[longest, hidden_size], &[hidden_size, 1])?;
         let kinds = self.weight("embeddings.token_type_embeddings.weight", &[type_vocab_size, hidden_size])?;
         let args = EmbeddingArgs { positions: Some(positions), kinds: Some(kinds), ..EmbeddingArgs::of(table) };
         let x = self.graph.embedding("embeddings", tokens, args)?;

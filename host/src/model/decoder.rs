@@ -36,6 +36,11 @@ pub enum Head {
     SampleEach,
     /// The rows are a sequence's next token and drafts of those after it: every row's logits, and a token chosen from each.
     Verify,
+    /// The last row's vector, on request of length 1: what a sentence means.
+    Embedding {
+        /// Whether it is.
+        normalize: bool,
+    },
 }
 
 /// Where element types of weights come from.
@@ -102,10 +107,10 @@ pub fn build<'a>(
     match config.architecture {
         Architecture::Qwen3 | Architecture::Qwen3Moe => super::qwen3::build(net),
         Architecture::Qwen2 => super::qwen2::build(net),
-        Architecture::Llama => super::llama::build(net),
+        Architecture::Llama | Architecture::SmolLm3 => super::llama::build(net),
         Architecture::Mistral | Architecture::Mixtral => super::mistral::build(net),
         Architecture::Gemma3 => super::gemma3::build(net),
-        Architecture::Bert => unreachable!("a sentence model's configuration is no decoder's"),
+        Architecture::Bert | Architecture::Roberta => unreachable!("an encoder's configuration is no decoder's"),
     }
 }
 
@@ -141,7 +146,9 @@ impl<'a> Decoder<'a> {
         let graph = match head {
             Head::SampleEach => KernelGraph::batch(cache.sequences),
             Head::Verify => KernelGraph::verify(rows as u32, cache.sequences),
-            Head::Sample | Head::AllLogits => KernelGraph::with_sequences(rows as u32, cache.sequences),
+            Head::Sample | Head::AllLogits | Head::Embedding { .. } => {
+                KernelGraph::with_sequences(rows as u32, cache.sequences)
+            }
         };
         Decoder { config, graph, weights: weights.into(), cache, head }
     }
@@ -339,16 +346,23 @@ impl<'a> Decoder<'a> {
         Ok(self.graph.experts(&format!("{prefix}.experts"), h, args)?)
     }
 
-    /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32.
+    /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32; or `embedding`:
+    /// `[1, hidden]` f32.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
-        if self.head != Head::AllLogits {
+        if !matches!(self.head, Head::AllLogits | Head::Embedding { .. }) {
             self.graph.when_sampling();
         }
         let x = match self.head {
-            Head::Sample => self.graph.select_row("last_row", x)?,
+            Head::Sample | Head::Embedding { .. } => self.graph.select_row("last_row", x)?,
             Head::AllLogits | Head::SampleEach | Head::Verify => x,
         };
         let h = self.norm("model.norm", x)?;
+        if let Head::Embedding { normalize } = self.head {
+            let of_mean = false;
+            let pooled = self.graph.pool("pooling", h, of_mean, normalize)?;
+            self.graph.output("embedding", pooled);
+            return Ok(self.graph);
+        }
         let head = match self.config.tie_word_embeddings {
             true => self.embedding_table()?,
             false => self.weight("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?,
@@ -362,7 +376,7 @@ impl<'a> Decoder<'a> {
             }
             Head::SampleEach => self.graph.sample_each("sample", logits, self.cache.context)?,
             Head::Verify => self.graph.sample_rows("sample", logits)?,
-            Head::AllLogits => {}
+            Head::AllLogits | Head::Embedding { .. } => {}
         }
         Ok(self.graph)
     }

@@ -176,6 +176,17 @@ pub enum ModelError {
         /// Every name there is.
         known: Vec<&'static str>,
     },
+    /// A sentence model has no such prompt.
+    #[error("prompt {given}: the model has none of this name, expected {}", match &known[..] {
+        [] => "none: it has no prompts".to_owned(),
+        known => format!("one of {}", known.join(", ")),
+    })]
+    Prompt {
+        /// The name given.
+        given: String,
+        /// Every name there is.
+        known: Vec<String>,
+    },
     /// A folder to be written already holds something.
     #[error("{}: already exists and is not empty; give a folder that does not exist yet", path.display())]
     NotEmpty {

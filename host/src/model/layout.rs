@@ -45,6 +45,9 @@ impl TensorSpec {
     }
 }
 
+/// What stands before the names of an encoder's tensors where it was saved with a head on top.
+pub(super) const ENCODERS: [&str; 2] = ["bert.", "roberta."];
+
 /// Every tensor that a network of this configuration reads.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     match config {
@@ -68,9 +71,11 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
         }
         // Positions counted from 0, and what stands on top of the encoder.
         ModelConfig::Bert(_) => {
-            let name = name.strip_prefix("bert.").unwrap_or(name);
+            let name = ENCODERS.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name);
             name == "embeddings.position_ids"
-                || ["pooler.", "cls.", "classifier.", "qa_outputs."].iter().any(|head| name.starts_with(head))
+                || ["pooler.", "cls.", "lm_head.", "classifier.", "qa_outputs."]
+                    .iter()
+                    .any(|head| name.starts_with(head))
         }
     }
 }

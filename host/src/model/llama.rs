@@ -1,4 +1,5 @@
-//! Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table.
+//! Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do not
+//! turn queries and keys have a table of zeros.
 
 use super::decoder::{BuildError, Decoder};
 use crate::graph::kernel::KernelGraph;

@@ -40,6 +40,7 @@ pub use config::{Activation, Architecture, BertConfig, DecoderConfig, Experts, M
 pub use error::ModelError;
 use factors::Factors;
 pub use generation::GenerationConfig;
+use json::Fields;
 pub use layout::{Role, TensorSpec};
 pub use quantize::{Quantize, Quantized};
 pub use sentence::{Pooling, SentenceConfig};
@@ -76,25 +77,10 @@ impl ModelFolder {
         let path = transformer_dir.join("config.json");
         let value = json::read_value(&path)?;
         let config = ModelConfig::from_value(&path, &value)?;
-        match (&config, &sentence) {
-            (ModelConfig::Decoder(_), Some(_)) => {
-                return Err(ModelError::unsupported(
-                    &path,
-                    "architectures",
-                    format!("{} as a sentence embedding model", config.architecture()),
-                    Architecture::Bert.class_name(),
-                ));
-            }
-            (ModelConfig::Bert(bert), Some(SentenceConfig { dim: Some(dim), .. })) if *dim != bert.hidden_size => {
-                return Err(ModelError::key(
-                    &path,
-                    "hidden_size",
-                    bert.hidden_size.to_string(),
-                    format!("{dim}, the pooling's word_embedding_dimension"),
-                ));
-            }
-            (ModelConfig::Bert(_), None) => sentence = Some(SentenceConfig::open(dir)?),
-            _ => {}
+        match &sentence {
+            Some(sentence) => check_sentence(&path, &value, &config, sentence)?,
+            None if config.architecture().is_encoder() => sentence = Some(SentenceConfig::open(dir)?),
+            None => {}
         }
         let generation = GenerationConfig::open(&transformer_dir, &path, &value)?;
         let mut folder = ModelFolder {
@@ -107,9 +93,11 @@ impl ModelFolder {
             weights: OnceLock::new(),
             factors: OnceLock::new(),
         };
-        let has_head = folder.has_head_of_its_own();
+        // A sentence model's head, if there is one, is read by nobody: as if it were the embeddings.
+        let is_tied = folder.sentence.is_some();
+        let has_head = !is_tied && folder.has_head_of_its_own();
         if let ModelConfig::Decoder(config) = &mut folder.config {
-            config.tie_word_embeddings &= !has_head;
+            config.tie_word_embeddings = is_tied || config.tie_word_embeddings && !has_head;
         }
         Ok(folder)
     }
@@ -138,15 +126,21 @@ impl ModelFolder {
 
     /// The configuration of a text generation model; an error for a sentence model.
     pub fn decoder(&self) -> Result<&DecoderConfig, ModelError> {
-        match &self.config {
-            ModelConfig::Decoder(config) => Ok(config),
-            ModelConfig::Bert(_) => Err(ModelError::unsupported(
+        match (&self.config, &self.sentence) {
+            (ModelConfig::Decoder(config), None) => Ok(config),
+            (ModelConfig::Decoder(_), Some(_)) => Err(ModelError::unsupported(
+                &self.dir.join("modules.json"),
+                "modules",
+                "a sentence model for text generation",
+                "a model without them",
+            )),
+            (ModelConfig::Bert(_), _) => Err(ModelError::unsupported(
                 &self.transformer_dir.join("config.json"),
                 "architectures",
                 format!("{} for text generation", self.config.architecture()),
                 Architecture::ALL
                     .into_iter()
-                    .filter(|a| *a != Architecture::Bert)
+                    .filter(|a| !a.is_encoder())
                     .map(Architecture::class_name)
                     .collect::<Vec<_>>()
                     .join(", "),
@@ -154,17 +148,18 @@ impl ModelFolder {
         }
     }
 
-    /// The configuration of a sentence model and what is done with its vectors; an error for a text generation model.
-    pub fn encoder(&self) -> Result<(&BertConfig, &SentenceConfig), ModelError> {
-        match (&self.config, &self.sentence) {
-            (ModelConfig::Bert(config), Some(sentence)) => Ok((config, sentence)),
-            _ => Err(ModelError::unsupported(
+    /// What is done with a sentence model's vectors; an error for a text generation model.
+    pub fn sentence_model(&self) -> Result<&SentenceConfig, ModelError> {
+        self.sentence.as_ref().ok_or_else(|| {
+            let encoders: Vec<_> =
+                Architecture::ALL.into_iter().filter(|a| a.is_encoder()).map(Architecture::class_name).collect();
+            ModelError::unsupported(
                 &self.transformer_dir.join("config.json"),
                 "architectures",
-                format!("{} for sentence embeddings", self.config.architecture()),
-                Architecture::Bert.class_name(),
-            )),
-        }
+                format!("{} for sentence embeddings without a modules.json", self.config.architecture()),
+                encoders.join(", "),
+            )
+        })
     }
 
     /// Where a generation ends.
@@ -233,14 +228,18 @@ impl ModelFolder {
 
     /// Names of the tensors that the network reads, as this checkpoint has them.
     fn wanted_tensors(&self) -> Result<Vec<String>, ModelError> {
-        let prefix = if self.sentence.is_some() { self.bert_prefix()? } else { "" };
+        let prefix = self.encoder_prefix()?;
         Ok(layout::tensors(&self.config).iter().map(|spec| format!("{prefix}{}", spec.name)).collect())
     }
 
-    /// What stands before the names of a BERT's tensors: `bert.` where the model was saved with a head on top.
-    pub fn bert_prefix(&self) -> Result<&'static str, ModelError> {
-        let headed = self.weights()?.contains("bert.embeddings.word_embeddings.weight");
-        Ok(if headed { "bert." } else { "" })
+    /// What stands before the names of an encoder's tensors: `bert.` or `roberta.` where the model was saved with a head on top.
+    pub fn encoder_prefix(&self) -> Result<&'static str, ModelError> {
+        if !self.config.architecture().is_encoder() {
+            return Ok("");
+        }
+        let weights = self.weights()?;
+        let is_before = |prefix: &&str| weights.contains(&format!("{prefix}embeddings.word_embeddings.weight"));
+        Ok(layout::ENCODERS.into_iter().find(is_before).unwrap_or(""))
     }
 
     /// The longest input that gives what the model was trained to give: the configuration's context or a sentence model's
@@ -269,16 +268,47 @@ impl ModelFolder {
         self.checked(self.tokenizer()?.encode_rendered(&text)?)
     }
 
-    /// Token ids of a sentence to embed: prepared as the sentence model says, cut to its longest input.
-    pub fn encode_sentence(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        let (_, sentence) = self.encoder()?;
-        self.checked(self.tokenizer()?.encode(&sentence.prepare(text))?)
+    /// Token ids of a sentence to embed: prepared as the sentence model says, after its `prompt` of this name (`None`: its default
+    /// one, if it has one), cut to its longest input.
+    pub fn encode_sentence(&self, prompt: Option<&str>, text: &str) -> Result<Vec<u32>, ModelError> {
+        let text = self.sentence_model()?.prepare(prompt, text)?;
+        self.checked(self.tokenizer()?.encode(&text)?)
     }
 
     fn checked(&self, ids: Vec<u32>) -> Result<Vec<u32>, ModelError> {
         check_token_ids(&ids, self.config.vocab_size())?;
         Ok(ids)
     }
+}
+
+/// Whether a sentence model's parts, of which `value` is the config.json at `path`, agree, and are done here.
+fn check_sentence(
+    path: &Path,
+    value: &serde_json::Value,
+    config: &ModelConfig,
+    sentence: &SentenceConfig,
+) -> Result<(), ModelError> {
+    let (hidden_size, is_encoder) = match config {
+        ModelConfig::Decoder(decoder) => (decoder.hidden_size, false),
+        ModelConfig::Bert(bert) => (bert.hidden_size, true),
+    };
+    if let Some(dim) = sentence.dim.filter(|dim| *dim != hidden_size) {
+        let expected = format!("{dim}, the pooling's word_embedding_dimension");
+        return Err(ModelError::key(path, "hidden_size", hidden_size.to_string(), expected));
+    }
+    if is_encoder == (sentence.pooling == Pooling::LastToken) {
+        let (given, expected) =
+            if is_encoder { ("lasttoken of", "mean or cls") } else { ("mean or cls of", "lasttoken") };
+        let given = format!("{given} {}", config.architecture());
+        return Err(ModelError::unsupported(&path.with_file_name("modules.json"), "pooling", given, expected));
+    }
+    let fields = Fields::new(path, value)?;
+    for (key, sees_all) in [("is_causal", false), ("use_bidirectional_attention", true)] {
+        if !is_encoder && fields.flag(key)? == Some(sees_all) {
+            return Err(fields.unsupported(key, format!("{} (a decoder)", !sees_all)));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -335,7 +365,7 @@ mod tests {
             }
             assert_eq!(folder.unused_tensors().expect(name), [""; 0]);
             let ids = folder.encode_chat(&[ChatMessage::new("user", "Hi")]).expect(name);
-            assert_eq!((ids[0], folder.decoder().is_ok(), folder.encoder().is_err()), (1, true, true));
+            assert_eq!((ids[0], folder.decoder().is_ok(), folder.sentence_model().is_err()), (1, true, true));
         }
     }
 
@@ -415,6 +445,70 @@ mod tests {
         assert_eq!(unused("tiny-bert", "", ["", ""], &others), (others.map(str::to_owned).to_vec(), 2));
     }
 
+    /// What a sentence model was trained with on top of it is named, and not missed where it is not there.
+    #[test]
+    fn a_sentence_models_head_is_nobodys() {
+        for (name, prefix, head) in
+            [("tiny-embedding", "model.", "lm_head.weight"), ("tiny-xlm-roberta", "roberta.", "lm_head.bias")]
+        {
+            let bare = ModelFolder::open(fixture(name)).expect(name);
+            assert!(!bare.lacks_tensors(), "{name}");
+            let spare = |folder: &ModelFolder| {
+                let unused = folder.unused_tensors().expect("weights");
+                assert!(unused.iter().all(|name| layout::is_spare(folder.config(), name)), "{unused:?}");
+                unused.into_iter().map(str::to_owned).collect::<Vec<_>>()
+            };
+            let without: Vec<String> = spare(&bare).into_iter().map(|name| format!("{prefix}{name}")).collect();
+            let dir = tempfile::tempdir().expect("a temporary folder");
+            for file in ["config.json", "modules.json"] {
+                fs::copy(fixture(name).join(file), dir.path().join(file)).expect("a copy");
+            }
+            fs::create_dir(dir.path().join("1_Pooling")).expect("a folder");
+            fs::copy(fixture(name).join("1_Pooling/config.json"), dir.path().join("1_Pooling/config.json"))
+                .expect("a copy");
+            add_tensors(bare.weights().expect(name), dir.path(), prefix, ["", ""], &[head]);
+            let headed = ModelFolder::open(dir.path()).expect(name);
+            assert!(!headed.lacks_tensors(), "{name}");
+            assert_eq!(spare(&headed), [&[head.to_owned()][..], &without].concat());
+        }
+    }
+
+    #[test]
+    fn a_sentence_model_has_one_kind_of_attention_and_its_pooling() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let open = |name: &str, change: &str, pooling: &str| {
+            fs::create_dir_all(dir.path().join("1_Pooling")).expect("a folder");
+            fs::copy(fixture(name).join("modules.json"), dir.path().join("modules.json")).expect("a copy");
+            let config = fs::read_to_string(fixture(name).join("config.json")).expect("a file");
+            fs::write(dir.path().join("config.json"), config.replacen('{', &format!("{{{change}"), 1)).expect("a file");
+            let pooling = format!("{{\"pooling_mode\": \"{pooling}\"}}");
+            fs::write(dir.path().join("1_Pooling/config.json"), pooling).expect("a file");
+            ModelFolder::open(dir.path()).map(|_| ()).map_err(|error| error.to_string())
+        };
+        assert_eq!(open("tiny-embedding", "", "lasttoken"), Ok(()));
+        assert_eq!(open("tiny-embedding", "\"is_causal\": true,", "lasttoken"), Ok(()));
+        assert_eq!(open("tiny-xlm-roberta", "", "cls"), Ok(()));
+        for (name, change, pooling, expected) in [
+            (
+                "tiny-embedding",
+                "",
+                "mean",
+                "pooling: mean or cls of Qwen3ForCausalLM is not supported; supported: lasttoken",
+            ),
+            ("tiny-xlm-roberta", "", "lasttoken", "pooling: lasttoken of RobertaModel is not supported"),
+            ("tiny-embedding", "\"is_causal\": false,", "lasttoken", "is_causal: false is not supported"),
+            (
+                "tiny-embedding",
+                "\"use_bidirectional_attention\": true,",
+                "lasttoken",
+                "use_bidirectional_attention: true",
+            ),
+        ] {
+            let message = open(name, change, pooling).expect_err(expected);
+            assert!(message.contains(expected) && !message.contains('\n'), "{message}");
+        }
+    }
+
     #[test]
     fn a_sentence_models_parts_must_agree() {
         let dir = tempfile::tempdir().expect("a temporary folder");
@@ -422,7 +516,7 @@ mod tests {
         let go_on = &mut |_, _| std::ops::ControlFlow::Continue(());
         synth(SynthSource::Preset("tiny-bert"), &out, &SynthOptions::default(), go_on).expect("a model");
         let folder = ModelFolder::open(&out).expect("the model");
-        assert_eq!((folder.bert_prefix().expect("weights"), folder.max_tokens()), ("", 128));
+        assert_eq!((folder.encoder_prefix().expect("weights"), folder.max_tokens()), ("", 128));
         assert!(folder.decoder().expect_err("an encoder").to_string().contains("BertModel for text generation"));
 
         let pooling = out.join("1_Pooling/config.json");
@@ -434,6 +528,6 @@ mod tests {
         // The same folder without its modules is a plain BERT.
         fs::remove_file(out.join("modules.json")).expect("there");
         let plain = ModelFolder::open(&out).expect("a plain BERT");
-        assert_eq!(plain.encoder().expect("an encoder").1.pooling, Pooling::Mean);
+        assert_eq!(plain.sentence_model().expect("an encoder").pooling, Pooling::Mean);
     }
 }

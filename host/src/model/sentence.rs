@@ -16,6 +16,8 @@ pub enum Pooling {
     Mean,
     /// The vector of the first token, `[CLS]`.
     Cls,
+    /// The vector of the last token, special ones included: the one that a decoder has seen all others at.
+    LastToken,
 }
 
 /// What a sentence embedding folder says beyond its encoder's config.json.
@@ -31,8 +33,12 @@ pub struct SentenceConfig {
     pub max_seq_length: Option<usize>,
     /// Whether the text is put in lower case before the tokenizer sees it (which may do so itself).
     pub lower_case: bool,
-    /// Put before every sentence; mostly empty.
-    pub prompt: String,
+    /// Texts to put before a sentence that say what it is for, by their names.
+    pub prompts: Vec<(String, String)>,
+    /// The one that is put before a sentence unless told otherwise.
+    pub default_prompt: Option<String>,
+    /// Whether a prompt's tokens are pooled, too.
+    pub pools_prompt: bool,
     /// The vectors' length as the pooling's configuration has it, to be checked against the encoder's.
     pub dim: Option<usize>,
 }
@@ -56,7 +62,9 @@ impl SentenceConfig {
             normalize: true,
             max_seq_length: None,
             lower_case: false,
-            prompt: String::new(),
+            prompts: Vec::new(),
+            default_prompt: None,
+            pools_prompt: true,
             dim: None,
         };
         let path = dir.join(MODULES);
@@ -71,7 +79,6 @@ impl SentenceConfig {
         let value = read_value(path)?;
         let modules = value.as_array().ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
         self.normalize = false;
-        let mut include_prompt = true;
         let mut seen: Vec<&str> = Vec::new();
         for module in modules {
             let module = Fields::new(path, module)?;
@@ -80,7 +87,7 @@ impl SentenceConfig {
             let folder = inside(dir, &module)?;
             match (kind, seen.as_slice()) {
                 ("Transformer", []) => self.transformer_dir = folder,
-                ("Pooling", ["Transformer"]) => include_prompt = self.read_pooling(&folder.join("config.json"))?,
+                ("Pooling", ["Transformer"]) => self.read_pooling(&folder.join("config.json"))?,
                 ("Normalize", ["Transformer", "Pooling"]) => self.normalize = true,
                 _ => return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED)),
             }
@@ -89,20 +96,11 @@ impl SentenceConfig {
         if seen.len() < 2 {
             return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED));
         }
-        self.read_prompt(&dir.join("config_sentence_transformers.json"))?;
-        if !include_prompt && !self.prompt.is_empty() {
-            return Err(ModelError::unsupported(
-                path,
-                "include_prompt",
-                "false",
-                "true where there is a default prompt",
-            ));
-        }
-        Ok(())
+        self.read_prompts(&dir.join("config_sentence_transformers.json"))?;
+        self.prompt(None).map(|_| ())
     }
 
-    /// Reads a pooling configuration; returns whether a prompt's tokens are pooled too.
-    fn read_pooling(&mut self, path: &Path) -> Result<bool, ModelError> {
+    fn read_pooling(&mut self, path: &Path) -> Result<(), ModelError> {
         let value = read_value(path)?;
         let fields = Fields::new(path, &value)?;
         let mut modes: Vec<String> = Vec::new();
@@ -129,30 +127,39 @@ impl SentenceConfig {
         self.pooling = match modes.iter().map(String::as_str).collect::<Vec<_>>()[..] {
             ["mean"] => Pooling::Mean,
             ["cls"] => Pooling::Cls,
+            ["lasttoken"] => Pooling::LastToken,
             _ => {
                 let given = if modes.is_empty() { "none".to_owned() } else { modes.join(" and ") };
-                return Err(ModelError::unsupported(path, "pooling", given, "mean or cls"));
+                return Err(ModelError::unsupported(path, "pooling", given, "mean, cls or lasttoken"));
             }
         };
         self.dim = match fields.whole("word_embedding_dimension", 1..=1 << 20)? {
             Some(dim) => Some(dim),
             None => fields.whole("embedding_dimension", 1..=1 << 20)?,
         };
-        Ok(fields.flag("include_prompt")?.unwrap_or(true))
+        self.pools_prompt = fields.flag("include_prompt")?.unwrap_or(true);
+        Ok(())
     }
 
-    fn read_prompt(&mut self, path: &Path) -> Result<(), ModelError> {
+    fn read_prompts(&mut self, path: &Path) -> Result<(), ModelError> {
         if !path.exists() {
             return Ok(());
         }
         let value = read_value(path)?;
         let fields = Fields::new(path, &value)?;
+        if let Some(prompts) = fields.object("prompts")? {
+            for (name, prompt) in prompts.entries() {
+                let prompt = prompt.as_str().ok_or_else(|| prompts.wrong(name, "a text"))?;
+                self.prompts.push((name.to_owned(), prompt.to_owned()));
+            }
+        }
         let Some(name) = fields.text("default_prompt_name")? else {
             return Ok(());
         };
-        let prompts = fields.object("prompts")?;
-        let prompt = prompts.as_ref().map(|p| p.text(name)).transpose()?.flatten();
-        self.prompt = prompt.ok_or_else(|| fields.wrong("default_prompt_name", "a name in \"prompts\""))?.to_owned();
+        if !self.prompts.iter().any(|(known, _)| known == name) {
+            return Err(fields.wrong("default_prompt_name", "a name in \"prompts\""));
+        }
+        self.default_prompt = Some(name.to_owned());
         Ok(())
     }
 
@@ -174,10 +181,28 @@ impl SentenceConfig {
         Ok(())
     }
 
-    /// The text as the tokenizer is to see it.
-    pub fn prepare(&self, text: &str) -> String {
-        let text = format!("{}{}", self.prompt, text);
-        if self.lower_case { text.to_lowercase() } else { text }
+    /// What is put before a sentence: the prompt called `name`, or the default one, if there is one.
+    fn prompt(&self, name: Option<&str>) -> Result<&str, ModelError> {
+        let Some(name) = name.or(self.default_prompt.as_deref()) else { return Ok("") };
+        let known = || self.prompts.iter().map(|(name, _)| name.clone()).collect();
+        let Some((_, prompt)) = self.prompts.iter().find(|(known, _)| known == name) else {
+            return Err(ModelError::Prompt { given: name.to_owned(), known: known() });
+        };
+        // The mean would be that of the tokens after the prompt's.
+        if !self.pools_prompt && self.pooling == Pooling::Mean && !prompt.is_empty() {
+            let path = self.transformer_dir.join("modules.json");
+            return Err(ModelError::unsupported(&path, "include_prompt", "false", "true where there is a prompt"));
+        }
+        Ok(prompt)
+    }
+
+    /// The text as the tokenizer is to see it, as a `prompt`, one of [`SentenceConfig::prompts`] by its name; `None`: the default one.
+    ///
+    /// # Errors
+    /// A prompt that the model does not have.
+    pub fn prepare(&self, prompt: Option<&str>, text: &str) -> Result<String, ModelError> {
+        let text = format!("{}{}", self.prompt(prompt)?, text);
+        Ok(if self.lower_case { text.to_lowercase() } else { text })
     }
 }
 
@@ -252,7 +277,9 @@ mod tests {
                 normalize: true,
                 max_seq_length: Some(256),
                 lower_case: false,
-                prompt: String::new(),
+                prompts: Vec::new(),
+                default_prompt: None,
+                pools_prompt: true,
                 dim: Some(384),
             }
         );
@@ -270,7 +297,7 @@ mod tests {
         assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
         assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
         assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
-        assert_eq!(config.prepare("  An \u{c9}cole "), "  an \u{e9}cole ");
+        assert_eq!(config.prepare(None, "  An \u{c9}cole ").expect("no prompt"), "  an \u{e9}cole ");
     }
 
     #[test]
@@ -282,13 +309,36 @@ mod tests {
     }
 
     #[test]
-    fn default_prompts_are_put_before() {
-        let prompts = json!({"prompts": {"query": "query: "}, "default_prompt_name": "query"});
-        let file = ("config_sentence_transformers.json", prompts);
-        let dir = folder(&[modules(&USUAL), ("1_Pooling/config.json", mean()), file.clone()]);
-        assert_eq!(SentenceConfig::open(dir.path()).expect("a prompt").prepare("hi"), "query: hi");
-        let without = json!({"pooling_mode_mean_tokens": true, "include_prompt": false});
-        assert!(refusal(&[modules(&USUAL), ("1_Pooling/config.json", without), file]).contains("include_prompt"));
+    fn prompts_are_put_before() {
+        const FILE: &str = "config_sentence_transformers.json";
+        let mut prompts = json!({"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"});
+        let usual = |prompts: &Value| [modules(&USUAL), ("1_Pooling/config.json", mean()), (FILE, prompts.clone())];
+        let config = SentenceConfig::open(folder(&usual(&prompts)).path()).expect("prompts");
+        let prepared = |name, text| config.prepare(name, text).expect("a prompt");
+        assert_eq!(prepared(None, "hi"), "query: hi");
+        assert_eq!((prepared(Some("query"), "a"), prepared(Some("document"), "a")), ("query: a".into(), "a".into()));
+        let message = config.prepare(Some("passage"), "hi").expect_err("no such prompt").to_string();
+        assert_eq!(message, "prompt passage: the model has none of this name, expected one of query, document");
+        let mut without = usual(&prompts);
+        without[1].1 = json!({"pooling_mode_mean_tokens": true, "include_prompt": false});
+        assert!(refusal(&without).contains("include_prompt"));
+        prompts["default_prompt_name"] = "other".into();
+        assert!(refusal(&usual(&prompts)).contains("default_prompt_name"));
+        prompts["default_prompt_name"] = Value::Null;
+        without[2].1 = prompts.clone();
+        let config = SentenceConfig::open(folder(&without).path()).expect("without a prompt it can be done");
+        assert_eq!(config.prepare(None, "a").expect("none"), "a");
+        assert!(config.prepare(Some("query"), "a").expect_err("not pooled").to_string().contains("include_prompt"));
+        // Whose last token is what counts, does not care.
+        without[1].1 =
+            json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true, "include_prompt": false});
+        let config = SentenceConfig::open(folder(&without).path()).expect("the last token");
+        assert_eq!(
+            (config.pooling, config.prepare(Some("query"), "a").ok()),
+            (Pooling::LastToken, Some("query: a".into()))
+        );
+        prompts["prompts"]["query"] = 1.into();
+        assert!(refusal(&usual(&prompts)).contains("query: 1, expected a text"));
     }
 
     #[test]
@@ -298,13 +348,13 @@ mod tests {
         assert!(message.contains("modules: Transformer, Pooling, Dense is not supported"), "{message}");
         for (pooling, word) in [
             (json!({"pooling_mode_max_tokens": true}), "mean and max"),
-            (json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true}), "lasttoken"),
+            (json!({"pooling_mode_lasttoken": true}), "mean and lasttoken"),
             (json!({"pooling_mode_mean_tokens": false}), "none"),
             (json!({"pooling_mode": "weightedmean"}), "weightedmean"),
         ] {
             let message = refusal(&[modules(&USUAL), ("1_Pooling/config.json", pooling)]);
             assert!(
-                message.contains(&format!("pooling: {word} is not supported; supported: mean or cls")),
+                message.contains(&format!("pooling: {word} is not supported; supported: mean, cls or lasttoken")),
                 "{message}"
             );
         }

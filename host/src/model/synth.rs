@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 33] = [
+pub const PRESETS: [&str; 35] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -85,6 +85,7 @@ pub const PRESETS: [&str; 33] = [
     "gemma-3-4b",
     "gemma-3-12b",
     "gemma-3-27b",
+    "smollm3-3b",
     "tiny-qwen3",
     "tiny-qwen3-moe",
     "tiny-qwen2",
@@ -92,6 +93,7 @@ pub const PRESETS: [&str; 33] = [
     "tiny-mistral",
     "tiny-mixtral",
     "tiny-gemma3",
+    "tiny-smollm3",
     "tiny-odd",
     "tiny-simt",
     "tiny-long",
@@ -125,7 +127,7 @@ impl Sizes {
 
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
-    use Architecture::{Gemma3, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe};
+    use Architecture::{Gemma3, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, SmolLm3};
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
     const GEMMA_VOCAB: usize = 262_144;
@@ -156,6 +158,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("gemma-3-4b",        Gemma3,  sizes(GEMMA_VOCAB_2, 2560, 10240, 34, (8, 4), 256, true,  131_072, 1e6, None)),
         ("gemma-3-12b",       Gemma3,  sizes(GEMMA_VOCAB_2, 3840, 15360, 48, (16, 8), 256, true, 131_072, 1e6, None)),
         ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)),
+        ("smollm3-3b",        SmolLm3, sizes(LLAMA_VOCAB, 2048, 11008, 36, (16, 4), 128, true,   65_536, 5e6, None)),
         ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
         ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
             .with_experts(8, 3, 64)),
@@ -165,6 +168,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-mixtral",      Mixtral, sizes(1024,         96,   80,    2, (6, 2),   16, false,   4_096, 1e6, None)
             .with_experts(4, 2, 80)),
         ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
+        ("tiny-smollm3",      SmolLm3, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 2e6, None)),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
@@ -278,6 +282,11 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             }
             let sliding = json!({ "rope_theta": 1e4, "rope_type": "default" });
             map.insert("rope_parameters".into(), json!({ "full_attention": full, "sliding_attention": sliding }));
+        }
+        (Architecture::SmolLm3, Value::Object(map)) => {
+            map.insert("mlp_bias".into(), false.into());
+            map.insert("no_rope_layer_interval".into(), if s.hidden < 1000 { 2.into() } else { 4.into() });
+            map.insert("use_sliding_window".into(), false.into());
         }
         (_, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());
@@ -824,7 +833,7 @@ mod tests {
             assert_eq!(folder.tokenizer().expect(name).vocab_size(), folder.config().vocab_size());
             if folder.sentence().is_some() {
                 assert_eq!((ids[0], ids[ids.len() - 1]), (3, 4));
-                assert_eq!(folder.encode_sentence(&"x".repeat(1000)).expect(name).len(), 128);
+                assert_eq!(folder.encode_sentence(None, &"x".repeat(1000)).expect(name).len(), 128);
             } else {
                 assert_eq!(folder.generation().eos_token_ids, [2]);
                 assert!(!folder.chat_template().expect(name).render(&[]).expect(name).is_empty());

@@ -801,8 +801,16 @@ fn off(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// Models with what `transformers` makes of them, a family each.
-const FIXTURES: [&str; 7] =
-    ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-mistral", "tiny-qwen3-moe", "tiny-mixtral", "tiny-gemma3"];
+const FIXTURES: [&str; 8] = [
+    "tiny-qwen3",
+    "tiny-llama",
+    "tiny-qwen2",
+    "tiny-mistral",
+    "tiny-qwen3-moe",
+    "tiny-mixtral",
+    "tiny-gemma3",
+    "tiny-smollm3",
+];
 
 /// What loading should reach of the slower of the bus and the disk.
 const LOAD_BAR_PERCENT: f64 = 80.0;

@@ -117,7 +117,7 @@ impl Case {
                 let cache = Cache { dtype: DType::Bf16, context, sequences: 1 };
                 let sources = match model.decoder() {
                     Ok(_) => decoder_sources(model, &[self.rows], cache, Head::AllLogits)?,
-                    Err(_) => sentence_sources(model, &[self.rows])?,
+                    Err(_) => sentence_sources(model, &[self.rows], cache)?,
                 };
                 sources.into_iter().next().ok_or(EngineError::Purpose("a pass"))?
             }

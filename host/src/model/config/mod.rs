@@ -39,13 +39,17 @@ pub enum Architecture {
     /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and MLP, windows in most
     /// layers, which turn positions by a base of their own.
     Gemma3,
+    /// `SmolLM3ForCausalLM`: Llama, some of whose layers do not turn queries and keys.
+    SmolLm3,
     /// `BertModel` and the models with a head on top of it, whose heads are not used: sentence embeddings.
     Bert,
+    /// `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, with a head on top or without: BERT that counts positions from another row on.
+    Roberta,
 }
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 8] = [
+    pub const ALL: [Architecture; 10] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -53,7 +57,9 @@ impl Architecture {
         Architecture::Mistral,
         Architecture::Mixtral,
         Architecture::Gemma3,
+        Architecture::SmolLm3,
         Architecture::Bert,
+        Architecture::Roberta,
     ];
 
     /// Whether its checkpoints have the factors of norms less one.
@@ -76,7 +82,9 @@ impl Architecture {
             Architecture::Mistral => "MistralForCausalLM",
             Architecture::Mixtral => "MixtralForCausalLM",
             Architecture::Gemma3 => "Gemma3ForCausalLM",
+            Architecture::SmolLm3 => "SmolLM3ForCausalLM",
             Architecture::Bert => "BertModel",
+            Architecture::Roberta => "RobertaModel",
         }
     }
 
@@ -90,22 +98,48 @@ impl Architecture {
             Architecture::Mistral => "mistral",
             Architecture::Mixtral => "mixtral",
             Architecture::Gemma3 => "gemma3_text",
+            Architecture::SmolLm3 => "smollm3",
             Architecture::Bert => "bert",
+            Architecture::Roberta => "roberta",
         }
     }
 
-    fn from_class_name(name: &str) -> Option<Architecture> {
+    /// Whether it is an encoder: its vectors are a sentence's, not the next token's.
+    pub const fn is_encoder(self) -> bool {
+        matches!(self, Architecture::Bert | Architecture::Roberta)
+    }
+
+    /// The architecture of a class: its own, the same without a head, or an encoder with one.
+    fn from_class_name(class: &str) -> Option<Architecture> {
+        const HEADS: [&str; 9] = [
+            "Model",
+            "ForMaskedLM",
+            "ForPreTraining",
+            "ForNextSentencePrediction",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+            "ForQuestionAnswering",
+            "ForMultipleChoice",
+            "LMHeadModel",
+        ];
+        match HEADS.iter().find_map(|head| class.strip_suffix(head)) {
+            Some("Bert") => Some(Architecture::Bert),
+            Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
+            _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
+            _ => {
+                let of_text =
+                    |a: &Architecture| class.strip_suffix("Model") == a.class_name().strip_suffix("ForCausalLM");
+                Architecture::ALL.into_iter().find(|a| a.class_name() == class || !a.is_encoder() && of_text(a))
+            }
+        }
+    }
+
+    /// The architecture of a `model_type`.
+    fn from_model_type(name: &str) -> Option<Architecture> {
         match name {
-            "BertForMaskedLM"
-            | "BertForPreTraining"
-            | "BertForNextSentencePrediction"
-            | "BertForSequenceClassification"
-            | "BertForTokenClassification"
-            | "BertForQuestionAnswering"
-            | "BertForMultipleChoice"
-            | "BertLMHeadModel" => Some(Architecture::Bert),
-            "Gemma3ForConditionalGeneration" => Some(Architecture::Gemma3),
-            _ => Architecture::ALL.into_iter().find(|a| a.class_name() == name),
+            "gemma3" => Some(Architecture::Gemma3),
+            "xlm-roberta" | "camembert" => Some(Architecture::Roberta),
+            _ => Architecture::ALL.into_iter().find(|a| a.model_type() == name),
         }
     }
 }
@@ -224,8 +258,12 @@ pub struct BertConfig {
     pub head_dim: usize,
     /// Added to the variance before the root.
     pub layer_norm_eps: f64,
-    /// Rows of the position embedding table: the longest input.
+    /// Which of the encoders.
+    pub architecture: Architecture,
+    /// Rows of the position embedding table.
     pub max_position_embeddings: usize,
+    /// Its row for a sentence's first token; less than there are.
+    pub first_position: usize,
     /// Rows of the token type embedding table. A sentence on its own is of type 0.
     pub type_vocab_size: usize,
     /// The MLP's function; [`Activation::Gelu`].
@@ -261,8 +299,8 @@ impl ModelConfig {
             refuse_experts(&fields, &["num_experts", "num_local_experts"])?;
         }
         match architecture {
-            Architecture::Bert => bert(&fields).map(ModelConfig::Bert),
-            other => decoder(&fields, other).map(ModelConfig::Decoder),
+            encoder if encoder.is_encoder() => bert(&fields, encoder).map(ModelConfig::Bert),
+            decoder => self::decoder(&fields, decoder).map(ModelConfig::Decoder),
         }
     }
 
@@ -270,7 +308,7 @@ impl ModelConfig {
     pub fn architecture(&self) -> Architecture {
         match self {
             ModelConfig::Decoder(c) => c.architecture,
-            ModelConfig::Bert(_) => Architecture::Bert,
+            ModelConfig::Bert(c) => c.architecture,
         }
     }
 
@@ -286,7 +324,7 @@ impl ModelConfig {
     pub fn max_position_embeddings(&self) -> usize {
         match self {
             ModelConfig::Decoder(c) => c.max_position_embeddings,
-            ModelConfig::Bert(c) => c.max_position_embeddings,
+            ModelConfig::Bert(c) => c.max_position_embeddings - c.first_position,
         }
     }
 }
@@ -311,9 +349,7 @@ fn architecture(fields: &Fields<'_>) -> Result<Architecture, ModelError> {
     let Some(model_type) = fields.text("model_type")? else {
         return Err(fields.wrong("architectures", format!("one of {}", supported())));
     };
-    Architecture::ALL
-        .into_iter()
-        .find(|a| a.model_type() == model_type || *a == Architecture::Gemma3 && model_type == "gemma3")
+    Architecture::from_model_type(model_type)
         .ok_or_else(|| fields.unsupported("model_type", Architecture::ALL.map(Architecture::model_type).join(", ")))
 }
 
@@ -417,7 +453,7 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     let default_kv_heads = match architecture {
         _ if fields.has("num_key_value_heads") => n_heads,
         Architecture::Mistral | Architecture::Mixtral => 8,
-        Architecture::Qwen3Moe | Architecture::Gemma3 => 4,
+        Architecture::Qwen3Moe | Architecture::Gemma3 | Architecture::SmolLm3 => 4,
         Architecture::Qwen2 | Architecture::Qwen3 => 32,
         _ => n_heads,
     };
@@ -464,13 +500,16 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     let flag = |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false));
     let attention_bias = match architecture {
         Architecture::Qwen2 => true,
-        Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Llama | Architecture::Gemma3 => {
-            flag("attention_bias")?
-        }
-        _ => false,
+        Architecture::Mistral | Architecture::Mixtral => false,
+        _ => flag("attention_bias")?,
     };
-    let slides = sliding_layers(fields, architecture, n_layers)?;
-    let rope_of = |slides: &bool| if *slides { ropes.sliding.clone() } else { ropes.full.clone() };
+    let turns = turning_layers(fields, architecture, n_layers)?;
+    let slides = sliding_layers(fields, architecture, &turns)?;
+    let rope_of = |(slides, turns): (&bool, &bool)| match (slides, turns) {
+        (_, false) => Rope::NONE,
+        (true, true) => ropes.sliding.clone(),
+        (false, true) => ropes.full.clone(),
+    };
     let intermediate_size = size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?;
     const SCALARS: std::ops::RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
@@ -487,13 +526,15 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         n_kv_heads,
         head_dim,
         rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(1e-6),
-        ropes: slides.iter().map(rope_of).collect(),
+        ropes: slides.iter().zip(&turns).map(rope_of).collect(),
         query_scalar,
         embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
-        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(is_gemma),
+        tie_word_embeddings: fields
+            .flag("tie_word_embeddings")?
+            .unwrap_or(matches!(architecture, Architecture::Gemma3 | Architecture::SmolLm3)),
         attention_bias,
         output_bias: attention_bias && architecture != Architecture::Qwen2,
-        mlp_bias: architecture == Architecture::Llama && flag("mlp_bias")?,
+        mlp_bias: matches!(architecture, Architecture::Llama | Architecture::SmolLm3) && flag("mlp_bias")?,
         qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Gemma3),
         max_position_embeddings,
         windows: windows(fields, architecture, &slides, max_position_embeddings)?,
@@ -502,8 +543,26 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     })
 }
 
-/// Which layers have a window, if the network has one.
-fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<bool>, ModelError> {
+/// Which layers turn queries and keys by their positions.
+fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<bool>, ModelError> {
+    if architecture != Architecture::SmolLm3 {
+        return Ok(vec![true; n_layers]);
+    }
+    // Called after those that do not, it says 1 of those that do.
+    let Some(given) = fields.wholes("no_rope_layers", 0..=1)? else {
+        let interval = fields.whole("no_rope_layer_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
+        return Ok((1..=n_layers).map(|layer| !layer.is_multiple_of(interval)).collect());
+    };
+    if given.len() < n_layers {
+        let found = given.len().to_string() + " entries";
+        return Err(ModelError::key(fields.path(), "no_rope_layers", found, format!("{n_layers}, one a layer")));
+    }
+    Ok(given[..n_layers].iter().map(|turns| *turns == 1).collect())
+}
+
+/// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
+fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool]) -> Result<Vec<bool>, ModelError> {
+    let n_layers = turns.len();
     const SLIDING: &str = "sliding_attention";
     let types = fields.texts("layer_types")?.unwrap_or_default();
     if let Some(other) = types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
@@ -521,6 +580,9 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usi
         let pattern = fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)?.unwrap_or(6);
         return Ok((1..=n_layers).map(|layer| !layer.is_multiple_of(pattern)).collect());
     }
+    if architecture == Architecture::SmolLm3 {
+        return Ok(turns.iter().map(|turns| !turns).collect());
+    }
     let first = match architecture {
         Architecture::Mistral | Architecture::Mixtral | Architecture::Qwen3Moe => 0,
         _ => fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28),
@@ -537,12 +599,16 @@ fn windows(
 ) -> Result<Vec<Option<usize>>, ModelError> {
     // Where the key is missing, and not null, transformers has one.
     let window = match fields.whole("sliding_window", 1..=MAX_POSITIONS)? {
-        None if !fields.has("sliding_window") && architecture != Architecture::Mixtral => Some(4096),
+        None if !fields.has("sliding_window")
+            && !matches!(architecture, Architecture::Mixtral | Architecture::SmolLm3) =>
+        {
+            Some(4096)
+        }
         window => window,
     };
     let is_active = match architecture {
         Architecture::Mistral | Architecture::Mixtral | Architecture::Gemma3 => true,
-        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe => {
+        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::SmolLm3 => {
             fields.flag("use_sliding_window")?.unwrap_or(false)
         }
         // Llama has no window, whatever the file says.
@@ -552,7 +618,7 @@ fn windows(
     Ok(slides.iter().map(|slides| window.filter(|_| *slides)).collect())
 }
 
-fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
+fn bert(fields: &Fields<'_>, architecture: Architecture) -> Result<BertConfig, ModelError> {
     let hidden_size = fields.required_whole("hidden_size", 1..=MAX_HIDDEN)?;
     let n_heads = fields.required_whole("num_attention_heads", 1..=MAX_HEADS)?;
     if !hidden_size.is_multiple_of(n_heads) {
@@ -566,7 +632,19 @@ fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
             return Err(fields.unsupported(key, "false (an encoder)"));
         }
     }
+    let max_position_embeddings = fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(512);
+    let first_position = match architecture {
+        // The row before is the padding's.
+        Architecture::Roberta => fields.whole("pad_token_id", 0..=MAX_VOCAB)?.unwrap_or(1) + 1,
+        _ => 0,
+    };
+    if first_position >= max_position_embeddings {
+        let found = max_position_embeddings.to_string();
+        let expected = format!("more than {first_position}, the row of the first position");
+        return Err(ModelError::key(fields.path(), "max_position_embeddings", found, expected));
+    }
     Ok(BertConfig {
+        architecture,
         vocab_size: fields.required_whole("vocab_size", 1..=MAX_VOCAB)?,
         hidden_size,
         intermediate_size: fields.required_whole("intermediate_size", 1..=MAX_INTERMEDIATE)?,
@@ -574,7 +652,8 @@ fn bert(fields: &Fields<'_>) -> Result<BertConfig, ModelError> {
         n_heads,
         head_dim: hidden_size / n_heads,
         layer_norm_eps: fields.real("layer_norm_eps", 0.0..=1.0)?.unwrap_or(1e-12),
-        max_position_embeddings: fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(512),
+        max_position_embeddings,
+        first_position,
         type_vocab_size: fields.whole("type_vocab_size", 1..=MAX_VOCAB)?.unwrap_or(2),
         hidden_act: activation(fields, "hidden_act", Activation::Gelu)?,
     })
@@ -814,7 +893,7 @@ mod tests {
             refused(json!({"architectures": ["GptOssForCausalLM"]})),
             "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
              Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
-             BertModel"
+             SmolLM3ForCausalLM, BertModel, RobertaModel"
         );
         for (change, word) in [
             (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -873,6 +952,75 @@ mod tests {
             assert!(message.contains("expected") && !message.contains('\n'), "{change}: {message}");
         }
         assert!(parse(&json!([1])).expect_err("a list").contains("expected a JSON object"));
+    }
+
+    #[test]
+    fn some_layers_of_smollm3_do_not_turn() {
+        let base = || with(llama(), &json!({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}));
+        let of = |change: Value| decoder_of(&with(base(), &change));
+        let turns = |config: &DecoderConfig| config.ropes.iter().map(|rope| *rope != Rope::NONE).collect::<Vec<_>>();
+        let usual = of(json!({}));
+        assert_eq!(turns(&usual), [true, true, true, false, true]);
+        assert_eq!((usual.ropes[0].theta, usual.tie_word_embeddings, usual.qk_norm), (2e6, true, false));
+        assert_eq!(usual.windows, [None; 5]);
+        assert_eq!(usual.ropes[3].inverse_frequencies(8), [0.0; 4]);
+        assert_eq!(turns(&of(json!({"no_rope_layer_interval": 2}))), [true, false, true, false, true]);
+        let given = json!({"no_rope_layers": [0, 1, 1, 1, 0, 1], "use_sliding_window": true, "sliding_window": 16});
+        let given = of(given);
+        assert_eq!(turns(&given), [false, true, true, true, false]);
+        assert_eq!(given.windows, [Some(16), None, None, None, Some(16)], "what turns sees everything");
+        for (change, expected) in [
+            (json!({"no_rope_layers": [0, 1]}), "no_rope_layers: 2 entries, expected 5, one a layer"),
+            (json!({"no_rope_layers": [0, 1, 2, 1, 1]}), "no_rope_layers"),
+            (json!({"no_rope_layer_interval": 0}), "no_rope_layer_interval: 0, expected"),
+        ] {
+            let message = parse(&with(base(), &change)).expect_err(expected);
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn classes_without_a_head_and_encoders_with_one() {
+        for (class, expected) in [
+            ("Qwen3Model", Some(Architecture::Qwen3)),
+            ("MistralModel", Some(Architecture::Mistral)),
+            ("Gemma3TextModel", Some(Architecture::Gemma3)),
+            ("BertForMaskedLM", Some(Architecture::Bert)),
+            ("XLMRobertaModel", Some(Architecture::Roberta)),
+            ("RobertaForSequenceClassification", Some(Architecture::Roberta)),
+            ("CamembertModel", Some(Architecture::Roberta)),
+            ("BertForCausalLM", None),
+            ("LlamaForMaskedLM", None),
+            ("Model", None),
+        ] {
+            assert_eq!(Architecture::from_class_name(class), expected, "{class}");
+        }
+        for architecture in Architecture::ALL {
+            assert_eq!(Architecture::from_class_name(architecture.class_name()), Some(architecture));
+            assert_eq!(Architecture::from_model_type(architecture.model_type()), Some(architecture));
+        }
+    }
+
+    #[test]
+    fn roberta_counts_from_the_row_after_the_paddings() {
+        let base = json!({
+            "architectures": ["XLMRobertaModel"], "hidden_act": "gelu", "hidden_size": 384, "intermediate_size": 1536,
+            "layer_norm_eps": 1e-5, "max_position_embeddings": 514, "model_type": "xlm-roberta", "num_attention_heads": 12,
+            "num_hidden_layers": 12, "pad_token_id": 1, "type_vocab_size": 1, "vocab_size": 250_002,
+        });
+        let of = |change: Value| parse(&with(base.clone(), &change));
+        for (change, first, longest) in
+            [(json!({}), 2, 512), (json!({"pad_token_id": null}), 2, 512), (json!({"pad_token_id": 0}), 1, 513)]
+        {
+            let config = of(change).expect("an encoder");
+            let ModelConfig::Bert(bert) = &config else { panic!("{config:?}") };
+            assert_eq!((bert.first_position, config.max_position_embeddings()), (first, longest));
+        }
+        let message = of(json!({"max_position_embeddings": 2})).expect_err("no room");
+        assert_eq!(
+            message,
+            "config.json: max_position_embeddings: 2, expected more than 2, the row of the first position"
+        );
     }
 
     #[test]

@@ -18,6 +18,8 @@ pub struct Rope {
 pub enum RopeScaling {
     /// Not at all.
     Default,
+    /// No pair is turned: an attention that does not know positions (NoPE; Kazemnejad et al., 2023).
+    Still,
     /// Every frequency divided by `factor`.
     Linear {
         /// At least 1.
@@ -53,6 +55,9 @@ pub enum RopeScaling {
 }
 
 impl Rope {
+    /// That of a layer that has none.
+    pub const NONE: Rope = Rope { theta: 1.0, scaling: RopeScaling::Still };
+
     /// What a query's product with a key is multiplied with, beside the attention's own scale: the square of what each is.
     pub fn score_factor(&self) -> f64 {
         match self.scaling {
@@ -72,6 +77,7 @@ impl Rope {
         let frequencies = powers.clone().map(|power| 1.0 / power);
         match self.scaling {
             RopeScaling::Default => frequencies.collect(),
+            RopeScaling::Still => vec![0.0; head_dim / 2],
             RopeScaling::Linear { factor } => frequencies.map(|f| f / factor as f32).collect(),
             RopeScaling::Llama3 {
                 factor,
@@ -161,7 +167,11 @@ pub(super) fn ropes(
         }
         None => given,
     };
-    let default_theta = if architecture == Architecture::Mixtral { 1e6 } else { 1e4 };
+    let default_theta = match architecture {
+        Architecture::Mixtral => 1e6,
+        Architecture::SmolLm3 => 2e6,
+        _ => 1e4,
+    };
     let full = rope(fields, given, ("rope_theta", default_theta), max_position_embeddings)?;
     Ok(Ropes { sliding: full.clone(), full })
 }

@@ -1,0 +1,252 @@
+"""Random models of every architecture, their files written by `transformers`: its results beside ours.
+
+    pip install sentence-transformers
+    cargo build --release
+    python tests/peers/random_models.py text 0 200 --program target/release/perpetua       # logits, by seed
+    python tests/peers/random_models.py sentences 0 100 --program target/release/perpetua  # embeddings
+
+A seed gives sizes (few of them round), RoPE scaling, windows, biases, experts, an element type, one file or shards, keys as today's
+or as older files have them; sentence models get a pooling, prompts, a head that nobody wants. Arithmetic is f32 on both sides. The
+`reference` executor must agree but for rounding; CPU threads, whose KV cache is bf16, by divergence (a router's tie that this turns
+shows as WRONG beside a reference that agrees). One line a model; --only KIND... chooses among the kinds.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
+
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3"]
+EXPERTS = ["mixtral", "qwen3_moe"]
+ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert"]
+DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
+
+
+def rope(r, kind):
+    """RoPE's parameters, scaled or not."""
+    given = {"rope_type": r.choice(["default", "default", "linear", "llama3", "yarn"]), "rope_theta": r.choice([1e4, 5e5, 1e6, 77.0])}
+    if given["rope_type"] == "default":
+        return given
+    given["factor"] = r.choice([1.0, 2.0, 4.0, 8.0])
+    if given["rope_type"] == "llama3":
+        given |= {"low_freq_factor": 1.0, "high_freq_factor": r.choice([2.0, 4.0]), "original_max_position_embeddings": r.choice([16, 64, 128])}
+    if given["rope_type"] == "yarn":
+        given["original_max_position_embeddings"] = r.choice([16, 32, 64, 128])
+        more = [{"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.3}, {"mscale": 1.0, "mscale_all_dim": 0.8}]
+        # transformers 5.24 looks for it in the wrong place where layers have parameters by type.
+        more += [{"truncate": False}] if kind != "gemma3_text" else []
+        for each in more:
+            given |= each if r.random() < 0.3 else {}
+    return given
+
+
+def text_config(r, kind):
+    head_dim = r.choice([2, 4, 8, 10, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128])
+    kv_heads = r.choice([1, 2, 3, 4])
+    heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
+    while heads * head_dim > 1024 and heads > kv_heads:
+        heads -= kv_heads
+    has_head_dim = kind not in ("qwen2", "llama", "mistral", "smollm3") or kind != "qwen2" and r.random() < 0.5
+    hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
+    if kind in ("llama", "gemma3_text", "smollm3"):  # transformers wants it so
+        hidden = heads * max(1, hidden // heads)
+    layers = r.choice([1, 2, 3, 4])
+    c = {
+        "vocab_size": r.choice([50, 128, 257, 512, 997, 1024, 3000]),
+        "hidden_size": hidden,
+        "intermediate_size": r.choice([8, 31, 48, 64, 96, 130, 192, 256, 333, 512]),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": r.random() < 0.5,
+        "rms_norm_eps": r.choice([1e-6, 1e-5, 1e-3]),
+        "max_position_embeddings": r.choice([128, 256, 512, 4096]),
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": rope(r, kind),
+    }
+    if has_head_dim:
+        c["head_dim"] = head_dim
+    if kind in ("llama", "smollm3"):
+        c |= {"attention_bias": r.random() < 0.4, "mlp_bias": r.random() < 0.4}
+    if kind in ("qwen3", "qwen3_moe"):
+        c["attention_bias"] = r.random() < 0.4
+    if kind in ("mistral", "mixtral"):
+        c["sliding_window"] = r.choice([None, 1, 3, 7, 16, 40, 4096])
+    if kind in ("qwen2", "qwen3", "qwen3_moe") and r.random() < 0.5:
+        c |= {"use_sliding_window": True, "sliding_window": r.choice([1, 5, 16, 50]), "max_window_layers": r.randrange(layers + 1)}
+    if kind == "smollm3":
+        c |= {"no_rope_layers": [r.choice([0, 1]) for _ in range(layers)]} if r.random() < 0.6 else {"no_rope_layer_interval": r.choice([1, 2, 4])}
+        c |= {"use_sliding_window": True, "sliding_window": r.choice([1, 5, 16, 50])} if r.random() < 0.4 else {}
+    if kind == "mixtral":
+        experts = r.choice([1, 2, 4, 8])
+        c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4))}
+    if kind == "qwen3_moe":
+        experts = r.choice([1, 4, 8, 16])
+        c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}
+        c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "decoder_sparse_step": r.choice([1, 1, 2])}
+        c["mlp_only_layers"] = r.sample(range(layers), r.randrange(2))
+    if kind == "gemma3_text":
+        c |= {"query_pre_attn_scalar": r.choice([head_dim, 100, 168]), "sliding_window": r.choice([2, 8, 16, 64])}
+        c["layer_types"] = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+        c["rope_parameters"] = {"full_attention": rope(r, kind), "sliding_attention": rope(r, kind)}
+    return c
+
+
+def randomise(model, r, kind, dtype):
+    """Weights that `dtype` holds, in f32, with which activations keep their size."""
+    gain = r.choice([1.0, 1.4])
+    embed = 0.5 if kind in ENCODERS else 0.03 if "gemma" in kind else 0.15
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(0, embed if "embed" in name else gain * (2 if "lm_head" in name else 1) / p.shape[-1] ** 0.5)
+            elif name.endswith("bias"):
+                p.normal_(0, 0.3)
+            else:
+                p.uniform_(0.5, 1.5).sub_(int("gemma" in kind))
+            p.copy_(p.to(dtype).float())
+    return model.eval()
+
+
+def older_keys(folder, r):
+    """config.json as earlier versions wrote it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype", None)
+    config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    if config["rope_scaling"] and r.random() < 0.5:
+        config["rope_scaling"]["type"] = config["rope_scaling"].pop("rope_type")
+    path.write_text(json.dumps(config))
+
+
+def text(r, seed, only, run):
+    kind = r.choice(only or DECODERS + EXPERTS)
+    c, dtype = text_config(r, kind), r.choice(DTYPES)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **c), experts_implementation="eager").float()
+    randomise(model, r, kind, dtype)
+    n = r.choice([1, 2, 7, 13, 33, 64, 65, 100])
+    ids = torch.randint(3, c["vocab_size"], (n,))
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        model.to(dtype).save_pretrained(folder, max_shard_size=r.choice(["50GB", "200KB"]))
+        if kind != "gemma3_text" and r.random() < 0.4:
+            older_keys(folder, r)
+        line, wrong = f"{seed} {kind} {n} tokens {str(dtype)[6:]}", False
+        for device in ["reference", "cpu"]:
+            found, said = run(folder, "logits", device, ["--ids", ",".join(map(str, ids.tolist()))])
+            if found is None:
+                line, wrong = f"{line}, {device}: {said}", True
+                continue
+            p, q = expected.log_softmax(-1), found["logits"].log_softmax(-1)
+            kl = (p.exp() * (p - q)).sum(-1).mean().item()
+            off = (expected - found["logits"]).abs().max().item()
+            wrong |= not (kl < 2e-3) or device == "reference" and not (off < 1e-3)
+            line += f", {device}: KL {kl:.1e} off {off:.1e}"
+        return line + (f" WRONG {(folder / 'config.json').read_text()}" if wrong else ""), wrong
+
+
+def sentence_folder(r, kind, dtype, folder):
+    """Writes a sentence model, and returns names of prompts."""
+    is_encoder = kind in ENCODERS
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    vocab = {token: at for at, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    heads, head_dim = r.choice([1, 2, 3, 4]), r.choice([8, 16, 24, 32, 64])
+    layers, hidden = r.choice([1, 2, 3]), heads * head_dim
+    c = {"vocab_size": len(vocab) + r.choice([0, 7, 100]), "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    c |= {"intermediate_size": r.choice([32, 96, 100, 257]), "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
+    if is_encoder:
+        c |= {"max_position_embeddings": r.choice([64, 130, 514]), "type_vocab_size": r.choice([1, 2]), "layer_norm_eps": r.choice([1e-12, 1e-5])}
+        c["pad_token_id"] = 1 if kind == "bert" else r.choice([1, 3])
+        longest = c["max_position_embeddings"] - (0 if kind == "bert" else c["pad_token_id"] + 1)
+    else:
+        c |= {"max_position_embeddings": 512, "num_key_value_heads": r.choice([1, heads]), "tie_word_embeddings": r.random() < 0.5}
+        c |= {"head_dim": head_dim} if kind != "qwen2" else {}
+        if kind == "gemma3_text":
+            c |= {"sliding_window": r.choice([8, 64]), "query_pre_attn_scalar": head_dim}
+        longest = r.choice([64, 300, 512])
+    has_head = r.random() < 0.4
+    of = (AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM) if has_head else AutoModel
+    randomise(of.from_config(AutoConfig.for_model(kind, **c)).float(), r, kind, dtype).to(dtype).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    around = "<s> $A </s>" if is_encoder or r.random() < 0.3 else "$A </s>"
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 2)])
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **names).save_pretrained(folder)
+    modules = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if r.random() < 0.6 else {})
+    listed = [{"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"} for at, (kind, path) in enumerate(modules.items())]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    pooling = r.choice(["mean_tokens", "cls_token"]) if is_encoder else "lasttoken"
+    keys = {f"pooling_mode_{each}": each == pooling for each in ["mean_tokens", "cls_token", "lasttoken"]}
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": hidden, **keys}))
+    if r.random() < 0.5:
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": longest, "do_lower_case": False}))
+    prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": r.choice([None, "query"])}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return [None, *prompts["prompts"]]
+
+
+def sentences(r, seed, only, run):
+    from sentence_transformers import SentenceTransformer
+
+    kind, dtype = r.choice(only or ENCODERS + DECODERS), r.choice(DTYPES)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        prompt = r.choice(sentence_folder(r, kind, dtype, folder))
+        texts = ["".join(chr(r.randrange(32, 127)) for _ in range(r.choice([1, 5, 20, 60, 100, 200, 600]))) for _ in range(4)]
+        library = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
+        expected = torch.stack([torch.tensor(library.encode(each, prompt_name=prompt)) for each in texts])
+        line, wrong = f"{seed} {kind} prompt {prompt} {str(dtype)[6:]}", False
+        for device in ["reference", "cpu"]:
+            named = ["--prompt-name", prompt] if prompt else []
+            found, said = run(folder, "embed", device, [*named, "--", *texts])
+            if found is None:
+                line, wrong = f"{line}, {device}: {said}", True
+                continue
+            off = ((expected - found["embeddings"]).norm(dim=1) / expected.norm(dim=1)).max().item()
+            wrong |= not (off < (2e-5 if device == "reference" else 3e-2))
+            line += f", {device}: off {off:.1e}"
+        return line + (f" WRONG {(folder / 'config.json').read_text()}" if wrong else ""), wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["text", "sentences"])
+    parser.add_argument("first", type=int)
+    parser.add_argument("end", type=int)
+    parser.add_argument("--program", default="target/release/perpetua")
+    parser.add_argument("--only", nargs="*", default=[])
+    args = parser.parse_args()
+
+    def run(folder, verb, device, more):
+        out = folder / "out.safetensors"
+        command = [args.program, verb, "--model", str(folder), "--device", device, "--out", str(out), *more]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return (load_file(out), done.stderr) if done.returncode == 0 else (None, done.stderr.strip())
+
+    torch.set_num_threads(1)
+    n_wrong = 0
+    for seed in range(args.first, args.end):
+        torch.manual_seed(seed)
+        line, wrong = {"text": text, "sentences": sentences}[args.what](random.Random(seed), seed, args.only, run)
+        print(line, flush=True)
+        n_wrong += wrong
+    print(f"{n_wrong} of {args.end - args.first} wrong")
+    raise SystemExit(bool(n_wrong))
+
+
+main()
