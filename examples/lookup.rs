@@ -5,7 +5,7 @@
 
 use perpetua::Model;
 use perpetua_device::advance::{advance, advance_verified, draft, step_from};
-use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::control::{Control, NO_PROGRAM, Request};
 use perpetua_shared::image::{ProgramDesc, VERIFIES};
 use perpetua_shared::limits::MAX_DRAFTS;
 use std::cell::RefCell;
@@ -47,7 +47,7 @@ fn passes(prompt: &[u32], answer: &[u32], max_drafts: u32) -> Vec<usize> {
     let mut control = Control {
         n_tokens: prompt.len() as u32 + 1,
         produced: 1,
-        max_new_tokens: answer.len() as u32,
+        requests: [Request::greedy(answer.len() as u32); _],
         max_context: text.len() as u32,
         max_drafts,
         n_drafts: max_drafts,

@@ -20,6 +20,8 @@ mod flags;
 mod held;
 #[path = "cpu/interpreted.rs"]
 mod interpreted;
+#[path = "cpu/joining.rs"]
+mod joining;
 #[path = "cpu/lookup.rs"]
 mod lookup;
 #[path = "cpu/memory.rs"]

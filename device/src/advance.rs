@@ -6,7 +6,7 @@
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::lookup;
 use perpetua_shared::TaskFlags;
-use perpetua_shared::control::{Control, End, NO_PROGRAM, Sequence, Step};
+use perpetua_shared::control::{Control, End, NO_PROGRAM, Request, Sequence, Step};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::image::VERIFIES;
 use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc};
@@ -43,7 +43,7 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
         program_runs: control.program_runs[program as usize],
         first_pos,
         rows,
-        sampling: u32::from(rows == pending && control.max_new_tokens > 0),
+        sampling: u32::from(rows == pending && control.requests[0].max_new_tokens > 0),
         iteration,
         sequence: 0,
     }
@@ -110,7 +110,6 @@ pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: imp
     if step.sampling == 0 {
         control.sequences[step.sequence as usize].position += step.rows;
     } else {
-        let stops = &control.stop_tokens[..control.n_stop_tokens as usize];
         for (number, sequence) in control.sequences[..control.n_sequences as usize].iter_mut().enumerate() {
             if sequence.end != End::Running as u32 {
                 continue;
@@ -120,14 +119,10 @@ pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: imp
             sequence.n_tokens += 1;
             sequence.produced += 1;
             control.produced += 1;
-            let end = if stops.contains(&token) {
+            let end = if is_stop(&control.stop_tokens, &control.requests[number], token) {
                 End::StopToken
-            } else if sequence.produced >= control.max_new_tokens {
-                End::MaxTokens
-            } else if sequence.position >= control.max_context {
-                End::ContextFull
             } else {
-                End::Running
+                end_of(&control.requests[number], sequence.produced, sequence.position, control.max_context)
             };
             sequence.end = end as u32;
             control.end = end as u32;
@@ -199,7 +194,7 @@ pub fn draft(
     }
     let Some(at) = programs.iter().position(|program| program.in_token_loop == VERIFIES) else { return };
     // Each but the last row gives one of the tokens that are still to be made, and has a place in the cache.
-    let to_make = control.max_new_tokens.saturating_sub(control.produced + 1);
+    let to_make = control.requests[0].max_new_tokens.saturating_sub(control.produced + 1);
     let places = control.max_context.saturating_sub(step.first_pos + 1);
     let most = control.n_drafts.min(programs[at].max_rows - 1).min(to_make).min(places);
     let Some(first) = lookup::continuation(control.n_tokens, &token).filter(|_| most > 0) else { return };
@@ -223,11 +218,29 @@ fn end_pass(control: &mut Control) -> Step {
 fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
     control.n_tokens += 1;
     control.produced += 1;
-    if control.stop_tokens[..control.n_stop_tokens as usize].contains(&token) {
+    if is_stop(&control.stop_tokens, &control.requests[0], token) {
         End::StopToken
-    } else if control.produced >= control.max_new_tokens {
+    } else {
+        end_of(&control.requests[0], control.produced, next_pos, control.max_context)
+    }
+}
+
+/// Whether `token` is one of `stop_tokens` that end what is asked for.
+#[inline(always)]
+fn is_stop(stop_tokens: &[u32], request: &Request, token: u32) -> bool {
+    let mut is_stop = false;
+    for (at, stop) in (0..).zip(stop_tokens) {
+        is_stop |= request.stops >> at & 1 != 0 && *stop == token;
+    }
+    is_stop
+}
+
+/// How a sequence ends that has `produced` tokens and read all before `next_pos`, unless its last token stops it.
+#[inline(always)]
+fn end_of(request: &Request, produced: u32, next_pos: u32, max_context: u32) -> End {
+    if produced >= request.max_new_tokens {
         End::MaxTokens
-    } else if next_pos >= control.max_context {
+    } else if next_pos >= max_context {
         End::ContextFull
     } else {
         End::Running
@@ -275,7 +288,8 @@ mod tests {
     }
 
     fn control(n_tokens: u32, max_new_tokens: u32, max_context: u32) -> Control {
-        Control { n_tokens, max_new_tokens, max_context, ..bytemuck::Zeroable::zeroed() }
+        let requests = [Request::greedy(max_new_tokens); _];
+        Control { n_tokens, max_context, requests, ..bytemuck::Zeroable::zeroed() }
     }
 
     #[test]
@@ -294,7 +308,8 @@ mod tests {
     fn stop_tokens_the_context_and_the_host_end_it() {
         let programs = programs(&[1, 8]);
         let mut stopped = control(5, 100, 100);
-        stopped.n_stop_tokens = 2;
+        stopped.requests[0].stops = 0b10;
+        stopped.stop_tokens = [8; _];
         stopped.stop_tokens[1] = 9;
         assert_eq!(passes(&mut stopped, &programs, 9).len(), 1);
         assert_eq!(stopped.end, End::StopToken as u32);
@@ -351,7 +366,8 @@ mod tests {
 
     #[test]
     fn a_batch_reads_its_prompts_one_by_one_and_goes_on_together() {
-        let mut control = Control { n_stop_tokens: 1, ..control(0, 4, 12) };
+        let mut control = control(0, 4, 12);
+        control.requests[1].stops = 1;
         control.stop_tokens[0] = 7;
         let found = batch(&mut control, &batch_programs(), &[11, 2, 1], 9);
         // The last token of each prompt is left to the passes together; the one of a single token has no other.
@@ -367,7 +383,6 @@ mod tests {
         assert_eq!((control.sequences[0].position, control.sequences[0].n_tokens), (12, 13));
 
         // Rows end with the last sequence that runs.
-        let mut control = Control { n_stop_tokens: 1, ..control };
         (control.produced, control.end, control.sequences) = (0, 0, [Sequence::default(); _]);
         control.program_runs = Default::default();
         control.max_context = 100;
@@ -438,8 +453,8 @@ mod tests {
                 (rule >> ((2 * last) & 31)).wrapping_add(salt) % 4
             };
             let max_context = prompt.len() as u32 + room;
-            let plain = Control { max_new_tokens, max_context, n_stop_tokens: 1, ..bytemuck::Zeroable::zeroed() };
-            let mut plain = Control { stop_tokens: [stop; _], ..plain };
+            let mut plain = Control { stop_tokens: [stop; _], ..control(0, max_new_tokens, max_context) };
+            plain.requests[0].stops = 1;
             let mut guessing = Control { max_drafts, n_drafts: max_drafts, ..plain };
             let (expected, one_by_one) = text_of(&mut plain, &prompt, next);
             let (found, passes) = text_of(&mut guessing, &prompt, next);

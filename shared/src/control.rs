@@ -42,6 +42,33 @@ pub struct Sequence {
     pub end: u32,
 }
 
+/// What is asked of a sequence. `repr(C)`, words only.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct Request {
+    /// Tokens to make at most in this run; 0: read the prompt and end.
+    pub max_new_tokens: u32,
+    /// f32 bits; 0 means greedy.
+    pub temperature: u32,
+    /// f32 bits in (0, 1]; 1 keeps everything.
+    pub top_p: u32,
+    /// 0 keeps everything.
+    pub top_k: u32,
+    /// Seed of the draws, low and high word.
+    pub seed: [u32; 2],
+    /// Which of [`Control::stop_tokens`] end it: bit `i` stands for number `i`.
+    pub stops: u32,
+}
+
+impl Request {
+    /// The likeliest tokens, at most so many, whatever they are.
+    pub const fn greedy(max_new_tokens: u32) -> Request {
+        Request { max_new_tokens, temperature: 0, top_p: 1.0f32.to_bits(), top_k: 0, seed: [0; 2], stops: 0 }
+    }
+}
+
+const _: () = assert!(MAX_STOP_TOKENS <= u32::BITS as usize, "every stop token has a bit");
+
 /// [`Step::program`] of a step that ends the loop.
 pub const NO_PROGRAM: u32 = u32::MAX;
 
@@ -93,22 +120,10 @@ pub struct Control {
     pub end: u32,
     /// Tokens known: the prompt's and those made. `tokens[..n_tokens]` of the token buffer is valid.
     pub n_tokens: u32,
-    /// Tokens to make at most in this run; 0: read the prompt and end.
-    pub max_new_tokens: u32,
     /// Positions of the KV cache.
     pub max_context: u32,
-    /// How many of [`Control::stop_tokens`] count.
-    pub n_stop_tokens: u32,
-    /// Token ids that end the run.
+    /// Token ids that end a sequence whose [`Request::stops`] say so.
     pub stop_tokens: [u32; MAX_STOP_TOKENS],
-    /// f32 bits; 0 means greedy.
-    pub temperature: u32,
-    /// f32 bits in (0, 1]; 1 keeps everything.
-    pub top_p: u32,
-    /// 0 keeps everything.
-    pub top_k: u32,
-    /// Seed of the sampler, low and high word; sequence `s` of a batch draws with the seed `s` higher.
-    pub seed: [u32; 2],
     /// Tokens that a pass may guess and verify at most; 0: none are guessed.
     pub max_drafts: u32,
     /// How many of them the next pass that does may have.
@@ -121,6 +136,8 @@ pub struct Control {
     pub n_sequences: u32,
     /// The sequences of a batch.
     pub sequences: [Sequence; MAX_SEQUENCES],
+    /// What is asked of each; of one sequence alone, the first.
+    pub requests: [Request; MAX_SEQUENCES],
     /// The iteration that runs, or the next one.
     pub step: Step,
 }

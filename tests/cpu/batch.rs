@@ -22,7 +22,7 @@ fn fixture(name: &str) -> Model {
 }
 
 /// Prompts of these lengths, each of other tokens.
-fn prompts(model: &Model, lengths: &[usize]) -> Vec<Vec<u32>> {
+pub(super) fn prompts(model: &Model, lengths: &[usize]) -> Vec<Vec<u32>> {
     let vocab = model.config().vocab_size();
     let prompt = |(salt, len): (usize, &usize)| (0..*len).map(|i| ((i * 131 + salt * 17 + 7) % vocab) as u32).collect();
     lengths.iter().enumerate().map(prompt).collect()
@@ -41,7 +41,7 @@ fn config(device: Device, threads: usize, sequences: Option<usize>) -> EngineCon
     }
 }
 
-fn options(max_new_tokens: usize) -> GenerateOptions {
+pub(super) fn options(max_new_tokens: usize) -> GenerateOptions {
     GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
 }
 
@@ -190,7 +190,7 @@ fn what_a_batch_cannot_be_is_refused_in_a_line() {
 
 /// What a GPU runs batches by.
 #[derive(Clone, Copy, Debug)]
-enum On {
+pub(super) enum On {
     /// The simulated GPU.
     Simt,
     /// The PTX, behind the driver's calls.
@@ -198,7 +198,7 @@ enum On {
 }
 
 impl On {
-    fn config(self, n_sms: u32, config: EngineConfig) -> EngineConfig {
+    pub(super) fn config(self, n_sms: u32, config: EngineConfig) -> EngineConfig {
         match self {
             On::Simt => EngineConfig { device: Device::Simt, threads: Some(n_sms as usize), ..config },
             On::Ptx(mode) => {

@@ -19,7 +19,7 @@ use perpetua::model::synth::preset_config;
 use perpetua_device::kernels::elementwise::{self, Function};
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::{Elementwise, Numbered, param_words};
-use perpetua_shared::control::{ALL_ROWS, Control, End, Step};
+use perpetua_shared::control::{ALL_ROWS, Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::{DType, Operand, ProgramId};
 use proptest::prelude::*;
@@ -339,7 +339,7 @@ fn what_is_decoded_can_be_run() {
         accepted += 1;
         let control = Control {
             n_tokens: 5,
-            max_new_tokens: 2,
+            requests: [Request::greedy(2); _],
             max_context: 16,
             step: Step { program: 1, rows: 4, ..Step::default() },
             ..bytemuck::Zeroable::zeroed()
@@ -465,7 +465,8 @@ fn a_host_follows_the_token_loop() {
     let mut threads = Threads::new(compiled.image, memory, options).unwrap();
     // A prompt of five zeros, in a pass of four and one that makes the first token.
     let step = Step { program: 1, rows: 4, ..Step::default() };
-    let control = Control { n_tokens: 5, max_new_tokens: 3, max_context: 16, step, ..bytemuck::Zeroable::zeroed() };
+    let requests = [Request::greedy(3); _];
+    let control = Control { n_tokens: 5, requests, max_context: 16, step, ..bytemuck::Zeroable::zeroed() };
     threads.start(control);
     assert_eq!(threads.finish().unwrap().end, End::MaxTokens as u32);
     let expected: Vec<u32> = (5..8).map(|position| threads.token(position)).collect();

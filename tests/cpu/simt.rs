@@ -19,7 +19,7 @@ use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::advance::step_from;
 use perpetua_device::kernels::{Attention, Numbered, Spec, Use};
-use perpetua_shared::control::{Control, End, Step};
+use perpetua_shared::control::{Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
 use perpetua_shared::{DType, DataOp, TaskFlags, Technique, Techniques, WorkerId};
@@ -334,7 +334,8 @@ fn another_thread_stops_the_token_loop() {
     let mut simt = Simt::new(compiled.image.clone(), memory, Options::default());
     simt.set_tokens(&IDS[..6]);
     let mut run = |max_new_tokens, stopper: &Stopper| {
-        let mut control = Control { n_tokens: 6, max_new_tokens, max_context: 24, ..bytemuck::Zeroable::zeroed() };
+        let requests = [Request::greedy(max_new_tokens); _];
+        let mut control = Control { n_tokens: 6, requests, max_context: 24, ..bytemuck::Zeroable::zeroed() };
         control.step = step_from(&control, compiled.image.view().programs, 0, 0);
         simt.start_with(control, stopper);
         let control = simt.finish().expect("it runs");
@@ -634,7 +635,7 @@ fn a_tokens_first_tiles_are_brought_ahead() {
         let mut simt = Simt::new(compiled.image.clone(), memory, Options { seed, ..Options::default() });
         simt.set_tokens(&IDS[..1]);
         let step = Step { rows: 1, sampling: 1, ..Step::default() };
-        simt.start(Control { max_new_tokens: 3, step, ..one_pass(1) });
+        simt.start(Control { requests: [Request::greedy(3); _], step, ..one_pass(1) });
         let control = simt.finish().unwrap_or_else(|error| panic!("{error}"));
         assert_eq!((control.end, control.produced), (End::MaxTokens as u32, 3));
         assert_eq!(simt.report().bytes_copied, 3 * all + ahead);

@@ -1228,10 +1228,11 @@ fn push_control(case: &mut Case, random: &mut Random, control: &Control) {
 fn sample(random: &mut Random, round: usize) {
     let n = random.one_to(120);
     let mut control = Control::zeroed();
-    control.temperature = if round.is_multiple_of(5) { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
-    control.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
-    control.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
-    control.seed = [random.next() as u32, random.next() as u32];
+    let request = &mut control.requests[0];
+    request.temperature = if round.is_multiple_of(5) { 0.0f32 } else { 0.5 + random.below(3) as f32 * 0.4 }.to_bits();
+    request.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
+    request.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
+    request.seed = [random.next() as u32, random.next() as u32];
     let mut case = Case::new::<Sample>(sample::Params {});
     let mut logits = Vec::new();
     case.push(random, DType::F32, &[1, n], |random| {
@@ -1268,12 +1269,13 @@ fn sample(random: &mut Random, round: usize) {
 fn advance(random: &mut Random, _: usize) {
     let mut control = Control::zeroed();
     control.n_tokens = random.one_to(9);
-    control.max_new_tokens = random.below(4);
+    control.requests[0].max_new_tokens = random.below(4);
     control.max_context = 8 + random.below(4);
     control.produced = random.below(3);
     control.stop = u32::from(random.below(5) == 0);
-    control.n_stop_tokens = random.below(3);
+    control.requests[0].stops = random.below(4);
     control.stop_tokens[0] = 99;
+    control.stop_tokens[2] = 98;
     control.program_runs[0] = random.below(9);
     control.step = Step {
         first_pos: random.below(control.n_tokens),

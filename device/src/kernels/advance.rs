@@ -81,7 +81,9 @@ impl MacroKernel for Advance {
         // `stop` is the host's word. `produced` goes last, its own and each sequence's: a host that sees it sees the token
         // too.
         for (i, word) in out.iter().enumerate().filter(|(i, _)| *i != STOP / 4 && *i != PRODUCED / 4) {
-            atomic(&words, i).store(*word, Ordering::Release);
+            if *word != load(&words, i) {
+                atomic(&words, i).store(*word, Ordering::Release);
+            }
         }
         atomic(&words, PRODUCED / 4).store(out[PRODUCED / 4], Ordering::Release);
         Ok(())

@@ -16,7 +16,7 @@ use perpetua::{Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Mod
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::Technique;
-use perpetua_shared::control::{Control, Step};
+use perpetua_shared::control::{Control, Request, Step};
 use perpetua_shared::image::VERIFIES;
 use perpetua_shared::limits::MAX_DRAFTS;
 use serde_json::json;
@@ -233,7 +233,8 @@ fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize) -> Result<serde
         for (rows, took) in (1..).zip(&mut took) {
             let program = if rows == 1 { 0 } else { verify.unwrap_or(0) as u32 };
             let step = Step { program, first_pos, rows, sampling: 1, ..Step::default() };
-            let control = Control { n_tokens, max_context, max_new_tokens: 1, step, ..bytemuck::Zeroable::zeroed() };
+            let requests = [Request::greedy(1); _];
+            let control = Control { n_tokens, max_context, requests, step, ..bytemuck::Zeroable::zeroed() };
             engine.resident_mut().start(control);
             engine.resident_mut().finish()?;
             let stamps = engine.stamps();

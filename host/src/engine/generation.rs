@@ -28,38 +28,41 @@ pub(super) struct Run<'a> {
     pub(super) resident: &'a mut Resident,
     stopper: Stopper,
     timer: Option<Timer>,
-    ended: bool,
+    pub(super) ended: bool,
 }
 
 impl<'a> Run<'a> {
-    /// Starts `resident` from `control`, until `deadline` at the longest.
-    ///
-    /// # Errors
-    /// The system gives no thread that looks at the clock.
-    pub(super) fn start(
-        resident: &'a mut Resident,
-        control: Control,
-        deadline: Option<Instant>,
-    ) -> Result<Run<'a>, EngineError> {
-        let stopper = Stopper::default();
-        // Before the run, which may be over when it has been started.
-        let timer = deadline.map(|deadline| Timer::new(deadline, &stopper)).transpose();
-        let timer = timer.map_err(EngineError::Threads)?.flatten();
-        resident.start_with(control, &stopper);
-        Ok(Run { resident, stopper, timer, ended: false })
-    }
-
-    /// None: there is nothing to do.
+    /// None: there is nothing to do yet.
     pub(super) fn none(resident: &'a mut Resident) -> Run<'a> {
         Run { resident, stopper: Stopper::default(), timer: None, ended: true }
     }
 
-    fn is_over(&mut self) -> bool {
+    /// Begins from `control`, until `deadline` at the longest; the one before has ended. Returns what ends it.
+    ///
+    /// # Errors
+    /// The system gives no thread that looks at the clock.
+    pub(super) fn begin(&mut self, control: Control, deadline: Option<Instant>) -> Result<Stopper, EngineError> {
+        assert!(self.ended, "one run at a time");
+        let stopper = Stopper::default();
+        // Before the run, which may be over when it has been started.
+        let timer = deadline.map(|deadline| Timer::new(deadline, &stopper)).transpose();
+        self.timer = timer.map_err(EngineError::Threads)?.flatten();
+        self.resident.start_with(control, &stopper);
+        (self.stopper, self.ended) = (stopper, false);
+        Ok(self.stopper.clone())
+    }
+
+    /// Has it end after the pass under way.
+    pub(super) fn stop(&self) {
+        self.stopper.stop();
+    }
+
+    pub(super) fn is_over(&mut self) -> bool {
         self.ended || !self.resident.is_running()
     }
 
     /// Waits for its end. Then what it has made is all there.
-    fn finish(&mut self) -> Result<Control, RunError> {
+    pub(super) fn finish(&mut self) -> Result<Control, RunError> {
         self.ended = true;
         let outcome = self.resident.finish();
         self.timer = None;
@@ -121,21 +124,17 @@ impl Drop for Timer {
     }
 }
 
-/// A generation of several sequences under way: iterate over `(sequence, token)`. Each sequence's tokens come in order.
-#[derive(Debug)]
-pub struct BatchGeneration<'a> {
-    pub(super) run: Run<'a>,
-    pub(super) each: Vec<Made<'a>>,
-}
-
 /// What one sequence has made.
 #[derive(Debug)]
 pub(super) struct Made<'a> {
     pub(super) text: Option<DecodeStream<'a>>,
     /// Where its next token lies in the token buffer.
     pub(super) next: usize,
+    /// Of those of the run.
     pub(super) taken: usize,
-    /// The last one taken, when its text ends inside a character: what follows may complete it, and where nothing follows
+    /// The last one that was taken.
+    pub(super) last: Option<u32>,
+    /// That one, when its text ends inside a character: what follows may complete it, and where nothing follows
     /// it is this one's text that has the rest.
     pub(super) held: Option<Token>,
     pub(super) end: Option<End>,
@@ -143,12 +142,13 @@ pub(super) struct Made<'a> {
 
 impl Made<'_> {
     /// The next of `produced` tokens.
-    fn take(&mut self, resident: &Resident, produced: u32) -> Result<Option<Token>, EngineError> {
+    pub(super) fn take(&mut self, resident: &Resident, produced: u32) -> Result<Option<Token>, EngineError> {
         while produced as usize > self.taken {
             if let Some(token) = self.held.take() {
                 return Ok(Some(token));
             }
             let id = resident.token(self.next);
+            self.last = Some(id);
             (self.next, self.taken) = (self.next + 1, self.taken + 1);
             let (text, is_whole) = match &mut self.text {
                 Some(stream) => (stream.push(id)?, stream.is_whole()),
@@ -164,77 +164,12 @@ impl Made<'_> {
     }
 
     /// The token that waited for another, which does not come.
-    fn take_last(&mut self) -> Result<Option<Token>, EngineError> {
+    pub(super) fn take_last(&mut self) -> Result<Option<Token>, EngineError> {
         let Some(mut token) = self.held.take() else { return Ok(None) };
         if let Some(stream) = self.text.take() {
             token.text.push_str(&stream.finish()?);
         }
         Ok(Some(token))
-    }
-}
-
-impl BatchGeneration<'_> {
-    /// Asks the run to end after the tokens under way; those already made can still be taken.
-    pub fn stop(&self) {
-        self.run.stopper.stop();
-    }
-
-    /// What does the same, from any thread.
-    pub fn stopper(&self) -> Stopper {
-        self.run.stopper.clone()
-    }
-
-    /// Why sequence `sequence` ended, once all have.
-    pub fn end(&self, sequence: usize) -> Option<End> {
-        self.each.get(sequence)?.end
-    }
-
-    /// A token that has been made, of the sequence of which the fewest have been taken.
-    fn take(&mut self) -> Result<Option<(usize, Token)>, EngineError> {
-        let resident = &*self.run.resident;
-        loop {
-            let waiting = self.each.iter_mut().enumerate();
-            let waiting = waiting.filter(|(number, made)| resident.produced_of(*number) as usize > made.taken);
-            let Some((number, made)) = waiting.min_by_key(|(_, made)| made.taken) else { break };
-            if let Some(token) = made.take(resident, resident.produced_of(number))? {
-                return Ok(Some((number, token)));
-            }
-        }
-        for (number, made) in self.each.iter_mut().enumerate().filter(|_| self.run.ended) {
-            if let Some(token) = made.take_last()? {
-                return Ok(Some((number, token)));
-            }
-        }
-        Ok(None)
-    }
-}
-
-impl Iterator for BatchGeneration<'_> {
-    type Item = Result<(usize, Token), EngineError>;
-
-    fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
-        loop {
-            let is_over = self.run.is_over();
-            if let Some(token) = self.take().transpose() {
-                return Some(token);
-            }
-            if self.run.ended {
-                return None;
-            }
-            if is_over {
-                match self.run.finish() {
-                    Ok(control) => {
-                        for (made, sequence) in self.each.iter_mut().zip(&control.sequences) {
-                            made.end = self.run.stopper.end(sequence.end);
-                        }
-                    }
-                    Err(error) => return Some(Err(error.into())),
-                }
-                // The reference has run as a whole; its tokens are there only now.
-                continue;
-            }
-            self.run.resident.rest();
-        }
     }
 }
 

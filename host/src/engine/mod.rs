@@ -12,6 +12,7 @@
 //! # Ok::<(), perpetua::EngineError>(())
 //! ```
 
+mod batch;
 mod embedder;
 mod generation;
 #[allow(unsafe_code, reason = "inputs and tokens of an executor that is idle")]
@@ -21,8 +22,9 @@ use generation::{Made, Run, text_stream};
 use resident::Place;
 
 pub use crate::exec::Stopper;
+pub use batch::BatchGeneration;
 pub use embedder::Embedder;
-pub use generation::{BatchGeneration, Generation};
+pub use generation::Generation;
 pub use resident::Resident;
 
 use crate::compile::{CompileError, Source};
@@ -33,7 +35,7 @@ use crate::exec::threads::Pinning;
 use crate::exec::{RunError, cuda};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
-use perpetua_shared::control::{Control, End, NO_PROGRAM};
+use perpetua_shared::control::{Control, End, NO_PROGRAM, Request};
 use perpetua_shared::image::{EVERY_SEQUENCE, VERIFIES};
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::{DType, ProgramId};
@@ -232,6 +234,14 @@ pub enum EngineError {
         /// Sequences there are caches for.
         sequences: usize,
     },
+    /// A batch has no cache for another sequence.
+    #[error(
+        "all {sequences} sequences of the batch are under way: expected one to have ended (see EngineConfig::sequences)"
+    )]
+    Full {
+        /// Sequences there are caches for.
+        sequences: usize,
+    },
     /// An option out of range.
     #[error("{name} {given}: expected {expected}")]
     Option {
@@ -273,7 +283,8 @@ pub struct GenerateOptions {
     pub stop_tokens: Option<Vec<u32>>,
     /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
     /// conversation then takes as long as what is new in it. But for the order of sums nothing changes: on the CPU, where prompts are read
-    /// [exactly](EngineConfig::exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. Batches do without.
+    /// [exactly](EngineConfig::exact), not a bit; elsewhere tokens that were made have been rounded as made, not as read. In a batch
+    /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model, model::chat::ChatMessage};
@@ -318,6 +329,18 @@ impl GenerateOptions {
         self.max_time.and_then(|time| Instant::now().checked_add(time))
     }
 
+    /// What of them a control block has for each sequence; which tokens stop it depends on the others.
+    fn request(&self) -> Request {
+        Request {
+            max_new_tokens: u32::try_from(self.max_new_tokens).unwrap_or(u32::MAX),
+            temperature: self.temperature.to_bits(),
+            top_p: self.top_p.to_bits(),
+            top_k: self.top_k.min(u32::MAX as usize) as u32,
+            seed: [self.seed as u32, (self.seed >> 32) as u32],
+            stops: 0,
+        }
+    }
+
     fn check(&self) -> Result<(), EngineError> {
         let bad = |name, given: String, expected| Err(EngineError::Option { name, given, expected });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
@@ -333,6 +356,28 @@ impl GenerateOptions {
             _ => Ok(()),
         }
     }
+}
+
+/// The tokens that end a text of `model` made with `options`.
+fn stop_tokens(model: &Model, options: &GenerateOptions) -> Result<Vec<u32>, EngineError> {
+    let stop = options.stop_tokens.as_ref().unwrap_or(&model.generation().eos_token_ids);
+    if stop.len() > MAX_STOP_TOKENS {
+        let given = format!("{} of them in generation_config.json", stop.len());
+        return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
+    }
+    Ok(stop.clone())
+}
+
+/// Whether `model` can read `prompt` with a cache of `context` positions.
+fn check_prompt(model: &Model, context: usize, prompt: &[u32]) -> Result<(), EngineError> {
+    if prompt.is_empty() {
+        return Err(EngineError::EmptyPrompt);
+    }
+    if prompt.len() > context {
+        return Err(EngineError::PromptTooLong { tokens: prompt.len(), context, model: model.max_tokens() });
+    }
+    model::check_token_ids(prompt, model.config().vocab_size())?;
+    Ok(())
 }
 
 /// One token, as it is made.
@@ -539,18 +584,7 @@ impl Engine {
     }
 
     fn check_prompt(&self, prompt: &[u32]) -> Result<(), EngineError> {
-        if prompt.is_empty() {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if prompt.len() > self.context {
-            return Err(EngineError::PromptTooLong {
-                tokens: prompt.len(),
-                context: self.context,
-                model: self.model.max_tokens(),
-            });
-        }
-        model::check_token_ids(prompt, self.model.config().vocab_size())?;
-        Ok(())
+        check_prompt(&self.model, self.context, prompt)
     }
 
     /// Starts a generation from `prompt`: an iterator over the tokens as they are made. Dropping it stops the run.
@@ -573,11 +607,11 @@ impl Engine {
         // Without a run, what is counted is an earlier run's.
         let taken = if has_work { 0 } else { self.resident.produced() as usize };
         let end = (!has_work).then_some(End::MaxTokens);
-        let made = Made { text, next: prompt.len(), taken, held: None, end };
-        let run = match has_work {
-            true => Run::start(&mut self.resident, control, deadline)?,
-            false => Run::none(&mut self.resident),
-        };
+        let made = Made { text, next: prompt.len(), taken, last: None, held: None, end };
+        let mut run = Run::none(&mut self.resident);
+        if has_work {
+            run.begin(control, deadline)?;
+        }
         Ok(Generation { run, made, prompt_len: prompt.len(), reused })
     }
 
@@ -605,39 +639,31 @@ impl Engine {
         prompts: &[P],
         options: &GenerateOptions,
     ) -> Result<BatchGeneration<'_>, EngineError> {
+        let sequences = self.sequences;
+        let mut batch = self.batch()?;
+        if prompts.is_empty() || prompts.len() > sequences {
+            return Err(EngineError::Batch { prompts: prompts.len(), sequences });
+        }
+        let prompts: Vec<&[u32]> = prompts.iter().map(AsRef::as_ref).collect();
+        options.check()?;
+        prompts.iter().try_for_each(|prompt| check_prompt(batch.model(), batch.context(), prompt))?;
+        for (number, prompt) in prompts.iter().enumerate() {
+            let seed = options.seed.wrapping_add(number as u64);
+            batch.put(prompt, &GenerateOptions { seed, reuse_prefix: false, ..options.clone() })?;
+        }
+        batch.go_on()?;
+        Ok(batch)
+    }
+
+    /// A batch that nobody has joined yet: see [`BatchGeneration::add`].
+    ///
+    /// # Errors
+    /// An engine that was not made with [`EngineConfig::sequences`].
+    pub fn batch(&mut self) -> Result<BatchGeneration<'_>, EngineError> {
         if self.sequences == 0 {
             return Err(EngineError::Purpose("batches: see EngineConfig::sequences"));
         }
-        let deadline = options.deadline();
-        if prompts.is_empty() || prompts.len() > self.sequences {
-            return Err(EngineError::Batch { prompts: prompts.len(), sequences: self.sequences });
-        }
-        let prompts: Vec<&[u32]> = prompts.iter().map(AsRef::as_ref).collect();
-        prompts.iter().try_for_each(|prompt| self.check_prompt(prompt))?;
-        let mut control = self.control(options)?;
-        control.n_sequences = prompts.len() as u32;
-        // Those there are no prompts for have nothing to do.
-        control.sequences[prompts.len()..].iter_mut().for_each(|sequence| sequence.end = End::MaxTokens as u32);
-        let part = self.context + 1;
-        let mut each = Vec::new();
-        for (number, prompt) in prompts.iter().enumerate() {
-            control.sequences[number].n_tokens = prompt.len() as u32;
-            self.resident.set_tokens(number * part, prompt);
-        }
-        control.step = perpetua_device::advance::batch_step(&control, self.resident.compiled.image.view().programs, 0);
-        let has_work = options.max_new_tokens > 0;
-        for (number, prompt) in prompts.iter().enumerate() {
-            let next = number * part + prompt.len();
-            // Without a run, what is counted is an earlier run's.
-            let taken = if has_work { 0 } else { self.resident.produced_of(number) as usize };
-            let end = (!has_work).then_some(End::MaxTokens);
-            each.push(Made { text: text_stream(&self.model)?, next, taken, held: None, end });
-        }
-        let run = match has_work {
-            true => Run::start(&mut self.resident, control, deadline)?,
-            false => Run::none(&mut self.resident),
-        };
-        Ok(BatchGeneration { run, each })
+        Ok(BatchGeneration::new(&self.model, &mut self.resident, self.context, self.sequences))
     }
 
     /// A control block for `options`, without tokens and step.
@@ -646,23 +672,11 @@ impl Engine {
             return Err(EngineError::Purpose("generating tokens"));
         }
         options.check()?;
-        let stop = match &options.stop_tokens {
-            Some(stop) => stop.clone(),
-            None => self.model.generation().eos_token_ids.clone(),
-        };
-        if stop.len() > MAX_STOP_TOKENS {
-            let given = format!("{} of them in generation_config.json", stop.len());
-            return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
-        }
+        let stop = stop_tokens(&self.model, options)?;
         let mut control: Control = bytemuck::Zeroable::zeroed();
-        control.max_new_tokens = u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX);
         control.max_context = self.context as u32;
-        control.n_stop_tokens = stop.len() as u32;
         control.stop_tokens[..stop.len()].copy_from_slice(&stop);
-        control.temperature = options.temperature.to_bits();
-        control.top_p = options.top_p.to_bits();
-        control.top_k = options.top_k.min(u32::MAX as usize) as u32;
-        control.seed = [options.seed as u32, (options.seed >> 32) as u32];
+        control.requests[0] = Request { stops: (1 << stop.len()) - 1, ..options.request() };
         Ok(control)
     }
 

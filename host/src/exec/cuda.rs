@@ -1153,7 +1153,8 @@ fn refuse_too_large(gpu: &Gpu, compiled: &Compiled, layout: &Layout) -> Result<(
 
 /// The steps of a run from `control`'s on, pass by pass, unless a stop token, the host or a fault ends it before.
 fn steps(control: &Control, programs: &[ProgramDesc]) -> impl Iterator<Item = Step> {
-    let mut control = Control { n_stop_tokens: 0, stop: 0, ..*control };
+    let mut control = Control { stop: 0, ..*control };
+    control.requests.iter_mut().for_each(|request| request.stops = 0);
     std::iter::from_fn(move || {
         let step = Some(control.step).filter(|step| step.program != NO_PROGRAM)?;
         match control.n_sequences {

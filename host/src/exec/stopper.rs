@@ -80,19 +80,24 @@ impl Stopper {
 
     /// Whether the run is to end.
     pub(crate) fn is_told(&self) -> bool {
-        self.run.why.load(Ordering::Relaxed) != End::Running as u32
+        self.why().is_some()
     }
 
     /// Why the run ended, where its control block says `end`: workers know that they were stopped, not why.
     pub(crate) fn end(&self, end: u32) -> Option<End> {
         match End::from_u32(end) {
-            Some(End::Stopped) => End::from_u32(self.run.why.load(Ordering::Relaxed)),
+            Some(End::Stopped) => self.why(),
             end => end,
         }
     }
 
+    /// Why the run is to end, if it is.
+    pub(crate) fn why(&self) -> Option<End> {
+        End::from_u32(self.run.why.load(Ordering::Relaxed)).filter(|why| *why != End::Running)
+    }
+
     /// From now on `bring` is called when the run is to end; at once if it is already.
-    pub(super) fn open(&self, bring: impl Fn() + Send + 'static) {
+    pub(crate) fn open(&self, bring: impl Fn() + Send + 'static) {
         let mut slot = self.run.bring();
         // Told before the lock was taken: perhaps by somebody who found nothing to call. Later: they wait for the lock.
         if self.is_told() {
@@ -102,7 +107,7 @@ impl Stopper {
     }
 
     /// The run has ended: what [`Stopper::open`] was given is never called again when this returns, nor kept.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         *self.run.bring() = None;
     }
 }

@@ -9,9 +9,7 @@ use crate::arch::shared;
 use crate::block::{Candidate, FREE_SHARED};
 use crate::gpu::Tensor;
 use crate::gpu::math::exp;
-use core::mem::offset_of;
 use perpetua_shared::FaultCode;
-use perpetua_shared::control::Control;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
@@ -33,15 +31,16 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
             return Err(call.fault(FaultCode::NotANumber, position, 0, 0));
         }
         let word = |offset: usize| control.get_word(offset as u32 / 4);
-        let temperature = f32::from_bits(word(offset_of!(Control, temperature)));
+        let sequence = call.sequence();
+        let temperature = f32::from_bits(word(request!(temperature of sequence)));
         let mut token = best.index;
         if temperature > 0.0 {
             let draw = Draw { logits: &logits, block, max: best.value, temperature };
-            let seed_at = offset_of!(Control, seed);
+            let seed_at = request!(seed of sequence);
             token = draw.token(
-                word(offset_of!(Control, top_k)),
-                f32::from_bits(word(offset_of!(Control, top_p))),
-                uniform(seed_of([word(seed_at), word(seed_at + 4)], call.sequence()), position),
+                word(request!(top_k of sequence)),
+                f32::from_bits(word(request!(top_p of sequence))),
+                uniform([word(seed_at), word(seed_at + 4)], position),
             );
         }
         if block.thread == 0 {

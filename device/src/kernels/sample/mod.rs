@@ -3,13 +3,12 @@
 //! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32, or [1], where
 //! the token alone is wanted.
 //!
-//! The draw is a function of seed and position alone, so a run can be repeated on any executor. Sequence s of a batch has the
-//! seed that is s higher.
+//! The draw is a function of seed and position alone, so a run can be repeated on any executor. Each sequence of a batch has a
+//! [`Request`] of its own.
 
 use super::*;
 mod gpu;
-#[cfg(not(target_arch = "nvptx64"))]
-use perpetua_shared::control::Control;
+use perpetua_shared::control::{Control, Request};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::{DType, FaultCode};
 
@@ -31,11 +30,15 @@ pub fn uniform(seed: [u32; 2], position: u32) -> f64 {
     ((z ^ z >> 31) >> 11) as f64 / (1u64 << 53) as f64
 }
 
-/// The seed of sequence `sequence` of a batch.
-fn seed_of([low, high]: [u32; 2], sequence: u32) -> [u32; 2] {
-    let (low, carry) = low.overflowing_add(sequence);
-    [low, high.wrapping_add(u32::from(carry))]
+/// Where field `$field` of sequence `$sequence`'s request is in the control block, in bytes.
+macro_rules! request {
+    ($field:ident of $sequence:expr) => {
+        core::mem::offset_of!(Control, requests)
+            + $sequence as usize * size_of::<Request>()
+            + core::mem::offset_of!(Request, $field)
+    };
 }
+use request;
 
 impl MacroKernel for Sample {
     const NAME: &'static str = "sample";
@@ -91,7 +94,8 @@ fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault
     }
     let [logits, values, indices, control, tokens] = core::array::from_fn(|i| call.tensor(i));
     let word = |offset: usize| super::advance::load(&control, offset / 4);
-    let temperature = f32::from_bits(word(core::mem::offset_of!(Control, temperature)));
+    let sequence = call.step.sequence;
+    let temperature = f32::from_bits(word(request!(temperature of sequence)));
     let position = call.step.first_pos + call.step.rows;
     let mut best = (f32::NEG_INFINITY, -1);
     for b in 0..values.extent(0) {
@@ -105,16 +109,16 @@ fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault
     }
     let mut token = best.1;
     if temperature > 0.0 {
-        let top_k = word(core::mem::offset_of!(Control, top_k)) as usize;
-        let top_p = f32::from_bits(word(core::mem::offset_of!(Control, top_p)));
-        let seed_at = core::mem::offset_of!(Control, seed);
+        let top_k = word(request!(top_k of sequence)) as usize;
+        let top_p = f32::from_bits(word(request!(top_p of sequence)));
+        let seed_at = request!(seed of sequence);
         token = draw(
             logits.slice::<f32, 2>([0, 0], logits.extent(1)),
             best.0,
             temperature,
             top_k,
             top_p,
-            uniform(seed_of([word(seed_at), word(seed_at + 4)], call.step.sequence), position),
+            uniform([word(seed_at), word(seed_at + 4)], position),
             candidates,
         ) as i32;
     }
