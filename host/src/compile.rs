@@ -8,6 +8,7 @@ use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
+use crate::parallel::side_by_side;
 use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
@@ -17,7 +18,6 @@ use perpetua_shared::limits::MAX_TASK_EVENTS;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// One program to compile.
@@ -270,34 +270,6 @@ fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), Co
         return Err(CompileError::JustInTime { op: blocks.ops[op].name.clone(), why });
     }
     Ok(())
-}
-
-/// `f` of every item and its number, on as many threads as there are cores; the results in the items' order.
-fn side_by_side<T: Send, U: Send>(items: Vec<T>, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {
-    let n_threads = std::thread::available_parallelism().map_or(1, usize::from).min(items.len());
-    if n_threads <= 1 {
-        return items.into_iter().enumerate().map(|(number, item)| f(number, item)).collect();
-    }
-    let queue = Mutex::new(items.into_iter().enumerate());
-    let work = || {
-        let mut done = Vec::new();
-        loop {
-            // A statement of its own: the lock is not held while `f` runs.
-            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some((number, item)) = next else { return done };
-            done.push((number, f(number, item)));
-        }
-    };
-    let mut done = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..n_threads).map(|_| scope.spawn(work)).collect();
-        let mut done = work();
-        for other in others {
-            done.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
-        }
-        done
-    });
-    done.sort_by_key(|(number, _)| *number);
-    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Everything about program `number` that the others do not matter to.
@@ -599,6 +571,10 @@ impl Layout {
             ..Parts::default()
         };
         debug_assert_eq!(parts.events.len(), FIRST_PROGRAM_EVENT.idx());
+        let workers = || programs.iter().flat_map(|program| &program.plan.workers);
+        // By far the longest.
+        parts.data.reserve_exact(workers().map(|worker| worker.data.len()).sum());
+        parts.prefetches.reserve_exact(workers().map(|worker| worker.prefetches.len()).sum());
         for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
             self.add_program(&mut parts, program, *rows, *in_token_loop);
         }

@@ -18,6 +18,7 @@ pub mod graph;
 pub mod image;
 pub mod memory;
 pub mod model;
+mod parallel;
 pub mod ptx;
 pub mod schedule;
 

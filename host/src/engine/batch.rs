@@ -109,7 +109,7 @@ impl<'a> BatchGeneration<'a> {
 
     /// Another sequence, which joins those under way: they wait while its prompt is read, and go on with the tokens that they would have made
     /// without it. Returns its number; they count up from 0. With [`GenerateOptions::reuse_prefix`] it gets the free cache that has
-    /// most of its prompt.
+    /// most of its prompt; of several as good, the one that others have left least in.
     ///
     /// ```no_run
     /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
@@ -328,11 +328,13 @@ impl<'a> BatchGeneration<'a> {
             let most = if options.reuse_prefix { slot.cached.min(prompt.len() - 1) } else { 0 };
             let is_there = |i: &usize| self.run.resident.token(at * part + i) == prompt[*i];
             let position = (0..most).take_while(is_there).count();
-            if best.is_none_or(|(_, most)| position > most) {
-                best = Some((at, position));
+            // Of those with as much of it, the one that loses least to it.
+            let lost = if options.reuse_prefix { slot.cached } else { 0 };
+            if best.is_none_or(|(_, most, least)| (position, least) > (most, lost)) {
+                best = Some((at, position, lost));
             }
         }
-        let Some((at, position)) = best else { return Err(EngineError::Full { sequences: self.slots.len() }) };
+        let Some((at, position, _)) = best else { return Err(EngineError::Full { sequences: self.slots.len() }) };
         self.run.resident.set_tokens(at * part, prompt);
         let made = Made { text, next: at * part + prompt.len(), taken: 0, last: None, held: None, end: None };
         self.slots[at].followed = Some(Followed {

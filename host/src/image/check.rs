@@ -439,11 +439,11 @@ impl Judge<'_> {
             let mut next = vec![0usize; lists.len()];
             // Workers blocked on an event, and workers that may go on.
             let mut blocked: Vec<Vec<usize>> = vec![Vec::new(); view.events.len()];
-            // Likewise on a task that writes what the next one reads; how many of these have been seen done.
+            // Likewise on a task that writes what the next one reads; how many of each list of these have been seen done.
             let first = program.task_first;
             let mut is_done = vec![false; program.task_count as usize];
             let mut reading: Vec<Vec<usize>> = vec![Vec::new(); program.task_count as usize];
-            let mut seen = vec![0; lists.len()];
+            let mut seen = vec![0; writers.lists().len()];
             let mut ready: Vec<usize> = (0..lists.len()).collect();
             let fired = |counts: &[u32], event: u32| counts[event as usize] >= view.events[event as usize].num_triggers;
             let mut done = 0u32;
@@ -454,14 +454,15 @@ impl Judge<'_> {
                         blocked[event as usize].push(worker);
                         break;
                     }
-                    let missing =
-                        writers.of(id).enumerate().skip(seen[worker]).find(|(_, of)| !is_done[(of - first) as usize]);
-                    if let Some((at, of)) = missing {
-                        seen[worker] = at;
+                    let missing = writers.of(id).iter().find_map(|list| {
+                        let (list, seen) = (&writers.lists()[*list as usize], &mut seen[*list as usize]);
+                        *seen += list[*seen..].iter().take_while(|of| is_done[(**of - first) as usize]).count();
+                        list.get(*seen)
+                    });
+                    if let Some(of) = missing {
                         reading[(of - first) as usize].push(worker);
                         break;
                     }
-                    seen[worker] = 0;
                     is_done[(id - first) as usize] = true;
                     ready.append(&mut reading[(id - first) as usize]);
                     next[worker] += 1;

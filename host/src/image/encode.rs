@@ -129,5 +129,5 @@ pub fn encode(parts: &Parts) -> Result<Image, ImageError> {
     }
     header.checksum = checksum(&words[size_of::<ImageHeader>() / 8..]);
     words[..size_of::<ImageHeader>() / 8].copy_from_slice(bytemuck::cast_slice(bytemuck::bytes_of(&header)));
-    Image::from_words(words)
+    Image::of_words(words)?.judged()
 }

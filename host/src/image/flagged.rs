@@ -7,7 +7,6 @@ use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::rc::Rc;
 
 /// Bytes of a binding, from its start.
 type Bytes = Range<u64>;
@@ -20,23 +19,31 @@ struct Touch {
     task: u32,
 }
 
-/// Per task, the tasks that write what it reads: a list for each of its flagged operands.
-#[derive(Debug, Default)]
+/// Per task, the tasks that write what it reads: a list for each of its flagged operands, which others that read the same have, too.
+#[derive(Debug)]
 pub(super) struct Writers {
-    of: HashMap<u32, Vec<Rc<[u32]>>>,
+    /// Numbers of lists.
+    of: Vec<Vec<u32>>,
+    /// Tasks.
+    lists: Vec<Vec<u32>>,
 }
 
 impl Writers {
-    /// Those of `task`, in a fixed order; some may be there twice.
-    pub(super) fn of(&self, task: u32) -> impl Iterator<Item = u32> + '_ {
-        self.of.get(&task).into_iter().flatten().flat_map(|writers| writers.iter().copied())
+    /// Those of `task`, as numbers of lists.
+    pub(super) fn of(&self, task: u32) -> &[u32] {
+        &self.of[task as usize]
+    }
+
+    /// The lists.
+    pub(super) fn lists(&self) -> &[Vec<u32>] {
+        &self.lists
     }
 }
 
 /// Who waits for whom, or the first thing wrong with what is flagged, and where.
 pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
     let view = image.view();
-    let mut writers = Writers::default();
+    let mut writers = Writers { of: vec![Vec::new(); view.tasks.len()], lists: Vec::new() };
     // Of all programs.
     let (mut written, mut read): (Vec<Touch>, Vec<Touch>) = Default::default();
     for (number, program) in view.programs.iter().enumerate() {
@@ -66,11 +73,11 @@ pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
             return Err((image.task_name(other.task), what));
         }
     }
-    let mut known: HashMap<(u32, Bytes, usize), Rc<[u32]>> = HashMap::new();
+    let mut known: HashMap<(u32, Bytes, usize), u32> = HashMap::new();
     for Touch { binding, bytes, program, task } in read {
         let key = (binding, bytes.clone(), program);
         if let Some(list) = known.get(&key) {
-            writers.of.entry(task).or_default().push(list.clone());
+            writers.of[task as usize].push(*list);
             continue;
         }
         let mut at = bytes.start;
@@ -88,9 +95,10 @@ pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
             let what = format!("reads flagged bytes {at}..{end} of b{binding}, which no task of its program writes");
             return Err((image.task_name(task), what));
         }
-        let list: Rc<[u32]> = list.into();
-        known.insert(key, list.clone());
-        writers.of.entry(task).or_default().push(list);
+        let number = writers.lists.len() as u32;
+        writers.lists.push(list);
+        known.insert(key, number);
+        writers.of[task as usize].push(number);
     }
     Ok(writers)
 }

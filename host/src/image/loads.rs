@@ -1,6 +1,7 @@
 //! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
 
 use super::Image;
+use crate::parallel::side_by_side;
 use perpetua_device::kernels::{self, Spec, linear};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{PACE_PASS, TILE_BARRIERS, TILE_BYTES};
@@ -32,41 +33,47 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
             return Err(("image".to_owned(), format!("{len} {what} ops, but its heads end at {at}")));
         }
     }
-    for (number, program) in view.programs.iter().enumerate() {
-        for worker in 0..view.n_workers {
-            let at = number * per_program + worker as usize;
-            let own = |heads: &[u32]| heads[at] as usize..heads[at + 1] as usize;
-            let data = &loads.data[own(loads.data_heads)];
-            let prefetches = &loads.prefetches[own(loads.prefetch_heads)];
-            let place = |what: String| (format!("p{number} w{worker}"), what);
-            memory(image, data).map_err(place)?;
-            let list = view.list(number, WorkerId(worker));
-            ahead(program, data).map_err(place)?;
-            near(image, list.len(), data.len(), prefetches).map_err(place)?;
-            let mut left = data;
-            let has_ahead = data.first().is_some_and(|op| op.ahead > 0);
-            let is_in_the_way = |id: u32, left: &[DataOp]| {
-                let takes_memory = kernels::takes_memory_for_one_row(view.tasks[id as usize].task_type);
-                match has_ahead && left.is_empty() && takes_memory {
-                    true => Err((image.task_name(id), "takes the memory where tiles come ahead of a pass".to_owned())),
-                    false => Ok(()),
-                }
-            };
-            // Launched just in time it may come last on any worker.
-            view.just_in_time(number).iter().try_for_each(|id| is_in_the_way(*id, &[]))?;
-            for &id in list {
-                let task = &view.tasks[id as usize];
-                let Some((own, rest)) = left.split_at_checked(task.tiles as usize) else {
-                    return Err((image.task_name(id), format!("{} tiles, w{worker} has {}", task.tiles, left.len())));
-                };
-                tiles(image, program, task, own).map_err(|what| (image.task_name(id), what))?;
-                left = rest;
-                is_in_the_way(id, left)?;
-            }
-            if !left.is_empty() {
-                return Err(place(format!("{} data ops that no task takes", left.len())));
-            }
+    // Workers know nothing of each other's loaders.
+    let all = (0..view.programs.len()).flat_map(|number| (0..view.n_workers).map(move |worker| (number, worker)));
+    let judged = side_by_side(all.collect(), |_, (number, worker)| of_worker(image, number, WorkerId(worker)));
+    judged.into_iter().collect()
+}
+
+/// The first thing wrong with what the loader of `worker` does in program `number`, and where.
+fn of_worker(image: &Image, number: usize, worker: WorkerId) -> Result<(), (String, String)> {
+    let (view, loads) = (image.view(), image.loads());
+    let program = &view.programs[number];
+    let at = number * (view.n_workers as usize + 1) + worker.idx();
+    let own = |heads: &[u32]| heads[at] as usize..heads[at + 1] as usize;
+    let data = &loads.data[own(loads.data_heads)];
+    let prefetches = &loads.prefetches[own(loads.prefetch_heads)];
+    let place = |what: String| (format!("p{number} {worker}"), what);
+    memory(image, data).map_err(place)?;
+    let list = view.list(number, worker);
+    ahead(program, data).map_err(place)?;
+    near(image, list.len(), data.len(), prefetches).map_err(place)?;
+    let mut left = data;
+    let has_ahead = data.first().is_some_and(|op| op.ahead > 0);
+    let is_in_the_way = |id: u32, left: &[DataOp]| {
+        let takes_memory = kernels::takes_memory_for_one_row(view.tasks[id as usize].task_type);
+        match has_ahead && left.is_empty() && takes_memory {
+            true => Err((image.task_name(id), "takes the memory where tiles come ahead of a pass".to_owned())),
+            false => Ok(()),
         }
+    };
+    // Launched just in time it may come last on any worker.
+    view.just_in_time(number).iter().try_for_each(|id| is_in_the_way(*id, &[]))?;
+    for &id in list {
+        let task = &view.tasks[id as usize];
+        let Some((own, rest)) = left.split_at_checked(task.tiles as usize) else {
+            return Err((image.task_name(id), format!("{} tiles, {worker} has {}", task.tiles, left.len())));
+        };
+        tiles(image, program, task, own).map_err(|what| (image.task_name(id), what))?;
+        left = rest;
+        is_in_the_way(id, left)?;
+    }
+    if !left.is_empty() {
+        return Err(place(format!("{} data ops that no task takes", left.len())));
     }
     Ok(())
 }
@@ -95,11 +102,12 @@ fn memory(image: &Image, data: &[DataOp]) -> Result<(), String> {
         if number >= TILE_BARRIERS as usize && data[number - TILE_BARRIERS as usize].used_by >= after {
             return fail(format!("takes barrier {} before its last tile has been read", op.barrier));
         }
-        // Older ones have given their barriers away.
-        for other in &data[number.saturating_sub(TILE_BARRIERS as usize)..number] {
+        // Older ones have given their barriers away. What is for later compute ops was brought later.
+        let older = data[number.saturating_sub(TILE_BARRIERS as usize)..number].iter().rev();
+        for other in older.take_while(|other| other.used_by >= after) {
             let (start, other_end) =
                 (u64::from(other.dest_offset_bytes), u64::from(other.dest_offset_bytes) + u64::from(other.bytes));
-            if other.used_by >= after && start < end && u64::from(op.dest_offset_bytes) < other_end {
+            if start < end && u64::from(op.dest_offset_bytes) < other_end {
                 return fail(format!(
                     "goes to bytes {}..{end}, where one lies that is still to be read",
                     op.dest_offset_bytes
@@ -235,8 +243,8 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
             Some(_) => Err("has more tiles than its segments".to_owned()),
         };
     }
-    let mut at = 0;
-    while at < first.bytes() {
+    let (mut at, bytes) = (0, first.bytes());
+    while at < bytes {
         let mut len = None;
         for matrix in &matrices {
             let op = data.next().filter(|op| is_at(op, matrix, at) && *len.get_or_insert(op.bytes) == op.bytes);
@@ -244,7 +252,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
         }
         let len = u64::from(len.unwrap_or(0));
         let whole_rows = at.is_multiple_of(row) && len.is_multiple_of(row);
-        if at + len > first.bytes() || !whole_rows && at % row + len > row {
+        if at + len > bytes || !whole_rows && at % row + len > row {
             return Err(format!("has a tile of {len} bytes from {at}, neither whole rows of {row} nor part of one"));
         }
         at += len;

@@ -156,10 +156,16 @@ impl Image {
         }
         let mut words = vec![0u64; bytes.len() / 8];
         bytemuck::cast_slice_mut::<u64, u8>(&mut words).copy_from_slice(bytes);
-        Image::from_words(words)
+        let image = Image::of_words(words)?;
+        let (found, expected) = (checksum(&image.words[size_of::<ImageHeader>() / 8..]), image.header().checksum);
+        if found != expected {
+            return Err(ImageError::Checksum { found, expected });
+        }
+        image.judged()
     }
 
-    fn from_words(words: Vec<u64>) -> Result<Image, ImageError> {
+    /// Words whose header is an image's, and as many as it counts. Neither its checksum nor any rule has been looked at.
+    fn of_words(words: Vec<u64>) -> Result<Image, ImageError> {
         let header: ImageHeader =
             *bytemuck::from_bytes(&bytemuck::cast_slice::<u64, u8>(&words)[..size_of::<ImageHeader>()]);
         if header.magic != MAGIC {
@@ -179,13 +185,13 @@ impl Image {
                 sections.end
             )));
         }
-        let found = checksum(&words[size_of::<ImageHeader>() / 8..]);
-        if found != header.checksum {
-            return Err(ImageError::Checksum { found, expected: header.checksum });
-        }
-        let image = Image { words, sections };
-        check::check(&image).map_err(ImageError::Rules)?;
-        Ok(image)
+        Ok(Image { words, sections })
+    }
+
+    /// The same, if it breaks no rule.
+    fn judged(self) -> Result<Image, ImageError> {
+        check::check(&self).map_err(ImageError::Rules)?;
+        Ok(self)
     }
 
     fn section<T: bytemuck::AnyBitPattern>(&self, range: &Range<usize>) -> &[T] {

@@ -1,0 +1,31 @@
+//! Work that is shared among cores.
+
+use std::sync::{Mutex, PoisonError};
+
+/// `f` of every item and its number, on as many threads as there are cores; the results in the items' order.
+pub(crate) fn side_by_side<T: Send, U: Send>(items: Vec<T>, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {
+    let n_threads = std::thread::available_parallelism().map_or(1, usize::from).min(items.len());
+    if n_threads <= 1 {
+        return items.into_iter().enumerate().map(|(number, item)| f(number, item)).collect();
+    }
+    let queue = Mutex::new(items.into_iter().enumerate());
+    let work = || {
+        let mut done = Vec::new();
+        loop {
+            // A statement of its own: the lock is not held while `f` runs.
+            let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some((number, item)) = next else { return done };
+            done.push((number, f(number, item)));
+        }
+    };
+    let mut done = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..n_threads).map(|_| scope.spawn(work)).collect();
+        let mut done = work();
+        for other in others {
+            done.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        }
+        done
+    });
+    done.sort_by_key(|(number, _)| *number);
+    done.into_iter().map(|(_, result)| result).collect()
+}
