@@ -228,9 +228,10 @@ fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
 /// Whether `token` is one of `stop_tokens` that end what is asked for.
 #[inline(always)]
 fn is_stop(stop_tokens: &[u32], request: &Request, token: u32) -> bool {
-    let mut is_stop = false;
-    for (at, stop) in (0..).zip(stop_tokens) {
-        is_stop |= request.stops >> at & 1 != 0 && *stop == token;
+    let (mut is_stop, mut left) = (false, request.stops);
+    while left != 0 {
+        is_stop |= stop_tokens.get(left.trailing_zeros() as usize) == Some(&token);
+        left &= left - 1;
     }
     is_stop
 }
