@@ -5,8 +5,9 @@ use super::cuda::has_kernel;
 use super::models::MODELS;
 use super::simt::{MANY_ROWS, model as small_model};
 use perpetua::engine::{BatchGeneration, EngineError};
-use perpetua::exec::cuda;
+use perpetua::exec::{RunError, cuda};
 use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model, Token};
+use perpetua_shared::EventId;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -221,6 +222,37 @@ fn sequences_join_on_a_gpu() {
             assert_eq!(run(n), expected, "{at:?}, after {n} tokens");
         }
     }
+}
+
+/// A run that fails ends all of its sequences, says so once, and leaves nothing that is taken for a prefix; the batch goes on.
+#[test]
+fn a_fault_ends_all_and_the_batch_goes_on() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small_model(MANY_ROWS);
+    let prompts = prompts(&model, &[9, 4]);
+    let mut engine =
+        Engine::new(&model, &On::Ptx(cuda::Mode::Persistent).config(3, config(Device::Cpu, Some(2)))).unwrap();
+    let asked = GenerateOptions { reuse_prefix: true, ..options(3) };
+    let run = |batch: &mut BatchGeneration<'_>| {
+        let mut made = BTreeMap::new();
+        let numbers = [0, 1].map(|at| batch.add(&prompts[at], &asked).unwrap());
+        take(batch, usize::MAX, &mut made);
+        numbers.map(|number| outcome(batch, number, &made))
+    };
+    let expected = run(&mut engine.batch().unwrap());
+    let last = engine.resident().compiled().image.view().events.len() as u32 - 1;
+    engine.resident_mut().cuda().unwrap().miscount(EventId(last)).unwrap();
+    let mut batch = engine.batch().unwrap();
+    // Whoever joins next, or takes a token, hears of it.
+    let number = batch.add(&prompts[0], &asked).unwrap();
+    let error = batch.find_map(Result::err).expect("an event never fires");
+    assert!(matches!(&error, EngineError::Run(RunError::Stalled { .. })), "{error}");
+    assert!(batch.next().is_none() && batch.is_ended() && batch.room() == 2);
+    assert_eq!(batch.end(number), None, "it has not ended as one does");
+    assert_eq!(run(&mut batch), expected);
+    assert_eq!([1, 2].map(|number| batch.reused(number)), [0, 0]);
 }
 
 /// What is done with a batch.
