@@ -119,11 +119,8 @@ pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: imp
             sequence.n_tokens += 1;
             sequence.produced += 1;
             control.produced += 1;
-            let end = if is_stop(&control.stop_tokens, &control.requests[number], token) {
-                End::StopToken
-            } else {
-                end_of(&control.requests[number], sequence.produced, sequence.position, control.max_context)
-            };
+            let (request, stop_tokens) = (&control.requests[number], &control.stop_tokens);
+            let end = end_of(request, stop_tokens, control.max_context, token, sequence.produced, sequence.position);
             sequence.end = end as u32;
             control.end = end as u32;
         }
@@ -218,28 +215,28 @@ fn end_pass(control: &mut Control) -> Step {
 fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
     control.n_tokens += 1;
     control.produced += 1;
-    if is_stop(&control.stop_tokens, &control.requests[0], token) {
-        End::StopToken
-    } else {
-        end_of(&control.requests[0], control.produced, next_pos, control.max_context)
-    }
+    end_of(&control.requests[0], &control.stop_tokens, control.max_context, token, control.produced, next_pos)
 }
 
-/// Whether `token` is one of `stop_tokens` that end what is asked for.
+/// How a sequence ends, of which `request` is asked, that has made `token` as its `produced`th and read all before `next_pos`; the bits of
+/// [`Request::stops`] stand for `stop_tokens`.
 #[inline(always)]
-fn is_stop(stop_tokens: &[u32], request: &Request, token: u32) -> bool {
+pub fn end_of(
+    request: &Request,
+    stop_tokens: &[u32],
+    max_context: u32,
+    token: u32,
+    produced: u32,
+    next_pos: u32,
+) -> End {
     let (mut is_stop, mut left) = (false, request.stops);
     while left != 0 {
         is_stop |= stop_tokens.get(left.trailing_zeros() as usize) == Some(&token);
         left &= left - 1;
     }
-    is_stop
-}
-
-/// How a sequence ends that has `produced` tokens and read all before `next_pos`, unless its last token stops it.
-#[inline(always)]
-fn end_of(request: &Request, produced: u32, next_pos: u32, max_context: u32) -> End {
-    if produced >= request.max_new_tokens {
+    if is_stop {
+        End::StopToken
+    } else if produced >= request.max_new_tokens {
         End::MaxTokens
     } else if next_pos >= max_context {
         End::ContextFull

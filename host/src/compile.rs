@@ -199,7 +199,7 @@ impl Config {
 pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, CompileError> {
     let mut layout = Layout::default();
     let mut programs = Vec::with_capacity(sources.len());
-    for planned in side_by_side(sources, |number, source| plan(number, source, config)) {
+    for planned in side_by_side(sources, 1, |number, source| plan(number, source, config)) {
         let (source, mut program) = planned?;
         layout.add(&source, &program.blocks, &program.arena)?;
         for (name, tensor) in source.graph.outputs() {

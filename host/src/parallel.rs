@@ -2,9 +2,13 @@
 
 use std::sync::{Mutex, PoisonError};
 
-/// `f` of every item and its number, on as many threads as there are cores; the results in the items' order.
-pub(crate) fn side_by_side<T: Send, U: Send>(items: Vec<T>, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {
-    let n_threads = std::thread::available_parallelism().map_or(1, usize::from).min(items.len());
+/// Of workers' lists: a GPU's SMs are shared among four threads; a CPU's lists are short.
+pub(crate) const LISTS: usize = 32;
+
+/// `f` of every item and its number, on as many threads as there are cores, as long as each has `least` items, which should take longer than
+/// it takes to start a thread; the results in the items' order.
+pub(crate) fn side_by_side<T: Send, U: Send>(items: Vec<T>, least: usize, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {
+    let n_threads = std::thread::available_parallelism().map_or(1, usize::from).min(items.len() / least);
     if n_threads <= 1 {
         return items.into_iter().enumerate().map(|(number, item)| f(number, item)).collect();
     }

@@ -51,7 +51,8 @@ impl MacroKernel for Advance {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [tokens, chosen, words] = core::array::from_fn(|i| call.tensor(i));
-        let mut control: Control = bytemuck::cast::<[u32; WORDS], Control>(core::array::from_fn(|i| load(&words, i)));
+        let before: [u32; WORDS] = core::array::from_fn(|i| load(&words, i));
+        let mut control: Control = bytemuck::cast(before);
         if control.n_sequences > 0 {
             // Every sequence has an equal part of the token buffer.
             let part = tokens.extent(0) / max_sequences(call.programs);
@@ -80,11 +81,8 @@ impl MacroKernel for Advance {
         let out: [u32; WORDS] = bytemuck::cast(control);
         // `stop` is the host's word. `produced` goes last, its own and each sequence's: a host that sees it sees the token
         // too.
-        for (i, word) in out.iter().enumerate().filter(|(i, _)| *i != STOP / 4 && *i != PRODUCED / 4) {
-            if *word != load(&words, i) {
-                atomic(&words, i).store(*word, Ordering::Release);
-            }
-        }
+        let is_new = |i: usize| out[i] != before[i] && i != STOP / 4 && i != PRODUCED / 4;
+        (0..WORDS).filter(|i| is_new(*i)).for_each(|i| atomic(&words, i).store(out[i], Ordering::Release));
         atomic(&words, PRODUCED / 4).store(out[PRODUCED / 4], Ordering::Release);
         Ok(())
     }

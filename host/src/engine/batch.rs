@@ -8,9 +8,9 @@
 
 use super::generation::{Made, Run, text_stream};
 use super::resident::Resident;
-use super::{EngineError, GenerateOptions, Model, Token, check_prompt, stop_tokens};
+use super::{EngineError, GenerateOptions, Model, Token, check_prompt, request};
 use crate::exec::{RunError, Stopper};
-use perpetua_device::advance::batch_step;
+use perpetua_device::advance::{batch_step, end_of};
 use perpetua_shared::control::{Control, End, Request, Sequence};
 use perpetua_shared::limits::MAX_STOP_TOKENS;
 use std::collections::VecDeque;
@@ -53,15 +53,22 @@ struct Slot<'a> {
     end: Option<End>,
 }
 
+/// What is asked of a sequence in all.
+#[derive(Debug)]
+pub(super) struct Asked {
+    request: Request,
+    /// What its `stops` stand for, before they share a control block's with those of others.
+    stop_tokens: Vec<u32>,
+    deadline: Option<Instant>,
+    reuse_prefix: bool,
+}
+
 /// A sequence under way.
 #[derive(Debug)]
 struct Followed<'a> {
     number: usize,
     made: Made<'a>,
-    /// What is asked for in all, without stop tokens.
-    request: Request,
-    stop_tokens: Vec<u32>,
-    deadline: Option<Instant>,
+    asked: Asked,
     prompt_len: usize,
     /// Tokens taken so far.
     n_made: usize,
@@ -70,18 +77,11 @@ struct Followed<'a> {
 }
 
 impl Followed<'_> {
-    /// How it has ended with the last token taken, if it has: what [`perpetua_device::advance`] makes of it.
+    /// How it has ended with the last token taken, if it has.
     fn end(&self, context: usize) -> Option<End> {
-        let last = self.made.last?;
-        if self.stop_tokens.contains(&last) {
-            Some(End::StopToken)
-        } else if self.n_made >= self.request.max_new_tokens as usize {
-            Some(End::MaxTokens)
-        } else if self.cached() >= context {
-            Some(End::ContextFull)
-        } else {
-            None
-        }
+        let (token, Asked { request, stop_tokens, .. }) = (self.made.last?, &self.asked);
+        let end = end_of(request, stop_tokens, context as u32, token, self.n_made as u32, self.cached() as u32);
+        (end != End::Running).then_some(end)
     }
 
     /// Tokens in its cache: all but the last one, once there is one that it has made.
@@ -131,24 +131,22 @@ impl<'a> BatchGeneration<'a> {
     /// As [`Engine::generate`](super::Engine::generate); no [`room`](BatchGeneration::room); more stop tokens in all than there is room for; or
     /// the fault of the run under way, which ends all sequences.
     pub fn add(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<usize, EngineError> {
-        self.check_stop_tokens(&stop_tokens(self.model, options)?)?;
-        check_prompt(self.model, self.context, prompt)?;
-        options.check()?;
-        if options.max_new_tokens > 0 && self.room() == 0 {
-            return Err(EngineError::Full { sequences: self.slots.len() });
-        }
+        let asked = self.ask(prompt, options)?;
         self.pause()?;
-        let number = self.put(prompt, options)?;
+        let number = self.put(prompt, asked)?;
         self.go_on()?;
         Ok(number)
     }
 
-    pub(super) fn model(&self) -> &'a Model {
-        self.model
-    }
-
-    pub(super) fn context(&self) -> usize {
-        self.context
+    /// What a sequence that may [join](BatchGeneration::add) is asked for.
+    pub(super) fn ask(&self, prompt: &[u32], options: &GenerateOptions) -> Result<Asked, EngineError> {
+        let (request, stop_tokens) = request(self.model, options)?;
+        self.check_stop_tokens(&stop_tokens)?;
+        check_prompt(self.model, self.context, prompt)?;
+        if options.max_new_tokens > 0 && self.room() == 0 {
+            return Err(EngineError::Full { sequences: self.slots.len() });
+        }
+        Ok(Asked { request, stop_tokens, deadline: options.deadline(), reuse_prefix: options.reuse_prefix })
     }
 
     /// How many more sequences could be under way.
@@ -220,9 +218,8 @@ impl<'a> BatchGeneration<'a> {
                 }
             } else if began.elapsed() < patience {
                 self.run.resident.rest();
-            }
-            if began.elapsed() >= patience {
-                return self.take();
+            } else {
+                return Ok(None);
             }
         }
     }
@@ -299,7 +296,7 @@ impl<'a> BatchGeneration<'a> {
             followed.known = control.sequences[at];
             if let Some(end) = self.stopper.why() {
                 self.release(at, end)?;
-            } else if followed.deadline.is_some_and(|deadline| deadline <= now) {
+            } else if followed.asked.deadline.is_some_and(|deadline| deadline <= now) {
                 self.release(at, End::Deadline)?;
             }
         }
@@ -313,23 +310,23 @@ impl<'a> BatchGeneration<'a> {
     }
 
     /// Puts a sequence into a slot. No run is under way.
-    pub(super) fn put(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<usize, EngineError> {
+    pub(super) fn put(&mut self, prompt: &[u32], asked: Asked) -> Result<usize, EngineError> {
         let (number, told) = (self.all.len(), self.stopper.why());
-        let end = if options.max_new_tokens == 0 { Some(End::MaxTokens) } else { told };
+        let end = if asked.request.max_new_tokens == 0 { Some(End::MaxTokens) } else { told };
         if end.is_some() {
             self.all.push(Past { end, reused: 0 });
             return Ok(number);
         }
-        let (text, stop_tokens) = (text_stream(self.model)?, stop_tokens(self.model, options)?);
+        let text = text_stream(self.model)?;
         let part = self.context + 1;
         let mut best = None;
         for (at, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.followed.is_none()) {
             // The last token is read in any case: of it the first new one is made.
-            let most = if options.reuse_prefix { slot.cached.min(prompt.len() - 1) } else { 0 };
+            let most = if asked.reuse_prefix { slot.cached.min(prompt.len() - 1) } else { 0 };
             let is_there = |i: &usize| self.run.resident.token(at * part + i) == prompt[*i];
             let position = (0..most).take_while(is_there).count();
             // Of those with as much of it, the one that loses least to it.
-            let lost = if options.reuse_prefix { slot.cached } else { 0 };
+            let lost = if asked.reuse_prefix { slot.cached } else { 0 };
             if best.is_none_or(|(_, most, least)| (position, least) > (most, lost)) {
                 best = Some((at, position, lost));
             }
@@ -340,9 +337,7 @@ impl<'a> BatchGeneration<'a> {
         self.slots[at].followed = Some(Followed {
             number,
             made,
-            request: options.request(),
-            stop_tokens,
-            deadline: options.deadline(),
+            asked,
             prompt_len: prompt.len(),
             n_made: 0,
             known: Sequence { n_tokens: prompt.len() as u32, position: position as u32, ..Sequence::default() },
@@ -364,15 +359,15 @@ impl<'a> BatchGeneration<'a> {
             control.n_sequences = at as u32 + 1;
             control.sequences[at] = Sequence { produced: 0, end: End::Running as u32, ..followed.known };
             let request = &mut control.requests[at];
-            *request = followed.request;
+            *request = Request { stops: 0, ..followed.asked.request };
             request.max_new_tokens -= followed.n_made as u32;
             followed.made.taken = 0;
-            for stop in &followed.stop_tokens {
+            for stop in &followed.asked.stop_tokens {
                 let known = stop_tokens.iter().position(|known| known == stop);
                 request.stops |= 1 << known.unwrap_or(stop_tokens.len());
                 stop_tokens.extend(known.is_none().then_some(*stop));
             }
-            deadline = deadline.into_iter().chain(followed.deadline).min();
+            deadline = deadline.into_iter().chain(followed.asked.deadline).min();
         }
         if control.n_sequences == 0 {
             return Ok(());
@@ -386,7 +381,8 @@ impl<'a> BatchGeneration<'a> {
 
     /// Whether those under way and another, which has `more`, have no more stop tokens than there is room for.
     fn check_stop_tokens(&self, more: &[u32]) -> Result<(), EngineError> {
-        let under_way = self.slots.iter().flat_map(|slot| &slot.followed).flat_map(|followed| &followed.stop_tokens);
+        let under_way =
+            self.slots.iter().flat_map(|slot| &slot.followed).flat_map(|followed| &followed.asked.stop_tokens);
         let mut all: Vec<u32> = under_way.chain(more).copied().collect();
         all.sort_unstable();
         all.dedup();
@@ -408,13 +404,6 @@ impl Iterator for BatchGeneration<'_> {
     type Item = Result<(usize, Token), EngineError>;
 
     fn next(&mut self) -> Option<Result<(usize, Token), EngineError>> {
-        loop {
-            match self.poll(Duration::from_secs(3600)) {
-                Ok(Some(token)) => return Some(Ok(token)),
-                Ok(None) if self.is_ended() => return None,
-                Ok(None) => {}
-                Err(error) => return Some(Err(error)),
-            }
-        }
+        self.poll(Duration::MAX).transpose()
     }
 }

@@ -259,14 +259,7 @@ impl Iterator for Generation<'_> {
     type Item = Result<Token, EngineError>;
 
     fn next(&mut self) -> Option<Result<Token, EngineError>> {
-        loop {
-            match self.poll(Duration::from_secs(3600)) {
-                Ok(Some(token)) => return Some(Ok(token)),
-                Ok(None) if self.is_ended() => return None,
-                Ok(None) => {}
-                Err(error) => return Some(Err(error)),
-            }
-        }
+        self.poll(Duration::MAX).transpose()
     }
 }
 

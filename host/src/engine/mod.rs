@@ -329,18 +329,6 @@ impl GenerateOptions {
         self.max_time.and_then(|time| Instant::now().checked_add(time))
     }
 
-    /// What of them a control block has for each sequence; which tokens stop it depends on the others.
-    fn request(&self) -> Request {
-        Request {
-            max_new_tokens: u32::try_from(self.max_new_tokens).unwrap_or(u32::MAX),
-            temperature: self.temperature.to_bits(),
-            top_p: self.top_p.to_bits(),
-            top_k: self.top_k.min(u32::MAX as usize) as u32,
-            seed: [self.seed as u32, (self.seed >> 32) as u32],
-            stops: 0,
-        }
-    }
-
     fn check(&self) -> Result<(), EngineError> {
         let bad = |name, given: String, expected| Err(EngineError::Option { name, given, expected });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
@@ -358,14 +346,23 @@ impl GenerateOptions {
     }
 }
 
-/// The tokens that end a text of `model` made with `options`.
-fn stop_tokens(model: &Model, options: &GenerateOptions) -> Result<Vec<u32>, EngineError> {
+/// What `options` ask of a sequence of `model`, and the tokens that end it, which its `stops` stand for.
+fn request(model: &Model, options: &GenerateOptions) -> Result<(Request, Vec<u32>), EngineError> {
+    options.check()?;
     let stop = options.stop_tokens.as_ref().unwrap_or(&model.generation().eos_token_ids);
     if stop.len() > MAX_STOP_TOKENS {
         let given = format!("{} of them in generation_config.json", stop.len());
         return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
     }
-    Ok(stop.clone())
+    let request = Request {
+        max_new_tokens: u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX),
+        temperature: options.temperature.to_bits(),
+        top_p: options.top_p.to_bits(),
+        top_k: options.top_k.min(u32::MAX as usize) as u32,
+        seed: [options.seed as u32, (options.seed >> 32) as u32],
+        stops: (1 << stop.len()) - 1,
+    };
+    Ok((request, stop.clone()))
 }
 
 /// Whether `model` can read `prompt` with a cache of `context` positions.
@@ -644,12 +641,11 @@ impl Engine {
         if prompts.is_empty() || prompts.len() > sequences {
             return Err(EngineError::Batch { prompts: prompts.len(), sequences });
         }
-        let prompts: Vec<&[u32]> = prompts.iter().map(AsRef::as_ref).collect();
-        options.check()?;
-        prompts.iter().try_for_each(|prompt| check_prompt(batch.model(), batch.context(), prompt))?;
         for (number, prompt) in prompts.iter().enumerate() {
             let seed = options.seed.wrapping_add(number as u64);
-            batch.put(prompt, &GenerateOptions { seed, reuse_prefix: false, ..options.clone() })?;
+            let options = GenerateOptions { seed, reuse_prefix: false, ..options.clone() };
+            let asked = batch.ask(prompt.as_ref(), &options)?;
+            batch.put(prompt.as_ref(), asked)?;
         }
         batch.go_on()?;
         Ok(batch)
@@ -671,12 +667,11 @@ impl Engine {
         if self.all_logits {
             return Err(EngineError::Purpose("generating tokens"));
         }
-        options.check()?;
-        let stop = stop_tokens(&self.model, options)?;
+        let (request, stop) = request(&self.model, options)?;
         let mut control: Control = bytemuck::Zeroable::zeroed();
         control.max_context = self.context as u32;
         control.stop_tokens[..stop.len()].copy_from_slice(&stop);
-        control.requests[0] = Request { stops: (1 << stop.len()) - 1, ..options.request() };
+        control.requests[0] = request;
         Ok(control)
     }
 

@@ -1,7 +1,7 @@
 //! Rule 7 of an image, judged on its bytes: what loaders bring is what bodies take, and lands where nothing is in use.
 
 use super::Image;
-use crate::parallel::side_by_side;
+use crate::parallel::{LISTS, side_by_side};
 use perpetua_device::kernels::{self, Spec, linear};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{PACE_PASS, TILE_BARRIERS, TILE_BYTES};
@@ -35,7 +35,7 @@ pub(super) fn check(image: &Image) -> Result<(), (String, String)> {
     }
     // Workers know nothing of each other's loaders.
     let all = (0..view.programs.len()).flat_map(|number| (0..view.n_workers).map(move |worker| (number, worker)));
-    let judged = side_by_side(all.collect(), |_, (number, worker)| of_worker(image, number, WorkerId(worker)));
+    let judged = side_by_side(all.collect(), LISTS, |_, (number, worker)| of_worker(image, number, WorkerId(worker)));
     judged.into_iter().collect()
 }
 

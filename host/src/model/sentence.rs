@@ -184,9 +184,9 @@ impl SentenceConfig {
     /// What is put before a sentence: the prompt called `name`, or the default one, if there is one.
     fn prompt(&self, name: Option<&str>) -> Result<&str, ModelError> {
         let Some(name) = name.or(self.default_prompt.as_deref()) else { return Ok("") };
-        let known = || self.prompts.iter().map(|(name, _)| name.clone()).collect();
         let Some((_, prompt)) = self.prompts.iter().find(|(known, _)| known == name) else {
-            return Err(ModelError::Prompt { given: name.to_owned(), known: known() });
+            let known = self.prompts.iter().map(|(known, _)| known.clone()).collect();
+            return Err(ModelError::Prompt { given: name.to_owned(), known });
         };
         // The mean would be that of the tokens after the prompt's.
         if !self.pools_prompt && self.pooling == Pooling::Mean && !prompt.is_empty() {

@@ -270,10 +270,10 @@ impl Weights {
             return Some(entry);
         }
         // A model that sees has the one that reads as a part, with all its names or with what comes after `model.`.
-        let inner = name.strip_prefix("model.").map(|rest| format!("model.language_model.{rest}"));
+        let rest = name.strip_prefix("model.");
+        let inner = rest.map(|rest| format!("model.language_model.{rest}"));
         // One that was saved without its head has what comes after it alone.
-        let headless = name.strip_prefix("model.").map(str::to_owned);
-        let parts = [Some(format!("language_model.{name}")), inner, headless];
+        let parts = [Some(format!("language_model.{name}")), inner, rest.map(str::to_owned)];
         if let Some(entry) = parts.iter().flatten().find_map(|name| self.tensors.get_key_value(name)) {
             return Some(entry);
         }

@@ -554,10 +554,13 @@ fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usi
         return Ok((1..=n_layers).map(|layer| !layer.is_multiple_of(interval)).collect());
     };
     if given.len() < n_layers {
-        let found = given.len().to_string() + " entries";
-        return Err(ModelError::key(fields.path(), "no_rope_layers", found, format!("{n_layers}, one a layer")));
+        return Err(not_one_a_layer(fields, "no_rope_layers", given.len(), n_layers));
     }
     Ok(given[..n_layers].iter().map(|turns| *turns == 1).collect())
+}
+
+fn not_one_a_layer(fields: &Fields<'_>, key: &str, found: usize, n_layers: usize) -> ModelError {
+    ModelError::key(fields.path(), key, format!("{found} entries"), format!("{n_layers}, one a layer"))
 }
 
 /// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
@@ -569,8 +572,7 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
         return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
     }
     if !types.is_empty() && types.len() != n_layers {
-        let found = types.len().to_string() + " entries";
-        return Err(ModelError::key(fields.path(), "layer_types", found, format!("{n_layers}, one a layer")));
+        return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
     }
     if !types.is_empty() {
         return Ok(types.iter().map(|kind| *kind == SLIDING).collect());

@@ -40,7 +40,7 @@ use crate::compile::task_operands;
 use crate::graph::task::{Task, TaskGraph, WorkerLists};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
-use crate::parallel::side_by_side;
+use crate::parallel::{LISTS, side_by_side};
 use crate::schedule::machine::Machine;
 use perpetua_device::kernels::{Cost, Numbered, RoutedLinear, Spec, linear};
 use perpetua_shared::limits::MAX_RANK;
@@ -333,7 +333,7 @@ pub fn plan(
     machine: &Machine,
 ) -> Result<Plan, PlanError> {
     let name = |task: u32| graph.ops[tasks.tasks[task as usize].op as usize].name.clone();
-    let planned = side_by_side(lists.lists.iter().collect(), |_, list| plan_list(list, reads, machine, &name));
+    let planned = side_by_side(lists.lists.iter().collect(), LISTS, |_, list| plan_list(list, reads, machine, &name));
     let workers = planned.into_iter().collect::<Result<_, _>>()?;
     let Machine { n_barriers, near_ahead_bytes, .. } = *machine;
     Ok(Plan { capacity_bytes: machine.capacity_bytes(), n_barriers, near_ahead_bytes, workers })
