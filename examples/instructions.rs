@@ -1,8 +1,8 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR [prompt]]]]`; 132 SMs and a context of 1 unless told
-//! otherwise; with `prompt` not the step's cycles, but those of the longest of the passes that read the context before it. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [q8]`; 132 SMs and a context of 1 unless told
+//! otherwise; with `q8` of weights in 8 bits; with `prompt` not the step's cycles, but those of the longest of the passes that read the context before it. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
@@ -13,6 +13,7 @@
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::device_image::device_image;
+use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::WorkerId;
 use std::collections::BTreeMap;
@@ -67,14 +68,18 @@ impl Op {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut args = std::env::args().skip(1);
+    let (words, rest): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|arg| arg == "prompt" || arg == "q8");
+    let [is_prompt, in_8_bits] = ["prompt", "q8"].map(|word| words.iter().any(|given| given == word));
+    let mut args = rest.into_iter();
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
     let wanted = args.next();
-    let is_prompt = args.next().is_some_and(|arg| arg == "prompt");
     let steps = 2;
-    let model = Model::load(&folder)?;
+    let mut model = Model::load(&folder)?;
+    if in_8_bits {
+        model = model.quantize(Quantize::Q8, |_| {})?;
+    }
     let driver =
         Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, counts: true, ..Options::new(sms, 1 << 40) }));
     let config = EngineConfig {

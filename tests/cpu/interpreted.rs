@@ -10,7 +10,7 @@ use perpetua::device::kernels::{elementwise, linear::Activation};
 use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
-use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_shared::control::End;
 use perpetua_shared::{DType, EventId, ProgramId, Technique, Techniques};
@@ -193,6 +193,51 @@ fn long_rows_make_the_cpus_tokens() {
         let logits = [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
         let distance = distance(&logits[0], &logits[1]);
         assert!(distance < 1e-2, "{hidden}, {inner}: {distance}");
+    }
+}
+
+/// Matrices in 8 bits, by which the step's row is multiplied in whole numbers: by lines in pairs and not, with a norm or what splits found
+/// merged; in registers, where it is long, of one matrix and of two; one by one, of half a line, and without loaders or the technique. Prompts are
+/// multiplied by them in bf16.
+#[test]
+fn weights_in_8_bits_make_the_cpus_tokens() {
+    if !has_kernel() {
+        return;
+    }
+    let some: Techniques = [Technique::ThinProducts, Technique::LongRows].into_iter().collect();
+    let all = [
+        ("tiny-qwen3", 128, 320, 269, 3, Techniques::NONE),
+        ("tiny-llama", 1024, 1088, 700, 2, Techniques::NONE),
+        ("tiny-qwen2", 192, 8256, 269, 3, Techniques::NONE),
+        ("tiny-qwen3", 64, 4160, 269, 2, Techniques::NONE),
+        ("tiny-simt", 8256, 64, 269, 1, Techniques::NONE),
+        ("tiny-simt", 72, 152, 269, 3, Techniques::NONE),
+        ("tiny-simt", 128, 4160, 269, 2, some),
+        ("tiny-simt", 128, 192, 269, 2, Technique::Tiles.into()),
+        ("tiny-simt", 128, 192, 269, 2, Technique::Flags.into()),
+        ("tiny-gemma3", 128, 192, 269, 3, Techniques::NONE),
+    ];
+    for (seed, (preset, hidden, inner, vocab, n_sms, without)) in (5..).zip(all) {
+        let sizes = [("hidden_size", hidden), ("intermediate_size", inner), ("vocab_size", vocab)];
+        let (_dir, model) = model_of(preset, &sizes, seed);
+        let model = model.quantize(Quantize::Q8, |_| {}).expect("it is quantised");
+        // Token by token as near as the cache's last bits; in passes of four with what rounding to bf16 takes.
+        for (chunk, most) in [(1, 5e-3), (4, 2e-2)] {
+            let what = format!("{preset}, {hidden}, {inner}, by {chunk}, {without:?}");
+            let config = EngineConfig { max_context: Some(24), chunks: vec![chunk], ..EngineConfig::default() };
+            let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+            let prompt = [3, 80, 41, 5, 0, 66];
+            let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
+            let expected = tokens(&mut cpu, &prompt, &greedy(3)).expect("it runs");
+            let driver = driver(n_sms, seed);
+            let config = EngineConfig { cuda: cuda::Options { without, ..config.cuda }, ..config };
+            let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
+            let found = tokens(&mut engine, &prompt, &greedy(3)).expect("it runs");
+            let logits = [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
+            let distance = distance(&logits[0], &logits[1]);
+            println!("{what}: {distance:.1e}");
+            assert!(found == expected && distance < most, "{what}: {found:?}, not {expected:?}; {distance}");
+        }
     }
 }
 

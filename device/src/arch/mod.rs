@@ -194,6 +194,19 @@ pub(crate) mod warp {
         unsafe { backend::mma(a, b, c) }
     }
 
+    /// [`mma`] of signed bytes, exact as long as it fits: a 16 x 32 and b 32 x 8, c 16 x 8 in 32 bits. A lane holds, the lowest byte of a
+    /// register first, a: (row g, k 4t..), (g + 8, 4t..), (g, 4t + 16..), (g + 8, 4t + 16..); b: (k 4t.., column g), (4t + 16.., g);
+    /// c as there.
+    ///
+    /// # Safety
+    /// As [`shuffle_xor`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mma_bytes(a, b, c) }
+    }
+
     /// Four 8 x 8 matrices of 16-bit elements from shared memory. Lanes `8i..8i + 8` give the words at which the rows of
     /// matrix `i` start; a lane gets of each matrix row `lane / 4`, elements `2 (lane % 4)` and the next.
     ///
@@ -925,6 +938,19 @@ pub(crate) mod scalar {
     #[inline(always)]
     pub(crate) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
         backend::f32_to_bf16_pair(low, high)
+    }
+
+    /// `c` and the products of the four signed bytes of `a` with those of `b`.
+    #[inline(always)]
+    pub(crate) fn dot_bytes(a: u32, b: u32, c: i32) -> i32 {
+        backend::dot_bytes(a, b, c)
+    }
+
+    /// The lowest bytes of four words, and their second bytes, the first word's in the lowest place.
+    #[inline(always)]
+    pub(crate) fn low_bytes([a, b, c, d]: [u32; 4]) -> [u32; 2] {
+        let (ab, cd) = (backend::low_bytes_in_turn(a, b), backend::low_bytes_in_turn(c, d));
+        [low_halves(ab, cd), high_halves(ab, cd)]
     }
 
     /// The low halves of both words, the first's in the low half.

@@ -28,6 +28,11 @@ unsafe extern "unadjusted" {
     fn nvvm_warp_sync(members: i32);
     #[link_name = "llvm.nvvm.mma.m16n8k16.row.col.bf16"]
     fn nvvm_mma(a0: i32, a1: i32, a2: i32, a3: i32, b0: i32, b1: i32, c0: f32, c1: f32, c2: f32, c3: f32) -> Fragment;
+    #[link_name = "llvm.nvvm.mma.m16n8k32.row.col.s8"]
+    fn nvvm_mma_bytes(a0: i32, a1: i32, a2: i32, a3: i32, b0: i32, b1: i32, c0: i32, c1: i32, c2: i32, c3: i32)
+    -> Sums;
+    #[link_name = "llvm.nvvm.idp4a.s.s"]
+    fn nvvm_dot_bytes(a: i32, b: i32, c: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.bfly.i32"]
     fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
@@ -58,6 +63,11 @@ const ALL_LANES: i32 = -1;
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Fragment(f32, f32, f32, f32);
+
+/// Likewise of bytes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Sums(i32, i32, i32, i32);
 
 /// Threads that meet at the block's barrier.
 const TASK_THREADS: i32 = perpetua_shared::launch::TASK_THREADS as i32;
@@ -117,6 +127,26 @@ pub(super) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
     // SAFETY: the caller promises that the whole warp is here.
     let d = unsafe {
         nvvm_mma(a[0] as i32, a[1] as i32, a[2] as i32, a[3] as i32, b[0] as i32, b[1] as i32, c[0], c[1], c[2], c[3])
+    };
+    [d.0, d.1, d.2, d.3]
+}
+
+#[inline(always)]
+pub(super) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
+    // SAFETY: the caller promises that the whole warp is here.
+    let d = unsafe {
+        nvvm_mma_bytes(
+            a[0] as i32,
+            a[1] as i32,
+            a[2] as i32,
+            a[3] as i32,
+            b[0] as i32,
+            b[1] as i32,
+            c[0],
+            c[1],
+            c[2],
+            c[3],
+        )
     };
     [d.0, d.1, d.2, d.3]
 }
@@ -790,6 +820,22 @@ pub(super) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
         );
     }
     bits
+}
+
+#[inline(always)]
+pub(super) fn dot_bytes(a: u32, b: u32, c: i32) -> i32 {
+    // SAFETY: arithmetic.
+    unsafe { nvvm_dot_bytes(a as i32, b as i32, c) }
+}
+
+#[inline(always)]
+pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
+    let bytes;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!("prmt.b32 {}, {}, {}, 0x5140;", out(reg32) bytes, in(reg32) first, in(reg32) second, options(pure, nomem, nostack));
+    }
+    bytes
 }
 
 #[inline(always)]

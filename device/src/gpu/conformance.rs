@@ -17,6 +17,7 @@ use crate::turns::records;
 use crate::worker::ImageView;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::dtype::Q8;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
@@ -164,8 +165,41 @@ impl Case {
         }
     }
 
+    /// A matrix of weights in 8 bits.
+    fn push_eights(&mut self, random: &mut Random, n: u32, k: u32) {
+        let (row, k_elems) = (Q8.row_bytes(k as usize), k as usize);
+        let operand = Operand {
+            binding: BindingId(self.operands.len() as u32),
+            dtype: DType::Q8 as u16,
+            rank: 2,
+            offset_bytes: 64 * u64::from(random.below(3)),
+            extent: [n, k, 1, 1],
+            stride_elems: [row as u32, 0, 0, 0],
+            ..Operand::ABSENT
+        };
+        let first = operand.offset_bytes as usize;
+        let mut memory = vec![u128::MAX; (first + row * n as usize + 64).div_ceil(16)];
+        let rows: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
+        for row in rows[first..].chunks_exact_mut(row).take(n as usize) {
+            for line in 0..k_elems.div_ceil(Q8.elems) {
+                let [at, scale] = Q8.at(line);
+                let here = Q8.elems.min(k_elems - line * Q8.elems);
+                for (i, byte) in row[at..at + Q8.elems].iter_mut().enumerate() {
+                    *byte = if i < here { random.below(255) as i8 as u8 } else { 0 };
+                }
+                row[scale..scale + 4].copy_from_slice(&(random.float() / 512.0).to_le_bytes());
+            }
+        }
+        self.operands.push(operand);
+        self.memory.push(memory);
+        self.seed = random.next();
+    }
+
     /// A weight matrix that bulk copies can carry.
     fn push_carried(&mut self, random: &mut Random, dtype: DType, n: u32, k: u32) {
+        if dtype == DType::Q8 {
+            return self.push_eights(random, n, k);
+        }
         self.floats(random, dtype, &[n, k]);
         let operand = self.operands.last_mut().expect("just pushed");
         operand.offset_bytes = operand.offset_bytes.next_multiple_of(16);
@@ -197,7 +231,7 @@ impl Case {
         self.tile_bytes = capacity;
         let first = &self.operands[slots[0]];
         let (rows, k) = if first.rank == 1 { (1, first.extent[0]) } else { (first.extent[0], first.extent[1]) };
-        let row = k * first.dtype().expect("floats").size_bytes() as u32;
+        let row = first.dtype().expect("weights").tensor_bytes(&[k as usize]) as u32;
         let segments = if first.rank == 2 { linear::segments(self.task_type, &self.params) } else { 1 };
         // Segments of all rows, whole rows, or pieces of one.
         let mut pieces = Vec::new();
@@ -590,6 +624,8 @@ judged! {
     gated_linear: 30,
     tiled_linear: 40,
     thin_linear: 24,
+    eight_linear: 64,
+    eight_linear_of_rows: 24,
     long_linear: 48,
     segmented_linear: 24,
     merging_linear: 24,
@@ -680,6 +716,59 @@ fn thin_linear(random: &mut Random, round: usize) {
     judge_tiled(random, DType::Bf16, [n, k], tile, round % 2 == 1, &[96, 224, 32]);
 }
 
+/// One row and weights in 8 bits: the tensor cores', by lines in pairs or not; in registers, where it is long; one by one, where its lines are not
+/// whole or a norm has no room.
+fn eight_linear(random: &mut Random, round: usize) {
+    let k = match round % 8 {
+        0 => 64 * random.one_to(220),
+        1 => random.one_to(700),
+        2 => 16 * random.one_to(700),
+        3 => 4096,
+        _ => 64 * random.one_to(24),
+    };
+    let n = random.one_to(if k > 2000 { 40 } else { 200 });
+    let tile = DType::Q8.tensor_bytes(&[k as usize]) as u32 * random.one_to(20);
+    judge_tiled(random, DType::Q8, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
+}
+
+/// Several rows, and one whose weights no loader brings.
+fn eight_linear_of_rows(random: &mut Random, round: usize) {
+    let rows = if round.is_multiple_of(4) { 1 } else { random.one_to(40) };
+    let (n, k) = (random.one_to(60), random.one_to(400));
+    let gated = random.flip();
+    let mut case = if gated {
+        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
+    } else {
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+    };
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, k], if rows > 1 { brain } else { Random::float });
+    for _ in 0..1 + u32::from(gated) {
+        case.push_eights(random, n, k);
+    }
+    case.maybe(random, &[n]);
+    if gated {
+        case.maybe(random, &[n]);
+    } else {
+        case.maybe(random, &[rows, n]);
+    }
+    case.push(random, DType::F32, &[rows, n], |_| 7.0);
+    case.maybe_norm(random, rows, k);
+    if !gated {
+        case.maybe_best(random, rows, n);
+    }
+    case.step.rows = random.one_to(rows + 1);
+    // Weights that become bf16.
+    case.tolerance = if rows == 1 {
+        1e-3
+    } else if gated {
+        1e-1
+    } else {
+        2.5e-2
+    };
+    case.judge("a product with weights in 8 bits");
+}
+
 /// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it; of one matrix or
 /// two, with more rows of weights than sums have room for among them.
 fn long_linear(random: &mut Random, round: usize) {
@@ -750,9 +839,10 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
         case.maybe(random, &[1, n]);
     }
     case.push(random, DType::F32, &[1, n], |_| 7.0);
-    let normed = k <= MAX_NORMED && random.flip();
+    let normed = k <= MAX_NORMED && k.is_multiple_of(8) && random.flip();
     let mut norm_bytes = 0;
     if normed {
+        let dtype = if dtype == DType::Q8 { [DType::F32, DType::Bf16][random.below(2) as usize] } else { dtype };
         case.push_carried(random, dtype, 1, k);
         let norm = case.operands.last_mut().expect("just pushed");
         (norm.rank, norm.extent, norm.stride_elems) = (1, [k, 1, 1, 1], [1, 1, 1, 1]);
@@ -771,7 +861,7 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     case.counts = true;
     case.compare("tiled linear");
     // Each byte of the weights is read from memory once, as the cost says.
-    let weights = u64::from(n * k) * dtype.size_bytes() as u64 * (1 + u64::from(gated)) + u64::from(norm_bytes);
+    let weights = dtype.tensor_bytes(&[n as usize, k as usize]) * (1 + u64::from(gated)) + u64::from(norm_bytes);
     assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
 }
 

@@ -112,6 +112,32 @@ impl Tensor {
         unsafe { load(self.dtype, self.address(at)) }
     }
 
+    /// The element at `at` of a matrix of weights, of floats or in 8 bits.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn weight(&self, at: [u32; 2]) -> f32 {
+        if self.dtype != Q8 {
+            // SAFETY: the caller's promise.
+            return unsafe { self.get(at) };
+        }
+        let row = self.weight_row(at[0]);
+        let (byte, scale) = thin::Eight::element(at[1]);
+        // SAFETY: of the row (caller).
+        unsafe {
+            f32::from(memory::load(row.wrapping_add(byte as usize).cast::<i8>()))
+                * memory::load(row.wrapping_add(scale as usize).cast::<f32>())
+        }
+    }
+
+    /// Where row `n` of a matrix of weights in 8 bits begins: strides between rows are bytes there.
+    #[inline(always)]
+    pub(crate) fn weight_row(&self, n: u32) -> *const u8 {
+        self.base.wrapping_add((u64::from(n) * u64::from(self.stride[0])) as usize)
+    }
+
     /// Sets the element at `at` of a tensor of floats, rounding to nearest even.
     ///
     /// # Safety
@@ -397,6 +423,7 @@ impl Row {
 pub(crate) const F32: u16 = DType::F32 as u16;
 pub(crate) const BF16: u16 = DType::Bf16 as u16;
 const F16: u16 = DType::F16 as u16;
+pub(crate) const Q8: u16 = DType::Q8 as u16;
 
 // Where `Tensor::of_turn` finds it.
 const _: () = assert!(core::mem::offset_of!(perpetua_shared::Operand, is_flagged) == 15);
@@ -456,17 +483,17 @@ impl Call<'_> {
         Tensor::of_turn(i)
     }
 
-    /// Whether `N` matrices of weights, from operand 1 on, are bf16, all of them: a checkpoint may have two that are taken side by side in
-    /// two types.
+    /// Whether `N` matrices of weights, from operand 1 on, are of type `dtype`, all of them: a checkpoint may have two that are taken side by
+    /// side in two types.
     ///
     /// # Safety
     /// The kernel has that many operands.
     #[inline(always)]
-    pub(crate) unsafe fn are_brains<const N: usize>(&self) -> bool {
+    pub(crate) unsafe fn are_all<const N: usize>(&self, dtype: u16) -> bool {
         let mut are = true;
         for operand in 1..=N {
             // SAFETY: the caller's promise.
-            are &= unsafe { self.tensor(operand) }.dtype() == BF16;
+            are &= unsafe { self.tensor(operand) }.dtype() == dtype;
         }
         are
     }

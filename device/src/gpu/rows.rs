@@ -5,9 +5,9 @@
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
 use super::math::rsqrt;
-use super::thin::First;
+use super::thin::{Eight, First, Form as _};
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32, Row, Tensor};
+use super::{BF16, Call, F16, F32, Q8, Row, Tensor};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -396,6 +396,7 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
         if R == 1 && x.staged {
             let staged = Staged(STAGE);
             let [sum] = match types.0 {
+                Q8 => one_by_one::<1>(&x, w, n, lane),
                 BF16 => typed::<Brain, _, 1>(&x, staged, w, n, lane),
                 F16 => typed::<Half, _, 1>(&x, staged, w, n, lane),
                 _ => typed::<Single, _, 1>(&x, staged, w, n, lane),
@@ -672,7 +673,7 @@ unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) 
     while at < w.extent(1) {
         // SAFETY: `at` is below k, the length of all these rows.
         unsafe {
-            let weight = w.get([n, at]);
+            let weight = w.weight([n, at]);
             for j in 0..R {
                 sums[j] = fma(weight, value::<R>(x, j, at), sums[j]);
             }
@@ -769,6 +770,9 @@ pub(crate) unsafe fn tiled<const N: usize>(
         let w = call.tensor(1);
         let (k, elem) = (w.extent(1), if w.dtype() == F32 { 4 } else { 2 });
         let lane = block.lane();
+        if w.dtype() == Q8 {
+            return tiled_eights::<N>(Rows { call, rows: 1, first: 0, staged }, tiles, block, outputs);
+        }
         // Where in the matrices the next tile starts, and whose row that is.
         let (mut n, mut first, mut warp) = (0, 0, 0);
         let mut sums = [0f32; N];
@@ -813,6 +817,66 @@ pub(crate) unsafe fn tiled<const N: usize>(
             }
         }
     }
+}
+
+/// [`tiled`] with weights in 8 bits, of which tiles have whole rows.
+///
+/// # Safety
+/// As [`tiled`].
+#[inline(always)]
+unsafe fn tiled_eights<const N: usize>(x: Rows<'_>, tiles: &Tiles<'_>, block: &Block, outputs: &impl Outputs<N>) {
+    // SAFETY: the caller's promises.
+    unsafe {
+        let k = x.call.tensor(1).extent(1);
+        let row_bytes = Eight::row_bytes(k);
+        let (mut n, mut warp) = (0, 0);
+        while tiles.left() >= N as u32 {
+            let mut taken = [tiles.take(); N];
+            for i in 1..N {
+                taken[i] = tiles.take();
+            }
+            let mut at = 0;
+            while at < taken[0].bytes {
+                if warp == block.warp() {
+                    let mut sums = [0f32; N];
+                    let mut which = 0;
+                    while which < N {
+                        let sum = warp::sum(eights(&x, taken[0].at + at, k, block.lane()));
+                        turn(&mut taken);
+                        turn(&mut sums);
+                        sums[N - 1] = sum;
+                        which += 1;
+                    }
+                    if block.lane() == 0 {
+                        outputs.finish(n, sums);
+                    }
+                }
+                at += row_bytes;
+                n += 1;
+                warp = if warp + 1 == block.warps() { 0 } else { warp + 1 };
+            }
+            for i in 0..N {
+                tiles.release(taken[i]);
+            }
+        }
+    }
+}
+
+/// A lane's share of the products with a row of `k` weights in 8 bits, at byte `row` of the tiles.
+#[inline(always)]
+unsafe fn eights(x: &Rows<'_>, row: u32, k: u32, lane: u32) -> f32 {
+    let (mut sum, mut at) = (0.0, lane);
+    while at < k {
+        let (byte, scale) = Eight::element(at);
+        // SAFETY: `at` is below k, the length of the row.
+        unsafe {
+            let word = bulk::load4(row + byte / 4 * 4);
+            let weight = f32::from((word >> (byte % 4 * 8)) as i8) * f32::from_bits(bulk::load4(row + scale));
+            sum = fma(weight, value::<1>(x, 0, at), sum);
+        }
+        at += WARP;
+    }
+    sum
 }
 
 /// Moves the first to the end.

@@ -1,4 +1,4 @@
-//! Products of many rows with bf16 weights on the tensor cores: what `linear` and `gated_linear` are made of in prefill.
+//! Products of many rows with weights of bf16, or rounded to it, on the tensor cores: what `linear` and `gated_linear` are made of in prefill.
 //!
 //! ```text
 //!          k: 32 at a time          block: all warps          warp: 16 rows of weights
@@ -9,11 +9,14 @@
 //! words apart, so that the eight rows of an ldmatrix fall into different banks. Of two matrices (gate and up) a warp takes
 //! eight rows each, so that both values of a column end in the same lane.
 //!
+//! Weights in 8 bits become bf16 on the way, which takes 2^-9 of each, as little beside their own steps as they are beside each other.
+//!
 //! x is rounded to bf16, as engines that keep activations in bf16 have it; products are exact and sums are f32. Tolerance
 //! per output: sum |x| |w| * 2^-8, and sum |x| |w| * 2^-18 where x has bf16 values.
 
-use super::{Call, F32, Tensor};
-use crate::arch::scalar::f32_to_bf16;
+use super::thin::Eight;
+use super::{BF16, Call, F32, Q8, Tensor};
+use crate::arch::scalar::{f32_to_bf16, f32_to_bf16_pair};
 use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 
@@ -40,8 +43,9 @@ const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PIT
 /// The operands are a kernel's that has these.
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
-    // SAFETY: the caller's promise.
-    rows > WIDE_ROWS && unsafe { call.are_brains::<N>() } && block.warps() <= MAX_WARPS
+    // SAFETY: the caller's promise. Of weights in 8 bits all passes of several rows: nobody else takes them by more than one at a time.
+    let are_fit = unsafe { rows > WIDE_ROWS && call.are_all::<N>(BF16) || rows > 1 && call.are_all::<N>(Q8) };
+    are_fit && block.warps() <= MAX_WARPS
 }
 
 /// Calls `finish(r, n, sums)` for every row r of operand 0 and n of the N weight matrices, operands 1 and up, of which the
@@ -49,7 +53,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
 ///
 /// # Safety
 /// Every thread of the block makes this same call; operand 0 is a matrix of floats of at least `rows` rows, the weights are
-/// matrices of bf16, all alike, with as many columns, each row contiguous.
+/// matrices of bf16 or in 8 bits, all alike, with as many columns, each row contiguous.
 #[inline(always)]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
@@ -168,7 +172,11 @@ impl Fetched {
                 let w = call.tensor(1 + (row % 16 / per_warp) as usize);
                 let is_w = n < place.columns && at < place.k;
                 fetched.w[0] = fetched.w[1];
-                fetched.w[1] = if is_w { bits_of(&w, n, at, place.k) } else { [0; 4] };
+                fetched.w[1] = match w.dtype() {
+                    _ if !is_w => [0; 4],
+                    Q8 => eights_of(&w, n, at),
+                    _ => bits_of(&w, n, at, place.k),
+                };
                 unit += block.threads;
             }
         }
@@ -216,6 +224,24 @@ unsafe fn eight_of(x: &Tensor, r: u32, at: u32, k: u32) -> [f32; 8] {
         }
     }
     eight
+}
+
+/// Eight weights in 8 bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are zero by themselves.
+#[inline(always)]
+unsafe fn eights_of(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
+    let row = w.weight_row(n);
+    let (byte, scale) = Eight::element(at);
+    // SAFETY: of the row (caller), whose lines are whole.
+    unsafe {
+        let first: *const u32 = row.wrapping_add(byte as usize).cast();
+        let (low, high) = (memory::load(first), memory::load(first.wrapping_add(1)));
+        let scale: f32 = memory::load(row.wrapping_add(scale as usize).cast());
+        let pair = |word: u32, at: u32| {
+            let one = |i: u32| f32::from((word >> (8 * i)) as i8) * scale;
+            f32_to_bf16_pair(one(at), one(at + 1))
+        };
+        [pair(low, 0), pair(low, 2), pair(high, 0), pair(high, 2)]
+    }
 }
 
 /// [`eight_of`] for bf16, as they are.

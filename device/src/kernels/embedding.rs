@@ -95,7 +95,7 @@ impl MacroKernel for Embedding {
                     return Err(call.fault(FaultCode::TokenOutOfRange, pos, token, p.vocab));
                 }
                 for c in block.mine(y.extent(1)) {
-                    let mut value = table.get([token, c]);
+                    let mut value = table.weight([token, c]);
                     if positions.is_present() {
                         value += positions.get([pos, c]);
                     }

@@ -411,11 +411,12 @@ pub(crate) mod rules {
         Err(format!("`{name}` has {} elements along dimension {dim}, expected {expected}", operand.extent[dim]))
     }
 
-    /// A flagged row is read into shared memory or, of whole units and by weights of bf16, into registers, all of it: it has at most `most`
-    /// elements there.
+    /// A flagged row is read into shared memory or, of whole units and by weights of bf16 or in 8 bits, into registers, all of it: it has at
+    /// most `most` elements there.
     pub(crate) fn flagged_row(name: &str, operand: &Operand, weights: &[&Operand], most: u32) -> Result<(), Violation> {
         let [rows, k, ..] = operand.extent;
-        let is_whole = weights.iter().all(|w| w.dtype() == Some(DType::Bf16)) && k.is_multiple_of(8);
+        let are = |dtype: DType| weights.iter().all(|w| w.dtype() == Some(dtype));
+        let is_whole = are(DType::Bf16) && k.is_multiple_of(8) || are(DType::Q8) && k.is_multiple_of(64);
         let most = if is_whole { most } else { super::MAX_NORMED };
         if operand.is_flagged == 0 || rows == 1 && k <= most {
             return Ok(());

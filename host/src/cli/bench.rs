@@ -67,9 +67,9 @@ impl Args {
         Args { model, context, tokens, batch, prompt_lookup, runs, compare: true, json, trace, timeline }
     }
 
-    /// The same of `sequences` together, compared with nothing but one alone.
-    pub(super) fn of_batch(&self, sequences: usize) -> Args {
-        let (batch, model) = (Some(sequences), self.model.clone());
+    /// The same of `sequences` together, if so many are given, compared with nothing but one alone.
+    pub(super) fn uncompared(&self, sequences: Option<usize>) -> Args {
+        let (batch, model) = (sequences, self.model.clone());
         Args { batch, compare: false, trace: None, timeline: None, json: None, model, ..*self }
     }
 }

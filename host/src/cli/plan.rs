@@ -1,13 +1,13 @@
 //! `perpetua plan`: compile without running, and say what came out.
 
-use super::{Outcome, Rows, bytes, plan_graph, print, writable, write_whole};
+use super::{Outcome, QuantizeName, Rows, bytes, plan_graph, print, writable, write_whole};
 use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, pass_name, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
-use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
+use perpetua::model::{ModelConfig, Quantize};
 use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
@@ -29,6 +29,9 @@ pub(crate) struct Args {
     /// A config.json to take the shapes from, bf16 weights assumed.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Plan as for matrices in fewer bits (--preset and --config only).
+    #[arg(long, value_enum, value_name = "HOW", conflicts_with_all = ["model", "graph"])]
+    quantize: Option<QuantizeName>,
     /// A kernel graph as JSON.
     #[arg(long, value_name = "FILE")]
     graph: Option<PathBuf>,
@@ -187,11 +190,12 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
             (None, Some(file)) => ModelConfig::open(file)?,
             (None, None) => unreachable!("clap asks for one of the four"),
         };
+        let in_fewer_bits = args.quantize.map(|how| Quantize::from(how).dtypes(&config)).unwrap_or_default();
         let ModelConfig::Decoder(config) = &config else {
             return Err("an encoder is planned from its folder: use --model".into());
         };
         let (rows, cache, head) = pass(config.max_position_embeddings)?;
-        let graph = build(config, Declared::Assumed(DType::Bf16), rows, cache, head)?;
+        let graph = build(config, Declared::AssumedBut(DType::Bf16, &in_fewer_bits), rows, cache, head)?;
         let name = pass_name(rows, head);
         return Ok(vec![Source { name, graph, in_token_loop: true }]);
     };

@@ -59,7 +59,7 @@ impl Model {
         Ok(Model { folder: Arc::new(ModelFolder::open(dir)?), quantized: None })
     }
 
-    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; CPU only. `progress` is
+    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; on GPUs in 8, without experts. `progress` is
     /// called with the bytes of every matrix read.
     ///
     /// ```no_run
@@ -445,6 +445,17 @@ pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<V
     rows.iter().map(source).collect()
 }
 
+/// What of `model` no GPU kernel reads, if there is something.
+fn unread_on_gpu(model: &Model) -> Option<String> {
+    let how = model.quantized()?.how();
+    let has_experts = matches!(model.config(), ModelConfig::Decoder(config) if config.experts.is_some());
+    match how {
+        _ if has_experts => Some(format!("of a mixture of experts in {how}")),
+        Quantize::Q8 => None,
+        Quantize::Q4 => Some(format!("of a model in {how}")),
+    }
+}
+
 /// [`EngineConfig`], looked at for one model.
 struct Plan<'a> {
     place: Place,
@@ -457,20 +468,18 @@ struct Plan<'a> {
 
 impl<'a> Plan<'a> {
     fn of(model: &Model, config: &'a EngineConfig) -> Result<Plan<'a>, EngineError> {
+        let unread = unread_on_gpu(model);
         let place = match config.device {
-            Device::Auto if model.quantized().is_some() || config.exact => {
+            Device::Auto if unread.is_some() || config.exact => {
                 Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
             }
             _ => Place::of(config),
         }?;
-        if let Some(quantized) = model.quantized()
+        if let Some(given) = unread
             && place.is_gpu()
         {
-            return Err(EngineError::Option {
-                name: "device",
-                given: format!("of a model in {}", quantized.how()),
-                expected: "cpu or reference: no GPU kernel reads them",
-            });
+            let expected = "cpu or reference: of matrices in fewer bits GPU kernels read those in q8, but for experts'";
+            return Err(EngineError::Option { name: "device", given, expected });
         }
         let allowed = model.max_tokens();
         let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));

@@ -224,10 +224,12 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
     }
     let Some(first) = matrices.first() else { return Err("takes no matrix".to_owned()) };
     let row = first.bytes() / u64::from(first.extent[0].max(1));
-    let dense = |o: &Operand| o.extent[0] == 1 || o.stride_elems[0] == o.extent[1];
+    let dense = |o: &Operand| o.extent[0] == 1 || o.stride_elems[0] == o.strided().extent[1];
     if !matrices.iter().all(|o| o.bytes() == first.bytes() && o.extent == first.extent && dense(o)) || row == 0 {
         return Err("takes matrices that tiles cannot carry".to_owned());
     }
+    // Rows in lines have their scales among them: a part of one is nothing.
+    let is_in_lines = first.dtype().is_some_and(|dtype| dtype.lines().is_some());
     let segments = linear::segments(task.task_type, &task.params);
     if segments > 1 {
         let len = row / u64::from(first.extent[1]) * u64::from(linear::segment_len(first.extent[1], segments));
@@ -252,7 +254,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
         }
         let len = u64::from(len.unwrap_or(0));
         let whole_rows = at.is_multiple_of(row) && len.is_multiple_of(row);
-        if at + len > bytes || !whole_rows && at % row + len > row {
+        if at + len > bytes || !whole_rows && (is_in_lines || at % row + len > row) {
             return Err(format!("has a tile of {len} bytes from {at}, neither whole rows of {row} nor part of one"));
         }
         at += len;

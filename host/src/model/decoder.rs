@@ -13,6 +13,7 @@ use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, M
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
+use std::collections::HashMap;
 
 /// Why a network cannot be built.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +53,8 @@ pub enum Declared<'a> {
     Quantized(&'a Weights, &'a Quantized),
     /// Nowhere: every weight has this type. What a network takes can be planned without having it.
     Assumed(DType),
+    /// Nowhere, either, but some have other types: [`Quantize::dtypes`](super::Quantize::dtypes)'.
+    AssumedBut(DType, &'a HashMap<String, DType>),
 }
 
 impl<'a> From<&'a Weights> for Declared<'a> {
@@ -69,6 +72,7 @@ impl Declared<'_> {
                 Ok(kept.dtype(name).unwrap_or(stored))
             }
             Declared::Assumed(dtype) => Ok(*dtype),
+            Declared::AssumedBut(dtype, others) => Ok(others.get(name).copied().unwrap_or(*dtype)),
         }
     }
 }

@@ -34,6 +34,8 @@ pub(super) struct Access {
     pub(super) offset: i64,
     /// Bytes of each of the values.
     pub(super) bytes: u32,
+    /// Whether what is loaded is a signed byte, which fills a register of 16 bits.
+    pub(super) is_signed: bool,
 }
 
 /// A special register.
@@ -141,8 +143,9 @@ pub(super) enum Op {
         d: Vec<Slot>,
         from: Access,
     },
-    /// m16n8k16, bf16, sums f32.
+    /// m16n8k16, bf16, sums f32; or m16n8k32, signed bytes, sums of 32 bits.
     Product {
+        are_bytes: bool,
         d: [Slot; 4],
         a: [Slot; 4],
         b: [Slot; 2],
@@ -502,7 +505,7 @@ impl<'a> Decoder<'a> {
 
     fn access(&mut self, space: Space, operand: &Operand<'_>, bytes: u32) -> Decoded<Access> {
         let Operand::Address(base, offset) = operand else { return Err(format!("{operand:?} is not an address")) };
-        Ok(Access { space, base: self.source(&Operand::Name(base), 64)?, offset: *offset, bytes })
+        Ok(Access { space, base: self.source(&Operand::Name(base), 64)?, offset: *offset, bytes, is_signed: false })
     }
 
     fn label(&self, operand: &Operand<'_>) -> Decoded<Pc> {
@@ -562,7 +565,12 @@ impl<'a> Decoder<'a> {
                 d: self.destinations(d)?.into_iter().collect::<Option<_>>().ok_or("wants all four registers")?,
                 from: self.access(Space::Shared, from, 16)?,
             },
-            ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", [d, a, b, c]) => Op::Product {
+            (
+                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+                | "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32",
+                [d, a, b, c],
+            ) => Op::Product {
+                are_bytes: opcode.ends_with("s32"),
                 d: self.sources_n(d, 32)?,
                 a: self.sources_n(a, 32)?,
                 b: self.sources_n(b, 32)?,
@@ -648,8 +656,10 @@ impl<'a> Decoder<'a> {
         let bytes = width(opcode)? / 8;
         // Everything between the verb and the type: which memory, which order, how many.
         let (mut space, mut n, mut function) = (Some(Space::Global), 1, None);
+        let is_signed = opcode.ends_with(".s8");
         for word in words {
             match word {
+                "s8" if verb == "ld" && matches!(&operands[0], Operand::Name(name) if name.starts_with("%rs")) => {}
                 "global" | "volatile" | "relaxed" | "acquire" | "release" | "acq_rel" | "gpu" | "cta" | "sys"
                 | "L1::no_allocate" | "L1::evict_last" | "L1::evict_first" => {}
                 "shared" | "shared::cta" => space = Some(Space::Shared),
@@ -672,7 +682,8 @@ impl<'a> Decoder<'a> {
             ("ld", [d, from]) => {
                 let d = self.destinations(d)?;
                 vector(d.len())?;
-                Op::Load { d, from: self.access(space.unwrap_or(Space::Global), from, bytes)? }
+                let access = self.access(space.unwrap_or(Space::Global), from, bytes)?;
+                Op::Load { d, from: Access { is_signed, ..access } }
             }
             ("st", [to, values]) => {
                 let to = self.access(space.ok_or("parameters are not written")?, to, bytes)?;

@@ -1045,6 +1045,9 @@ impl Machine<'_> {
                 let mut word = [0; 8];
                 word[..each].copy_from_slice(&value[n * each..][..each]);
                 row[lane] = u64::from_le_bytes(word);
+                if from.is_signed {
+                    row[lane] = u64::from(i16::from(row[lane] as u8 as i8).cast_unsigned());
+                }
             }
         }
         let warp = &mut self.blocks[b].warps[w];

@@ -6,7 +6,8 @@
 //! b, 16 x 8    b0 rows 2t and 2t + 1, column g;   b1 rows + 8
 //! c, 16 x 8    c0, c1 row g, columns 2t, 2t + 1;  c2, c3 row g + 8
 //! ```
-//! (PTX ISA, "Matrix Fragments for mma.m16n8k16"; of a warpgroup "Register Fragments and Shared Memory Matrix Layouts", whose
+//! Of bytes a register holds four, and what is said of columns 2t and 2t + 1 of `a`, and of rows of `b`, holds of 4t to 4t + 3, with 16 for 8.
+//! (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "mma.m16n8k32"; of a warpgroup "Register Fragments and Shared Memory Matrix Layouts", whose
 //! warp w has rows 16w to 16w + 15 of the sums, and eight columns every four registers.)
 
 use super::decode::{Op, Slot};
@@ -44,6 +45,11 @@ fn pair(bits: u64) -> [f64; 2] {
     [one(bits as u16), one((bits >> 16) as u16)]
 }
 
+/// The bytes of a register.
+fn four(bits: u64) -> [i32; 4] {
+    (bits as u32).to_le_bytes().map(|byte| i32::from(byte as i8))
+}
+
 /// A sum of exact products, rounded once; the chip rounds somewhere in between too.
 fn sum(before: u64, products: f64) -> u64 {
     u64::from(((f64::from(f32::from_bits(before as u32)) + products) as f32).to_bits())
@@ -73,7 +79,37 @@ impl Machine<'_> {
                     block.warps[w].set(*d, ALL, row);
                 }
             }
-            Op::Product { d, a, b: right, c } => {
+            Op::Product { are_bytes: true, d, a, b: right, c } => {
+                self.report.products[0] += 1;
+                let entry = self.entry;
+                let warp = &mut self.blocks[b].warps[w];
+                let (mut left, mut top) = ([[0; 32]; 16], [[0; 8]; 32]);
+                for lane in 0..WARP {
+                    let (g, t) = (lane / 4, lane % 4);
+                    for (n, a) in a.iter().enumerate() {
+                        let first = 4 * t + n / 2 * 16;
+                        left[g + n % 2 * 8][first..first + 4].copy_from_slice(&four(warp.row(entry, *a)[lane]));
+                    }
+                    for (n, right) in right.iter().enumerate() {
+                        for (i, byte) in four(warp.row(entry, *right)[lane]).into_iter().enumerate() {
+                            top[4 * t + 16 * n + i][g] = byte;
+                        }
+                    }
+                }
+                let mut sums = [[0; WARP]; 4];
+                for (n, sums) in sums.iter_mut().enumerate() {
+                    let before = warp.row(entry, c[n]);
+                    for lane in 0..WARP {
+                        let (row, column) = (lane / 4 + n / 2 * 8, lane % 4 * 2 + n % 2);
+                        let products = (0..32).map(|k| left[row][k] * top[k][column]).sum::<i32>();
+                        sums[lane] = u64::from((before[lane] as i32).wrapping_add(products) as u32);
+                    }
+                }
+                for (d, sums) in d.iter().zip(&sums) {
+                    warp.set(*d, ALL, sums);
+                }
+            }
+            Op::Product { are_bytes: false, d, a, b: right, c } => {
                 self.report.products[0] += 1;
                 let entry = self.entry;
                 let warp = &mut self.blocks[b].warps[w];

@@ -127,6 +127,7 @@ impl Cost {
             "mul" | "mad" if is_64 => cost(4, 13),
             "mul" | "mad" if !opcode.ends_with("f32") => cost(1, 5),
             "bfe" => cost(2, 8),
+            "dp4a" => cost(2, 5),
             _ if is_64 => WIDE,
             _ => ALU,
         }
@@ -195,7 +196,7 @@ impl Operands {
             }
             Op::Shuffle { d, value, by, members, .. } => all.rows(&[*value, *by, *members], &[*d]),
             Op::LoadMatrices { d, from } => all.rows(&[from.base], d),
-            Op::Product { d, a, b, c } => {
+            Op::Product { d, a, b, c, .. } => {
                 all.rows(a, d);
                 all.reads.extend(b.iter().chain(c));
             }

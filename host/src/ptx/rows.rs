@@ -96,6 +96,19 @@ fn field(bits: u64, first: u64, n: u64, width: u64) -> u64 {
     if n >= width { shifted } else { shifted & ((1 << n) - 1) }
 }
 
+/// Likewise with the field's highest bit, or the number's where the field goes beyond it, in all bits above.
+fn signed_field(bits: u64, first: u64, n: u64, width: u64) -> u64 {
+    let (first, n) = (first & 0xff, n & 0xff);
+    if n == 0 {
+        return 0;
+    }
+    let number = (bits << (64 - width)).cast_signed() >> (64 - width);
+    let shifted = number >> first.min(width - 1);
+    let above = 64 - n.min(width);
+    let field = ((shifted << above) >> above).cast_unsigned();
+    if width == 32 { field & LOW } else { field }
+}
+
 const LOW: u64 = 0xffff_ffff;
 
 /// The bits of the nearest bf16.
@@ -142,6 +155,9 @@ pub(super) fn unary(opcode: &str) -> Option<Unary> {
         "cvt.rn.f32.u16" | "cvt.rn.f32.u32" | "cvt.rn.f32.u64" => row!(|a| of_f32(a as f32)),
         // Towards zero, to the nearest number there is; 0 for a NaN, as Rust has it.
         "cvt.rzi.u32.f32" => row!(|a| u64::from(f32_of(a) as u32)),
+        "cvt.s8.s32" | "cvt.s8.s64" => row!(|a| u64::from(i16::from(a as u8 as i8).cast_unsigned())),
+        "cvt.rn.f32.s8" => row!(|a| of_f32(f32::from(a as u8 as i8))),
+        "cvt.rn.f32.s16" => row!(|a| of_f32(f32::from(a as u16 as i16))),
         "cvt.rn.f32.s32" => row!(|a| of_f32(a as u32 as i32 as f32)),
         "cvt.rn.f64.u32" | "cvt.rn.f64.u64" => row!(|a| of_f64(a as f64)),
         "neg.f32" => row!(|a| a ^ 0x8000_0000),
@@ -200,6 +216,7 @@ pub(super) fn binary(opcode: &str) -> Option<Binary> {
         "shl.b16" => row!(|a, b| shift(a, b & LOW, 16, |a, by| (a << by) & 0xffff)),
         "shl.b32" => row!(|a, b| shift(a, b & LOW, 32, |a, by| (a << by) & LOW)),
         "shl.b64" => row!(|a, b| shift(a, b & LOW, 64, |a, by| a << by)),
+        "shr.s16" => row!(|a, b| u64::from(((a as i16) >> (b & LOW).min(15)).cast_unsigned())),
         "shr.u16" => row!(|a, b| shift(a, b & LOW, 16, |a, by| a >> by)),
         "shr.u32" => row!(|a, b| shift(a, b & LOW, 32, |a, by| a >> by)),
         "shr.u64" => row!(|a, b| shift(a, b & LOW, 64, |a, by| a >> by)),
@@ -230,11 +247,18 @@ pub(super) fn ternary(opcode: &str) -> Option<Ternary> {
         "mad.lo.s32" | "mad.lo.u32" => row!(|a, b, c| a.wrapping_mul(b).wrapping_add(c) & LOW),
         "mad.lo.s64" | "mad.lo.u64" => row!(|a, b, c| a.wrapping_mul(b).wrapping_add(c)),
         "mad.wide.u32" => row!(|a, b, c| a.wrapping_mul(b & LOW).wrapping_add(c)),
+        "bfe.s32" => row!(|a, first, n| signed_field(a, first, n, 32)),
+        "bfe.s64" => row!(|a, first, n| signed_field(a, first, n, 64)),
         "bfe.u32" => row!(|a, first, n| field(a, first, n, 32)),
         "bfe.u64" => row!(|a, first, n| field(a, first, n, 64)),
         // The high word of `b:a` shifted left by `c` modulo 32; the low word of it shifted right.
         "shf.l.wrap.b32" => row!(|a, b, c| ((((b & LOW) << 32) | (a & LOW)) << (c & 31)) >> 32),
         "shf.r.wrap.b32" => row!(|a, b, c| ((((b & LOW) << 32) | (a & LOW)) >> (c & 31)) & LOW),
+        "dp4a.s32.s32" => row!(|a, b, c| {
+            let pairs = (a as u32).to_le_bytes().into_iter().zip((b as u32).to_le_bytes());
+            let products = pairs.map(|(a, b)| i32::from(a as i8) * i32::from(b as i8));
+            u64::from(products.fold(c as u32 as i32, i32::wrapping_add) as u32)
+        }),
         "prmt.b32" => row!(|a, b, c| permuted(a & LOW | b << 32, c)),
         _ => return None,
     })

@@ -112,6 +112,30 @@ pub(super) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
     with(|world| world.made()).map(f32::from_bits)
 }
 
+/// [`multiply`] of bytes, in the layout of `mma.m16n8k32`.
+fn multiply_bytes(lanes: &[[u32; 10]; 32]) -> [[u32; 4]; 32] {
+    let byte_of = |register: u32, k: usize| i32::from((register >> (8 * (k % 4))) as i8);
+    let a = |row: usize, k: usize| byte_of(lanes[(row % 8) * 4 + k % 16 / 4][row / 8 + k / 16 * 2], k);
+    let b = |k: usize, n: usize| byte_of(lanes[n * 4 + k % 16 / 4][4 + k / 16], k);
+    core::array::from_fn(|lane| {
+        core::array::from_fn(|i| {
+            let (row, n) = (lane / 4 + i / 2 * 8, lane % 4 * 2 + i % 2);
+            (0..32).fold(lanes[lane][6 + i] as i32, |sum, k| sum.wrapping_add(a(row, k) * b(k, n))) as u32
+        })
+    })
+}
+
+#[track_caller]
+pub(super) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
+    let at = Location::caller();
+    let c = c.map(|c| c as u32);
+    let words = [a[0], a[1], a[2], a[3], b[0], b[1], c[0], c[1], c[2], c[3]];
+    if !demand(with(|world| world.collective(Purpose::MmaBytes, words, multiply_bytes, at))) {
+        suspend();
+    }
+    with(|world| world.made()).map(|sum| sum as i32)
+}
+
 #[track_caller]
 pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
     let caller = Location::caller();
@@ -612,6 +636,16 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
 
 pub(super) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
     u32::from(f32_to_bf16(low)) | u32::from(f32_to_bf16(high)) << 16
+}
+
+pub(super) fn dot_bytes(a: u32, b: u32, c: i32) -> i32 {
+    let pairs = a.to_le_bytes().into_iter().zip(b.to_le_bytes());
+    pairs.fold(c, |sum, (a, b)| sum.wrapping_add(i32::from(a as i8) * i32::from(b as i8)))
+}
+
+pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
+    // As the instruction's selector has it: the bytes 0 of both, then their bytes 1.
+    first & 0xff | (second & 0xff) << 8 | (first & 0xff00) << 8 | (second & 0xff00) << 16
 }
 
 pub(super) fn low_halves(first: u32, second: u32) -> u32 {

@@ -7,7 +7,7 @@
 )]
 
 use super::{Access, Allocation, Options, Report, SimtError, Wrong, launch};
-use crate::arch::{atomic, bulk, copy, mbarrier, memory, shared, thread, warp, warpgroup};
+use crate::arch::{atomic, bulk, copy, mbarrier, memory, scalar, shared, thread, warp, warpgroup};
 
 const WORDS: usize = 256;
 
@@ -892,6 +892,31 @@ fn a_warps_matrix_product() {
                 assert_eq!(d, expected + 0.5, "row {row}, column {n}");
             }
         }
+    });
+    passes(1, 32, |_| {
+        let lane = thread::thread_idx();
+        // a[i, k] = 7 i - 3 k, b[k, n] = 5 k - 31 n: of either sign.
+        let (a, b) = (|row: u32, k: u32| 7 * row as i32 - 3 * k as i32, |k: u32, n: u32| 3 * k as i32 - 13 * n as i32);
+        let four = |one: &dyn Fn(u32) -> i32| u32::from_le_bytes(core::array::from_fn(|i| one(i as u32) as i8 as u8));
+        let (g, t) = (lane / 4, lane % 4);
+        let of_a = |row: u32, k: u32| four(&|i| a(row, k + i));
+        let of_b = |k: u32| four(&|i| b(k + i, g));
+        let (k, more) = (4 * t, 4 * t + 16);
+        // SAFETY: see above.
+        let d = unsafe {
+            warp::mma_bytes(
+                [of_a(g, k), of_a(g + 8, k), of_a(g, more), of_a(g + 8, more)],
+                [of_b(k), of_b(more)],
+                [9; 4],
+            )
+        };
+        for (i, d) in d.into_iter().enumerate() {
+            let (row, n) = (g + i as u32 / 2 * 8, 2 * t + i as u32 % 2);
+            let expected: i32 = (0..32).map(|k| a(row, k) * b(k, n)).sum();
+            assert_eq!(d, expected + 9, "row {row}, column {n}");
+        }
+        assert_eq!(scalar::dot_bytes(0x7f80_01ff, 0x02fe_0305, -4), 127 * 2 + 128 * 2 + 3 - 5 - 4);
+        assert_eq!(scalar::low_bytes([0x0a1b, 0xff02c3, 0xd4, 0x77_00e5]), [0xe5d4_c31b, 0x0000_020a]);
     });
     finds(Wrong::Divergence, "Mma", 1, 32, |_| {
         if thread::thread_idx() != 3 {

@@ -138,6 +138,7 @@ pub(super) enum Purpose {
     Shuffle,
     WarpSync,
     Mma,
+    MmaBytes,
     LdMatrix,
     ProductsBegin,
     Product,
@@ -1271,7 +1272,7 @@ impl World {
         }
         let lanes = &mut self.threads[thread / 32 * 32..][..32];
         let made = compute(&core::array::from_fn(|lane| lanes[lane].words));
-        self.report.warp_products += u64::from(purpose == Purpose::Mma);
+        self.report.warp_products += u64::from(matches!(purpose, Purpose::Mma | Purpose::MmaBytes));
         for (lane, made) in lanes.iter_mut().zip(made) {
             lane.words[..4].copy_from_slice(&made);
         }

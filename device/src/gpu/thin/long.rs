@@ -5,6 +5,9 @@
 //! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its size. A row of weights of
 //! k elements takes some k / 18 cycles by the counter of docs/gpu.md, and k / 9 to come from memory.
 //!
+//! Of weights in 8 bits a unit is sixteen elements, and activations are whole numbers of 16 bits, by a scale for each unit: their bytes are
+//! multiplied by fours, which takes half as many instructions for twice as many elements.
+//!
 //! The first row of weights is read while the row of activations is on its way, and each next one while the one before is multiplied. Of
 //! two matrices the rows take turns. A row that is too long for the registers, too, is multiplied a segment after the other
 //! ([`linear::segment_len`](crate::kernels::linear::segment_len)), each with that part of all rows of weights, in the order in which their tiles come.
@@ -15,7 +18,7 @@ use super::super::rows::widen_brain;
 use super::super::tiles::Tiles;
 use super::taken::Taken;
 use super::terms::Asked;
-use super::{First, Source};
+use super::{Brain, Eight, First, Form, Source};
 use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -25,23 +28,93 @@ use crate::kernels::{MAX_FLAGGED, MAX_FLAGGED_OF_TWO};
 use perpetua_shared::Technique;
 use perpetua_shared::launch::TASK_THREADS;
 
-/// Elements that a thread multiplies at once: sixteen bytes of weights.
-const UNIT: u32 = 8;
+/// A form of weights as threads multiply them, units of a row in registers.
+pub(crate) trait Units: Form {
+    /// Elements of a unit: of weights, sixteen bytes.
+    const UNIT: u32;
 
-/// Units of a thread, at most, in products with one matrix; with two, whose bodies keep more in registers.
-const MOST: u32 = 8;
-const MOST_OF_TWO: u32 = 5;
+    /// Units of a thread, at most, in products with one matrix; with two, whose bodies keep more in registers.
+    const MOST: u32;
+    const MOST_OF_TWO: u32;
 
-const _: () = assert!(MAX_FLAGGED <= MOST * UNIT * TASK_THREADS, "the longest row fits the threads");
-const _: () = assert!(MAX_FLAGGED_OF_TWO <= MOST_OF_TWO * UNIT * TASK_THREADS, "likewise of two matrices");
+    /// A unit of the row, asked for; and as it is multiplied.
+    type Asked: Copy + Read;
+    type Row: Copy;
+
+    /// A unit that is not there.
+    const NOTHING: Self::Row;
+
+    /// Asks for unit `unit` of `row`.
+    ///
+    /// # Safety
+    /// As [`First::ask`].
+    unsafe fn ask(row: &First<'_>, unit: u32) -> Self::Asked;
+
+    /// What was asked for, which is there.
+    fn unit(row: &First<'_>, asked: Self::Asked) -> Self::Row;
+
+    /// Unit `unit` of the row of weights that begins at byte `at` of the tiles.
+    ///
+    /// # Safety
+    /// As [`bulk::load16`].
+    unsafe fn weights(at: u32, unit: u32) -> Self::Weights;
+
+    /// Adds the products of a thread's `i`th units to sums of which many wait for no other.
+    fn multiply(sums: &mut [f32; 4], i: usize, weights: Self::Weights, row: Self::Row);
+}
+
+impl Units for Brain {
+    const UNIT: u32 = 8;
+    const MOST: u32 = 8;
+    const MOST_OF_TWO: u32 = 5;
+    type Asked = Asked;
+    type Row = [f32; 8];
+    const NOTHING: [f32; 8] = [0.0; 8];
+
+    #[inline(always)]
+    unsafe fn ask(row: &First<'_>, unit: u32) -> Asked {
+        // SAFETY: the caller's promise.
+        unsafe { row.ask(unit) }
+    }
+
+    #[inline(always)]
+    fn unit(row: &First<'_>, asked: Asked) -> [f32; 8] {
+        row.values(asked)
+    }
+
+    #[inline(always)]
+    unsafe fn weights(at: u32, unit: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { bulk::load16(at + UNIT_BYTES * unit) }
+    }
+
+    #[inline(always)]
+    fn multiply(sums: &mut [f32; 4], _: usize, weights: [u32; 4], row: [f32; 8]) {
+        let weight = widen_brain(weights);
+        for j in 0..8 {
+            sums[j % 4] = fma(weight[j], row[j], sums[j % 4]);
+        }
+    }
+}
+
+/// Bytes of a unit of weights.
+const UNIT_BYTES: u32 = 16;
+
+const _: () = {
+    const fn fit<U: Units>() -> bool {
+        MAX_FLAGGED <= U::MOST * U::UNIT * TASK_THREADS && MAX_FLAGGED_OF_TWO <= U::MOST_OF_TWO * U::UNIT * TASK_THREADS
+    }
+    assert!(fit::<Brain>() && fit::<Eight>(), "the longest row fits the threads");
+};
 const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHARED, "sums have room");
 
-/// Whether [`run`] is for this call, of `N` matrices of weights from operand 1 on, if `row` is its one row, taken in so many `segments`.
+/// Whether [`run`] is for this call, of `N` matrices of weights of form `F` from operand 1 on, if `row` is its one row, taken in so many
+/// `segments`.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for<const N: usize>(
+pub(crate) unsafe fn is_for<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
     how: Staging,
@@ -52,9 +125,10 @@ pub(crate) unsafe fn is_for<const N: usize>(
     unsafe {
         let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
         let left = call.tiles.map_or(0, Tiles::left);
-        let most = if N == 1 { MOST } else { MOST_OF_TWO };
-        let is_fit =
-            call.are_brains::<N>() && k.is_multiple_of(UNIT) && segment_len(k, segments) <= most * UNIT * block.threads;
+        let most = if N == 1 { F::MOST } else { F::MOST_OF_TWO };
+        let is_fit = call.are_all::<N>(F::DTYPE)
+            && k.is_multiple_of(F::UNIT)
+            && segment_len(k, segments) <= most * F::UNIT * block.threads;
         // Rows longer than a tile are more tiles than there are rows, unless they are meant to be.
         left > 0
             && left <= N as u32 * segments * columns
@@ -66,13 +140,13 @@ pub(crate) unsafe fn is_for<const N: usize>(
     }
 }
 
-/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights, operands 1 and up, of which the sums are
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights of form `F`, operands 1 and up, of which the sums are
 /// the products with `row`, whose `segments` come one after the other.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it, the task's events have fired, and the tiles are those of a plan for it.
 #[inline(always)]
-pub(crate) unsafe fn run<const N: usize>(
+pub(crate) unsafe fn run<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
     segments: u32,
@@ -85,10 +159,10 @@ pub(crate) unsafe fn run<const N: usize>(
         let Some(tiles) = call.tiles else { return };
         let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
         let early = if block.thread < columns { ask(block.thread) } else { 0 };
-        let (units, per_segment) = (k / UNIT, segment_len(k, segments) / UNIT);
+        let (units, per_segment) = (k / F::UNIT, segment_len(k, segments) / F::UNIT);
         // As many rows of weights at once as their sums have room for.
         let most = (LONG_SUMS / segments - 1) / N as u32;
-        let mut taken = Taken::<N>::none(UNIT * per_segment);
+        let mut taken = Taken::<N>::none(F::row_bytes(F::UNIT * per_segment));
         let mut done = 0;
         loop {
             let here = most.min(columns - done);
@@ -97,19 +171,28 @@ pub(crate) unsafe fn run<const N: usize>(
                 let part = Part { from, units: per_segment.min(units - from), rows: here * N as u32 };
                 // Until its first unit is there a thread asks for no more: the row is as many bytes as a tile.
                 let first = from + if block.thread < part.units { block.thread } else { 0 };
-                let first = row.unit(first, row.ask(first));
+                let mut asked = F::ask(row, first);
+                if row.x.is_flagged() {
+                    asked = call.there(0, asked, || F::ask(row, first));
+                }
+                let first = F::unit(row, asked);
                 let sums = segment * (part.rows + 1);
                 if segments > 1 {
-                    taken = Taken::none(UNIT * part.units);
+                    taken = Taken::none(F::row_bytes(F::UNIT * part.units));
                 }
                 match part.units.div_ceil(block.threads) {
-                    MOST_OF_TWO.. if N > 1 => {
-                        multiply::<N, { MOST_OF_TWO as usize }>(tiles, &mut taken, row, first, part, sums, block);
+                    0..=2 if F::MOST == 4 => multiply::<F, N, 2>(tiles, &mut taken, row, first, part, sums, block),
+                    3 if F::MOST == 4 => multiply::<F, N, 3>(tiles, &mut taken, row, first, part, sums, block),
+                    0..=4 => multiply::<F, N, 4>(tiles, &mut taken, row, first, part, sums, block),
+                    5 if F::MOST > 4 => multiply::<F, N, 5>(tiles, &mut taken, row, first, part, sums, block),
+                    6..=7 if F::MOST > 4 && N == 1 => {
+                        multiply::<F, N, 7>(tiles, &mut taken, row, first, part, sums, block);
                     }
-                    0..=4 => multiply::<N, 4>(tiles, &mut taken, row, first, part, sums, block),
-                    5 => multiply::<N, 5>(tiles, &mut taken, row, first, part, sums, block),
-                    6..=7 => multiply::<N, 7>(tiles, &mut taken, row, first, part, sums, block),
-                    _ => multiply::<N, { MOST as usize }>(tiles, &mut taken, row, first, part, sums, block),
+                    _ if F::MOST > 4 && N == 1 => {
+                        multiply::<F, N, 8>(tiles, &mut taken, row, first, part, sums, block);
+                    }
+                    // No thread has more: see `is_for`.
+                    _ => {}
                 }
             }
             block.sync();
@@ -182,16 +265,16 @@ impl<const W: usize> Mine<W> {
     /// # Safety
     /// As [`First::ask`].
     #[inline(always)]
-    unsafe fn ask(&self, row: &First<'_>) -> Units<W> {
+    unsafe fn ask<F: Units>(&self, row: &First<'_>) -> AllAsked<F, W> {
         // SAFETY: the caller's promise.
         unsafe {
-            let mut asked = [row.ask(self.part.from + self.units[1]); W];
+            let mut asked = [F::ask(row, self.part.from + self.units[1]); W];
             each!(unit i below W => {
                 if i > 1 {
-                    asked[i] = row.ask(self.part.from + self.units[i]);
+                    asked[i] = F::ask(row, self.part.from + self.units[i]);
                 }
             });
-            Units(asked)
+            AllAsked(asked)
         }
     }
 
@@ -201,16 +284,21 @@ impl<const W: usize> Mine<W> {
     /// # Safety
     /// As [`Tiles::take`].
     #[inline(always)]
-    unsafe fn fetch<const N: usize>(&self, matrix: u32, taken: &mut Taken<N>, tiles: &Tiles<'_>) -> [[u32; 4]; W] {
+    unsafe fn fetch<F: Units, const N: usize>(
+        &self,
+        matrix: u32,
+        taken: &mut Taken<N>,
+        tiles: &Tiles<'_>,
+    ) -> [F::Weights; W] {
         // SAFETY: the caller's promise.
         unsafe {
             let oldest = taken.oldest(tiles);
             if matrix == 0 && taken.done == taken.rows {
                 taken.take(tiles);
             }
-            let at = taken.at(matrix) + taken.done * self.part.units * UNIT * 2;
-            let mut weights = [[0; 4]; W];
-            each!(unit i below W => { weights[i] = bulk::load16(at + 16 * self.units[i]) });
+            let at = taken.at(matrix) + taken.done * F::row_bytes(F::UNIT * self.part.units);
+            let mut weights = [F::NO_WEIGHTS; W];
+            each!(unit i below W => { weights[i] = F::weights(at, self.units[i]) });
             if matrix + 1 == N as u32 {
                 taken.done += 1;
                 taken.release(tiles, oldest);
@@ -222,9 +310,9 @@ impl<const W: usize> Mine<W> {
 
 /// What [`Mine::ask`] asked for.
 #[derive(Clone, Copy)]
-struct Units<const W: usize>([Asked; W]);
+struct AllAsked<F: Units, const W: usize>([F::Asked; W]);
 
-impl<const W: usize> Read for Units<W> {
+impl<F: Units, const W: usize> Read for AllAsked<F, W> {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;
@@ -233,9 +321,9 @@ impl<const W: usize> Read for Units<W> {
     }
 }
 
-impl<const W: usize> Again<Units<W>> for &(Mine<W>, &First<'_>) {
+impl<F: Units, const W: usize> Again<AllAsked<F, W>> for &(Mine<W>, &First<'_>) {
     #[inline(always)]
-    fn again(&self) -> Units<W> {
+    fn again(&self) -> AllAsked<F, W> {
         // SAFETY: `multiply` has asked for them before.
         unsafe { self.0.ask(self.1) }
     }
@@ -247,11 +335,11 @@ impl<const W: usize> Again<Units<W>> for &(Mine<W>, &First<'_>) {
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn multiply<const N: usize, const W: usize>(
+unsafe fn multiply<F: Units, const N: usize, const W: usize>(
     tiles: &Tiles<'_>,
     taken: &mut Taken<N>,
     row: &First<'_>,
-    first: [f32; 8],
+    first: F::Row,
     part: Part,
     sums: u32,
     block: &Block,
@@ -259,29 +347,24 @@ unsafe fn multiply<const N: usize, const W: usize>(
     // SAFETY: the caller's promises.
     unsafe {
         let mine = Mine::<W>::new(part, block);
-        let mut asked = mine.ask(row);
-        let mut weights = mine.fetch(0, taken, tiles);
+        let mut asked = mine.ask::<F>(row);
+        let mut weights = mine.fetch::<F, N>(0, taken, tiles);
         if row.x.is_flagged() {
             asked = row.call.there(0, asked, &(mine, row));
         }
-        let mut x = [if Mine::<W>::is_there(0, part, block) { first } else { [0.0; 8] }; W];
+        let mut x = [if Mine::<W>::is_there(0, part, block) { first } else { F::NOTHING }; W];
         each!(unit i below W => {
             if i > 0 {
-                x[i] = if Mine::<W>::is_there(i, part, block) { row.values(asked.0[i]) } else { [0.0; 8] };
+                x[i] = if Mine::<W>::is_there(i, part, block) { F::unit(row, asked.0[i]) } else { F::NOTHING };
             }
         });
         // Of the row of weights before this one, over the lanes; beside this one's products, which need not wait for it.
         let (mut n, mut last) = (0, 0.0);
         loop {
             let has_more = n + 1 < part.rows;
-            let next = if has_more { mine.fetch((n + 1) % N as u32, taken, tiles) } else { [[0; 4]; W] };
+            let next = if has_more { mine.fetch::<F, N>((n + 1) % N as u32, taken, tiles) } else { [F::NO_WEIGHTS; W] };
             let mut products = [0f32; 4];
-            each!(unit i below W => {
-                let weight = widen_brain(weights[i]);
-                for j in 0..8 {
-                    products[j % 4] = fma(weight[j], x[i][j], products[j % 4]);
-                }
-            });
+            each!(unit i below W => { F::multiply(&mut products, i, weights[i], x[i]) });
             put(sums + n, last, block);
             last = (products[0] + products[1]) + (products[2] + products[3]);
             n += 1;

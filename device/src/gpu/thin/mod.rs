@@ -1,4 +1,4 @@
-//! Products of one row with bf16 weights that come in tiles: what `linear` and `gated_linear` are made of in decoding.
+//! Products of one row with weights that come in tiles, in bf16 or in 8 bits: what `linear` and `gated_linear` are made of in decoding.
 //!
 //! ```text
 //! A   16 rows x 16 of k    8 rows of weights: a lane's sixteen bytes, as they lie in the tile, are four registers of A, words
@@ -21,7 +21,9 @@
 //! warp 27 instructions one by one, as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all
 //! rows together.
 //!
-//! x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an element. Products are exact, sums f32.
+//! With weights of bf16 x is taken as hi + lo, both bf16 ([`terms`]), which leaves out what is below 2^-17 of an element. Products are exact, sums
+//! f32. With those of 8 bits ([`eight`]) hi and lo are bytes, and sixteen bytes are as many elements, so that a product has 16 x 32 and 32 x 8; all
+//! else is the same, and [`Form`] says what is not.
 
 /// `$body` for every chunk, group of rows or unit `$i` below `$n`, written out: what loops index the compiler does not always keep in
 /// registers.
@@ -43,29 +45,29 @@ macro_rules! each {
     };
 }
 
+mod eight;
+mod form;
 mod held;
 pub(crate) mod long;
 mod taken;
 mod terms;
 
-use super::Call;
 use super::math::{reciprocal, rsqrt};
 use super::rows::Staging;
 use super::tiles::Tiles;
-use crate::arch::{bulk, memory, shared, warp};
+use super::{Call, F32};
+use crate::arch::{memory, shared};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
+pub(crate) use eight::Eight;
+use form::CHUNK_WORDS;
+pub(crate) use form::{Brain, Form};
 use held::Held;
 use perpetua_shared::launch::TASK_THREADS;
 use perpetua_shared::{Fault, Technique};
 use taken::Taken;
 use terms::TERMS;
 pub(crate) use terms::{First, Source, in_two};
-
-/// Elements of k that a product takes of eight rows, with their bytes, and as words of a term.
-const CHUNK: u32 = 32;
-const CHUNK_BYTES: u32 = 2 * CHUNK;
-const CHUNK_WORDS: u32 = CHUNK / 2;
 
 /// Words for the sums of squares that warps have staged, after the row's; then come the sums of products.
 const SQUARES: u32 = 8;
@@ -80,47 +82,53 @@ const _: () = assert!(TASK_THREADS / 32 <= SQUARES, "every warp has a word");
 const _: () =
     assert!((shared::KEPT - (TERMS + MAX_NORMED + SQUARES)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
 
-/// Whether [`run`] is for this call, of `N` matrices of weights from operand 1 on, if `source` is its one row.
+/// Whether [`run`] is for this call, of `N` matrices of weights of form `F` from operand 1 on, if `source` is its one row.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
+pub(crate) unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
-        let w = call.tensor(1);
+        let (w, norm) = (call.tensor(1), call.tensor(how.norm));
         let (columns, k) = (w.extent(0), w.extent(1));
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
-        let whole = left <= u32::from(call.tensor(how.norm).is_present()) + N as u32 * columns;
-        let is_fit = call.are_brains::<N>() && k.is_multiple_of(2 * CHUNK) && k <= MAX_NORMED;
-        left > 0 && whole && is_fit && source.is_whole() && call.uses(Technique::ThinProducts)
+        let whole = left <= u32::from(norm.is_present()) + N as u32 * columns;
+        let is_fit = call.are_all::<N>(F::DTYPE) && k.is_multiple_of(64) && k <= F::LONGEST;
+        let has_room = !norm.is_present() || F::has_room_for_norm(k, if norm.dtype() == F32 { 4 } else { 2 });
+        left > 0 && whole && is_fit && has_room && source.is_whole() && call.uses(Technique::ThinProducts)
     }
 }
 
-/// Where the activations of the terms stand that a lane has the column of, in chunk 0 of `chunks`, and which rows of weights want them: even
-/// ones or odd ones.
-#[inline(always)]
-fn activations(chunks: u32, block: &Block) -> (u32, u32) {
-    let (g, t) = (block.lane() / 4, block.lane() % 4);
-    // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
-    let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
-    (TERMS + term * chunks * CHUNK_WORDS + 4 * t + 2 * words, parity)
+/// Where a lane finds what it multiplies with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Column {
+    /// The activations of its column of chunk 0, from this word on.
+    at: u32,
+    /// 1 if it has the other chunk of each pair.
+    parity: u32,
+    /// 1 if the lane's row of weights has.
+    own: u32,
 }
 
-/// What a lane's two columns of two products add to the sum of its row, with the other term's: lane t has columns 2t and 2t + 1, words 0 and
-/// 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
-///
-/// # Safety
-/// As [`run`].
-#[inline(always)]
-unsafe fn sum_of([one, other]: [[f32; 4]; 2]) -> f32 {
-    let own = (one[0] + other[0]) + (one[3] + other[3]);
-    // SAFETY: the caller's promise.
-    own + f32::from_bits(unsafe { warp::shuffle_xor(own.to_bits(), 2) })
+impl Column {
+    /// That of the calling lane, for a row of `k`.
+    #[inline(always)]
+    fn of<F: Form>(k: u32, block: &Block) -> Column {
+        let (g, t) = (block.lane() / 4, block.lane() % 4);
+        // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
+        let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
+        let swap = F::swap(k);
+        Column {
+            at: TERMS + term * (k / F::CHUNK) * CHUNK_WORDS + 4 * t + 2 * words,
+            parity: parity & swap,
+            own: (g % 2) & swap,
+        }
+    }
 }
 
-/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, operands 1 and up, of which the sums are
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, of form `F`, operands 1 and up, of which the sums are
 /// the products with the row `source`. What it can it does before `ready`, and asks for before the products; `H`
 /// products' weights it holds in registers by then.
 ///
@@ -130,7 +138,7 @@ unsafe fn sum_of([one, other]: [[f32; 4]; 2]) -> f32 {
 /// # Errors
 /// Those of `ready`.
 #[inline(always)]
-pub(crate) unsafe fn run<const N: usize, const H: usize>(
+pub(crate) unsafe fn run<F: Form, const N: usize, const H: usize>(
     call: &Call<'_>,
     source: &impl Source,
     how: Staging,
@@ -145,9 +153,9 @@ pub(crate) unsafe fn run<const N: usize, const H: usize>(
         let Some(tiles) = call.tiles else { return Ok(()) };
         let (norm, k) = (call.tensor(how.norm), call.tensor(1).extent(1));
         if norm.is_present() {
-            terms::keep_norm(tiles, &norm, k, block);
+            terms::keep_norm::<F>(tiles, &norm, k, block);
         }
-        let held = Held::<N, H>::new(tiles, k, block);
+        let held = Held::<F, N, H>::new(tiles, k, block);
         let share = if norm.is_present() { reciprocal(k) } else { 0.0 };
         let outcome = ready();
         if outcome.is_err() {
@@ -156,17 +164,17 @@ pub(crate) unsafe fn run<const N: usize, const H: usize>(
         }
         // Found out anew, all that follows from it, too: weights are held where it would be.
         let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
-        let squares = terms::stage(source, &norm, k, block);
+        let squares = terms::stage::<F, _>(source, &norm, k, block);
         let (lane, warps) = (block.lane(), block.warps());
         let (g, t) = (lane / 4, lane % 4);
         let per = 16 / N as u32;
-        let (squares_at, parts) = (TERMS + k, TERMS + k + SQUARES);
+        let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);
         let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
         let early = if block.thread < call.tensor(1).extent(0) { ask(block.thread) } else { 0 };
         // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
         let row = |i: u32| if N == 1 { g + 8 * i } else { g };
-        let place = |taken: &Taken<N>, i: u32, row: u32| taken.at[i as usize % N] + row * 2 * k + 16 * t;
+        let place = |taken: &Taken<N>, i: u32, row: u32| taken.at[i as usize % N] + row * F::row_bytes(k) + 16 * t;
         let squares = held.multiply(own, k, squares, block);
         if lane == 0 {
             shared::store(squares_at + block.warp(), squares.to_bits());
@@ -198,11 +206,11 @@ pub(crate) unsafe fn run<const N: usize, const H: usize>(
                     here += taken.done;
                 }
                 let sums = if N == 2 || here > 8 {
-                    products::<true>(at, k / CHUNK, block)
+                    products::<F, true>(at, k, block)
                 } else {
-                    products::<false>(at, k / CHUNK, block)
+                    products::<F, false>(at, k, block)
                 };
-                if t == g % 2 {
+                if t == g % 2 * F::swap(k) {
                     for i in 0..2 {
                         if row(i) < here {
                             let to = if N == 1 { row(i) } else { 2 * g + i };
@@ -246,30 +254,29 @@ pub(crate) unsafe fn run<const N: usize, const H: usize>(
     }
 }
 
-/// What the calling warp's chunks of `chunks` add to the sums of eight rows, and, if `HIGH`, to those of eight more, of which a
+/// What the calling warp's chunks of rows of `k` add to the sums of eight rows, and, if `HIGH`, to those of eight more, of which a
 /// lane's weights begin at these bytes of the tiles: on one or the other of the first two lanes of four, for even rows and for odd.
 ///
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn products<const HIGH: bool>([low_at, high_at]: [u32; 2], chunks: u32, block: &Block) -> [f32; 2] {
-    // SAFETY: the caller's promise; chunks are pairs, so that a chunk's other one is there.
+unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u32, block: &Block) -> [f32; 2] {
+    // SAFETY: the caller's promise; where chunks are pairs, a chunk's other one is there.
     unsafe {
-        let warps = block.warps();
-        let g = block.lane() / 4;
-        let (b_at, parity) = activations(chunks, block);
+        let (warps, chunks) = (block.warps(), k / F::CHUNK);
+        let column = Column::of::<F>(k, block);
         let fetch = |chunk: u32| {
-            let from = (chunk ^ (g % 2)) * CHUNK_BYTES;
-            let low = bulk::load16(low_at + from);
-            let high = if HIGH { bulk::load16(high_at + from) } else { [0; 4] };
-            (low, high, shared::load8(b_at + (chunk ^ parity) * CHUNK_WORDS))
+            let place = F::place(chunk ^ column.own);
+            let low = F::load(low_at, place);
+            let high = if HIGH { F::load(high_at, place) } else { F::NO_WEIGHTS };
+            (low, high, F::values(&column, chunk, chunks))
         };
         // Every other product is added to others, so that few wait for the one before.
-        let mut sums = [[[0f32; 4]; 2]; 2];
-        let mut add = |at: usize, (low, high, b): ([u32; 4], [u32; 4], [u32; 2])| {
-            sums[0][at] = warp::mma(low, b, sums[0][at]);
+        let mut sums = [[F::ZERO; 2]; 2];
+        let mut add = |at: usize, (low, high, values): (F::Weights, F::Weights, F::Values)| {
+            sums[0][at] = F::add(sums[0][at], low, values);
             if HIGH {
-                sums[1][at] = warp::mma(high, b, sums[1][at]);
+                sums[1][at] = F::add(sums[1][at], high, values);
             }
         };
         let mut chunk = block.warp();
@@ -282,6 +289,6 @@ unsafe fn products<const HIGH: bool>([low_at, high_at]: [u32; 2], chunks: u32, b
         if chunk < chunks {
             add(0, fetch(chunk));
         }
-        [sum_of(sums[0]), if HIGH { sum_of(sums[1]) } else { 0.0 }]
+        [F::total(sums[0], block), if HIGH { F::total(sums[1], block) } else { 0.0 }]
     }
 }

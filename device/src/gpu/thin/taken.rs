@@ -15,10 +15,10 @@ pub(super) struct Taken<const N: usize> {
 }
 
 impl<const N: usize> Taken<N> {
-    /// None yet, of rows of `k`.
+    /// None yet, of rows of so many bytes.
     #[inline(always)]
-    pub(super) fn none(k: u32) -> Taken<N> {
-        Taken { at: [0; N], rows: 0, done: 0, per_row: u32::MAX / (2 * k) + 1 }
+    pub(super) fn none(row_bytes: u32) -> Taken<N> {
+        Taken { at: [0; N], rows: 0, done: 0, per_row: u32::MAX / row_bytes + 1 }
     }
 
     /// Takes the next ones.

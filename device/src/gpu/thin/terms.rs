@@ -5,6 +5,7 @@ use super::super::flags::unmarked;
 use super::super::rows::{singles, widen_brain, widen_half};
 use super::super::tiles::Tiles;
 use super::super::{BF16, Call, F32, Tensor};
+use super::form::Form;
 use crate::arch::scalar::{f32_to_bf16_pair, fma};
 use crate::arch::{atomic, bulk, memory, shared};
 use crate::block::{Block, FREE_SHARED};
@@ -36,11 +37,40 @@ pub(crate) trait Source: Copy {
     /// Whether elements may be asked for by eight.
     fn is_whole(&self) -> bool;
 
-    /// Calls `put(unit, values)` for every unit of eight of the `k` elements, on some thread.
+    /// Calls `put(unit, true, values)` for every unit of eight of the `k` elements, on some thread; where warps do it `together`, all lanes of
+    /// one call it, neighbours with neighbouring units, and those for which there is none with `false` and the last one.
     ///
     /// # Safety
     /// Every thread of the block makes this same call; they are there, or will be, and the row [is whole](Source::is_whole).
-    unsafe fn each(&self, k: u32, block: &Block, put: impl FnMut(u32, [f32; 8]));
+    unsafe fn each(&self, k: u32, together: bool, block: &Block, put: impl FnMut(u32, bool, [f32; 8]));
+}
+
+/// Units of which a thread has one in so many as there are threads.
+#[derive(Clone, Copy)]
+struct Units {
+    units: u32,
+    together: bool,
+    lane: u32,
+}
+
+impl Units {
+    #[inline(always)]
+    fn of(k: u32, together: bool, block: &Block) -> Units {
+        Units { units: k / 8, together, lane: block.lane() }
+    }
+
+    /// Whether there is unit `unit`, or, where warps go together, one for another lane.
+    #[inline(always)]
+    fn go_on(self, unit: u32) -> bool {
+        if self.together { unit - self.lane < self.units } else { unit < self.units }
+    }
+
+    /// Unit `unit`, or the last one; and whether it is there.
+    #[inline(always)]
+    fn there(self, unit: u32) -> (u32, bool) {
+        let is_there = unit < self.units;
+        (if is_there { unit } else { self.units - 1 }, is_there)
+    }
 }
 
 /// Row 0 of operand 0, a matrix.
@@ -103,20 +133,21 @@ impl Source for First<'_> {
     }
 
     #[inline(always)]
-    unsafe fn each(&self, k: u32, block: &Block, mut put: impl FnMut(u32, [f32; 8])) {
-        let (mut unit, units) = (block.thread, k / 8);
-        if unit >= units {
+    unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
+        let (mut unit, units) = (block.thread, Units::of(k, together, block));
+        if !units.go_on(unit) {
             return;
         }
         // SAFETY: the caller's promise. Two are under way: memory answers long after it is asked.
         unsafe {
-            let mut asked = self.ask(unit);
+            let mut asked = self.ask(units.there(unit).0);
             loop {
                 let next = unit + block.threads;
                 // Beyond the last it is that one again, which costs nothing but its place in the queue.
-                let next_asked = self.ask(if next < units { next } else { unit });
-                put(unit, self.unit(unit, asked));
-                if next >= units {
+                let next_asked = self.ask(units.there(next).0);
+                let (here, is_there) = units.there(unit);
+                put(here, !together || is_there, self.unit(here, asked));
+                if !units.go_on(next) {
                     return;
                 }
                 (unit, asked) = (next, next_asked);
@@ -133,34 +164,37 @@ impl Source for Parts<'_> {
     }
 
     #[inline(always)]
-    unsafe fn each(&self, k: u32, block: &Block, mut put: impl FnMut(u32, [f32; 8])) {
-        for unit in block.mine(k / 8) {
+    unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
+        let (mut unit, units) = (block.thread, Units::of(k, together, block));
+        while units.go_on(unit) {
             // SAFETY: the caller's promise. One at a time: two have no registers, beside weights that are held.
             unsafe {
-                let place = self.place(8 * unit);
-                put(unit, self.merged(place, self.fetch(place, 0)));
+                let (here, is_there) = units.there(unit);
+                let place = self.place(8 * here);
+                put(here, !together || is_there, self.merged(place, self.fetch(place, 0)));
             }
+            unit += block.threads;
         }
     }
 }
 
-/// Puts the weights of the norm, which come in the task's next tile, where the terms of the elements will stand that they belong to: the
-/// tile need not be held until the row is there.
+/// Puts the weights of the norm, which come in the task's next tile, where they wait for the elements that they belong to: the tile need
+/// not be held until the row is there.
 ///
 /// # Safety
 /// As [`stage`]; the task has a tile of the weights next.
 #[inline(always)]
-pub(super) unsafe fn keep_norm(tiles: &Tiles<'_>, norm: &Tensor, k: u32, block: &Block) {
+pub(super) unsafe fn keep_norm<F: Form>(tiles: &Tiles<'_>, norm: &Tensor, k: u32, block: &Block) {
     // SAFETY: the caller's promise; a thread writes the words that it stages.
     unsafe {
         let tile = tiles.take();
         for unit in block.mine(k / 8) {
-            let (high_at, low_at) = place_of(unit, k);
+            let (first_at, second_at) = F::norm_at(unit, k);
             if norm.dtype() == F32 {
-                shared::store16(high_at, bulk::load16(tile.at + 32 * unit));
-                shared::store16(low_at, bulk::load16(tile.at + 32 * unit + 16));
+                shared::store16(first_at, bulk::load16(tile.at + 32 * unit));
+                shared::store16(second_at, bulk::load16(tile.at + 32 * unit + 16));
             } else {
-                shared::store16(high_at, bulk::load16(tile.at + 16 * unit));
+                shared::store16(first_at, bulk::load16(tile.at + 16 * unit));
             }
         }
         tiles.release(tile);
@@ -169,29 +203,48 @@ pub(super) unsafe fn keep_norm(tiles: &Tiles<'_>, norm: &Tensor, k: u32, block: 
 
 /// Where the terms of elements 8 * `unit` to 8 * `unit` + 7 of `k` stand, hi and lo.
 #[inline(always)]
-fn place_of(unit: u32, k: u32) -> (u32, u32) {
+pub(super) fn place_of(unit: u32, k: u32) -> (u32, u32) {
     (TERMS + 4 * unit, TERMS + k / 2 + 4 * unit)
 }
 
-/// Puts the `k` elements of row `x` into shared memory, multiplied with the weights of the norm, if there is one, which
-/// [`keep_norm`] has put there; the sum of the squares of those that this thread had.
+/// Puts these elements there.
+///
+/// # Safety
+/// The words are the thread's own.
+#[inline(always)]
+pub(super) unsafe fn put_terms(unit: u32, values: [f32; 8], k: u32) {
+    let (high_at, low_at) = place_of(unit, k);
+    let (mut high, mut low) = ([0; 4], [0; 4]);
+    for i in 0..4 {
+        let at = term_at(i as u32) as usize;
+        [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        shared::store16(high_at, high);
+        shared::store16(low_at, low);
+    }
+}
+
+/// Puts the `k` elements of row `x` into shared memory, as the terms that weights of form `F` are multiplied with; before that each is
+/// multiplied with its weight of the norm, if there is one, which [`keep_norm`] has kept. The sum of the squares of those that this thread had.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k` elements, at most
-/// [`MAX_NORMED`], in [whole](Source::is_whole) units.
+/// [`Form::LONGEST`], in [whole](Source::is_whole) units.
 #[inline(always)]
-pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Block) -> f32 {
+pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Tensor, k: u32, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let mut squares = 0.0;
         let put = {
             #[inline(always)]
-            |unit: u32, mut values: [f32; 8]| {
-                let (high_at, low_at) = place_of(unit, k);
-                if norm.is_present() {
-                    let first = shared::load16(high_at);
+            |unit: u32, is_there: bool, mut values: [f32; 8]| {
+                if norm.is_present() && is_there {
+                    let (first_at, second_at) = F::norm_at(unit, k);
+                    let first = shared::load16(first_at);
                     let weight = match norm.dtype() {
-                        F32 => singles(first, shared::load16(low_at)),
+                        F32 => singles(first, shared::load16(second_at)),
                         BF16 => widen_brain(first),
                         _ => widen_half(first),
                     };
@@ -200,16 +253,10 @@ pub(super) unsafe fn stage<S: Source>(x: &S, norm: &Tensor, k: u32, block: &Bloc
                         values[i] *= weight[i];
                     }
                 }
-                let (mut high, mut low) = ([0; 4], [0; 4]);
-                for i in 0..4 {
-                    let at = term_at(i as u32) as usize;
-                    [high[at], low[at]] = in_two([values[2 * i], values[2 * i + 1]]);
-                }
-                shared::store16(high_at, high);
-                shared::store16(low_at, low);
+                F::put(unit, is_there, values, k);
             }
         };
-        x.each(k, block, put);
+        x.each(k, F::TOGETHER, block, put);
         block.sync();
         squares
     }

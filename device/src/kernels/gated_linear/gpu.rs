@@ -5,7 +5,7 @@
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, First, long};
+use crate::gpu::thin::{self, Brain, Eight, First, long};
 use crate::gpu::{warpgroup, wide};
 
 /// # Safety
@@ -26,13 +26,26 @@ pub(super) unsafe fn run(
         let how = Staging { norm: 6, eps: p.eps, merges: false, like: (1, 1) };
         let outputs = Outputs { p, call };
         let row = First { call, x: call.tensor(0) };
-        if rows == 1 && thin::is_for::<2>(call, &row, how) {
-            return thin::run::<2, 30>(call, &row, how, block, ready, |_| 0, |n, sums, _| outputs.finish(n, sums));
+        let ask = |_: u32| 0;
+        let finish = {
+            #[inline(always)]
+            |n: u32, sums: [f32; 2], _: u32| outputs.finish(n, sums)
+        };
+        if rows == 1 && thin::is_for::<Brain, 2>(call, &row, how) {
+            return thin::run::<Brain, 2, 30>(call, &row, how, block, ready, ask, finish);
         }
-        let is_long = rows == 1 && long::is_for::<2>(call, &row, how, 1, block);
-        ready_and_staged(call, how, staged && !is_long, block, ready)?;
+        if rows == 1 && thin::is_for::<Eight, 2>(call, &row, how) {
+            return thin::run::<Eight, 2, 24>(call, &row, how, block, ready, ask, finish);
+        }
+        let is_long = rows == 1 && long::is_for::<Brain, 2>(call, &row, how, 1, block);
+        let is_long_eight = rows == 1 && long::is_for::<Eight, 2>(call, &row, how, 1, block);
+        ready_and_staged(call, how, staged && !is_long && !is_long_eight, block, ready)?;
         if is_long {
-            long::run::<2>(call, &row, 1, block, |_| 0, |n, sums, _| outputs.finish(n, sums));
+            long::run::<Brain, 2>(call, &row, 1, block, ask, finish);
+            return Ok(());
+        }
+        if is_long_eight {
+            long::run::<Eight, 2>(call, &row, 1, block, ask, finish);
             return Ok(());
         }
         if let Some(tiles) = call.tiles

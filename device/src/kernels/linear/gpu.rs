@@ -6,7 +6,7 @@ use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, First, long};
+use crate::gpu::thin::{self, Brain, Eight, First, long};
 use crate::gpu::{warpgroup, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
@@ -101,19 +101,36 @@ pub(super) unsafe fn run(
             let one = |i: usize| activate(p.activation, sums[i] + bias[i]) + before[i];
             y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
         };
-        let ask_one = |n: u32| outputs.ask(n);
-        let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked);
+        let ask_one = {
+            #[inline(always)]
+            |n: u32| outputs.ask(n)
+        };
+        let finish_one = {
+            #[inline(always)]
+            |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked)
+        };
         let row = First { call, x: call.tensor(0) };
-        if p.merges != 0 && thin::is_for::<1>(call, &Parts::new(call, Merge::NONE), how) {
+        let unmerged = Parts::new(call, Merge::NONE);
+        let (is_merged, is_one) = (p.merges != 0, p.merges == 0 && rows == 1);
+        if is_merged && thin::is_for::<Brain, 1>(call, &unmerged, how) {
             let merged = Parts::new(call, Merge::of(&call.tensor(0)));
-            thin::run::<1, 10>(call, &merged, how, block, ready, ask_one, finish_one)?;
-        } else if p.merges == 0 && rows == 1 && thin::is_for::<1>(call, &row, how) {
-            thin::run::<1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
+            thin::run::<Brain, 1, 10>(call, &merged, how, block, ready, ask_one, finish_one)?;
+        } else if is_merged && thin::is_for::<Eight, 1>(call, &unmerged, how) {
+            let merged = Parts::new(call, Merge::of(&call.tensor(0)));
+            thin::run::<Eight, 1, 8>(call, &merged, how, block, ready, ask_one, finish_one)?;
+        } else if is_one && thin::is_for::<Brain, 1>(call, &row, how) {
+            thin::run::<Brain, 1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
+        } else if is_one && thin::is_for::<Eight, 1>(call, &row, how) {
+            thin::run::<Eight, 1, 16>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else {
-            let is_long = p.merges == 0 && rows == 1 && long::is_for::<1>(call, &row, how, p.segments.max(1), block);
-            ready_and_staged(call, how, staged && !is_long, block, ready)?;
+            let segments = p.segments.max(1);
+            let is_long = is_one && long::is_for::<Brain, 1>(call, &row, how, segments, block);
+            let is_long_eight = is_one && long::is_for::<Eight, 1>(call, &row, how, segments, block);
+            ready_and_staged(call, how, staged && !is_long && !is_long_eight, block, ready)?;
             if is_long {
-                long::run::<1>(call, &row, p.segments.max(1), block, ask_one, finish_one);
+                long::run::<Brain, 1>(call, &row, segments, block, ask_one, finish_one);
+            } else if is_long_eight {
+                long::run::<Eight, 1>(call, &row, segments, block, ask_one, finish_one);
             } else if let Some(tiles) = call.tiles
                 && tiles.left() > 0
                 && rows == 1

@@ -11,7 +11,7 @@ use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::engine::Resident;
 use perpetua::exec::threads::usable_cores;
 use perpetua::exec::{self, RunError};
-use perpetua::model::{SynthOptions, SynthSource, Weights, synth};
+use perpetua::model::{ModelConfig, Quantize, SynthOptions, SynthSource, Weights, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample};
 use perpetua_shared::control::End;
@@ -465,16 +465,39 @@ impl Check<'_> {
                 judged += certain;
             }
             let kl = kl / f64::from(positions as u32);
+            let in_8_bits = self.in_8_bits(&model, &ids(&file, 0, "input_ids")?)?;
             figures.insert(
                 name.to_owned(),
-                json!({"positions": positions, "mean_kl": kl, "greedy_tokens": judged, "as_expected": same}),
+                json!({"positions": positions, "mean_kl": kl, "greedy_tokens": judged, "as_expected": same, "in_8_bits": in_8_bits}),
             );
             self.keep(figures.clone())?;
-            if kl.is_nan() || kl > 1e-3 || same < judged {
+            let is_off = |kl: f64| kl.is_nan() || kl > 1e-3;
+            if is_off(kl) || in_8_bits.iter().copied().any(is_off) || same < judged {
                 return Err(format!("{name}: {}", figures[name]).into());
             }
         }
         Ok(figures.into())
+    }
+
+    /// How far `model` with weights in 8 bits is from the reference executor with the same, after `prompt` and where a token more has been decoded:
+    /// their divergences. None of a mixture of experts, whose no GPU kernel reads.
+    fn in_8_bits(&self, model: &Model, prompt: &[u32]) -> Result<Vec<f64>, Box<dyn std::error::Error>> {
+        if matches!(model.config(), ModelConfig::Decoder(config) if config.experts.is_some()) {
+            return Ok(Vec::new());
+        }
+        let model = model.quantize(Quantize::Q8, |_| {})?;
+        let max_context = Some((prompt.len() + 2).min(model.max_tokens()));
+        let logits = |config: EngineConfig, n: usize| -> Result<Vec<f32>, EngineError> {
+            let mut engine = Engine::new(&model, &EngineConfig { max_context, ..config })?;
+            engine.generate(prompt, &greedy_options(n))?.try_for_each(|token| token.map(|_| ()))?;
+            Ok(engine.last_logits().unwrap_or_default())
+        };
+        let divergence = |n: usize| {
+            let reference = EngineConfig { device: Device::Reference, ..EngineConfig::default() };
+            let (expected, found) = (logits(reference, n)?, logits(self.config(), n)?);
+            Ok(Prediction::of(&expected).divergence(&Prediction::of(&found)))
+        };
+        [1, 2].into_iter().map(divergence).collect()
     }
 
     fn drills(&self) -> Figures {
@@ -636,12 +659,16 @@ impl Check<'_> {
         figures["model"] = preset.into();
         for sequences in self.batches(preset) {
             self.keep(figures.clone())?;
-            let of_batch = args.of_batch(*sequences);
-            let batch = bench::generator(&of_batch, &model, &mut |_| Ok(()))?;
-            let kept =
-                ["step_ms_median", "step_ms_of_runs", "tokens_per_s", "times_alone", "share_of_bandwidth_percent"];
-            let kept = kept.into_iter().map(|name| (name.to_owned(), batch[name].clone()));
-            figures["sequences_together"][sequences.to_string()] = kept.collect::<serde_json::Map<_, _>>().into();
+            let batch = bench::generator(&args.uncompared(Some(*sequences)), &model, &mut |_| Ok(()))?;
+            figures["sequences_together"][sequences.to_string()] = kept(&batch, &["times_alone"]);
+        }
+        self.keep(figures.clone())?;
+        let in_8_bits = model.quantize(Quantize::Q8, |_| {})?;
+        let fewer_bits = bench::generator(&args.uncompared(None), &in_8_bits, &mut |_| Ok(()))?;
+        drop(in_8_bits);
+        figures["in_8_bits"] = kept(&fewer_bits, &["accuracy"]);
+        if let [Some(all), Some(fewer)] = [&figures, &fewer_bits].map(|of| of["step_ms_median"].as_f64()) {
+            figures["in_8_bits"]["times_as_fast"] = json!(all / fewer);
         }
         self.keep(figures.clone())?;
         figures["pytorch"] = self.peer(&folder);
@@ -834,6 +861,13 @@ fn flat(operand: &Operand) -> Operand {
     flat.extent = [operand.extent[0], operand.extent[1..usize::from(operand.rank)].iter().product(), 1, 1];
     flat.stride_elems = [operand.stride_elems[0], 1, 0, 0];
     flat
+}
+
+/// Of what was measured, the step's time and rate, and `more`.
+fn kept(figures: &Value, more: &[&str]) -> Value {
+    let names = ["step_ms_median", "step_ms_of_runs", "tokens_per_s", "share_of_bandwidth_percent"];
+    let kept = names.iter().chain(more).map(|name| ((*name).to_owned(), figures[*name].clone()));
+    kept.collect::<serde_json::Map<_, _>>().into()
 }
 
 fn greedy_options(n: usize) -> GenerateOptions {

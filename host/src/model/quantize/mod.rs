@@ -18,6 +18,7 @@ use bytemuck::Zeroable;
 use half::{bf16, f16};
 use perpetua_shared::DType;
 
+use super::config::ModelConfig;
 use super::error::ModelError;
 use super::layout::{Role, TensorSpec};
 use super::weights::{TensorView, Weights};
@@ -41,6 +42,12 @@ impl fmt::Display for Quantize {
 }
 
 impl Quantize {
+    /// What the tensors of a network of this configuration are kept as, by name, but for those that stay as they are.
+    pub fn dtypes(self, config: &ModelConfig) -> HashMap<String, DType> {
+        let tensors = super::layout::tensors(config);
+        tensors.into_iter().filter_map(|spec| self.dtype_of(&spec).map(|dtype| (spec.name, dtype))).collect()
+    }
+
     /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its bytes are few.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
         if spec.shape.len() != 2 || spec.role == Role::Router {

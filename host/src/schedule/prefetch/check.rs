@@ -303,6 +303,7 @@ fn paced(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violatio
 
 /// The byte ranges of each innermost row of `operand`.
 fn rows(operand: &Operand, out: &mut Vec<(u64, u64)>) {
+    let operand = &operand.strided();
     let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
     if operand.extent.contains(&0) {
         return;

@@ -218,10 +218,20 @@ fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], c
     cost.bytes_read.saturating_sub(if is_shared { rest_bytes / op.n_blocks().max(1) } else { rest_bytes })
 }
 
+/// The longest row of weights in 8 bits that is carried: all of it in one tile, whatever the machine's are.
+const MOST_LINES_BYTES: u64 = 24 << 10;
+
 /// Whether bulk copies can carry `operand` row by row.
 fn is_carried(operand: &Operand) -> bool {
     let elem = match operand.dtype() {
         Some(dtype @ (DType::F32 | DType::Bf16 | DType::F16)) => dtype.size_bytes() as u64,
+        Some(DType::Q8) => {
+            let row_bytes = operand.strided().extent[1];
+            let is_whole = operand.rank == 2 && (operand.extent[0] == 1 || operand.stride_elems[0] == row_bytes);
+            return is_whole
+                && (1..=MOST_LINES_BYTES).contains(&u64::from(row_bytes))
+                && operand.offset_bytes.is_multiple_of(UNIT_BYTES);
+        }
         _ => return false,
     };
     let last = usize::from(operand.rank.max(1)) - 1;
@@ -236,9 +246,10 @@ fn is_carried(operand: &Operand) -> bool {
 }
 
 /// The contiguous pieces of `stream`, as offset and bytes in its source: parts of rows where it is taken in segments; otherwise none larger
-/// than `tile_bytes`, but for whole rows of at most `row_bytes`.
+/// than `tile_bytes`, but for whole rows of at most `row_bytes`, and rows in lines, which are never cut.
 fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
+    let is_in_lines = stream.operand.dtype().is_some_and(|dtype| dtype.lines().is_some());
     let operand = &stream.operand.strided();
     let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
     if operand.bytes() == 0 {
@@ -267,7 +278,7 @@ fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u
         inner = dim;
     }
     let row = row.unwrap_or(elem);
-    let tile_bytes = if row <= row_bytes { tile_bytes.max(row) } else { tile_bytes };
+    let tile_bytes = if row <= row_bytes || is_in_lines { tile_bytes.max(row) } else { tile_bytes };
     let piece = match tile_bytes / row {
         0 => row.div_ceil(row.div_ceil(tile_bytes)).next_multiple_of(TILE_ALIGN_BYTES).min(tile_bytes),
         rows => rows * row,

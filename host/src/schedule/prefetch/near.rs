@@ -135,6 +135,7 @@ fn beginning(op: &PrefetchOp, operand: &Operand, most: u64) -> Option<PrefetchOp
         let n = (most / u64::from(op.bytes)) as u32;
         return (n > 0).then_some(PrefetchOp { most: n, ..*op });
     }
+    let operand = &operand.strided();
     let [n, columns, ..] = operand.extent;
     let elem = operand.dtype()?.size_bytes() as u64;
     let apart_bytes = u64::from(operand.stride_elems[0]) * elem;

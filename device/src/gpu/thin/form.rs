@@ -1,0 +1,175 @@
+//! The forms in which rows of weights come, as tensor cores take them: sixteen bytes a lane in each, as they lie.
+
+use super::super::BF16;
+use super::terms::{place_of, put_terms};
+use super::{Column, TERMS};
+use crate::arch::{bulk, shared, warp};
+use crate::block::Block;
+use crate::kernels::MAX_NORMED;
+use core::fmt::Debug;
+
+/// Bytes of a chunk of a row, and words of it in a term of the activations.
+pub(super) const CHUNK_BYTES: u32 = 64;
+pub(super) const CHUNK_WORDS: u32 = 16;
+
+/// A form of weights, and of the activations that they are multiplied with.
+pub(crate) trait Form: Copy + Debug {
+    /// The weights' type.
+    const DTYPE: u16;
+
+    /// Elements of a [chunk](CHUNK_BYTES).
+    const CHUNK: u32;
+
+    /// The longest row whose terms have room.
+    const LONGEST: u32;
+
+    /// Whether [`put`](Form::put) is something that a warp does together.
+    const TOGETHER: bool;
+
+    /// Where a chunk is in a row.
+    type Place: Copy;
+
+    /// What a lane has of a chunk of its row.
+    type Weights: Copy + Debug;
+    const NO_WEIGHTS: Self::Weights;
+
+    /// What a lane has of the activations of a chunk: words by themselves, since two in an array go from function to function as one of 64 bits.
+    type Values: Copy;
+
+    /// Products that are being added up.
+    type Sum: Copy;
+    const ZERO: Self::Sum;
+
+    /// Bytes of a row of `k`.
+    fn row_bytes(k: u32) -> u32;
+
+    /// 1 where rows of `k` are a multiple of 128 bytes apart, so that of two neighbours one has to be at the other half of a pair of chunks; else 0.
+    fn swap(k: u32) -> u32;
+
+    /// Words that the terms of a row of `k` take, a multiple of four.
+    fn words(k: u32) -> u32;
+
+    /// Where the weights of a norm wait for unit `unit` of `k`: the first sixteen bytes of them, and the next, if they are as many.
+    fn norm_at(unit: u32, k: u32) -> (u32, u32);
+
+    /// Whether there is room for those, of `bytes` bytes each.
+    fn has_room_for_norm(k: u32, bytes: u32) -> bool;
+
+    /// Where chunk `chunk` is.
+    fn place(chunk: u32) -> Self::Place;
+
+    /// The sixteen bytes that a lane takes of the chunk at `place`, in a row whose first ones it would find at byte `at` of the tiles.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    unsafe fn load(at: u32, place: Self::Place) -> Self::Weights;
+
+    /// The activations of chunk `chunk`, or of its pair's other one, of `chunks`; zeros, where it is not one of those.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> Self::Values;
+
+    /// `sum` with what a chunk adds.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    unsafe fn add(sum: Self::Sum, weights: Self::Weights, values: Self::Values) -> Self::Sum;
+
+    /// What a lane's two columns of two products add to the sum of its row, with the other term's: lane t has columns 2t and 2t + 1, words 0
+    /// and 2 and words 1 and 3 of a parity's rows in a term; two lanes on, in the other.
+    ///
+    /// # Safety
+    /// As [`run`](super::run).
+    unsafe fn total(sums: [Self::Sum; 2], block: &Block) -> f32;
+
+    /// Puts the terms of unit `unit` of the row of `k` where they belong, if it `is_there`.
+    ///
+    /// # Safety
+    /// The thread's own words; whole warps, neighbours with neighbouring units, where they do it [together](Form::TOGETHER).
+    unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32);
+}
+
+/// bf16, by activations in two terms of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Brain;
+
+impl Form for Brain {
+    const DTYPE: u16 = BF16;
+    const CHUNK: u32 = 32;
+    const LONGEST: u32 = MAX_NORMED;
+    const TOGETHER: bool = false;
+    type Place = u32;
+    type Weights = [u32; 4];
+    const NO_WEIGHTS: [u32; 4] = [0; 4];
+    type Values = (u32, u32);
+    type Sum = [f32; 4];
+    const ZERO: [f32; 4] = [0.0; 4];
+
+    #[inline(always)]
+    fn row_bytes(k: u32) -> u32 {
+        2 * k
+    }
+
+    #[inline(always)]
+    fn swap(_: u32) -> u32 {
+        1
+    }
+
+    #[inline(always)]
+    fn words(k: u32) -> u32 {
+        k
+    }
+
+    #[inline(always)]
+    fn norm_at(unit: u32, k: u32) -> (u32, u32) {
+        // Where the terms will stand.
+        place_of(unit, k)
+    }
+
+    #[inline(always)]
+    fn has_room_for_norm(_: u32, _: u32) -> bool {
+        true
+    }
+
+    #[inline(always)]
+    fn place(chunk: u32) -> u32 {
+        chunk * CHUNK_BYTES
+    }
+
+    #[inline(always)]
+    unsafe fn load(at: u32, place: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { bulk::load16(at + place) }
+    }
+
+    #[inline(always)]
+    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> (u32, u32) {
+        let is_there = chunk < chunks;
+        let place = if is_there { chunk } else { 0 } ^ column.parity;
+        // SAFETY: the caller's promise.
+        let [first, second] = unsafe { shared::load8(column.at + place * CHUNK_WORDS) };
+        (if is_there { first } else { 0 }, if is_there { second } else { 0 })
+    }
+
+    #[inline(always)]
+    unsafe fn add(sum: [f32; 4], weights: [u32; 4], values: (u32, u32)) -> [f32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { warp::mma(weights, values.into(), sum) }
+    }
+
+    #[inline(always)]
+    unsafe fn total([one, other]: [[f32; 4]; 2], _: &Block) -> f32 {
+        let own = (one[0] + other[0]) + (one[3] + other[3]);
+        // SAFETY: the caller's promise.
+        own + f32::from_bits(unsafe { warp::shuffle_xor(own.to_bits(), 2) })
+    }
+
+    #[inline(always)]
+    unsafe fn put(unit: u32, _: bool, values: [f32; 8], k: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { put_terms(unit, values, k) }
+    }
+}
+
+const _: () = assert!(TERMS.is_multiple_of(4));
