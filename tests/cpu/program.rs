@@ -225,6 +225,25 @@ fn plan_predicts_what_is_launched_just_in_time() {
     assert!(message.contains("just-in-time operator nothing: there is no operator"), "{message}");
 }
 
+/// Half the bytes, nearly, where matrices are in 8 bits, and judged as ever.
+#[test]
+fn plan_knows_fewer_bits() {
+    let step = |more: &[&str]| {
+        let args = ["plan", "--preset", "qwen3-110m", "--check"];
+        let text = String::from_utf8(perpetua(&[&args[..], more].concat()).stdout).unwrap();
+        let line = text.lines().find(|line| line.starts_with("predicted step")).unwrap();
+        line.split_whitespace().nth(2).unwrap().parse::<f64>().unwrap()
+    };
+    let [all, q8, q4] = [&[][..], &["--quantize", "q8"], &["--quantize", "q4", "--target", "cpu:2"]].map(step);
+    assert!(q8 < 0.9 * all && q4 > all, "{all}, {q8}, on two cores {q4}");
+    let model = fixture("tiny-llama");
+    let refused = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+        .args(["plan", "--model", &model, "--quantize", "q8"])
+        .output()
+        .unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{}", String::from_utf8_lossy(&refused.stderr));
+}
+
 /// A batch's step, too: a worker that has parts of several sequences' attention, and merges some, waits for the others' parts of one only when
 /// it has done its own of all.
 #[test]

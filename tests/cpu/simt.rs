@@ -15,7 +15,7 @@ use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{self, Cache, Declared, Head};
 use perpetua::model::synth::preset_config;
-use perpetua::model::{SynthOptions, SynthSource, synth};
+use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::advance::step_from;
 use perpetua_device::kernels::{Attention, Numbered, Spec, Use};
@@ -675,6 +675,23 @@ pub(crate) fn broken_rule(whole: &Parts, change: &dyn Fn(&mut Parts)) -> String 
         Err(ImageError::Rules(broken)) => broken[0].to_string(),
         other => panic!("expected broken rules, found {other:?}"),
     }
+}
+
+/// Rows in 8 bits have their scales among their lines: a tile with part of one is refused, which of a row of floats it is not.
+#[test]
+fn rows_in_8_bits_come_in_whole_tiles() {
+    let (_dir, model) = model_of("tiny-simt", &[("hidden_size", 40), ("intermediate_size", 1088)], 3);
+    let in_8_bits = model.quantize(Quantize::Q8, |_| {}).expect("it is quantised");
+    let of_one_row = |model: &Model, dtype: DType| {
+        let sources = decoder_sources(model, &[1], Cache::bf16(32), Head::Sample).expect("a sound model");
+        let whole = Parts::of(&compile(sources, &Config::new(Target::gpu(40))).expect("it compiles").image);
+        let row = dtype.tensor_bytes(&[1088]);
+        let at = whole.data.iter().position(|op| u64::from(op.bytes) == row).expect("a row of its own");
+        broken_rule(&whole, &|parts| parts.data[at].bytes -= 64)
+    };
+    let (found, of_floats) = (of_one_row(&in_8_bits, DType::Q8), of_one_row(&model, DType::Bf16));
+    assert!(found.contains("neither whole rows"), "{found}");
+    assert!(!of_floats.contains("neither whole rows"), "{of_floats}");
 }
 
 /// Each rule of the loaders' sections refuses an image that breaks it.

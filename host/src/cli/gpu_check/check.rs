@@ -471,8 +471,9 @@ impl Check<'_> {
                 json!({"positions": positions, "mean_kl": kl, "greedy_tokens": judged, "as_expected": same, "in_8_bits": in_8_bits}),
             );
             self.keep(figures.clone())?;
-            let is_off = |kl: f64| kl.is_nan() || kl > 1e-3;
-            if is_off(kl) || in_8_bits.iter().copied().any(is_off) || same < judged {
+            let is_off = |kl: f64, most: f64| kl.is_nan() || kl > most;
+            // Of one position each, where the others are means.
+            if is_off(kl, 1e-3) || in_8_bits.iter().any(|kl| is_off(*kl, 5e-3)) || same < judged {
                 return Err(format!("{name}: {}", figures[name]).into());
             }
         }
@@ -480,7 +481,7 @@ impl Check<'_> {
     }
 
     /// How far `model` with weights in 8 bits is from the reference executor with the same, after `prompt` and where a token more has been decoded:
-    /// their divergences. None of a mixture of experts, whose no GPU kernel reads.
+    /// their divergences. None of a mixture of experts: no GPU kernel reads its matrices then.
     fn in_8_bits(&self, model: &Model, prompt: &[u32]) -> Result<Vec<f64>, Box<dyn std::error::Error>> {
         if matches!(model.config(), ModelConfig::Decoder(config) if config.experts.is_some()) {
             return Ok(Vec::new());
