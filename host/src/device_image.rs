@@ -21,8 +21,10 @@ impl DeviceImage {
 }
 
 /// The device image; `None` when this library was built without a device toolchain (`./x setup` installs one).
+// A static and no part of its callers: who has a copy of this function, as programs that link the library may, would have one of the image.
 pub fn device_image() -> Option<DeviceImage> {
-    include!(concat!(env!("OUT_DIR"), "/device_image.rs"))
+    static IMAGE: Option<DeviceImage> = include!(concat!(env!("OUT_DIR"), "/device_image.rs"));
+    IMAGE
 }
 
 /// Each macro kernel as an entry of its own, `perpetua_kernel_` and its module's name, as PTX: to read and to count in. Nothing
