@@ -768,11 +768,13 @@ pub(crate) unsafe fn tiled<const N: usize>(
     // SAFETY: the caller's promises; the conditions around `tile_dot` depend on the warp and the task alone.
     unsafe {
         let w = call.tensor(1);
-        let (k, elem) = (w.extent(1), if w.dtype() == F32 { 4 } else { 2 });
+        // Of weights in 8 bits a row is its bytes, of which a tile never has a part.
+        let (k, elem) = match w.dtype() {
+            Q8 => (Eight::row_bytes(w.extent(1)), 1),
+            F32 => (w.extent(1), 4),
+            _ => (w.extent(1), 2),
+        };
         let lane = block.lane();
-        if w.dtype() == Q8 {
-            return tiled_eights::<N>(Rows { call, rows: 1, first: 0, staged }, tiles, block, outputs);
-        }
         // Where in the matrices the next tile starts, and whose row that is.
         let (mut n, mut first, mut warp) = (0, 0, 0);
         let mut sums = [0f32; N];
@@ -811,49 +813,6 @@ pub(crate) unsafe fn tiled<const N: usize>(
                     n += 1;
                     warp = if warp + 1 == block.warps() { 0 } else { warp + 1 };
                 }
-            }
-            for i in 0..N {
-                tiles.release(taken[i]);
-            }
-        }
-    }
-}
-
-/// [`tiled`] with weights in 8 bits, of which tiles have whole rows.
-///
-/// # Safety
-/// As [`tiled`].
-#[inline(always)]
-unsafe fn tiled_eights<const N: usize>(x: Rows<'_>, tiles: &Tiles<'_>, block: &Block, outputs: &impl Outputs<N>) {
-    // SAFETY: the caller's promises.
-    unsafe {
-        let k = x.call.tensor(1).extent(1);
-        let row_bytes = Eight::row_bytes(k);
-        let (mut n, mut warp) = (0, 0);
-        while tiles.left() >= N as u32 {
-            let mut taken = [tiles.take(); N];
-            for i in 1..N {
-                taken[i] = tiles.take();
-            }
-            let mut at = 0;
-            while at < taken[0].bytes {
-                if warp == block.warp() {
-                    let mut sums = [0f32; N];
-                    let mut which = 0;
-                    while which < N {
-                        let sum = warp::sum(eights(&x, taken[0].at + at, k, block.lane()));
-                        turn(&mut taken);
-                        turn(&mut sums);
-                        sums[N - 1] = sum;
-                        which += 1;
-                    }
-                    if block.lane() == 0 {
-                        outputs.finish(n, sums);
-                    }
-                }
-                at += row_bytes;
-                n += 1;
-                warp = if warp + 1 == block.warps() { 0 } else { warp + 1 };
             }
             for i in 0..N {
                 tiles.release(taken[i]);
@@ -906,7 +865,9 @@ unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the caller's promises; the types are the tensors'; whole warps are here.
     unsafe {
         let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
-        let sum = if x.staged {
+        let sum = if types.0 == Q8 {
+            eights(&x, part.at, x.call.tensor(w).extent(1), lane)
+        } else if x.staged {
             let staged = Staged(STAGE + part.first);
             match types.0 {
                 BF16 => tile_typed::<Brain, _>(&x, staged, part, lane),

@@ -895,7 +895,7 @@ fn a_warps_matrix_product() {
     });
     passes(1, 32, |_| {
         let lane = thread::thread_idx();
-        // a[i, k] = 7 i - 3 k, b[k, n] = 5 k - 31 n: of either sign.
+        // a[i, k] = 7 i - 3 k, b[k, n] = 3 k - 13 n: of either sign.
         let (a, b) = (|row: u32, k: u32| 7 * row as i32 - 3 * k as i32, |k: u32, n: u32| 3 * k as i32 - 13 * n as i32);
         let four = |one: &dyn Fn(u32) -> i32| u32::from_le_bytes(core::array::from_fn(|i| one(i as u32) as i8 as u8));
         let (g, t) = (lane / 4, lane % 4);

@@ -1,8 +1,8 @@
 //! The forms in which rows of weights come, as tensor cores take them: sixteen bytes a lane in each, as they lie.
 
 use super::super::BF16;
+use super::Column;
 use super::terms::{place_of, put_terms};
-use super::{Column, TERMS};
 use crate::arch::{bulk, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
@@ -171,5 +171,3 @@ impl Form for Brain {
         unsafe { put_terms(unit, values, k) }
     }
 }
-
-const _: () = assert!(TERMS.is_multiple_of(4));

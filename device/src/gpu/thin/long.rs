@@ -171,11 +171,7 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
                 let part = Part { from, units: per_segment.min(units - from), rows: here * N as u32 };
                 // Until its first unit is there a thread asks for no more: the row is as many bytes as a tile.
                 let first = from + if block.thread < part.units { block.thread } else { 0 };
-                let mut asked = F::ask(row, first);
-                if row.x.is_flagged() {
-                    asked = call.there(0, asked, || F::ask(row, first));
-                }
-                let first = F::unit(row, asked);
+                let first = F::unit(row, row.there(F::ask(row, first), || F::ask(row, first)));
                 let sums = segment * (part.rows + 1);
                 if segments > 1 {
                     taken = Taken::none(F::row_bytes(F::UNIT * part.units));
@@ -347,11 +343,9 @@ unsafe fn multiply<F: Units, const N: usize, const W: usize>(
     // SAFETY: the caller's promises.
     unsafe {
         let mine = Mine::<W>::new(part, block);
-        let mut asked = mine.ask::<F>(row);
+        let asked = mine.ask::<F>(row);
         let mut weights = mine.fetch::<F, N>(0, taken, tiles);
-        if row.x.is_flagged() {
-            asked = row.call.there(0, asked, &(mine, row));
-        }
+        let asked = row.there(asked, &(mine, row));
         let mut x = [if Mine::<W>::is_there(0, part, block) { first } else { F::NOTHING }; W];
         each!(unit i below W => {
             if i > 0 {

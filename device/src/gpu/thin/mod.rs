@@ -79,8 +79,13 @@ const fn room(parts: u32, warps: u32) -> u32 {
 }
 
 const _: () = assert!(TASK_THREADS / 32 <= SQUARES, "every warp has a word");
-const _: () =
-    assert!((shared::KEPT - (TERMS + MAX_NORMED + SQUARES)) / (TASK_THREADS / 32) >= 16, "a product's rows have room");
+const _: () = {
+    const fn has_room(words: u32) -> bool {
+        room(TERMS + words + SQUARES, TASK_THREADS / 32) >= 16
+    }
+    let eights = Eight::LONGEST / 2 + Eight::LONGEST / Eight::CHUNK;
+    assert!(has_room(MAX_NORMED) && has_room(eights), "a product's rows have room beside the longest row");
+};
 
 /// Whether [`run`] is for this call, of `N` matrices of weights of form `F` from operand 1 on, if `source` is its one row.
 ///

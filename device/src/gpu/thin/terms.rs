@@ -1,7 +1,7 @@
 //! The row of activations as products take it: in shared memory, each element hi + lo, two bf16, which leaves out what is below 2^-17 of
 //! it.
 
-use super::super::flags::unmarked;
+use super::super::flags::{Again, Read, unmarked};
 use super::super::rows::{singles, widen_brain, widen_half};
 use super::super::tiles::Tiles;
 use super::super::{BF16, Call, F32, Tensor};
@@ -107,12 +107,15 @@ impl First<'_> {
     /// # Safety
     /// As [`ask`](First::ask).
     #[inline(always)]
-    pub(super) unsafe fn unit(&self, unit: u32, asked: Asked) -> [f32; 8] {
-        if !self.x.is_flagged() {
-            return self.values(asked);
-        }
+    unsafe fn unit(&self, unit: u32, asked: Asked) -> [f32; 8] {
         // SAFETY: the caller's promise.
-        self.values(self.call.there(0, asked, || unsafe { self.ask(unit) }))
+        self.values(self.there(asked, || unsafe { self.ask(unit) }))
+    }
+
+    /// What was asked for, or what `again` finds once it is there.
+    #[inline(always)]
+    pub(super) fn there<T: Read>(&self, asked: T, again: impl Again<T>) -> T {
+        if self.x.is_flagged() { self.call.there(0, asked, again) } else { asked }
     }
 
     /// What was asked for, which is there.
