@@ -1,5 +1,6 @@
 //! Tasks and the tensor regions they touch.
 
+use crate::dtype::Lines;
 use crate::limits::{MAX_DRAFTS, MAX_RANK, PARAM_WORDS};
 use crate::{BindingId, DType};
 use bytemuck::{Pod, Zeroable};
@@ -51,9 +52,14 @@ impl Operand {
         self.extent.iter().fold(1, |len, n| len.saturating_mul(u64::from(*n)))
     }
 
-    /// The same box in elements that have strides: of rows of [`Lines`](crate::dtype::Lines) their bytes.
+    /// How its rows are laid out, if their elements have scales.
+    pub fn lines(&self) -> Option<Lines> {
+        self.dtype().and_then(DType::lines)
+    }
+
+    /// The same box in elements that have strides: of rows of [`Lines`] their bytes.
     pub fn strided(&self) -> Operand {
-        let Some(lines) = self.dtype().and_then(DType::lines).filter(|_| self.rank > 0) else { return *self };
+        let Some(lines) = self.lines().filter(|_| self.rank > 0) else { return *self };
         let mut bytes = Operand { dtype: DType::U8 as u16, ..*self };
         let last = usize::from(self.rank) - 1;
         bytes.extent[last] = u32::try_from(lines.row_bytes(self.extent[last] as usize)).unwrap_or(u32::MAX);
@@ -70,7 +76,7 @@ impl Operand {
     /// Bytes from the first element's start to the last element's end; 0 for an empty box. As [`Operand::len_elems`].
     pub fn span_bytes(&self) -> u64 {
         let Some(dtype) = self.dtype() else { return 0 };
-        if dtype.lines().is_some() {
+        if self.lines().is_some() {
             return self.strided().span_bytes();
         }
         if self.extent.contains(&0) {

@@ -385,7 +385,7 @@ pub(crate) mod rules {
     pub(crate) fn weights(name: &str, operand: &Operand) -> Result<(), Violation> {
         rank(name, operand, 2)?;
         unit_stride(name, operand)?;
-        let Some(lines) = operand.dtype().and_then(DType::lines) else { return dtype(name, operand, &FLOATS) };
+        let Some(lines) = operand.lines() else { return dtype(name, operand, &FLOATS) };
         let row = lines.row_bytes(operand.extent[1] as usize);
         if operand.stride_elems[0] as usize != row || !operand.offset_bytes.is_multiple_of(64) {
             let (stride, offset) = (operand.stride_elems[0], operand.offset_bytes);
@@ -458,7 +458,7 @@ pub(crate) mod rules {
     /// The last dimension is contiguous, so that bodies may take slices of it; of rows of lines, that they are one thing.
     pub(crate) fn unit_stride(name: &str, operand: &Operand) -> Result<(), Violation> {
         let last = usize::from(operand.rank.max(1)) - 1;
-        let expected = u32::from(operand.dtype().and_then(DType::lines).is_none());
+        let expected = u32::from(operand.lines().is_none());
         if !operand.is_present() || operand.extent[last] <= 1 || operand.stride_elems[last] == expected {
             return Ok(());
         }

@@ -229,7 +229,7 @@ fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp])
         return Err("takes matrices that tiles cannot carry".to_owned());
     }
     // Rows in lines have their scales among them: a part of one is nothing.
-    let is_in_lines = first.dtype().is_some_and(|dtype| dtype.lines().is_some());
+    let is_in_lines = first.lines().is_some();
     let segments = linear::segments(task.task_type, &task.params);
     if segments > 1 {
         let len = row / u64::from(first.extent[1]) * u64::from(linear::segment_len(first.extent[1], segments));

@@ -218,29 +218,25 @@ fn experts_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand], c
     cost.bytes_read.saturating_sub(if is_shared { rest_bytes / op.n_blocks().max(1) } else { rest_bytes })
 }
 
-/// The longest row of weights in 8 bits that is carried: all of it in one tile, whatever the machine's are.
+/// The longest row in lines that is carried: all of it in one tile, whatever the machine's are.
 const MOST_LINES_BYTES: u64 = 24 << 10;
 
 /// Whether bulk copies can carry `operand` row by row.
 fn is_carried(operand: &Operand) -> bool {
-    let elem = match operand.dtype() {
-        Some(dtype @ (DType::F32 | DType::Bf16 | DType::F16)) => dtype.size_bytes() as u64,
-        Some(DType::Q8) => {
-            let row_bytes = operand.strided().extent[1];
-            let is_whole = operand.rank == 2 && (operand.extent[0] == 1 || operand.stride_elems[0] == row_bytes);
-            return is_whole
-                && (1..=MOST_LINES_BYTES).contains(&u64::from(row_bytes))
-                && operand.offset_bytes.is_multiple_of(UNIT_BYTES);
-        }
+    let most = match operand.dtype() {
+        Some(DType::F32 | DType::Bf16 | DType::F16) => u64::MAX,
+        Some(DType::Q8) => MOST_LINES_BYTES,
         _ => return false,
     };
+    let operand = operand.strided();
     let last = usize::from(operand.rank.max(1)) - 1;
+    let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
     let row_bytes = u64::from(operand.extent[last]) * elem;
     let rows_follow = operand.rank < 2 || operand.extent[0] == 1 || operand.stride_elems[0] == operand.extent[1];
     operand.rank <= 2
         && (operand.stride_elems[last] == 1 || operand.extent[last] == 1)
         && rows_follow
-        && row_bytes > 0
+        && (1..=most).contains(&row_bytes)
         && row_bytes.is_multiple_of(UNIT_BYTES)
         && operand.offset_bytes.is_multiple_of(UNIT_BYTES)
 }
@@ -249,7 +245,7 @@ fn is_carried(operand: &Operand) -> bool {
 /// than `tile_bytes`, but for whole rows of at most `row_bytes`, and rows in lines, which are never cut.
 fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
-    let is_in_lines = stream.operand.dtype().is_some_and(|dtype| dtype.lines().is_some());
+    let is_in_lines = stream.operand.lines().is_some();
     let operand = &stream.operand.strided();
     let elem = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
     if operand.bytes() == 0 {
