@@ -235,28 +235,33 @@ fn a_gpu_decodes_batches() {
         return;
     }
     let (_dir, model) = small_model(MANY_ROWS);
+    let in_8_bits = model.quantize(Quantize::Q8, |_| {}).unwrap();
     let config = config(Device::Cpu, 2, Some(4));
-    let mut cpu = Engine::new(&model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
-    for at in EVERYWHERE {
-        let mut engine = Engine::new(&model, &at.config(5, config.clone())).unwrap();
-        let vocab = model.config().vocab_size();
-        for lengths in [&[9, 1, 38][..], &[2, 40, 17, 1], &[5]] {
-            let what = format!("{at:?}, prompts of {lengths:?}");
-            let prompts = prompts(&model, lengths);
-            let (made, ends) = together(&mut engine, &prompts, &options(4));
-            assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
-            let logits = engine.batch_logits().unwrap();
-            assert_eq!(logits.len(), 4 * vocab);
-            judge(&mut cpu, &prompts, &made, &logits, 3e-2, &what);
-            // The start, passes that read 8, then 16, 16 and 5 tokens, and those that make four.
-            if matches!(at, On::Ptx(_)) && lengths.len() == 3 {
-                assert_eq!(engine.stamps().len(), 1 + 4 + 4, "{what}");
+    for (model, bits) in [(&model, 16), (&in_8_bits, 8)] {
+        let mut cpu = Engine::new(model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
+        for at in EVERYWHERE {
+            let mut engine = Engine::new(model, &at.config(5, config.clone())).unwrap();
+            let vocab = model.config().vocab_size();
+            for lengths in [&[9, 1, 38][..], &[2, 40, 17, 1], &[5]] {
+                let what = format!("{at:?}, {bits} bits, prompts of {lengths:?}");
+                let prompts = prompts(model, lengths);
+                let (made, ends) = together(&mut engine, &prompts, &options(4));
+                assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
+                let logits = engine.batch_logits().unwrap();
+                assert_eq!(logits.len(), 4 * vocab);
+                judge(&mut cpu, &prompts, &made, &logits, 3e-2, &what);
+                // The start, passes that read 8, then 16, 16 and 5 tokens, and those that make four.
+                if matches!(at, On::Ptx(_)) && lengths.len() == 3 {
+                    assert_eq!(engine.stamps().len(), 1 + 4 + 4, "{what}");
+                }
             }
+            let prompt = &prompts(model, &[11])[0];
+            let expected: Vec<u32> =
+                cpu.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
+            let found: Vec<u32> =
+                engine.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
+            assert_eq!(found, expected);
         }
-        let prompt = &prompts(&model, &[11])[0];
-        let expected: Vec<u32> = cpu.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
-        let found: Vec<u32> = engine.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
-        assert_eq!(found, expected);
     }
 }
 

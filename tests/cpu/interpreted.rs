@@ -449,12 +449,14 @@ fn sentences_have_the_cpus_directions() {
     synth(preset, &out, &SynthOptions::default(), &mut |_, _| ControlFlow::Continue(())).expect("a preset");
     let fixture = |name| Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
     // A decoder's passes of several rows round what they multiply.
-    for (dir, lengths, bound) in [
-        (out, &[1, 9, 50][..], 1e-2),
-        (fixture("tiny-xlm-roberta"), &[9], 1e-2),
-        (fixture("tiny-embedding"), &[5, 20], 3e-2),
+    for (dir, quantize, lengths, bound) in [
+        (out, None, &[1, 9, 50][..], 1e-2),
+        (fixture("tiny-xlm-roberta"), None, &[9], 1e-2),
+        (fixture("tiny-embedding"), None, &[5, 20], 3e-2),
+        (fixture("tiny-embedding"), Some(Quantize::Q8), &[1, 20], 3e-2),
     ] {
         let model = Model::load(&dir).expect("a sentence model");
+        let model = quantize.map_or(Ok(model.clone()), |how| model.quantize(how, |_| {})).expect("a decoder");
         let cpu =
             EngineConfig { device: Device::Cpu, threads: Some(2), chunks: vec![8, 16], ..EngineConfig::default() };
         let driver = driver(3, 5);

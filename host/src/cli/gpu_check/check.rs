@@ -328,7 +328,7 @@ impl Check<'_> {
         for preset in PRESETS {
             let (_dir, model) = self.synth_as_is(preset)?;
             for case in cases(preset, self.args.simulated && !self.args.in_full) {
-                let rows = case.rows;
+                let (rows, model) = (case.rows, case.model(&model)?);
                 let pass = Pass::new(case, &model)?;
                 let at = |error| format!("{preset}, {rows} rows: {error}");
                 let (_, expected) = pass.run(&model, None).map_err(at)?;

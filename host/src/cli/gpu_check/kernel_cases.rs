@@ -7,6 +7,7 @@ use perpetua::compile::{Compiled, Source};
 use perpetua::engine::{decoder_sources, sentence_sources};
 use perpetua::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Operator};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
+use perpetua::model::Quantize;
 use perpetua::model::decoder::{BuildError, Cache, Head};
 use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::linear::Activation;
@@ -37,6 +38,8 @@ pub(super) struct Case {
     pub(super) rows: usize,
     /// How often it is run, over the tokens that follow.
     pub(super) passes: usize,
+    /// Whether the model's matrices are in 8 bits.
+    in_8_bits: bool,
     look: Look,
 }
 
@@ -75,13 +78,15 @@ pub(super) struct Named {
 /// What is run with `preset`'s model; on a simulated GPU, of 4 SMs, less.
 pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let whole = Network::Model { context: 128 };
-    let case = |network, rows: usize, passes, look| Case { network, rows, passes, look };
+    let case = |network, rows: usize, passes, look| Case { network, rows, passes, look, in_8_bits: false };
+    let in_8_bits = |rows: usize, passes, look| Case { in_8_bits: true, ..case(whole, rows, passes, look) };
     if ["tiny-long", "tiny-large", "tiny-longest"].contains(&preset) {
         // Its long row is special in decoding alone, its heads' size in prompts, too.
-        let prompt = if is_simulated { 20 } else { 100 };
+        let (passes, prompt) = if is_simulated { (3, 20) } else { (20, 100) };
         return vec![
-            case(whole, 1, if is_simulated { 3 } else { 20 }, Look::Fused),
+            case(whole, 1, passes, Look::Fused),
             case(whole, prompt, 1, Look::Rounded),
+            in_8_bits(1, passes, Look::Fused),
         ];
     }
     // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that stay when
@@ -91,9 +96,12 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     if preset == "tiny-bert" {
         return cases;
     }
-    cases.push(case(whole, 1, if is_simulated { 3 } else { 120 }, Look::Fused));
+    cases.extend(every.iter().map(|rows| in_8_bits(*rows, 1, Look::Every)));
+    let (passes, fewer) = if is_simulated { (3, 3) } else { (120, 40) };
+    cases.extend([case(whole, 1, passes, Look::Fused), in_8_bits(1, fewer, Look::Fused)]);
     let many: &[usize] = if is_simulated { &[20] } else { &[20, 60, 128] };
     cases.extend(many.iter().map(|rows| case(whole, *rows, 1, Look::Rounded)));
+    cases.extend(many.iter().map(|rows| in_8_bits(*rows, 1, Look::Rounded)));
     // A short cache is not split among workers; of a longer one each has a share, where there are as many workers as that.
     if preset == "tiny-llama" || !is_simulated {
         let short = Network::Model { context: 64 };
@@ -110,6 +118,11 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
 }
 
 impl Case {
+    /// What is run of `model`.
+    pub(super) fn model(&self, model: &Model) -> Result<Model, EngineError> {
+        if self.in_8_bits { model.quantize(Quantize::Q8, |_| {}) } else { Ok(model.clone()) }
+    }
+
     /// The graph, and which of its outputs are to be compared.
     pub(super) fn source(&self, model: &Model) -> Result<(Source, Vec<Named>), EngineError> {
         let mut source = match self.network {
@@ -147,6 +160,8 @@ impl Case {
                     let output = format!("check {} {}", op.name, slot.name);
                     graph.output(&output, tensor);
                     let of = match self.look {
+                        _ if self.in_8_bits && self.rows == 1 => Some("decoding in 8 bits"),
+                        _ if self.in_8_bits => Some("several rows in 8 bits"),
                         Look::Every if is_of_experts(op) => None,
                         Look::Every => Some(spec.name),
                         Look::Fused => Some("decoding"),
@@ -276,7 +291,7 @@ mod tests {
             for preset in PRESETS {
                 let (_dir, model) = model(preset);
                 for case in cases(preset, is_simulated) {
-                    let (source, names) = case.source(&model).expect("a network");
+                    let (source, names) = case.source(&case.model(&model).expect("a model")).expect("a network");
                     let compiled = compile(vec![source], &Config::new(Target::gpu(sms))).expect("it compiles");
                     assert!(!names.is_empty(), "{preset}, {case:?}: nothing is compared");
                     figures.extend(names.iter().map(|name| name.figure(&compiled)));
