@@ -8,7 +8,7 @@ use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
-use crate::parallel::side_by_side;
+use crate::parallel::{both, side_by_side};
 use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
@@ -572,15 +572,37 @@ impl Layout {
         };
         debug_assert_eq!(parts.events.len(), FIRST_PROGRAM_EVENT.idx());
         let workers = || programs.iter().flat_map(|program| &program.plan.workers);
-        // By far the longest.
-        parts.data.reserve_exact(workers().map(|worker| worker.data.len()).sum());
         parts.prefetches.reserve_exact(workers().map(|worker| worker.prefetches.len()).sum());
-        for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
-            self.add_program(&mut parts, program, *rows, *in_token_loop);
-        }
+        // As long as all of the others.
+        let (data, ()) = both(
+            || self.data(programs),
+            || {
+                for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
+                    self.add_program(&mut parts, program, *rows, *in_token_loop);
+                }
+            },
+        );
+        (parts.data_heads, parts.data) = data;
         // Each program's row of heads ends where the next one's starts.
         debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 2));
         parts
+    }
+
+    /// Every worker's data ops in every program, and where they start.
+    fn data(&self, programs: &[Program]) -> (Vec<u32>, Vec<DataOp>) {
+        let lists = || programs.iter().flat_map(|program| &program.plan.workers);
+        let mut data = Vec::with_capacity(lists().map(|worker| worker.data.len()).sum());
+        let mut heads = Vec::new();
+        for program in programs {
+            let binding = |buffer: u32| self.of_buffer[program.id.idx()][buffer as usize].0;
+            for worker in 0..program.lists.lists.len() {
+                heads.push(data.len() as u32);
+                let own = program.plan.workers.get(worker).map_or(&[][..], |plan| &plan.data);
+                data.extend(own.iter().map(|op| DataOp { source: binding(op.source), ..*op }));
+            }
+            heads.push(data.len() as u32);
+        }
+        (heads, data)
     }
 
     fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: u32) {
@@ -641,8 +663,6 @@ impl Layout {
             parts.list_heads.push(parts.lists.len() as u32);
             parts.lists.extend(list.iter().map(|task| task + task_first));
             let plan = program.plan.workers.get(worker).unwrap_or(&idle);
-            parts.data_heads.push(parts.data.len() as u32);
-            parts.data.extend(plan.data.iter().map(|op| DataOp { source: binding(op.source), ..*op }));
             parts.prefetch_heads.push(parts.prefetches.len() as u32);
             parts.prefetches.extend(plan.prefetches.iter().map(|op| PrefetchOp { source: binding(op.source), ..*op }));
         }
@@ -651,7 +671,6 @@ impl Layout {
         let launched = (0..graph.tasks.len() as u32).filter(is_launched);
         parts.lists.extend(launched.map(|task| task + task_first));
         parts.list_heads.push(parts.lists.len() as u32);
-        parts.data_heads.push(parts.data.len() as u32);
         parts.prefetch_heads.push(parts.prefetches.len() as u32);
         parts.programs.push(ProgramDesc {
             max_rows: rows.unwrap_or(u32::MAX),

@@ -5,6 +5,15 @@ use std::sync::{Mutex, PoisonError};
 /// Of workers' lists: a GPU's SMs are shared among four threads; a CPU's lists are short.
 pub(crate) const LISTS: usize = 32;
 
+/// What `f` and `g` come to, one on a thread of its own.
+pub(crate) fn both<T: Send, U>(f: impl FnOnce() -> T + Send, g: impl FnOnce() -> U) -> (T, U) {
+    std::thread::scope(|scope| {
+        let f = scope.spawn(f);
+        let g = g();
+        (f.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), g)
+    })
+}
+
 /// `f` of every item and its number, on as many threads as there are cores, as long as each has `least` items, which should take longer than
 /// it takes to start a thread; the results in the items' order.
 pub(crate) fn side_by_side<T: Send, U: Send>(items: Vec<T>, least: usize, f: impl Fn(usize, T) -> U + Sync) -> Vec<U> {

@@ -33,6 +33,7 @@
 
 use super::Image;
 use super::flagged::Writers;
+use crate::parallel::{both, side_by_side};
 use perpetua_device::kernels::{Advance, Numbered, Spec, Use};
 use perpetua_shared::control::Control;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, FIRST_PROGRAM_EVENT};
@@ -41,6 +42,7 @@ use perpetua_shared::limits::{MAX_OPERANDS, MAX_PROGRAMS, MAX_RANK, MAX_SEQUENCE
 use perpetua_shared::task::{Operand, TaskDesc};
 use perpetua_shared::{DType, TaskFlags, WorkerId};
 use std::fmt;
+use std::ops::Range;
 
 /// A rule that an image breaks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -59,6 +61,9 @@ impl fmt::Display for Violation {
 
 /// Violations after which there is no point in looking further.
 const ENOUGH: usize = 20;
+
+/// Tasks that are judged together: enough to be worth a thread's while.
+const PART: usize = 2048;
 
 struct Judge<'a> {
     image: &'a Image,
@@ -80,17 +85,11 @@ pub(super) fn check(image: &Image) -> Result<(), Vec<Violation>> {
     if judge.broken.is_empty() {
         judge.lists();
     }
-    if judge.broken.is_empty()
-        && let Err((at, what)) = super::loads::check(image)
-    {
-        judge.report(at, what);
-    }
     if judge.broken.is_empty() {
-        judge.events();
-    }
-    if judge.broken.is_empty() {
-        match super::flagged::check(image) {
-            Ok(writers) => judge.runs(&writers),
+        // Loaders know nothing of events, nor events of loaders.
+        let (loads, events) = both(|| super::loads::check(image), || Judge::of_events(image));
+        match loads {
+            Ok(()) => judge.broken = events,
             Err((at, what)) => judge.report(at, what),
         }
     }
@@ -98,6 +97,19 @@ pub(super) fn check(image: &Image) -> Result<(), Vec<Violation>> {
 }
 
 impl Judge<'_> {
+    /// What is broken of the rules of events and flags.
+    fn of_events(image: &Image) -> Vec<Violation> {
+        let mut judge = Judge { image, broken: Vec::new() };
+        judge.events();
+        if judge.broken.is_empty() {
+            match super::flagged::check(image) {
+                Ok(writers) => judge.runs(&writers),
+                Err((at, what)) => judge.report(at, what),
+            }
+        }
+        judge.broken
+    }
+
     fn report(&mut self, at: impl fmt::Display, what: String) {
         if self.broken.len() < ENOUGH {
             self.broken.push(Violation { at: at.to_string(), what });
@@ -197,30 +209,34 @@ impl Judge<'_> {
     }
 
     fn tasks(&mut self) {
-        let view = self.image.view();
-        for (number, program) in view.programs.iter().enumerate() {
-            let tasks = &view.tasks[program.task_first as usize..][..program.task_count as usize];
-            let own = program.event_first..program.event_first + program.event_count;
-            for (at, task) in tasks.iter().enumerate() {
-                let is_last = at + 1 == tasks.len();
-                let what = self.task(task, is_last, &own);
-                let what = what.and_then(|()| self.sequence(program, task, is_last));
-                let what = what.and_then(|()| self.drafts(program, task, is_last));
-                if let Err(what) = what {
-                    let id = program.task_first as usize + at;
-                    self.report(
-                        format_args!("p{number} t{id} ({}, block {:?})", self.image.op_name(task.op), task.block),
-                        what,
-                    );
-                }
-                if self.broken.len() >= ENOUGH {
-                    return;
-                }
-            }
-        }
+        let programs = self.image.view().programs.iter().enumerate();
+        let parts = programs.flat_map(|(number, program)| {
+            let (first, end) = (program.task_first, program.task_first + program.task_count);
+            (first..end).step_by(PART).map(move |at| (number, at..end.min(at + PART as u32)))
+        });
+        let judge = &*self;
+        let found = side_by_side(parts.collect(), 1, |_, (number, ids)| judge.tasks_of(number, ids));
+        self.broken.extend(found.into_iter().flatten().take(ENOUGH));
     }
 
-    fn task(&self, task: &TaskDesc, is_last: bool, own: &std::ops::Range<u32>) -> Result<(), String> {
+    /// What is broken of tasks `ids` of program `number`.
+    fn tasks_of(&self, number: usize, ids: Range<u32>) -> Vec<Violation> {
+        let view = self.image.view();
+        let program = &view.programs[number];
+        let own = program.event_first..program.event_first + program.event_count;
+        let last = program.task_first + program.task_count - 1;
+        let found = ids.filter_map(|id| {
+            let (task, is_last) = (&view.tasks[id as usize], id == last);
+            let what = self.task(task, is_last, &own);
+            let what = what.and_then(|()| self.sequence(program, task, is_last));
+            let what = what.and_then(|()| self.drafts(program, task, is_last)).err()?;
+            let at = format!("p{number} t{id} ({}, block {:?})", self.image.op_name(task.op), task.block);
+            Some(Violation { at, what })
+        });
+        found.take(ENOUGH).collect()
+    }
+
+    fn task(&self, task: &TaskDesc, is_last: bool, own: &Range<u32>) -> Result<(), String> {
         let view = self.image.view();
         let inside = |first: u32, count: u64, len: usize| u64::from(first) + count <= len as u64;
         if !inside(task.operand_first, u64::from(task.operand_count), view.operands.len())

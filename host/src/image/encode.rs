@@ -1,10 +1,15 @@
 //! Making an image.
 
 use super::{Image, ImageError, Sections, checksum};
+use crate::parallel::side_by_side;
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::{BindingDesc, ImageHeader, MAGIC, ProgramDesc, VERSION};
 use perpetua_shared::task::{Operand, TaskDesc};
 use perpetua_shared::{DataOp, PrefetchOp};
+use std::ops::Range;
+
+/// Bytes that are copied at a time.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// An image's sections, before they are one block of bytes.
 #[derive(Clone, Debug, Default)]
@@ -109,25 +114,40 @@ pub fn encode(parts: &Parts) -> Result<Image, ImageError> {
         }
     }
     let mut words = vec![0u64; sections.end / 8];
-    {
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        bytes[sections.bindings.clone()].copy_from_slice(bytemuck::cast_slice(&parts.bindings));
-        bytes[sections.operands.clone()].copy_from_slice(bytemuck::cast_slice(&parts.operands));
-        bytes[sections.programs.clone()].copy_from_slice(bytemuck::cast_slice(&parts.programs));
-        bytes[sections.tasks.clone()].copy_from_slice(bytemuck::cast_slice(&parts.tasks));
-        bytes[sections.events.clone()].copy_from_slice(bytemuck::cast_slice(&parts.events));
-        bytes[sections.waits.clone()].copy_from_slice(bytemuck::cast_slice(&parts.waits));
-        bytes[sections.triggers.clone()].copy_from_slice(bytemuck::cast_slice(&parts.triggers));
-        bytes[sections.list_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.list_heads));
-        bytes[sections.lists.clone()].copy_from_slice(bytemuck::cast_slice(&parts.lists));
-        bytes[sections.data_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.data_heads));
-        bytes[sections.data.clone()].copy_from_slice(bytemuck::cast_slice(&parts.data));
-        bytes[sections.prefetch_heads.clone()].copy_from_slice(bytemuck::cast_slice(&parts.prefetch_heads));
-        bytes[sections.prefetches.clone()].copy_from_slice(bytemuck::cast_slice(&parts.prefetches));
-        bytes[sections.name_heads.clone()].copy_from_slice(bytemuck::cast_slice(&name_heads));
-        bytes[sections.names.clone()].copy_from_slice(&names);
-    }
+    let contents: [(&Range<usize>, &[u8]); 15] = [
+        (&sections.bindings, bytemuck::cast_slice(&parts.bindings)),
+        (&sections.operands, bytemuck::cast_slice(&parts.operands)),
+        (&sections.programs, bytemuck::cast_slice(&parts.programs)),
+        (&sections.tasks, bytemuck::cast_slice(&parts.tasks)),
+        (&sections.events, bytemuck::cast_slice(&parts.events)),
+        (&sections.waits, bytemuck::cast_slice(&parts.waits)),
+        (&sections.triggers, bytemuck::cast_slice(&parts.triggers)),
+        (&sections.list_heads, bytemuck::cast_slice(&parts.list_heads)),
+        (&sections.lists, bytemuck::cast_slice(&parts.lists)),
+        (&sections.data_heads, bytemuck::cast_slice(&parts.data_heads)),
+        (&sections.data, bytemuck::cast_slice(&parts.data)),
+        (&sections.prefetch_heads, bytemuck::cast_slice(&parts.prefetch_heads)),
+        (&sections.prefetches, bytemuck::cast_slice(&parts.prefetches)),
+        (&sections.name_heads, bytemuck::cast_slice(&name_heads)),
+        (&sections.names, &names),
+    ];
+    write(bytemuck::cast_slice_mut(&mut words), contents);
     header.checksum = checksum(&words[size_of::<ImageHeader>() / 8..]);
     words[..size_of::<ImageHeader>() / 8].copy_from_slice(bytemuck::cast_slice(bytemuck::bytes_of(&header)));
     Image::of_words(words)?.judged()
+}
+
+/// Writes `contents`, sections in the order in which they lie, to their places in `bytes`.
+///
+/// PERF: of 30 MB, Qwen3-8B's for 132 SMs, the most time goes into pages that are touched for the first time, which cores do side by side.
+fn write<const N: usize>(bytes: &mut [u8], contents: [(&Range<usize>, &[u8]); N]) {
+    let (mut pieces, mut rest, mut at) = (Vec::new(), bytes, 0);
+    for (section, from) in contents {
+        let (_, tail) = rest.split_at_mut(section.start - at);
+        let (to, tail) = tail.split_at_mut(section.len());
+        assert_eq!(to.len(), from.len(), "the header counts what there is");
+        pieces.extend(to.chunks_mut(PIECE_BYTES).zip(from.chunks(PIECE_BYTES)));
+        (rest, at) = (tail, section.end);
+    }
+    side_by_side(pieces, 4, |_, (to, from)| to.copy_from_slice(from));
 }

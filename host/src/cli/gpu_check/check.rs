@@ -816,7 +816,11 @@ impl Pass {
 
     /// The first of the intermediates `found` that is not as `expected`.
     fn first_wrong(&self, expected: &[Vec<f32>], found: &[Vec<f32>]) -> Option<usize> {
-        let tolerance = if self.case.rows > 1 { ROUNDED_TOLERANCE } else { KERNEL_TOLERANCE };
+        let tolerance = match self.case.rows {
+            1 => KERNEL_TOLERANCE,
+            _ if self.case.in_8_bits => TWICE_ROUNDED_TOLERANCE,
+            _ => ROUNDED_TOLERANCE,
+        };
         expected.iter().zip(found).position(|(expected, found)| off(expected, found) > tolerance)
     }
 }
@@ -852,6 +856,9 @@ const KERNEL_TOLERANCE: f64 = 2e-2;
 
 /// The same where products round their input to bf16: those of many rows. The most that the PTX is off is 3.4e-2.
 const ROUNDED_TOLERANCE: f64 = 6e-2;
+
+/// The same where weights in 8 bits are rounded to bf16, too. The most that the PTX is off is 5.7e-2, where without that it is 3.4e-2.
+const TWICE_ROUNDED_TOLERANCE: f64 = 1e-1;
 
 /// `operand` with all its dimensions but the first as one; those the compiler makes are dense.
 fn flat(operand: &Operand) -> Operand {

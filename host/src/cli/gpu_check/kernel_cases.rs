@@ -39,7 +39,7 @@ pub(super) struct Case {
     /// How often it is run, over the tokens that follow.
     pub(super) passes: usize,
     /// Whether the model's matrices are in 8 bits.
-    in_8_bits: bool,
+    pub(super) in_8_bits: bool,
     look: Look,
 }
 
