@@ -16,7 +16,7 @@ use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PR
 use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
 use perpetua_shared::limits::MAX_TASK_EVENTS;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
-use perpetua_shared::{BindingId, DataOp, PrefetchOp, ProgramId};
+use perpetua_shared::{BindingId, ProgramId};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
@@ -571,11 +571,9 @@ impl Layout {
             ..Parts::default()
         };
         debug_assert_eq!(parts.events.len(), FIRST_PROGRAM_EVENT.idx());
-        let workers = || programs.iter().flat_map(|program| &program.plan.workers);
-        parts.prefetches.reserve_exact(workers().map(|worker| worker.prefetches.len()).sum());
-        // As long as all of the others.
+        // Data ops are as long as all of the others.
         let (data, ()) = both(
-            || self.data(programs),
+            || self.loads(programs, |plan| &plan.data, |op| &mut op.source),
             || {
                 for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
                     self.add_program(&mut parts, program, *rows, *in_token_loop);
@@ -583,26 +581,36 @@ impl Layout {
             },
         );
         (parts.data_heads, parts.data) = data;
+        (parts.prefetch_heads, parts.prefetches) = self.loads(programs, |plan| &plan.prefetches, |op| &mut op.source);
         // Each program's row of heads ends where the next one's starts.
         debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 2));
         parts
     }
 
-    /// Every worker's data ops in every program, and where they start.
-    fn data(&self, programs: &[Program]) -> (Vec<u32>, Vec<DataOp>) {
-        let lists = || programs.iter().flat_map(|program| &program.plan.workers);
-        let mut data = Vec::with_capacity(lists().map(|worker| worker.data.len()).sum());
-        let mut heads = Vec::new();
+    /// Where those that each worker's loader has in each program start, and all of them: `own` are a plan's, whose `source` becomes a binding.
+    fn loads<T: Copy>(
+        &self,
+        programs: &[Program],
+        own: impl Fn(&prefetch::WorkerPlan) -> &[T],
+        source: impl Fn(&mut T) -> &mut u32,
+    ) -> (Vec<u32>, Vec<T>) {
+        let plans = programs.iter().flat_map(|program| &program.plan.workers);
+        let (mut heads, mut ops) = (Vec::new(), Vec::with_capacity(plans.map(|plan| own(plan).len()).sum()));
         for program in programs {
-            let binding = |buffer: u32| self.of_buffer[program.id.idx()][buffer as usize].0;
+            let of_buffer = &self.of_buffer[program.id.idx()];
             for worker in 0..program.lists.lists.len() {
-                heads.push(data.len() as u32);
-                let own = program.plan.workers.get(worker).map_or(&[][..], |plan| &plan.data);
-                data.extend(own.iter().map(|op| DataOp { source: binding(op.source), ..*op }));
+                heads.push(ops.len() as u32);
+                let own = program.plan.workers.get(worker).map_or(&[][..], &own);
+                ops.extend(own.iter().map(|op| {
+                    let mut op = *op;
+                    let source = source(&mut op);
+                    *source = of_buffer[*source as usize].0;
+                    op
+                }));
             }
-            heads.push(data.len() as u32);
+            heads.push(ops.len() as u32);
         }
-        (heads, data)
+        (heads, ops)
     }
 
     fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: u32) {
@@ -657,21 +665,15 @@ impl Layout {
                 params: kernel.params,
             });
         }
-        let binding = |buffer: u32| self.of_buffer[program.id.idx()][buffer as usize].0;
-        let idle = prefetch::WorkerPlan::default();
-        for (worker, list) in program.lists.lists.iter().enumerate() {
+        for list in &program.lists.lists {
             parts.list_heads.push(parts.lists.len() as u32);
             parts.lists.extend(list.iter().map(|task| task + task_first));
-            let plan = program.plan.workers.get(worker).unwrap_or(&idle);
-            parts.prefetch_heads.push(parts.prefetches.len() as u32);
-            parts.prefetches.extend(plan.prefetches.iter().map(|op| PrefetchOp { source: binding(op.source), ..*op }));
         }
         parts.list_heads.push(parts.lists.len() as u32);
         let is_launched = |task: &u32| graph.classes[graph.tasks[*task as usize].op as usize] == TaskClass::JustInTime;
         let launched = (0..graph.tasks.len() as u32).filter(is_launched);
         parts.lists.extend(launched.map(|task| task + task_first));
         parts.list_heads.push(parts.lists.len() as u32);
-        parts.prefetch_heads.push(parts.prefetches.len() as u32);
         parts.programs.push(ProgramDesc {
             max_rows: rows.unwrap_or(u32::MAX),
             task_first,

@@ -642,17 +642,21 @@ fn a_tokens_first_tiles_are_brought_ahead() {
     }
 }
 
-/// On an H200, qwen3-0.6b: from the time on that 64 KiB have been begun, a worker's copy finds as many begun and not released when
-/// it may begin at the latest.
-#[test]
-fn plans_let_64_kib_be_under_way_all_the_time() {
+/// A step of so many of qwen3-0.6b's layers on an H200.
+fn compiled_for_h200(layers: usize) -> Compiled {
     let mut json = preset_config("qwen3-0.6b").expect("a preset");
-    json["num_hidden_layers"] = 2.into();
+    json["num_hidden_layers"] = layers.into();
     let config = ModelConfig::from_value(Path::new("config.json"), &json).expect("a sound config");
     let ModelConfig::Decoder(config) = config else { panic!("a model that makes text") };
     let graph = decoder::build(&config, Declared::Assumed(DType::Bf16), 1, Cache::bf16(512), Head::Sample);
     let source = Source { name: "decode".to_owned(), graph: graph.expect("a sound graph"), in_token_loop: true };
-    let compiled = compile(vec![source], &Config::new(Target::h200())).expect("it compiles");
+    compile(vec![source], &Config::new(Target::h200())).expect("it compiles")
+}
+
+/// From the time on that 64 KiB have been begun, a worker's copy finds as many begun and not released when it may begin at the latest.
+#[test]
+fn plans_let_64_kib_be_under_way_all_the_time() {
+    let compiled = compiled_for_h200(2);
     let loads = compiled.image.loads();
     for ends in loads.data_heads.windows(2) {
         let ops = &loads.data[ends[0] as usize..ends[1] as usize];
@@ -674,6 +678,20 @@ pub(crate) fn broken_rule(whole: &Parts, change: &dyn Fn(&mut Parts)) -> String 
     match encode(&parts) {
         Err(ImageError::Rules(broken)) => broken[0].to_string(),
         other => panic!("expected broken rules, found {other:?}"),
+    }
+}
+
+/// However many tasks there are, which cores judge in parts: wherever the broken one is, it is named.
+#[test]
+fn a_broken_task_is_found_among_thousands() {
+    let compiled = compiled_for_h200(12);
+    let (whole, ops) = (Parts::of(&compiled.image), &compiled.programs[0].blocks.ops);
+    let n = whole.tasks.len();
+    assert!(n > 6000, "{n} tasks");
+    for id in (0..n - 1).step_by(1023).chain([2047, 2048, 2049, n - 2, n - 1]) {
+        let found = broken_rule(&whole, &|parts| parts.tasks[id].task_type = u16::MAX);
+        let at = format!("p0 t{id} ({}, ", ops[whole.tasks[id].op as usize].name);
+        assert!(found.starts_with(&at) && found.contains("65535 does not exist"), "{id}: {found}");
     }
 }
 

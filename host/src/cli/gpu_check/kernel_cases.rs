@@ -299,6 +299,8 @@ mod tests {
             }
             assert_eq!(uncovered(|name| figures.contains(name)), Vec::<&str>::new(), "on {sms} SMs");
             assert!(!figures.contains("nobody"), "an output that no task writes");
+            let in_8_bits = ["decoding in 8 bits", "several rows in 8 bits"];
+            assert!(in_8_bits.iter().all(|name| figures.contains(name)), "on {sms} SMs: {figures:?}");
         }
         // The tokens' kernels are in what makes them.
         let (_dir, model) = model("tiny-qwen3");
