@@ -489,6 +489,57 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
     }
 }
 
+/// Embeddings are as expected, and those that are not are found.
+#[test]
+fn sentences_are_checked() {
+    if perpetua::device_image::device_image().is_none() {
+        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+        return;
+    }
+    let temp = tempfile::tempdir().unwrap();
+    let out = temp.path().join("records");
+    let check = |fixtures: &str| {
+        let status = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+            .args(["gpu-check", "--simulated", "sentences", "--fixtures", fixtures, "--out"])
+            .arg(&out)
+            .output()
+            .expect("the program was built")
+            .status;
+        let text = std::fs::read_to_string(out.join("sentences.json")).expect("a record");
+        (status.code(), serde_json::from_str::<serde_json::Value>(&text).expect("JSON"))
+    };
+    let (status, record) = check(&fixture(""));
+    assert_eq!(status, Some(0), "{record}");
+    let off = |model: &str, what: &str| record["figures"][model][what].as_f64();
+    for off in [off("tiny-xlm-roberta", "off"), off("tiny-embedding", "off"), off("tiny-embedding", "in_8_bits_off")] {
+        assert!(off.is_some_and(|off| off > 0.0 && off < 6e-2), "{record}");
+    }
+
+    // The texts of the one with the embeddings of others.
+    let name = "tiny-xlm-roberta";
+    let copied = temp.path().join(name);
+    std::fs::create_dir_all(copied.join("1_Pooling")).unwrap();
+    for entry in
+        std::fs::read_dir(fixture(name)).unwrap().chain(std::fs::read_dir(fixture(name) + "/1_Pooling").unwrap())
+    {
+        let from = entry.unwrap().path();
+        let to = copied.join(from.strip_prefix(fixture(name)).unwrap());
+        if from.is_file() {
+            std::fs::copy(from, to).unwrap();
+        }
+    }
+    for kind in ["safetensors", "json"] {
+        let file = format!("{name}.expected.{kind}");
+        std::fs::copy(fixture(&file), temp.path().join(&file)).unwrap();
+    }
+    let texts = temp.path().join(format!("{name}.expected.json"));
+    let swapped = std::fs::read_to_string(&texts).unwrap().replace("The cat sat on the mat.", "The cat did not.");
+    std::fs::write(&texts, swapped).unwrap();
+    let (status, record) = check(&temp.path().to_string_lossy());
+    let error = record["error"].as_str().unwrap_or_default();
+    assert!(status == Some(1) && error.starts_with("tiny-xlm-roberta: "), "{record}");
+}
+
 /// What a benchmark is told to do without it does without, and so do those it is compared with.
 #[test]
 fn a_benchmark_does_without_what_it_is_told_to() {

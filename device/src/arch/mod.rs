@@ -953,6 +953,12 @@ pub(crate) mod scalar {
         [low_halves(ab, cd), high_halves(ab, cd)]
     }
 
+    /// `word`, with byte `AT` of `from` in place of its second lowest.
+    #[inline(always)]
+    pub(crate) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {
+        backend::with_byte::<AT>(word, from)
+    }
+
     /// The low halves of both words, the first's in the low half.
     #[inline(always)]
     pub(crate) fn low_halves(first: u32, second: u32) -> u32 {

@@ -839,6 +839,19 @@ pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
 }
 
 #[inline(always)]
+pub(super) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {
+    let bytes;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!(
+            "prmt.b32 {}, {}, {}, {};", out(reg32) bytes, in(reg32) from, in(reg32) word, const 0x7604 + 16 * AT,
+            options(pure, nomem, nostack)
+        );
+    }
+    bytes
+}
+
+#[inline(always)]
 pub(super) fn low_halves(first: u32, second: u32) -> u32 {
     let halves;
     // SAFETY: arithmetic.

@@ -167,6 +167,11 @@ impl Case {
 
     /// A matrix of weights in 8 bits.
     fn push_eights(&mut self, random: &mut Random, n: u32, k: u32) {
+        self.push_scaled_eights(random, n, k, |scale| scale);
+    }
+
+    /// A matrix of weights in 8 bits, of scales that `made_of` makes of any.
+    fn push_scaled_eights(&mut self, random: &mut Random, n: u32, k: u32, made_of: impl Fn(f32) -> f32) {
         let (row, k_elems) = (Q8.row_bytes(k as usize), k as usize);
         let operand = Operand {
             binding: BindingId(self.operands.len() as u32),
@@ -187,7 +192,7 @@ impl Case {
                 for (i, byte) in row[at..at + Q8.elems].iter_mut().enumerate() {
                     *byte = if i < here { random.below(255) as i8 as u8 } else { 0 };
                 }
-                row[scale..scale + 4].copy_from_slice(&(random.float() / 512.0).to_le_bytes());
+                row[scale..scale + 4].copy_from_slice(&made_of(random.float() / 512.0).to_le_bytes());
             }
         }
         self.operands.push(operand);
@@ -970,14 +975,24 @@ fn wide_linear(random: &mut Random, round: usize) {
     case.judge("wide gated_linear");
 }
 
-/// Matrices of bf16 on multiples of sixteen bytes: a warpgroup's products, over one part and several, with tails of every kind.
+/// Matrices on multiples of sixteen bytes, weights in 8 bits too: a warpgroup's products, over one part and several, with tails of every kind.
 fn warpgroup_linear(random: &mut Random, round: usize) {
     let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
+    let (are_eights, is_exact) = (random.flip(), random.flip());
     let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
-        (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], 2e-3);
+        // What bf16 does not have is rounded.
+        let tolerance = if are_eights && !is_exact { 0.1 } else { 2e-3 };
+        (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], tolerance);
         case.push_carried(random, DType::Bf16, rows, k);
-        (0..n_weights).for_each(|_| case.push_carried(random, DType::Bf16, n, k));
+        for _ in 0..n_weights {
+            if !are_eights {
+                case.push_carried(random, DType::Bf16, n, k);
+            } else {
+                let power = |scale: f32| f32::from_bits(scale.to_bits() & 0xff80_0000);
+                case.push_scaled_eights(random, n, k, |scale| if is_exact { power(scale) } else { scale });
+            }
+        }
     };
     let multiplied = |case: &Case| case.report.products > 0;
     let mut case =

@@ -4,7 +4,7 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::math::rsqrt;
+use super::math::{rsqrt, signed_bytes};
 use super::thin::{Eight, First, Form as _};
 use super::tiles::{Tile, Tiles};
 use super::{BF16, Call, F16, F32, Q8, Row, Tensor};
@@ -396,7 +396,7 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
         if R == 1 && x.staged {
             let staged = Staged(STAGE);
             let [sum] = match types.0 {
-                Q8 => one_by_one::<1>(&x, w, n, lane),
+                Q8 => [in_8_bits(&x, staged, w, n, lane)],
                 BF16 => typed::<Brain, _, 1>(&x, staged, w, n, lane),
                 F16 => typed::<Half, _, 1>(&x, staged, w, n, lane),
                 _ => typed::<Single, _, 1>(&x, staged, w, n, lane),
@@ -406,6 +406,8 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
             match types {
                 // Too long to be staged, and nobody's favourite, as are the other pairs below.
                 _ if is_flagged::<R>(&x) => one_by_one::<R>(&x, w, n, lane),
+                (Q8, F32) if R == 1 => [in_8_bits(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
+                (Q8, BF16) if R == 1 => [in_8_bits(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
                 (BF16, F32) => typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
                 (BF16, BF16) => typed::<Brain, _, R>(&x, Global::<Brain, R>::new(&x, 0), w, n, lane),
                 (F32, F32) => typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
@@ -739,6 +741,64 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
         }
     }
     sums
+}
+
+/// A lane's share of [`dots`] of one row with weights in 8 bits, in steps of sixteen elements. (More rows go to `wide`.)
+#[inline(always)]
+unsafe fn in_8_bits(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
+    // SAFETY: the operand is a matrix (caller).
+    let w = unsafe { x.call.tensor(w_at) };
+    let (row, k) = (memory::opaque(w.weight_row(n).cast_mut()), w.extent(1));
+    if !values.by_eight(0) || !row.addr().is_multiple_of(16) {
+        // SAFETY: the caller's promises.
+        let [sum] = unsafe { one_by_one(x, w_at, n, lane) };
+        return sum;
+    }
+    let units = k / 16;
+    let mut sum = 0.0;
+    // SAFETY: every element is one of the first k of its row; sixteen are a line's, on sixteen bytes.
+    unsafe {
+        // Of a unit that is not there the first one, times zero.
+        let ask = |unit: u32| {
+            let is_there = unit < units;
+            let at = if is_there { 16 * unit } else { 0 };
+            let (byte, scale) = Eight::element(at);
+            let scale = memory::load(row.wrapping_add(scale as usize).cast::<f32>());
+            (at, memory::load16_stream(row.wrapping_add(byte as usize)), if is_there { scale } else { 0.0 })
+        };
+        let mut unit = lane;
+        while unit < units {
+            // As in `typed`, four loads are under way before the first is used.
+            let (a, b) = (ask(unit), ask(unit + WARP));
+            let (c, d) = (ask(unit + 2 * WARP), ask(unit + 3 * WARP));
+            sum = sixteen_added(sum, a, &values);
+            sum = sixteen_added(sum, b, &values);
+            sum = sixteen_added(sum, c, &values);
+            sum = sixteen_added(sum, d, &values);
+            unit += 4 * WARP;
+        }
+        let at = 16 * units + lane;
+        if at < k {
+            sum = fma(w.weight([n, at]), values.one(0, at as usize), sum);
+        }
+    }
+    sum
+}
+
+/// `sum` with sixteen weights in 8 bits, of one scale, times the elements of the row from `at` on.
+#[inline(always)]
+unsafe fn sixteen_added(sum: f32, (at, bytes, scale): (u32, [u32; 4], f32), values: &impl Values<1>) -> f32 {
+    // SAFETY: the caller promises that the row has these elements, aligned.
+    let (low, high) = unsafe { (values.eight(0, at as usize), values.eight(0, at as usize + 8)) };
+    let part = |sum: f32, bytes: u32, values: [f32; 4]| {
+        let [a, b, c, d] = signed_bytes(bytes);
+        fma(d, values[3], fma(c, values[2], fma(b, values[1], fma(a, values[0], sum))))
+    };
+    let [a, b, c, d, e, f, g, h] = low;
+    let [i, j, k, l, m, n, o, p] = high;
+    let first = part(part(0.0, bytes[0], [a, b, c, d]), bytes[1], [e, f, g, h]);
+    let second = part(part(0.0, bytes[2], [i, j, k, l]), bytes[3], [m, n, o, p]);
+    fma(first + second, scale, sum)
 }
 
 /// What becomes of sums of `N` matrices' rows. (A closure need not become part of its caller, if that is large, and what does not is a call.)

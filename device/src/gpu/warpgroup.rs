@@ -1,5 +1,5 @@
-//! Products of many rows where both matrices are bf16: a warpgroup multiplies what the other warps bring to shared
-//! memory.
+//! Products of many rows of bf16 with weights that are bf16 or in 8 bits: a warpgroup multiplies what the other warps bring to
+//! shared memory.
 //!
 //! ```text
 //! tiles     [ x: 128 rows x 64 | w: 128 rows x 64 ] 32 KiB a stage, six stages, each swizzled as the tensor cores want it
@@ -15,13 +15,19 @@
 //! the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply copy nothing: beside 128 sums they
 //! have no registers for it.
 //!
+//! Weights in 8 bits are copied as they are, to where they will lie as bf16: sixteen of them and, beside these, their scale. Whoever has
+//! copied them makes them bf16, rounded, once they are there, before all meet. So they come from memory in half the bytes, as far ahead as others.
+//!
 //! Of two matrices (gate and up) half of w's rows are the one's, half the other's. Where they lie, [`Matrices`] says: operands one after
 //! the other, or rows of x that go to one expert, wherever each is.
 //!
 //! The memory is the ring of tiles, which nobody else uses in a pass whose worker has no tiles to load. Products are exact, sums f32.
 //! Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a column, come from L2.
 
-use super::{BF16, Call};
+use super::math::{scaled_bytes, short_scale};
+use super::thin::Eight;
+use super::{BF16, Call, Q8, Tensor};
+use crate::arch::scalar::f32_to_bf16_pair;
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
 use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared};
 use crate::block::Block;
@@ -54,7 +60,8 @@ const _: () = {
 
 const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 
-/// Where the matrices of a product lie, `N` of weights and x: bf16, each row in one piece that starts on sixteen bytes.
+/// Where the matrices of a product lie, `N` of weights and x: bf16, or weights in 8 bits, each row in one piece that starts on sixteen
+/// bytes.
 pub(crate) trait Matrices<const N: usize>: Copy {
     /// Where x's rows are gathered: the words of shared memory, one for each of its rows, of which each says how many bytes from
     /// [`x`](Matrices::x) its row is.
@@ -63,8 +70,17 @@ pub(crate) trait Matrices<const N: usize>: Copy {
     /// Columns of all.
     ///
     /// # Safety
-    /// As for the next two: the call's operands are there.
+    /// As for the next three: the call's operands are there.
     unsafe fn k(self) -> u32;
+
+    /// Whether the weights are in 8 bits.
+    ///
+    /// # Safety
+    /// See above.
+    #[inline(always)]
+    unsafe fn are_eights(self) -> bool {
+        false
+    }
 
     /// Rows of x from `m` on, `count` of them.
     ///
@@ -98,9 +114,10 @@ impl InOrder<'_> {
     /// `count` rows of operand `operand` from `first` on.
     #[inline(always)]
     unsafe fn rows(self, operand: usize, first: u32, count: u32) -> Rows {
-        // SAFETY: the operands are matrices of bf16, which have that row (caller).
+        // SAFETY: the operands are matrices, which have that row (caller).
         let matrix = unsafe { self.0.tensor(operand) };
-        Rows { from: matrix.address([first, 0]), apart: 2 * matrix.stride(0) as usize, count }
+        let apart = bytes_apart(&matrix);
+        Rows { from: matrix.address([0, 0]).wrapping_add(first as usize * apart), apart, count }
     }
 }
 
@@ -109,6 +126,12 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
     unsafe fn k(self) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { self.0.tensor(1) }.extent(1)
+    }
+
+    #[inline(always)]
+    unsafe fn are_eights(self) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.0.tensor(1) }.dtype() == Q8
     }
 
     #[inline(always)]
@@ -122,6 +145,12 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
         // SAFETY: the caller's promise.
         unsafe { self.rows(1 + which, n, count) }
     }
+}
+
+/// Bytes from a row of `matrix`, of bf16 or in 8 bits, to the next.
+#[inline(always)]
+fn bytes_apart(matrix: &Tensor) -> usize {
+    matrix.stride(0) as usize * if matrix.dtype() == Q8 { 1 } else { 2 }
 }
 
 /// Whether a block that multiplies so has what it takes: the tiles' memory, and warps that copy.
@@ -140,11 +169,11 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
     // SAFETY: the operands are matrices (caller).
     unsafe {
-        let mut fits = true;
+        let mut fits = call.tensor(0).dtype() == BF16 && (call.are_all::<N>(BF16) || call.are_all::<N>(Q8));
         for operand in 0..1 + N {
             let matrix = call.tensor(operand);
-            let whole = matrix.extent(1).is_multiple_of(8) && matrix.stride(0).is_multiple_of(8);
-            fits &= matrix.dtype() == BF16 && whole && matrix.address([0, 0]).addr().is_multiple_of(16);
+            let is_whole = matrix.extent(1).is_multiple_of(8) && bytes_apart(&matrix).is_multiple_of(16);
+            fits &= is_whole && matrix.address([0, 0]).addr().is_multiple_of(16);
         }
         fits
     }
@@ -299,6 +328,7 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
             while step < AHEAD + steps {
                 if step >= AHEAD {
                     copy::wait::<{ AHEAD - 1 }>();
+                    copies.widen::<M, S>(step - AHEAD);
                     copy::fence_tiles();
                     block.sync();
                 }
@@ -333,6 +363,10 @@ struct Copies<const N: usize> {
     apart: u32,
     x: Rows,
     w: [Rows; N],
+    /// Whether the weights are in 8 bits: of these it copies sixteen bytes of every so many rows, too, which are twice as many elements.
+    are_eights: bool,
+    /// Bytes from a row of the weights to the next.
+    row_bytes: usize,
     /// Columns of all.
     k: u32,
 }
@@ -358,16 +392,20 @@ impl<const N: usize> Copies<N> {
         let first = memory::opaque_word(block.thread) - warpgroup::THREADS;
         let (row, chunk, apart) = (first / 8, first % 8, (block.threads - warpgroup::THREADS) / 8);
         // The thread's bytes of its first row in the first step, perhaps beyond the last: nothing is copied from there.
-        let own = |rows: Rows, row: u32| Rows {
+        let own = |rows: Rows, row: u32, chunk: u32, apart: u32| Rows {
             from: rows.from.wrapping_add(row as usize * rows.apart + 16 * chunk as usize),
             apart: apart as usize * rows.apart,
             ..rows
         };
         // SAFETY: the matrices have that part (caller).
         unsafe {
-            let w = core::array::from_fn(|which| own(matrices.weights(which, place.n0, place.columns), row));
-            let x = own(matrices.x(place.m0, place.rows), if A::GATHERED.is_some() { 0 } else { row });
-            Copies { row, chunk, apart, x, w, k: matrices.k() }
+            let are_eights = matrices.are_eights();
+            let (w_row, w_chunk, w_apart) = if are_eights { eights_of(first, apart) } else { (row, chunk, apart) };
+            let w: [Rows; N] = core::array::from_fn(|which| matrices.weights(which, place.n0, place.columns));
+            let x = own(matrices.x(place.m0, place.rows), if A::GATHERED.is_some() { 0 } else { row }, chunk, apart);
+            let row_bytes = w[0].apart;
+            let w = w.map(|rows| own(rows, w_row, w_chunk, w_apart));
+            Copies { row, chunk, apart, x, w, are_eights, row_bytes, k: matrices.k() }
         }
     }
 
@@ -388,15 +426,114 @@ impl<const N: usize> Copies<N> {
                     } else {
                         self.rows(&self.x, at, to, M as u32 * warpgroup::M);
                     }
-                    self.rows(&self.w[0], at, to + W, per);
-                    if N == 2 {
-                        self.rows(&self.w[N - 1], at, to + W + per * warpgroup::ROW, per);
+                    if !self.are_eights {
+                        self.rows(&self.w[0], at, to + W, per);
+                        if N == 2 {
+                            self.rows(&self.w[N - 1], at, to + W + per * warpgroup::ROW, per);
+                        }
                     }
                 }
                 half += 1;
             }
+            if self.are_eights {
+                // SAFETY: as above.
+                unsafe { self.eights::<M, S>(step, warpgroup::first() + stage * STAGE + W) };
+            }
         }
         copy::commit();
+    }
+
+    /// Where row `row` of those that a stage has in 8 bits lies, of all matrices and both halves, if `to` is where its quarter of row 0 does.
+    #[inline(always)]
+    fn place_of_eights<const M: usize, const S: usize>(to: u32, row: u32) -> u32 {
+        let gap = if is_deep(M, S) && row >= 2 * S as u32 { SECOND - 2 * S as u32 * warpgroup::ROW } else { 0 };
+        to + row * warpgroup::ROW + gap
+    }
+
+    /// Begins the copies of weights in 8 bits of step `step`, a line of each row or, of a deep part, two: bytes to where their first half will
+    /// lie, and the four scales that have theirs among them to that of the second.
+    #[inline(always)]
+    unsafe fn eights<const M: usize, const S: usize>(&self, step: u32, to: u32) {
+        let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
+        let per = rows / N as u32;
+        let (mut row, quarter, apart) = self.own_eights();
+        let to = to + place(row, 2 * quarter) - row * warpgroup::ROW;
+        let (bytes, scale) = Eight::element(STEP * halves * step);
+        let w = &self.w[0];
+        let mut from = w.from.wrapping_add(bytes as usize);
+        // A group's scales come before its lines.
+        let to_scales = (bytes + 16 * quarter - scale / 16 * 16) as usize;
+        // From what the one matrix, or the one half, would have next to what the other has.
+        let back = rows as usize * self.row_bytes;
+        let to_second = self.w[N - 1].from.addr().wrapping_sub(w.from.addr() + back / 2);
+        let there = |half: u32| if STEP * (halves * step + half) < self.k { w.count } else { 0 };
+        let (count, count_of_second) = (there(0), there(1));
+        let n = if step < STAGES { per } else { w.count };
+        // SAFETY: of the matrix, whose lines are whole, if they are there (caller); the stage is nobody's: see `part`.
+        let begin = |row: u32, from: *const u8| unsafe {
+            let is_half = halves == 2 && row >= rows;
+            let of_half = if is_half { row - rows } else { row };
+            let is_second = N == 2 && of_half >= per;
+            let number = if is_second { of_half - per } else { of_half };
+            let line = from.wrapping_add(if is_second { to_second } else { 0 });
+            let (line, to_scales) =
+                if is_half { (line.wrapping_sub(back).wrapping_add(64), to_scales + 64) } else { (line, to_scales) };
+            let to = Self::place_of_eights::<M, S>(to, row);
+            let is_mine = row < halves * rows && number < n;
+            let is_there = number < if is_half { count_of_second } else { count };
+            copy::sixteen_if(is_mine, to, line, is_there);
+            copy::sixteen_if(is_mine, to ^ 16, line.wrapping_sub(to_scales), is_there);
+        };
+        while row < halves * rows {
+            begin(row, from);
+            begin(row + apart, from.wrapping_add(w.apart));
+            if at_once(S) == 3 {
+                begin(row + 2 * apart, from.wrapping_add(2 * w.apart));
+            }
+            (row, from) = (row + at_once(S) * apart, from.wrapping_add(at_once(S) as usize * w.apart));
+        }
+    }
+
+    /// Makes bf16 of the weights of step `step` if they are in 8 bits: their products with the scale, rounded.
+    ///
+    /// PERF: two or three rows side by side; one after the other each would wait for the one before.
+    #[inline(always)]
+    unsafe fn widen<const M: usize, const S: usize>(&self, step: u32) {
+        if !self.are_eights {
+            return;
+        }
+        let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
+        let (mut row, quarter, apart) = self.own_eights();
+        let to = stage_of(step) + W + place(row, 2 * quarter) - row * warpgroup::ROW;
+        let scale_at = halves * step % 4 * 4;
+        // SAFETY: the thread's own copies to there have been waited for (caller); the stage is nobody's: see `part`.
+        let asked = |row: u32| unsafe {
+            let to = Self::place_of_eights::<M, S>(to, row);
+            let scale_at = scale_at + if halves == 2 && row >= rows { 4 } else { 0 };
+            (to, bulk::load16(to), f32::from_bits(bulk::load4((to ^ 16) + scale_at)))
+        };
+        // SAFETY: as above.
+        let widened = |(to, [a, b, c, d], scale): (u32, [u32; 4], f32)| unsafe {
+            let scale = short_scale(scale);
+            let ((a, b), (c, d)) = ((four_of(a, scale), four_of(b, scale)), (four_of(c, scale), four_of(d, scale)));
+            bulk::store16(to, [a.0, a.1, b.0, b.1]);
+            bulk::store16(to ^ 16, [c.0, c.1, d.0, d.1]);
+        };
+        while row < halves * rows {
+            // Beyond the last the first comes again.
+            let again = |next: u32| if next < halves * rows { next } else { row };
+            let (first, second) = (asked(row), asked(again(row + apart)));
+            if at_once(S) == 3 {
+                let third = asked(again(row + 2 * apart));
+                widened(first);
+                widened(second);
+                widened(third);
+            } else {
+                widened(first);
+                widened(second);
+            }
+            row += at_once(S) * apart;
+        }
     }
 
     /// 64 columns of `n` rows, to the matrix at `to`; zero where there are none, as rows stay for which there were none when it was new.
@@ -427,6 +564,12 @@ impl<const N: usize> Copies<N> {
         }
     }
 
+    /// See [`eights_of`].
+    #[inline(always)]
+    fn own_eights(&self) -> (u32, u32, u32) {
+        eights_of(8 * self.row + self.chunk, self.apart)
+    }
+
     /// As [`rows`](Copies::rows), of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
     #[inline(always)]
     unsafe fn gathered(&self, offsets: u32, at: Columns, to: u32, n: u32) {
@@ -444,6 +587,25 @@ impl<const N: usize> Copies<N> {
             row += self.apart;
         }
     }
+}
+
+/// Of weights in 8 bits: the first row of the `first`th thread of those that copy, which quarter of a line it copies, and how many rows its next
+/// is after, if that is `apart` for rows of bf16.
+#[inline(always)]
+fn eights_of(first: u32, apart: u32) -> (u32, u32, u32) {
+    (first / 4, first % 4, 2 * apart)
+}
+
+/// Rows of weights in 8 bits that a thread has side by side in parts of so many columns: of the narrowest it has two at most.
+const fn at_once(s: usize) -> u32 {
+    if 2 * s as u32 == COLUMNS / 8 { 2 } else { 3 }
+}
+
+/// Four weights in 8 bits, times their scale, as bf16.
+#[inline(always)]
+fn four_of(bytes: u32, scale: (f32, f32)) -> (u32, u32) {
+    let [a, b, c, d] = scaled_bytes(bytes, scale);
+    (f32_to_bf16_pair(a, b), f32_to_bf16_pair(c, d))
 }
 
 /// Words from a group of eight columns to the next, and bytes from one half of the rows to the other, where sums lie to be

@@ -14,6 +14,7 @@
 //! x is rounded to bf16, as engines that keep activations in bf16 have it; products are exact and sums are f32. Tolerance
 //! per output: sum |x| |w| * 2^-8, and sum |x| |w| * 2^-18 where x has bf16 values.
 
+use super::math::signed_bytes;
 use super::thin::Eight;
 use super::{BF16, Call, F32, Q8, Tensor};
 use crate::arch::scalar::{f32_to_bf16, f32_to_bf16_pair};
@@ -236,11 +237,9 @@ unsafe fn eights_of(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
         let first: *const u32 = row.wrapping_add(byte as usize).cast();
         let (low, high) = (memory::load(first), memory::load(first.wrapping_add(1)));
         let scale: f32 = memory::load(row.wrapping_add(scale as usize).cast());
-        let pair = |word: u32, at: u32| {
-            let one = |i: u32| f32::from((word >> (8 * i)) as i8) * scale;
-            f32_to_bf16_pair(one(at), one(at + 1))
-        };
-        [pair(low, 0), pair(low, 2), pair(high, 0), pair(high, 2)]
+        let ([a, b, c, d], [e, f, g, h]) = (signed_bytes(low), signed_bytes(high));
+        let pair = |one: f32, other: f32| f32_to_bf16_pair(one * scale, other * scale);
+        [pair(a, b), pair(c, d), pair(e, f), pair(g, h)]
     }
 }
 

@@ -18,6 +18,8 @@ pub(crate) mod part {
     pub(crate) const WIDE: [u64; 2] = [100, 30];
     /// Rows that the warps that copy bring at a time.
     pub(crate) const ROWS_AT_ONCE: u64 = 12;
+    /// What a row of weights in 8 bits takes them more, of 64 columns, until it is bf16: so many cycles of so many rows.
+    pub(crate) const EIGHTS: [u64; 2] = [10, 3];
     /// Multiplications and additions that the tensor cores do in a cycle.
     pub(crate) const PRODUCTS: u64 = 2048;
 }

@@ -648,6 +648,10 @@ pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
     first & 0xff | (second & 0xff) << 8 | (first & 0xff00) << 8 | (second & 0xff00) << 16
 }
 
+pub(super) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {
+    word & !0xff00 | (from >> (8 * AT) & 0xff) << 8
+}
+
 pub(super) fn low_halves(first: u32, second: u32) -> u32 {
     first & 0xffff | second << 16
 }

@@ -12,7 +12,7 @@ use perpetua::engine::Resident;
 use perpetua::exec::threads::usable_cores;
 use perpetua::exec::{self, RunError};
 use perpetua::model::{ModelConfig, Quantize, SynthOptions, SynthSource, Weights, synth};
-use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua::{Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::kernels::{Advance, ArgmaxPartial, MacroKernel, Sample};
 use perpetua_shared::control::End;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
@@ -130,6 +130,7 @@ impl Check<'_> {
             Section::Load => self.load(),
             Section::Kernels => self.kernels(),
             Section::Fixtures => self.fixtures(),
+            Section::Sentences => self.sentences(),
             Section::Drills => self.drills(),
             Section::Long => self.long(),
             Section::BenchSmall => self.bench("qwen3-0.6b"),
@@ -431,16 +432,15 @@ impl Check<'_> {
     fn fixtures(&self) -> Figures {
         let mut figures = serde_json::Map::new();
         for name in FIXTURES {
-            let dir = self.args.fixtures.join(name);
-            let model = Model::load(&dir)?;
-            let path = self.args.fixtures.join(format!("{name}.expected.safetensors"));
-            let bytes = std::fs::read(&path).map_err(|error| format!("{}: {}", path.display(), plain(&error)))?;
+            let model = Model::load(self.args.fixtures.join(name))?;
+            let bytes = self.expected(name, "safetensors")?;
             let file = SafeTensors::deserialize(&bytes)?;
             let (mut kl, mut positions, mut same, mut judged) = (0.0, 0, 0, 0);
             let n_cases = if self.args.simulated { 1 } else { usize::MAX };
             for case in (0..n_cases).map_while(|i| file.tensor(&format!("case{i}.input_ids")).ok().map(|_| i)) {
                 let (prompt, greedy) = (ids(&file, case, "input_ids")?, ids(&file, case, "greedy_ids")?);
-                let (logits, margins) = (floats(&file, case, "logits")?, floats(&file, case, "margin")?);
+                let of_case = |what: &str| floats(&file, &format!("case{case}.{what}"));
+                let (logits, margins) = (of_case("logits")?, of_case("margin")?);
                 let n_new = if self.args.simulated { 2 } else { greedy.len() };
                 let max_context = Some((prompt.len() + n_new).min(model.max_tokens()));
                 let config = EngineConfig { max_context, ..self.config() };
@@ -474,6 +474,53 @@ impl Check<'_> {
             let is_off = |kl: f64, most: f64| kl.is_nan() || kl > most;
             // Of one position each, where the others are means.
             if is_off(kl, 1e-3) || in_8_bits.iter().any(|kl| is_off(*kl, 5e-3)) || same < judged {
+                return Err(format!("{name}: {}", figures[name]).into());
+            }
+        }
+        Ok(figures.into())
+    }
+
+    /// What another program made of the fixture `name`, in its file of this kind.
+    fn expected(&self, name: &str, kind: &str) -> Result<Vec<u8>, String> {
+        let path = self.args.fixtures.join(format!("{name}.expected.{kind}"));
+        std::fs::read(&path).map_err(|error| format!("{}: {}", path.display(), plain(&error)))
+    }
+
+    /// An encoder, which sees a text at once, and a decoder, which reads it in passes as it reads prompts; this one in 8 bits, too, beside the
+    /// reference executor with the same weights.
+    fn sentences(&self) -> Figures {
+        let mut figures = serde_json::Map::new();
+        for (name, bound) in [("tiny-xlm-roberta", KERNEL_TOLERANCE), ("tiny-embedding", ROUNDED_TOLERANCE)] {
+            let model = Model::load(self.args.fixtures.join(name))?;
+            let bytes = self.expected(name, "safetensors")?;
+            let embeddings = floats(&SafeTensors::deserialize(&bytes)?, "embeddings")?;
+            let listed: Value = serde_json::from_slice(&self.expected(name, "json")?)?;
+            let listed = listed["cases"].as_array().ok_or("a fixture without texts")?;
+            let texts: Vec<_> =
+                listed.iter().map(|case| (case["prompt_name"].as_str(), case["text"].as_str())).collect();
+            let n_texts = if self.args.simulated { 2 } else { texts.len() };
+            // The farthest that any is, as a part of its length.
+            let farthest = |model: &Model, expected: &mut dyn FnMut(usize) -> Result<Vec<f32>, EngineError>| {
+                let mut embedder = Embedder::new(model, &self.config())?;
+                texts.iter().enumerate().take(n_texts).try_fold(0f64, |farthest, (at, (prompt, text))| {
+                    let found = embedder.embed_as(*prompt, text.unwrap_or_default())?;
+                    Ok::<_, EngineError>(farthest.max(distance(&expected(at)?, &found)))
+                })
+            };
+            let dim = embeddings.len() / texts.len();
+            let off = farthest(&model, &mut |at| Ok(embeddings[at * dim..][..dim].to_vec()))?;
+            let in_8_bits = if matches!(model.config(), ModelConfig::Decoder(_)) {
+                let model = model.quantize(Quantize::Q8, |_| {})?;
+                let reference = EngineConfig { device: Device::Reference, ..EngineConfig::default() };
+                let mut reference = Embedder::new(&model, &reference)?;
+                let mut expected = |at: usize| reference.embed_as(texts[at].0, texts[at].1.unwrap_or_default());
+                Some(farthest(&model, &mut expected)?)
+            } else {
+                None
+            };
+            figures.insert(name.to_owned(), json!({"texts": n_texts, "off": off, "in_8_bits_off": in_8_bits}));
+            self.keep(figures.clone())?;
+            if off > bound || in_8_bits.is_some_and(|off| off > bound) {
                 return Err(format!("{name}: {}", figures[name]).into());
             }
         }
@@ -832,6 +879,13 @@ fn off(expected: &[f32], found: &[f32]) -> f64 {
     f64::from(off.fold(0.0, f32::max) / scale)
 }
 
+/// How far `found` is from `expected`, as a part of its length; infinitely, where anything is not a number.
+fn distance(expected: &[f32], found: &[f32]) -> f64 {
+    let length = |of: &mut dyn Iterator<Item = f32>| of.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+    let off = length(&mut expected.iter().zip(found).map(|(a, b)| a - b)) / length(&mut expected.iter().copied());
+    if off.is_finite() && expected.len() == found.len() { off } else { f64::INFINITY }
+}
+
 /// Models with what `transformers` makes of them, a family each.
 const FIXTURES: [&str; 8] = [
     "tiny-qwen3",
@@ -895,7 +949,6 @@ fn ids(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<u32>, Box<
     Ok(tensor.data().chunks_exact(8).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
 }
 
-fn floats(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
-    let tensor = file.tensor(&format!("case{case}.{what}"))?;
-    Ok(tensor.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+fn floats(file: &SafeTensors<'_>, name: &str) -> Result<Vec<f32>, Box<dyn std::error::Error>> {
+    Ok(file.tensor(name)?.data().chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
 }

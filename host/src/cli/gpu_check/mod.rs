@@ -75,6 +75,8 @@ enum Section {
     Kernels,
     /// Logits and tokens against `transformers`.
     Fixtures,
+    /// Embeddings of texts against `sentence-transformers`.
+    Sentences,
     /// What goes wrong ends in the error that says so, within a second.
     Drills,
     /// Ten thousand tokens in one launch.
@@ -101,10 +103,11 @@ enum Section {
 }
 
 impl Section {
-    const USUAL: [Section; 13] = [
+    const USUAL: [Section; 14] = [
         Section::Facts,
         Section::Kernels,
         Section::Fixtures,
+        Section::Sentences,
         Section::Drills,
         Section::Ceiling,
         Section::Latency,
@@ -128,6 +131,7 @@ impl Section {
             // Most of it is the reference executor's.
             Section::Kernels => 180,
             Section::Fixtures | Section::Drills | Section::Load | Section::Long => 90,
+            Section::Sentences => 60,
             Section::BenchSmall | Section::BenchLlama | Section::BenchMiddle => 150 + compile,
             Section::BenchLarge => 300 + compile,
             Section::BenchLargest => 480 + compile,
