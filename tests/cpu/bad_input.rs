@@ -14,13 +14,17 @@ fn perpetua(args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().expect("the program was built")
 }
 
-/// A copy of a fixture to change.
+/// A copy of a fixture, with the folders in it, to change.
 pub(crate) fn copy(name: &str, to: &Path) -> PathBuf {
     let out = to.join(name);
     std::fs::create_dir_all(&out).unwrap();
     for entry in std::fs::read_dir(fixture(name)).unwrap() {
         let entry = entry.unwrap();
-        std::fs::copy(entry.path(), out.join(entry.file_name())).unwrap();
+        if entry.path().is_dir() {
+            copy(&format!("{name}/{}", entry.file_name().display()), to);
+        } else {
+            std::fs::copy(entry.path(), out.join(entry.file_name())).unwrap();
+        }
     }
     out
 }

@@ -1,5 +1,7 @@
 //! The `perpetua` program, as scripts use it.
 
+use crate::bad_input::copy;
+use crate::cuda::has_kernel;
 use perpetua::model::chat::ChatMessage;
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
@@ -439,8 +441,7 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
         assert_eq!(message.lines().count(), 1, "{message}");
         assert!(!out.exists(), "nothing is written");
     }
-    if perpetua::device_image::device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    if !has_kernel() {
         return;
     }
     perpetua(&["gpu-check", "--simulated", "--out", &out_text, "facts", "latency", "load", "bench-0.6b"]);
@@ -489,26 +490,28 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
     }
 }
 
+/// What a section of gpu-check, told `how` and where its fixtures are, ends with: its status, its record, and what it prints.
+fn checked(section: &str, fixtures: &str, out: &Path, how: &[&str]) -> (Option<i32>, serde_json::Value, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
+        .args(["gpu-check", "--simulated", section, "--fixtures", fixtures, "--out"])
+        .arg(out)
+        .args(how)
+        .output()
+        .expect("the program was built");
+    let text = std::fs::read_to_string(out.join(format!("{section}.json"))).expect("a record");
+    (output.status.code(), serde_json::from_str(&text).expect("JSON"), String::from_utf8(output.stdout).unwrap())
+}
+
 /// Embeddings are as expected, and those that are not are found.
 #[test]
 fn sentences_are_checked() {
-    if perpetua::device_image::device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    if !has_kernel() {
         return;
     }
     let temp = tempfile::tempdir().unwrap();
     let out = temp.path().join("records");
-    let check = |fixtures: &str| {
-        let status = Command::new(env!("CARGO_BIN_EXE_perpetua"))
-            .args(["gpu-check", "--simulated", "sentences", "--fixtures", fixtures, "--out"])
-            .arg(&out)
-            .output()
-            .expect("the program was built")
-            .status;
-        let text = std::fs::read_to_string(out.join("sentences.json")).expect("a record");
-        (status.code(), serde_json::from_str::<serde_json::Value>(&text).expect("JSON"))
-    };
-    let (status, record) = check(&fixture(""));
+    let check = |fixtures: &str| checked("sentences", fixtures, &out, &[]);
+    let (status, record, _) = check(&fixture(""));
     assert_eq!(status, Some(0), "{record}");
     let off = |model: &str, what: &str| record["figures"][model][what].as_f64();
     for off in [off("tiny-xlm-roberta", "off"), off("tiny-embedding", "off"), off("tiny-embedding", "in_8_bits_off")] {
@@ -517,17 +520,7 @@ fn sentences_are_checked() {
 
     // The texts of the one with the embeddings of others.
     let name = "tiny-xlm-roberta";
-    let copied = temp.path().join(name);
-    std::fs::create_dir_all(copied.join("1_Pooling")).unwrap();
-    for entry in
-        std::fs::read_dir(fixture(name)).unwrap().chain(std::fs::read_dir(fixture(name) + "/1_Pooling").unwrap())
-    {
-        let from = entry.unwrap().path();
-        let to = copied.join(from.strip_prefix(fixture(name)).unwrap());
-        if from.is_file() {
-            std::fs::copy(from, to).unwrap();
-        }
-    }
+    copy(name, temp.path());
     for kind in ["safetensors", "json"] {
         let file = format!("{name}.expected.{kind}");
         std::fs::copy(fixture(&file), temp.path().join(&file)).unwrap();
@@ -535,7 +528,7 @@ fn sentences_are_checked() {
     let texts = temp.path().join(format!("{name}.expected.json"));
     let swapped = std::fs::read_to_string(&texts).unwrap().replace("The cat sat on the mat.", "The cat did not.");
     std::fs::write(&texts, swapped).unwrap();
-    let (status, record) = check(&temp.path().to_string_lossy());
+    let (status, record, _) = check(&temp.path().to_string_lossy());
     let error = record["error"].as_str().unwrap_or_default();
     assert!(status == Some(1) && error.starts_with("tiny-xlm-roberta: "), "{record}");
 }
@@ -543,8 +536,7 @@ fn sentences_are_checked() {
 /// What a benchmark is told to do without it does without, and so do those it is compared with.
 #[test]
 fn a_benchmark_does_without_what_it_is_told_to() {
-    if perpetua::device_image::device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    if !has_kernel() {
         return;
     }
     let temp = tempfile::tempdir().unwrap();
@@ -605,8 +597,7 @@ fn child_of(parent: &mut std::process::Child) -> String {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_gpu_check_outlives_its_sections() {
-    if perpetua::device_image::device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    if !has_kernel() {
         return;
     }
     let temp = tempfile::tempdir().unwrap();
@@ -637,23 +628,15 @@ fn a_gpu_check_outlives_its_sections() {
 /// Where fixtures fail, what it is that the GPU does not get on with is looked for, and found.
 #[test]
 fn what_a_gpu_does_not_get_on_with_is_found() {
-    if perpetua::device_image::device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    if !has_kernel() {
         return;
     }
     let temp = tempfile::tempdir().unwrap();
     let out = temp.path().join("records");
     let check = |fixtures: &str, how: &[&str]| {
-        let output = Command::new(env!("CARGO_BIN_EXE_perpetua"))
-            .args(["gpu-check", "--simulated", "fixtures", "--fixtures", fixtures, "--out"])
-            .arg(&out)
-            .args(how)
-            .output()
-            .expect("the program was built");
-        assert_eq!(output.status.code(), Some(1), "{}", String::from_utf8_lossy(&output.stderr));
-        let text = std::fs::read_to_string(out.join("fixtures.json")).expect("a record");
-        let record: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-        (record, String::from_utf8(output.stdout).unwrap())
+        let (status, record, said) = checked("fixtures", fixtures, &out, how);
+        assert_eq!(status, Some(1), "{record}");
+        (record, said)
     };
     // What is left out already is not looked for.
     let (record, said) = check(&fixture(""), &["--fatal", "thin-products", "--without", "early-start,tiles"]);
@@ -680,8 +663,7 @@ fn what_a_gpu_does_not_get_on_with_is_found() {
 #[cfg(target_os = "linux")]
 #[test]
 fn a_section_does_not_outlive_its_gpu_check() {
-    if perpetua::device_image::device_image().is_none() {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
+    if !has_kernel() {
         return;
     }
     let temp = tempfile::tempdir().unwrap();
