@@ -68,8 +68,9 @@ impl Op {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (words, rest): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|arg| arg == "prompt" || arg == "q8");
-    let [is_prompt, in_8_bits] = ["prompt", "q8"].map(|word| words.iter().any(|given| given == word));
+    let (words, rest): (Vec<_>, Vec<_>) =
+        std::env::args().skip(1).partition(|arg| ["prompt", "q8", "q4"].contains(&&arg[..]));
+    let [is_prompt, in_8_bits, in_4_bits] = ["prompt", "q8", "q4"].map(|word| words.iter().any(|given| given == word));
     let mut args = rest.into_iter();
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
@@ -77,8 +78,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let wanted = args.next();
     let steps = 2;
     let mut model = Model::load(&folder)?;
-    if in_8_bits {
-        model = model.quantize(Quantize::Q8, |_| {})?;
+    if in_8_bits || in_4_bits {
+        model = model.quantize(if in_4_bits { Quantize::Q4 } else { Quantize::Q8 }, |_| {})?;
     }
     let driver =
         Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, counts: true, ..Options::new(sms, 1 << 40) }));

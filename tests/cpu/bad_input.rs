@@ -256,11 +256,15 @@ fn options_without_effect_are_named() {
         (&bench, &["--trace", &trace], "--compare, --trace and --timeline are for text models"),
         (&bench, &["--compare"], "--compare, --trace and --timeline are for text models"),
         (&logits, &["--exact", "--device", "simt"], "--exact is for --device cpu or reference"),
-        (&logits, &["--quantize", "q4", "--device", "simt"], "device of a model in q4: expected cpu or reference"),
         (
             &of_experts,
             &["--quantize", "q8", "--device", "simt"],
             "device of a mixture of experts in q8: expected cpu or reference",
+        ),
+        (
+            &of_experts,
+            &["--quantize", "q4", "--device", "simt"],
+            "device of a mixture of experts in q4: expected cpu or reference",
         ),
         (&logits, &["--exact", "--device", "ptx"], "--exact is for --device cpu or reference"),
         (&logits, &["--exact", "--device", "cuda"], "--exact is for --device cpu or reference"),

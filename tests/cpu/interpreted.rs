@@ -196,44 +196,54 @@ fn long_rows_make_the_cpus_tokens() {
     }
 }
 
-/// Matrices in 8 bits, by which the step's row is multiplied in whole numbers: by lines in pairs and not, with a norm or what splits found
-/// merged; in registers, where it is long, of one matrix and of two; one by one, of half a line, and without loaders or the technique. Prompts are
+/// Matrices in 8 bits and in 4, by which the step's row is multiplied in whole numbers: by lines in pairs and not, with a norm or what splits found
+/// merged; in registers, where it is long, of one matrix and of two; one by one, of part of a line, and without loaders or the technique. Prompts are
 /// multiplied by them in bf16.
 #[test]
-fn weights_in_8_bits_make_the_cpus_tokens() {
+fn weights_in_fewer_bits_make_the_cpus_tokens() {
     if !has_kernel() {
         return;
     }
     let some: Techniques = [Technique::ThinProducts, Technique::LongRows].into_iter().collect();
     let all = [
-        ("tiny-qwen3", 128, 320, 269, 3, Techniques::NONE),
-        ("tiny-llama", 1024, 1088, 700, 2, Techniques::NONE),
-        ("tiny-qwen2", 192, 8256, 269, 3, Techniques::NONE),
-        ("tiny-qwen3", 64, 4160, 269, 2, Techniques::NONE),
-        ("tiny-simt", 8256, 64, 269, 1, Techniques::NONE),
-        ("tiny-simt", 72, 152, 269, 3, Techniques::NONE),
-        ("tiny-simt", 128, 4160, 269, 2, some),
-        ("tiny-simt", 128, 192, 269, 2, Technique::Tiles.into()),
-        ("tiny-simt", 128, 192, 269, 2, Technique::Flags.into()),
-        ("tiny-gemma3", 128, 192, 269, 3, Techniques::NONE),
+        (Quantize::Q8, "tiny-qwen3", 128, 320, 269, 3, Techniques::NONE),
+        (Quantize::Q8, "tiny-llama", 1024, 1088, 700, 2, Techniques::NONE),
+        (Quantize::Q8, "tiny-qwen2", 192, 8256, 269, 3, Techniques::NONE),
+        (Quantize::Q8, "tiny-qwen3", 64, 4160, 269, 2, Techniques::NONE),
+        (Quantize::Q8, "tiny-simt", 8256, 64, 269, 1, Techniques::NONE),
+        (Quantize::Q8, "tiny-simt", 72, 152, 269, 3, Techniques::NONE),
+        (Quantize::Q8, "tiny-simt", 128, 4160, 269, 2, some),
+        (Quantize::Q8, "tiny-simt", 128, 192, 269, 2, Technique::Tiles.into()),
+        (Quantize::Q8, "tiny-simt", 128, 192, 269, 2, Technique::Flags.into()),
+        (Quantize::Q8, "tiny-gemma3", 128, 192, 269, 3, Techniques::NONE),
+        (Quantize::Q4, "tiny-qwen3", 256, 384, 269, 3, Techniques::NONE),
+        (Quantize::Q4, "tiny-llama", 1024, 2048, 700, 2, Techniques::NONE),
+        (Quantize::Q4, "tiny-qwen2", 384, 8320, 269, 3, Techniques::NONE),
+        (Quantize::Q4, "tiny-simt", 8320, 128, 269, 1, Techniques::NONE),
+        (Quantize::Q4, "tiny-simt", 72, 152, 269, 3, Techniques::NONE),
+        (Quantize::Q4, "tiny-simt", 128, 4224, 269, 2, some),
+        (Quantize::Q4, "tiny-simt", 128, 256, 269, 2, Technique::Tiles.into()),
+        (Quantize::Q4, "tiny-simt", 128, 256, 269, 2, Technique::Flags.into()),
+        (Quantize::Q4, "tiny-gemma3", 128, 256, 269, 3, Techniques::NONE),
     ];
-    for (seed, (preset, hidden, inner, vocab, n_sms, without)) in (5..).zip(all) {
+    for (seed, (how, preset, hidden, inner, vocab, n_sms, without)) in (5..).zip(all) {
         let sizes = [("hidden_size", hidden), ("intermediate_size", inner), ("vocab_size", vocab)];
         let (_dir, model) = model_of(preset, &sizes, seed);
-        let model = model.quantize(Quantize::Q8, |_| {}).expect("it is quantised");
+        let model = model.quantize(how, |_| {}).expect("it is quantised");
         // Token by token as near as the cache's last bits; in passes of four with what rounding to bf16 takes.
         for (chunk, most) in [(1, 5e-3), (4, 2e-2)] {
-            let what = format!("{preset}, {hidden}, {inner}, by {chunk}, {without:?}");
+            let what = format!("{how}: {preset}, {hidden}, {inner}, by {chunk}, {without:?}");
             let config = EngineConfig { max_context: Some(24), chunks: vec![chunk], ..EngineConfig::default() };
-            let cpu = EngineConfig { device: Device::Cpu, threads: Some(2), ..config.clone() };
+            let device = if how == Quantize::Q8 { Device::Cpu } else { Device::Reference };
+            let other = EngineConfig { device, threads: (device == Device::Cpu).then_some(2), ..config.clone() };
             let prompt = [3, 80, 41, 5, 0, 66];
-            let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
-            let expected = tokens(&mut cpu, &prompt, &greedy(3)).expect("it runs");
+            let mut other = Engine::new(&model, &other).expect("it compiles");
+            let expected = tokens(&mut other, &prompt, &greedy(3)).expect("it runs");
             let driver = driver(n_sms, seed);
             let config = EngineConfig { cuda: cuda::Options { without, ..config.cuda }, ..config };
             let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
             let found = tokens(&mut engine, &prompt, &greedy(3)).expect("it runs");
-            let logits = [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
+            let logits = [&mut other, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
             let distance = distance(&logits[0], &logits[1]);
             println!("{what}: {distance:.1e}");
             assert!(found == expected && distance < most, "{what}: {found:?}, not {expected:?}; {distance}");

@@ -695,11 +695,12 @@ fn a_broken_task_is_found_among_thousands() {
     }
 }
 
-/// Rows in 8 bits have their scales among their lines: a tile with part of one is refused, which of a row of floats it is not.
+/// Rows in fewer bits have their scales among their lines: a tile with part of one is refused, which of a row of floats it is not.
 #[test]
-fn rows_in_8_bits_come_in_whole_tiles() {
+fn rows_in_fewer_bits_come_in_whole_tiles() {
     let (_dir, model) = model_of("tiny-simt", &[("hidden_size", 40), ("intermediate_size", 1088)], 3);
-    let in_8_bits = model.quantize(Quantize::Q8, |_| {}).expect("it is quantised");
+    let [in_8_bits, in_4_bits] =
+        [Quantize::Q8, Quantize::Q4].map(|how| model.quantize(how, |_| {}).expect("it is quantised"));
     let of_one_row = |model: &Model, dtype: DType| {
         let sources = decoder_sources(model, &[1], Cache::bf16(32), Head::Sample).expect("a sound model");
         let whole = Parts::of(&compile(sources, &Config::new(Target::gpu(40))).expect("it compiles").image);
@@ -707,8 +708,10 @@ fn rows_in_8_bits_come_in_whole_tiles() {
         let at = whole.data.iter().position(|op| u64::from(op.bytes) == row).expect("a row of its own");
         broken_rule(&whole, &|parts| parts.data[at].bytes -= 64)
     };
-    let (found, of_floats) = (of_one_row(&in_8_bits, DType::Q8), of_one_row(&model, DType::Bf16));
-    assert!(found.contains("neither whole rows"), "{found}");
+    for found in [of_one_row(&in_8_bits, DType::Q8), of_one_row(&in_4_bits, DType::Q4)] {
+        assert!(found.contains("neither whole rows"), "{found}");
+    }
+    let of_floats = of_one_row(&model, DType::Bf16);
     assert!(!of_floats.contains("neither whole rows"), "{of_floats}");
 }
 

@@ -453,6 +453,17 @@ pub(crate) mod bulk {
         unsafe { backend::tile_load16(at) }
     }
 
+    /// Eight bytes, from a multiple of eight on.
+    ///
+    /// # Safety
+    /// As [`load16`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn load8(at: u32) -> [u32; 2] {
+        // SAFETY: the caller's promise.
+        unsafe { backend::tile_load8(at) }
+    }
+
     /// Four bytes, from a multiple of four on.
     ///
     /// # Safety
@@ -951,6 +962,13 @@ pub(crate) mod scalar {
     pub(crate) fn low_bytes([a, b, c, d]: [u32; 4]) -> [u32; 2] {
         let (ab, cd) = (backend::low_bytes_in_turn(a, b), backend::low_bytes_in_turn(c, d));
         [low_halves(ab, cd), high_halves(ab, cd)]
+    }
+
+    /// Four of the eight bytes of `low` and `high`, numbered by the four bits each of `numbers`' low half; where the highest of these is set, what the
+    /// byte's own highest bit is, eight times.
+    #[inline(always)]
+    pub(crate) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
+        backend::permute(low, high, numbers)
     }
 
     /// `word`, with byte `AT` of `from` in place of its second lowest.

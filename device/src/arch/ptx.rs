@@ -416,6 +416,12 @@ pub(super) unsafe fn tile_load16(at: u32) -> [u32; 4] {
 }
 
 #[inline(always)]
+pub(super) unsafe fn tile_load8(at: u32) -> [u32; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { load8_at(tile_address(at)) }
+}
+
+#[inline(always)]
 pub(super) unsafe fn tile_load4(at: u32) -> u32 {
     let value;
     // SAFETY: the caller's promise.
@@ -439,13 +445,16 @@ pub(super) unsafe fn shared_load16(at: u32) -> [u32; 4] {
 
 #[inline(always)]
 pub(super) unsafe fn shared_load8(at: u32) -> [u32; 2] {
+    // SAFETY: the caller's promise.
+    unsafe { load8_at(shared_address(at)) }
+}
+
+#[inline(always)]
+unsafe fn load8_at(at: u32) -> [u32; 2] {
     let (a, b);
     // SAFETY: the caller promises eight aligned bytes of shared memory.
     unsafe {
-        asm!(
-            "ld.shared.v2.u32 {{{}, {}}}, [{}];",
-            out(reg32) a, out(reg32) b, in(reg32) shared_address(at), options(nostack)
-        );
+        asm!("ld.shared.v2.u32 {{{}, {}}}, [{}];", out(reg32) a, out(reg32) b, in(reg32) at, options(nostack));
     }
     [a, b]
 }
@@ -834,6 +843,19 @@ pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
     // SAFETY: arithmetic.
     unsafe {
         asm!("prmt.b32 {}, {}, {}, 0x5140;", out(reg32) bytes, in(reg32) first, in(reg32) second, options(pure, nomem, nostack));
+    }
+    bytes
+}
+
+#[inline(always)]
+pub(super) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
+    let bytes;
+    // SAFETY: arithmetic.
+    unsafe {
+        asm!(
+            "prmt.b32 {}, {}, {}, {};", out(reg32) bytes, in(reg32) low, in(reg32) high, in(reg32) numbers,
+            options(pure, nomem, nostack)
+        );
     }
     bytes
 }

@@ -17,7 +17,7 @@ use crate::turns::records;
 use crate::worker::ImageView;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
-use perpetua_shared::dtype::Q8;
+use perpetua_shared::dtype::Q4_BLOCK;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
@@ -165,17 +165,18 @@ impl Case {
         }
     }
 
-    /// A matrix of weights in 8 bits.
-    fn push_eights(&mut self, random: &mut Random, n: u32, k: u32) {
-        self.push_scaled_eights(random, n, k, |scale| scale);
+    /// A matrix of weights in fewer bits.
+    fn push_packed(&mut self, random: &mut Random, dtype: DType, n: u32, k: u32) {
+        self.push_scaled(random, dtype, [n, k], |scale| scale);
     }
 
-    /// A matrix of weights in 8 bits, of scales that `made_of` makes of any.
-    fn push_scaled_eights(&mut self, random: &mut Random, n: u32, k: u32, made_of: impl Fn(f32) -> f32) {
-        let (row, k_elems) = (Q8.row_bytes(k as usize), k as usize);
+    /// A matrix of weights in fewer bits, of scales that `made_of` makes of any.
+    fn push_scaled(&mut self, random: &mut Random, dtype: DType, [n, k]: [u32; 2], made_of: impl Fn(f32) -> f32) {
+        let lines = dtype.lines().expect("fewer bits");
+        let (row, k_elems) = (lines.row_bytes(k as usize), k as usize);
         let operand = Operand {
             binding: BindingId(self.operands.len() as u32),
-            dtype: DType::Q8 as u16,
+            dtype: dtype as u16,
             rank: 2,
             offset_bytes: 64 * u64::from(random.below(3)),
             extent: [n, k, 1, 1],
@@ -186,13 +187,21 @@ impl Case {
         let mut memory = vec![u128::MAX; (first + row * n as usize + 64).div_ceil(16)];
         let rows: &mut [u8] = bytemuck::cast_slice_mut(&mut memory);
         for row in rows[first..].chunks_exact_mut(row).take(n as usize) {
-            for line in 0..k_elems.div_ceil(Q8.elems) {
-                let [at, scale] = Q8.at(line);
-                let here = Q8.elems.min(k_elems - line * Q8.elems);
-                for (i, byte) in row[at..at + Q8.elems].iter_mut().enumerate() {
-                    *byte = if i < here { random.below(255) as i8 as u8 } else { 0 };
+            for line in 0..k_elems.div_ceil(lines.elems) {
+                let [at, scales] = lines.at(line);
+                let here = lines.elems.min(k_elems - line * lines.elems);
+                if dtype == DType::Q8 {
+                    for (i, byte) in row[at..at + lines.elems].iter_mut().enumerate() {
+                        *byte = if i < here { random.below(255) as i8 as u8 } else { 0 };
+                    }
+                    row[scales..scales + 4].copy_from_slice(&made_of(random.float() / 512.0).to_le_bytes());
+                } else {
+                    row[at..at + 64].fill_with(|| random.below(256) as u8);
+                    for block in 0..4 {
+                        let scale = if block * Q4_BLOCK < here { made_of(random.float() / 256.0) } else { 0.0 };
+                        row[scales + 2 * block..][..2].copy_from_slice(&half::bf16::from_f32(scale).to_le_bytes());
+                    }
                 }
-                row[scale..scale + 4].copy_from_slice(&made_of(random.float() / 512.0).to_le_bytes());
             }
         }
         self.operands.push(operand);
@@ -202,8 +211,8 @@ impl Case {
 
     /// A weight matrix that bulk copies can carry.
     fn push_carried(&mut self, random: &mut Random, dtype: DType, n: u32, k: u32) {
-        if dtype == DType::Q8 {
-            return self.push_eights(random, n, k);
+        if dtype.lines().is_some() {
+            return self.push_packed(random, dtype, n, k);
         }
         self.floats(random, dtype, &[n, k]);
         let operand = self.operands.last_mut().expect("just pushed");
@@ -630,12 +639,13 @@ judged! {
     tiled_linear: 40,
     thin_linear: 24,
     eight_linear: 64,
-    eight_linear_of_rows: 24,
+    four_linear: 64,
+    packed_linear_of_rows: 40,
     long_linear: 48,
     segmented_linear: 24,
-    merging_linear: 24,
+    merging_linear: 36,
     wide_linear: 16,
-    warpgroup_linear: 8,
+    warpgroup_linear: 12,
     norms: 30,
     embedding: 20,
     elementwise_select_pool: 40,
@@ -736,9 +746,24 @@ fn eight_linear(random: &mut Random, round: usize) {
     judge_tiled(random, DType::Q8, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
 }
 
+/// As [`eight_linear`], in 4 bits, of lines of 128.
+fn four_linear(random: &mut Random, round: usize) {
+    let k = match round % 8 {
+        0 => 128 * random.one_to(110),
+        1 => random.one_to(700),
+        2 => 32 * random.one_to(350),
+        3 => [4096, 2048, 8192][round / 8 % 3],
+        _ => 128 * random.one_to(20),
+    };
+    let n = random.one_to(if k > 2000 { 40 } else { 200 });
+    let tile = DType::Q4.tensor_bytes(&[k as usize]) as u32 * random.one_to(20);
+    judge_tiled(random, DType::Q4, [n, k], tile, round / 8 % 2 == 1, &[96, 224, 32]);
+}
+
 /// Several rows, and one whose weights no loader brings.
-fn eight_linear_of_rows(random: &mut Random, round: usize) {
-    let rows = if round.is_multiple_of(4) { 1 } else { random.one_to(40) };
+fn packed_linear_of_rows(random: &mut Random, round: usize) {
+    let weights = [DType::Q8, DType::Q4][round % 2];
+    let rows = if (round / 2).is_multiple_of(4) { 1 } else { random.one_to(40) };
     let (n, k) = (random.one_to(60), random.one_to(400));
     let gated = random.flip();
     let mut case = if gated {
@@ -749,7 +774,7 @@ fn eight_linear_of_rows(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, k], if rows > 1 { brain } else { Random::float });
     for _ in 0..1 + u32::from(gated) {
-        case.push_eights(random, n, k);
+        case.push_packed(random, weights, n, k);
     }
     case.maybe(random, &[n]);
     if gated {
@@ -771,7 +796,7 @@ fn eight_linear_of_rows(random: &mut Random, round: usize) {
     } else {
         2.5e-2
     };
-    case.judge("a product with weights in 8 bits");
+    case.judge("a product with weights in fewer bits");
 }
 
 /// One row, longer than shared memory has room for or of no whole chunks: in registers, where there are threads enough for it; of one matrix or
@@ -834,7 +859,7 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
         case.tolerance *= ((k as f32).sqrt() / 8.0).max(1.0);
     }
     // Rounding to whole numbers must not lose what is none.
-    let none = if dtype == DType::Q8 && random.below(6) == 0 { random.below(k) } else { k };
+    let none = if dtype.lines().is_some() && random.below(6) == 0 { random.below(k) } else { k };
     if none < k {
         // The reference's ReLU takes NaN for less than zero.
         case.params[0] = linear::Activation::None as u32;
@@ -857,7 +882,7 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     let normed = k <= MAX_NORMED && k.is_multiple_of(8) && random.flip();
     let mut norm_bytes = 0;
     if normed {
-        let dtype = if dtype == DType::Q8 { [DType::F32, DType::Bf16][random.below(2) as usize] } else { dtype };
+        let dtype = if dtype.lines().is_some() { [DType::F32, DType::Bf16][random.below(2) as usize] } else { dtype };
         case.push_carried(random, dtype, 1, k);
         let norm = case.operands.last_mut().expect("just pushed");
         (norm.rank, norm.extent, norm.stride_elems) = (1, [k, 1, 1, 1], [1, 1, 1, 1]);
@@ -903,7 +928,9 @@ fn push_parts(case: &mut Case, random: &mut Random, [heads, splits, group, d]: [
 /// Products that merge what splits found themselves: weights in tiles, for tensor cores or not, and from global memory.
 fn merging_linear(random: &mut Random, round: usize) {
     let (heads, group, splits, n) = (random.one_to(3), random.one_to(4), random.one_to(9), random.one_to(40));
-    let d = [32, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
+    let of_tensor_cores = [DType::Bf16, DType::Q8, DType::Q4][round / 3 % 3];
+    let whole = if of_tensor_cores == DType::Bf16 { 32 } else { 128 };
+    let d = [whole, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
     let k = heads * group * d;
     let mut case = Case::new::<Linear>(linear::Params {
         activation: random.below(5),
@@ -916,7 +943,7 @@ fn merging_linear(random: &mut Random, round: usize) {
     let dtype = random.dtype();
     let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
     if from_tiles {
-        case.push_carried(random, if round.is_multiple_of(3) { DType::Bf16 } else { dtype }, n, k);
+        case.push_carried(random, if round.is_multiple_of(3) { of_tensor_cores } else { dtype }, n, k);
     } else {
         case.floats(random, dtype, &[n, k]);
     }
@@ -929,7 +956,7 @@ fn merging_linear(random: &mut Random, round: usize) {
     case.tolerance = 1e-3;
     if from_tiles {
         case.threads = &[96, 224];
-        let row = case.operands[1].span_bytes() as u32 / n;
+        let row = case.operands[1].dtype().expect("weights").tensor_bytes(&[k as usize]) as u32;
         case.stream(&[1], row * random.one_to(5), row * 7);
     }
     case.counts = true;
@@ -975,22 +1002,22 @@ fn wide_linear(random: &mut Random, round: usize) {
     case.judge("wide gated_linear");
 }
 
-/// Matrices on multiples of sixteen bytes, weights in 8 bits too: a warpgroup's products, over one part and several, with tails of every kind.
+/// Matrices on multiples of sixteen bytes, weights in fewer bits too: a warpgroup's products, over one part and several, with tails of every kind.
 fn warpgroup_linear(random: &mut Random, round: usize) {
     let (rows, n) = (1 + random.one_to([40, 120, 200, 14][round % 4]), random.one_to([150, 40, 150, 14][round % 4]));
     let k = 8 * random.one_to([12, 70][round / 2 % 2]);
-    let (are_eights, is_exact) = (random.flip(), random.flip());
+    let (weights, is_exact) = ([DType::Bf16, DType::Q8, DType::Q4][random.below(3) as usize], random.flip());
     let begin = |case: &mut Case, random: &mut Random, n_weights: u32| {
         // What bf16 does not have is rounded.
-        let tolerance = if are_eights && !is_exact { 0.1 } else { 2e-3 };
+        let tolerance = if weights != DType::Bf16 && !is_exact { 0.1 } else { 2e-3 };
         (case.tile_bytes, case.threads, case.tolerance) = (TILE_BYTES, &[224, 160, 192], tolerance);
         case.push_carried(random, DType::Bf16, rows, k);
         for _ in 0..n_weights {
-            if !are_eights {
-                case.push_carried(random, DType::Bf16, n, k);
+            if weights == DType::Bf16 {
+                case.push_carried(random, weights, n, k);
             } else {
                 let power = |scale: f32| f32::from_bits(scale.to_bits() & 0xff80_0000);
-                case.push_scaled_eights(random, n, k, |scale| if is_exact { power(scale) } else { scale });
+                case.push_scaled(random, weights, [n, k], |scale| if is_exact { power(scale) } else { scale });
             }
         }
     };

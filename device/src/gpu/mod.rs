@@ -8,6 +8,7 @@
 pub mod bodies;
 pub(crate) mod flags;
 pub(crate) mod math;
+pub(crate) mod packed;
 pub(crate) mod rows;
 pub(crate) mod scheduler;
 pub mod sync;
@@ -22,6 +23,7 @@ pub(crate) mod wide;
 mod conformance;
 
 use crate::arch::{LaunchBlock, memory, param, scalar, thread};
+use packed::Packed;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
@@ -112,30 +114,46 @@ impl Tensor {
         unsafe { load(self.dtype, self.address(at)) }
     }
 
-    /// The element at `at` of a matrix of weights, of floats or in 8 bits.
+    /// The element at `at` of a matrix of weights, of floats or in fewer bits.
     ///
     /// # Safety
     /// As [`Tensor::get`].
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn weight(&self, at: [u32; 2]) -> f32 {
-        if self.dtype != Q8 {
-            // SAFETY: the caller's promise.
-            return unsafe { self.get(at) };
-        }
-        let row = self.weight_row(at[0]);
-        let (byte, scale) = thin::Eight::element(at[1]);
-        // SAFETY: of the row (caller).
+        // SAFETY: the caller's promise.
         unsafe {
-            f32::from(memory::load(row.wrapping_add(byte as usize).cast::<i8>()))
-                * memory::load(row.wrapping_add(scale as usize).cast::<f32>())
+            match self.dtype {
+                Q8 => self.packed_weight::<packed::Eight>(at),
+                Q4 => self.packed_weight::<packed::Four>(at),
+                _ => self.get(at),
+            }
         }
     }
 
-    /// Where row `n` of a matrix of weights in 8 bits begins: strides between rows are bytes there.
+    /// That of a matrix in fewer bits.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`].
+    #[inline(always)]
+    unsafe fn packed_weight<P: Packed>(&self, [n, i]: [u32; 2]) -> f32 {
+        let row = self.weight_row(n);
+        let (byte, scale) = P::element(i);
+        // SAFETY: of the row (caller), which begins on a line.
+        let word = |at: u32| unsafe { memory::load(row.wrapping_add(at as usize / 4 * 4).cast::<u32>()) };
+        P::one(word(byte), i) * P::scale(word(scale), scale)
+    }
+
+    /// Where row `n` of a matrix of weights in fewer bits begins: strides between rows are bytes there.
     #[inline(always)]
     pub(crate) fn weight_row(&self, n: u32) -> *const u8 {
         self.base.wrapping_add((u64::from(n) * u64::from(self.stride[0])) as usize)
+    }
+
+    /// Whether it is a matrix of weights in fewer bits.
+    #[inline(always)]
+    pub(crate) fn is_packed(&self) -> bool {
+        self.dtype == Q8 || self.dtype == Q4
     }
 
     /// Sets the element at `at` of a tensor of floats, rounding to nearest even.
@@ -424,6 +442,7 @@ pub(crate) const F32: u16 = DType::F32 as u16;
 pub(crate) const BF16: u16 = DType::Bf16 as u16;
 const F16: u16 = DType::F16 as u16;
 pub(crate) const Q8: u16 = DType::Q8 as u16;
+pub(crate) const Q4: u16 = DType::Q4 as u16;
 
 // Where `Tensor::of_turn` finds it.
 const _: () = assert!(core::mem::offset_of!(perpetua_shared::Operand, is_flagged) == 15);

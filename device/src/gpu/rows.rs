@@ -4,10 +4,11 @@
 //! of bf16 weights a warp. The first elements go one by one until the weight row stands on 16 bytes, as do the last;
 //! where the activations then do not, the whole row goes one by one. So rows may start anywhere and have any length.
 
-use super::math::{rsqrt, signed_bytes};
-use super::thin::{Eight, First, Form as _};
+use super::math::{bytes_less, rsqrt};
+use super::packed::{Eight, Four, Packed};
+use super::thin::First;
 use super::tiles::{Tile, Tiles};
-use super::{BF16, Call, F16, F32, Q8, Row, Tensor};
+use super::{BF16, Call, F16, F32, Q4, Q8, Row, Tensor};
 use crate::arch::scalar::{f16_to_f32, fma};
 use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -396,7 +397,8 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
         if R == 1 && x.staged {
             let staged = Staged(STAGE);
             let [sum] = match types.0 {
-                Q8 => [in_8_bits(&x, staged, w, n, lane)],
+                Q8 => [in_fewer_bits::<Eight>(&x, staged, w, n, lane)],
+                Q4 => [in_fewer_bits::<Four>(&x, staged, w, n, lane)],
                 BF16 => typed::<Brain, _, 1>(&x, staged, w, n, lane),
                 F16 => typed::<Half, _, 1>(&x, staged, w, n, lane),
                 _ => typed::<Single, _, 1>(&x, staged, w, n, lane),
@@ -406,8 +408,10 @@ pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u
             match types {
                 // Too long to be staged, and nobody's favourite, as are the other pairs below.
                 _ if is_flagged::<R>(&x) => one_by_one::<R>(&x, w, n, lane),
-                (Q8, F32) if R == 1 => [in_8_bits(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
-                (Q8, BF16) if R == 1 => [in_8_bits(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
+                (Q8, F32) if R == 1 => [in_fewer_bits::<Eight>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
+                (Q8, BF16) if R == 1 => [in_fewer_bits::<Eight>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
+                (Q4, F32) if R == 1 => [in_fewer_bits::<Four>(&x, Global::<Single, 1>::new(&x, 0), w, n, lane); R],
+                (Q4, BF16) if R == 1 => [in_fewer_bits::<Four>(&x, Global::<Brain, 1>::new(&x, 0), w, n, lane); R],
                 (BF16, F32) => typed::<Brain, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
                 (BF16, BF16) => typed::<Brain, _, R>(&x, Global::<Brain, R>::new(&x, 0), w, n, lane),
                 (F32, F32) => typed::<Single, _, R>(&x, Global::<Single, R>::new(&x, 0), w, n, lane),
@@ -743,9 +747,9 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     sums
 }
 
-/// A lane's share of [`dots`] of one row with weights in 8 bits, in steps of sixteen elements. (More rows go to `wide`.)
+/// A lane's share of [`dots`] of one row with weights in fewer bits, in steps of sixteen elements. (More rows go to `wide`.)
 #[inline(always)]
-unsafe fn in_8_bits(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
+unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
     let (row, k) = (memory::opaque(w.weight_row(n).cast_mut()), w.extent(1));
@@ -762,8 +766,8 @@ unsafe fn in_8_bits(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, l
         let ask = |unit: u32| {
             let is_there = unit < units;
             let at = if is_there { 16 * unit } else { 0 };
-            let (byte, scale) = Eight::element(at);
-            let scale = memory::load(row.wrapping_add(scale as usize).cast::<f32>());
+            let (byte, scale_at) = P::element(at);
+            let scale = P::scale(memory::load(row.wrapping_add(scale_at as usize / 4 * 4).cast()), scale_at);
             (at, memory::load16_stream(row.wrapping_add(byte as usize)), if is_there { scale } else { 0.0 })
         };
         let mut unit = lane;
@@ -771,10 +775,10 @@ unsafe fn in_8_bits(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, l
             // As in `typed`, four loads are under way before the first is used.
             let (a, b) = (ask(unit), ask(unit + WARP));
             let (c, d) = (ask(unit + 2 * WARP), ask(unit + 3 * WARP));
-            sum = sixteen_added(sum, a, &values);
-            sum = sixteen_added(sum, b, &values);
-            sum = sixteen_added(sum, c, &values);
-            sum = sixteen_added(sum, d, &values);
+            sum = sixteen_added::<P>(sum, a, &values);
+            sum = sixteen_added::<P>(sum, b, &values);
+            sum = sixteen_added::<P>(sum, c, &values);
+            sum = sixteen_added::<P>(sum, d, &values);
             unit += 4 * WARP;
         }
         let at = 16 * units + lane;
@@ -785,20 +789,24 @@ unsafe fn in_8_bits(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, l
     sum
 }
 
-/// `sum` with sixteen weights in 8 bits, of one scale, times the elements of the row from `at` on.
+/// `sum` with sixteen weights in fewer bits, of one scale, times the elements of the row from `at` on.
 #[inline(always)]
-unsafe fn sixteen_added(sum: f32, (at, bytes, scale): (u32, [u32; 4], f32), values: &impl Values<1>) -> f32 {
+unsafe fn sixteen_added<P: Packed>(
+    sum: f32,
+    (at, [w0, w1, w2, w3], scale): (u32, [u32; 4], f32),
+    values: &impl Values<1>,
+) -> f32 {
     // SAFETY: the caller promises that the row has these elements, aligned.
     let (low, high) = unsafe { (values.eight(0, at as usize), values.eight(0, at as usize + 8)) };
     let part = |sum: f32, bytes: u32, values: [f32; 4]| {
-        let [a, b, c, d] = signed_bytes(bytes);
+        let [a, b, c, d] = bytes_less(bytes, P::MORE);
         fma(d, values[3], fma(c, values[2], fma(b, values[1], fma(a, values[0], sum))))
     };
-    let [a, b, c, d, e, f, g, h] = low;
-    let [i, j, k, l, m, n, o, p] = high;
-    let first = part(part(0.0, bytes[0], [a, b, c, d]), bytes[1], [e, f, g, h]);
-    let second = part(part(0.0, bytes[2], [i, j, k, l]), bytes[3], [m, n, o, p]);
-    fma(first + second, scale, sum)
+    let eight = |words: (u32, u32), [a, b, c, d, e, f, g, h]: [f32; 8]| {
+        let (one, other) = P::eight(words, at);
+        part(part(0.0, one, [a, b, c, d]), other, [e, f, g, h])
+    };
+    fma(eight((w0, w1), low) + eight((w2, w3), high), scale, sum)
 }
 
 /// What becomes of sums of `N` matrices' rows. (A closure need not become part of its caller, if that is large, and what does not is a call.)
@@ -828,9 +836,10 @@ pub(crate) unsafe fn tiled<const N: usize>(
     // SAFETY: the caller's promises; the conditions around `tile_dot` depend on the warp and the task alone.
     unsafe {
         let w = call.tensor(1);
-        // Of weights in 8 bits a row is its bytes, of which a tile never has a part.
+        // Of weights in fewer bits a row is its bytes, of which a tile never has a part.
         let (k, elem) = match w.dtype() {
             Q8 => (Eight::row_bytes(w.extent(1)), 1),
+            Q4 => (Four::row_bytes(w.extent(1)), 1),
             F32 => (w.extent(1), 4),
             _ => (w.extent(1), 2),
         };
@@ -881,16 +890,16 @@ pub(crate) unsafe fn tiled<const N: usize>(
     }
 }
 
-/// A lane's share of the products with a row of `k` weights in 8 bits, at byte `row` of the tiles.
+/// A lane's share of the products with a row of `k` weights in fewer bits, at byte `row` of the tiles.
 #[inline(always)]
-unsafe fn eights(x: &Rows<'_>, row: u32, k: u32, lane: u32) -> f32 {
+unsafe fn one_by_one_of_tile<P: Packed>(x: &Rows<'_>, row: u32, k: u32, lane: u32) -> f32 {
     let (mut sum, mut at) = (0.0, lane);
     while at < k {
-        let (byte, scale) = Eight::element(at);
+        let (byte, scale) = P::element(at);
         // SAFETY: `at` is below k, the length of the row.
         unsafe {
-            let word = bulk::load4(row + byte / 4 * 4);
-            let weight = f32::from((word >> (byte % 4 * 8)) as i8) * f32::from_bits(bulk::load4(row + scale));
+            let (word, scale_word) = (bulk::load4(row + byte / 4 * 4), bulk::load4(row + scale / 4 * 4));
+            let weight = P::one(word, at) * P::scale(scale_word, scale);
             sum = fma(weight, value::<1>(x, 0, at), sum);
         }
         at += WARP;
@@ -926,7 +935,9 @@ unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
     unsafe {
         let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
         let sum = if types.0 == Q8 {
-            eights(&x, part.at, x.call.tensor(w).extent(1), lane)
+            one_by_one_of_tile::<Eight>(&x, part.at, x.call.tensor(w).extent(1), lane)
+        } else if types.0 == Q4 {
+            one_by_one_of_tile::<Four>(&x, part.at, x.call.tensor(w).extent(1), lane)
         } else if x.staged {
             let staged = Staged(STAGE + part.first);
             match types.0 {

@@ -1,4 +1,4 @@
-//! Products of many rows of bf16 with weights that are bf16 or in 8 bits: a warpgroup multiplies what the other warps bring to
+//! Products of many rows of bf16 with weights that are bf16 or in fewer bits: a warpgroup multiplies what the other warps bring to
 //! shared memory.
 //!
 //! ```text
@@ -15,8 +15,9 @@
 //! the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply copy nothing: beside 128 sums they
 //! have no registers for it.
 //!
-//! Weights in 8 bits are copied as they are, to where they will lie as bf16: sixteen of them and, beside these, their scale. Whoever has
-//! copied them makes them bf16, rounded, once they are there, before all meet. So they come from memory in half the bytes, as far ahead as others.
+//! Weights in fewer bits are copied as they are, to where they will lie as bf16: sixteen bytes of them and, beside these, their scale. Whoever has
+//! copied them makes them bf16, rounded, once they are there, before all meet. So they come in half the bytes, as far ahead as others. In 4 bits a
+//! line's low halves are a step's columns and its high ones the next's, which copies the same bytes, out of L2 then.
 //!
 //! Of two matrices (gate and up) half of w's rows are the one's, half the other's. Where they lie, [`Matrices`] says: operands one after
 //! the other, or rows of x that go to one expert, wherever each is.
@@ -25,8 +26,8 @@
 //! Floor of a part: 2 * 128 * 128 * k flops at an SM's 7.5 TFLOP/s, 4.3 ns a column; its bytes, 512 a column, come from L2.
 
 use super::math::{scaled_bytes, short_scale};
-use super::thin::Eight;
-use super::{BF16, Call, Q8, Tensor};
+use super::packed::{Eight, Four, Packed};
+use super::{BF16, Call, Q4, Q8, Tensor};
 use crate::arch::scalar::f32_to_bf16_pair;
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
 use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared};
@@ -60,7 +61,7 @@ const _: () = {
 
 const _: () = assert!(PRODUCTS == 4 && PRODUCTS * 16 == STEP);
 
-/// Where the matrices of a product lie, `N` of weights and x: bf16, or weights in 8 bits, each row in one piece that starts on sixteen
+/// Where the matrices of a product lie, `N` of weights and x: bf16, or weights in fewer bits, each row in one piece that starts on sixteen
 /// bytes.
 pub(crate) trait Matrices<const N: usize>: Copy {
     /// Where x's rows are gathered: the words of shared memory, one for each of its rows, of which each says how many bytes from
@@ -73,13 +74,13 @@ pub(crate) trait Matrices<const N: usize>: Copy {
     /// As for the next three: the call's operands are there.
     unsafe fn k(self) -> u32;
 
-    /// Whether the weights are in 8 bits.
+    /// The weights' type.
     ///
     /// # Safety
     /// See above.
     #[inline(always)]
-    unsafe fn are_eights(self) -> bool {
-        false
+    unsafe fn dtype(self) -> u16 {
+        BF16
     }
 
     /// Rows of x from `m` on, `count` of them.
@@ -129,9 +130,9 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
     }
 
     #[inline(always)]
-    unsafe fn are_eights(self) -> bool {
+    unsafe fn dtype(self) -> u16 {
         // SAFETY: the caller's promise.
-        unsafe { self.0.tensor(1) }.dtype() == Q8
+        unsafe { self.0.tensor(1) }.dtype()
     }
 
     #[inline(always)]
@@ -147,10 +148,10 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
     }
 }
 
-/// Bytes from a row of `matrix`, of bf16 or in 8 bits, to the next.
+/// Bytes from a row of `matrix`, of bf16 or in fewer bits, to the next.
 #[inline(always)]
 fn bytes_apart(matrix: &Tensor) -> usize {
-    matrix.stride(0) as usize * if matrix.dtype() == Q8 { 1 } else { 2 }
+    matrix.stride(0) as usize * if matrix.is_packed() { 1 } else { 2 }
 }
 
 /// Whether a block that multiplies so has what it takes: the tiles' memory, and warps that copy.
@@ -169,7 +170,8 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
     // SAFETY: the operands are matrices (caller).
     unsafe {
-        let mut fits = call.tensor(0).dtype() == BF16 && (call.are_all::<N>(BF16) || call.are_all::<N>(Q8));
+        let are_alike = call.are_all::<N>(BF16) || call.are_all::<N>(Q8) || call.are_all::<N>(Q4);
+        let mut fits = call.tensor(0).dtype() == BF16 && are_alike;
         for operand in 0..1 + N {
             let matrix = call.tensor(operand);
             let is_whole = matrix.extent(1).is_multiple_of(8) && bytes_apart(&matrix).is_multiple_of(16);
@@ -328,7 +330,11 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
             while step < AHEAD + steps {
                 if step >= AHEAD {
                     copy::wait::<{ AHEAD - 1 }>();
-                    copies.widen::<M, S>(step - AHEAD);
+                    if copies.dtype == Q8 {
+                        copies.widen::<Eight, M, S>(step - AHEAD);
+                    } else if copies.dtype == Q4 {
+                        copies.widen::<Four, M, S>(step - AHEAD);
+                    }
                     copy::fence_tiles();
                     block.sync();
                 }
@@ -363,8 +369,8 @@ struct Copies<const N: usize> {
     apart: u32,
     x: Rows,
     w: [Rows; N],
-    /// Whether the weights are in 8 bits: of these it copies sixteen bytes of every so many rows, too, which are twice as many elements.
-    are_eights: bool,
+    /// The weights' type: of those in fewer bits it copies sixteen bytes of every so many rows, too, which are twice as many elements of a step.
+    dtype: u16,
     /// Bytes from a row of the weights to the next.
     row_bytes: usize,
     /// Columns of all.
@@ -399,13 +405,13 @@ impl<const N: usize> Copies<N> {
         };
         // SAFETY: the matrices have that part (caller).
         unsafe {
-            let are_eights = matrices.are_eights();
-            let (w_row, w_chunk, w_apart) = if are_eights { eights_of(first, apart) } else { (row, chunk, apart) };
+            let dtype = matrices.dtype();
+            let (w_row, w_chunk, w_apart) = if dtype == BF16 { (row, chunk, apart) } else { packed_of(first, apart) };
             let w: [Rows; N] = core::array::from_fn(|which| matrices.weights(which, place.n0, place.columns));
             let x = own(matrices.x(place.m0, place.rows), if A::GATHERED.is_some() { 0 } else { row }, chunk, apart);
             let row_bytes = w[0].apart;
             let w = w.map(|rows| own(rows, w_row, w_chunk, w_apart));
-            Copies { row, chunk, apart, x, w, are_eights, row_bytes, k: matrices.k() }
+            Copies { row, chunk, apart, x, w, dtype, row_bytes, k: matrices.k() }
         }
     }
 
@@ -426,7 +432,7 @@ impl<const N: usize> Copies<N> {
                     } else {
                         self.rows(&self.x, at, to, M as u32 * warpgroup::M);
                     }
-                    if !self.are_eights {
+                    if self.dtype == BF16 {
                         self.rows(&self.w[0], at, to + W, per);
                         if N == 2 {
                             self.rows(&self.w[N - 1], at, to + W + per * warpgroup::ROW, per);
@@ -435,34 +441,42 @@ impl<const N: usize> Copies<N> {
                 }
                 half += 1;
             }
-            if self.are_eights {
+            if self.dtype != BF16 {
                 // SAFETY: as above.
-                unsafe { self.eights::<M, S>(step, warpgroup::first() + stage * STAGE + W) };
+                unsafe { self.packed::<M, S>(step, warpgroup::first() + stage * STAGE + W) };
             }
         }
         copy::commit();
     }
 
-    /// Where row `row` of those that a stage has in 8 bits lies, of all matrices and both halves, if `to` is where its quarter of row 0 does.
+    /// Where element `i` of a row of weights in fewer bits is.
     #[inline(always)]
-    fn place_of_eights<const M: usize, const S: usize>(to: u32, row: u32) -> u32 {
+    fn element(&self, i: u32) -> (u32, u32) {
+        if self.dtype == Q4 { Four::element(i) } else { Eight::element(i) }
+    }
+
+    /// Where row `row` of those that a stage has in fewer bits lies, of all matrices and both halves, if `to` is where its quarter of row 0 does.
+    #[inline(always)]
+    fn place_of_packed<const M: usize, const S: usize>(to: u32, row: u32) -> u32 {
         let gap = if is_deep(M, S) && row >= 2 * S as u32 { SECOND - 2 * S as u32 * warpgroup::ROW } else { 0 };
         to + row * warpgroup::ROW + gap
     }
 
-    /// Begins the copies of weights in 8 bits of step `step`, a line of each row or, of a deep part, two: bytes to where their first half will
-    /// lie, and the four scales that have theirs among them to that of the second.
+    /// Begins the copies of weights in fewer bits of step `step`, a line of each row or, of a deep part, two: bytes to where their first half will
+    /// lie, and sixteen bytes of scales that have theirs among them to that of the second.
     #[inline(always)]
-    unsafe fn eights<const M: usize, const S: usize>(&self, step: u32, to: u32) {
+    unsafe fn packed<const M: usize, const S: usize>(&self, step: u32, to: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let per = rows / N as u32;
-        let (mut row, quarter, apart) = self.own_eights();
+        let (mut row, quarter, apart) = self.own_packed();
         let to = to + place(row, 2 * quarter) - row * warpgroup::ROW;
-        let (bytes, scale) = Eight::element(STEP * halves * step);
+        let (bytes, scale) = self.element(STEP * halves * step);
         let w = &self.w[0];
         let mut from = w.from.wrapping_add(bytes as usize);
         // A group's scales come before its lines.
         let to_scales = (bytes + 16 * quarter - scale / 16 * 16) as usize;
+        // Of a deep part: from its first columns' line to that of the next ones, whose scales are among the same sixteen bytes.
+        let to_next = self.element(STEP * (halves * step + 1)).0 - bytes;
         // From what the one matrix, or the one half, would have next to what the other has.
         let back = rows as usize * self.row_bytes;
         let to_second = self.w[N - 1].from.addr().wrapping_sub(w.from.addr() + back / 2);
@@ -476,9 +490,13 @@ impl<const N: usize> Copies<N> {
             let is_second = N == 2 && of_half >= per;
             let number = if is_second { of_half - per } else { of_half };
             let line = from.wrapping_add(if is_second { to_second } else { 0 });
-            let (line, to_scales) =
-                if is_half { (line.wrapping_sub(back).wrapping_add(64), to_scales + 64) } else { (line, to_scales) };
-            let to = Self::place_of_eights::<M, S>(to, row);
+            let next = to_next as usize;
+            let (line, to_scales) = if is_half {
+                (line.wrapping_sub(back).wrapping_add(next), to_scales + next)
+            } else {
+                (line, to_scales)
+            };
+            let to = Self::place_of_packed::<M, S>(to, row);
             let is_mine = row < halves * rows && number < n;
             let is_there = number < if is_half { count_of_second } else { count };
             copy::sixteen_if(is_mine, to, line, is_there);
@@ -494,27 +512,28 @@ impl<const N: usize> Copies<N> {
         }
     }
 
-    /// Makes bf16 of the weights of step `step` if they are in 8 bits: their products with the scale, rounded.
+    /// Makes bf16 of the weights of step `step`, which are in fewer bits: their products with the scale, rounded.
     ///
-    /// PERF: two or three rows side by side; one after the other each would wait for the one before.
+    /// PERF: two or three rows side by side; one after the other each would wait for the one before. A loop for each type, since a choice of it for
+    /// each three rows cost those in 8 bits 7 % of a pass.
     #[inline(always)]
-    unsafe fn widen<const M: usize, const S: usize>(&self, step: u32) {
-        if !self.are_eights {
-            return;
-        }
+    unsafe fn widen<P: Packed, const M: usize, const S: usize>(&self, step: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
-        let (mut row, quarter, apart) = self.own_eights();
+        let (mut row, quarter, apart) = self.own_packed();
         let to = stage_of(step) + W + place(row, 2 * quarter) - row * warpgroup::ROW;
-        let scale_at = halves * step % 4 * 4;
+        // The thread's first elements of the step, or of either half.
+        let first = STEP * halves * step + 16 * quarter;
         // SAFETY: the thread's own copies to there have been waited for (caller); the stage is nobody's: see `part`.
         let asked = |row: u32| unsafe {
-            let to = Self::place_of_eights::<M, S>(to, row);
-            let scale_at = scale_at + if halves == 2 && row >= rows { 4 } else { 0 };
-            (to, bulk::load16(to), f32::from_bits(bulk::load4((to ^ 16) + scale_at)))
+            let to = Self::place_of_packed::<M, S>(to, row);
+            let at = first + if halves == 2 && row >= rows { STEP } else { 0 };
+            let scale_at = P::element(at).1 % 16;
+            (to, at, bulk::load16(to), P::scale(bulk::load4((to ^ 16) + scale_at / 4 * 4), scale_at))
         };
         // SAFETY: as above.
-        let widened = |(to, [a, b, c, d], scale): (u32, [u32; 4], f32)| unsafe {
-            let scale = short_scale(scale);
+        let widened = |(to, at, [a, b, c, d], scale): (u32, u32, [u32; 4], f32)| unsafe {
+            let scale = short_scale(scale, P::MORE);
+            let ((a, b), (c, d)) = (P::eight((a, b), at), P::eight((c, d), at));
             let ((a, b), (c, d)) = ((four_of(a, scale), four_of(b, scale)), (four_of(c, scale), four_of(d, scale)));
             bulk::store16(to, [a.0, a.1, b.0, b.1]);
             bulk::store16(to ^ 16, [c.0, c.1, d.0, d.1]);
@@ -564,10 +583,10 @@ impl<const N: usize> Copies<N> {
         }
     }
 
-    /// See [`eights_of`].
+    /// See [`packed_of`].
     #[inline(always)]
-    fn own_eights(&self) -> (u32, u32, u32) {
-        eights_of(8 * self.row + self.chunk, self.apart)
+    fn own_packed(&self) -> (u32, u32, u32) {
+        packed_of(8 * self.row + self.chunk, self.apart)
     }
 
     /// As [`rows`](Copies::rows), of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
@@ -589,19 +608,19 @@ impl<const N: usize> Copies<N> {
     }
 }
 
-/// Of weights in 8 bits: the first row of the `first`th thread of those that copy, which quarter of a line it copies, and how many rows its next
+/// Of weights in fewer bits: the first row of the `first`th thread of those that copy, which quarter of a line it copies, and how many rows its next
 /// is after, if that is `apart` for rows of bf16.
 #[inline(always)]
-fn eights_of(first: u32, apart: u32) -> (u32, u32, u32) {
+fn packed_of(first: u32, apart: u32) -> (u32, u32, u32) {
     (first / 4, first % 4, 2 * apart)
 }
 
-/// Rows of weights in 8 bits that a thread has side by side in parts of so many columns: of the narrowest it has two at most.
+/// Rows of weights in fewer bits that a thread has side by side in parts of so many columns: of the narrowest it has two at most.
 const fn at_once(s: usize) -> u32 {
     if 2 * s as u32 == COLUMNS / 8 { 2 } else { 3 }
 }
 
-/// Four weights in 8 bits, times their scale, as bf16.
+/// Four weights of these bytes, times their scale, as bf16.
 #[inline(always)]
 fn four_of(bytes: u32, scale: (f32, f32)) -> (u32, u32) {
     let [a, b, c, d] = scaled_bytes(bytes, scale);

@@ -9,14 +9,14 @@
 //! words apart, so that the eight rows of an ldmatrix fall into different banks. Of two matrices (gate and up) a warp takes
 //! eight rows each, so that both values of a column end in the same lane.
 //!
-//! Weights in 8 bits become bf16 on the way, which takes 2^-9 of each, as little beside their own steps as they are beside each other.
+//! Weights in fewer bits become bf16 on the way, which takes 2^-9 of each, as little beside their own steps as they are beside each other.
 //!
 //! x is rounded to bf16, as engines that keep activations in bf16 have it; products are exact and sums are f32. Tolerance
 //! per output: sum |x| |w| * 2^-8, and sum |x| |w| * 2^-18 where x has bf16 values.
 
-use super::math::signed_bytes;
-use super::thin::Eight;
-use super::{BF16, Call, F32, Q8, Tensor};
+use super::math::bytes_less;
+use super::packed::{Eight, Four, Packed};
+use super::{BF16, Call, F32, Q4, Q8, Tensor};
 use crate::arch::scalar::{f32_to_bf16, f32_to_bf16_pair};
 use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -44,8 +44,10 @@ const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PIT
 /// The operands are a kernel's that has these.
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
-    // SAFETY: the caller's promise. Of weights in 8 bits all passes of several rows: nobody else takes them by more than one at a time.
-    let are_fit = unsafe { rows > WIDE_ROWS && call.are_all::<N>(BF16) || rows > 1 && call.are_all::<N>(Q8) };
+    // SAFETY: the caller's promise. Of weights in fewer bits all passes of several rows: nobody else takes them by more than one at a time.
+    let are_fit = unsafe {
+        rows > WIDE_ROWS && call.are_all::<N>(BF16) || rows > 1 && (call.are_all::<N>(Q8) || call.are_all::<N>(Q4))
+    };
     are_fit && block.warps() <= MAX_WARPS
 }
 
@@ -54,7 +56,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
 ///
 /// # Safety
 /// Every thread of the block makes this same call; operand 0 is a matrix of floats of at least `rows` rows, the weights are
-/// matrices of bf16 or in 8 bits, all alike, with as many columns, each row contiguous.
+/// matrices of bf16 or in fewer bits, all alike, with as many columns, each row contiguous.
 #[inline(always)]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
@@ -175,7 +177,8 @@ impl Fetched {
                 fetched.w[0] = fetched.w[1];
                 fetched.w[1] = match w.dtype() {
                     _ if !is_w => [0; 4],
-                    Q8 => eights_of(&w, n, at),
+                    Q8 => packed_of::<Eight>(&w, n, at),
+                    Q4 => packed_of::<Four>(&w, n, at),
                     _ => bits_of(&w, n, at, place.k),
                 };
                 unit += block.threads;
@@ -227,17 +230,18 @@ unsafe fn eight_of(x: &Tensor, r: u32, at: u32, k: u32) -> [f32; 8] {
     eight
 }
 
-/// Eight weights in 8 bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are zero by themselves.
+/// Eight weights in fewer bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are numbers.
 #[inline(always)]
-unsafe fn eights_of(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
+unsafe fn packed_of<P: Packed>(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
     let row = w.weight_row(n);
-    let (byte, scale) = Eight::element(at);
+    let (byte, scale_at) = P::element(at);
     // SAFETY: of the row (caller), whose lines are whole.
     unsafe {
         let first: *const u32 = row.wrapping_add(byte as usize).cast();
-        let (low, high) = (memory::load(first), memory::load(first.wrapping_add(1)));
-        let scale: f32 = memory::load(row.wrapping_add(scale as usize).cast());
-        let ([a, b, c, d], [e, f, g, h]) = (signed_bytes(low), signed_bytes(high));
+        let words = (memory::load(first), memory::load(first.wrapping_add(1)));
+        let scale = P::scale(memory::load(row.wrapping_add(scale_at as usize / 4 * 4).cast()), scale_at);
+        let (low, high) = P::eight(words, at);
+        let ([a, b, c, d], [e, f, g, h]) = (bytes_less(low, P::MORE), bytes_less(high, P::MORE));
         let pair = |one: f32, other: f32| f32_to_bf16_pair(one * scale, other * scale);
         [pair(a, b), pair(c, d), pair(e, f), pair(g, h)]
     }

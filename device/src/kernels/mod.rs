@@ -411,12 +411,13 @@ pub(crate) mod rules {
         Err(format!("`{name}` has {} elements along dimension {dim}, expected {expected}", operand.extent[dim]))
     }
 
-    /// A flagged row is read into shared memory or, of whole units and by weights of bf16 or in 8 bits, into registers, all of it: it has at
+    /// A flagged row is read into shared memory or, of whole units and by weights of bf16 or in fewer bits, into registers, all of it: it has at
     /// most `most` elements there.
     pub(crate) fn flagged_row(name: &str, operand: &Operand, weights: &[&Operand], most: u32) -> Result<(), Violation> {
         let [rows, k, ..] = operand.extent;
         let are = |dtype: DType| weights.iter().all(|w| w.dtype() == Some(dtype));
-        let is_whole = are(DType::Bf16) && k.is_multiple_of(8) || are(DType::Q8) && k.is_multiple_of(64);
+        let is_whole_of = |dtype: DType, unit: u32| are(dtype) && k.is_multiple_of(unit);
+        let is_whole = is_whole_of(DType::Bf16, 8) || is_whole_of(DType::Q8, 64) || is_whole_of(DType::Q4, 128);
         let most = if is_whole { most } else { super::MAX_NORMED };
         if operand.is_flagged == 0 || rows == 1 && k <= most {
             return Ok(());

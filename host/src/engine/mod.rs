@@ -449,11 +449,7 @@ pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<V
 fn unread_on_gpu(model: &Model) -> Option<String> {
     let how = model.quantized()?.how();
     let has_experts = matches!(model.config(), ModelConfig::Decoder(config) if config.experts.is_some());
-    match how {
-        _ if has_experts => Some(format!("of a mixture of experts in {how}")),
-        Quantize::Q8 => None,
-        Quantize::Q4 => Some(format!("of a model in {how}")),
-    }
+    has_experts.then(|| format!("of a mixture of experts in {how}"))
 }
 
 /// [`EngineConfig`], looked at for one model.

@@ -174,7 +174,7 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         // The same, and small enough for a simulated GPU in a debug build.
         ("tiny-simt",         Qwen3,   sizes(269,          40,   54,    1, (4, 2),   12, true,       64, 1e4, None)),
         // Tiny but for one row, which a GPU has no shared memory for, and for heads as large models have them.
-        ("tiny-long",         Qwen3,   sizes(269,         512,  8968,   1, (4, 2),  128, true,      256, 1e4, None)),
+        ("tiny-long",         Qwen3,   sizes(269,         512,  9088,   1, (4, 2),  128, true,      256, 1e4, None)),
         // Likewise of the row that all products read, and with a row that it has no registers for either.
         ("tiny-large",        Qwen3,   sizes(269,        4104,   272,  1, (2, 1),  128, true,      256, 1e4, None)),
         ("tiny-longest",      Qwen3,   sizes(269,         264, 14600,  1, (2, 1),  128, true,      256, 1e4, None)),

@@ -20,6 +20,8 @@ pub(crate) mod part {
     pub(crate) const ROWS_AT_ONCE: u64 = 12;
     /// What a row of weights in 8 bits takes them more, of 64 columns, until it is bf16: so many cycles of so many rows.
     pub(crate) const EIGHTS: [u64; 2] = [10, 3];
+    /// Likewise in 4 bits.
+    pub(crate) const FOURS: [u64; 2] = [15, 3];
     /// Multiplications and additions that the tensor cores do in a cycle.
     pub(crate) const PRODUCTS: u64 = 2048;
 }
@@ -47,6 +49,8 @@ pub struct Machine {
     pub load_latency_s: f64,
     /// Bytes per second at which a worker works through tiles that have arrived.
     pub tile_bytes_per_s: f64,
+    /// Likewise of weights in 4 bits, whose levels have to be found first.
+    pub fours_per_s: f64,
     /// Bytes per second at which a worker reads and writes activations (L2 on a GPU).
     pub near_bytes_per_s: f64,
     /// Floating-point operations per second of one worker.
@@ -81,6 +85,7 @@ impl Machine {
         bytes_per_s: 4.3e12 / 132.0,
         load_latency_s: 0.8e-6,
         tile_bytes_per_s: 16384.0 / 0.15e-6,
+        fours_per_s: 30e9,
         near_bytes_per_s: 100e9,
         flops_per_s: 6.0e12,
         hop_s: 1.5e-6,
@@ -103,6 +108,7 @@ impl Machine {
         bytes_per_s: 16.5e9,
         load_latency_s: 0.1e-6,
         tile_bytes_per_s: 50e9,
+        fours_per_s: 50e9,
         near_bytes_per_s: 50e9,
         flops_per_s: 100e9,
         hop_s: 0.2e-6,

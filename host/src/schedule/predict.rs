@@ -28,6 +28,7 @@ use super::machine::Machine;
 use super::prefetch::{ComputeOp, Plan, Reads, prefetched_bytes};
 use crate::graph::task::{Lists, TaskClass, TaskGraph, WorkerLists};
 use perpetua_device::kernels::Cost;
+use perpetua_shared::DType;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
@@ -493,6 +494,8 @@ impl Pass<'_> {
         let number_of_task = own.computes[first].task;
         let task = number_of_task as usize;
         let (cost, streamed) = (&self.costs[task], self.streamed[task]);
+        let are_fours = self.reads[task].tiles.iter().any(|stream| stream.operand.dtype() == Some(DType::Q4));
+        let tile_bytes_per_s = if are_fours { machine.fours_per_s } else { machine.tile_bytes_per_s };
         worker.turned_s.push(worker.free_s);
         worker.wake(at_s);
         worker.free_s = at_s;
@@ -535,8 +538,7 @@ impl Pass<'_> {
                 start_s = start_s.max(arrived_s);
             }
             let part = if streamed > 0 { bytes as f64 / streamed as f64 } else { 1.0 };
-            let mut busy_s =
-                (bytes as f64 / machine.tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
+            let mut busy_s = (bytes as f64 / tile_bytes_per_s).max(part * cost.flops as f64 / machine.flops_per_s);
             if worker.next == first {
                 let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed);
                 let near_s = near as f64 / machine.near_bytes_per_s;

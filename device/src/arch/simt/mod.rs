@@ -318,6 +318,13 @@ pub(super) unsafe fn tile_load16(at: u32) -> [u32; 4] {
 }
 
 #[track_caller]
+pub(super) unsafe fn tile_load8(at: u32) -> [u32; 2] {
+    let caller = Location::caller();
+    let value = demand(with(|world| world.tile(at, 8, caller))) >> (8 * (at % 16));
+    [value as u32, (value >> 32) as u32]
+}
+
+#[track_caller]
 pub(super) unsafe fn tile_load4(at: u32) -> u32 {
     let caller = Location::caller();
     let value = demand(with(|world| world.tile(at, 4, caller)));
@@ -646,6 +653,16 @@ pub(super) fn dot_bytes(a: u32, b: u32, c: i32) -> i32 {
 pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
     // As the instruction's selector has it: the bytes 0 of both, then their bytes 1.
     first & 0xff | (second & 0xff) << 8 | (first & 0xff00) << 8 | (second & 0xff00) << 16
+}
+
+pub(super) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
+    let bytes = (u64::from(high) << 32 | u64::from(low)).to_le_bytes();
+    let one = |at: usize| {
+        let number = numbers >> (4 * at) & 15;
+        let byte = bytes[number as usize & 7];
+        if number < 8 { byte } else { ((byte as i8) >> 7) as u8 }
+    };
+    u32::from_le_bytes(core::array::from_fn(one))
 }
 
 pub(super) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {

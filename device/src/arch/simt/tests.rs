@@ -916,6 +916,8 @@ fn a_warps_matrix_product() {
             assert_eq!(d, expected + 9, "row {row}, column {n}");
         }
         assert_eq!(scalar::dot_bytes(0x7f80_01ff, 0x02fe_0305, -4), 127 * 2 + 128 * 2 + 3 - 5 - 4);
+        assert_eq!(scalar::permute(0x4433_2211, 0x8877_6655, 0xffff_e8c0), 0x11);
+        assert_eq!(scalar::permute(0x4433_2211, 0x8877_6655, 0x7f32), 0x88ff_4433);
         assert_eq!(scalar::low_bytes([0x0a1b, 0xff02c3, 0xd4, 0x77_00e5]), [0xe5d4_c31b, 0x0000_020a]);
     });
     finds(Wrong::Divergence, "Mma", 1, 32, |_| {

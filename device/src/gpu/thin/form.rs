@@ -2,7 +2,7 @@
 
 use super::super::BF16;
 use super::Column;
-use super::terms::{place_of, put_terms};
+use super::terms::{TERMS, place_of, put_terms};
 use crate::arch::{bulk, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
@@ -17,11 +17,18 @@ pub(crate) trait Form: Copy + Debug {
     /// The weights' type.
     const DTYPE: u16;
 
-    /// Elements of a [chunk](CHUNK_BYTES).
+    /// Elements of a [chunk](CHUNK_BYTES), and of what rows are whole numbers of.
     const CHUNK: u32;
+    const WHOLE: u32;
+
+    /// Words of a chunk's terms, with a scale.
+    const CHUNK_TERMS: u32;
 
     /// The longest row whose terms have room.
     const LONGEST: u32;
+
+    /// Of how many products a warp holds the weights, at most.
+    const MOST_HELD: usize;
 
     /// Whether [`put`](Form::put) is something that a warp does together.
     const TOGETHER: bool;
@@ -49,14 +56,45 @@ pub(crate) trait Form: Copy + Debug {
     /// Words that the terms of a row of `k` take, a multiple of four.
     fn words(k: u32) -> u32;
 
-    /// Where the weights of a norm wait for unit `unit` of `k`: the first sixteen bytes of them, and the next, if they are as many.
-    fn norm_at(unit: u32, k: u32) -> (u32, u32);
+    /// Keeps the first sixteen bytes of the weights of a norm that unit `unit` of `k` has, where its terms will stand.
+    ///
+    /// # Safety
+    /// The thread's own unit, whose terms are not there yet.
+    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]);
 
-    /// Whether there is room for those, of `bytes` bytes each.
-    fn has_room_for_norm(k: u32, bytes: u32) -> bool;
+    /// What [was kept](Form::keep_norm).
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4];
+
+    /// Where the next sixteen bytes of them wait, if they are as many.
+    #[inline(always)]
+    fn norm_rest(unit: u32, k: u32) -> u32 {
+        TERMS + Self::words(k) + 4 * unit
+    }
+
+    /// Whether there is room for those, of weights of `bytes` bytes each.
+    #[inline(always)]
+    fn has_room_for_norm(k: u32, bytes: u32) -> bool {
+        bytes <= 2 || TERMS + Self::words(k) + k / 2 <= shared::KEPT
+    }
 
     /// Where chunk `chunk` is.
     fn place(chunk: u32) -> Self::Place;
+
+    /// From which byte of a chunk on a lane takes its own.
+    #[inline(always)]
+    fn lane_at(block: &Block) -> u32 {
+        16 * (block.lane() % 4)
+    }
+
+    /// The word, in the terms of a row of `k`, at which term `term` of chunk 0 begins for lane t: as words 0 and 2 of a lane's weights are multiplied,
+    /// or, where `words` is 1, 1 and 3.
+    #[inline(always)]
+    fn start(k: u32, term: u32, words: u32, t: u32) -> u32 {
+        term * (k / Self::CHUNK) * CHUNK_WORDS + 4 * t + 2 * words
+    }
 
     /// The sixteen bytes that a lane takes of the chunk at `place`, in a row whose first ones it would find at byte `at` of the tiles.
     ///
@@ -97,7 +135,10 @@ pub(crate) struct Brain;
 impl Form for Brain {
     const DTYPE: u16 = BF16;
     const CHUNK: u32 = 32;
+    const WHOLE: u32 = 64;
+    const CHUNK_TERMS: u32 = 2 * CHUNK_WORDS;
     const LONGEST: u32 = MAX_NORMED;
+    const MOST_HELD: usize = 30;
     const TOGETHER: bool = false;
     type Place = u32;
     type Weights = [u32; 4];
@@ -122,9 +163,21 @@ impl Form for Brain {
     }
 
     #[inline(always)]
-    fn norm_at(unit: u32, k: u32) -> (u32, u32) {
-        // Where the terms will stand.
-        place_of(unit, k)
+    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { shared::store16(place_of(unit, k).0, weights) }
+    }
+
+    #[inline(always)]
+    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
+        // SAFETY: the caller's promise.
+        unsafe { shared::load16(place_of(unit, k).0) }
+    }
+
+    #[inline(always)]
+    fn norm_rest(unit: u32, k: u32) -> u32 {
+        // Of the unit's terms the low ones' place.
+        place_of(unit, k).1
     }
 
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use super::super::tiles::Tiles;
 use super::taken::Taken;
-use super::{Column, Form, SQUARES, TERMS, room};
+use super::{Brain, Column, Eight, Form, Four, SQUARES, TERMS, room};
 use crate::arch::{shared, warp};
 use crate::block::Block;
 use perpetua_shared::launch::TASK_THREADS;
@@ -15,22 +15,26 @@ const fn groups(held: usize, chunks: usize) -> usize {
     if held / chunks < GROUPS { held / chunks } else { GROUPS }
 }
 
-/// Words of a chunk's terms, of any form, with a scale.
-const CHUNK_TERMS: u32 = 33;
-
-/// The widest that `H` of [`Held`] is.
-const MOST: usize = 30;
-
 /// Whether sums of all rows that are held have room where a warp has `chunks` of them.
-const fn is_room(chunks: usize) -> bool {
+const fn is_room<F: Form>(chunks: usize) -> bool {
     const WARPS: u32 = TASK_THREADS / 32;
-    8 * groups(MOST, chunks) as u32 <= room(TERMS + chunks as u32 * WARPS * CHUNK_TERMS + SQUARES, WARPS)
+    let (of_warps, longest) = (chunks as u32 * WARPS, F::LONGEST / F::CHUNK);
+    let terms = if of_warps < longest { of_warps } else { longest } * F::CHUNK_TERMS;
+    8 * groups(F::MOST_HELD, chunks) as u32 <= room(TERMS + terms + SQUARES, WARPS)
 }
 
-const _: () = assert!(
-    is_room(2) && is_room(3) && is_room(5) && is_room(7) && is_room(10) && is_room(14),
-    "what is held has room"
-);
+const _: () = {
+    assert!(
+        is_room::<Brain>(2) && is_room::<Brain>(5) && is_room::<Brain>(10) && is_room::<Brain>(14),
+        "room for bf16"
+    );
+    assert!(
+        is_room::<Eight>(2) && is_room::<Eight>(3) && is_room::<Eight>(5) && is_room::<Eight>(7),
+        "room for 8 bits"
+    );
+    assert!(is_room::<Eight>(10) && is_room::<Eight>(14), "room for long rows in 8 bits");
+    assert!(is_room::<Four>(2) && is_room::<Four>(3) && is_room::<Four>(5), "room for 4 bits");
+};
 
 /// Calls `$held.$what::<C>($args)` for a `C` that is at least `$width`, how many chunks of k a warp has: constant, since
 /// registers have no numbers that are found out. Where they would be too many it is `$else`.
@@ -38,12 +42,12 @@ macro_rules! of_width {
     ($width:expr, $held:ident.$what:ident($($args:expr),*), $else:expr) => {
         match $width {
             0..=2 => $held.$what::<2>($($args),*),
-            // Of rows in 8 bits a warp has half as many chunks, so that one more is more to hold.
-            3 if F::CHUNK == 64 => $held.$what::<3>($($args),*),
+            // Of rows in fewer bits a warp has fewer chunks, so that one more is more to hold.
+            3 if F::CHUNK > 32 => $held.$what::<3>($($args),*),
             6..=7 if F::CHUNK == 64 => $held.$what::<7>($($args),*),
             3..=5 => $held.$what::<5>($($args),*),
-            6..=10 => $held.$what::<10>($($args),*),
-            11..=14 => $held.$what::<14>($($args),*),
+            6..=10 if F::CHUNK < 128 => $held.$what::<10>($($args),*),
+            11..=14 if F::CHUNK < 128 => $held.$what::<14>($($args),*),
             _ => $else,
         }
     };
@@ -81,7 +85,7 @@ impl<F: Form, const N: usize, const H: usize> Held<F, N, H> {
     /// As [`run`](super::run).
     #[inline(always)]
     pub(super) unsafe fn new(tiles: &Tiles<'_>, k: u32, block: &Block) -> Held<F, N, H> {
-        const { assert!(H <= MOST) };
+        const { assert!(H <= F::MOST_HELD) };
         let mut held = Held { weights: [F::NO_WEIGHTS; H], rows: 0, taken: Taken::none(F::row_bytes(k)) };
         // SAFETY: the caller's promise.
         unsafe { of_width!((k / F::CHUNK).div_ceil(block.warps()), held.fill(tiles, k, block), ()) };
@@ -119,7 +123,7 @@ impl<F: Form, const N: usize, const H: usize> Held<F, N, H> {
         k: u32,
         block: &Block,
     ) {
-        let (g, t) = (block.lane() / 4, block.lane() % 4);
+        let g = block.lane() / 4;
         let mut read = 0;
         // SAFETY: the caller's promise.
         unsafe {
@@ -130,12 +134,12 @@ impl<F: Form, const N: usize, const H: usize> Held<F, N, H> {
                 }
                 let here = (8 - read).min(self.taken.rows - self.taken.done);
                 if g.wrapping_sub(read) < here {
-                    let row = (self.taken.done + g - read) * F::row_bytes(k) + 16 * t;
-                    for i in 0..N {
+                    let row = (self.taken.done + g - read) * F::row_bytes(k) + F::lane_at(block);
+                    each!(unit i below N => {
                         each!(chunk c below C => {
                             self.weights[(j * N + i) * C + c] = F::load(self.taken.at[i] + row, places[c]);
                         });
-                    }
+                    });
                 }
                 read += here;
                 self.taken.done += here;

@@ -5,8 +5,8 @@
 //! 3. In return nothing is staged, nobody meets before the sums of all warps are there, and the ring of tiles keeps its size. A row of weights of
 //! k elements takes some k / 18 cycles by the counter of docs/gpu.md, and k / 9 to come from memory.
 //!
-//! Of weights in 8 bits a unit is sixteen elements, and activations are whole numbers of 16 bits, by a scale for each unit: their bytes are
-//! multiplied by fours, which takes half as many instructions for twice as many elements.
+//! Of weights in 8 bits a unit is sixteen elements, of those in 4 bits 32, and activations are whole numbers of 16 bits, by a scale for each unit:
+//! their bytes are multiplied by fours, which in 8 bits takes half as many instructions for twice as many elements.
 //!
 //! The first row of weights is read while the row of activations is on its way, and each next one while the one before is multiplied. Of
 //! two matrices the rows take turns. A row that is too long for the registers, too, is multiplied a segment after the other
@@ -18,7 +18,7 @@ use super::super::rows::widen_brain;
 use super::super::tiles::Tiles;
 use super::taken::Taken;
 use super::terms::Asked;
-use super::{Brain, Eight, First, Form, Source};
+use super::{Brain, Eight, First, Form, Four, Source};
 use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -30,8 +30,9 @@ use perpetua_shared::launch::TASK_THREADS;
 
 /// A form of weights as threads multiply them, units of a row in registers.
 pub(crate) trait Units: Form {
-    /// Elements of a unit: of weights, sixteen bytes.
+    /// Elements of a unit: of weights, sixteen bytes; and of what rows are whole numbers of.
     const UNIT: u32;
+    const UNITS: u32;
 
     /// Units of a thread, at most, in products with one matrix; with two, whose bodies keep more in registers.
     const MOST: u32;
@@ -65,6 +66,7 @@ pub(crate) trait Units: Form {
 
 impl Units for Brain {
     const UNIT: u32 = 8;
+    const UNITS: u32 = 8;
     const MOST: u32 = 8;
     const MOST_OF_TWO: u32 = 5;
     type Asked = Asked;
@@ -104,7 +106,7 @@ const _: () = {
     const fn fit<U: Units>() -> bool {
         MAX_FLAGGED <= U::MOST * U::UNIT * TASK_THREADS && MAX_FLAGGED_OF_TWO <= U::MOST_OF_TWO * U::UNIT * TASK_THREADS
     }
-    assert!(fit::<Brain>() && fit::<Eight>(), "the longest row fits the threads");
+    assert!(fit::<Brain>() && fit::<Eight>() && fit::<Four>(), "the longest row fits the threads");
 };
 const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHARED, "sums have room");
 
@@ -127,7 +129,7 @@ pub(crate) unsafe fn is_for<F: Units, const N: usize>(
         let left = call.tiles.map_or(0, Tiles::left);
         let most = if N == 1 { F::MOST } else { F::MOST_OF_TWO };
         let is_fit = call.are_all::<N>(F::DTYPE)
-            && k.is_multiple_of(F::UNIT)
+            && k.is_multiple_of(F::UNITS)
             && segment_len(k, segments) <= most * F::UNIT * block.threads;
         // Rows longer than a tile are more tiles than there are rows, unless they are meant to be.
         left > 0
@@ -177,9 +179,9 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
                     taken = Taken::none(F::row_bytes(F::UNIT * part.units));
                 }
                 match part.units.div_ceil(block.threads) {
-                    0..=2 if F::MOST == 4 => multiply::<F, N, 2>(tiles, &mut taken, row, first, part, sums, block),
+                    0..=2 if F::MOST <= 4 => multiply::<F, N, 2>(tiles, &mut taken, row, first, part, sums, block),
                     3 if F::MOST == 4 => multiply::<F, N, 3>(tiles, &mut taken, row, first, part, sums, block),
-                    0..=4 => multiply::<F, N, 4>(tiles, &mut taken, row, first, part, sums, block),
+                    0..=4 if F::MOST >= 4 => multiply::<F, N, 4>(tiles, &mut taken, row, first, part, sums, block),
                     5 if F::MOST > 4 => multiply::<F, N, 5>(tiles, &mut taken, row, first, part, sums, block),
                     6..=7 if F::MOST > 4 && N == 1 => {
                         multiply::<F, N, 7>(tiles, &mut taken, row, first, part, sums, block);

@@ -47,20 +47,20 @@ macro_rules! each {
 
 mod eight;
 mod form;
+mod four;
 mod held;
 pub(crate) mod long;
 mod taken;
 mod terms;
+mod whole;
 
 use super::math::{reciprocal, rsqrt};
+use super::packed::{Eight, Four};
 use super::rows::Staging;
 use super::tiles::Tiles;
 use super::{Call, F32};
 use crate::arch::{memory, shared};
 use crate::block::Block;
-use crate::kernels::MAX_NORMED;
-pub(crate) use eight::Eight;
-use form::CHUNK_WORDS;
 pub(crate) use form::{Brain, Form};
 use held::Held;
 use perpetua_shared::launch::TASK_THREADS;
@@ -83,8 +83,13 @@ const _: () = {
     const fn has_room(words: u32) -> bool {
         room(TERMS + words + SQUARES, TASK_THREADS / 32) >= 16
     }
-    let eights = Eight::LONGEST / 2 + Eight::LONGEST / Eight::CHUNK;
-    assert!(has_room(MAX_NORMED) && has_room(eights), "a product's rows have room beside the longest row");
+    const fn longest<F: Form>() -> u32 {
+        F::LONGEST / F::CHUNK * F::CHUNK_TERMS
+    }
+    assert!(
+        has_room(longest::<Brain>()) && has_room(longest::<Eight>()) && has_room(longest::<Four>()),
+        "a product's rows have room beside the longest row"
+    );
 };
 
 /// Whether [`run`] is for this call, of `N` matrices of weights of form `F` from operand 1 on, if `source` is its one row.
@@ -100,7 +105,7 @@ pub(crate) unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &i
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
         let whole = left <= u32::from(norm.is_present()) + N as u32 * columns;
-        let is_fit = call.are_all::<N>(F::DTYPE) && k.is_multiple_of(64) && k <= F::LONGEST;
+        let is_fit = call.are_all::<N>(F::DTYPE) && k.is_multiple_of(F::WHOLE) && k <= F::LONGEST;
         let has_room = !norm.is_present() || F::has_room_for_norm(k, if norm.dtype() == F32 { 4 } else { 2 });
         left > 0 && whole && is_fit && has_room && source.is_whole() && call.uses(Technique::ThinProducts)
     }
@@ -125,11 +130,7 @@ impl Column {
         // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
         let (words, parity, term) = (g % 2, g / 2 % 2, g / 4);
         let swap = F::swap(k);
-        Column {
-            at: TERMS + term * (k / F::CHUNK) * CHUNK_WORDS + 4 * t + 2 * words,
-            parity: parity & swap,
-            own: (g % 2) & swap,
-        }
+        Column { at: TERMS + F::start(k, term, words, t), parity: parity & swap, own: (g % 2) & swap }
     }
 }
 
@@ -179,7 +180,8 @@ pub(crate) unsafe fn run<F: Form, const N: usize, const H: usize>(
         let early = if block.thread < call.tensor(1).extent(0) { ask(block.thread) } else { 0 };
         // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
         let row = |i: u32| if N == 1 { g + 8 * i } else { g };
-        let place = |taken: &Taken<N>, i: u32, row: u32| taken.at[i as usize % N] + row * F::row_bytes(k) + 16 * t;
+        let place =
+            |taken: &Taken<N>, i: u32, row: u32| taken.at[i as usize % N] + row * F::row_bytes(k) + F::lane_at(block);
         let squares = held.multiply(own, k, squares, block);
         if lane == 0 {
             shared::store(squares_at + block.warp(), squares.to_bits());
@@ -270,18 +272,24 @@ unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u3
     unsafe {
         let (warps, chunks) = (block.warps(), k / F::CHUNK);
         let column = Column::of::<F>(k, block);
-        let fetch = |chunk: u32| {
-            let place = F::place(chunk ^ column.own);
-            let low = F::load(low_at, place);
-            let high = if HIGH { F::load(high_at, place) } else { F::NO_WEIGHTS };
-            (low, high, F::values(&column, chunk, chunks))
+        let fetch = {
+            #[inline(always)]
+            |chunk: u32| {
+                let place = F::place(chunk ^ column.own);
+                let low = F::load(low_at, place);
+                let high = if HIGH { F::load(high_at, place) } else { F::NO_WEIGHTS };
+                (low, high, F::values(&column, chunk, chunks))
+            }
         };
         // Every other product is added to others, so that few wait for the one before.
         let mut sums = [[F::ZERO; 2]; 2];
-        let mut add = |at: usize, (low, high, values): (F::Weights, F::Weights, F::Values)| {
-            sums[0][at] = F::add(sums[0][at], low, values);
-            if HIGH {
-                sums[1][at] = F::add(sums[1][at], high, values);
+        let mut add = {
+            #[inline(always)]
+            |at: usize, (low, high, values): (F::Weights, F::Weights, F::Values)| {
+                sums[0][at] = F::add(sums[0][at], low, values);
+                if HIGH {
+                    sums[1][at] = F::add(sums[1][at], high, values);
+                }
             }
         };
         let mut chunk = block.warp();

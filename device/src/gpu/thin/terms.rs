@@ -192,12 +192,11 @@ pub(super) unsafe fn keep_norm<F: Form>(tiles: &Tiles<'_>, norm: &Tensor, k: u32
     unsafe {
         let tile = tiles.take();
         for unit in block.mine(k / 8) {
-            let (first_at, second_at) = F::norm_at(unit, k);
             if norm.dtype() == F32 {
-                shared::store16(first_at, bulk::load16(tile.at + 32 * unit));
-                shared::store16(second_at, bulk::load16(tile.at + 32 * unit + 16));
+                F::keep_norm(unit, k, bulk::load16(tile.at + 32 * unit));
+                shared::store16(F::norm_rest(unit, k), bulk::load16(tile.at + 32 * unit + 16));
             } else {
-                shared::store16(first_at, bulk::load16(tile.at + 16 * unit));
+                F::keep_norm(unit, k, bulk::load16(tile.at + 16 * unit));
             }
         }
         tiles.release(tile);
@@ -244,10 +243,9 @@ pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Tensor, k: u32, blo
             #[inline(always)]
             |unit: u32, is_there: bool, mut values: [f32; 8]| {
                 if norm.is_present() && is_there {
-                    let (first_at, second_at) = F::norm_at(unit, k);
-                    let first = shared::load16(first_at);
+                    let first = F::kept_norm(unit, k);
                     let weight = match norm.dtype() {
-                        F32 => singles(first, shared::load16(second_at)),
+                        F32 => singles(first, shared::load16(F::norm_rest(unit, k))),
                         BF16 => widen_brain(first),
                         _ => widen_half(first),
                     };

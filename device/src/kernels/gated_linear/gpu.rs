@@ -4,8 +4,9 @@
 
 use super::*;
 use crate::gpu::math::activate;
+use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, Brain, Eight, First, long};
+use crate::gpu::thin::{self, Brain, First, long};
 use crate::gpu::{warpgroup, wide};
 
 /// # Safety
@@ -37,15 +38,23 @@ pub(super) unsafe fn run(
         if rows == 1 && thin::is_for::<Eight, 2>(call, &row, how) {
             return thin::run::<Eight, 2, 24>(call, &row, how, block, ready, ask, finish);
         }
+        if rows == 1 && thin::is_for::<Four, 2>(call, &row, how) {
+            return thin::run::<Four, 2, 12>(call, &row, how, block, ready, ask, finish);
+        }
         let is_long = rows == 1 && long::is_for::<Brain, 2>(call, &row, how, 1, block);
         let is_long_eight = rows == 1 && long::is_for::<Eight, 2>(call, &row, how, 1, block);
-        ready_and_staged(call, how, staged && !is_long && !is_long_eight, block, ready)?;
+        let is_long_four = rows == 1 && long::is_for::<Four, 2>(call, &row, how, 1, block);
+        ready_and_staged(call, how, staged && !(is_long || is_long_eight || is_long_four), block, ready)?;
         if is_long {
             long::run::<Brain, 2>(call, &row, 1, block, ask, finish);
             return Ok(());
         }
         if is_long_eight {
             long::run::<Eight, 2>(call, &row, 1, block, ask, finish);
+            return Ok(());
+        }
+        if is_long_four {
+            long::run::<Four, 2>(call, &row, 1, block, ask, finish);
             return Ok(());
         }
         if let Some(tiles) = call.tiles

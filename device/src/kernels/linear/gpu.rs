@@ -5,8 +5,9 @@
 use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
+use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, Brain, Eight, First, long};
+use crate::gpu::thin::{self, Brain, First, long};
 use crate::gpu::{warpgroup, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
@@ -118,19 +119,27 @@ pub(super) unsafe fn run(
         } else if is_merged && thin::is_for::<Eight, 1>(call, &unmerged, how) {
             let merged = Parts::new(call, Merge::of(&call.tensor(0)));
             thin::run::<Eight, 1, 8>(call, &merged, how, block, ready, ask_one, finish_one)?;
+        } else if is_merged && thin::is_for::<Four, 1>(call, &unmerged, how) {
+            let merged = Parts::new(call, Merge::of(&call.tensor(0)));
+            thin::run::<Four, 1, 5>(call, &merged, how, block, ready, ask_one, finish_one)?;
         } else if is_one && thin::is_for::<Brain, 1>(call, &row, how) {
             thin::run::<Brain, 1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else if is_one && thin::is_for::<Eight, 1>(call, &row, how) {
             thin::run::<Eight, 1, 16>(call, &row, how, block, ready, ask_one, finish_one)?;
+        } else if is_one && thin::is_for::<Four, 1>(call, &row, how) {
+            thin::run::<Four, 1, 12>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else {
             let segments = p.segments.max(1);
             let is_long = is_one && long::is_for::<Brain, 1>(call, &row, how, segments, block);
             let is_long_eight = is_one && long::is_for::<Eight, 1>(call, &row, how, segments, block);
-            ready_and_staged(call, how, staged && !is_long && !is_long_eight, block, ready)?;
+            let is_long_four = is_one && long::is_for::<Four, 1>(call, &row, how, segments, block);
+            ready_and_staged(call, how, staged && !(is_long || is_long_eight || is_long_four), block, ready)?;
             if is_long {
                 long::run::<Brain, 1>(call, &row, segments, block, ask_one, finish_one);
             } else if is_long_eight {
                 long::run::<Eight, 1>(call, &row, segments, block, ask_one, finish_one);
+            } else if is_long_four {
+                long::run::<Four, 1>(call, &row, segments, block, ask_one, finish_one);
             } else if let Some(tiles) = call.tiles
                 && tiles.left() > 0
                 && rows == 1

@@ -465,15 +465,22 @@ impl Check<'_> {
                 judged += certain;
             }
             let kl = kl / f64::from(positions as u32);
-            let in_8_bits = self.in_8_bits(&model, &ids(&file, 0, "input_ids")?)?;
+            let prompt = ids(&file, 0, "input_ids")?;
+            let [in_8_bits, in_4_bits] =
+                [Quantize::Q8, Quantize::Q4].map(|how| self.in_fewer_bits(&model, how, &prompt));
+            let (in_8_bits, in_4_bits) = (in_8_bits?, in_4_bits?);
             figures.insert(
                 name.to_owned(),
-                json!({"positions": positions, "mean_kl": kl, "greedy_tokens": judged, "as_expected": same, "in_8_bits": in_8_bits}),
+                json!({
+                    "positions": positions, "mean_kl": kl, "greedy_tokens": judged, "as_expected": same,
+                    "in_8_bits": in_8_bits, "in_4_bits": in_4_bits,
+                }),
             );
             self.keep(figures.clone())?;
             let is_off = |kl: f64, most: f64| kl.is_nan() || kl > most;
             // Of one position each, where the others are means.
-            if is_off(kl, 1e-3) || in_8_bits.iter().any(|kl| is_off(*kl, 5e-3)) || same < judged {
+            let in_fewer_bits = in_8_bits.iter().chain(&in_4_bits);
+            if is_off(kl, 1e-3) || in_fewer_bits.into_iter().any(|kl| is_off(*kl, 5e-3)) || same < judged {
                 return Err(format!("{name}: {}", figures[name]).into());
             }
         }
@@ -528,13 +535,18 @@ impl Check<'_> {
         Ok(figures.into())
     }
 
-    /// How far `model` with weights in 8 bits is from the reference executor with the same, after `prompt` and where a token more has been decoded:
-    /// their divergences. None of a mixture of experts: no GPU kernel reads its matrices then.
-    fn in_8_bits(&self, model: &Model, prompt: &[u32]) -> Result<Vec<f64>, Box<dyn std::error::Error>> {
+    /// How far `model` with weights in fewer bits is from the reference executor with the same, after `prompt` and where a token more has been
+    /// decoded: their divergences. None of a mixture of experts: no GPU kernel reads its matrices then.
+    fn in_fewer_bits(
+        &self,
+        model: &Model,
+        how: Quantize,
+        prompt: &[u32],
+    ) -> Result<Vec<f64>, Box<dyn std::error::Error>> {
         if matches!(model.config(), ModelConfig::Decoder(config) if config.experts.is_some()) {
             return Ok(Vec::new());
         }
-        let model = model.quantize(Quantize::Q8, |_| {})?;
+        let model = model.quantize(how, |_| {})?;
         let max_context = Some((prompt.len() + 2).min(model.max_tokens()));
         let logits = |config: EngineConfig, n: usize| -> Result<Vec<f32>, EngineError> {
             let mut engine = Engine::new(&model, &EngineConfig { max_context, ..config })?;
@@ -712,13 +724,7 @@ impl Check<'_> {
             figures["sequences_together"][sequences.to_string()] = kept(&batch, &["times_alone"]);
         }
         self.keep(figures.clone())?;
-        let in_8_bits = model.quantize(Quantize::Q8, |_| {})?;
-        let fewer_bits = bench::generator(&args.uncompared(None), &in_8_bits, &mut |_| Ok(()))?;
-        drop(in_8_bits);
-        figures["in_8_bits"] = kept(&fewer_bits, &["accuracy"]);
-        if let [Some(all), Some(fewer)] = [&figures, &fewer_bits].map(|of| of["step_ms_median"].as_f64()) {
-            figures["in_8_bits"]["times_as_fast"] = json!(all / fewer);
-        }
+        figures["in_8_bits"] = self.bench_quantized(&args, &model, Quantize::Q8, &figures)?;
         self.keep(figures.clone())?;
         figures["pytorch"] = self.peer(&folder);
         if let Some(theirs) = figures["pytorch"]["cuda_graph"]["step_us"].as_f64() {
@@ -733,7 +739,21 @@ impl Check<'_> {
             let ratios: serde_json::Map<String, Value> = theirs.iter().filter_map(ratio).collect();
             figures["first_token_times_as_fast_as_pytorch"] = ratios.into();
         }
+        self.keep(figures.clone())?;
+        // Last: making the levels takes longest, and what is beyond the section's time is lost.
+        figures["in_4_bits"] = self.bench_quantized(&args, &model, Quantize::Q4, &figures)?;
         Ok(figures)
+    }
+
+    /// The step with `model`'s weights in fewer bits, and how many times as fast it is as that of `figures`.
+    fn bench_quantized(&self, args: &bench::Args, model: &Model, how: Quantize, figures: &Value) -> Figures {
+        let quantized = model.quantize(how, |_| {})?;
+        let found = bench::generator(&args.uncompared(None), &quantized, &mut |_| Ok(()))?;
+        let mut of_interest = kept(&found, &["accuracy"]);
+        if let [Some(all), Some(fewer)] = [figures, &found].map(|of| of["step_ms_median"].as_f64()) {
+            of_interest["times_as_fast"] = json!(all / fewer);
+        }
+        Ok(of_interest)
     }
 
     /// How many sequences are decoded together in further runs: of the smallest model alone, for want of time.
@@ -866,7 +886,7 @@ impl Pass {
     fn first_wrong(&self, expected: &[Vec<f32>], found: &[Vec<f32>]) -> Option<usize> {
         let tolerance = match self.case.rows {
             1 => KERNEL_TOLERANCE,
-            _ if self.case.in_8_bits => TWICE_ROUNDED_TOLERANCE,
+            _ if self.case.quantize.is_some() => TWICE_ROUNDED_TOLERANCE,
             _ => ROUNDED_TOLERANCE,
         };
         expected.iter().zip(found).position(|(expected, found)| off(expected, found) > tolerance)
@@ -912,7 +932,7 @@ const KERNEL_TOLERANCE: f64 = 2e-2;
 /// The same where products round their input to bf16: those of many rows. The most that the PTX is off is 3.4e-2.
 const ROUNDED_TOLERANCE: f64 = 6e-2;
 
-/// The same where weights in 8 bits are rounded to bf16, too. The most that the PTX is off is 5.7e-2, where without that it is 3.4e-2.
+/// The same where weights in fewer bits are rounded to bf16, too. The most that the PTX is off is 5.7e-2, where without that it is 3.4e-2.
 const TWICE_ROUNDED_TOLERANCE: f64 = 1e-1;
 
 /// `operand` with all its dimensions but the first as one; those the compiler makes are dense.

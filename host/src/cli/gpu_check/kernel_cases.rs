@@ -30,6 +30,9 @@ pub(super) const PRESETS: [&str; 9] = [
     "tiny-bert",
 ];
 
+/// The ways in which matrices are checked in fewer bits.
+const FEWER_BITS: [Quantize; 2] = [Quantize::Q8, Quantize::Q4];
+
 /// A pass over a network.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Case {
@@ -38,8 +41,8 @@ pub(super) struct Case {
     pub(super) rows: usize,
     /// How often it is run, over the tokens that follow.
     pub(super) passes: usize,
-    /// Whether the model's matrices are in 8 bits.
-    pub(super) in_8_bits: bool,
+    /// How the model's matrices are in fewer bits, if they are.
+    pub(super) quantize: Option<Quantize>,
     look: Look,
 }
 
@@ -78,16 +81,16 @@ pub(super) struct Named {
 /// What is run with `preset`'s model; on a simulated GPU, of 4 SMs, less.
 pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     let whole = Network::Model { context: 128 };
-    let case = |network, rows: usize, passes, look| Case { network, rows, passes, look, in_8_bits: false };
-    let in_8_bits = |rows: usize, passes, look| Case { in_8_bits: true, ..case(whole, rows, passes, look) };
+    let case = |network, rows: usize, passes, look| Case { network, rows, passes, look, quantize: None };
+    let quantized = |rows: usize, passes, look| {
+        FEWER_BITS.map(|how| Case { quantize: Some(how), ..case(whole, rows, passes, look) })
+    };
     if ["tiny-long", "tiny-large", "tiny-longest"].contains(&preset) {
         // Its long row is special in decoding alone, its heads' size in prompts, too.
         let (passes, prompt) = if is_simulated { (3, 20) } else { (20, 100) };
-        return vec![
-            case(whole, 1, passes, Look::Fused),
-            case(whole, prompt, 1, Look::Rounded),
-            in_8_bits(1, passes, Look::Fused),
-        ];
+        let mut cases = vec![case(whole, 1, passes, Look::Fused), case(whole, prompt, 1, Look::Rounded)];
+        cases.extend(quantized(1, passes, Look::Fused));
+        return cases;
     }
     // With every tensor an output nothing is fused or rounded, so decoding, a row at a time, looks at those alone that stay when
     // it is, and so does a pass for the warpgroups.
@@ -96,12 +99,13 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     if preset == "tiny-bert" {
         return cases;
     }
-    cases.extend(every.iter().map(|rows| in_8_bits(*rows, 1, Look::Every)));
+    cases.extend(every.iter().flat_map(|rows| quantized(*rows, 1, Look::Every)));
     let (passes, fewer) = if is_simulated { (3, 3) } else { (120, 40) };
-    cases.extend([case(whole, 1, passes, Look::Fused), in_8_bits(1, fewer, Look::Fused)]);
+    cases.push(case(whole, 1, passes, Look::Fused));
+    cases.extend(quantized(1, fewer, Look::Fused));
     let many: &[usize] = if is_simulated { &[20] } else { &[20, 60, 128] };
     cases.extend(many.iter().map(|rows| case(whole, *rows, 1, Look::Rounded)));
-    cases.extend(many.iter().map(|rows| in_8_bits(*rows, 1, Look::Rounded)));
+    cases.extend(many.iter().flat_map(|rows| quantized(*rows, 1, Look::Rounded)));
     // A short cache is not split among workers; of a longer one each has a share, where there are as many workers as that.
     if preset == "tiny-llama" || !is_simulated {
         let short = Network::Model { context: 64 };
@@ -120,7 +124,7 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
 impl Case {
     /// What is run of `model`.
     pub(super) fn model(&self, model: &Model) -> Result<Model, EngineError> {
-        if self.in_8_bits { model.quantize(Quantize::Q8, |_| {}) } else { Ok(model.clone()) }
+        self.quantize.map_or(Ok(model.clone()), |how| model.quantize(how, |_| {}))
     }
 
     /// The graph, and which of its outputs are to be compared.
@@ -159,14 +163,16 @@ impl Case {
                 if is_seen {
                     let output = format!("check {} {}", op.name, slot.name);
                     graph.output(&output, tensor);
-                    let of = match self.look {
-                        _ if self.in_8_bits && self.rows == 1 => Some("decoding in 8 bits"),
-                        _ if self.in_8_bits => Some("several rows in 8 bits"),
-                        Look::Every if is_of_experts(op) => None,
-                        Look::Every => Some(spec.name),
-                        Look::Fused => Some("decoding"),
-                        Look::Attended => None,
-                        Look::Rounded => Some("many rows"),
+                    let of = match (self.quantize, self.look) {
+                        (Some(Quantize::Q8), _) if self.rows == 1 => Some("decoding in 8 bits"),
+                        (Some(Quantize::Q8), _) => Some("several rows in 8 bits"),
+                        (Some(Quantize::Q4), _) if self.rows == 1 => Some("decoding in 4 bits"),
+                        (Some(Quantize::Q4), _) => Some("several rows in 4 bits"),
+                        (None, Look::Every) if is_of_experts(op) => None,
+                        (None, Look::Every) => Some(spec.name),
+                        (None, Look::Fused) => Some("decoding"),
+                        (None, Look::Attended) => None,
+                        (None, Look::Rounded) => Some("many rows"),
                     };
                     names.push(Named { output, op: op.name.clone(), of });
                 }
@@ -299,8 +305,10 @@ mod tests {
             }
             assert_eq!(uncovered(|name| figures.contains(name)), Vec::<&str>::new(), "on {sms} SMs");
             assert!(!figures.contains("nobody"), "an output that no task writes");
-            let in_8_bits = ["decoding in 8 bits", "several rows in 8 bits"];
-            assert!(in_8_bits.iter().all(|name| figures.contains(name)), "on {sms} SMs: {figures:?}");
+            for bits in ["8 bits", "4 bits"] {
+                let names = [format!("decoding in {bits}"), format!("several rows in {bits}")];
+                assert!(names.iter().all(|name| figures.contains(&name[..])), "on {sms} SMs: {figures:?}");
+            }
         }
         // The tokens' kernels are in what makes them.
         let (_dir, model) = model("tiny-qwen3");

@@ -1,7 +1,7 @@
 //! [`Cut::PerWorker`], passes of several rows: products on the tensor cores of workers that share what they read
 //! through a cache.
 //!
-//! - An activation that only products with weights in bf16 or 8 bits read is bf16: they round it anyway, and then copy it as it is.
+//! - An activation that only products with weights in bf16 or fewer bits read is bf16: they round it anyway, and then copy it as it is.
 //! - Such products are cut along rows and columns, a block for each part: see [`shape`].
 //! - [Experts](super::experts) have all their rows together.
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
@@ -84,7 +84,8 @@ fn n_matrices(op: &Operator) -> usize {
 fn is_product(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
     let are_all = |dtype| op.slots[1..=n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
-    n > 0 && (are_all(DType::Bf16) || are_all(DType::Q8)) && op.slots[0].is_some_and(|x| table[x].shape[0] > 1)
+    let are_taken = [DType::Bf16, DType::Q8, DType::Q4].into_iter().any(are_all);
+    n > 0 && are_taken && op.slots[0].is_some_and(|x| table[x].shape[0] > 1)
 }
 
 /// The buffers of f32 that one operator writes and only [products](is_product), experts' too, read, as x.
@@ -115,14 +116,15 @@ struct Sizes {
     k: u64,
     n: u64,
     matrices: u64,
-    in_8_bits: bool,
+    /// The weights' type.
+    dtype: DType,
 }
 
 fn sizes(op: &Operator, table: &TensorTable) -> Sizes {
     let shape = |slot: usize| op.slots[slot].map_or([0; 2], |t| [table[t].shape[0] as u64, table[t].shape[1] as u64]);
     let ([rows, k], [n, _]) = (shape(0), shape(1));
-    let in_8_bits = op.slots[1].is_some_and(|w| table[w].dtype == DType::Q8);
-    Sizes { rows, k, n, matrices: n_matrices(op) as u64, in_8_bits }
+    let dtype = op.slots[1].map_or(DType::Bf16, |w| table[w].dtype);
+    Sizes { rows, k, n, matrices: n_matrices(op) as u64, dtype }
 }
 
 impl Sizes {
@@ -137,9 +139,12 @@ impl Sizes {
         let copied = height.min(self.rows).div_ceil(part::ROWS_AT_ONCE) + width.div_ceil(part::ROWS_AT_ONCE);
         let is_narrow = height * multiplied_width <= 64 * 64;
         let [step, rows] = if is_narrow { part::NARROW } else { part::WIDE };
-        let [cycles, of_rows] = part::EIGHTS;
-        let widened = if self.in_8_bits { multiplied_width * cycles / of_rows } else { 0 };
-        let brought = step + copied * rows + widened;
+        let [cycles, of_rows] = match self.dtype {
+            DType::Q8 => part::EIGHTS,
+            DType::Q4 => part::FOURS,
+            _ => [0, 1],
+        };
+        let brought = step + copied * rows + multiplied_width * cycles / of_rows;
         let multiplied = height * multiplied_width * 64 / part::PRODUCTS;
         part::START + height * width / part::SUMS + self.k.div_ceil(64) * brought.max(multiplied)
     }

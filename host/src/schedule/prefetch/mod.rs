@@ -225,7 +225,7 @@ const MOST_LINES_BYTES: u64 = 24 << 10;
 fn is_carried(operand: &Operand) -> bool {
     let most = match operand.dtype() {
         Some(DType::F32 | DType::Bf16 | DType::F16) => u64::MAX,
-        Some(DType::Q8) => MOST_LINES_BYTES,
+        Some(DType::Q8 | DType::Q4) => MOST_LINES_BYTES,
         _ => return false,
     };
     let operand = operand.strided();

@@ -1,0 +1,235 @@
+//! Weights in fewer bits ([`perpetua_shared::dtype::Lines`]), as bodies find them: where an element of a row and its scale lie, and what a word of
+//! them holds.
+
+use super::math::bytes_less;
+use super::{Q4, Q8};
+use crate::arch::scalar::permute;
+use perpetua_shared::dtype::{self, Q4_BLOCK, Q4_LEVELS};
+
+/// Bytes of a line.
+pub(crate) const LINE: u32 = 64;
+
+/// A type of weights in fewer bits.
+pub(crate) trait Packed: Copy {
+    /// Its number.
+    const DTYPE: u16;
+
+    /// What the bytes of [`eight`](Packed::eight) are more than their numbers.
+    const MORE: f32;
+
+    /// Bytes of a row of `k`.
+    fn row_bytes(k: u32) -> u32;
+
+    /// Where element `i` of a row is: its byte, and its scale. Sixteen from a multiple of sixteen on are in bytes that follow, and have one scale.
+    fn element(i: u32) -> (u32, u32);
+
+    /// The scale that is at byte `at` of a row, of the aligned `word` around it.
+    fn scale(word: u32, at: u32) -> f32;
+
+    /// The numbers, scaled by nothing yet, of eight elements from `i` on, a multiple of eight, whose bytes these are: as bytes, each
+    /// [so many](Packed::MORE) more, from none to 255.
+    fn eight(bytes: (u32, u32), i: u32) -> (u32, u32);
+
+    /// That of element `i`, of the aligned word around its byte.
+    #[inline(always)]
+    fn one(word: u32, i: u32) -> f32 {
+        let (byte, _) = Self::element(i);
+        let [first, ..] = bytes_less(Self::eight((word >> (byte % 4 * 8), 0), i).0, Self::MORE);
+        first
+    }
+}
+
+/// Weights in 8 bits, [`dtype::Q8`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Eight;
+
+/// Lines of a group, and its bytes, with those of their scales.
+const EIGHT_LINES: u32 = dtype::Q8.per_group as u32;
+const EIGHT_GROUP: u32 = (EIGHT_LINES + 1) * LINE;
+
+const _: () = assert!(dtype::Q8.elems == 64, "a byte each");
+
+impl Eight {
+    /// Where line `line` of a row is: its bytes, and its scale.
+    #[inline(always)]
+    pub(crate) fn line(line: u32) -> [u32; 2] {
+        let (group, number) = (line / EIGHT_LINES, line % EIGHT_LINES);
+        [(line + group + 1) * LINE, group * EIGHT_GROUP + number * 4]
+    }
+}
+
+impl Packed for Eight {
+    const DTYPE: u16 = Q8;
+    const MORE: f32 = 128.0;
+
+    #[inline(always)]
+    fn row_bytes(k: u32) -> u32 {
+        let lines = k.div_ceil(LINE);
+        (lines + lines.div_ceil(EIGHT_LINES)) * LINE
+    }
+
+    #[inline(always)]
+    fn element(i: u32) -> (u32, u32) {
+        let [bytes, scale] = Self::line(i / LINE);
+        (bytes + i % LINE, scale)
+    }
+
+    #[inline(always)]
+    fn scale(word: u32, _: u32) -> f32 {
+        f32::from_bits(word)
+    }
+
+    #[inline(always)]
+    fn eight((first, second): (u32, u32), _: u32) -> (u32, u32) {
+        (first ^ 0x8080_8080, second ^ 0x8080_8080)
+    }
+}
+
+/// Weights in 4 bits, [`dtype::Q4`]: the lowest 64 elements of a line in the low halves of its bytes, the others in the high ones.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Four;
+
+/// As [`EIGHT_LINES`] and [`EIGHT_GROUP`].
+const FOUR_LINES: u32 = dtype::Q4.per_group as u32;
+const FOUR_GROUP: u32 = (FOUR_LINES + 1) * LINE;
+
+/// Elements of a line.
+pub(crate) const FOUR_ELEMS: u32 = dtype::Q4.elems as u32;
+
+const _: () =
+    assert!(FOUR_ELEMS == 2 * LINE && Q4_BLOCK == 32 && FOUR_LINES * 8 == LINE, "two a byte, four scales a line");
+
+/// What levels are raised by: so many that none has its highest bit set, whatever it is.
+pub(crate) const RAISED: i8 = 64;
+
+/// Four levels from number `first` on, as bytes, raised.
+const fn four_levels(first: usize) -> u32 {
+    let mut bytes = [0; 4];
+    let mut at = 0;
+    while at < 4 {
+        bytes[at] = (Q4_LEVELS[first + at] + RAISED) as u8;
+        assert!(bytes[at] < 0x80);
+        at += 1;
+    }
+    u32::from_le_bytes(bytes)
+}
+
+/// All of them.
+const LEVELS: [u32; 4] = [four_levels(0), four_levels(4), four_levels(8), four_levels(12)];
+
+/// The low halves of bytes.
+const LOW: u32 = 0x0f0f_0f0f;
+
+impl Four {
+    /// Where line `line` of a row is: its bytes, and its four scales.
+    #[inline(always)]
+    pub(crate) fn line(line: u32) -> [u32; 2] {
+        let (group, number) = (line / FOUR_LINES, line % FOUR_LINES);
+        [(line + group + 1) * LINE, group * FOUR_GROUP + number * 8]
+    }
+
+    /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low half first.
+    #[inline(always)]
+    fn levels(numbers: u32) -> (u32, u32) {
+        // To the first eight levels a number beyond them is a byte's sign, which none has; and so is a lower one to the others, once its highest bit
+        // is the opposite.
+        let beyond = numbers ^ 0x8888_8888;
+        let four = |shift: u32| {
+            permute(LEVELS[0], LEVELS[1], numbers >> shift) | permute(LEVELS[2], LEVELS[3], beyond >> shift)
+        };
+        (four(0), four(16))
+    }
+
+    /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](RAISED): of the first and the second byte of either
+    /// word in turn, then of the third and the fourth.
+    #[inline(always)]
+    pub(crate) fn raised((first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
+        let low = first & LOW | second << 4 & !LOW;
+        let high = first >> 4 & LOW | second & !LOW;
+        (Self::levels(low), Self::levels(high))
+    }
+}
+
+impl Packed for Four {
+    const DTYPE: u16 = Q4;
+    const MORE: f32 = RAISED as f32;
+
+    #[inline(always)]
+    fn row_bytes(k: u32) -> u32 {
+        let lines = k.div_ceil(FOUR_ELEMS);
+        (lines + lines.div_ceil(FOUR_LINES)) * LINE
+    }
+
+    #[inline(always)]
+    fn element(i: u32) -> (u32, u32) {
+        let [bytes, scales] = Self::line(i / FOUR_ELEMS);
+        (bytes + i % LINE, scales + i % FOUR_ELEMS / Q4_BLOCK as u32 * 2)
+    }
+
+    #[inline(always)]
+    fn scale(word: u32, at: u32) -> f32 {
+        f32::from_bits(if at.is_multiple_of(4) { word << 16 } else { word & 0xffff_0000 })
+    }
+
+    #[inline(always)]
+    fn eight((first, second): (u32, u32), i: u32) -> (u32, u32) {
+        let shift = i / LINE % 2 * 4;
+        let (one, other) = Self::levels(first >> shift & LOW | second >> shift << 4 & !LOW);
+        // Each word's own, out of both in turn.
+        (permute(one, other, 0x6420), permute(one, other, 0x7531))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perpetua_shared::dtype::{Lines, q4_at};
+
+    fn lines_are_of<P: Packed>(lines: Lines, line: impl Fn(u32) -> [u32; 2]) {
+        for k in 1..20_000 {
+            assert_eq!(P::row_bytes(k) as usize, lines.row_bytes(k as usize));
+            let last = k.div_ceil(lines.elems as u32) - 1;
+            assert_eq!(line(last).map(|at| at as usize), lines.at(last as usize), "of {k} elements");
+        }
+    }
+
+    #[test]
+    fn lines_are_where_their_type_says() {
+        lines_are_of::<Eight>(dtype::Q8, Eight::line);
+        lines_are_of::<Four>(dtype::Q4, Four::line);
+        for i in 0..5000 {
+            let (byte, shift, scale) = q4_at(i);
+            let (found_byte, found_scale) = Four::element(i as u32);
+            assert_eq!((found_byte as usize, found_scale as usize), (byte, scale), "element {i}");
+            assert_eq!(shift as usize, i / 64 % 2 * 4);
+        }
+    }
+
+    /// All numbers beside all others, in every place.
+    #[test]
+    fn levels_are_those_of_their_numbers() {
+        for byte in 0..=255u8 {
+            for at in 0..8 {
+                let mut bytes: [u8; 8] = core::array::from_fn(|i| (i as u8).wrapping_mul(37) ^ byte.rotate_left(3));
+                bytes[at] = byte;
+                let word = |from: usize| u32::from_le_bytes(core::array::from_fn(|i| bytes[from + i]));
+                let words = (word(0), word(4));
+                let level = |i: usize, shift: u32| Q4_LEVELS[usize::from(bytes[i] >> shift & 15)];
+                for (shift, i) in [(0, 256), (4, 64)] {
+                    let (one, other) = Four::eight(words, i);
+                    let found: Vec<f32> =
+                        [one, other].into_iter().flat_map(|bytes| bytes_less(bytes, Four::MORE)).collect();
+                    assert_eq!(found, core::array::from_fn::<f32, 8, _>(|i| f32::from(level(i, shift))));
+                    let inside = i + at as u32;
+                    assert_eq!(Four::one(if at < 4 { words.0 } else { words.1 }, inside), f32::from(level(at, shift)));
+                }
+                let (low, high) = Four::raised(words);
+                for ((one, other), shift) in [(low, 0), (high, 4)] {
+                    let found = [one, other].map(|word| word.to_le_bytes().map(|byte| byte as i8));
+                    let expected = [[0, 4, 1, 5], [2, 6, 3, 7]].map(|four| four.map(|i| level(i, shift) + RAISED));
+                    assert_eq!(found, expected);
+                }
+            }
+        }
+    }
+}

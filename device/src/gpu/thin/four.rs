@@ -1,0 +1,290 @@
+//! Weights in 4 bits ([`perpetua_shared::dtype::Q4`]), whose levels are multiplied as bytes, with activations that are [whole numbers](super::whole),
+//! a scale for a line's.
+//!
+//! ```text
+//! line      64 bytes, 128 of k: in their low halves those of blocks 0 and 1, in the high ones those of 2 and 3, each with a scale
+//! lane t    eight bytes of the first half of a line, eight of the second: the eighths t of four blocks
+//! A         words 0 and 2 in row g a block's, words 1 and 3 in row g + 8 the next one's: a product of low halves, one of high ones
+//! ```
+//! So what a lane finds in D is of one block each, and it scales every one of the four. A lane's bytes are not sixteen in a row, as with other forms;
+//! of eight bytes a lane half a warp, four rows, is served at a time, and these find different banks: an odd row's line is the other one of a
+//! pair, as in other forms, and of every four rows two begin with the second half of a line.
+//!
+//! Levels come out of their numbers raised by 64 and in the order of [`Four::raised`], which is that of the activations then. So a block's sum has
+//! 64 times its activations too much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
+
+use super::super::packed::{FOUR_ELEMS, Four, LINE, Packed, RAISED};
+use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
+use super::long::Units;
+use super::terms::{Asked, TERMS};
+use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
+use super::{Column, First};
+use crate::arch::scalar::{dot_bytes, fma};
+use crate::arch::{bulk, shared, warp};
+use crate::block::Block;
+
+const _: () = assert!(LINE == CHUNK_BYTES && FOUR_ELEMS == 128, "a chunk is a line");
+
+/// Half a line.
+const HALF: u32 = LINE / 2;
+
+/// What sixteen bytes are, as a product takes them: the levels in their low halves, those in their high ones, and the scales of their blocks, by two.
+/// Bytes that wait for the row in registers would be half as many, and have this still to do once it is there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Levels {
+    low: [u32; 4],
+    high: [u32; 4],
+    scales: (u32, u32),
+}
+
+impl Levels {
+    /// Those of eight bytes and eight more.
+    #[inline(always)]
+    fn of(first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
+        let (((a, c), (e, g)), ((b, d), (f, h))) = (Four::raised(first), Four::raised(second));
+        Levels { low: [a, b, c, d], high: [e, f, g, h], scales }
+    }
+}
+
+/// The scales that a word is.
+#[inline(always)]
+fn scales_of(word: u32) -> (f32, f32) {
+    (Four::scale(word, 0), Four::scale(word, 2))
+}
+
+/// Words of a term of a row in so many chunks. They come in pairs: the low halves of both, then the high ones.
+#[inline(always)]
+const fn term_words(chunks: u32) -> u32 {
+    2 * CHUNK_WORDS * chunks.next_multiple_of(2)
+}
+
+/// Where chunk `chunk` is in that; what belongs to the high halves is [two chunks'](CHUNK_WORDS) words further on.
+#[inline(always)]
+fn chunk_at(chunk: u32) -> u32 {
+    chunk / 2 * 4 * CHUNK_WORDS + chunk % 2 * CHUNK_WORDS
+}
+
+/// Where the bytes of unit `unit` of `k` stand: high ones and low ones, two words of either.
+#[inline(always)]
+fn own(unit: u32, k: u32) -> [u32; 4] {
+    let (within, term) = (unit % 16, term_words(k / FOUR_ELEMS));
+    let at = TERMS + chunk_at(unit / 16) + within / 8 * 2 * CHUNK_WORDS + within % 8 * 2;
+    [at, at + 1, at + term, at + term + 1]
+}
+
+/// Four times as much less as levels are raised by.
+const LESS: u32 = (RAISED as u8).wrapping_neg() as u32 * 0x0101_0101;
+
+/// Eight activations as bytes in the order of [`Four::raised`]: high ones and low ones.
+#[inline(always)]
+fn eight_in_bytes([a, b, c, d, e, f, g, h]: [f32; 8], inverse: f32) -> [[u32; 2]; 2] {
+    [in_bytes([a, e, b, f], inverse), in_bytes([c, g, d, h], inverse)]
+}
+
+impl Form for Four {
+    const DTYPE: u16 = <Four as Packed>::DTYPE;
+    const CHUNK: u32 = FOUR_ELEMS;
+    const WHOLE: u32 = FOUR_ELEMS;
+    // Of an odd number of them there is room for one more.
+    const CHUNK_TERMS: u32 = 4 * CHUNK_WORDS + 1;
+    const LONGEST: u32 = 8192;
+    const MOST_HELD: usize = 12;
+    const TOGETHER: bool = true;
+    /// Of its bytes, and of its scales.
+    type Place = [u32; 2];
+    type Weights = Levels;
+    const NO_WEIGHTS: Levels = Levels { low: [0; 4], high: [0; 4], scales: (0, 0) };
+    /// Those of the low halves, of the high ones, what the blocks' sums begin with, and the scale.
+    type Values = ((u32, u32), (u32, u32), (i32, i32), (i32, i32), f32);
+    type Sum = f32;
+    const ZERO: f32 = 0.0;
+
+    #[inline(always)]
+    fn row_bytes(k: u32) -> u32 {
+        <Four as Packed>::row_bytes(k)
+    }
+
+    #[inline(always)]
+    fn swap(k: u32) -> u32 {
+        whole::swap(k / FOUR_ELEMS, <Four as Packed>::row_bytes(k))
+    }
+
+    #[inline(always)]
+    fn words(k: u32) -> u32 {
+        (2 * term_words(k / FOUR_ELEMS) + k / FOUR_ELEMS).next_multiple_of(4)
+    }
+
+    #[inline(always)]
+    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { whole::put(own(unit, k), weights) }
+    }
+
+    #[inline(always)]
+    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
+        let [a, b, c, d] = own(unit, k);
+        // SAFETY: the caller's promise.
+        unsafe { [shared::load(a), shared::load(b), shared::load(c), shared::load(d)] }
+    }
+
+    #[inline(always)]
+    fn place(chunk: u32) -> [u32; 2] {
+        Four::line(chunk)
+    }
+
+    #[inline(always)]
+    fn lane_at(block: &Block) -> u32 {
+        let (g, t) = (block.lane() / 4, block.lane() % 4);
+        g / 2 % 2 * HALF + 8 * t
+    }
+
+    #[inline(always)]
+    fn start(k: u32, term: u32, words: u32, t: u32) -> u32 {
+        term * term_words(k / FOUR_ELEMS) + 8 * words + 2 * t
+    }
+
+    #[inline(always)]
+    unsafe fn load(at: u32, place: [u32; 2]) -> Levels {
+        // Rows begin on a line, of which a lane's are a part.
+        let row = at / CHUNK_BYTES * CHUNK_BYTES;
+        // SAFETY: the caller's promise.
+        let ([a, b], [c, d], [s, t]) =
+            unsafe { (bulk::load8(at + place[0]), bulk::load8((at ^ HALF) + place[0]), bulk::load8(row + place[1])) };
+        let begins_second = at & HALF != 0;
+        let in_order = |one: u32, other: u32| if begins_second { (other, one) } else { (one, other) };
+        let ((a, c), (b, d)) = (in_order(a, c), in_order(b, d));
+        Levels::of((a, b), (c, d), (s, t))
+    }
+
+    #[inline(always)]
+    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> Self::Values {
+        let is_there = chunk < chunks;
+        let chunk = if is_there { chunk } else { 0 };
+        let at = column.at + chunk_at(chunk ^ column.parity);
+        // The scale is that of the chunk which the lane's own row has.
+        let scale = TERMS + 2 * term_words(chunks) + (chunk ^ column.own);
+        const BEGIN: [i32; 4] = [SHIFT.to_bits() as i32, 0, 0, SHIFT.to_bits() as i32];
+        // SAFETY: the caller's promise; a product of rows that are all alike has for each what is asked for.
+        unsafe {
+            let (low, high) = (shared::load8(at), shared::load8(at + 2 * CHUNK_WORDS));
+            let scale = f32::from_bits(shared::load(scale));
+            let less = (warp::mma_bytes([LESS; 4], low, BEGIN), warp::mma_bytes([LESS; 4], high, BEGIN));
+            let begin = ((less.0[0], less.0[3]), (less.1[0], less.1[3]));
+            // Of a chunk that is not there what is multiplied is nothing, whatever the numbers are.
+            (low.into(), high.into(), begin.0, begin.1, if is_there { scale } else { 0.0 })
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn add(sum: f32, weights: Levels, (a, b, of_low, of_high, scale): Self::Values) -> f32 {
+        // SAFETY: the caller's promise.
+        let (low, high) = unsafe {
+            (
+                warp::mma_bytes(weights.low, a.into(), [of_low.0, 0, 0, of_low.1]),
+                warp::mma_bytes(weights.high, b.into(), [of_high.0, 0, 0, of_high.1]),
+            )
+        };
+        let ((s0, s1), (s2, s3)) = (scales_of(weights.scales.0), scales_of(weights.scales.1));
+        let of_low = fma(whole(low[3]), s1, whole(low[0]) * s0);
+        let of_high = fma(whole(high[3]), s3, whole(high[0]) * s2);
+        fma(of_low + of_high, scale, sum)
+    }
+
+    #[inline(always)]
+    unsafe fn total(sums: [f32; 2], block: &Block) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { whole::total(sums, block) }
+    }
+
+    #[inline(always)]
+    unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32) {
+        // SAFETY: the caller's promise; sixteen neighbours have a chunk, whose number of units is one of sixteens.
+        unsafe {
+            let [scale, inverse] = scale_of(largest_of::<16>(values));
+            let [[high, low], [next_high, next_low]] = eight_in_bytes(values, inverse);
+            if is_there {
+                whole::put(own(unit, k), [high, next_high, low, next_low]);
+                if unit.is_multiple_of(16) {
+                    let chunks = k / FOUR_ELEMS;
+                    shared::store(TERMS + 2 * term_words(chunks) + unit / 16, scale.to_bits());
+                }
+            }
+        }
+    }
+}
+
+/// A unit of the row, as whole numbers of a scale: sixteen elements, and the sixteen that are in the same bytes' high halves.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Numbers {
+    high: [u32; 8],
+    low: [u32; 8],
+    /// What the sums of either sixteen begin with.
+    high_begins: (i32, i32),
+    low_begins: (i32, i32),
+    scale: f32,
+}
+
+impl Units for Four {
+    const UNIT: u32 = 32;
+    const UNITS: u32 = FOUR_ELEMS;
+    const MOST: u32 = 2;
+    const MOST_OF_TWO: u32 = 2;
+    type Asked = ((Asked, Asked), (Asked, Asked));
+    type Row = Numbers;
+    const NOTHING: Numbers = Numbers { high: [0; 8], low: [0; 8], high_begins: (0, 0), low_begins: (0, 0), scale: 0.0 };
+
+    #[inline(always)]
+    unsafe fn ask(row: &First<'_>, unit: u32) -> Self::Asked {
+        let eight = unit / 4 * 16 + unit % 4 * 2;
+        // SAFETY: the caller's promise.
+        unsafe { ((row.ask(eight), row.ask(eight + 1)), (row.ask(eight + 8), row.ask(eight + 9))) }
+    }
+
+    #[inline(always)]
+    fn unit(row: &First<'_>, (low, high): Self::Asked) -> Numbers {
+        let (a, b, c, d) = (row.values(low.0), row.values(low.1), row.values(high.0), row.values(high.1));
+        let [scale, inverse] = scale_of(largest(a).max(largest(b)).max(largest(c).max(largest(d))));
+        let eight = |values: [f32; 8]| eight_in_bytes(values, inverse);
+        let ([a, b], [c, d], [e, f], [g, h]) = (eight(a), eight(b), eight(c), eight(d));
+        let begins = |at: usize| {
+            let less = |word: u32, sum: i32| dot_bytes(LESS, word, sum);
+            let four = |a: u32, b: u32, c: u32, d: u32| less(a, less(b, less(c, less(d, SHIFT.to_bits() as i32))));
+            (four(a[at], b[at], c[at], d[at]), four(e[at], f[at], g[at], h[at]))
+        };
+        Numbers {
+            high: [a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0]],
+            low: [a[1], b[1], c[1], d[1], e[1], f[1], g[1], h[1]],
+            high_begins: begins(0),
+            low_begins: begins(1),
+            scale,
+        }
+    }
+
+    /// Here of sixteen bytes in a row; of their scales each is the first of its two.
+    #[inline(always)]
+    unsafe fn weights(at: u32, unit: u32) -> Levels {
+        let [bytes, scales] = Four::line(unit / 4);
+        let quarter = unit % 4;
+        // SAFETY: the caller's promise.
+        let ([a, b, c, d], [s, t]) = unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) };
+        let shift = quarter / 2 * 16;
+        Levels::of((a, b), (c, d), (s >> shift, t >> shift))
+    }
+
+    #[inline(always)]
+    fn multiply(sums: &mut [f32; 4], i: usize, weights: Levels, row: Numbers) {
+        let [a, b, c, d] = weights.low;
+        let [e, f, g, h] = weights.high;
+        // Those of eight elements follow each other in the row, and take turns in a product of the tensor cores.
+        let bytes = [a, c, b, d, e, g, f, h];
+        let (mut high, mut low) = ([row.high_begins.0, row.high_begins.1], [row.low_begins.0, row.low_begins.1]);
+        for j in 0..8 {
+            high[j / 4] = dot_bytes(bytes[j], row.high[j], high[j / 4]);
+            low[j / 4] = dot_bytes(bytes[j], row.low[j], low[j / 4]);
+        }
+        let of = |half: usize| fma(whole(high[half]), 256.0, whole(low[half]));
+        let scale = |word: u32| Four::scale(word, 0) * row.scale;
+        sums[i % 2] = fma(of(0), scale(weights.scales.0), sums[i % 2]);
+        sums[2 + i % 2] = fma(of(1), scale(weights.scales.1), sums[2 + i % 2]);
+    }
+}
