@@ -49,8 +49,11 @@ pub struct Machine {
     pub load_latency_s: f64,
     /// Bytes per second at which a worker works through tiles that have arrived.
     pub tile_bytes_per_s: f64,
-    /// Likewise of weights in 4 bits, whose levels have to be found first.
+    /// Likewise of weights in 4 bits, whose levels have to be found first; and of a task's first so many bytes they are before the row is there
+    /// that they are multiplied with.
     pub fours_per_s: f64,
+    /// See above.
+    pub fours_held_bytes: u64,
     /// Bytes per second at which a worker reads and writes activations (L2 on a GPU).
     pub near_bytes_per_s: f64,
     /// Floating-point operations per second of one worker.
@@ -73,7 +76,8 @@ impl Machine {
     /// 96 KiB an SM, 12.7 MB in all, of 50 MB of L2, in which the tasks at work have as much again, and activations;
     /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
     /// L2, half a poll and a poll), to be measured; tiles at
-    /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; 6 TFLOP/s dense bf16. A dispatch is two
+    /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; weights in 4 bits at 17.6 bytes a clock, by the counter of
+    /// docs/gpu.md, but for 32 KiB, about as many as warps hold; 6 TFLOP/s dense bf16. A dispatch is two
     /// hops, from trigger to scheduler and from scheduler to worker.
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
@@ -85,7 +89,8 @@ impl Machine {
         bytes_per_s: 4.3e12 / 132.0,
         load_latency_s: 0.8e-6,
         tile_bytes_per_s: 16384.0 / 0.15e-6,
-        fours_per_s: 30e9,
+        fours_per_s: 31e9,
+        fours_held_bytes: 32 << 10,
         near_bytes_per_s: 100e9,
         flops_per_s: 6.0e12,
         hop_s: 1.5e-6,
@@ -109,6 +114,7 @@ impl Machine {
         load_latency_s: 0.1e-6,
         tile_bytes_per_s: 50e9,
         fours_per_s: 50e9,
+        fours_held_bytes: 0,
         near_bytes_per_s: 50e9,
         flops_per_s: 100e9,
         hop_s: 0.2e-6,
