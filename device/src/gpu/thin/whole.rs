@@ -71,7 +71,7 @@ pub(super) fn whole(sum: i32) -> f32 {
 /// [`Form::swap`](super::Form::swap) for rows of so many bytes, in so many lines of elements: the last of an odd number of these has none to change with.
 #[inline(always)]
 pub(super) fn swap(lines: u32, row_bytes: u32) -> u32 {
-    u32::from((lines | row_bytes / LINE).is_multiple_of(2))
+    u32::from((lines | (row_bytes / LINE)).is_multiple_of(2))
 }
 
 /// Puts four words where a unit's stand.
