@@ -514,8 +514,7 @@ impl<const N: usize> Copies<N> {
 
     /// Makes bf16 of the weights of step `step`, which are in fewer bits: their products with the scale, rounded.
     ///
-    /// PERF: two or three rows side by side; one after the other each would wait for the one before. A loop for each type, since a choice of it for
-    /// each three rows cost those in 8 bits 7 % of a pass.
+    /// PERF: two or three rows side by side; one after the other each would wait for the one before.
     #[inline(always)]
     unsafe fn widen<P: Packed, const M: usize, const S: usize>(&self, step: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
