@@ -130,7 +130,8 @@ struct DeviceBuilder {
 
 impl DeviceBuilder {
     fn build(&self) -> Result<(), String> {
-        let (directives, compiled) = (entry_directives(&self.path)?, name_launch_blocks(&self.compile()?));
+        let compiled = name_launch_blocks(&without_marks(&self.compile()?));
+        let directives = entry_directives(&self.path)?;
         let (rest, kernels) = split(&compiled, &["perpetua_kernel_", "perpetua_body_"], &directives)?;
         write_if_new(&self.copy_to.join("kernels.ptx"), kernels.as_bytes())?;
         let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
@@ -284,6 +285,12 @@ fn name_launch_blocks(ptx: &str) -> String {
         named.push_str(&entry.replace("perpetua_launch_block", &format!("{name}_param_0")));
     }
     named
+}
+
+/// `ptx` without the comments that LLVM puts around each piece of inline assembly: an eighth of the text.
+fn without_marks(ptx: &str) -> String {
+    let is_mark = |line: &&str| matches!(line.trim(), "// begin inline asm" | "// end inline asm");
+    ptx.lines().filter(|line| !is_mark(line)).flat_map(|line| [line, "\n"]).collect()
 }
 
 /// `ptx` without the entries whose names start with one of `prefixes`, and a module of those alone, each with `directives`.
