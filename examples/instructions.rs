@@ -70,7 +70,8 @@ impl Op {
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (words, rest): (Vec<_>, Vec<_>) =
         std::env::args().skip(1).partition(|arg| ["prompt", "q8", "q4"].contains(&&arg[..]));
-    let [is_prompt, in_8_bits, in_4_bits] = ["prompt", "q8", "q4"].map(|word| words.iter().any(|given| given == word));
+    let is_given = |word: &str| words.iter().any(|given| given == word);
+    let is_prompt = is_given("prompt");
     let mut args = rest.into_iter();
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
@@ -78,8 +79,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let wanted = args.next();
     let steps = 2;
     let mut model = Model::load(&folder)?;
-    if in_8_bits || in_4_bits {
-        model = model.quantize(if in_4_bits { Quantize::Q4 } else { Quantize::Q8 }, |_| {})?;
+    let how = [Quantize::Q8, Quantize::Q4].into_iter().find(|how| is_given(&how.to_string()));
+    if let Some(how) = how {
+        model = model.quantize(how, |_| {})?;
     }
     let driver =
         Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, counts: true, ..Options::new(sms, 1 << 40) }));

@@ -4,7 +4,7 @@
 use super::math::bytes_less;
 use super::{Q4, Q8};
 use crate::arch::scalar::permute;
-use perpetua_shared::dtype::{self, Q4_BLOCK, Q4_LEVELS};
+use perpetua_shared::dtype::{self, Lines, Q4_BLOCK, Q4_LEVELS};
 
 /// Bytes of a line.
 pub(crate) const LINE: u32 = 64;
@@ -17,8 +17,23 @@ pub(crate) trait Packed: Copy {
     /// What the bytes of [`eight`](Packed::eight) are more than their numbers.
     const MORE: f32;
 
-    /// Bytes of a row of `k`.
-    fn row_bytes(k: u32) -> u32;
+    /// How its rows are laid out.
+    const LINES: Lines;
+
+    /// [`Lines::row_bytes`], in the 32 bits that a GPU computes with.
+    #[inline(always)]
+    fn row_bytes(k: u32) -> u32 {
+        let lines = k.div_ceil(Self::LINES.elems as u32);
+        (lines + lines.div_ceil(Self::LINES.per_group as u32)) * LINE
+    }
+
+    /// [`Lines::at`], likewise.
+    #[inline(always)]
+    fn line(line: u32) -> [u32; 2] {
+        let per_group = Self::LINES.per_group as u32;
+        let (group, number) = (line / per_group, line % per_group);
+        [(line + group + 1) * LINE, group * (per_group + 1) * LINE + number * (LINE / per_group)]
+    }
 
     /// Where element `i` of a row is: its byte, and its scale. Sixteen from a multiple of sixteen on are in bytes that follow, and have one scale.
     fn element(i: u32) -> (u32, u32);
@@ -43,30 +58,12 @@ pub(crate) trait Packed: Copy {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Eight;
 
-/// Lines of a group, and its bytes, with those of their scales.
-const EIGHT_LINES: u32 = dtype::Q8.per_group as u32;
-const EIGHT_GROUP: u32 = (EIGHT_LINES + 1) * LINE;
-
-const _: () = assert!(dtype::Q8.elems == 64, "a byte each");
-
-impl Eight {
-    /// Where line `line` of a row is: its bytes, and its scale.
-    #[inline(always)]
-    pub(crate) fn line(line: u32) -> [u32; 2] {
-        let (group, number) = (line / EIGHT_LINES, line % EIGHT_LINES);
-        [(line + group + 1) * LINE, group * EIGHT_GROUP + number * 4]
-    }
-}
+const _: () = assert!(dtype::Q8.elems as u32 == LINE, "a byte each");
 
 impl Packed for Eight {
     const DTYPE: u16 = Q8;
+    const LINES: Lines = dtype::Q8;
     const MORE: f32 = 128.0;
-
-    #[inline(always)]
-    fn row_bytes(k: u32) -> u32 {
-        let lines = k.div_ceil(LINE);
-        (lines + lines.div_ceil(EIGHT_LINES)) * LINE
-    }
 
     #[inline(always)]
     fn element(i: u32) -> (u32, u32) {
@@ -89,15 +86,10 @@ impl Packed for Eight {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Four;
 
-/// As [`EIGHT_LINES`] and [`EIGHT_GROUP`].
-const FOUR_LINES: u32 = dtype::Q4.per_group as u32;
-const FOUR_GROUP: u32 = (FOUR_LINES + 1) * LINE;
-
 /// Elements of a line.
 pub(crate) const FOUR_ELEMS: u32 = dtype::Q4.elems as u32;
 
-const _: () =
-    assert!(FOUR_ELEMS == 2 * LINE && Q4_BLOCK == 32 && FOUR_LINES * 8 == LINE, "two a byte, four scales a line");
+const _: () = assert!(FOUR_ELEMS == 2 * LINE && Q4_BLOCK == 32, "two a byte, four scales a line");
 
 /// What levels are raised by: so many that none has its highest bit set, whatever it is.
 pub(crate) const RAISED: i8 = 64;
@@ -121,13 +113,6 @@ const LEVELS: [u32; 4] = [four_levels(0), four_levels(4), four_levels(8), four_l
 const LOW: u32 = 0x0f0f_0f0f;
 
 impl Four {
-    /// Where line `line` of a row is: its bytes, and its four scales.
-    #[inline(always)]
-    pub(crate) fn line(line: u32) -> [u32; 2] {
-        let (group, number) = (line / FOUR_LINES, line % FOUR_LINES);
-        [(line + group + 1) * LINE, group * FOUR_GROUP + number * 8]
-    }
-
     /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low half first.
     #[inline(always)]
     fn levels(numbers: u32) -> (u32, u32) {
@@ -152,13 +137,8 @@ impl Four {
 
 impl Packed for Four {
     const DTYPE: u16 = Q4;
+    const LINES: Lines = dtype::Q4;
     const MORE: f32 = RAISED as f32;
-
-    #[inline(always)]
-    fn row_bytes(k: u32) -> u32 {
-        let lines = k.div_ceil(FOUR_ELEMS);
-        (lines + lines.div_ceil(FOUR_LINES)) * LINE
-    }
 
     #[inline(always)]
     fn element(i: u32) -> (u32, u32) {
@@ -183,20 +163,20 @@ impl Packed for Four {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use perpetua_shared::dtype::{Lines, q4_at};
+    use perpetua_shared::dtype::q4_at;
 
-    fn lines_are_of<P: Packed>(lines: Lines, line: impl Fn(u32) -> [u32; 2]) {
+    fn lines_are_of<P: Packed>(lines: Lines) {
         for k in 1..20_000 {
             assert_eq!(P::row_bytes(k) as usize, lines.row_bytes(k as usize));
             let last = k.div_ceil(lines.elems as u32) - 1;
-            assert_eq!(line(last).map(|at| at as usize), lines.at(last as usize), "of {k} elements");
+            assert_eq!(P::line(last).map(|at| at as usize), lines.at(last as usize), "of {k} elements");
         }
     }
 
     #[test]
     fn lines_are_where_their_type_says() {
-        lines_are_of::<Eight>(dtype::Q8, Eight::line);
-        lines_are_of::<Four>(dtype::Q4, Four::line);
+        lines_are_of::<Eight>(dtype::Q8);
+        lines_are_of::<Four>(dtype::Q4);
         for i in 0..5000 {
             let (byte, shift, scale) = q4_at(i);
             let (found_byte, found_scale) = Four::element(i as u32);

@@ -142,7 +142,6 @@ pub(super) fn unary(opcode: &str) -> Option<Unary> {
         }
         "cvt.u16.u32" | "cvt.u16.u64" => row!(|a| a & 0xffff),
         "cvt.u32.u64" => row!(|a| a & LOW),
-        "cvt.s32.s16" => row!(|a| u64::from(i32::from(a as u16 as i16).cast_unsigned())),
         "cvt.s64.s32" => row!(|a| i64::from(a as i32).cast_unsigned()),
         "cvt.f32.f16" => row!(|a| of_f32(f16::from_bits(a as u16).to_f32())),
         "cvt.rn.f16.f32" => row!(|a| {

@@ -3,7 +3,7 @@
 //! added to others.
 
 use super::super::packed::{Eight, LINE, Packed};
-use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
+use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
@@ -19,14 +19,6 @@ const _: () = assert!(LINE == CHUNK_BYTES, "a chunk is a line");
 pub(crate) struct Bytes {
     bytes: [u32; 4],
     scale: f32,
-}
-
-/// Where the bytes of unit `unit` of `k` stand: high ones and low ones, two words of either. Of each four words the first and the third come
-/// first, as a product takes them.
-#[inline(always)]
-fn own(unit: u32, k: u32) -> [u32; 4] {
-    let at = TERMS + unit / 2 * 4 + unit % 2;
-    [at, at + 2, at + k / 4, at + k / 4 + 2]
 }
 
 impl Form for Eight {
@@ -61,16 +53,10 @@ impl Form for Eight {
     }
 
     #[inline(always)]
-    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
-        // SAFETY: the caller's promise.
-        unsafe { whole::put(own(unit, k), weights) }
-    }
-
-    #[inline(always)]
-    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
-        let [a, b, c, d] = own(unit, k);
-        // SAFETY: the caller's promise.
-        unsafe { [shared::load(a), shared::load(b), shared::load(c), shared::load(d)] }
+    fn own(unit: u32, k: u32) -> [u32; 4] {
+        // Of each four words the first and the third come first, as a product takes them.
+        let at = TERMS + unit / 2 * 4 + unit % 2;
+        [at, at + 2, at + k / 4, at + k / 4 + 2]
     }
 
     #[inline(always)]
@@ -121,7 +107,7 @@ impl Form for Eight {
             let ([high, low], [next_high, next_low]) =
                 (in_bytes([a, b, c, d], inverse), in_bytes([e, f, g, h], inverse));
             if is_there {
-                whole::put(own(unit, k), [high, next_high, low, next_low]);
+                put_words(Self::own(unit, k), [high, next_high, low, next_low]);
                 if unit.is_multiple_of(8) {
                     shared::store(TERMS + k / 2 + unit / 8, scale.to_bits());
                 }

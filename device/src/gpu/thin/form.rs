@@ -56,17 +56,29 @@ pub(crate) trait Form: Copy + Debug {
     /// Words that the terms of a row of `k` take, a multiple of four.
     fn words(k: u32) -> u32;
 
+    /// Four words of the terms of unit `unit` of `k`: where those of bytes stand, high ones and low ones, two words of either; or the first ones.
+    fn own(unit: u32, k: u32) -> [u32; 4];
+
     /// Keeps the first sixteen bytes of the weights of a norm that unit `unit` of `k` has, where its terms will stand.
     ///
     /// # Safety
     /// The thread's own unit, whose terms are not there yet.
-    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]);
+    #[inline(always)]
+    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { put_words(Self::own(unit, k), weights) }
+    }
 
     /// What [was kept](Form::keep_norm).
     ///
     /// # Safety
     /// As there.
-    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4];
+    #[inline(always)]
+    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
+        let [a, b, c, d] = Self::own(unit, k);
+        // SAFETY: the caller's promise.
+        unsafe { [shared::load(a), shared::load(b), shared::load(c), shared::load(d)] }
+    }
 
     /// Where the next sixteen bytes of them wait, if they are as many.
     #[inline(always)]
@@ -128,6 +140,21 @@ pub(crate) trait Form: Copy + Debug {
     unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32);
 }
 
+/// Puts four words where a unit's [stand](Form::own).
+///
+/// # Safety
+/// They are the thread's own.
+#[inline(always)]
+pub(super) unsafe fn put_words(at: [u32; 4], words: [u32; 4]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        shared::store(at[0], words[0]);
+        shared::store(at[1], words[1]);
+        shared::store(at[2], words[2]);
+        shared::store(at[3], words[3]);
+    }
+}
+
 /// bf16, by activations in two terms of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Brain;
@@ -163,15 +190,22 @@ impl Form for Brain {
     }
 
     #[inline(always)]
+    fn own(unit: u32, k: u32) -> [u32; 4] {
+        let (at, _) = place_of(unit, k);
+        [at, at + 1, at + 2, at + 3]
+    }
+
+    // The words follow each other.
+    #[inline(always)]
     unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
         // SAFETY: the caller's promise.
-        unsafe { shared::store16(place_of(unit, k).0, weights) }
+        unsafe { shared::store16(Self::own(unit, k)[0], weights) }
     }
 
     #[inline(always)]
     unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
-        unsafe { shared::load16(place_of(unit, k).0) }
+        unsafe { shared::load16(Self::own(unit, k)[0]) }
     }
 
     #[inline(always)]

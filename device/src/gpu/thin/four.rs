@@ -14,7 +14,7 @@
 //! 64 times its activations too much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
 
 use super::super::packed::{FOUR_ELEMS, Four, LINE, Packed, RAISED};
-use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
+use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
@@ -64,14 +64,6 @@ fn chunk_at(chunk: u32) -> u32 {
     chunk / 2 * 4 * CHUNK_WORDS + chunk % 2 * CHUNK_WORDS
 }
 
-/// Where the bytes of unit `unit` of `k` stand: high ones and low ones, two words of either.
-#[inline(always)]
-fn own(unit: u32, k: u32) -> [u32; 4] {
-    let (within, term) = (unit % 16, term_words(k / FOUR_ELEMS));
-    let at = TERMS + chunk_at(unit / 16) + within / 8 * 2 * CHUNK_WORDS + within % 8 * 2;
-    [at, at + 1, at + term, at + term + 1]
-}
-
 /// Four times as much less as levels are raised by.
 const LESS: u32 = (RAISED as u8).wrapping_neg() as u32 * 0x0101_0101;
 
@@ -115,16 +107,10 @@ impl Form for Four {
     }
 
     #[inline(always)]
-    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
-        // SAFETY: the caller's promise.
-        unsafe { whole::put(own(unit, k), weights) }
-    }
-
-    #[inline(always)]
-    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
-        let [a, b, c, d] = own(unit, k);
-        // SAFETY: the caller's promise.
-        unsafe { [shared::load(a), shared::load(b), shared::load(c), shared::load(d)] }
+    fn own(unit: u32, k: u32) -> [u32; 4] {
+        let (within, term) = (unit % 16, term_words(k / FOUR_ELEMS));
+        let at = TERMS + chunk_at(unit / 16) + within / 8 * 2 * CHUNK_WORDS + within % 8 * 2;
+        [at, at + 1, at + term, at + term + 1]
     }
 
     #[inline(always)]
@@ -203,7 +189,7 @@ impl Form for Four {
             let [scale, inverse] = scale_of(largest_of::<16>(values));
             let [[high, low], [next_high, next_low]] = eight_in_bytes(values, inverse);
             if is_there {
-                whole::put(own(unit, k), [high, next_high, low, next_low]);
+                put_words(Self::own(unit, k), [high, next_high, low, next_low]);
                 if unit.is_multiple_of(16) {
                     let chunks = k / FOUR_ELEMS;
                     shared::store(TERMS + 2 * term_words(chunks) + unit / 16, scale.to_bits());

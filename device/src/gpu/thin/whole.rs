@@ -3,7 +3,7 @@
 
 use super::super::packed::LINE;
 use crate::arch::scalar::{fma, low_bytes, reciprocal};
-use crate::arch::{shared, warp};
+use crate::arch::warp;
 use crate::block::Block;
 
 /// The largest is so many.
@@ -72,21 +72,6 @@ pub(super) fn whole(sum: i32) -> f32 {
 #[inline(always)]
 pub(super) fn swap(lines: u32, row_bytes: u32) -> u32 {
     u32::from((lines | (row_bytes / LINE)).is_multiple_of(2))
-}
-
-/// Puts four words where a unit's stand.
-///
-/// # Safety
-/// They are the thread's own.
-#[inline(always)]
-pub(super) unsafe fn put(at: [u32; 4], words: [u32; 4]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        shared::store(at[0], words[0]);
-        shared::store(at[1], words[1]);
-        shared::store(at[2], words[2]);
-        shared::store(at[3], words[3]);
-    }
 }
 
 /// [`Form::total`](super::Form::total), where the terms are high bytes and low ones.

@@ -466,9 +466,8 @@ impl Check<'_> {
             }
             let kl = kl / f64::from(positions as u32);
             let prompt = ids(&file, 0, "input_ids")?;
-            let [in_8_bits, in_4_bits] =
-                [Quantize::Q8, Quantize::Q4].map(|how| self.in_fewer_bits(&model, how, &prompt));
-            let (in_8_bits, in_4_bits) = (in_8_bits?, in_4_bits?);
+            let in_8_bits = self.in_fewer_bits(&model, Quantize::Q8, &prompt)?;
+            let in_4_bits = self.in_fewer_bits(&model, Quantize::Q4, &prompt)?;
             figures.insert(
                 name.to_owned(),
                 json!({
@@ -479,8 +478,8 @@ impl Check<'_> {
             self.keep(figures.clone())?;
             let is_off = |kl: f64, most: f64| kl.is_nan() || kl > most;
             // Of one position each, where the others are means.
-            let in_fewer_bits = in_8_bits.iter().chain(&in_4_bits);
-            if is_off(kl, 1e-3) || in_fewer_bits.into_iter().any(|kl| is_off(*kl, 5e-3)) || same < judged {
+            let is_any_off = in_8_bits.iter().chain(&in_4_bits).any(|kl| is_off(*kl, 5e-3));
+            if is_off(kl, 1e-3) || is_any_off || same < judged {
                 return Err(format!("{name}: {}", figures[name]).into());
             }
         }
