@@ -6,12 +6,14 @@
 //! one is found and the device crate does not compile, the build fails.
 //!
 //! Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what `host/src/device_image.rs` includes),
-//! `perpetua.ptx`, `perpetua.built_with`, when ptxas is found `perpetua.cubin`, and `kernels.ptx`, each macro kernel and each
-//! generated body as an entry of its own, which only tests and readers want.
+//! `perpetua.ptx`, when ptxas is found `perpetua.cubin`, and `kernels.ptx`, each macro kernel and each generated body as an
+//! entry of its own, which only tests and readers want. Each is embedded deflated: PTX takes a sixth of its room so.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::{env, fs, io};
+
+use miniz_oxide::deflate::compress_to_vec_zlib;
 
 /// The toolchain that `cargo` names for this build, another one by name, and the assembler by name.
 const DEVICE_RUSTC: &str = "PERPETUA_DEVICE_RUSTC";
@@ -133,30 +135,32 @@ impl DeviceBuilder {
         let compiled = name_launch_blocks(&without_marks(&self.compile()?));
         let directives = entry_directives(&self.path)?;
         let (rest, kernels) = split(&compiled, &["perpetua_kernel_", "perpetua_body_"], &directives)?;
-        write_if_new(&self.copy_to.join("kernels.ptx"), kernels.as_bytes())?;
+        let deflated_kernels = self.embed("kernels.ptx", kernels.as_bytes())?;
         let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
-        let ptx_path = self.copy_to.join("perpetua.ptx");
-        write_if_new(&ptx_path, ptx.as_bytes())?;
-        let assembler = self.assemble(&ptx_path)?;
+        let deflated_ptx = self.embed("perpetua.ptx", ptx.as_bytes())?;
+        let assembled = self.assemble(&self.copy_to.join("perpetua.ptx"))?;
         let built_with = format!(
             "{}; {}; {}; ptx fnv-1a {:016x}",
             self.toolchain.version,
             self.flags().join(" "),
-            assembler.as_deref().unwrap_or("no ptxas"),
+            assembled.as_ref().map_or("no ptxas", |(ptxas, _)| ptxas),
             fnv1a(ptx.as_bytes()),
         );
-        write_if_new(&self.copy_to.join("perpetua.built_with"), built_with.as_bytes())?;
-        let cubin = match assembler {
-            Some(_) => "Some(include_bytes!(concat!(env!(\"OUT_DIR\"), \"/perpetua.cubin\")))",
-            None => "None",
+        let cubin = match assembled {
+            Some((_, cubin)) => format!("Some({})", self.embed("perpetua.cubin", &cubin)?),
+            None => "None".to_owned(),
         };
-        let code = format!(
-            "Some(DeviceImage {{\n    ptx: include_str!(concat!(env!(\"OUT_DIR\"), \"/perpetua.ptx\")),\n    cubin: \
-             {cubin},\n    built_with: include_str!(concat!(env!(\"OUT_DIR\"), \"/perpetua.built_with\")),\n}})\n"
-        );
-        let kernels = "Some(include_str!(concat!(env!(\"OUT_DIR\"), \"/kernels.ptx\")))\n";
-        write_if_new(&self.copy_to.join("device_kernels.rs"), kernels.as_bytes())?;
-        write_if_new(&self.copy_to.join("device_image.rs"), code.as_bytes())
+        let image = format!("DeviceImage {{ ptx: {deflated_ptx}, cubin: {cubin}, built_with: {built_with:?} }}");
+        write_if_new(&self.copy_to.join("device_kernels.rs"), format!("Some({deflated_kernels})\n").as_bytes())?;
+        write_if_new(&self.copy_to.join("device_image.rs"), format!("Some({image})\n").as_bytes())
+    }
+
+    /// Writes `bytes` to the file `name`, and beside it deflated; the code of what is embedded of it.
+    fn embed(&self, name: &str, bytes: &[u8]) -> Result<String, String> {
+        write_if_new(&self.copy_to.join(name), bytes)?;
+        let deflated = format!("{name}.z");
+        write_if_new(&self.copy_to.join(&deflated), &compress_to_vec_zlib(bytes, 6))?;
+        Ok(format!("Deflated::new(include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{deflated}\")), {})", bytes.len()))
     }
 
     fn flags(&self) -> Vec<String> {
@@ -214,7 +218,7 @@ impl DeviceBuilder {
 
     /// Assembles the PTX where there is a ptxas; says which. What it made of the same PTX before, for whatever profile, is
     /// taken again: it takes a minute.
-    fn assemble(&self, ptx: &Path) -> Result<Option<String>, String> {
+    fn assemble(&self, ptx: &Path) -> Result<Option<(String, Vec<u8>)>, String> {
         let local = self.target_dir.parent().map(|target| target.join("ptxas/bin/ptxas")).unwrap_or_default();
         // A file that is missing would have cargo build anew every time; `./x setup` says when it has come.
         if local.is_file() {
@@ -256,8 +260,7 @@ impl DeviceBuilder {
             }
             fs::rename(&unfinished, &cubin).map_err(|e| io(&cubin, e))?;
         }
-        write_if_new(&self.copy_to.join("perpetua.cubin"), &fs::read(&cubin).map_err(|e| io(&cubin, e))?)?;
-        Ok(Some(format!("ptxas {version}")))
+        Ok(Some((format!("ptxas {version}"), fs::read(&cubin).map_err(|e| io(&cubin, e))?)))
     }
 }
 

@@ -96,7 +96,7 @@ fn ptx() -> Option<&'static str> {
     if image.is_none() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
     }
-    image.map(|image| image.ptx)
+    image.map(|image| image.ptx())
 }
 
 /// The text of entry `name`: its head (parameters and directives) and its body.
@@ -443,7 +443,7 @@ fn ptxas() -> Option<String> {
 #[test]
 fn a_cubin_is_embedded() {
     let (Some(image), Some(ptxas)) = (device_image(), ptxas()) else { return };
-    assert!(image.cubin.is_some(), "there is {ptxas}, but the build found none");
+    assert!(image.cubin().is_some(), "there is {ptxas}, but the build found none");
 }
 
 #[test]

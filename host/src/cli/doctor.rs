@@ -3,7 +3,7 @@
 use super::{Outcome, Rows, bytes, print};
 use perpetua::cuda::driver::{DeviceInfo, Driver};
 use perpetua::cuda::{self, PtxIsa};
-use perpetua::device_image::{DeviceImage, device_image};
+use perpetua::device_image::device_image;
 use perpetua::exec::memory::available_bytes;
 use perpetua::exec::threads::{allowed_cores, usable_cores};
 
@@ -26,12 +26,12 @@ pub(crate) fn run(_: &Args) -> Outcome {
     }
     match device_image() {
         Some(image) => {
-            let cubin = image.cubin.map_or(
+            let cubin = image.cubin().map_or(
                 "no cubin (the driver compiles the PTX; mend: ./x setup, then build again)".to_owned(),
                 |cubin| format!("cubin {}", bytes(cubin.len() as u64)),
             );
-            let isa = PtxIsa::of_text(image.ptx).map_or(String::new(), |isa| format!("ISA {isa}, "));
-            row("device image", format!("PTX {isa}{}, {cubin}; {}", bytes(image.ptx.len() as u64), image.built_with));
+            let isa = PtxIsa::of_text(image.ptx()).map_or(String::new(), |isa| format!("ISA {isa}, "));
+            row("device image", format!("PTX {isa}{}, {cubin}; {}", bytes(image.ptx().len() as u64), image.built_with));
         }
         None => row(
             "device image",
@@ -42,7 +42,9 @@ pub(crate) fn run(_: &Args) -> Outcome {
     match cuda::libcuda() {
         Ok(driver) => {
             let version = driver.version().map_err(|error| error.to_string());
-            row("NVIDIA driver", version.map_or_else(|error| error, |version| driver_line(version, device_image())));
+            let offered = device_image()
+                .map(|image| Offered { isa: PtxIsa::of_text(image.ptx()), cubin_cuda: image.cubin_cuda() });
+            row("NVIDIA driver", version.map_or_else(|error| error, |version| driver_line(version, offered)));
             match driver.devices() {
                 Ok(devices) if devices.is_empty() => row("GPU", cuda::GpuError::NoDevice.to_string()),
                 Ok(devices) => devices.iter().for_each(|device| row("GPU", describe(device))),
@@ -56,22 +58,28 @@ pub(crate) fn run(_: &Args) -> Outcome {
     print(&rows.0)
 }
 
-/// What a driver of CUDA `version` is, and what of `image` it loads.
-fn driver_line(version: u32, image: Option<DeviceImage>) -> String {
+/// What a device image offers a driver: PTX of a version, and a cubin that a CUDA's ptxas made.
+struct Offered {
+    isa: Option<PtxIsa>,
+    cubin_cuda: Option<(u32, u32)>,
+}
+
+/// What a driver of CUDA `version` is, and what of the image it loads.
+fn driver_line(version: u32, offered: Option<Offered>) -> String {
     let cuda = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
     let Some(taken) = PtxIsa::of_driver(version) else {
         return format!("{cuda}, older than 12.0, which this program wants: update it");
     };
     let at_least = if PtxIsa::is_at_least(version) { "at least " } else { "" };
     let takes = format!("{cuda}, takes PTX ISA {at_least}{taken}");
-    let Some(image) = image else { return takes };
-    let ptx = match PtxIsa::of_text(image.ptx) {
+    let Some(Offered { isa, cubin_cuda }) = offered else { return takes };
+    let ptx = match isa {
         Some(wanted) if wanted > taken => Err(format!("this build's PTX is {wanted}, which it does not take")),
         Some(wanted) => Ok(format!("this build's PTX is {wanted}")),
         None => Err("this build's PTX does not say its version".to_owned()),
     };
     // CUDA promises that cubins load in drivers of the same major version, and newer ones.
-    let verdict = match (image.cubin_cuda(), ptx) {
+    let verdict = match (cubin_cuda, ptx) {
         (Some((major, minor)), _) if major <= version / 1000 => {
             format!("the cubin, of CUDA {major}.{minor}, will be loaded")
         }
@@ -112,39 +120,34 @@ mod tests {
 
     #[test]
     fn the_driver_is_told_what_it_will_load() {
-        let with = |ptx: &'static str, cubin: Option<&'static [u8]>| {
-            let built_with =
-                "rustc 1.95.0; -Ctarget-cpu=sm_90a; ptxas Build cuda_13.0.r13.0/compiler.1_0; ptx fnv-1a 0";
-            Some(DeviceImage { ptx, cubin, built_with })
-        };
-        let ptx = "// LLVM\n.version 8.6\n.target sm_90a\n";
-        for (version, image, line) in [
+        let with = |cubin_cuda| Some(Offered { isa: PtxIsa::of_text(".version 8.6\n.target sm_90a\n"), cubin_cuda });
+        for (version, offered, line) in [
             (12080, None, "CUDA 12.8, takes PTX ISA 8.7"),
             (
                 12080,
-                with(ptx, None),
+                with(None),
                 "CUDA 12.8, takes PTX ISA 8.7; the PTX will be compiled (this build's PTX is 8.6; there is no cubin)",
             ),
             (
                 12080,
-                with(ptx, Some(&[])),
+                with(Some((13, 0))),
                 "CUDA 12.8, takes PTX ISA 8.7; the cubin, of CUDA 13.0, is tried first, and where it is too new for the driver \
                  the PTX is compiled (this build's PTX is 8.6)",
             ),
-            (13000, with(ptx, Some(&[])), "CUDA 13.0, takes PTX ISA 9.0; the cubin, of CUDA 13.0, will be loaded"),
+            (13000, with(Some((13, 0))), "CUDA 13.0, takes PTX ISA 9.0; the cubin, of CUDA 13.0, will be loaded"),
             (
                 99000,
-                with(ptx, Some(&[])),
+                with(Some((13, 0))),
                 "CUDA 99.0, takes PTX ISA at least 9.1; the cubin, of CUDA 13.0, will be loaded",
             ),
             (
                 12060,
-                with(ptx, Some(&[])),
+                with(Some((13, 0))),
                 "CUDA 12.6, takes PTX ISA 8.5; update it: this build's PTX is 8.6, which it does not take",
             ),
             (11080, None, "CUDA 11.8, older than 12.0, which this program wants: update it"),
         ] {
-            assert_eq!(driver_line(version, image), line);
+            assert_eq!(driver_line(version, offered), line);
         }
     }
 }

@@ -269,8 +269,8 @@ impl Gpu {
     pub(crate) fn load_module(&self) -> Result<Module, GpuError> {
         let image = device_image().ok_or(GpuError::NoImage)?;
         // As a C string: that is how the driver knows where it ends.
-        let compile = || self.driver().load_module(&[image.ptx.as_bytes(), &[0]].concat());
-        let Some(cubin) = image.cubin else { return Ok(compile()?) };
+        let compile = || self.driver().load_module(&[image.ptx().as_bytes(), &[0]].concat());
+        let Some(cubin) = image.cubin() else { return Ok(compile()?) };
         match self.load_cubin(cubin) {
             // A driver older than the ptxas that made it, perhaps; it may know the PTX all the same.
             Err(refused) if refused.code != code::OUT_OF_MEMORY && !refused.is_sticky() => {

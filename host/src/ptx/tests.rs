@@ -156,7 +156,7 @@ fn everything_that_is_embedded_is_understood() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
         return;
     };
-    let module = Module::parse(image.ptx).expect("the kernels");
+    let module = Module::parse(image.ptx()).expect("the kernels");
     assert!(module.entries().any(|name| name == perpetua_shared::launch::ENTRY));
     if let Some(kernels) = device_kernels() {
         Module::parse(kernels).expect("every macro kernel alone");
