@@ -63,9 +63,11 @@ fn passes(prompt: &[u32], answer: &[u32], max_drafts: u32) -> Vec<usize> {
         let chosen = &text[first..][..rows];
         let mut tokens = tokens.borrow_mut();
         let mut made = 1;
-        match rows {
-            1 => advance(&mut control, &programs, chosen[0]),
-            _ => made = advance_verified(&mut control, &programs, chosen, &tokens[first..][..rows - 1]),
+        if rows == 1 {
+            advance(&mut control, &programs, chosen[0]);
+        } else {
+            let (given, draft) = (|row: u32| chosen[row as usize], |row: u32| tokens[first + row as usize]);
+            made = advance_verified(&mut control, &programs, rows as u32, given, draft) as usize;
         }
         tokens[first..][..made].copy_from_slice(&chosen[..made]);
     }

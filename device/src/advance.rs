@@ -7,9 +7,7 @@
 use crate::lookup;
 use perpetua_shared::TaskFlags;
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request, Sequence, Step};
-#[cfg(not(target_arch = "nvptx64"))]
-use perpetua_shared::image::VERIFIES;
-use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc};
+use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc, VERIFIES};
 
 /// The program for `pending` rows: the smallest that takes them all in one pass, else the largest there is.
 /// `None` when the image has no program in the token loop.
@@ -153,31 +151,64 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     go_on(control, programs, step, end);
 }
 
-/// [`advance`] after a pass that verified `drafts`, tokens guessed to follow the one its first row has read. Row `i` gives the token
-/// `chosen[i]`, which counts if all that the rows up to it have read are what they should have: if the drafts before were chosen, too.
-/// Returns how many count.
-#[cfg(not(target_arch = "nvptx64"))]
-pub fn advance_verified(control: &mut Control, programs: &[ProgramDesc], chosen: &[u32], drafts: &[u32]) -> usize {
+/// [`advance`] after a pass that verified drafts, tokens guessed to follow the one its first row has read: of its `rows` rows, one at least, row
+/// `i` gives the token `chosen(i)`, and row `i + 1` has read `draft(i)`. What a row gives counts if all that the rows up to it have read is what
+/// it should have been: if the drafts before were chosen, too. Returns how many count.
+#[inline(always)]
+pub fn advance_verified(
+    control: &mut Control,
+    programs: &[ProgramDesc],
+    rows: u32,
+    chosen: impl Fn(u32) -> u32,
+    draft: impl Fn(u32) -> u32,
+) -> u32 {
     let step = end_pass(control);
     let mut made = 0;
     let end = loop {
-        let token = chosen[made];
+        let token = chosen(made);
         made += 1;
-        let end = count(control, token, step.first_pos + made as u32);
-        if end != End::Running || drafts.get(made - 1) != Some(&token) {
+        let end = count(control, token, step.first_pos + made);
+        if end != End::Running || made >= rows || draft(made - 1) != token {
             break end;
         }
     };
     // As long as all are right, twice as many; where one was wrong, no more than came before it and one.
-    let right = made as u32 - 1;
-    let n_drafts = if right == drafts.len() as u32 { 2 * right } else { right + 1 };
-    control.n_drafts = n_drafts.clamp(1, control.max_drafts.max(1));
-    go_on(control, programs, Step { rows: made as u32, ..step }, end);
+    let n_drafts = if made == rows { 2 * (made - 1) } else { made };
+    control.n_drafts = n_drafts.min(control.max_drafts).max(1);
+    go_on(control, programs, Step { rows: made, ..step }, end);
     made
 }
 
-/// Has a next pass that would read the last of `tokens`, and no others, verify guesses too: what followed when the text last went as it does
-/// now, handed to `put` with their positions. What is made does not depend on them. (Prompt lookup decoding: Saxena 2023.)
+/// The program by which the next pass may verify drafts, and how many of them, one at least; `None` where it reads others than the last token,
+/// makes none, or nobody wants any.
+#[inline(always)]
+pub fn room_for_drafts(control: &Control, programs: &[ProgramDesc]) -> Option<(u32, u32)> {
+    let step = control.step;
+    if control.max_drafts == 0 || step.program == NO_PROGRAM || step.rows != 1 || step.sampling != 1 {
+        return None;
+    }
+    // Each but the last row gives one of the tokens that are still to be made, and has a place in the cache.
+    let to_make = control.requests[0].max_new_tokens.saturating_sub(control.produced + 1);
+    let places = control.max_context.saturating_sub(step.first_pos + 1);
+    let (mut most, mut verifies) = (control.n_drafts.min(to_make).min(places), NO_PROGRAM);
+    for (at, program) in (0..).zip(programs) {
+        if program.in_token_loop == VERIFIES {
+            (most, verifies) = (most.min(program.max_rows - 1), at);
+        }
+    }
+    (verifies != NO_PROGRAM && most > 0).then_some((verifies, most))
+}
+
+/// Has the next pass, which would read one row, verify `n` drafts by `program`, as [`room_for_drafts`] has said.
+#[inline(always)]
+pub fn verify_next(control: &mut Control, program: u32, n: u32) {
+    control.step.program = program;
+    control.step.program_runs = control.program_runs[program as usize];
+    control.step.rows = 1 + n;
+}
+
+/// Has a next pass that would read the last of the text's tokens, which `token` gives, and no others, verify guesses too: what followed when the text last
+/// went as it does now, handed to `put` with their positions. What is made does not depend on them. (Prompt lookup decoding: Saxena 2023.)
 #[cfg(not(target_arch = "nvptx64"))]
 pub fn draft(
     control: &mut Control,
@@ -185,19 +216,11 @@ pub fn draft(
     token: impl Fn(u32) -> u32,
     mut put: impl FnMut(u32, u32),
 ) {
-    let step = control.step;
-    if control.max_drafts == 0 || step.program == NO_PROGRAM || (step.rows, step.sampling) != (1, 1) {
-        return;
-    }
-    let Some(at) = programs.iter().position(|program| program.in_token_loop == VERIFIES) else { return };
-    // Each but the last row gives one of the tokens that are still to be made, and has a place in the cache.
-    let to_make = control.requests[0].max_new_tokens.saturating_sub(control.produced + 1);
-    let places = control.max_context.saturating_sub(step.first_pos + 1);
-    let most = control.n_drafts.min(programs[at].max_rows - 1).min(to_make).min(places);
-    let Some(first) = lookup::continuation(control.n_tokens, &token).filter(|_| most > 0) else { return };
+    let Some((program, most)) = room_for_drafts(control, programs) else { return };
+    let Some(first) = lookup::continuation(control.n_tokens, &token) else { return };
     // What follows may reach into what is being put.
     (0..most).for_each(|i| put(control.n_tokens + i, token(first + i)));
-    control.step = Step { program: at as u32, program_runs: control.program_runs[at], rows: 1 + most, ..step };
+    verify_next(control, program, most);
 }
 
 /// Counts the pass that has ended, and gives its step.
@@ -414,9 +437,9 @@ mod tests {
             assert!(at - 1 + step.rows as usize <= control.max_context as usize, "a row without a place in the cache");
             let chosen: Vec<u32> = (0..step.rows as usize).map(|row| next(&text.borrow()[..at + row])).collect();
             if programs[step.program as usize].in_token_loop == VERIFIES {
-                let drafts = text.borrow()[at..][..chosen.len() - 1].to_vec();
-                let made = advance_verified(control, &programs, &chosen, &drafts);
-                text.borrow_mut()[at..][..made].copy_from_slice(&chosen[..made]);
+                let (chosen, drafts) = (|row| chosen[row as usize], |row| text.borrow()[at + row as usize]);
+                let made = advance_verified(control, &programs, step.rows, chosen, drafts);
+                (0..made).for_each(|row| text.borrow_mut()[at + row as usize] = chosen(row));
             } else {
                 let token = *chosen.last().expect("a pass has rows");
                 if step.sampling == 1 {

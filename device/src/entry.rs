@@ -127,9 +127,9 @@ impl Image for DeviceImage {
     #[inline(always)]
     fn is_left_out(&self, _: u32, step: &Step) -> bool {
         let flags = turn::flags();
-        // The tasks of a sequence that has ended have no rows, and nothing to do.
-        let has_ended = TaskFlags::sequence(flags).is_some() && turn::seen().rows == 0;
-        has_ended || step.sampling == 0 && flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
+        // The tasks of a sequence that has ended have no rows, and nothing to do; nor have those of a row that the pass does not have.
+        let has_none = TaskFlags::names_part(flags) && turn::seen().rows == 0;
+        has_none || step.sampling == 0 && flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
     }
 
     #[inline(always)]
@@ -184,18 +184,16 @@ impl DeviceImage {
         unsafe {
             turn::fetch(self.turn(id), words, pass, block);
             block.sync();
-            let number = TaskFlags::sequence(turn::flags());
-            if pass.sequence == 0 && number.is_none() {
+            let flags = turn::flags();
+            if pass.sequence == 0 && !TaskFlags::names_part(flags) {
                 return;
             }
             if pass.sequence != 0 {
                 let parts = core::ptr::with_exposed_provenance(param!(self, parts) as usize);
                 turn::shift(parts, pass.sequence, words, block);
             }
-            if let Some(number) = number
-                && block.thread == 0
-            {
-                turn::see(self.seen_by(number));
+            if TaskFlags::names_part(flags) && block.thread == 0 {
+                turn::see(self.seen_by(flags, pass));
             }
             block.sync();
         }
@@ -215,22 +213,23 @@ impl DeviceImage {
         (data.wrapping_add(first as usize), n)
     }
 
-    /// What a task of sequence `number` sees of a pass over a batch.
+    /// What a task with `flags`, which name a part of it, sees of `pass`.
     ///
     /// # Safety
-    /// See [`DeviceImage`]; the batch has the sequence.
+    /// See [`DeviceImage`]; the batch has the sequence, if they name one.
     #[inline(always)]
-    unsafe fn seen_by(&self, number: usize) -> Seen {
+    unsafe fn seen_by(&self, flags: u16, pass: Seen) -> Seen {
+        let Seen { first_pos, rows, sequence } = pass;
         let control = core::ptr::with_exposed_provenance::<Control>(param!(self, control) as usize);
         // SAFETY: the caller's promise; nobody writes them before the pass has ended, and the wait for the one before has made them
         // visible.
-        let sequence = unsafe {
+        let sequence_at = |number: usize| unsafe {
             let sequence = (&raw const (*control).sequences).cast::<Sequence>().add(number);
             let (position, end) = (&raw const (*sequence).position, &raw const (*sequence).end);
             let [position, end] = [memory::load_volatile(position), memory::load_volatile(end)];
             Sequence { position, end, ..Sequence::default() }
         };
-        Seen::of(&step_of(TaskFlags::of_sequence(number), &Step::default(), |_| sequence))
+        Seen::of(&step_of(flags, &Step { first_pos, rows, sequence, ..Step::default() }, sequence_at))
     }
 }
 
@@ -334,8 +333,7 @@ impl BlockBody<'_> {
     fn call(&self, step: &Step) -> Call<'_> {
         // SAFETY: see `DeviceImage`.
         let programs = unsafe { entries(param!(self.image, programs), 0, param!(self.image, n_programs)) };
-        let Step { program_runs, iteration, .. } = *step;
-        Call { program_runs, iteration, programs, tiles: Some(&self.tiles), launch: Some(self.image.params) }
+        Call { program_runs: step.program_runs, programs, tiles: Some(&self.tiles), launch: Some(self.image.params) }
     }
 }
 

@@ -29,7 +29,6 @@ pub mod worker;
 pub mod cpu;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod io;
-#[cfg(not(target_arch = "nvptx64"))]
 pub mod lookup;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod turns;

@@ -7,13 +7,25 @@ pub const MIN_NGRAM: u32 = 2;
 /// Tokens at the text's end that are compared: of places where as many agree the latest is taken.
 pub const MAX_NGRAM: u32 = 4;
 
+/// How many of the last tokens of a text of `n`, of which `token` gives each, the tokens before `end` are, which is less: [`MAX_NGRAM`] at most.
+#[inline(always)]
+pub fn alike(n: u32, end: u32, token: impl Fn(u32) -> u32) -> u32 {
+    let most = if end < MAX_NGRAM { end } else { MAX_NGRAM };
+    let mut alike = 0;
+    while alike < most && token(end - 1 - alike) == token(n - 1 - alike) {
+        alike += 1;
+    }
+    alike
+}
+
 /// Where in a text of `n` tokens, of which `token` gives each, what followed its last tokens begins: behind the latest of those places where most
 /// of them stood, [`MIN_NGRAM`] at least and [`MAX_NGRAM`] at most.
+#[cfg(not(target_arch = "nvptx64"))]
 pub fn continuation(n: u32, token: impl Fn(u32) -> u32) -> Option<u32> {
     let last = token(n.checked_sub(1)?);
     let (mut found, mut longest) = (None, MIN_NGRAM - 1);
     for end in (1..n).rev().filter(|end| token(end - 1) == last) {
-        let alike = (1..MAX_NGRAM.min(end)).take_while(|i| token(end - 1 - i) == token(n - 1 - i)).count() as u32 + 1;
+        let alike = alike(n, end, &token);
         if alike > longest {
             (found, longest) = (Some(end), alike);
         }

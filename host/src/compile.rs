@@ -133,9 +133,6 @@ pub enum CompileError {
         /// Why not.
         why: &'static str,
     },
-    /// A pass verifies drafts, and GPU kernels do not.
-    #[error("program {0} verifies drafts: expected a target of CPU workers")]
-    Drafts(String),
     /// A task waits on more events than its descriptor counts, or triggers more.
     #[error("operator {op}, block {block:?}: {what} {given} events, expected at most {MAX_TASK_EVENTS}")]
     TaskEvents {
@@ -274,9 +271,6 @@ fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), Co
 
 /// Everything about program `number` that the others do not matter to.
 fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, Program), CompileError> {
-    if source.graph.pass == Pass::Verify && config.target.has_loaders {
-        return Err(CompileError::Drafts(source.name));
-    }
     if !source.graph.is_ended() {
         source.graph.advance()?;
     }

@@ -72,9 +72,9 @@ pub struct LaunchParams {
     pub prefetch_heads: u64,
     /// [`PrefetchOp`](crate::PrefetchOp)s: as many as the last head says.
     pub prefetches: u64,
-    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed, which the host may read while the kernel runs. Entry `i`
-    /// is written when iteration `iteration + i` has ended. In a run over a batch an entry is a place in the token buffer: that of a token
-    /// when it has been made, and that of the last token read by a pass that reads a prompt.
+    /// `[Mail; n_mail]` in memory of the host that the GPU has mapped, zeroed, which the host may read while the kernel runs. An entry is
+    /// a place in the token buffer, and is written when the pass has ended that has made the token there; or, of a pass that makes none, that has
+    /// read a prompt up to the token there.
     pub mailbox: u64,
     /// `[u32; n_workers]`, zeroed: one more than the task each worker began last.
     pub positions: u64,
@@ -101,7 +101,7 @@ pub struct LaunchParams {
     pub n_workers: u32,
     /// Iterations that have run since the counters were zeroed.
     pub iteration: u32,
-    /// See [`LaunchParams::mailbox`]; iterations beyond it are not reported.
+    /// See [`LaunchParams::mailbox`]; places beyond it are not reported.
     pub n_mail: u32,
     /// See [`LaunchParams::trace`]; 0: no times are taken.
     pub n_trace: u32,
@@ -113,12 +113,13 @@ pub struct LaunchParams {
 
 const _: () = assert!(size_of::<LaunchParams>() == 22 * 8 + 12 * 4);
 
-/// How an iteration ended, in the mailbox, or how one did for a sequence of a batch. The word is written at once, so a host that sees it not zero sees all of it,
+/// How a pass ended, in the mailbox, or how one did for a sequence of a batch. Of a pass that makes several tokens of a sequence
+/// there are as many, all with the same number of tokens in the cache. The word is written at once, so a host that sees it not zero sees all of it,
 /// and no fence is needed; the time may come later, though not after the kernel's end.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 pub struct Mail {
-    /// [`Mail::word_of`] of the iteration; 0: it has not ended.
+    /// [`Mail::word_of`] of the pass; 0: it has not ended.
     pub word: u64,
     /// The GPU's clock at its end.
     pub stamp_ns: u64,
@@ -135,7 +136,7 @@ impl Mail {
         }
     }
 
-    /// How many tokens are in the cache, and the token made; `None` before the iteration's end.
+    /// How many tokens are in the cache, and the token made; `None` before the pass's end.
     pub const fn read(word: u64) -> Option<(u32, Option<u32>)> {
         if word == 0 {
             return None;

@@ -119,6 +119,11 @@ impl TaskFlags {
         (sequence as u16 + 1) << 8
     }
 
+    /// Whether `flags` name a row or a sequence, so that the task sees a part of the pass.
+    pub const fn names_part(flags: u16) -> bool {
+        flags & !(Self::ONLY_WHEN_SAMPLING | Self::JUST_IN_TIME) != 0
+    }
+
     /// The sequence `flags` name, if they do.
     pub const fn sequence(flags: u16) -> Option<usize> {
         (flags as usize >> 8).checked_sub(1)

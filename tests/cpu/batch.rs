@@ -212,7 +212,14 @@ const EVERYWHERE: [On; 3] = [On::Simt, On::Ptx(cuda::Mode::Persistent), On::Ptx(
 
 /// Judges what a batch has `made` of `prompts`, with the `logits` of its last pass, by what `cpu` says of each sequence alone: the logits
 /// that its last token was chosen from, but for rounding of a part `allowed`, where it was in that pass.
-fn judge(cpu: &mut Engine, prompts: &[Vec<u32>], made: &[Vec<u32>], logits: &[f32], allowed: f64, what: &str) {
+pub(super) fn judge(
+    cpu: &mut Engine,
+    prompts: &[Vec<u32>],
+    made: &[Vec<u32>],
+    logits: &[f32],
+    allowed: f64,
+    what: &str,
+) {
     let longest = made.iter().map(Vec::len).max().unwrap();
     let vocab = cpu.model().config().vocab_size();
     for (number, (prompt, made)) in prompts.iter().zip(made).enumerate().filter(|(_, (_, made))| made.len() == longest)

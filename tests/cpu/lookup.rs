@@ -1,13 +1,15 @@
-//! Prompt lookup: tokens guessed from the text so far and verified in one pass change how long a text takes, and nothing else.
+//! Prompt lookup: tokens guessed from the text so far and verified in one pass change how long a text takes, and nothing else; on a GPU, where a
+//! pass of several rows rounds what it multiplies, the logits but for that.
 
+use super::batch::{On, judge};
+use super::cuda::has_kernel;
+use super::interpreted::{cases, random_model};
 use super::models::MODELS;
-use super::simt::broken_rule;
-use perpetua::compile::{CompileError, Config, compile};
-use perpetua::engine::{EngineError, decoder_sources};
-use perpetua::graph::lower::Target;
+use super::simt::{MANY_ROWS, broken_rule, model as small_model};
+use perpetua::engine::EngineError;
+use perpetua::exec::cuda;
 use perpetua::image::encode::Parts;
 use perpetua::model::Quantize;
-use perpetua::model::decoder::{Cache, Head};
 use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::image::VERIFIES;
 use perpetua_shared::{ProgramId, TaskFlags};
@@ -194,16 +196,128 @@ fn what_cannot_be_is_refused_in_a_line() {
     let refused = |config: EngineConfig| Engine::new(&model, &config).unwrap_err();
     assert_eq!(refused(config(0)).to_string(), "prompt lookup 0: expected 1 to 15 tokens");
     assert_eq!(refused(config(16)).to_string(), "prompt lookup 16: expected 1 to 15 tokens");
-    let on_gpu = refused(EngineConfig { device: Device::Simt, ..config(4) });
-    assert_eq!(
-        on_gpu.to_string(),
-        "prompt lookup on a GPU: expected device cpu or reference: no GPU kernel verifies guesses"
-    );
     let logits = refused(EngineConfig { all_logits: true, ..config(4) });
     assert!(matches!(logits, EngineError::Purpose(_)), "{logits}");
-    let sources = decoder_sources(&model, &[4], Cache::bf16(64), Head::Verify).unwrap();
-    let refused = compile(sources, &Config::new(Target::gpu(4))).unwrap_err();
-    assert!(matches!(&refused, CompileError::Drafts(name) if name == "verify 4"), "{refused}");
+}
+
+const GPUS: [On; 2] = [On::Simt, On::Ptx(cuda::Mode::Persistent)];
+
+fn gpu_config(prompt_lookup: Option<usize>) -> EngineConfig {
+    EngineConfig { max_context: Some(96), chunks: vec![5, 16], prompt_lookup, exact: true, ..EngineConfig::default() }
+}
+
+fn cpu(model: &Model) -> Engine {
+    Engine::new(model, &EngineConfig { device: Device::Cpu, threads: Some(2), ..gpu_config(None) }).unwrap()
+}
+
+/// Has `engine` go on with `prompt`, and judges its last logits by what `cpu` says after the same tokens; how many passes fewer it took than one
+/// for each token.
+fn judged(engine: &mut Engine, cpu: &mut Engine, prompt: &[u32], n: usize, allowed: f64, what: &str) -> usize {
+    let (tokens, end, logits) = made(engine, prompt, &options(n));
+    assert_eq!((tokens.len(), end), (n, Some(End::MaxTokens)), "{what}");
+    let logits: Vec<f32> = logits.into_iter().map(f32::from_bits).collect();
+    judge(cpu, &[prompt.to_vec()], &[tokens], &logits, allowed, &format!("{what}, {n} tokens"));
+    // The simulated GPU keeps no times.
+    let passes = if engine.resident_mut().cuda().is_some() { passes(engine, prompt) } else { n - 1 };
+    assert!(passes < n, "{what}: {passes} passes");
+    n - 1 - passes
+}
+
+/// Whatever the weights, experts and windows: after each number of tokens, which ends a run within a pass that verifies, or behind it.
+#[test]
+fn a_gpu_verifies_guesses() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, small) = small_model(MANY_ROWS);
+    let quantized = [Quantize::Q8, Quantize::Q4].map(|how| small.quantize(how, |_| {}).unwrap());
+    let others = ["tiny-qwen3-moe", "tiny-gemma3"].map(fixture);
+    let mut fewer = 0;
+    for (model, name, lengths) in [
+        (&small, "small", &[2, 9, 22][..]),
+        (&quantized[0], "8 bits", &[11]),
+        (&quantized[1], "4 bits", &[5]),
+        (&others[0], "experts", &[7]),
+        (&others[1], "windows", &[7]),
+    ] {
+        let (prompt, mut cpu) = (prompt(model, 23), cpu(model));
+        for at in GPUS {
+            let mut engine = Engine::new(model, &at.config(5, gpu_config(Some(5)))).unwrap();
+            let mut run = |n: &usize| judged(&mut engine, &mut cpu, &prompt, *n, 3e-2, &format!("{at:?}, {name}"));
+            fewer += lengths.iter().map(&mut run).sum::<usize>();
+        }
+    }
+    assert!(fewer > 4, "{fewer} passes fewer: guesses are hardly ever right, and this shows little");
+}
+
+#[test]
+fn on_a_gpu_it_ends_where_it_would_end() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small_model(MANY_ROWS);
+    for at in GPUS {
+        let mut engine = Engine::new(&model, &at.config(3, gpu_config(Some(7)))).unwrap();
+        for len in [88, 95, 96] {
+            let (tokens, end, _) = made(&mut engine, &prompt(&model, len), &options(40));
+            assert_eq!((tokens.len(), end), (97 - len, Some(End::ContextFull)), "{at:?}");
+        }
+        let prompt = prompt(&model, 23);
+        let whole = made(&mut engine, &prompt, &options(30));
+        assert_eq!(made(&mut engine, &prompt, &options(30)), whole, "{at:?}: once more");
+        let stop = whole.0[17];
+        let until = whole.0.iter().position(|token| *token == stop).unwrap() + 1;
+        let stopped = GenerateOptions { stop_tokens: Some(vec![stop]), ..options(30) };
+        let (tokens, end, _) = made(&mut engine, &prompt, &stopped);
+        assert_eq!((&tokens[..], end), (&whole.0[..until], Some(End::StopToken)), "{at:?}");
+        // Dropped after its first token, and told to stop.
+        let first = engine.generate(&prompt, &options(60)).unwrap().next().unwrap().unwrap();
+        assert_eq!(first.id, whole.0[0], "{at:?}");
+        let generation = engine.generate(&prompt, &options(60)).unwrap();
+        generation.stop();
+        let some: Vec<u32> = generation.map(|token| token.unwrap().id).collect();
+        assert!(whole.0.starts_with(&some[..some.len().min(30)]), "{at:?}");
+        assert_eq!(made(&mut engine, &prompt, &options(30)), whole, "{at:?}: afterwards");
+    }
+}
+
+/// Launched ahead, passes cannot depend on the text: one for each operator guesses nothing.
+#[test]
+fn a_launch_per_operator_guesses_nothing() {
+    if !has_kernel() {
+        return;
+    }
+    let (_dir, model) = small_model(MANY_ROWS);
+    let (prompt, at) = (prompt(&model, 23), On::Ptx(cuda::Mode::PerOperator));
+    let plain = made(&mut Engine::new(&model, &at.config(3, gpu_config(None))).unwrap(), &prompt, &options(12));
+    let mut engine = Engine::new(&model, &at.config(3, gpu_config(Some(5)))).unwrap();
+    assert_eq!(made(&mut engine, &prompt, &options(12)), plain);
+    assert_eq!(passes(&engine, &prompt), 11);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6, ..ProptestConfig::default() })]
+
+    #[test]
+    fn random_models_verify_guesses_on_a_gpu(
+        case in cases(),
+        prompt in proptest::collection::vec(0u32..3, 2..40),
+        drafts in 1usize..16,
+        n in 2usize..9,
+        is_late in any::<bool>(),
+    ) {
+        if !has_kernel() {
+            return Ok(());
+        }
+        let (_dir, model) = random_model(&case);
+        let just_in_time = if is_late { vec!["attention".to_owned()] } else { Vec::new() };
+        let config = EngineConfig { just_in_time, ..gpu_config(Some(drafts)) };
+        let mut cpu = cpu(&model);
+        for at in GPUS {
+            let mut engine = Engine::new(&model, &at.config(case.n_sms, config.clone())).unwrap();
+            judged(&mut engine, &mut cpu, &prompt, n, 5e-2, &format!("{at:?}"));
+        }
+    }
 }
 
 /// Read as a prompt is, by a pass that samples nothing, tokens are no guesses.

@@ -18,7 +18,7 @@ use crate::worker::ImageView;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::dtype::Q4_BLOCK;
-use perpetua_shared::image::ProgramDesc;
+use perpetua_shared::image::{ProgramDesc, VERIFIES};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, flag};
@@ -391,7 +391,8 @@ impl Case {
             operand_count: self.operands.len() as u32,
             ..TaskDesc::zeroed()
         };
-        let programs = [ProgramDesc { max_rows: 1, in_token_loop: 1, ..ProgramDesc::zeroed() }];
+        let program = |max_rows, in_token_loop| ProgramDesc { max_rows, in_token_loop, ..ProgramDesc::zeroed() };
+        let programs = [program(1, 1), program(DRAFT_ROWS, VERIFIES)];
         let mut device = self.memory.clone();
         let tensors = |memory: &mut [Vec<u128>], operands: &[Operand]| -> Vec<Tensor> {
             let pairs = memory.iter_mut().zip(operands);
@@ -506,8 +507,8 @@ impl Case {
                     unsafe { tiles.begin(&Step::default(), n_data, me == 0) };
                 }
                 tiles.begin_task(n_data);
-                let Step { program_runs, iteration, .. } = self.step;
-                let call = Call { program_runs, iteration, programs: &programs, tiles: Some(&tiles), launch: None };
+                let program_runs = self.step.program_runs;
+                let call = Call { program_runs, programs: &programs, tiles: Some(&tiles), launch: None };
                 // SAFETY: every thread of the block makes these calls; the operands have been checked.
                 let outcome = unsafe {
                     turn::fetch(turn.as_ptr(), turn.len() as u32, Seen::of(&self.step), &block);
@@ -659,7 +660,7 @@ judged! {
     splits_merged_are_the_whole: 40,
     argmax: 40,
     sample: 30,
-    advance: 60,
+    advance: 160,
     experts: 40,
     routes_and_slots: 24,
     routed_linear: 24,
@@ -1357,6 +1358,9 @@ fn argmax(random: &mut Random, round: usize) {
     case.judge("argmax_partial");
 }
 
+/// Rows of the program that verifies drafts.
+const DRAFT_ROWS: u32 = 6;
+
 /// The control block as an operand's words.
 fn push_control(case: &mut Case, random: &mut Random, control: &Control) {
     let words: Vec<u32> = bytemuck::cast_slice(std::slice::from_ref(control)).to_vec();
@@ -1408,27 +1412,45 @@ fn sample(random: &mut Random, round: usize) {
     case.judge("sample");
 }
 
-fn advance(random: &mut Random, _: usize) {
+fn advance(random: &mut Random, round: usize) {
+    let verifies = round.is_multiple_of(2);
     let mut control = Control::zeroed();
-    control.n_tokens = random.one_to(9);
-    control.requests[0].max_new_tokens = random.below(4);
-    control.max_context = 8 + random.below(4);
+    control.n_tokens = random.one_to(24);
+    control.requests[0].max_new_tokens = random.below(12);
+    control.max_context = 20 + random.below(10);
     control.produced = random.below(3);
     control.stop = u32::from(random.below(5) == 0);
-    control.requests[0].stops = random.below(4);
+    control.requests[0].stops = if random.flip() { 0 } else { random.below(4) };
     control.stop_tokens[0] = 99;
     control.stop_tokens[2] = 98;
-    control.program_runs[0] = random.below(9);
+    control.max_drafts = random.below(DRAFT_ROWS);
+    control.n_drafts = random.one_to(DRAFT_ROWS).min(control.max_drafts);
+    control.program_runs[..2].fill_with(|| random.below(9));
+    let first_pos = if verifies || random.flip() { control.n_tokens - 1 } else { random.below(control.n_tokens) };
     control.step = Step {
-        first_pos: random.below(control.n_tokens),
-        rows: 1,
-        sampling: random.below(2),
+        program: u32::from(verifies),
+        first_pos,
+        rows: if verifies { random.one_to(DRAFT_ROWS) } else { 1 },
+        sampling: u32::from(random.below(4) > 0),
         iteration: random.below(9),
         ..Step::default()
     };
     let mut case = Case::new::<Advance>(advance::Params {});
-    case.push(random, DType::I32, &[20], |random| 97.0 + random.below(4) as f32);
-    case.absent();
+    case.step = control.step;
+    // Few, so that a text goes as it has gone before, and drafts are chosen.
+    let mut text = [0; 40];
+    text.fill_with(|| 97 + random.below(3));
+    let mut tokens = text.iter();
+    case.push(random, DType::I32, &[40], |_| *tokens.next().expect("one each") as f32);
+    if verifies {
+        let mut drafts = text[first_pos as usize + 1..].iter();
+        case.push(random, DType::I32, &[DRAFT_ROWS], |random| {
+            let draft = *drafts.next().expect("the text is long enough");
+            (if random.below(4) == 0 { 97 + random.below(3) } else { draft }) as f32
+        });
+    } else {
+        case.absent();
+    }
     // The body works on the block in place, as a control block: whole words from its binding's start.
     push_control(&mut case, random, &control);
     case.judge("advance");
@@ -1604,7 +1626,7 @@ fn a_number_nobody_has_is_a_fault() {
     let options = Options::new(1, 32, 1);
     let turn = turn_of(&task, &[], &[]);
     let launched = launch(&options, vec![descriptors(&turn)], || {
-        let call = Call { program_runs: 0, iteration: 0, programs: &[], tiles: None, launch: None };
+        let call = Call { program_runs: 0, programs: &[], tiles: None, launch: None };
         // SAFETY: every thread makes these calls, and no body runs.
         let outcome = unsafe {
             turn::fetch(turn.as_ptr(), turn.len() as u32, Seen::default(), &Block::current());

@@ -478,10 +478,8 @@ unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
 /// A call of the macro kernel of the task whose [turn](turn) it is.
 #[derive(Debug)]
 pub struct Call<'a> {
-    /// See [`Step`](perpetua_shared::Step), as for the next.
+    /// See [`Step`](perpetua_shared::Step).
     pub(crate) program_runs: u32,
-    /// See above.
-    pub(crate) iteration: u32,
     /// The image's programs, for the kernel that chooses the next one.
     pub programs: &'a [ProgramDesc],
     /// The worker's tiles, where a loader brings some.
@@ -523,16 +521,10 @@ impl Call<'_> {
         self.launch.is_none_or(|launch| !param!(launch, without).has(technique))
     }
 
-    /// The entry of the mailbox that the pass has, in a run over one sequence.
-    #[inline(always)]
-    pub(crate) fn mail_of_pass(&self) -> u32 {
-        self.launch.map_or(u32::MAX, |launch| self.iteration.wrapping_sub(param!(launch, iteration)))
-    }
-
-    /// Tells the host by entry `at` of the mailbox that the pass has ended, how many tokens are in the cache, and which token it has made.
+    /// Tells the host by entry `at` of the mailbox that the pass has ended, how many tokens are in the cache, and which token it has made there.
     ///
     /// # Safety
-    /// The pass's last task calls it, on one thread, and for an entry once.
+    /// The pass's last task calls it, on one thread, and for an entry once a launch.
     #[inline(always)]
     pub(crate) unsafe fn tell(&self, at: u32, in_cache: u32, token: Option<u32>) {
         let Some(launch) = self.launch else { return };

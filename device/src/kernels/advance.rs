@@ -3,17 +3,19 @@
 //! token that each row gives. Drafts for the next pass, if it is to verify some, go to where they would be in tokens. The last task of every program.
 
 use super::*;
-use crate::arch::memory;
+use crate::arch::{memory, shared};
+use crate::block::{Candidate, FREE_SHARED};
+use crate::lookup::{MIN_NGRAM, alike};
 #[cfg(not(target_arch = "nvptx64"))]
 use core::sync::atomic::{AtomicU32, Ordering};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 use perpetua_shared::control::Control;
+use perpetua_shared::limits::MAX_DRAFTS;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::{
     control::{PRODUCED, STOP},
     image::{EVERY_SEQUENCE, ProgramDesc},
-    limits::MAX_DRAFTS,
 };
 
 /// See the module head.
@@ -64,13 +66,10 @@ impl MacroKernel for Advance {
             // Of a pass that samples nothing, or has no rows, nothing has been chosen.
             if chosen.is_present() && step.sampling != 0 && step.rows > 0 {
                 let next = step.first_pos + 1;
-                let (mut given, mut drafts) = ([0; MAX_DRAFTS + 1], [0; MAX_DRAFTS]);
-                let rows = step.rows as usize;
-                (0..rows).for_each(|row| given[row] = chosen.get_i32([row]) as u32);
-                (0..rows - 1).for_each(|row| drafts[row] = token(next + row as u32));
-                let (given, drafts) = (&given[..rows], &drafts[..rows - 1]);
-                let made = crate::advance::advance_verified(&mut control, call.programs, given, drafts);
-                (0..made).for_each(|row| tokens.set_i32([next as usize + row], given[row] as i32));
+                let given = |row: u32| chosen.get_i32([row as usize]) as u32;
+                let draft = |row: u32| token(next + row);
+                let made = crate::advance::advance_verified(&mut control, call.programs, step.rows, given, draft);
+                (0..made).for_each(|row| tokens.set_i32([(next + row) as usize], given(row) as i32));
             } else {
                 let token = if step.sampling == 0 { 0 } else { token(step.first_pos + step.rows) };
                 crate::advance::advance(&mut control, call.programs, token);
@@ -89,26 +88,149 @@ impl MacroKernel for Advance {
 
     #[inline(always)]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
-        if block.thread == 0 {
-            // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host
-            // may write `stop` meanwhile, a word that is read once and never written here. The token read is the one
-            // `sample` wrote before its event.
-            unsafe {
+        // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host may write `stop`
+        // meanwhile, a word that is read once and never written here. The tokens read are those that `sample` wrote before its event.
+        unsafe {
+            let verifies = call.tensor(1).is_present();
+            if verifies {
+                fetch(call, block);
+            }
+            if block.thread == 0 {
                 let (tokens, words) = (call.tensor(0), call.tensor(2));
                 let control = memory::exclusive(words.address([0]).cast::<Control>());
                 if control.n_sequences > 0 {
                     advance_each(call, control, &tokens);
-                    return Ok(());
+                } else if verifies && control.step.sampling != 0 && control.step.rows > 0 {
+                    advance_verified(call, control, &tokens);
+                } else {
+                    advance_one(call, control, &tokens);
                 }
-                let token = match control.step.sampling {
-                    0 => None,
-                    _ => Some(tokens.get_word(control.step.first_pos + control.step.rows)),
-                };
-                crate::advance::advance(control, call.programs, token.unwrap_or(0));
-                call.tell(call.mail_of_pass(), call.first_pos().wrapping_add(call.pass_rows()), token);
+                ask_for_drafts(call, control);
+            }
+            block.sync();
+            let [most] = shared::constant::<1>(MOST);
+            if most > 0 {
+                draft(call, block, most);
             }
         }
         Ok(())
+    }
+}
+
+// Words of shared memory. Of a pass that verifies drafts: the token that each row gives, and those that the rows after the first have read.
+const CHOSEN: u32 = FREE_SHARED;
+const DRAFTS: u32 = CHOSEN + MAX_DRAFTS as u32 + 1;
+/// What the next pass may verify: how many drafts, behind a text of how many tokens, by which program.
+const MOST: u32 = DRAFTS + MAX_DRAFTS as u32;
+const TEXT: u32 = MOST + 1;
+const PROGRAM: u32 = MOST + 2;
+
+/// Fetches what the pass has chosen and read to where [`advance_verified`] looks for it, one word a thread: one after the other each would be a trip to L2.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`]; every thread of the block makes this same call, in a pass that verifies drafts.
+#[inline(always)]
+unsafe fn fetch(call: &gpu::Call<'_>, block: &Block) {
+    let (row, rows) = (block.thread, call.pass_rows());
+    // SAFETY: `chosen` has a word for each row, and `tokens` a place for what each but the last gives.
+    unsafe {
+        if row < rows {
+            shared::store(CHOSEN + row, call.tensor(1).get_word(row));
+        }
+        if row + 1 < rows {
+            shared::store(DRAFTS + row, call.tensor(0).get_word(call.first_pos() + 1 + row));
+        }
+        block.sync();
+    }
+}
+
+/// The turn after a pass that verified drafts, and what it tells the host: each token that counts.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`], on one thread, after [`fetch`]; `tokens` is the operand of that name.
+#[inline(always)]
+unsafe fn advance_verified(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
+    let (first_pos, rows) = (call.first_pos(), call.pass_rows());
+    // SAFETY: the caller's promise.
+    unsafe {
+        let (chosen, draft) = (|row| shared::load(CHOSEN + row), |row| shared::load(DRAFTS + row));
+        let made = crate::advance::advance_verified(control, call.programs, rows, chosen, draft);
+        for row in 0..made {
+            let (at, token) = (first_pos + 1 + row, chosen(row));
+            tokens.set_word(at, token);
+            call.tell(at, first_pos + made, Some(token));
+        }
+    }
+}
+
+/// The turn after any other pass over one sequence, and what it tells the host.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.
+#[inline(always)]
+unsafe fn advance_one(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
+    let read = call.first_pos().wrapping_add(call.pass_rows());
+    // SAFETY: the caller's promise.
+    unsafe {
+        let token = match control.step.sampling {
+            0 => None,
+            _ => Some(tokens.get_word(read)),
+        };
+        crate::advance::advance(control, call.programs, token.unwrap_or(0));
+        // Where the token stands, or the last that has been read.
+        let at = if token.is_some() { read } else { read.saturating_sub(1) };
+        call.tell(at, read, token);
+    }
+}
+
+/// Says what [`draft`] is to do.
+///
+/// # Safety
+/// One thread calls it, and none looks at what is said before the block's next barrier.
+#[inline(always)]
+unsafe fn ask_for_drafts(call: &gpu::Call<'_>, control: &Control) {
+    let room = if control.n_sequences > 0 { None } else { crate::advance::room_for_drafts(control, call.programs) };
+    let (program, most) = room.unwrap_or((0, 0));
+    // SAFETY: the caller's promise.
+    unsafe {
+        shared::store(MOST, most);
+        shared::store(TEXT, control.n_tokens);
+        shared::store(PROGRAM, program);
+    }
+}
+
+/// Has the next pass verify `most` drafts, if the text has gone before as it goes now: see [`crate::advance::draft`]. All threads look for where.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`], every thread of the block, after [`ask_for_drafts`] and a barrier.
+#[inline(always)]
+unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
+    // SAFETY: the words have been written before the barrier. Tokens below `n` are known, and those from there on, as many as there is room for,
+    // nobody's yet: a thread writes one of them.
+    unsafe {
+        let [n, program] = shared::constant::<2>(TEXT);
+        let tokens = call.tensor(0);
+        let token = |at: u32| tokens.get_word(at);
+        let mut best = Candidate::NONE;
+        for behind in block.mine(n - 1) {
+            let alike = alike(n, n - 1 - behind, token);
+            if alike >= MIN_NGRAM {
+                best = best.better(Candidate { value: alike as f32, index: behind });
+            }
+        }
+        let best = block.best(best);
+        if best.index == u32::MAX {
+            return;
+        }
+        let first = n - 1 - best.index;
+        if block.thread < most {
+            // What follows may reach into what is being put: then it goes on as it stands there.
+            tokens.set_word(n + block.thread, token(first + block.thread % (n - first)));
+        }
+        if block.thread == 0 {
+            let control = memory::exclusive(call.tensor(2).address([0]).cast::<Control>());
+            crate::advance::verify_next(control, program, most);
+        }
     }
 }
 

@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// Decode this many sequences together, every pass over the weights making a token for each (text models).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     batch: Option<usize>,
-    /// What passes cost that verify up to N guesses (`generate --prompt-lookup`), beside a step (text models, CPU).
+    /// What passes cost that verify up to N guesses (`generate --prompt-lookup`), beside a step (text models).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     prompt_lookup: Option<usize>,
     /// Measure so often; the figures are those of the median run.
@@ -350,9 +350,6 @@ pub(super) fn generator(
     let on_gpu = engine.resident_mut().cuda().map(|cuda| cuda.gpu().clone());
     if on_gpu.is_none() && (args.compare || args.trace.is_some() || args.timeline.is_some()) {
         return Err("--compare, --trace and --timeline are for GPUs (--device cuda)".into());
-    }
-    if on_gpu.is_some() && args.prompt_lookup.is_some() {
-        return Err("--prompt-lookup is for --device cpu or reference: no GPU kernel verifies guesses".into());
     }
     warm(model)?;
     let load = began.elapsed();

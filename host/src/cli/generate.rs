@@ -50,7 +50,7 @@ pub(super) struct Choice {
     #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
     /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same text in less time where it
-    /// does (CPU only).
+    /// does (on a GPU but for rounding).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     pub(super) prompt_lookup: Option<usize>,
 }

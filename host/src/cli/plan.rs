@@ -13,7 +13,7 @@ use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
 use perpetua::schedule::timeline::Timeline;
 use perpetua_shared::DType;
-use perpetua_shared::limits::MAX_SEQUENCES;
+use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -47,6 +47,9 @@ pub(crate) struct Args {
     /// Decode the next tokens of so many sequences in one pass (models only).
     #[arg(long, value_name = "N", conflicts_with = "rows", value_parser = clap::value_parser!(u64).range(1..=MAX_SEQUENCES as u64))]
     batch: Option<u64>,
+    /// Verify up to N guesses of what follows the next token in one pass (models only).
+    #[arg(long, value_name = "N", conflicts_with_all = ["rows", "batch"], value_parser = clap::value_parser!(u64).range(1..=MAX_DRAFTS as u64))]
+    prompt_lookup: Option<u64>,
     /// Operators or macro kernels whose tasks are launched just in time (models only).
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     just_in_time: Vec<String>,
@@ -95,8 +98,8 @@ pub(crate) fn run(args: &Args) -> Outcome {
         if !args.just_in_time.is_empty() {
             return Err("--just-in-time needs a model: in a plain graph operators say so themselves".into());
         }
-        if args.batch.is_some() {
-            return Err("--batch needs a model: a plain graph says itself what a pass is".into());
+        if let Some(name) = many_rows(args) {
+            return Err(format!("--{name} needs a model: a plain graph says itself what a pass is").into());
         }
         let [tasks_json, dot, svg] = [&args.tasks_json, &args.dot, &args.svg].map(Option::as_deref);
         return plan_graph::run(graph, args.target.n_workers, tasks_json, dot, svg, args.check);
@@ -170,6 +173,11 @@ impl Planned {
     }
 }
 
+/// The option that asks for a pass of several rows that decodes, if one does.
+fn many_rows(args: &Args) -> Option<&'static str> {
+    [("batch", args.batch), ("prompt-lookup", args.prompt_lookup)].into_iter().find_map(|(name, n)| n.map(|_| name))
+}
+
 fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     let within = |name: &str, n: usize, max: usize| match n {
         0 => Err(format!("--{name} 0, expected 1 to {max}")),
@@ -179,9 +187,10 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     // The rows of a pass, the cache, and what comes of it.
     let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
         let cache = Cache::bf16(within("context", args.context, max)?);
-        Ok(match args.batch {
-            None => (within("rows", args.rows, cache.context)?, cache, Head::Sample),
-            Some(n) => (n as usize, Cache { sequences: n as usize, ..cache }, Head::SampleEach),
+        Ok(match (args.batch, args.prompt_lookup) {
+            (None, None) => (within("rows", args.rows, cache.context)?, cache, Head::Sample),
+            (None, Some(n)) => ((n as usize + 1).min(cache.context), cache, Head::Verify),
+            (Some(n), _) => (n as usize, Cache { sequences: n as usize, ..cache }, Head::SampleEach),
         })
     };
     let Some(dir) = &args.model else {
@@ -202,8 +211,8 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     let model = super::load(dir)?;
     let max = model.max_tokens();
     if !super::is_generator(&model) {
-        if args.batch.is_some() {
-            return Err("--batch needs a text model: one of sentences reads them one by one".into());
+        if let Some(name) = many_rows(args) {
+            return Err(format!("--{name} needs a text model: one of sentences reads them one by one").into());
         }
         // An encoder's sentences are all it looks at.
         let is_encoder = model.config().architecture().is_encoder();

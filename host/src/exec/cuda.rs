@@ -163,24 +163,22 @@ impl Layout {
 /// Which entries of the mailbox the passes of a run write.
 #[derive(Debug, Default)]
 struct Post {
-    /// Where the next token of each sequence will stand in the token buffer when the run begins.
+    /// Of the passes that read prompts and make no token, which come first: where the last token that each reads stands in the token buffer.
+    reads: Vec<usize>,
+    /// Where the next token of each sequence will stand, in the token buffer, too, when the run begins.
     first: Vec<usize>,
-    /// Of a batch: the entries of the passes that read prompts, which come first; those after them make a token for each sequence that has
-    /// not ended, whose entry is its place in the token buffer. Of one sequence entries follow each other, a pass each.
-    reads: Option<Vec<usize>>,
 }
 
 impl Post {
     /// Of a run from `control`, of an image with `programs`; a sequence has `part` tokens of the buffer.
     fn new(control: &Control, programs: &[ProgramDesc], part: usize) -> Post {
-        let sequences = &control.sequences[..control.n_sequences as usize];
-        if sequences.is_empty() {
-            return Post { first: vec![control.n_tokens as usize], reads: None };
-        }
-        let first = sequences.iter().enumerate().map(|(at, sequence)| at * part + sequence.n_tokens as usize);
-        let reads = steps(control, programs).take_while(|step| step.sampling == 0);
-        let last = |step: Step| step.sequence as usize * part + (step.first_pos + step.rows) as usize - 1;
-        Post { first: first.collect(), reads: Some(reads.map(last).collect()) }
+        let sequences = control.sequences[..control.n_sequences as usize].iter().enumerate();
+        let first = match control.n_sequences {
+            0 => vec![control.n_tokens as usize],
+            _ => sequences.map(|(at, sequence)| at * part + sequence.n_tokens as usize).collect(),
+        };
+        let last = |step: Step| step.sequence as usize * part + (step.first_pos + step.rows).saturating_sub(1) as usize;
+        Post { reads: steps(control, programs).take_while(|step| step.sampling == 0).map(last).collect(), first }
     }
 }
 
@@ -188,47 +186,64 @@ impl Post {
 #[derive(Debug, Default)]
 struct Seen {
     post: Post,
-    /// Passes that read prompts, of a batch; else all.
+    /// Passes that have read prompts.
     n_read: usize,
-    /// Tokens that each sequence has made.
-    made: Vec<usize>,
+    /// What has been made of each sequence.
+    made: Vec<Made>,
     /// Tokens in the cache.
     position: u32,
     /// The token buffer, as far as the host has written it or heard of it.
     tokens: Vec<u32>,
 }
 
+/// What a run has made of a sequence.
+#[derive(Clone, Debug, Default)]
+struct Made {
+    /// Tokens.
+    n: usize,
+    /// The entry of each pass's first token, and how many tokens were in the cache when the last one had ended.
+    passes: Vec<usize>,
+    position: u32,
+}
+
 impl Seen {
     /// Of a run that begins, over what the token buffer holds.
     fn begin(&mut self, post: Post) {
-        *self = Seen {
-            made: vec![0; post.first.len()],
-            post,
-            n_read: 0,
-            position: 0,
-            tokens: std::mem::take(&mut self.tokens),
-        };
+        let made = vec![Made::default(); post.first.len()];
+        *self = Seen { made, post, n_read: 0, position: 0, tokens: std::mem::take(&mut self.tokens) };
+    }
+
+    /// The sequence that most passes have made tokens of: any has one from each, until it ends.
+    fn longest(&self) -> &[usize] {
+        self.made.iter().map(|made| &made.passes[..]).max_by_key(|passes| passes.len()).unwrap_or_default()
     }
 
     /// How many passes have ended.
     fn passes(&self) -> usize {
-        match self.post.reads {
-            None => self.n_read,
-            Some(_) => self.n_read + self.made.iter().max().unwrap_or(&0),
-        }
+        self.n_read + self.longest().len()
     }
 
     /// The entry of pass `pass`, which has ended.
     fn entry(&self, pass: usize) -> usize {
-        let Some(reads) = &self.post.reads else { return pass };
-        let longest = self.made.iter().zip(&self.post.first).max_by_key(|(made, _)| **made);
-        reads.get(pass).copied().unwrap_or_else(|| longest.map_or(0, |(_, first)| first + pass - reads.len()))
+        let reads = &self.post.reads;
+        reads.get(pass).copied().unwrap_or_else(|| self.longest()[pass - reads.len()])
     }
 
-    /// Sequence `sequence` has made `token`.
-    fn make(&mut self, sequence: usize, token: u32) {
-        let at = self.post.first[sequence] + self.made[sequence];
-        self.made[sequence] += 1;
+    /// Where the next token of `sequence` will stand.
+    fn next_of(&self, sequence: usize) -> usize {
+        self.post.first[sequence] + self.made[sequence].n
+    }
+
+    /// Sequence `sequence` has made `token`, in a pass after which there were `position` tokens in the cache.
+    fn make(&mut self, sequence: usize, token: u32, position: u32) {
+        let at = self.next_of(sequence);
+        let made = &mut self.made[sequence];
+        made.n += 1;
+        // Those of one pass say the same, and each pass reads something.
+        if made.passes.is_empty() || made.position != position {
+            made.passes.push(at);
+            made.position = position;
+        }
         if at >= self.tokens.len() {
             self.tokens.resize(at + 1, 0);
         }
@@ -411,7 +426,9 @@ impl Cuda {
             }
         };
         let tokens = compiled.bindings.iter().position(|b| b.kind == BindingKind::Tokens);
-        let n_mail = tokens.map_or(1, |tokens| compiled.bindings[tokens].bytes as usize / 4 + 1);
+        // A graph without tokens has passes that read rows of something else.
+        let places = tokens.map_or(0, |tokens| compiled.bindings[tokens].bytes as usize / 4);
+        let n_mail = view.programs.iter().map(|program| program.max_rows as usize).max().unwrap_or(0).max(places) + 1;
         let mut pinned = |bytes: usize| {
             let pinned = driver.alloc_pinned(bytes)?;
             resources.pinned.push(pinned);
@@ -697,6 +714,10 @@ impl Cuda {
     pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
         check_sequences(&self.image, &control);
         self.wait();
+        if matches!(self.kernels, Kernels::PerOperator(_)) {
+            // Which program comes next would depend on the text, and passes are launched ahead.
+            control.max_drafts = 0;
+        }
         let part = self.tokens_of_sequence();
         self.seen_mut().begin(Post::new(&control, self.image.view().programs, part));
         self.silence = None;
@@ -862,21 +883,15 @@ impl Cuda {
             let word = unsafe { AtomicU64::from_ptr(&raw mut (*mail).word) };
             Mail::read(word.load(Ordering::Acquire))
         };
-        let next = |seen: &Seen| match &seen.post.reads {
-            None => Some(seen.n_read),
-            Some(reads) => reads.get(seen.n_read).copied(),
-        };
-        while let Some((position, token)) = next(&seen).and_then(entry) {
+        let next_read = |seen: &Seen| seen.post.reads.get(seen.n_read).copied();
+        while let Some((position, _)) = next_read(&seen).and_then(entry) {
             seen.n_read += 1;
             seen.position = position;
-            if let Some(token) = token {
-                seen.make(0, token);
-            }
         }
-        let n_together = if seen.post.reads.is_some() { seen.made.len() } else { 0 };
-        for sequence in 0..n_together {
-            while let Some((_, Some(token))) = entry(seen.post.first[sequence] + seen.made[sequence]) {
-                seen.make(sequence, token);
+        for sequence in 0..seen.made.len() {
+            while let Some((position, Some(token))) = entry(seen.next_of(sequence)) {
+                seen.make(sequence, token, position);
+                seen.position = position;
             }
         }
         seen
@@ -884,12 +899,12 @@ impl Cuda {
 
     /// Tokens made so far in this run, by all sequences together.
     pub fn produced(&self) -> u32 {
-        self.look().made.iter().sum::<usize>() as u32
+        self.look().made.iter().map(|made| made.n as u32).sum()
     }
 
     /// Those of them for sequence `number` of a batch.
     pub fn produced_of(&self, number: usize) -> u32 {
-        self.look().made.get(number).map_or(0, |made| *made as u32)
+        self.look().made.get(number).map_or(0, |made| made.n as u32)
     }
 
     /// Tokens in the cache, as far as this run has told.
@@ -1010,7 +1025,7 @@ impl Cuda {
             self.program_runs = control.program_runs;
             self.iteration = match self.kernels {
                 Kernels::Persistent(_) => control.step.iteration,
-                // Nothing counts on from run to run, and the mail's first entry is that of iteration 0.
+                // Nothing counts on from run to run, and the graphs' launch blocks say 0.
                 Kernels::PerOperator(_) => 0,
             };
             return Ok(match self.gave_up.filter(|_| control.end == End::Stopped as u32) {

@@ -369,8 +369,8 @@ impl KernelGraph {
         Ok(())
     }
 
-    /// Row `row` of `base`, contiguous and a row per sequence, seen with shape `shape`.
-    fn row(&mut self, base: TensorId, row: usize, shape: &[usize]) -> Result<TensorId, GraphError> {
+    /// Row `row` of `base`, which is contiguous, seen with shape `shape`.
+    pub(super) fn row(&mut self, base: TensorId, row: usize, shape: &[usize]) -> Result<TensorId, GraphError> {
         self.view(base, row * shape.iter().product::<usize>(), shape, &row_major(shape))
     }
 

@@ -7,10 +7,13 @@
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
 //!   one row: as far as its share of the workers goes. Merges come after all sequences' attention, since a worker does one thing after another:
 //!   what waits for others' shares would keep it from the next sequence's.
+//! - In a pass that verifies drafts so is each row's. Together they would be few queries for a tensor core, and a head's positions one worker's.
 
 use super::*;
+use crate::graph::kernel::GraphError;
 use crate::schedule::machine::part;
 use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear};
+use perpetua_shared::TaskFlags;
 
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
 const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
@@ -22,7 +25,8 @@ const NARROWER: [u64; 7] = [8, 24, 40, 48, 80, 96, 112];
 /// Cuts `graph`, a pass over several rows.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     let mut rounded = fuse::fuse_attention(graph)
-        .and_then(|fused| experts::route(&fused, target))
+        .and_then(|fused| attend_apart(&fused))
+        .and_then(|apart| experts::route(&apart, target))
         .map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
     for buffer in read_by_products(&rounded) {
         for tensor in rounded.table.tensors.iter_mut().filter(|tensor| tensor.buffer.idx() == buffer) {
@@ -38,8 +42,8 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
     }
-    if let (Pass::Batch, Some(sequences)) = (graph.pass, graph.rows) {
-        let share = Target { n_workers: target.n_workers / sequences, ..target.clone() };
+    if let (Pass::Batch | Pass::Verify, Some(rows)) = (graph.pass, graph.rows) {
+        let share = Target { n_workers: target.n_workers / rows, ..target.clone() };
         per_worker::split_positions(&rounded, &mut lowered, &share);
         lowered.ops = merges_last(std::mem::take(&mut lowered.ops), &lowered.table);
     }
@@ -47,9 +51,43 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     Ok(lowered)
 }
 
-/// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what the other writes.
+/// `graph` with the attention of each row an operator of its own, if it verifies drafts.
+fn attend_apart(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
+    if graph.pass != Pass::Verify {
+        return Ok(graph.clone());
+    }
+    let mut apart = graph.clone();
+    let mut ops = Vec::new();
+    for op in graph.ops() {
+        let (Attention::TASK_TYPE, None, &[Some(q), k, v, Some(y)]) = (op.kernel.task_type, &op.cut, &op.slots[..])
+        else {
+            ops.push(op.clone());
+            continue;
+        };
+        let shape = graph.table[q].shape.clone();
+        let row_shape = [&[1], &shape[1..]].concat();
+        for row in 0..shape[0] {
+            let [q, y] = [apart.row(q, row, &row_shape)?, apart.row(y, row, &row_shape)?].map(Some);
+            let axes = op.axes.iter().map(|axis| match axis.role {
+                AxisRole::Rows => Axis { len: 1, ..axis.clone() },
+                _ => axis.clone(),
+            });
+            let flags = op.kernel.flags | TaskFlags::of_row(row);
+            ops.push(Operator {
+                name: format!("{}.{row}", op.name),
+                kernel: KernelCall { flags, ..op.kernel },
+                slots: vec![q, k, v, y],
+                axes: axes.collect(),
+                cut: None,
+            });
+        }
+    }
+    apart.with_ops(ops)
+}
+
+/// `ops` with each merge moved behind the attention that follows it, of other sequences or rows, as far as neither touches what the other writes.
 fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
-    let is = |op: &BlockOp, task_type: u16| op.kernel.is_some_and(|kernel| kernel.task_type == task_type);
+    let is = |op: &BlockOp, types: &[u16]| op.kernel.is_some_and(|kernel| types.contains(&kernel.task_type));
     let clash = |a: &Access, b: &Access| {
         table[a.tensor].buffer == table[b.tensor].buffer && (a.kind.writes() || b.kind.writes())
     };
@@ -58,11 +96,12 @@ fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
     };
     let (mut ordered, mut merges) = (Vec::with_capacity(ops.len()), Vec::new());
     for op in ops {
-        if is(&op, AttentionMerge::TASK_TYPE) {
+        if is(&op, &[AttentionMerge::TASK_TYPE]) {
             merges.push(op);
             continue;
         }
-        if !is(&op, DecodeAttention::TASK_TYPE) || merges.iter().any(|merge| order(merge, &op)) {
+        if !is(&op, &[Attention::TASK_TYPE, DecodeAttention::TASK_TYPE]) || merges.iter().any(|merge| order(merge, &op))
+        {
             ordered.append(&mut merges);
         }
         ordered.push(op);
