@@ -193,7 +193,7 @@ impl DeviceImage {
                 turn::shift(parts, pass.sequence, words, block);
             }
             if TaskFlags::names_part(flags) && block.thread == 0 {
-                turn::see(self.seen_by(flags, pass));
+                turn::see(self.seen_by(flags, turn::seen()));
             }
             block.sync();
         }

@@ -126,6 +126,40 @@ proptest! {
     }
 }
 
+/// Of few rows behind many positions, attention is shared by workers: of several blocks of rows or one, in passes that fill theirs and that do not.
+#[test]
+fn attention_shared_along_positions_has_the_cpus_logits() {
+    if !has_kernel() {
+        return;
+    }
+    for (head_dim, seed) in [(64, 1), (72, 2)] {
+        let sizes = [("head_dim", head_dim), ("hidden_size", 72), ("max_position_embeddings", 8192)];
+        let (_dir, model) = model_of("tiny-simt", &sizes, seed);
+        let ids: Vec<u32> = (0..300).map(|at| (at * 37 + 5) % 269).collect();
+        let config = EngineConfig {
+            device: Device::Cpu,
+            threads: Some(2),
+            all_logits: true,
+            max_context: Some(8192),
+            chunks: vec![6, 64],
+            exact: true,
+            ..EngineConfig::default()
+        };
+        let expected = Engine::new(&model, &config).expect("it compiles").logits(&ids, |_| ()).expect("it runs");
+        let mut engine = Engine::new(&model, &on(&driver(7, seed), config)).expect("resident");
+        let compiled = engine.resident().compiled();
+        for program in &compiled.programs {
+            let merge = program.blocks.ops.iter().find(|op| op.name.ends_with("attention merge"));
+            let merge = merge.unwrap_or_else(|| panic!("{}: attention is not shared", program.name));
+            let parts = merge.accesses[0].as_ref().expect("parts").tensor;
+            assert!(program.blocks.table[parts].shape[1] > 1, "{}", program.name);
+        }
+        let found = engine.logits(&ids, |_| ()).expect("it runs");
+        let distance = distance(&expected, &found);
+        assert!(distance < 2e-2, "{head_dim} dimensions: {distance}");
+    }
+}
+
 /// Greedy and drawn, with attention launched just in time and without, twice each: counters count on.
 #[test]
 fn the_token_loop_makes_the_cpus_tokens() {

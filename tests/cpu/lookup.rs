@@ -233,16 +233,19 @@ fn a_gpu_verifies_guesses() {
     let quantized = [Quantize::Q8, Quantize::Q4].map(|how| small.quantize(how, |_| {}).unwrap());
     let others = ["tiny-qwen3-moe", "tiny-gemma3"].map(fixture);
     let mut fewer = 0;
-    for (model, name, lengths) in [
-        (&small, "small", &[2, 9, 22][..]),
-        (&quantized[0], "8 bits", &[11]),
-        (&quantized[1], "4 bits", &[5]),
-        (&others[0], "experts", &[7]),
-        (&others[1], "windows", &[7]),
+    let (_dir, long) = small_model(&[("head_dim", 64), ("hidden_size", 72), ("max_position_embeddings", 8192)]);
+    for (model, name, max_context, lengths) in [
+        (&small, "small", 96, &[2, 9, 22][..]),
+        (&quantized[0], "8 bits", 96, &[11]),
+        (&quantized[1], "4 bits", 96, &[5]),
+        (&others[0], "experts", 96, &[7]),
+        (&others[1], "windows", 96, &[7]),
+        (&long, "shared positions", 8192, &[9]),
     ] {
         let (prompt, mut cpu) = (prompt(model, 23), cpu(model));
         for at in GPUS {
-            let mut engine = Engine::new(model, &at.config(5, gpu_config(Some(5)))).unwrap();
+            let config = EngineConfig { max_context: Some(max_context), ..gpu_config(Some(5)) };
+            let mut engine = Engine::new(model, &at.config(5, config)).unwrap();
             let mut run = |n: &usize| judged(&mut engine, &mut cpu, &prompt, *n, 3e-2, &format!("{at:?}, {name}"));
             fewer += lengths.iter().map(&mut run).sum::<usize>();
         }

@@ -1,8 +1,8 @@
-//! y[0,h,g,:] = sum over s of w[s] * sums[h,s,g,:] / sum over s of w[s] * total[h,s,g], with w[s] = exp(max[h,s,g] - M) and M the
-//! largest of the maxima: what the splits of an `attention` found, together.
+//! y[r,h,g,:] = sum over s of w[s] * sums[h,s,m,:] / sum over s of w[s] * total[h,s,m], with m = r * group + g, w[s] = exp(max[h,s,m] - M) and M
+//! the largest of the maxima: what the splits of an `attention` found, together.
 //!
-//! parts: [kv_heads, splits, group, [`FOUND`] + d] f32, each row maximum, total, two more and the weighted sums; y:
-//! [1, kv_heads, group, d]. A total
+//! parts: [kv_heads, splits, rows * group, [`FOUND`] + d] f32, each row maximum, total, two more and the weighted sums; y:
+//! [rows, kv_heads, group, d]. A total
 //! of 0 says that the split had no positions (else its largest score alone counts 1). Where every score of a split is -inf
 //! (a NaN or an overflow upstream) the result is NaN.
 
@@ -48,9 +48,9 @@ impl MacroKernel for AttentionMerge {
         rules::dtype("y", y, &rules::FLOATS)?;
         rules::rank("y", y, 4)?;
         rules::unit_stride("y", y)?;
-        rules::extent("y", y, 0, 1)?;
         rules::extent("y", y, 1, parts.extent[0])?;
-        rules::extent("y", y, 2, parts.extent[2])?;
+        rules::extent("parts", parts, 2, y.extent[0].saturating_mul(y.extent[2]))?;
+        rules::flagged_in(&[("parts", parts), ("y", y)], y.extent[0])?;
         rules::extent("parts", parts, 3, y.extent[3].saturating_add(FOUND))
     }
 
@@ -63,9 +63,12 @@ impl MacroKernel for AttentionMerge {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [parts, y] = core::array::from_fn(|i| call.tensor(i));
-        let (group, d) = (y.extent(2), y.extent(3));
+        let (queries, group, d) = (parts.extent(2), y.extent(2), y.extent(3));
         for (at, value) in merged(&parts).into_iter().enumerate() {
-            y.set([0, at / d / group, at / d % group, at % d], value);
+            let (h, m) = (at / d / queries, at / d % queries);
+            if m / group < call.rows(1) {
+                y.set([m / group, h, m % group, at % d], value);
+            }
         }
         Ok(())
     }
@@ -75,28 +78,40 @@ impl MacroKernel for AttentionMerge {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
             let parts = Parts::new(call, Merge::of(&call.tensor(0)));
-            let (group, d) = {
+            let (rows, group, d) = {
                 let y = call.tensor(1);
-                (y.extent(2), y.extent(3))
+                (call.rows(&y), y.extent(2), y.extent(3))
+            };
+            // Query m of a head is a row's: there are as many of those as of queries together.
+            let queries = parts.of.extent(2);
+            let place_of = |item: u32| {
+                let (h, m) = (item / queries, item % queries);
+                [m / group, h, m % group]
             };
             if parts.by_eight() {
-                for unit in block.mine(parts.of.extent(0) * group * d / 8) {
-                    let (item, i) = (8 * unit / d, 8 * unit % d);
+                for unit in block.mine(parts.of.extent(0) * queries * d / 8) {
+                    let (at, i) = (place_of(8 * unit / d), 8 * unit % d);
+                    if at[0] >= rows {
+                        continue;
+                    }
                     let place = parts.place(8 * unit);
                     let merged = parts.merged::<8>(place, parts.fetch(place, 0));
                     let y = call.tensor(1);
-                    let row = y.row([0, item / group, item % group]);
+                    let row = y.row(at);
                     for j in 0..8 {
                         call.put_in_row(&y, &row, i + j as u32, merged[j]);
                     }
                 }
                 return Ok(());
             }
-            for unit in block.mine(parts.of.extent(0) * group * d) {
-                let (item, i) = (unit / d, unit % d);
+            for unit in block.mine(parts.of.extent(0) * queries * d) {
+                let ([r, h, g], i) = (place_of(unit / d), unit % d);
+                if r >= rows {
+                    continue;
+                }
                 let place = parts.place(unit);
                 let [merged] = parts.merged::<1>(place, parts.fetch(place, 0));
-                call.put(&call.tensor(1), [0, item / group, item % group, i], merged);
+                call.put(&call.tensor(1), [r, h, g, i], merged);
             }
         }
         Ok(())

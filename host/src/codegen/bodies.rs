@@ -1,7 +1,8 @@
 //! The library's bodies, and the files that are generated from them.
 
 use super::*;
-use std::f32::consts::LOG2_E;
+use perpetua_device::kernels::attention::FOUND;
+use std::f32::consts::{LN_2, LOG2_E};
 
 /// A file of the device crate.
 #[derive(Debug)]
@@ -22,9 +23,14 @@ pub fn files() -> Vec<File> {
         File {
             path: "device/src/kernels/attention/flash.rs",
             doc: "Attention of many rows of queries on the tensor cores, keys and values by blocks (Dao et al. 2022).",
-            from: "flash_attention",
+            from: "{flash_attention, flash_attention_share}",
             // Sums of 128 dimensions leave registers for half as many scores.
-            bodies: vec![flash_attention(64, 64), flash_attention(128, 32)],
+            bodies: vec![
+                flash_attention(64, 64),
+                flash_attention(128, 32),
+                flash_attention_share(64, 64),
+                flash_attention_share(128, 32),
+            ],
         },
         File {
             path: "device/src/gpu/bodies/products.rs",
@@ -60,6 +66,24 @@ pub fn flash_attention(d: u32, positions: u32) -> Body {
     body.op(Op::Map { to: sums, expr: of(sums) * of(factor) });
     body.op(Op::Keep { to: queries, from: sums });
     body.op(Op::Write { to: y, from: queries, column: Start::FIRST, update: Update::Set });
+    body
+}
+
+/// What a share of the positions adds up to, for the macro kernel `attention_merge`: in each row of `found` the largest score, in powers of e as all are
+/// there, the total, two columns that are nobody's, and the sums.
+pub fn flash_attention_share(d: u32, positions: u32) -> Body {
+    let doc = format!(
+        "found = max, total, and sums of exp2(scale * q . k^T - max) . v, of up to {d} columns, over a share of the positions that each row sees."
+    );
+    let (mut body, [q, k, v, found]) = Body::new(&format!("attend_share_{d}"), &doc, ["q", "k", "v", "found"]);
+    let queries = body.tile("queries", Place::Own { columns: d });
+    let Found { sums, max, total } = attend(&mut body, queries, positions, [q, k, v], Extent::Share);
+    body.op(Op::Map { to: max, expr: of(max) * Expr::Constant(LN_2) });
+    body.op(Op::Keep { to: queries, from: sums });
+    body.op(Op::Write { to: found, from: queries, column: Start::FIRST.plus(FOUND), update: Update::Set });
+    for (from, column) in [(max, 0), (total, 1)] {
+        body.op(Op::Write { to: found, from, column: Start::FIRST.plus(column), update: Update::Set });
+    }
     body
 }
 

@@ -370,7 +370,7 @@ impl KernelGraph {
     }
 
     /// Row `row` of `base`, which is contiguous, seen with shape `shape`.
-    pub(super) fn row(&mut self, base: TensorId, row: usize, shape: &[usize]) -> Result<TensorId, GraphError> {
+    fn row(&mut self, base: TensorId, row: usize, shape: &[usize]) -> Result<TensorId, GraphError> {
         self.view(base, row * shape.iter().product::<usize>(), shape, &row_major(shape))
     }
 

@@ -126,8 +126,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let (heads, group) = (q.extent(1), q.extent(2));
                 let item = unit / parts;
                 let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-                let visible = p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32;
-                let (first, end) = part(p.share(visible, call.block::<1>()), unit % parts, parts);
+                let (first, end) = part(share_of(p, call, r), unit % parts, parts);
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
                 if parts == 1 {
@@ -144,9 +143,8 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                     let q = call.tensor(0);
                     let (heads, group) = (q.extent(1), q.extent(2));
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
-                    let visible = p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32;
                     let at = FREE_SHARED + item * parts * PART;
-                    let found = merge(at, parts, p.share(visible, call.block::<1>()), lane);
+                    let found = merge(at, parts, share_of(p, call, r), lane);
                     put(p, (call, &call.tensor(3)), [r, h, g], d, slice, lane, &found);
                 }
                 block.sync();
@@ -155,6 +153,12 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         }
     }
     Ok(())
+}
+
+/// The positions that the task attends to for row `r` of its own: first and end.
+#[inline(always)]
+fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
+    p.share_of([call.first_pos(), call.pass_rows()], call.row_first() + r, call.block::<1>())
 }
 
 /// Rows of queries from which on tensor cores are worth it.
@@ -169,7 +173,7 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         let (count, heads, group, d) = (call.rows(&q) * q.extent(2), q.extent(1), q.extent(2), q.extent(3));
         let is_free = call.tiles.is_some_and(|tiles| tiles.is_free()) && call.uses(Technique::FlashAttention);
         let are_brains = k.dtype() == BF16 && v.dtype() == BF16;
-        let is_fit = is_free && are_brains && p.splits <= 1 && d <= 128 && d.is_multiple_of(8);
+        let is_fit = is_free && are_brains && d <= 128 && d.is_multiple_of(8);
         if !is_fit || count < MANY || !is_whole(&q, 3) || !is_whole(&k, 2) || !is_whole(&v, 2) || !is_whole(&y, 3) {
             return false;
         }
@@ -186,16 +190,22 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
                 let r = quotient(m, group, part_of_group);
                 p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32
             };
-            let positions = seen(count - 1);
+            let share = p.share(call.first_pos() + call.pass_rows(), call.block::<1>());
+            let positions = if p.splits > 1 { share.1 } else { seen(count - 1) };
             let queries = &Rows { row: |m| row(0, m), count, columns: d };
             let keys = &Rows { row: |t| k.row(t), count: positions, columns: d };
             let values = &Rows { row: |t| v.row(t), count: positions, columns: d };
             let results = &Rows { row: |m| row(3, m), count, columns: d };
+            let found_row = |m| call.tensor(memory::opaque_word(3) as usize).row([h, 0, m]);
+            let found = &Rows { row: found_row, count, columns: FOUND + d };
             let scale = p.scale * core::f32::consts::LOG2_E;
-            if d <= 64 {
-                flash::attend_64(block, queries, keys, values, results, seen, p.window, scale);
-            } else {
-                flash::attend_128(block, queries, keys, values, results, seen, p.window, scale);
+            match (p.splits > 1, d <= 64) {
+                (false, true) => flash::attend_64(block, queries, keys, values, results, seen, p.window, scale),
+                (false, false) => flash::attend_128(block, queries, keys, values, results, seen, p.window, scale),
+                (true, true) => flash::attend_share_64(block, queries, keys, values, found, seen, share.into(), scale),
+                (true, false) => {
+                    flash::attend_share_128(block, queries, keys, values, found, seen, share.into(), scale)
+                }
             }
             h += 1;
         }
@@ -249,7 +259,7 @@ pub(in crate::kernels) unsafe fn put(
     // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are written by
     // one lane each.
     unsafe {
-        let row = if split { y.row([h, 0, g]) } else { y.row([r, h, g]) };
+        let row = if split { y.row([h, 0, r * call.tensor(0).extent(2) + g]) } else { y.row([r, h, g]) };
         if split && slice == 0 && lane == 0 {
             call.put_in_row(y, &row, 0, found.max);
             call.put_in_row(y, &row, 1, found.total);

@@ -3,10 +3,10 @@
 //! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Row r sees the
 //! last `window` of positions 0..=first_pos + r (causal: all of them), or, bidirectional, the pass's rows. f32 accumulation.
 //!
-//! Split (one row only), a task attends to an equal share of the positions, block axis 1 saying which, and y is what it
-//! found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, group, [`FOUND`] + d] f32, each row the largest score,
-//! the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without positions: -inf and
-//! zeros.
+//! Split (without a window, unless there is one row), a task attends to an equal share of the positions that the pass's last row sees, block axis
+//! 1 saying which, and y is what it found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, rows * group, [`FOUND`] + d] f32, each
+//! row the largest score, the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without positions: as
+//! largest score less than any, and zeros.
 
 use super::*;
 
@@ -56,6 +56,17 @@ impl Params {
     /// The positions, of those before `visible` that the window holds, that split `number` attends to: first and end.
     pub(super) fn share(&self, visible: u32, number: u32) -> (u32, u32) {
         perpetua_shared::data::share(visible, self.window, self.splits, number)
+    }
+
+    /// The positions that split `number` attends to for row `row` of a pass of `rows` rows from position `first_pos` on: first and end.
+    #[inline(always)]
+    pub(super) fn share_of(&self, [first_pos, rows]: [u32; 2], row: u32, number: u32) -> (u32, u32) {
+        let visible = self.visible([first_pos, rows], row) as u32;
+        if self.splits <= 1 {
+            return self.share(visible, 0);
+        }
+        let (first, end) = self.share(first_pos + rows, number);
+        (if first < visible { first } else { visible }, if end < visible { end } else { visible })
     }
 
     /// The cache of `positions` as far as a row sees it at most.
@@ -115,8 +126,11 @@ impl MacroKernel for Attention {
             return (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]));
         }
         rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
-        rules::extent("q", q, 0, 1)?;
-        let parts = [q.extent[1], 1, q.extent[2], q.extent[3].saturating_add(FOUND)];
+        if p.window != CAUSAL {
+            rules::extent("q", q, 0, 1)?;
+        }
+        let queries = q.extent[0].saturating_mul(q.extent[2]);
+        let parts = [q.extent[1], 1, queries, q.extent[3].saturating_add(FOUND)];
         (0..4).try_for_each(|dim| rules::extent("y", y, dim, parts[dim]))
     }
 
@@ -136,8 +150,8 @@ impl MacroKernel for Attention {
         let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         for r in 0..call.rows(0) {
-            let visible = p.visible([call.step.first_pos, call.step.rows], call.task.row_first + r as u32);
-            let (first, end) = p.share(visible as u32, call.task.block[1]);
+            let pass = [call.step.first_pos, call.step.rows];
+            let (first, end) = p.share_of(pass, call.task.row_first + r as u32, call.task.block[1]);
             let positions = first as usize..end as usize;
             for h in 0..n_kv {
                 for g in 0..group {
@@ -146,9 +160,10 @@ impl MacroKernel for Attention {
                     if p.splits <= 1 {
                         (0..d).for_each(|i| y.set([r, h, g, i], sums[i] / total));
                     } else {
-                        y.set([h, 0, g, 0], max);
-                        y.set([h, 0, g, 1], total);
-                        (0..d).for_each(|i| y.set([h, 0, g, FOUND as usize + i], sums[i]));
+                        let query = r * group + g;
+                        y.set([h, 0, query, 0], max);
+                        y.set([h, 0, query, 1], total);
+                        (0..d).for_each(|i| y.set([h, 0, query, FOUND as usize + i], sums[i]));
                     }
                 }
             }

@@ -7,13 +7,12 @@
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
 //!   one row: as far as its share of the workers goes. Merges come after all sequences' attention, since a worker does one thing after another:
 //!   what waits for others' shares would keep it from the next sequence's.
-//! - In a pass that verifies drafts so is each row's. Together they would be few queries for a tensor core, and a head's positions one worker's.
+//! - The attention of several rows of a sequence is cut along positions, too, where its rows are few and the positions many.
 
 use super::*;
-use crate::graph::kernel::GraphError;
 use crate::schedule::machine::part;
 use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear};
-use perpetua_shared::TaskFlags;
+use perpetua_shared::launch::TASK_THREADS;
 
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
 const SHAPES: [[u64; 2]; 5] = [[64, 16], [64, 32], [64, 64], [64, 128], [128, 128]];
@@ -25,8 +24,7 @@ const NARROWER: [u64; 7] = [8, 24, 40, 48, 80, 96, 112];
 /// Cuts `graph`, a pass over several rows.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
     let mut rounded = fuse::fuse_attention(graph)
-        .and_then(|fused| attend_apart(&fused))
-        .and_then(|apart| experts::route(&apart, target))
+        .and_then(|fused| experts::route(&fused, target))
         .map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
     for buffer in read_by_products(&rounded) {
         for tensor in rounded.table.tensors.iter_mut().filter(|tensor| tensor.buffer.idx() == buffer) {
@@ -42,8 +40,9 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
     }
-    if let (Pass::Batch | Pass::Verify, Some(rows)) = (graph.pass, graph.rows) {
-        let share = Target { n_workers: target.n_workers / rows, ..target.clone() };
+    share_positions(&rounded, &mut lowered, target);
+    if let (Pass::Batch, Some(sequences)) = (graph.pass, graph.rows) {
+        let share = Target { n_workers: target.n_workers / sequences, ..target.clone() };
         per_worker::split_positions(&rounded, &mut lowered, &share);
         lowered.ops = merges_last(std::mem::take(&mut lowered.ops), &lowered.table);
     }
@@ -51,43 +50,103 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     Ok(lowered)
 }
 
-/// `graph` with the attention of each row an operator of its own, if it verifies drafts.
-fn attend_apart(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
-    if graph.pass != Pass::Verify {
-        return Ok(graph.clone());
-    }
-    let mut apart = graph.clone();
-    let mut ops = Vec::new();
-    for op in graph.ops() {
-        let (Attention::TASK_TYPE, None, &[Some(q), k, v, Some(y)]) = (op.kernel.task_type, &op.cut, &op.slots[..])
-        else {
-            ops.push(op.clone());
-            continue;
-        };
-        let shape = graph.table[q].shape.clone();
-        let row_shape = [&[1], &shape[1..]].concat();
-        for row in 0..shape[0] {
-            let [q, y] = [apart.row(q, row, &row_shape)?, apart.row(y, row, &row_shape)?].map(Some);
-            let axes = op.axes.iter().map(|axis| match axis.role {
-                AxisRole::Rows => Axis { len: 1, ..axis.clone() },
-                _ => axis.clone(),
-            });
-            let flags = op.kernel.flags | TaskFlags::of_row(row);
-            ops.push(Operator {
-                name: format!("{}.{row}", op.name),
-                kernel: KernelCall { flags, ..op.kernel },
-                slots: vec![q, k, v, y],
-                axes: axes.collect(),
-                cut: None,
-            });
-        }
-    }
-    apart.with_ops(ops)
+/// How the attention of several rows is cut, and what merges it.
+#[derive(Clone, Copy, Debug)]
+struct Shares {
+    /// Ways a head's positions are shared, at least 2.
+    n: u32,
+    /// Blocks of rows that share them, and that merge.
+    blocks: u32,
+    merges: u32,
 }
 
-/// `ops` with each merge moved behind the attention that follows it, of other sequences or rows, as far as neither touches what the other writes.
+/// How `op`, an attention that is cut into `blocks` blocks of rows, is better cut along positions, too: so that the bytes read and written one after
+/// the other are fewest, a share's keys and values, what it found, and what a merge reads of all shares, behind a hop. The body takes
+/// [`QUERIES_AT_ONCE`] queries with the keys and values of one.
+fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, target: &Target) -> Option<Shares> {
+    let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), _]) = (op.kernel.task_type, &op.cut, &op.slots[..])
+    else {
+        return None;
+    };
+    let [rows, heads, group, d] = table[q].shape[..] else { return None };
+    let window = kernels::params::<attention::Params>(&op.kernel.params).window;
+    let are_brains = [k, v].iter().all(|cache| table[*cache].dtype == DType::Bf16);
+    // Others are attended to row by row, each by its own way through the positions.
+    if rows < 2 || window != attention::CAUSAL || !are_brains || d > 128 || !d.is_multiple_of(8) {
+        return None;
+    }
+    let positions = table[k].shape[1];
+    let head_bytes = (2 * positions * d * DType::Bf16.size_bytes()) as u64;
+    let found_bytes = (group * (attention::FOUND as usize + d) * DType::F32.size_bytes()) as u64;
+    let workers = target.n_workers / heads as u32;
+    let cut_evenly = |most: u32| (1..=most.clamp(1, rows as u32)).rev().filter(|n| (rows as u32).is_multiple_of(*n));
+    let merges = cut_evenly(workers).next().unwrap_or(1);
+    let read = |blocks: u32, n: u32| {
+        let rows = rows as u64 / u64::from(blocks);
+        let ways = (rows * group as u64).div_ceil(QUERIES_AT_ONCE);
+        head_bytes * ways / u64::from(n) + if n > 1 { rows * found_bytes } else { 0 }
+    };
+    let merge = |n: u32| u64::from(n) * found_bytes * rows as u64 / u64::from(merges) + target.hop_bytes;
+    let most =
+        |blocks: u32| (workers / blocks).min(positions as u32 / target.split_positions).min(per_worker::MAX_SPLITS);
+    let ways = cut_evenly(workers).flat_map(|blocks| (2..=most(blocks)).map(move |n| Shares { n, blocks, merges }));
+    let best = ways.min_by_key(|shares| read(shares.blocks, shares.n) + merge(shares.n))?;
+    (read(best.blocks, best.n) + merge(best.n) < read(blocks, 1)).then_some(best)
+}
+
+/// Queries that attention of several rows takes together: sixteen for each of a block's warps. See the device's `attention`.
+const QUERIES_AT_ONCE: u64 = 16 * (TASK_THREADS / 32) as u64;
+
+/// Cuts attention along positions, where that is better: see [`shares_of`].
+fn share_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    let mut ops = Vec::with_capacity(lowered.ops.len());
+    for (op, mut block) in graph.ops().zip(std::mem::take(&mut lowered.ops)) {
+        let merge = shares_of(&graph.table, op, block.grid[1], target)
+            .and_then(|shares| share(&mut lowered.table, op, &mut block, shares));
+        ops.push(block);
+        ops.extend(merge);
+    }
+    lowered.ops = ops;
+}
+
+/// Cuts `block`, the attention `op`, as `shares` say. What a share finds goes to a tensor of its own, of which the operator returned makes the result.
+fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Shares) -> Option<BlockOp> {
+    let kernel = block.kernel.as_mut()?;
+    let [rows, heads, group, d] = table[op.slots[0]?].shape[..] else { return None };
+    let shape = [heads, shares.n as usize, rows * group, attention::FOUND as usize + d];
+    let parts = table.add(&format!("{} parts", block.name), &shape, DType::F32, BufferKind::Intermediate).ok()?;
+    let params = attention::Params { splits: shares.n, ..kernels::params(&kernel.params) };
+    kernel.params = param_words(&params);
+    let flags = kernel.flags;
+    let y = block.accesses[3].as_ref()?.tensor;
+    let maps = [[Some(1), None, Some(0)], [Some(0), None, None], [Some(0), None, None], [Some(0), Some(1), Some(2)]];
+    for (access, map) in block.accesses.iter_mut().flatten().zip(maps) {
+        access.map = map;
+    }
+    block.accesses[3].as_mut()?.tensor = parts;
+    (block.grid[1], block.grid[2]) = (shares.n, shares.blocks);
+    block.row_axis = Some(2);
+    let access = |tensor, kind, map| Some(Access { tensor, kind, map });
+    Some(BlockOp {
+        name: format!("{} merge", block.name),
+        grid: [block.grid[0], shares.merges, 1],
+        accesses: vec![
+            access(parts, AccessKind::Read, [Some(0), Some(2), None]),
+            access(y, AccessKind::Write, [Some(1), Some(0), None]),
+        ],
+        row_axis: Some(1),
+        rows: rows as u32,
+        kernel: Some(KernelCall {
+            task_type: AttentionMerge::TASK_TYPE,
+            flags,
+            params: param_words(&kernels::attention_merge::Params {}),
+        }),
+    })
+}
+
+/// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what the other writes.
 fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
-    let is = |op: &BlockOp, types: &[u16]| op.kernel.is_some_and(|kernel| types.contains(&kernel.task_type));
+    let is = |op: &BlockOp, task_type: u16| op.kernel.is_some_and(|kernel| kernel.task_type == task_type);
     let clash = |a: &Access, b: &Access| {
         table[a.tensor].buffer == table[b.tensor].buffer && (a.kind.writes() || b.kind.writes())
     };
@@ -96,12 +155,11 @@ fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
     };
     let (mut ordered, mut merges) = (Vec::with_capacity(ops.len()), Vec::new());
     for op in ops {
-        if is(&op, &[AttentionMerge::TASK_TYPE]) {
+        if is(&op, AttentionMerge::TASK_TYPE) {
             merges.push(op);
             continue;
         }
-        if !is(&op, &[Attention::TASK_TYPE, DecodeAttention::TASK_TYPE]) || merges.iter().any(|merge| order(merge, &op))
-        {
+        if !is(&op, DecodeAttention::TASK_TYPE) || merges.iter().any(|merge| order(merge, &op)) {
             ordered.append(&mut merges);
         }
         ordered.push(op);

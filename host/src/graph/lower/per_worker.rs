@@ -187,7 +187,7 @@ fn copy_out(lowered: &mut ThreadBlockGraph, made: TensorId, readers: &[usize], c
 }
 
 /// Splits of a head's positions at most: what a merge reads grows with them, what they save does not.
-const MAX_SPLITS: u32 = 16;
+pub(super) const MAX_SPLITS: u32 = 16;
 
 /// The operands of an attention of one row that the cut asks for: query, keys and result.
 fn attention_slots(op: &Operator) -> Option<[usize; 3]> {

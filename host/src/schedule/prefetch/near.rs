@@ -37,7 +37,7 @@ pub(super) fn whole(operand: &Operand) -> Option<PrefetchOp> {
     Some(PrefetchOp { source_offset_bytes: first, bytes, apart_bytes: bytes, stretches: 1, ..PrefetchOp::default() })
 }
 
-/// A prefetch of the positions that `task`, of an attention over one row, reads of `operand`, a cache of one head.
+/// A prefetch of the positions that `task`, of an attention over one row or cut along positions, reads of `operand`, a cache of one head.
 pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, operand: &Operand) -> Option<PrefetchOp> {
     let op = &graph.ops[task.op as usize];
     let kernel = op.kernel?;
@@ -52,7 +52,7 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
         }
         _ => return None,
     };
-    let one_row = op.row_axis.is_none() || op.rows == 1;
+    let one_row = op.row_axis.is_none() || op.rows == 1 || splits > 1;
     let (splits, split) = (splits.max(1), if splits > 1 { task.block[1] } else { 0 });
     let [heads, positions, d, _] = operand.extent;
     let bytes = d * operand.dtype()?.size_bytes() as u32;
@@ -105,8 +105,9 @@ pub fn reads_of_many_rows(
         if bytes(&all) > cost.bytes_read {
             return Reads::default();
         }
+        // Of a cache, too, the share that several blocks of rows read.
         all.retain(|(op, operand)| {
-            op.splits > 0 || asked.insert((op.source, op.source_offset_bytes, op.bytes, operand.extent))
+            asked.insert((op.source, op.source_offset_bytes, op.bytes, operand.extent, [op.splits, op.split]))
         });
         let op = &graph.ops[task.op as usize];
         let rest_bytes = bytes(&all) + experts_bytes(graph, op, operands, cost);
