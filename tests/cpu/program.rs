@@ -477,6 +477,7 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
             let step = number("/figures/loss/step_us");
             assert!((sum / step - 1.0).abs() < 1e-3, "{sum} us in parts of {step}: {text}");
             assert!(number("/figures/loss/floor_us") > 0.0, "{text}");
+            assert!(record["figures"]["verifying"]["1_guesses"].is_string(), "{text}");
             let without = Technique::ALL.map(|technique| format!("without/{}", technique.name()));
             for way in without.into_iter().chain(["launch_per_operator".to_owned()]) {
                 assert_eq!(number(&format!("/figures/{way}/same_tokens")), 2.0, "{text}");

@@ -67,10 +67,15 @@ impl Args {
         Args { model, context, tokens, batch, prompt_lookup, runs, compare: true, json, trace, timeline }
     }
 
+    /// The same, and what passes take that verify up to so many guesses, if there are to be any.
+    pub(super) fn guessing(self, prompt_lookup: Option<usize>) -> Args {
+        Args { prompt_lookup, ..self }
+    }
+
     /// The same of `sequences` together, if so many are given, compared with nothing but one alone.
     pub(super) fn uncompared(&self, sequences: Option<usize>) -> Args {
         let (batch, model) = (sequences, self.model.clone());
-        Args { batch, compare: false, trace: None, timeline: None, json: None, model, ..*self }
+        Args { batch, prompt_lookup: None, compare: false, trace: None, timeline: None, json: None, model, ..*self }
     }
 }
 

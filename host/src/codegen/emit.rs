@@ -458,6 +458,7 @@ fn number(value: f32) -> String {
         f32::INFINITY if sign == "-" => "f32::NEG_INFINITY".to_owned(),
         f32::INFINITY => "f32::INFINITY".to_owned(),
         std::f32::consts::LOG2_E => format!("{sign}core::f32::consts::LOG2_E"),
+        std::f32::consts::LN_2 => format!("{sign}core::f32::consts::LN_2"),
         value => format!("{sign}{value:?}"),
     }
 }

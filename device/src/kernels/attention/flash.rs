@@ -229,7 +229,7 @@ pub(super) unsafe fn attend_share_64(
                 t += 64;
                 t_round += 1;
             }
-            let max = PerRow::each(|row| max.0[row] * 0.6931472);
+            let max = PerRow::each(|row| max.0[row] * core::f32::consts::LN_2);
             warp::sync();
             queries.keep(lane, &sums);
             warp::sync();
@@ -304,7 +304,7 @@ pub(super) unsafe fn attend_share_128(
                 t += 32;
                 t_round += 1;
             }
-            let max = PerRow::each(|row| max.0[row] * 0.6931472);
+            let max = PerRow::each(|row| max.0[row] * core::f32::consts::LN_2);
             warp::sync();
             queries.keep(lane, &sums);
             warp::sync();
