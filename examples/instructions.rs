@@ -1,8 +1,9 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [q8|q4]`; 132 SMs and a context of 1 unless told
-//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the longest of the passes that read the context before it. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [behind=N] [q8|q4]`; 132 SMs and a context of 1 unless told
+//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the longest of the passes that read the context before it; with `behind` that context stands behind so many positions, which nobody
+//! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
@@ -14,8 +15,10 @@ use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::device_image::device_image;
 use perpetua::model::Quantize;
-use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Device, Engine, EngineConfig, Model};
+use perpetua_device::advance::step_from;
 use perpetua_shared::WorkerId;
+use perpetua_shared::control::{Control, Request};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -68,10 +71,12 @@ impl Op {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (words, rest): (Vec<_>, Vec<_>) =
-        std::env::args().skip(1).partition(|arg| ["prompt", "q8", "q4"].contains(&&arg[..]));
+    let (words, rest): (Vec<_>, Vec<_>) = std::env::args()
+        .skip(1)
+        .partition(|arg| arg.starts_with("behind=") || ["prompt", "q8", "q4"].contains(&&arg[..]));
     let is_given = |word: &str| words.iter().any(|given| given == word);
     let is_prompt = is_given("prompt");
+    let behind = words.iter().find_map(|word| word.strip_prefix("behind=")).map_or(Ok(0), str::parse::<usize>)?;
     let mut args = rest.into_iter();
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
@@ -88,14 +93,21 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let config = EngineConfig {
         device: Device::Cuda,
         gpu: Some(Gpu::with_driver(driver.clone())?),
-        max_context: Some(context + steps),
+        max_context: Some(behind + context + steps),
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(&model, &config)?;
-    let options =
-        GenerateOptions { max_new_tokens: steps, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
-    let ids: Vec<u32> = (0..context as u32).collect();
-    engine.generate(&ids, &options)?.try_for_each(|token| token.map(|_| ()))?;
+    let ids: Vec<u32> = (0..(behind + context) as u32).map(|at| at % model.config().vocab_size() as u32).collect();
+    let mut control = Control {
+        n_tokens: ids.len() as u32,
+        max_context: (ids.len() + steps) as u32,
+        requests: [Request::greedy(steps as u32); _],
+        ..bytemuck::Zeroable::zeroed()
+    };
+    control.step = step_from(&control, engine.resident().compiled().image.view().programs, behind as u32, 0);
+    engine.resident_mut().cuda().ok_or("not on a GPU")?.set_tokens(0, &ids);
+    engine.resident_mut().start(control);
+    engine.resident_mut().finish()?;
 
     let report = driver.report();
     let image = engine.resident().compiled().image.clone();

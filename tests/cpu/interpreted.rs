@@ -146,7 +146,8 @@ fn attention_shared_along_positions_has_the_cpus_logits() {
             ..EngineConfig::default()
         };
         let expected = Engine::new(&model, &config).expect("it compiles").logits(&ids, |_| ()).expect("it runs");
-        let mut engine = Engine::new(&model, &on(&driver(7, seed), config)).expect("resident");
+        let driver = driver(7, seed);
+        let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
         let compiled = engine.resident().compiled();
         for program in &compiled.programs {
             let merge = program.blocks.ops.iter().find(|op| op.name.ends_with("attention merge"));
@@ -154,9 +155,16 @@ fn attention_shared_along_positions_has_the_cpus_logits() {
             let parts = merge.accesses[0].as_ref().expect("parts").tensor;
             assert!(program.blocks.table[parts].shape[1] > 1, "{}", program.name);
         }
-        let found = engine.logits(&ids, |_| ()).expect("it runs");
-        let distance = distance(&expected, &found);
-        assert!(distance < 2e-2, "{head_dim} dimensions: {distance}");
+        // On tensor cores, and row by row.
+        let mut products = Vec::new();
+        for without in [Techniques::NONE, Technique::FlashAttention.into()] {
+            engine.resident_mut().cuda().expect("a GPU").leave_out(without);
+            let found = engine.logits(&ids, |_| ()).expect("it runs");
+            let distance = distance(&expected, &found);
+            assert!(distance < 2e-2, "{head_dim} dimensions, without {without:?}: {distance}");
+            products.push(driver.report().products[0]);
+        }
+        assert!(products[0] > products[1], "{products:?}: shares of many rows have no products");
     }
 }
 

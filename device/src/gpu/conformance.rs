@@ -1194,8 +1194,12 @@ fn attention_of_many(random: &mut Random, round: usize) {
         // What is found is not divided by how many positions there were.
         case.tolerance *= (context / splits) as f32;
         case.split = random.below(splits);
-        let extent = [heads, 1, rows * group, attention::FOUND + d];
-        case.push_placed(random, DType::F32, &extent, |_| 7.0, is_whole);
+        // Rows one after the other, an odd number of sixteens of bytes each.
+        let width = attention::FOUND + d;
+        case.push_placed(random, DType::F32, &[heads, 1, rows * group * width], |_| 7.0, is_whole);
+        let y = case.operands.last_mut().expect("just pushed");
+        (y.rank, y.extent) = (4, [heads, 1, rows * group, width]);
+        (y.stride_elems[2], y.stride_elems[3]) = (width * y.stride_elems[2], y.stride_elems[2]);
     } else {
         case.push_placed(random, dtype, &[rows, heads, group, d], |_| 7.0, is_whole);
     }

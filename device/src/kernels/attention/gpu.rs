@@ -174,7 +174,10 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         let is_free = call.tiles.is_some_and(|tiles| tiles.is_free()) && call.uses(Technique::FlashAttention);
         let are_brains = k.dtype() == BF16 && v.dtype() == BF16;
         let is_fit = is_free && are_brains && d <= 128 && d.is_multiple_of(8);
-        if !is_fit || count < MANY || !is_whole(&q, 3) || !is_whole(&k, 2) || !is_whole(&v, 2) || !is_whole(&y, 3) {
+        // Of any type, but that what a share finds is f32.
+        let y_chunk = if p.splits > 1 { 4 } else { 8 };
+        let are_whole = is_whole(&q, 3, 8) && is_whole(&k, 2, 8) && is_whole(&v, 2, 8) && is_whole(&y, 3, y_chunk);
+        if !is_fit || count < MANY || !are_whole {
             return false;
         }
         let part_of_group = reciprocal(group as f32);
@@ -226,12 +229,12 @@ unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
     quotient
 }
 
-/// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes whatever its type.
+/// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes, which are `chunk` elements at most.
 #[inline(always)]
-fn is_whole(x: &Tensor, dims: usize) -> bool {
+fn is_whole(x: &Tensor, dims: usize, chunk: u32) -> bool {
     let mut is_whole = x.address([0, 0]).addr().is_multiple_of(16);
     for dim in 0..dims {
-        is_whole &= x.stride(dim).is_multiple_of(8);
+        is_whole &= x.stride(dim).is_multiple_of(chunk);
     }
     is_whole
 }
