@@ -2,7 +2,7 @@
 //! by the operator whose task a worker was at.
 //!
 //! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [behind=N] [q8|q4]`; 132 SMs and a context of 1 unless told
-//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the longest of the passes that read the context before it; with `behind` that context stands behind so many positions, which nobody
+//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the first of the passes that read the context before it; with `behind` that context stands behind so many positions, which nobody
 //! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
@@ -112,9 +112,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let report = driver.report();
     let image = engine.resident().compiled().image.clone();
     let view = image.view();
-    // The program of the passes that follow the prompt is the first; of those that read it the longest goes first.
-    let longest = (0..view.programs.len()).max_by_key(|number| view.programs[*number].max_rows);
-    let number = if is_prompt { longest.ok_or("an image without programs")? } else { 0 };
+    // The program of the passes that follow the prompt is the first.
+    let number = if is_prompt { control.step.program as usize } else { 0 };
     let program = view.programs[number];
     let mut ops: BTreeMap<u32, Op> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {
