@@ -483,7 +483,36 @@ impl Check<'_> {
                 return Err(format!("{name}: {}", figures[name]).into());
             }
         }
+        figures.insert("guesses".to_owned(), self.guesses(&Model::load(self.args.fixtures.join(FIXTURES[0]))?)?);
         Ok(figures.into())
+    }
+
+    /// What `model` makes with guesses of a text that repeats itself, beside its logits after the same tokens: how much less likely than the likeliest a
+    /// token is at most, how far the last one's logits are off, and in how many passes.
+    fn guesses(&self, model: &Model) -> Figures {
+        let n = if self.args.simulated { 4 } else { 48 };
+        let vocab = model.config().vocab_size();
+        let prompt: Vec<u32> = (0..23).map(|i| ((i % 7 * 131 + 7) % vocab) as u32).collect();
+        let config = EngineConfig { max_context: Some(prompt.len() + n), ..self.config() };
+        let mut engine = Engine::new(model, &EngineConfig { prompt_lookup: Some(5), ..config.clone() })?;
+        let made = engine.generate(&prompt, &greedy_options(n))?.map(|token| token.map(|t| t.id));
+        let made: Vec<u32> = made.collect::<Result<_, _>>()?;
+        let passes = engine.stamps().len().saturating_sub(1);
+        let last = engine.last_logits().ok_or("no logits after tokens")?;
+        let ids = [&prompt[..], &made[..n - 1]].concat();
+        let logits = Engine::new(model, &EngineConfig { all_logits: true, ..config })?.logits(&ids, |_| ())?;
+        let rows = logits.chunks(vocab).skip(prompt.len() - 1);
+        let short = rows.clone().zip(&made).map(|(row, token)| {
+            let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            most - row[*token as usize]
+        });
+        let (short, expected) = (short.fold(0.0, f32::max), rows.last().ok_or("no logits")?);
+        let kl = Prediction::of(expected).divergence(&Prediction::of(&last));
+        let found = json!({"tokens": n, "passes": passes, "most_short_of_the_likeliest": short, "kl": kl});
+        if short > 0.1 || kl.is_nan() || kl > 1e-3 {
+            return Err(format!("guesses: {found}").into());
+        }
+        Ok(found)
     }
 
     /// What another program made of the fixture `name`, in its file of this kind.
@@ -715,7 +744,7 @@ impl Check<'_> {
             runs,
             trace,
         )
-        .guessing(self.guesses(preset));
+        .guessing(self.most_guesses(preset));
         let mut figures = bench::generator(&args, &model, &mut |figures| self.keep(figures.clone()))?;
         figures["model"] = preset.into();
         for sequences in self.batches(preset) {
@@ -766,7 +795,7 @@ impl Check<'_> {
     }
 
     /// How many guesses a pass verifies at most, where that is measured: of small models, for want of time.
-    fn guesses(&self, preset: &str) -> Option<usize> {
+    fn most_guesses(&self, preset: &str) -> Option<usize> {
         let is_small = ["qwen3-0.6b", "llama-3.2-1b"].contains(&preset);
         is_small.then_some(if self.args.simulated { 1 } else { 7 })
     }
