@@ -130,22 +130,7 @@ fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Sh
     block.accesses[3].as_mut()?.tensor = parts;
     (block.grid[1], block.grid[2]) = (shares.n, shares.blocks);
     block.row_axis = Some(2);
-    let access = |tensor, kind, map| Some(Access { tensor, kind, map });
-    Some(BlockOp {
-        name: format!("{} merge", block.name),
-        grid: [block.grid[0], shares.merges, 1],
-        accesses: vec![
-            access(parts, AccessKind::Read, [Some(0), Some(2), None]),
-            access(y, AccessKind::Write, [Some(1), Some(0), None]),
-        ],
-        row_axis: Some(1),
-        rows: rows as u32,
-        kernel: Some(KernelCall {
-            task_type: AttentionMerge::TASK_TYPE,
-            flags,
-            params: param_words(&kernels::attention_merge::Params {}),
-        }),
-    })
+    Some(per_worker::merge_of(block, flags, [parts, y], Some([rows as u32, shares.merges])))
 }
 
 /// `ops` with each merge moved behind the attention that follows it, of other sequences, as far as neither touches what the other writes.

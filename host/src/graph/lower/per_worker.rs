@@ -270,26 +270,43 @@ fn split(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, splits: u3
         Attention::TASK_TYPE => param_words(&attention::Params { splits, ..kernels::params(&kernel.params) }),
         _ => param_words(&decode_attention::Params { splits, ..kernels::params(&kernel.params) }),
     };
+    let flags = kernel.flags;
     for access in block.accesses.iter_mut().flatten() {
         access.map[1] = None;
     }
     let found = Access { tensor: parts, kind: AccessKind::Write, map: [Some(0), Some(1), None] };
     let whole = block.accesses[y].replace(found)?;
     (block.grid[1], block.row_axis, block.rows) = (splits, None, 0);
-    let by_head = |tensor, kind, dim| Some(Access { tensor, kind, map: [Some(dim), None, None] });
-    let merge = BlockOp {
-        name: format!("{} merge", block.name),
-        grid: [block.grid[0], 1, 1],
-        accesses: vec![by_head(parts, AccessKind::Read, 0), by_head(whole.tensor, AccessKind::Write, 1)],
-        row_axis: None,
-        rows: 0,
+    Some((merge_of(block, flags, [parts, whole.tensor], None), whole.tensor))
+}
+
+/// The operator that makes `y` of what the blocks of `attention`, which has `flags`, leave in `parts`: a block for each head, and, if there are several
+/// rows, so many, for each of so many equal blocks of them.
+pub(super) fn merge_of(
+    attention: &BlockOp,
+    flags: u16,
+    [parts, y]: [TensorId; 2],
+    rows_in_blocks: Option<[u32; 2]>,
+) -> BlockOp {
+    let [rows, blocks] = rows_in_blocks.unwrap_or([0, 1]);
+    // Rows are a dimension of either.
+    let by_rows = |dim: u8| rows_in_blocks.map(|_| dim);
+    let access = |tensor, kind, map| Some(Access { tensor, kind, map });
+    BlockOp {
+        name: format!("{} merge", attention.name),
+        grid: [attention.grid[0], blocks, 1],
+        accesses: vec![
+            access(parts, AccessKind::Read, [Some(0), by_rows(2), None]),
+            access(y, AccessKind::Write, [Some(1), by_rows(0), None]),
+        ],
+        row_axis: by_rows(1),
+        rows,
         kernel: Some(KernelCall {
             task_type: AttentionMerge::TASK_TYPE,
-            flags: kernel.flags,
+            flags,
             params: param_words(&kernels::attention_merge::Params {}),
         }),
-    };
-    Some((merge, whole.tensor))
+    }
 }
 
 /// Has the products that read the result `y` of the merge `number` make it themselves, so that nobody needs the merge; says
