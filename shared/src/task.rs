@@ -91,7 +91,9 @@ impl Operand {
 /// Where the number of a row, from 1, stands in a task's flags: above the bits, below a sequence's.
 const ROW_SHIFT: u32 = 2;
 
-const _: () = assert!((MAX_DRAFTS + 1) << ROW_SHIFT < 1 << 8);
+const ROW_MASK: u32 = TaskFlags::READS_EARLY as u32 - 1;
+
+const _: () = assert!((MAX_DRAFTS + 1) << ROW_SHIFT <= ROW_MASK as usize);
 
 /// Bits of [`TaskDesc::flags`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,6 +105,9 @@ impl TaskFlags {
     /// The task stands in no worker's list: a scheduler launches it when its last event fires.
     pub const JUST_IN_TIME: u16 = 2;
 
+    /// What its macro kernel reads before the task's events have fired, if it may, is weights, which nobody writes.
+    pub const READS_EARLY: u16 = 1 << 7;
+
     /// The flags of a task that belongs to row `row` of a pass that verifies drafts, at most [`MAX_DRAFTS`] of them: it sees that row alone.
     pub const fn of_row(row: usize) -> u16 {
         assert!(row <= MAX_DRAFTS, "a row of such a pass");
@@ -111,7 +116,7 @@ impl TaskFlags {
 
     /// The row `flags` name, if they do.
     pub const fn row(flags: u16) -> Option<u32> {
-        (flags as u8 as u32 >> ROW_SHIFT).checked_sub(1)
+        ((flags as u32 & ROW_MASK) >> ROW_SHIFT).checked_sub(1)
     }
 
     /// The flags of a task that belongs to sequence `sequence` of a batch: it sees that sequence's step.
@@ -121,7 +126,7 @@ impl TaskFlags {
 
     /// Whether `flags` name a row or a sequence, so that the task sees a part of the pass.
     pub const fn names_part(flags: u16) -> bool {
-        flags & !(Self::ONLY_WHEN_SAMPLING | Self::JUST_IN_TIME) != 0
+        flags & !(Self::ONLY_WHEN_SAMPLING | Self::JUST_IN_TIME | Self::READS_EARLY) != 0
     }
 
     /// The sequence `flags` name, if they do.

@@ -9,7 +9,7 @@ use perpetua::exec::memory::Memory;
 use perpetua::exec::reference::Reference;
 use perpetua::exec::threads::{Options, Threads};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
-use perpetua::graph::lower::Target;
+use perpetua::graph::lower::{Target, lower};
 use perpetua::graph::tensor::{BufferKind, TensorId};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, KernelCall};
 use perpetua::image::{Image, ImageError};
@@ -18,10 +18,10 @@ use perpetua::model::decoder::{self, Cache, Declared, Head};
 use perpetua::model::synth::preset_config;
 use perpetua_device::kernels::elementwise::{self, Function};
 use perpetua_device::kernels::linear::Activation;
-use perpetua_device::kernels::{Elementwise, Numbered, param_words};
+use perpetua_device::kernels::{Elementwise, Numbered, RmsNorm, param_words};
 use perpetua_shared::control::{ALL_ROWS, Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::{DType, Operand, ProgramId};
+use perpetua_shared::{DType, Operand, ProgramId, TaskFlags};
 use proptest::prelude::*;
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
@@ -62,7 +62,16 @@ fn values(n: usize, salt: usize) -> Vec<f32> {
 
 /// Builds the graph; every tensor nobody reads is an output. Returns it with its weights and output widths.
 fn build(rows: usize, columns: usize, ops: &[Op]) -> (KernelGraph, Weights, Vec<(String, usize)>) {
-    let mut graph = KernelGraph::new();
+    build_on(KernelGraph::new(), rows, columns, ops)
+}
+
+/// [`build`] from an empty graph on.
+fn build_on(
+    mut graph: KernelGraph,
+    rows: usize,
+    columns: usize,
+    ops: &[Op],
+) -> (KernelGraph, Weights, Vec<(String, usize)>) {
     let mut weights = HashMap::new();
     let x = graph.input("x", &[rows, columns], DType::F32).unwrap();
     let mut tensors: Vec<(TensorId, usize)> = vec![(x, columns)];
@@ -196,6 +205,27 @@ proptest! {
         for (e, f) in expected.iter().zip(&found) {
             let close = (e - f).abs() <= 1e-3 * (1.0 + e.abs()) || (e.is_nan() && f.is_nan()) || e == f;
             prop_assert!(close, "{} instead of {}", f, e);
+        }
+    }
+
+    /// Passes of several rows, whose products round what they read to bf16, and have the norms between them.
+    #[test]
+    fn a_gpu_computes_what_the_reference_does(
+        (rows, columns, mut ops) in ops(),
+        workers in 1usize..7,
+        of_eights in any::<bool>(),
+    ) {
+        let unit = if of_eights { 8 } else { 1 };
+        ops.iter_mut().for_each(|op| op.columns = op.columns.div_ceil(unit) * unit);
+        ops.truncate(6);
+        let rows = 3 * rows + 1;
+        let graph = KernelGraph::with_rows(rows as u32);
+        let (graph, weights, outputs) = build_on(graph, rows, columns.div_ceil(unit) * unit, &ops);
+        let expected = run(&graph, &weights, &outputs, rows, Device::Reference, 1, None);
+        let found = run(&graph, &weights, &outputs, rows, Device::Simt, workers, None);
+        prop_assert_eq!(expected.len(), found.len());
+        for (e, f) in expected.iter().zip(&found) {
+            prop_assert!((e - f).abs() <= 0.05 * (1.0 + e.abs()), "{} instead of {}", f, e);
         }
     }
 
@@ -370,6 +400,107 @@ fn declarations_that_cannot_be_are_refused() {
     // A view with gaps between its columns is nothing that rows are read from.
     let gaps = graph.view(x, 0, &[4, 4], &[8, 2]).unwrap();
     assert!(said(graph.elementwise("relu", Function::Activate, Activation::Relu, gaps, None)).contains("stride 2"));
+}
+
+/// In passes of several rows a norm between products is part of them, unless somebody else wants what it makes, or makes what it reads.
+#[test]
+fn norms_between_products_are_part_of_them() {
+    let (rows, k, n) = (20, 64, 48);
+    let cases =
+        [("plain", 0), ("read by another", 1), ("an output", 1), ("of a sum", 1), ("of a part", 1), ("one of two", 1)];
+    for (case, normed) in cases {
+        let mut graph = KernelGraph::with_rows(rows as u32);
+        let mut weights = HashMap::new();
+        let mut weight = |graph: &mut KernelGraph, name: &str, shape: &[usize]| {
+            let scale = if shape.len() > 1 { 0.2 } else { 1.0 };
+            let all =
+                values(shape.iter().product(), weights.len()).into_iter().map(|x| half::bf16::from_f32(x * scale));
+            weights.insert(name.to_owned(), all.flat_map(|x| x.to_bits().to_ne_bytes()).collect());
+            graph.weight(name, shape, DType::Bf16).unwrap()
+        };
+        let x = graph.input("x", &[rows, k], DType::F32).unwrap();
+        let w = weight(&mut graph, "before.w", &[k, k]);
+        let mut before = graph.linear("before", x, w, None, Activation::None, Some(x)).unwrap();
+        if case == "of a sum" {
+            before = graph.add_tensors("sum", before, x).unwrap();
+        }
+        if case == "of a part" {
+            before = graph.view(before, 0, &[rows, n], &[k, 1]).unwrap();
+        }
+        let width = if case == "of a part" { n } else { k };
+        let w = weight(&mut graph, "norm.w", &[width]);
+        let norm = graph.rms_norm("norm", before, w, 1e-5).unwrap();
+        let (w, bias) = (weight(&mut graph, "after.w", &[n, width]), weight(&mut graph, "after.b", &[n]));
+        let after = graph.linear("after", norm, w, Some(bias), Activation::Gelu, None).unwrap();
+        let (gate, up) = (weight(&mut graph, "gate.w", &[k, width]), weight(&mut graph, "up.w", &[k, width]));
+        let gated = graph.gated_linear("gated", norm, [gate, up], None, Activation::Silu).unwrap();
+        let mut outputs = vec![("after".to_owned(), n), ("gated".to_owned(), k)];
+        graph.output("after", after);
+        graph.output("gated", gated);
+        if case == "read by another" {
+            let sum = graph.add_tensors("twice", norm, norm).unwrap();
+            graph.output("twice", sum);
+            outputs.push(("twice".to_owned(), width));
+        }
+        if case == "one of two" {
+            let w = weight(&mut graph, "norm2.w", &[width]);
+            let other = graph.rms_norm("norm2", before, w, 1e-3).unwrap();
+            let w = weight(&mut graph, "after2.w", &[n, width]);
+            let after = graph.linear("after2", other, w, None, Activation::None, None).unwrap();
+            graph.output("after2", after);
+            outputs.push(("after2".to_owned(), n));
+        }
+        if case == "an output" {
+            graph.output("norm", norm);
+            outputs.push(("norm".to_owned(), width));
+        }
+        let lowered = lower(&graph, &Target::gpu(4)).unwrap();
+        let is_norm = |op: &&BlockOp| op.kernel.is_some_and(|kernel| kernel.task_type == RmsNorm::TASK_TYPE);
+        assert_eq!(lowered.ops.iter().filter(is_norm).count(), normed, "{case}");
+        let weights: Weights = Arc::new(weights);
+        let expected = run(&graph, &weights, &outputs, rows, Device::Reference, 1, None);
+        assert!(expected.iter().any(|y| y.abs() > 0.5), "{case}");
+        let found = run(&graph, &weights, &outputs, rows, Device::Simt, 4, None);
+        for (e, f) in expected.iter().zip(&found) {
+            assert!((e - f).abs() <= 0.02 * (1.0 + e.abs()), "{case}: {f} instead of {e}");
+        }
+    }
+}
+
+/// What a product multiplies with may be another task's result: then nobody reads it before that task has ended, as is done with weights.
+#[test]
+fn products_of_what_others_make_wait_for_it() {
+    let (rows, k, n) = (20, 64, 48);
+    let mut graph = KernelGraph::with_rows(rows as u32);
+    let x = graph.input("x", &[rows, k], DType::F32).unwrap();
+    let (w, v) = (graph.weight("w", &[k, k], DType::Bf16).unwrap(), graph.weight("v", &[n, k], DType::Bf16).unwrap());
+    let rounded = graph.linear("rounded", x, w, None, Activation::None, None).unwrap();
+    let made = graph.table.add("made", &[n, k], DType::Bf16, BufferKind::Intermediate).unwrap();
+    let params = elementwise::Params { function: Function::Activate as u32, activation: Activation::Silu as u32 };
+    let kernel = KernelCall { task_type: Elementwise::TASK_TYPE, flags: 0, params: param_words(&params) };
+    let access = |tensor, kind| Some(Access { tensor, kind, map: [Some(0), None, None] });
+    let accesses = vec![access(v, AccessKind::Read), None, access(made, AccessKind::Write)];
+    let (name, grid) = ("silu".to_owned(), [5, 1, 1]);
+    graph.customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, kernel: Some(kernel) }).unwrap();
+    let y = graph.linear("y", rounded, made, None, Activation::None, None).unwrap();
+    graph.output("y", y);
+    let bytes = |salt, len: usize| -> Vec<u8> {
+        values(len, salt).into_iter().flat_map(|x| half::bf16::from_f32(0.2 * x).to_bits().to_ne_bytes()).collect()
+    };
+    let weights: Weights =
+        Arc::new(HashMap::from([("w".to_owned(), bytes(1, k * k)), ("v".to_owned(), bytes(2, n * k))]));
+    let compiled = compile(vec![source(&graph)], &Config::new(Target::gpu(4))).unwrap();
+    let early = |name: &str| {
+        let mut tasks = compiled.image.view().tasks.iter();
+        tasks.find(|task| compiled.image.op_name(task.op) == name).unwrap().flags & TaskFlags::READS_EARLY != 0
+    };
+    assert!(early("rounded") && !early("y"));
+    let outputs = [("y".to_owned(), n)];
+    let expected = run(&graph, &weights, &outputs, rows, Device::Reference, 1, None);
+    let found = run(&graph, &weights, &outputs, rows, Device::Simt, 4, None);
+    for (e, f) in expected.iter().zip(&found) {
+        assert!((e - f).abs() <= 0.02 * (1.0 + e.abs()), "{f} instead of {e}");
+    }
 }
 
 /// An operator cut by hand, as a user of the library writes one: relu over the columns of x, in uneven pieces.

@@ -850,6 +850,10 @@ fn several_rows_are_asked_for_at_their_workers_pace() {
     // More tasks than the worker has; fewer than the one before.
     says(&|parts| parts.prefetches.last_mut().expect("there is one").after = 1 << 19, "nobody's");
     says(&|parts| parts.prefetches[0].after = 1, "out of order");
+    // Products begin with weights before their events have fired, which must be there then.
+    let early = whole.tasks.iter().find(|task| task.flags & TaskFlags::READS_EARLY != 0).expect("a product");
+    let weights = whole.operands[early.operand_first as usize + 1].binding;
+    says(&|parts| parts.bindings[weights.idx()].kind = BindingKind::Input as u32, "reads early what is no weight");
 }
 
 /// What only a token's choice wants read is asked for only where one is chosen.

@@ -423,6 +423,12 @@ mod linear {
     /// What another order of summation may change, relative to sum |x| |w|.
     const ORDER: f32 = 1.0 / (1 << 18) as f32;
 
+    /// A product's operands: x, w, bias, residual and y, and no others.
+    fn io_of([x, w, bias, residual, y]: [Memory; 5]) -> [Memory; 10] {
+        let [a, b, c, d, e] = [(); 5].map(|()| Memory::absent());
+        [x, w, bias, residual, y, a, b, c, d, e]
+    }
+
     /// sum |x| |w| of every output, with what a body may be off relative to it.
     fn bound(x: &Memory, w: &Memory, r: usize, n: usize) -> f32 {
         let (x, w) = (x.tensor(), w.tensor());
@@ -475,7 +481,7 @@ mod linear {
             let bias = optional(bias, &[n]);
             let residual = optional(residual, &[rows + extra_rows, n]);
             let y = Memory::new(yd, &[rows + extra_rows, n], gap, skew, |_| 77.0);
-            let io = [x, w, bias, residual, y, Memory::absent(), Memory::absent(), Memory::absent()];
+            let io = io_of([x, w, bias, residual, y]);
             let on_unit = is_on_unit(isa, order, &io[0], &io[1]);
             let p = Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, ..Default::default() };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, 3 + rows as u32), 3);
@@ -531,11 +537,11 @@ mod linear {
             let (w, up) = (weights(2), weights(4));
             let (expected, got) = if gated {
                 let io = [x.clone(), w.clone(), up.clone(), Memory::absent(), Memory::absent(), y, Memory::absent()];
-                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0, order };
+                let p = gated_linear::Params { activation: ACTIVATIONS[0] as u32, eps: 0.0, order, ..Default::default() };
                 let [e, g] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
                 (e[5].values(), g[5].values())
             } else {
-                let io = [x.clone(), w.clone(), Memory::absent(), Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
+                let io = io_of([x.clone(), w.clone(), Memory::absent(), Memory::absent(), y]);
                 let p = Params { activation: 0, eps: 0.0, order, ..Default::default() };
                 let [e, g] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
                 (e[4].values(), g[4].values())
@@ -572,7 +578,7 @@ mod linear {
             };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
             let io = [x, gate, up, bias(3), bias(4), y, Memory::absent()];
-            let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order };
+            let p = gated_linear::Params { activation: ACTIVATIONS[activation] as u32, eps: 0.0, order, ..Default::default() };
             let [expected, got] = both::<GatedLinear>(isa, &p, &io, step(0, rows as u32), 0);
             let (expected, got) = (expected[5].values(), got[5].values());
             for (i, (e, g)) in expected.iter().zip(&got).enumerate() {
@@ -602,7 +608,7 @@ mod linear {
             let w = Memory::new(DType::F32, &[n, k], gap, skew, |i| special(kind, seed ^ 1, i + 5) * 0.5);
             let bias = if bias { Memory::new(DType::F32, &[n], 0, skew, |i| noise(seed ^ 2, i)) } else { Memory::absent() };
             let y = Memory::new(DType::F32, &[rows, n], gap, skew, |_| 77.0);
-            let io = [x, w, bias, Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
+            let io = io_of([x, w, bias, Memory::absent(), y]);
             let p = Params { activation: 0, eps: 0.0, order: Order::Free as u32, ..Default::default() };
             let [expected, got] = both::<Linear>(isa, &p, &io, step(0, rows as u32), 0);
             for (i, (e, g)) in expected[4].values().iter().zip(&got[4].values()).enumerate() {
@@ -623,8 +629,7 @@ mod linear {
                 let x = Memory::new(DType::F32, &[1, 130], 0, 0, |i| if i == 77 { bad } else { 0.5 });
                 let w = w.clone();
                 let y = Memory::new(DType::F32, &[1, 5], 0, 0, |_| 0.0);
-                let io =
-                    [x, w, Memory::absent(), Memory::absent(), y, Memory::absent(), Memory::absent(), Memory::absent()];
+                let io = io_of([x, w, Memory::absent(), Memory::absent(), y]);
                 let [_, got] = both::<Linear>(
                     *isa,
                     &Params { activation: 0, eps: 0.0, order: 0, ..Default::default() },
@@ -670,16 +675,7 @@ mod linear {
                     };
                     let w = weights(0, n);
                     let y = Memory::new(DType::F32, &[rows, n], 0, 0, |_| 0.0);
-                    let io = [
-                        x.clone(),
-                        w.clone(),
-                        Memory::absent(),
-                        Memory::absent(),
-                        y,
-                        Memory::absent(),
-                        Memory::absent(),
-                        Memory::absent(),
-                    ];
+                    let io = io_of([x.clone(), w.clone(), Memory::absent(), Memory::absent(), y]);
                     let p = Params { activation: 0, eps: 0.0, order, ..Default::default() };
                     let whole = both::<Linear>(*isa, &p, &io, step(0, rows as u32), 0)[1][4].values();
                     for r in [0, 5, 28] {
@@ -687,16 +683,7 @@ mod linear {
                             let x = Memory::new(DType::F32, &[few, k], 0, 1, |i| noise(1, r * k + i));
                             let w = weights(c, 1);
                             let y = Memory::new(DType::F32, &[few, 1], 0, 0, |_| 0.0);
-                            let io = [
-                                x,
-                                w,
-                                Memory::absent(),
-                                Memory::absent(),
-                                y,
-                                Memory::absent(),
-                                Memory::absent(),
-                                Memory::absent(),
-                            ];
+                            let io = io_of([x, w, Memory::absent(), Memory::absent(), y]);
                             let one = both::<Linear>(*isa, &p, &io, step(0, few as u32), 0)[1][4].values();
                             assert_eq!(one[0].to_bits(), whole[r * n + c].to_bits(), "{} {dtype} {k}", isa.name());
                         }
@@ -908,7 +895,8 @@ mod rowwise {
             };
             let y = Memory::new(yd, &extents, 0, 0, |_| 7.0);
             let pass = step(0, rows as u32);
-            let io = [x.clone(), w.clone(), y.clone(), residual.clone()];
+            let [d, e, f] = [(); 3].map(|()| Memory::absent());
+            let io = [x.clone(), w.clone(), y.clone(), residual.clone(), d, e, f];
             compare(isa, &both::<RmsNorm>(isa, &rms_norm::Params { eps: 1e-6 }, &io, pass, 0), 2, 1e-5)?;
             // A variance near nothing magnifies what the mean's order of summation leaves: 2^-24 / sqrt(eps).
             let io = [x, residual, w, b, y];

@@ -21,7 +21,7 @@ use perpetua_shared::dtype::Q4_BLOCK;
 use perpetua_shared::image::{ProgramDesc, VERIFIES};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
-use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, flag};
+use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, flag};
 
 /// SplitMix64.
 struct Random(u64);
@@ -226,16 +226,27 @@ impl Case {
         (0..n * k).for_each(|at| tensor.set([(at / k) as usize, (at % k) as usize], random.float()));
     }
 
-    /// A norm of `x`, or none.
-    fn maybe_norm(&mut self, random: &mut Random, rows: u32, k: u32) -> bool {
-        let normed = rows == 1 && random.flip();
-        if normed {
+    /// A norm of `x`, whose weights may be in several rows already, or none.
+    fn maybe_norm(&mut self, random: &mut Random, rows: u32, k: u32) {
+        let may_be_weighted = [Linear::TASK_TYPE, GatedLinear::TASK_TYPE].contains(&self.task_type);
+        if random.flip() || rows > 1 && !may_be_weighted {
+            self.absent();
+        } else if rows == 1 {
             let dtype = random.dtype();
             self.floats(random, dtype, &[k]);
         } else {
-            self.absent();
+            let most = [5, 150][random.below(2) as usize];
+            let parts = random.one_to(most);
+            let of_part = k as f32 / parts as f32;
+            self.push(random, DType::F32, &[rows, parts], |random| of_part * (0.5 + random.float().abs()));
+            if self.task_type == Linear::TASK_TYPE {
+                let params = params::<linear::Params>(&self.params);
+                self.params = param_words(&linear::Params { is_weighted: 1, eps: 1e-3, ..params });
+            } else {
+                let params = params::<gated_linear::Params>(&self.params);
+                self.params = param_words(&gated_linear::Params { is_weighted: 1, eps: 1e-3, ..params });
+            }
         }
-        normed
     }
 
     /// Plans a ring of `capacity` bytes, or of as many as it takes for a step to be under way while the one before is held,
@@ -353,6 +364,7 @@ impl Case {
     }
 
     /// For a product of one row into f32: now and then, where the best of its outputs goes, else nothing.
+    /// What is found of y, or made of it for a product after a norm, or neither.
     fn maybe_best(&mut self, random: &mut Random, rows: u32, n: u32) {
         let is_f32 = self.operands[4].dtype() == Some(DType::F32);
         if rows == 1 && is_f32 && random.flip() {
@@ -362,9 +374,16 @@ impl Case {
             self.params = param_words(&linear::Params { best, ..params });
             self.push(random, DType::F32, &[1], |_| 7.0);
             self.push(random, DType::I32, &[1], |_| 7.0);
+            self.absent();
+            self.absent();
+        } else if rows > 1 && is_f32 && n <= linear::MOST_WEIGHTED && random.flip() {
+            self.push(random, DType::F32, &[rows, 1], |_| 7.0);
+            self.absent();
+            let (weights, weighted) = (random.dtype(), random.dtype());
+            self.floats(random, weights, &[n]);
+            self.push(random, weighted, &[rows, n], |_| 7.0);
         } else {
-            self.absent();
-            self.absent();
+            (0..4).for_each(|_| self.absent());
         }
     }
 
@@ -383,8 +402,10 @@ impl Case {
         spec.check(&self.params, &self.operands).expect(what);
         self.flag(spec);
         let flag = flag::of_run(self.step.program_runs);
+        let reads_early = !spec.early_reads.is_empty() && self.seed & 1 == 0;
         let task = TaskDesc {
             task_type: self.task_type,
+            flags: if reads_early { TaskFlags::READS_EARLY } else { 0 },
             params: self.params,
             row_first: self.row_first,
             block: [self.block, self.split, 0],
@@ -646,7 +667,7 @@ judged! {
     segmented_linear: 24,
     merging_linear: 36,
     wide_linear: 16,
-    warpgroup_linear: 12,
+    warpgroup_linear: 24,
     norms: 30,
     embedding: 20,
     elementwise_select_pool: 40,
@@ -695,7 +716,12 @@ fn gated_linear(random: &mut Random, round: usize) {
         _ => random.one_to(6),
     };
     let (n, k) = (random.one_to(9), random.one_to(400));
-    let mut case = Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 });
+    let mut case = Case::new::<GatedLinear>(gated_linear::Params {
+        activation: random.below(5),
+        eps: 1e-5,
+        order: 0,
+        ..Default::default()
+    });
     // Where tensor cores may take many rows, they take them as bf16.
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, k], if rows > wide::WIDE_ROWS { brain } else { Random::float });
@@ -768,7 +794,12 @@ fn packed_linear_of_rows(random: &mut Random, round: usize) {
     let (n, k) = (random.one_to(60), random.one_to(400));
     let gated = random.flip();
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
+        Case::new::<GatedLinear>(gated_linear::Params {
+            activation: random.below(5),
+            eps: 1e-5,
+            order: 0,
+            ..Default::default()
+        })
     } else {
         Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
     };
@@ -850,7 +881,12 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     let mut capacity = 4 * tile + 16 * random.below(400);
     let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, order: 0 })
+        Case::new::<GatedLinear>(gated_linear::Params {
+            activation: random.below(5),
+            eps: 1e-5,
+            order: 0,
+            ..Default::default()
+        })
     } else {
         Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() })
     };
@@ -981,15 +1017,14 @@ fn wide_linear(random: &mut Random, round: usize) {
     case.maybe(random, &[n]);
     case.maybe(random, &[rows, n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
-    case.absent();
+    case.maybe_norm(random, rows, k);
     case.maybe_best(random, rows, n);
     case.step.rows = 16 + random.one_to(rows - 16);
     case.judge("wide linear");
 
     let mut case = Case::new::<GatedLinear>(gated_linear::Params {
         activation: linear::Activation::Relu as u32,
-        eps: 0.0,
-        order: 0,
+        ..Default::default()
     });
     // A product of two such sums: where the one is large, what the other was rounded by is too.
     x(&mut case, random, true);
@@ -998,7 +1033,7 @@ fn wide_linear(random: &mut Random, round: usize) {
     case.maybe(random, &[n]);
     case.maybe(random, &[n]);
     case.push(random, DType::F32, &[rows, n], |_| 7.0);
-    case.absent();
+    case.maybe_norm(random, rows, k);
     case.tolerance *= 4.0;
     case.judge("wide gated_linear");
 }
@@ -1030,22 +1065,21 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
     case.maybe(random, &[rows, n]);
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, n], |_| 7.0);
-    case.absent();
+    case.maybe_norm(random, rows, k);
     case.maybe_best(random, rows, n);
-    case.step.rows = 1 + random.one_to(rows - 1);
+    case.step.rows = random.one_to(rows);
     case.compare("warpgroup linear");
     assert!(multiplied(&case));
 
     let mut case = Case::new::<GatedLinear>(gated_linear::Params {
         activation: linear::Activation::Relu as u32,
-        eps: 0.0,
-        order: 0,
+        ..Default::default()
     });
     begin(&mut case, random, 2);
     case.maybe(random, &[n]);
     case.maybe(random, &[n]);
     case.push(random, DType::Bf16, &[rows, n], |_| 7.0);
-    case.absent();
+    case.maybe_norm(random, rows, k);
     // A product of two such sums.
     case.tolerance *= 8.0;
     case.compare("warpgroup gated_linear");
@@ -1060,6 +1094,14 @@ fn norms(random: &mut Random, round: usize) {
         case.floats(random, dtype, extent);
     }
     case.maybe(random, &[rows, hidden]);
+    if rows > 1 && case.operands[2].dtype() == Some(DType::F32) && random.flip() {
+        let (weights, weighted) = (random.dtype(), random.dtype());
+        case.floats(random, weights, &[hidden]);
+        case.push(random, weighted, &[rows, hidden], |_| 7.0);
+        case.push(random, DType::F32, &[rows, 1], |_| 7.0);
+    } else {
+        (0..3).for_each(|_| case.absent());
+    }
     case.step.rows = random.one_to(rows);
     case.counts = rows == 1;
     // A flagged row is one that a worker's threads have room for, four eights each.

@@ -17,6 +17,7 @@ pub(crate) mod tile;
 pub(crate) mod tiles;
 pub(crate) mod turn;
 pub(crate) mod warpgroup;
+pub(crate) mod weighted;
 pub(crate) mod wide;
 
 #[cfg(test)]
@@ -27,7 +28,7 @@ use packed::Packed;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
-use perpetua_shared::{DType, Fault, FaultCode, Technique};
+use perpetua_shared::{DType, Fault, FaultCode, TaskFlags, Technique};
 
 /// A tensor region in device memory. Indices are not checked here: that a box lies inside its binding is a rule of the
 /// image's check, that a body stays in the box is what its tests are for.
@@ -307,9 +308,18 @@ impl Row {
         let f = f32::from_bits;
         // SAFETY: elements below `n` are there (caller); on sixteen bytes, or eight.
         unsafe {
-            if self.is_aligned(16) && at + 4 <= n && self.dtype == F32 {
-                let [a, b, c, d] = self.load16(at);
-                return [f(a), f(b), f(c), f(d)];
+            if self.is_aligned(16) && at + 4 <= n {
+                if self.dtype == F32 {
+                    let [a, b, c, d] = self.load16(at);
+                    return [f(a), f(b), f(c), f(d)];
+                }
+                let four = memory::load(self.at(at).cast::<u64>());
+                let (low, high) = (four as u32, (four >> 32) as u32);
+                if self.dtype == BF16 {
+                    return [f(low << 16), f(low & 0xffff_0000), f(high << 16), f(high & 0xffff_0000)];
+                }
+                let half = |word: u32| scalar::f16_to_f32(word as u16);
+                return [half(low), half(low >> 16), half(high), half(high >> 16)];
             }
             let one = |i: u32| if at + i < n { self.get(at + i) } else { 0.0 };
             [one(0), one(1), one(2), one(3)]
@@ -578,6 +588,12 @@ impl Call<'_> {
     #[track_caller]
     pub fn task_type(&self) -> u16 {
         turn::task_type()
+    }
+
+    /// Whether what its kernel may read before its events have fired is weights: see [`TaskFlags::READS_EARLY`].
+    #[inline(always)]
+    pub(crate) fn reads_early(&self) -> bool {
+        turn::flags() & TaskFlags::READS_EARLY != 0
     }
 
     /// The macro kernel's parameters, as words.

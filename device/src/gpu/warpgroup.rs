@@ -10,6 +10,8 @@
 //! and the second half of both matrices has the 64 columns that come next. Rows of which there are none are zero from the first steps
 //! on, and not written again.
 //!
+//! Where weights are nobody's result, the first stages' are on their way before the task's events have fired; then only x is waited for.
+//!
 //! A step: who copies waits for this step's own copies and fences them for the tensor cores; all meet; the copies of four steps on
 //! begin; the warpgroup begins its products and waits for those of the step before. So whoever has met in step i knows that
 //! the products of step i - 2 are done, whose stage the copies of step i take. Those who multiply copy nothing: beside 128 sums they
@@ -30,9 +32,9 @@ use super::packed::{Eight, Four, Packed};
 use super::{BF16, Call, Q4, Q8, Tensor};
 use crate::arch::scalar::f32_to_bf16_pair;
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
-use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared};
+use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared, warp};
 use crate::block::Block;
-use perpetua_shared::Technique;
+use perpetua_shared::{Fault, Technique};
 
 /// Columns of k at a time, and of them those that one instruction takes.
 const STEP: u32 = 64;
@@ -154,6 +156,54 @@ fn bytes_apart(matrix: &Tensor) -> usize {
     matrix.stride(0) as usize * if matrix.is_packed() { 1 } else { 2 }
 }
 
+/// What becomes of the sums of a product with `N` matrices of weights.
+pub(crate) trait Finish<const N: usize> {
+    /// What can be done before there are sums of the part at `place`, while its first copies are on their way. [`THREADS`] threads make the call, and meet
+    /// the others before [`four`](Finish::four).
+    ///
+    /// # Safety
+    /// As [`multiply`].
+    #[inline(always)]
+    unsafe fn begin(&self, place: &Place, block: &Block) {
+        let _ = (place, block);
+    }
+
+    /// Takes the sums of row r with rows n, a multiple of four, to n + 3, some of them beyond the last n perhaps.
+    ///
+    /// # Safety
+    /// As [`multiply`].
+    unsafe fn four(&self, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32;
+
+    /// Whether what [`four`](Finish::four) returns is added up.
+    ///
+    /// # Safety
+    /// As [`multiply`].
+    #[inline(always)]
+    unsafe fn adds_up(&self) -> bool {
+        false
+    }
+
+    /// Takes what has been added up of row r of a part.
+    ///
+    /// # Safety
+    /// As [`multiply`].
+    #[inline(always)]
+    unsafe fn row(&self, r: u32, sum: f32) {
+        let _ = (r, sum);
+    }
+}
+
+impl<const N: usize, F: Fn(u32, u32, [[f32; 4]; N])> Finish<N> for F {
+    #[inline(always)]
+    unsafe fn four(&self, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32 {
+        self(r, n, sums);
+        0.0
+    }
+}
+
+/// Threads that call [`Finish::begin`].
+pub(crate) const THREADS: u32 = warpgroup::THREADS;
+
 /// Whether a block that multiplies so has what it takes: the tiles' memory, and warps that copy.
 #[inline(always)]
 pub(crate) fn has_room(call: &Call<'_>, block: &Block) -> bool {
@@ -165,7 +215,7 @@ pub(crate) fn has_room(call: &Call<'_>, block: &Block) -> bool {
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
-    if rows <= 1 || !has_room(call, block) {
+    if rows == 0 || !has_room(call, block) {
         return false;
     }
     // SAFETY: the operands are matrices (caller).
@@ -181,22 +231,27 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
 }
 
-/// Calls `finish(r, n, sums)` for every row r of operand 0 and n, a multiple of four, of the N weight matrices, operands 1 and up:
-/// the sums, some of them beyond the last n perhaps, are the products of r with n to n + 3.
+/// Has `finish` [take](Finish::four) the sums of every row of operand 0 and four rows at a time of the N weight matrices, operands 1 and up. What it can it
+/// copies before `ready`.
 ///
 /// # Safety
 /// Every thread of the block makes this same call; [`is_for`] it; operand 0 has at least `rows` rows, the weights are
 /// all alike, with as many columns, each row contiguous.
+///
+/// # Errors
+/// Those of `ready`.
 #[inline(always)]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
     rows: u32,
-    finish: impl Fn(u32, u32, [[f32; 4]; N]) + Copy,
-) {
+    ready: impl Fn() -> Result<(), Fault>,
+    finish: &impl Finish<N>,
+) -> Result<(), Fault> {
     // SAFETY: the caller's promises; the loops' bounds are the block's.
     unsafe {
         let (columns, matrices) = (call.tensor(1).extent(0), InOrder(call));
+        let reads_early = call.reads_early();
         let mut n0 = 0;
         while n0 < columns {
             let width = width_for((columns - n0) * N as u32);
@@ -206,14 +261,28 @@ pub(crate) unsafe fn multiply<const N: usize>(
                 let (height, width_of_each) = (if is_tall { ROWS } else { warpgroup::M }, width / N as u32);
                 let place =
                     Place { n0, m0, rows: within(rows, m0, height), columns: within(columns, n0, width_of_each) };
+                let is_first = n0 == 0 && m0 == 0;
+                let is_early = is_first && reads_early;
+                let begin = {
+                    #[inline(always)]
+                    || {
+                        if is_first {
+                            ready()?;
+                        }
+                        if block.warp() < MULTIPLYING {
+                            finish.begin(&place, block);
+                        }
+                        Ok(())
+                    }
+                };
                 if width == COLUMNS {
-                    wide_part::<N>(matrices, block, &place);
+                    wide_part::<N>(matrices, block, &place, is_early, begin)?;
                 } else if width == COLUMNS / 2 {
-                    part::<N, 1, 32>(matrices, block, &place);
+                    part::<N, 1, 32>(matrices, block, &place, is_early, begin)?;
                 } else if width == COLUMNS / 4 {
-                    part::<N, 1, 16>(matrices, block, &place);
+                    part::<N, 1, 16>(matrices, block, &place, is_early, begin)?;
                 } else {
-                    part::<N, 1, 8>(matrices, block, &place);
+                    part::<N, 1, 8>(matrices, block, &place, is_early, begin)?;
                 }
                 finish_all(block, &place, width_of_each, finish);
                 block.sync();
@@ -222,10 +291,10 @@ pub(crate) unsafe fn multiply<const N: usize>(
             n0 += width / N as u32;
         }
     }
+    Ok(())
 }
 
-/// Calls `finish` as [`multiply`] does, for the part at `place` of the product of `matrices`: at most [`ROWS`] rows, and [`COLUMNS`] of the
-/// weights, all matrices'.
+/// As [`multiply`], for the part at `place` of the product of `matrices`: at most [`ROWS`] rows, and [`COLUMNS`] of the weights, all matrices'.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, of which it is true that it [has room](has_room); the matrices have that part, and the
@@ -235,11 +304,11 @@ pub(crate) unsafe fn multiply_part<const N: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
     place: &Place,
-    finish: impl Fn(u32, u32, [[f32; 4]; N]),
+    finish: &impl Finish<N>,
 ) {
     // SAFETY: the caller's promises.
     unsafe {
-        wide_part::<N>(matrices, block, place);
+        let _ = wide_part::<N>(matrices, block, place, false, || Ok(()));
         finish_all(block, place, COLUMNS / N as u32, finish);
         block.sync();
     }
@@ -247,13 +316,19 @@ pub(crate) unsafe fn multiply_part<const N: usize>(
 
 /// The sums of a part [`COLUMNS`] wide.
 #[inline(always)]
-unsafe fn wide_part<const N: usize>(matrices: impl Matrices<N>, block: &Block, place: &Place) {
+unsafe fn wide_part<const N: usize>(
+    matrices: impl Matrices<N>,
+    block: &Block,
+    place: &Place,
+    is_early: bool,
+    begin: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
     // SAFETY: the caller's promises.
     unsafe {
         if place.rows > warpgroup::M {
-            part::<N, 2, 64>(matrices, block, place);
+            part::<N, 2, 64>(matrices, block, place, is_early, begin)
         } else {
-            part::<N, 1, 64>(matrices, block, place);
+            part::<N, 1, 64>(matrices, block, place, is_early, begin)
         }
     }
 }
@@ -283,18 +358,35 @@ pub(crate) fn within(all: u32, first: u32, most: u32) -> u32 {
     if all - first < most { all - first } else { most }
 }
 
-/// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them.
+/// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them. Before `begin` nothing is known of x; if it `is_early`,
+/// copies of weights begin before that.
 #[inline(always)]
 unsafe fn part<const N: usize, const M: usize, const S: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
     place: &Place,
-) {
+    is_early: bool,
+    begin: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
     // SAFETY: the caller's promises. A stage's copies are waited for, fenced and met before its products begin, and these are
     // waited for by each warp before it meets the others, after which the stage is copied to again: see the module head.
     // Sums are kept where stages were once all warps have met after their last product.
     unsafe {
         let steps = matrices.k().div_ceil(STEP * if is_deep(M, S) { 2 } else { 1 });
+        let copies = Copies::<N>::of(matrices, block, place);
+        let mut early = 0;
+        if is_early && block.warp() >= MULTIPLYING {
+            while early < steps && early < early_stages(M, S) {
+                copies.begin_weights::<M, S>(early, early);
+                early += 1;
+            }
+        }
+        let outcome = begin();
+        if outcome.is_err() {
+            copy::commit();
+            copy::wait::<0>();
+            return outcome;
+        }
         let mut step = 0;
         if block.warp() < MULTIPLYING {
             let mut sums: [Sums<S>; M] = core::array::from_fn(|_| Sums::zero());
@@ -325,7 +417,6 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
             block.sync();
             keep(block, taken);
         } else {
-            let copies = Copies::<N>::of(matrices, block, place);
             let mut stage = 0;
             while step < AHEAD + steps {
                 if step >= AHEAD {
@@ -338,7 +429,13 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
                     copy::fence_tiles();
                     block.sync();
                 }
-                copies.begin::<M, S>(gathered(matrices, place.m0), step, stage, steps);
+                if step < steps {
+                    copies.begin_x::<M, S>(gathered(matrices, place.m0), step, stage);
+                    if step >= early {
+                        copies.begin_weights::<M, S>(step, stage);
+                    }
+                }
+                copy::commit();
                 stage = if stage + 1 < STAGES { stage + 1 } else { 0 };
                 step += 1;
             }
@@ -346,6 +443,17 @@ unsafe fn part<const N: usize, const M: usize, const S: usize>(
             block.sync();
         }
         block.sync();
+    }
+    Ok(())
+}
+
+/// Stages whose weights come before a task's events have fired: all, where they are small; where they have rows enough for tensor cores to be what takes
+/// time, fewer, since who waits for the first x waits for them too.
+const fn early_stages(m: usize, s: usize) -> u32 {
+    match (is_deep(m, s), m) {
+        (true, _) => STAGES,
+        (false, 1) => AHEAD,
+        _ => AHEAD / 2,
     }
 }
 
@@ -395,7 +503,8 @@ impl<const N: usize> Copies<N> {
     /// Those of the part at `place`.
     #[inline(always)]
     unsafe fn of<A: Matrices<N>>(matrices: A, block: &Block, place: &Place) -> Copies<N> {
-        let first = memory::opaque_word(block.thread) - warpgroup::THREADS;
+        // Those who multiply have no use for theirs.
+        let first = memory::opaque_word(block.thread).saturating_sub(warpgroup::THREADS);
         let (row, chunk, apart) = (first / 8, first % 8, (block.threads - warpgroup::THREADS) / 8);
         // The thread's bytes of its first row in the first step, perhaps beyond the last: nothing is copied from there.
         let own = |rows: Rows, row: u32, chunk: u32, apart: u32| Rows {
@@ -415,38 +524,49 @@ impl<const N: usize> Copies<N> {
         }
     }
 
-    /// Begins the copies of step `step`, to stage `stage`: a group, with nothing in it from `steps` on.
+    /// Begins the copies of x of step `step`, to stage `stage`.
     #[inline(always)]
-    unsafe fn begin<const M: usize, const S: usize>(&self, gathered: Option<u32>, step: u32, stage: u32, steps: u32) {
-        if step < steps {
-            let halves = if is_deep(M, S) { 2 } else { 1 };
-            let per = (2 * S / N) as u32;
-            let mut half = 0;
-            while half < halves {
-                let to = warpgroup::first() + stage * STAGE + half * SECOND;
-                let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
-                // SAFETY: elements inside the matrices (caller); the stage is nobody's: see `part`.
-                unsafe {
-                    if let Some(offsets) = gathered {
-                        self.gathered(offsets, at, to, M as u32 * warpgroup::M);
-                    } else {
-                        self.rows(&self.x, at, to, M as u32 * warpgroup::M);
-                    }
-                    if self.dtype == BF16 {
-                        self.rows(&self.w[0], at, to + W, per);
-                        if N == 2 {
-                            self.rows(&self.w[N - 1], at, to + W + per * warpgroup::ROW, per);
-                        }
-                    }
+    unsafe fn begin_x<const M: usize, const S: usize>(&self, gathered: Option<u32>, step: u32, stage: u32) {
+        let halves = if is_deep(M, S) { 2 } else { 1 };
+        let mut half = 0;
+        while half < halves {
+            let to = warpgroup::first() + stage * STAGE + half * SECOND;
+            let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
+            // SAFETY: elements inside the matrix (caller); the stage is nobody's: see `part`.
+            unsafe {
+                if let Some(offsets) = gathered {
+                    self.gathered(offsets, at, to, M as u32 * warpgroup::M);
+                } else {
+                    self.rows(&self.x, at, to, M as u32 * warpgroup::M);
                 }
-                half += 1;
             }
-            if self.dtype != BF16 {
-                // SAFETY: as above.
-                unsafe { self.packed::<M, S>(step, warpgroup::first() + stage * STAGE + W) };
-            }
+            half += 1;
         }
-        copy::commit();
+    }
+
+    /// Likewise of the weights.
+    #[inline(always)]
+    unsafe fn begin_weights<const M: usize, const S: usize>(&self, step: u32, stage: u32) {
+        let to = warpgroup::first() + stage * STAGE + W;
+        if self.dtype != BF16 {
+            // SAFETY: elements inside the matrices (caller); the stage is nobody's: see `part`.
+            return unsafe { self.packed::<M, S>(step, to) };
+        }
+        let halves = if is_deep(M, S) { 2 } else { 1 };
+        let per = (2 * S / N) as u32;
+        let mut half = 0;
+        while half < halves {
+            let to = to + half * SECOND;
+            let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
+            // SAFETY: as above.
+            unsafe {
+                self.rows(&self.w[0], at, to, per);
+                if N == 2 {
+                    self.rows(&self.w[N - 1], at, to + per * warpgroup::ROW, per);
+                }
+            }
+            half += 1;
+        }
     }
 
     /// Where element `i` of a row of weights in fewer bits is.
@@ -657,23 +777,36 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
 
 /// Finishes what [`keep`] has kept, of matrices `width` columns apart, four columns a thread, neighbours in neighbouring lanes.
 #[inline(always)]
-unsafe fn finish_all<const N: usize>(
-    block: &Block,
-    place: &Place,
-    width: u32,
-    finish: impl Fn(u32, u32, [[f32; 4]; N]),
-) {
+unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
+    // SAFETY: the caller's promise.
+    let adds_up = unsafe { finish.adds_up() };
+    let (of_row, lane) = (width / 4, block.lane());
+    let all = place.rows * of_row;
     let mut at = block.thread;
-    while at < place.rows * (width / 4) {
-        let (row, column) = (at / (width / 4), at % (width / 4) * 4);
-        if column < place.columns {
+    // Whole warps, a row's lanes of which add up together.
+    while at - lane < all {
+        let (row, column) = (at / of_row, at % of_row * 4);
+        let mut sum = 0.0;
+        if at < all && column < place.columns {
             let from = warpgroup::first() + place_of_sum(row, column);
             let second = from + (N as u32 - 1) * width / 8 * GROUP;
             // SAFETY: kept before the block's barrier; r and n are inside the operands.
             unsafe {
                 let mut values = [four_from(from); N];
                 values[N - 1] = four_from(second);
-                finish(place.m0 + row, place.n0 + column, values);
+                sum = finish.four(place.m0 + row, place.n0 + column, values);
+            }
+        }
+        if adds_up {
+            let mut mask = 1;
+            while mask < of_row {
+                // SAFETY: of the warp, which comes here together.
+                sum += f32::from_bits(unsafe { warp::shuffle_xor(sum.to_bits(), mask) });
+                mask *= 2;
+            }
+            if at < all && column == 0 {
+                // SAFETY: the part has that row.
+                unsafe { finish.row(place.m0 + row, sum) };
             }
         }
         at += block.threads;

@@ -105,7 +105,7 @@ impl MacroKernel for ExpertsDown {
         let routed = routing::Routed { logits, chosen: x.extent(1), normalise: true, shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
             let absent = crate::io::Tensor::ABSENT;
-            let tensors = [x, w.part(expert), absent, absent, y, absent, absent, absent];
+            let tensors = [x, w.part(expert), absent, absent, y, absent, absent, absent, absent, absent];
             Linear::cpu(&params, &Call { tensors: &tensors, ..*call }, scratch)
         })
     }

@@ -66,7 +66,7 @@ impl MacroKernel for ExpertsUp {
             routing::weights(name, weights, logits.extent[1])?;
             rules::extent(name, weights, 2, k)?;
         }
-        rules::norm(norm, x)?;
+        rules::norm(norm, x, 0)?;
         let most = routing::most_staged(logits.extent[1]);
         if (norm.is_present() || x.is_flagged != 0) && (rows != 1 || k > most) {
             return Err(format!(
@@ -90,7 +90,7 @@ impl MacroKernel for ExpertsUp {
         let mut routes = Vec::new();
         routing::routes_of(&logits, call.rows(0), y.extent(1), p.normalise != 0, &mut routes);
         for route in routes {
-            let x = rms_norm::row(&x, route.row, &norm, p.eps);
+            let x = rms_norm::row(&x, route.row, &norm, p.eps, false);
             let of = |w: &crate::io::Tensor, n: usize| -> f32 {
                 x.iter().enumerate().map(|(k, x)| x * w.get([route.expert, n, k])).sum()
             };
@@ -105,7 +105,7 @@ impl MacroKernel for ExpertsUp {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let [x, logits, gate, up, y] = core::array::from_fn(|i| call.tensor(i));
-        let params = gated_linear::Params { activation: p.activation, eps: 0.0, order: p.order };
+        let params = gated_linear::Params { activation: p.activation, order: p.order, ..Default::default() };
         let take = |route: &routing::Route, from: &mut [f32]| from.copy_from_slice(x.slice([route.row, 0], from.len()));
         let put = |route: &routing::Route, made: &[f32]| {
             let y = y.slice_mut::<f32, 3>([route.row, route.slot, 0], made.len());

@@ -91,6 +91,10 @@ pub trait MacroKernel {
     /// passes of one row: a tile of each in turn.
     const TILED: &'static [usize] = &[];
 
+    /// Operands that the GPU body may read before the task's events have fired, where these are weights
+    /// ([`READS_EARLY`](perpetua_shared::TaskFlags::READS_EARLY)).
+    const EARLY_READS: &'static [usize] = &[];
+
     /// Operands whose elements the GPU body reads and writes as [flagged](perpetua_shared::flag) where they are: f32 all.
     const FLAGGED: &'static [usize] = &[];
 
@@ -218,6 +222,8 @@ pub struct Spec {
     pub slots: &'static [Slot],
     /// See [`MacroKernel::TILED`].
     pub tiled: &'static [usize],
+    /// See [`MacroKernel::EARLY_READS`].
+    pub early_reads: &'static [usize],
     /// See [`MacroKernel::FLAGGED`].
     pub flagged: &'static [usize],
     /// See [`MacroKernel::TOLERANCE`].
@@ -289,6 +295,7 @@ macro_rules! kernels {
             name: $kernel::NAME,
             slots: $kernel::SLOTS,
             tiled: $kernel::TILED,
+            early_reads: $kernel::EARLY_READS,
             flagged: $kernel::FLAGGED,
             tolerance: $kernel::TOLERANCE,
             check: |words, io| $kernel::check(&params(words), io),
@@ -440,8 +447,42 @@ pub(crate) mod rules {
         Err(format!("`{name}` has rank {}, expected {expected}", operand.rank))
     }
 
-    /// The weights of a norm of `x` before a product.
-    pub(crate) fn norm(norm: &Operand, x: &Operand) -> Result<(), Violation> {
+    /// What is made of `y` for a product after a norm, of which these are `weights` and `weighted`; operand `squares` has that name.
+    pub(crate) fn weighted(
+        y: &Operand,
+        [weights, weighted]: [&Operand; 2],
+        (name, squares): (&str, &Operand),
+    ) -> Result<(), Violation> {
+        let [rows, n, ..] = y.extent;
+        if y.is_flagged != 0 {
+            return Err("`y` is flagged, expected a plain one beside `weighted`".to_owned());
+        }
+        dtype("y", y, &[DType::F32])?;
+        dtype(name, squares, &[DType::F32])?;
+        for (name, operand, of_rank) in [("weights", weights, 1), ("weighted", weighted, 2), (name, squares, 2)] {
+            dtype(name, operand, &FLOATS)?;
+            rank(name, operand, of_rank)?;
+            unit_stride(name, operand)?;
+        }
+        extent("weights", weights, 0, n)?;
+        for (name, operand, columns) in [("weighted", weighted, n), (name, squares, 1)] {
+            extent(name, operand, 0, rows)?;
+            extent(name, operand, 1, columns)?;
+        }
+        Ok(())
+    }
+
+    /// What a product normalises `x` by: weights or, where these are in it already (`is_weighted`), sums of squares of its rows' parts.
+    pub(crate) fn norm(norm: &Operand, x: &Operand, is_weighted: u32) -> Result<(), Violation> {
+        if is_weighted != 0 {
+            if !norm.is_present() {
+                return Err("`norm` is absent, expected the sums of squares of a weighted `x`".to_owned());
+            }
+            dtype("norm", norm, &[DType::F32])?;
+            rank("norm", norm, 2)?;
+            unit_stride("norm", norm)?;
+            return extent("norm", norm, 0, x.extent[0]);
+        }
         if !norm.is_present() {
             return Ok(());
         }

@@ -1,5 +1,6 @@
 //! y[r,:] = x[r,:] * rsqrt(mean(x[r,:]^2) + eps) * w (+ residual[r,:]). x, y, residual: [rows, hidden]; w: [hidden]; f32 accumulation.
-//! Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual.
+//! Moves 2*rows*hidden + hidden elements, and rows*hidden of a residual. With `weights`, [hidden], what a product after another norm reads, too: `weighted`,
+//! [rows, hidden], and `squares`, [rows, 1], as [`linear`](super::linear) has them.
 
 use super::*;
 use crate::arch::{WARP, each_of_four, memory, scalar::fma, warp};
@@ -73,11 +74,16 @@ pub struct Params {
     pub eps: f32,
 }
 
-/// Row `r` of `x`, normalised if `weights` are present.
+/// Row `r` of `x`, normalised if `norm` is present: by these weights or, where they are in x already (`is_weighted`), by the sums of squares of its parts.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn row(x: &crate::io::Tensor, r: usize, weights: &crate::io::Tensor, eps: f32) -> Vec<f32> {
+pub(super) fn row(x: &crate::io::Tensor, r: usize, norm: &crate::io::Tensor, eps: f32, is_weighted: bool) -> Vec<f32> {
     let mut row: Vec<f32> = (0..x.extent(1)).map(|c| x.get([r, c])).collect();
-    if weights.is_present() {
+    if is_weighted {
+        let squares: f32 = (0..norm.extent(1)).map(|part| norm.get([r, part])).sum();
+        let scale = 1.0 / (squares / row.len() as f32 + eps).sqrt();
+        row.iter_mut().for_each(|x| *x *= scale);
+    } else if norm.is_present() {
+        let weights = norm;
         let squares: f32 = row.iter().map(|x| x * x).sum();
         let scale = 1.0 / (squares / row.len() as f32 + eps).sqrt();
         row.iter_mut().enumerate().for_each(|(c, x)| *x = *x * scale * weights.get([c]));
@@ -87,13 +93,21 @@ pub(super) fn row(x: &crate::io::Tensor, r: usize, weights: &crate::io::Tensor, 
 
 impl MacroKernel for RmsNorm {
     const NAME: &'static str = "rms_norm";
-    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::read("w"), Slot::write("y"), Slot::optional("residual")];
+    const SLOTS: &'static [Slot] = &[
+        Slot::read("x"),
+        Slot::read("w"),
+        Slot::write("y"),
+        Slot::optional("residual"),
+        Slot::optional("weights"),
+        Slot::optional_write("weighted"),
+        Slot::optional_write("squares"),
+    ];
     type Params = Params;
     const FLAGGED: &'static [usize] = &[0, 2, 3];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, w, y, residual] = io else { unreachable!("slots were counted") };
+        let [x, w, y, residual, weights, weighted, squares] = io else { unreachable!("slots were counted") };
         for (name, operand, rank) in [("x", x, 2), ("w", w, 1), ("y", y, 2), ("residual", residual, 2)] {
             rules::dtype(name, operand, &rules::FLOATS)?;
             rules::rank(name, operand, rank)?;
@@ -113,15 +127,30 @@ impl MacroKernel for RmsNorm {
                 ));
             }
         }
-        Ok(())
+        match [weights, weighted, squares].map(Operand::is_present) {
+            [false, false, false] => Ok(()),
+            [true, true, true] => rules::weighted(y, [weights, weighted], ("squares", squares)),
+            are_present => {
+                Err(format!("of `weights`, `weighted` and `squares` {are_present:?} are present, expected all or none"))
+            }
+        }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, w, y, residual] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, y, residual, weights, weighted, squares] = core::array::from_fn(|i| call.tensor(i));
         for r in 0..call.rows(0) {
-            for (c, value) in row(&x, r, &w, p.eps).into_iter().enumerate() {
-                y.set([r, c], if residual.is_present() { value + residual.get([r, c]) } else { value });
+            let mut sum = 0.0;
+            for (c, value) in row(&x, r, &w, p.eps, false).into_iter().enumerate() {
+                let value = if residual.is_present() { value + residual.get([r, c]) } else { value };
+                y.set([r, c], value);
+                if weighted.is_present() {
+                    weighted.set([r, c], value * weights.get([c]));
+                    sum += value * value;
+                }
+            }
+            if weighted.is_present() {
+                squares.set([r, 0], sum);
             }
         }
         Ok(())
@@ -135,7 +164,8 @@ impl MacroKernel for RmsNorm {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
             let (rows, n) = (call.rows(&call.tensor(0)), call.tensor(0).extent(1));
-            if rows == 1 && n <= 4 * 8 * block.threads {
+            let is_alone = rows == 1 && !call.tensor(5).is_present();
+            if is_alone && n <= 4 * 8 * block.threads {
                 alone(p, call, block, n);
                 return Ok(());
             }
@@ -160,6 +190,7 @@ impl MacroKernel for RmsNorm {
                 // Backwards, from the elements that are there.
                 let mut weights = w.eights(at(first), n);
                 let scale = rsqrt(warp::sum(squares) / n as f32 + p.eps);
+                let mut squares_of_y = 0.0;
                 loop {
                     let places = at(first);
                     each_of_four!(c => values[c] = scaled(values[c], scale, weights[c]));
@@ -168,11 +199,25 @@ impl MacroKernel for RmsNorm {
                         each_of_four!(c => values[c] = sum_of(values[c], more[c]));
                     }
                     each_of_four!(c => y.set_eight(places[c], n, values[c]));
+                    let weighted = call.tensor(5);
+                    if weighted.is_present() {
+                        let weights = call.tensor(4).row([]).eights(places, n);
+                        let weighted = weighted.row([r]);
+                        each_of_four!(c => squares_of_y = squares_of(values[c], squares_of_y));
+                        each_of_four!(c => weighted.set_eight(places[c], n, scaled(values[c], 1.0, weights[c])));
+                    }
                     if first == 0 {
                         break;
                     }
                     first -= AT_ONCE;
                     (values, weights) = (x.eights(at(first), n), w.eights(at(first), n));
+                }
+                let squares = call.tensor(6);
+                if squares.is_present() {
+                    let sum = warp::sum(squares_of_y);
+                    if block.lane() == 0 {
+                        squares.set([r, 0], sum);
+                    }
                 }
                 r += block.warps();
             }
@@ -182,7 +227,10 @@ impl MacroKernel for RmsNorm {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        let [x, w, y, residual] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, y, residual, _, weighted, _] = core::array::from_fn(|i| call.tensor(i));
+        if weighted.is_present() {
+            return Self::reference(p, call);
+        }
         scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(0), eps: p.eps, x, residual, w, y });
         Ok(())
     }

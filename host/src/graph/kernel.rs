@@ -408,9 +408,14 @@ impl KernelGraph {
     ) -> Result<TensorId, GraphError> {
         let [rows, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[rows, hidden], self.activations)?;
-        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0), Some(0)]);
+        let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, Some(0), Some(0), None, Some(0), Some(0)]);
         let params = kernels::rms_norm::Params { eps };
-        self.add::<kernels::RmsNorm>(name, &params, vec![Some(x), Some(w), Some(y), residual], vec![rows_axis])?;
+        self.add::<kernels::RmsNorm>(
+            name,
+            &params,
+            vec![Some(x), Some(w), Some(y), residual, None, None, None],
+            vec![rows_axis],
+        )?;
         Ok(y)
     }
 
@@ -449,13 +454,14 @@ impl KernelGraph {
         let [rows, _] = self.matrix(name, "x", x)?;
         let [n, _] = self.matrix(name, "w", w)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
-        let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None, None, None]);
+        let columns =
+            axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(1), Some(1), None, None, None, None, None]);
         let params =
             kernels::linear::Params { activation: activation as u32, eps: 0.0, order: 0, ..Default::default() };
         self.add::<kernels::Linear>(
             name,
             &params,
-            vec![Some(x), Some(w), bias, residual, Some(y), None, None, None],
+            vec![Some(x), Some(w), bias, residual, Some(y), None, None, None, None, None],
             vec![columns],
         )?;
         Ok(y)
@@ -474,7 +480,7 @@ impl KernelGraph {
         let [n, _] = self.matrix(name, "gate", gate)?;
         let y = self.intermediate(name, &[rows, n], self.activations)?;
         let columns = axis(n, AxisRole::Columns, [None, Some(0), Some(0), Some(0), Some(0), Some(1), None]);
-        let params = kernels::gated_linear::Params { activation: activation as u32, eps: 0.0, order: 0 };
+        let params = kernels::gated_linear::Params { activation: activation as u32, ..Default::default() };
         let [gate_bias, up_bias] = biases.map_or([None; 2], |b| b.map(Some));
         self.add::<kernels::GatedLinear>(
             name,

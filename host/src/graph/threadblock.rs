@@ -9,7 +9,7 @@
 //! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that no two blocks
 //! write the same element.
 
-use super::tensor::{OpId, TensorId, TensorTable};
+use super::tensor::{BufferKind, OpId, TensorId, TensorTable};
 use perpetua_device::kernels;
 use perpetua_shared::limits::PARAM_WORDS;
 use std::fmt;
@@ -91,6 +91,12 @@ impl BlockOp {
     /// Blocks in the grid; `u64::MAX` where that is too small a number.
     pub fn n_blocks(&self) -> u64 {
         self.grid.iter().fold(1, |n, axis| n.saturating_mul(u64::from(*axis)))
+    }
+
+    /// Whether it has weights in `slot`, which nobody writes.
+    pub fn has_weights(&self, table: &TensorTable, slot: usize) -> bool {
+        let buffer = self.accesses[slot].as_ref().map(|access| table[access.tensor].buffer.idx());
+        buffer.is_some_and(|buffer| table.buffers[buffer].kind == BufferKind::Weight)
     }
 
     /// See [`kernels::takes_memory_for_one_row`].

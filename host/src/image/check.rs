@@ -259,6 +259,11 @@ impl Judge<'_> {
             return Err("is just-in-time, and nothing or everything comes before it: it would be launched by no event"
                 .to_owned());
         }
+        let is_weight = |o: &Operand| self.image.bindings()[o.binding.idx()].kind == BindingKind::Weight as u32;
+        let mut early = spec.early_reads.iter().map(|slot| &view.operands(task)[*slot]);
+        if task.flags & TaskFlags::READS_EARLY != 0 && !early.all(is_weight) {
+            return Err("reads early what is no weight, and may not be there yet".to_owned());
+        }
         let foreign = |event: &&u32, loops_own: u32| !(own.contains(event) || is_last && **event == loops_own);
         if let Some(event) = view.waits(task).iter().find(|e| foreign(e, EVENT_ARRIVED.0)) {
             return Err(format!("waits on e{event}, which is not its program's"));

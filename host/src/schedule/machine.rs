@@ -22,6 +22,8 @@ pub(crate) mod part {
     pub(crate) const EIGHTS: [u64; 2] = [10, 3];
     /// Likewise in 4 bits.
     pub(crate) const FOURS: [u64; 2] = [15, 3];
+    /// Columns of the weights that it copies before its task's events have fired: of parts of up to 64 columns, of others of up to 64 rows, of all others.
+    pub(crate) const EARLY: [u64; 3] = [768, 256, 128];
     /// Multiplications and additions that the tensor cores do in a cycle.
     pub(crate) const PRODUCTS: u64 = 2048;
 }

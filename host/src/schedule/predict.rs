@@ -6,7 +6,7 @@
 //! its events, as seen from that worker (one hop after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each
 //! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
 //! its activations at the near rate and a fixed cost. A task without tiles takes the larger of its flops and of all that it reads, at
-//! the near rate.
+//! the near rate, but for [what it may read](Reads::early_bytes) while it waits for its events.
 //!
 //! Nobody waits for a prefetch: a body reads rows while they arrive, and itself what has not been asked for yet, which goes by the bus as
 //! soon as it begins. So it ends when
@@ -498,6 +498,13 @@ impl Pass<'_> {
         // Bytes of the task that are yet to be read at the usual rate, whatever they are.
         let mut held = if are_fours { machine.fours_held_bytes } else { u64::MAX };
         worker.turned_s.push(worker.free_s);
+        let read_early = match self.prefetch {
+            Prefetch::AcrossTasks => {
+                ((at_s - worker.free_s - machine.load_latency_s) * machine.near_bytes_per_s).max(0.0)
+            }
+            Prefetch::WithinTask => 0.0,
+        }
+        .min(self.reads[task].early_bytes as f64);
         worker.wake(at_s);
         worker.free_s = at_s;
         while let Some(op) = own.computes.get(worker.next).filter(|op| op.task == number_of_task) {
@@ -545,7 +552,7 @@ impl Pass<'_> {
             let mut busy_s = read_s.max(part * cost.flops as f64 / machine.flops_per_s);
             if worker.next == first {
                 let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed);
-                let near_s = near as f64 / machine.near_bytes_per_s;
+                let near_s = (near as f64 - read_early) / machine.near_bytes_per_s;
                 // A body without tiles reads while it computes.
                 busy_s = machine.task_s + if streamed > 0 { busy_s + near_s } else { busy_s.max(near_s) };
                 self.spans[task] = Span { worker: number as u32, start_s, end_s: start_s };

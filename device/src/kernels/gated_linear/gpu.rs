@@ -7,7 +7,7 @@ use crate::gpu::math::activate;
 use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{self, Brain, First, long};
-use crate::gpu::{warpgroup, wide};
+use crate::gpu::{warpgroup, weighted, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
@@ -21,10 +21,11 @@ pub(super) unsafe fn run(
     // SAFETY: as in `linear`.
     unsafe {
         let rows = call.rows(&call.tensor(0));
+        let is_one = rows == 1 && p.is_weighted == 0;
         let columns = call.tensor(1).extent(0);
         let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
-        let staged = call.tensor(6).is_present() || is_flagged;
-        let how = Staging { norm: 6, eps: p.eps, merges: false, like: (1, 1) };
+        let staged = call.tensor(NORM).is_present() && p.is_weighted == 0 || is_flagged;
+        let how = Staging { norm: NORM, eps: p.eps, merges: false, like: (1, 1) };
         let outputs = Outputs { p, call };
         let row = First { call, x: call.tensor(0) };
         let ask = |_: u32| 0;
@@ -32,18 +33,21 @@ pub(super) unsafe fn run(
             #[inline(always)]
             |n: u32, sums: [f32; 2], _: u32| outputs.finish(n, sums)
         };
-        if rows == 1 && thin::is_for::<Brain, 2>(call, &row, how) {
+        if is_one && thin::is_for::<Brain, 2>(call, &row, how) {
             return thin::run::<Brain, 2, 30>(call, &row, how, block, ready, ask, finish);
         }
-        if rows == 1 && thin::is_for::<Eight, 2>(call, &row, how) {
+        if is_one && thin::is_for::<Eight, 2>(call, &row, how) {
             return thin::run::<Eight, 2, 24>(call, &row, how, block, ready, ask, finish);
         }
-        if rows == 1 && thin::is_for::<Four, 2>(call, &row, how) {
+        if is_one && thin::is_for::<Four, 2>(call, &row, how) {
             return thin::run::<Four, 2, 12>(call, &row, how, block, ready, ask, finish);
         }
-        let is_long = rows == 1 && long::is_for::<Brain, 2>(call, &row, how, 1, block);
-        let is_long_eight = rows == 1 && long::is_for::<Eight, 2>(call, &row, how, 1, block);
-        let is_long_four = rows == 1 && long::is_for::<Four, 2>(call, &row, how, 1, block);
+        if warpgroup::is_for::<2>(call, block, rows) {
+            return warpgroup::multiply::<2>(call, block, rows, ready, &outputs);
+        }
+        let is_long = is_one && long::is_for::<Brain, 2>(call, &row, how, 1, block);
+        let is_long_eight = is_one && long::is_for::<Eight, 2>(call, &row, how, 1, block);
+        let is_long_four = is_one && long::is_for::<Four, 2>(call, &row, how, 1, block);
         ready_and_staged(call, how, staged && !(is_long || is_long_eight || is_long_four), block, ready)?;
         if is_long {
             long::run::<Brain, 2>(call, &row, 1, block, ask, finish);
@@ -64,21 +68,8 @@ pub(super) unsafe fn run(
             tiled::<2>(call, tiles, block, staged, &outputs);
             return Ok(());
         }
-        if warpgroup::is_for::<2>(call, block, rows) {
-            warpgroup::multiply::<2>(call, block, rows, |r, n, [g, u]| {
-                let (y, end) = (call.tensor(5), call.tensor(5).extent(1));
-                let bias = |operand: usize| {
-                    let bias = call.tensor(operand);
-                    if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] }
-                };
-                let (of_g, of_u) = (bias(3), bias(4));
-                let one = |i: usize| activate(p.activation, g[i] + of_g[i]) * (u[i] + of_u[i]);
-                y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
-            });
-            return Ok(());
-        }
         if wide::is_for::<2>(call, block, rows) {
-            wide::multiply::<2>(call, block, rows, |r, n, sums| outputs.put(r, n, sums));
+            wide::multiply::<2>(call, block, rows, |r, n, sums| outputs.put_normed(r, n, sums));
             return Ok(());
         }
         let mut n = block.warp();
@@ -102,7 +93,7 @@ pub(super) unsafe fn run(
                 }
                 let row = r + block.lane();
                 if block.lane() < step && row < rows {
-                    outputs.put(row, n, [g, u]);
+                    outputs.put_normed(row, n, [g, u]);
                 }
                 r += step;
             }
@@ -133,6 +124,49 @@ impl Outputs<'_> {
             }
             self.call.put(&y, [r, n], activate(self.p.activation, g) * u);
         }
+    }
+}
+
+/// What x is normalised by.
+const NORM: usize = 6;
+
+impl Outputs<'_> {
+    /// As [`put`](Outputs::put), of sums that may have to be normalised yet.
+    #[inline(always)]
+    unsafe fn put_normed(&self, r: u32, n: u32, [g, u]: [f32; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let weighted = self.p.is_weighted != 0;
+            let factor = if weighted { weighted::factor_of(self.call, NORM, self.p.eps, r) } else { 1.0 };
+            self.put(r, n, [g * factor, u * factor]);
+        }
+    }
+}
+
+impl warpgroup::Finish<2> for Outputs<'_> {
+    #[inline(always)]
+    unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
+        if self.p.is_weighted != 0 {
+            // SAFETY: the caller's promise.
+            unsafe { weighted::find(self.call, NORM, self.p.eps, [place.m0, place.rows], block, warpgroup::THREADS) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn four(&self, r: u32, n: u32, [g, u]: [[f32; 4]; 2]) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (y, end) = (self.call.tensor(5), self.call.tensor(5).extent(1));
+            let factor = if self.p.is_weighted != 0 { weighted::factor(r) } else { 1.0 };
+            let bias = |operand: usize| {
+                let bias = self.call.tensor(operand);
+                if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] }
+            };
+            let (of_g, of_u) = (bias(3), bias(4));
+            let one = |i: usize| activate(self.p.activation, g[i] * factor + of_g[i]) * (u[i] * factor + of_u[i]);
+            y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
+        }
+        0.0
     }
 }
 

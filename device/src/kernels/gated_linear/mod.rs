@@ -1,6 +1,6 @@
 //! y = act(x . gate^T) * (x . up^T): the first half of a gated MLP. x: [rows, k]; gate, up: [n, k]; y: [rows, n];
-//! f32 accumulation. Reads 2*n*k weight elements once. With `norm`, [k], x is first normalised, as in
-//! [`linear`](super::linear).
+//! f32 accumulation. Reads 2*n*k weight elements once. With `norm`, [k], or [rows, parts] of an x with a norm's weights in it already, x is first
+//! normalised, as in [`linear`](super::linear).
 
 #[cfg(not(target_arch = "nvptx64"))]
 use super::linear::{Activation, Order};
@@ -16,7 +16,7 @@ pub struct GatedLinear;
 
 /// Parameters.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
     /// An [`Activation`].
     pub activation: u32,
@@ -24,6 +24,8 @@ pub struct Params {
     pub eps: f32,
     /// An [`Order`](super::linear::Order).
     pub order: u32,
+    /// 1: the norm's weights are in x, and `norm` is sums of squares.
+    pub is_weighted: u32,
 }
 
 impl MacroKernel for GatedLinear {
@@ -41,6 +43,7 @@ impl MacroKernel for GatedLinear {
     /// [`Linear`](super::Linear)'s, for a product of two.
     const TOLERANCE: f32 = 2e-3;
     const TILED: &'static [usize] = &[6, 1, 2];
+    const EARLY_READS: &'static [usize] = &[1, 2];
     const FLAGGED: &'static [usize] = &[0, 5];
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -60,7 +63,7 @@ impl MacroKernel for GatedLinear {
             rules::unit_stride(name, operand)?;
         }
         rules::extent("gate", gate, 1, x.extent[1])?;
-        rules::norm(norm, x)?;
+        rules::norm(norm, x, p.is_weighted)?;
         rules::flagged_row("x", x, &[gate, up], MAX_FLAGGED_OF_TWO)?;
         rules::flagged_in(&[("y", y)], x.extent[0])?;
         rules::extent("up", up, 0, gate.extent[0])?;
@@ -86,7 +89,7 @@ impl MacroKernel for GatedLinear {
             if bias.is_present() { sum + bias.get([n]) } else { sum }
         };
         for r in 0..call.rows(0) {
-            let x = rms_norm::row(&x, r, &norm, p.eps);
+            let x = rms_norm::row(&x, r, &norm, p.eps, p.is_weighted != 0);
             for n in 0..gate.extent(0) {
                 y.set([r, n], activation.apply(dot(&x, &gate, &gate_bias, n)) * dot(&x, &up, &up_bias, n));
             }

@@ -8,7 +8,7 @@ use crate::gpu::math::activate;
 use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{self, Brain, First, long};
-use crate::gpu::{warpgroup, wide};
+use crate::gpu::{warpgroup, weighted, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
 
@@ -71,8 +71,80 @@ impl Outputs<'_> {
         unsafe {
             let residual = self.call.tensor(3);
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
-            self.call.tensor(4).set([r, n], self.activated(n, sum) + before);
+            self.call.tensor(4).set([r, n], self.activated(n, sum * self.factor(r)) + before);
         }
+    }
+
+    /// What the sums of row `r` are multiplied with.
+    #[inline(always)]
+    unsafe fn factor(&self, r: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        if self.p.is_weighted != 0 { unsafe { weighted::factor_of(self.call, NORM, self.p.eps, r) } } else { 1.0 }
+    }
+
+    /// Makes what the product after a norm reads, if this one is before one.
+    #[inline(always)]
+    unsafe fn weigh(&self, rows: u32, block: &Block) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.call.tensor(9).is_present() {
+                let (y, squares, weights, weighted) =
+                    (self.call.tensor(4), self.call.tensor(6), self.call.tensor(8), self.call.tensor(9));
+                weighted::weigh(rows, &y, [&weights, &weighted, &squares], block);
+            }
+        }
+    }
+}
+
+/// What x is normalised by.
+const NORM: usize = 5;
+
+impl warpgroup::Finish<1> for Outputs<'_> {
+    #[inline(always)]
+    unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
+        if self.p.is_weighted != 0 {
+            // SAFETY: the caller's promise.
+            unsafe { weighted::find(self.call, NORM, self.p.eps, [place.m0, place.rows], block, warpgroup::THREADS) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn four(&self, r: u32, n: u32, [sums]: [[f32; 4]; 1]) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let call = self.call;
+            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
+            let end = y.extent(1);
+            let factor = if self.p.is_weighted != 0 { weighted::factor(r) } else { 1.0 };
+            let weighted = call.tensor(9);
+            let bias = if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] };
+            let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
+            let weights = if weighted.is_present() { call.tensor(8).row([]).four(n, end) } else { [0.0; 4] };
+            let one = |i: usize| activate(self.p.activation, sums[i] * factor + bias[i]) + before[i];
+            let values = [one(0), one(1), one(2), one(3)];
+            y.row([r]).set_four_below(n, end, values);
+            let mut squares = 0.0;
+            if weighted.is_present() {
+                let [a, b, c, d] = values;
+                let of_next = [a * weights[0], b * weights[1], c * weights[2], d * weights[3]];
+                weighted.row([r]).set_four_below(n, end, of_next);
+                let square = |i: u32, value: f32| if n + i < end { value * value } else { 0.0 };
+                squares = (square(0, a) + square(1, b)) + (square(2, c) + square(3, d));
+            }
+            squares
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn adds_up(&self) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { self.call.tensor(9).is_present() }
+    }
+
+    #[inline(always)]
+    unsafe fn row(&self, r: u32, sum: f32) {
+        // SAFETY: the caller's promise.
+        unsafe { self.call.tensor(6).set([r, 0], sum) };
     }
 }
 
@@ -91,17 +163,10 @@ pub(super) unsafe fn run(
         let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(0)) };
         let columns = call.tensor(1).extent(0);
         let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
-        let staged = call.tensor(5).is_present() || p.merges != 0 || is_flagged;
-        let how = Staging { norm: 5, eps: p.eps, merges: p.merges != 0, like: (1, 1) };
+        let is_normed = call.tensor(NORM).is_present() && p.is_weighted == 0;
+        let staged = is_normed || p.merges != 0 || is_flagged;
+        let how = Staging { norm: NORM, eps: p.eps, merges: p.merges != 0, like: (1, 1) };
         let outputs = Outputs { p, call, best: Cell::new(Candidate::NONE) };
-        let finish_four_of_many = |r: u32, n: u32, [sums]: [[f32; 4]; 1]| {
-            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
-            let end = y.extent(1);
-            let bias = if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] };
-            let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
-            let one = |i: usize| activate(p.activation, sums[i] + bias[i]) + before[i];
-            y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
-        };
         let ask_one = {
             #[inline(always)]
             |n: u32| outputs.ask(n)
@@ -112,7 +177,7 @@ pub(super) unsafe fn run(
         };
         let row = First { call, x: call.tensor(0) };
         let unmerged = Parts::new(call, Merge::NONE);
-        let (is_merged, is_one) = (p.merges != 0, p.merges == 0 && rows == 1);
+        let (is_merged, is_one) = (p.merges != 0, p.merges == 0 && rows == 1 && p.is_weighted == 0);
         if is_merged && thin::is_for::<Brain, 1>(call, &unmerged, how) {
             let merged = Parts::new(call, Merge::of(&call.tensor(0)));
             thin::run::<Brain, 1, 10>(call, &merged, how, block, ready, ask_one, finish_one)?;
@@ -128,6 +193,8 @@ pub(super) unsafe fn run(
             thin::run::<Eight, 1, 16>(call, &row, how, block, ready, ask_one, finish_one)?;
         } else if is_one && thin::is_for::<Four, 1>(call, &row, how) {
             thin::run::<Four, 1, 12>(call, &row, how, block, ready, ask_one, finish_one)?;
+        } else if warpgroup::is_for::<1>(call, block, rows) {
+            return warpgroup::multiply::<1>(call, block, rows, ready, &outputs);
         } else {
             let segments = p.segments.max(1);
             let is_long = is_one && long::is_for::<Brain, 1>(call, &row, how, segments, block);
@@ -145,11 +212,9 @@ pub(super) unsafe fn run(
                 && rows == 1
             {
                 tiled::<1>(call, tiles, block, staged, &outputs);
-            } else if warpgroup::is_for::<1>(call, block, rows) {
-                warpgroup::multiply::<1>(call, block, rows, finish_four_of_many);
-                return Ok(());
             } else if wide::is_for::<1>(call, block, rows) {
                 wide::multiply::<1>(call, block, rows, |r, n, [sum]| outputs.finish_one_of_many(r, n, sum));
+                outputs.weigh(rows, block);
                 return Ok(());
             } else {
                 let mut n = block.warp();
@@ -157,7 +222,7 @@ pub(super) unsafe fn run(
                     if rows == 1 {
                         let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
                         if block.lane() == 0 {
-                            outputs.finish(n, [sum]);
+                            outputs.finish(n, [sum * outputs.factor(0)]);
                         }
                     } else {
                         let mut r = 0;
@@ -172,9 +237,10 @@ pub(super) unsafe fn run(
                     }
                     n += block.warps();
                 }
+                outputs.weigh(rows, block);
             }
         }
-        if call.tensor(6).is_present() {
+        if call.tensor(7).is_present() {
             let best = block.best(outputs.best.get());
             if block.thread == 0 {
                 argmax::put(&p.best, best, call.block::<0>(), [call.tensor(6), call.tensor(7)]);

@@ -6,6 +6,10 @@
 //!
 //! With `values` and `indices`, of one row, y's largest element and where it stands go there too, as
 //! [`argmax_partial`](super::argmax) has them of its part.
+//!
+//! A norm between two products of several rows may be in both of them, so that nobody stands between. The one before it makes, of at most
+//! [`MOST_WEIGHTED`] columns, `weighted` = y * `weights`, [n], and for `values`, [rows, 1], the sums of the squares of y. The one after it has that
+//! for x (`is_weighted`), and for `norm` the sums of all the parts of a row, [rows, parts]: 1 / root of their mean it multiplies its sums with.
 
 use super::*;
 
@@ -93,6 +97,8 @@ pub struct Params {
     pub segments: u32,
     /// Where there are `values`: how the whole row is cut into y of the operator's blocks.
     pub best: argmax::Params,
+    /// 1: the norm's weights are in x, and `norm` is sums of squares.
+    pub is_weighted: u32,
 }
 
 /// How many segments the task of a kernel of type `task_type`, with parameters `words`, takes its row in.
@@ -108,6 +114,19 @@ pub const fn segment_len(k: u32, segments: u32) -> u32 {
 
 /// Rows of weights whose sums the GPU has room for where a row of x is longer than [`MAX_NORMED`], and one more for each segment.
 pub const LONG_SUMS: u32 = 625;
+
+/// Columns of a task that makes `weighted`: those of which the GPU has the sums of a row together.
+pub const MOST_WEIGHTED: u32 = 128;
+
+/// What a task must be that makes of y, operand 4, what a product after a norm reads.
+#[cfg(not(target_arch = "nvptx64"))]
+fn check_weighted(p: &Params, y: &Operand, [weights, weighted, values]: [&Operand; 3]) -> Result<(), Violation> {
+    let n = y.extent[1];
+    if n > MOST_WEIGHTED || p.merges != 0 || p.segments > 1 {
+        return Err(format!("`weighted` is of {n} columns, expected at most {MOST_WEIGHTED}, of a plain product"));
+    }
+    rules::weighted(y, [weights, weighted], ("values", values))
+}
 
 /// What a row of x that is taken in segments, operands 0 and 1, must be.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -148,16 +167,21 @@ impl MacroKernel for Linear {
         Slot::optional("norm"),
         Slot::optional_write("values"),
         Slot::optional_write("indices"),
+        Slot::optional("weights"),
+        Slot::optional_write("weighted"),
     ];
     type Params = Params;
     /// Sums in another order, and rows of activations as two terms of bf16.
     const TOLERANCE: f32 = 2e-3;
     const TILED: &'static [usize] = &[5, 1];
+    const EARLY_READS: &'static [usize] = &[1];
     const FLAGGED: &'static [usize] = &[0, 3, 4];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [x, w, bias, residual, y, norm, values, indices] = io else { unreachable!("slots were counted") };
+        let [x, w, bias, residual, y, norm, values, indices, weights, weighted] = io else {
+            unreachable!("slots were counted")
+        };
         if Activation::from_u32(p.activation).is_none() {
             return Err(format!("activation {} is unknown", p.activation));
         }
@@ -186,7 +210,7 @@ impl MacroKernel for Linear {
             rules::rank("x", x, 2)?;
             rules::unit_stride("x", x)?;
             rules::extent("w", w, 1, x.extent[1])?;
-            rules::norm(norm, x)?;
+            rules::norm(norm, x, p.is_weighted)?;
             rules::flagged_row("x", x, &[w], MAX_FLAGGED.saturating_mul(p.segments.max(1)))?;
             x.extent[0]
         };
@@ -196,13 +220,15 @@ impl MacroKernel for Linear {
             rules::extent(name, operand, 0, rows)?;
             rules::extent(name, operand, 1, w.extent[0])?;
         }
-        if values.is_present() != indices.is_present() {
-            return Err("of `values` and `indices` one is present, expected both or none".to_owned());
+        let are_present = [values, indices, weights, weighted].map(Operand::is_present);
+        match are_present {
+            [false, false, false, false] => Ok(()),
+            [true, true, false, false] => argmax::check(&p.best, [y, values, indices]),
+            [true, false, true, true] => check_weighted(p, y, [weights, weighted, values]),
+            _ => Err(format!(
+                "of `values`, `indices`, `weights` and `weighted` {are_present:?} are present, expected the first two, all but the second, or none"
+            )),
         }
-        if values.is_present() {
-            argmax::check(&p.best, [y, values, indices])?;
-        }
-        Ok(())
     }
 
     fn cost(p: &Params, io: &[Operand]) -> Cost {
@@ -215,11 +241,17 @@ impl MacroKernel for Linear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let [x, w, bias, residual, y, norm, values, indices] = core::array::from_fn(|i| call.tensor(i));
+        let [x, w, bias, residual, y, norm, values, indices, weights, weighted] =
+            core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
         let rows = if p.merges != 0 { 1 } else { call.rows(0) };
         for r in 0..rows {
-            let x = if p.merges != 0 { attention_merge::merged(&x) } else { rms_norm::row(&x, r, &norm, p.eps) };
+            let x = if p.merges != 0 {
+                attention_merge::merged(&x)
+            } else {
+                rms_norm::row(&x, r, &norm, p.eps, p.is_weighted != 0)
+            };
+            let mut sum_of_squares = 0.0;
             for n in 0..w.extent(0) {
                 let mut sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
                 if bias.is_present() {
@@ -230,9 +262,16 @@ impl MacroKernel for Linear {
                     sum += residual.get([r, n]);
                 }
                 y.set([r, n], sum);
+                if weighted.is_present() {
+                    weighted.set([r, n], sum * weights.get([n]));
+                    sum_of_squares += sum * sum;
+                }
+            }
+            if weighted.is_present() {
+                values.set([r, 0], sum_of_squares);
             }
         }
-        if values.is_present() {
+        if indices.is_present() {
             argmax::find(&p.best, call, [&y, &values, &indices]);
         }
         Ok(())
@@ -241,7 +280,7 @@ impl MacroKernel for Linear {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         // Lowered for workers that read x from afar: CPUs keep the norm, the merge, and the search, an operator of its own.
-        if call.tensor(5).is_present() || call.tensor(6).is_present() || p.merges != 0 {
+        if [5, 6].iter().any(|slot| call.tensor(*slot).is_present()) || p.merges != 0 {
             return Self::reference(p, call);
         }
         cpu::run(p, call, scratch)

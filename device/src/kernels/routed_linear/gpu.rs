@@ -78,7 +78,7 @@ pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
                     ask(call, block, next.expert, work.place(next).n0);
                 }
                 let finish = |i, n, sums| finish_four(call, p, i, n, sums);
-                warpgroup::multiply_part::<2>(Routed { call, expert: unit.expert }, block, &place, finish);
+                warpgroup::multiply_part::<2>(Routed { call, expert: unit.expert }, block, &place, &finish);
             } else {
                 plain(call, block, p, unit.expert, &place, work.columns);
                 block.sync();

@@ -132,7 +132,7 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         return;
     };
     // One that is added to something is somebody's residual, too.
-    let (&[Some(x), Some(w), Some(y), None], flags) = (&op.slots[..], op.kernel.flags) else { return };
+    let (&[Some(x), Some(w), Some(y), None, ..], flags) = (&op.slots[..], op.kernel.flags) else { return };
     let eps = kernels::params::<rms_norm::Params>(&op.kernel.params).eps;
     if graph.table[x].shape[..] != graph.table[y].shape[..]
         || graph.table[x].shape[0] != 1

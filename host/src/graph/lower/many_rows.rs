@@ -4,6 +4,7 @@
 //! - An activation that only products with weights in bf16 or fewer bits read is bf16: they round it anyway, and then copy it as it is.
 //! - Such products are cut along rows and columns, a block for each part: see [`shape`].
 //! - [Experts](super::experts) have all their rows together.
+//! - A norm between two such products goes [into both](norms_into_products).
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
 //!   one row: as far as its share of the workers goes. Merges come after all sequences' attention, since a worker does one thing after another:
 //!   what waits for others' shares would keep it from the next sequence's.
@@ -11,7 +12,7 @@
 
 use super::*;
 use crate::schedule::machine::part;
-use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear};
+use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear, RmsNorm, rms_norm};
 use perpetua_shared::launch::TASK_THREADS;
 
 /// Sides of the parts that a product's body computes at once: rows of x, and of the weights. See the device's `gpu::warpgroup`.
@@ -46,6 +47,7 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
         per_worker::split_positions(&rounded, &mut lowered, &share);
         lowered.ops = merges_last(std::mem::take(&mut lowered.ops), &lowered.table);
     }
+    norms_into_products(&rounded, &mut lowered);
     lowered.check()?;
     Ok(lowered)
 }
@@ -155,6 +157,168 @@ fn merges_last(ops: Vec<BlockOp>, table: &TensorTable) -> Vec<BlockOp> {
     }
     ordered.append(&mut merges);
     ordered
+}
+
+/// Has the products before and after a norm do what it does, and leaves it out: what is between two products is a hop then, where it was two and a
+/// norm. Before it may also be another norm, that is added to something. See the device's [`linear`].
+fn norms_into_products(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
+    let mut touching = vec![Vec::new(); lowered.table.buffers.len()];
+    for (number, op) in lowered.ops.iter().enumerate() {
+        for access in op.accesses.iter().flatten() {
+            let of_buffer: &mut Vec<usize> = &mut touching[lowered.table[access.tensor].buffer.idx()];
+            if of_buffer.last() != Some(&number) {
+                of_buffer.push(number);
+            }
+        }
+    }
+    let between: Vec<BetweenProducts> =
+        (0..lowered.ops.len()).filter_map(|at| BetweenProducts::of(graph, lowered, &touching, at)).collect();
+    let mut left_out = vec![false; lowered.ops.len()];
+    for norm in between {
+        let at = norm.at;
+        left_out[at] = norm.go_into_products(lowered).is_some();
+    }
+    let mut left_out = left_out.into_iter();
+    lowered.ops.retain(|_| !left_out.next().unwrap_or(false));
+}
+
+/// A norm that the product before it and those after it can do, by their numbers.
+#[derive(Debug)]
+struct BetweenProducts {
+    before: usize,
+    at: usize,
+    after: Vec<usize>,
+    weights: TensorId,
+    normed: TensorId,
+    eps: f32,
+}
+
+/// Whether `linear`, a call of that kernel, has x as it lies.
+fn is_plain(linear: &KernelCall) -> bool {
+    let params = kernels::params::<linear::Params>(&linear.params);
+    params.merges == 0 && params.segments <= 1
+}
+
+/// Where a product has what its x is normalised by.
+fn norm_slot(task_type: u16) -> Option<usize> {
+    match task_type {
+        Linear::TASK_TYPE => Some(5),
+        GatedLinear::TASK_TYPE => Some(6),
+        _ => None,
+    }
+}
+
+/// How a product that is [cut in two](cut_in_two) has x.
+const OF_ROWS: [Option<u8>; GRID_AXES] = [None, Some(0), None];
+
+/// An operator that can make what a product after a norm reads: the slots of what it makes without that, and of `weights`, `weighted` and `squares`; how it
+/// has what it makes, and weights.
+#[derive(Clone, Copy, Debug)]
+struct Before {
+    y: usize,
+    weights: usize,
+    weighted: usize,
+    squares: usize,
+    of_part: [Option<u8>; GRID_AXES],
+    of_columns: [Option<u8>; GRID_AXES],
+}
+
+impl Before {
+    /// As what a task of type `task_type` can be.
+    fn of(task_type: u16) -> Option<Before> {
+        let (of_part, of_columns) = ([Some(1), Some(0), None], [Some(0), None, None]);
+        match task_type {
+            Linear::TASK_TYPE => Some(Before { y: 4, weights: 8, weighted: 9, squares: 6, of_part, of_columns }),
+            RmsNorm::TASK_TYPE => {
+                let (of_part, of_columns) = ([Some(0), None, None], [None; GRID_AXES]);
+                Some(Before { y: 2, weights: 4, weighted: 5, squares: 6, of_part, of_columns })
+            }
+            _ => None,
+        }
+    }
+}
+
+impl BetweenProducts {
+    /// Operator `at` of `lowered`, if it is one; `touching` has the operators that touch each buffer, in order.
+    fn of(
+        graph: &KernelGraph,
+        lowered: &ThreadBlockGraph,
+        touching: &[Vec<usize>],
+        at: usize,
+    ) -> Option<BetweenProducts> {
+        let (op, table) = (&lowered.ops[at], &lowered.table);
+        let kernel = op.kernel.filter(|kernel| kernel.task_type == RmsNorm::TASK_TYPE)?;
+        let [Some(x), Some(weights), Some(normed), None, None, ..] = &op.accesses[..] else { return None };
+        let [x, weights, normed] = [x, weights, normed].map(|access| access.tensor);
+        let buffer = |t: TensorId| table[t].buffer;
+        let is_whole = table[x].shape == table[normed].shape && table[x].dtype == DType::F32;
+        let is_weight = table.buffers[buffer(weights).idx()].kind == BufferKind::Weight;
+        if !is_whole || !is_weight || table[normed].dtype != DType::Bf16 || is_output(graph, table, normed) {
+            return None;
+        }
+        let after: Vec<usize> = touching[buffer(normed).idx()].iter().copied().filter(|other| *other != at).collect();
+        let reads_it = |other: usize| {
+            let op = &lowered.ops[other];
+            let is_it = |access: &&Access| buffer(access.tensor) == buffer(normed);
+            let [access] = op.accesses.iter().flatten().filter(is_it).collect::<Vec<_>>()[..] else { return false };
+            let slot = op.kernel.filter(|k| k.flags == kernel.flags).and_then(|k| norm_slot(k.task_type));
+            other > at
+                && op.accesses[0].as_ref() == Some(access)
+                && (access.tensor, access.kind, access.map) == (normed, AccessKind::Read, OF_ROWS)
+                && slot.is_some_and(|slot| op.accesses[slot].is_none())
+        };
+        let writes_x = |other: &&usize| {
+            let mut accesses = lowered.ops[**other].accesses.iter().flatten();
+            **other < at && accesses.any(|access| access.kind.writes() && buffer(access.tensor) == buffer(x))
+        };
+        let before = *touching[buffer(x).idx()].iter().rfind(writes_x)?;
+        let fits = !after.is_empty() && after.iter().all(|other| reads_it(*other)) && {
+            let op = &lowered.ops[before];
+            let k = op.kernel.filter(|k| k.flags == 0 || k.flags == kernel.flags)?;
+            let slots = Before::of(k.task_type)?;
+            let made = Access { tensor: x, kind: AccessKind::Write, map: slots.of_part };
+            let columns = table[x].shape.get(1).map_or(0, |n| n.div_ceil(op.grid[0] as usize));
+            op.accesses[slots.y] == Some(made)
+                && op.accesses[slots.y.max(3) + 1..].iter().all(Option::is_none)
+                && (k.task_type != Linear::TASK_TYPE || columns <= linear::MOST_WEIGHTED as usize && is_plain(&k))
+        };
+        let eps = kernels::params::<rms_norm::Params>(&kernel.params).eps;
+        fits.then_some(BetweenProducts { before, at, after, weights, normed, eps })
+    }
+
+    /// Has the products do it, unless the one before it does that for another already.
+    fn go_into_products(self, lowered: &mut ThreadBlockGraph) -> Option<()> {
+        let BetweenProducts { before, at, after, weights, normed, eps } = self;
+        let slots = Before::of(lowered.ops[before].kernel?.task_type)?;
+        // One norm's is all that an operator makes.
+        if lowered.ops[before].accesses[slots.weighted].is_some() {
+            return None;
+        }
+        let is_cut = slots.of_columns[0].is_some();
+        let (rows, parts) =
+            (lowered.table[normed].shape[0], if is_cut { lowered.ops[before].grid[0] as usize } else { 1 });
+        // Rows on sixteen bytes.
+        let (name, pitch) = (format!("{} squares", lowered.ops[at].name), parts.next_multiple_of(4));
+        let all = lowered.table.add(&name, &[rows, pitch], DType::F32, BufferKind::Intermediate).ok()?;
+        let squares = lowered.table.view(&name, all, 0, &[rows, parts], &[pitch, 1]).ok()?;
+        let access = |tensor, kind, map| Some(Access { tensor, kind, map });
+        let accesses = &mut lowered.ops[before].accesses;
+        accesses[slots.squares] = access(squares, AccessKind::Write, slots.of_part);
+        accesses[slots.weights] = access(weights, AccessKind::Read, slots.of_columns);
+        accesses[slots.weighted] = access(normed, AccessKind::Write, slots.of_part);
+        for other in after {
+            let op = &mut lowered.ops[other];
+            let kernel = op.kernel.as_mut()?;
+            op.accesses[norm_slot(kernel.task_type)?] = access(squares, AccessKind::Read, OF_ROWS);
+            let words = &mut kernel.params;
+            *words = if kernel.task_type == Linear::TASK_TYPE {
+                param_words(&linear::Params { eps, is_weighted: 1, ..kernels::params(words) })
+            } else {
+                param_words(&gated_linear::Params { eps, is_weighted: 1, ..kernels::params(words) })
+            };
+        }
+        Some(())
+    }
 }
 
 /// Weight matrices of a product, slots 1 and up; 0 for another operator.

@@ -143,6 +143,8 @@ pub struct Reads {
     pub near: Vec<PrefetchOp>,
     /// From there, too: bytes that nobody asks for before the task reads them.
     pub rest_bytes: u64,
+    /// Of what is asked for, bytes that the body may have read before the task's events have fired.
+    pub early_bytes: u64,
 }
 
 impl Reads {

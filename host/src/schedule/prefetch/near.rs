@@ -15,10 +15,10 @@ use super::{Reads, UNIT_BYTES, WorkerPlan, experts_bytes};
 use crate::compile::task_operands;
 use crate::graph::task::{Task, TaskGraph};
 use crate::graph::tensor::BufferKind;
-use crate::graph::threadblock::{AccessKind, ThreadBlockGraph};
-use crate::schedule::machine::Machine;
-use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention};
-use perpetua_shared::{Operand, PrefetchOp, TaskFlags};
+use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
+use crate::schedule::machine::{Machine, part};
+use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention};
+use perpetua_shared::{DType, Operand, PrefetchOp, TaskFlags};
 use std::collections::HashSet;
 
 /// What stretches of rows of which not all is asked for are whole numbers of: a line of the cache.
@@ -121,9 +121,29 @@ pub fn reads_of_many_rows(
         };
         let near: Vec<PrefetchOp> = (1..=n).rev().zip(&all).filter_map(part).collect();
         let rest_bytes = rest_bytes - near.iter().map(prefetched_bytes).sum::<u64>();
-        Reads { near, rest_bytes, ..Reads::default() }
+        let early_bytes = early_bytes(graph, op, operands);
+        Reads { near, rest_bytes, early_bytes, ..Reads::default() }
     };
     tasks.tasks.iter().zip(costs).map(of_task).collect()
+}
+
+/// Of the weights of a task of `op`, what it copies before its events have fired: the first columns, where tensor cores multiply. See the device's
+/// `gpu::warpgroup`.
+fn early_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand]) -> u64 {
+    let early = op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).map_or(&[][..], |spec| spec.early_reads);
+    let matrices = || early.iter().map(|slot| &operands[*slot]);
+    let (x, all_rows) = (&operands[0], matrices().map(|w| u64::from(w.extent[0])).sum::<u64>());
+    if x.dtype() != Some(DType::Bf16) || !early.iter().all(|slot| op.has_weights(&graph.table, *slot)) {
+        return 0;
+    }
+    let [narrow, low, high] = part::EARLY;
+    let columns = match (all_rows <= 64, x.extent[0] <= 64) {
+        (true, _) => narrow,
+        (false, true) => low,
+        (false, false) => high,
+    };
+    let k = u64::from(x.extent[1].max(1));
+    matrices().map(|w| w.bytes() * columns.min(k) / k).sum()
 }
 
 /// Of `op`, which asks for all of `operand`, no more than `most` bytes: what is read first, of a matrix the first columns of each row, of a
