@@ -642,9 +642,7 @@ impl Layout {
             let count = |n: usize| u16::try_from(n).expect("check_task_events has counted");
             let kernel = op.kernel.expect("a kernel graph's operators have macro kernels");
             let is_launched = graph.classes[task.op as usize] == TaskClass::JustInTime;
-            let early = Spec::of(kernel.task_type).map_or(&[][..], |spec| spec.early_reads);
-            let reads_early =
-                !early.is_empty() && early.iter().all(|slot| op.has_weights(&program.blocks.table, *slot));
+            let reads_early = !op.early_reads(&program.blocks.table).is_empty();
             let flags = kernel.flags
                 | if is_launched { TaskFlags::JUST_IN_TIME } else { 0 }
                 | if reads_early { TaskFlags::READS_EARLY } else { 0 };

@@ -363,8 +363,8 @@ impl Case {
         }
     }
 
-    /// For a product of one row into f32: now and then, where the best of its outputs goes, else nothing.
-    /// What is found of y, or made of it for a product after a norm, or neither.
+    /// For a product into f32, now and then: of one row, where the best of its outputs goes, of several, what is made for a product after a norm. Else
+    /// nothing.
     fn maybe_best(&mut self, random: &mut Random, rows: u32, n: u32) {
         let is_f32 = self.operands[4].dtype() == Some(DType::F32);
         if rows == 1 && is_f32 && random.flip() {

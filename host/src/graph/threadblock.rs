@@ -10,7 +10,7 @@
 //! write the same element.
 
 use super::tensor::{BufferKind, OpId, TensorId, TensorTable};
-use perpetua_device::kernels;
+use perpetua_device::kernels::{self, Spec};
 use perpetua_shared::limits::PARAM_WORDS;
 use std::fmt;
 
@@ -97,6 +97,12 @@ impl BlockOp {
     pub fn has_weights(&self, table: &TensorTable, slot: usize) -> bool {
         let buffer = self.accesses[slot].as_ref().map(|access| table[access.tensor].buffer.idx());
         buffer.is_some_and(|buffer| table.buffers[buffer].kind == BufferKind::Weight)
+    }
+
+    /// The slots that its tasks may read before their events have fired, if these are weights.
+    pub fn early_reads(&self, table: &TensorTable) -> &'static [usize] {
+        let early = self.kernel.and_then(|kernel| Spec::of(kernel.task_type)).map_or(&[][..], |spec| spec.early_reads);
+        if early.iter().all(|slot| self.has_weights(table, *slot)) { early } else { &[] }
     }
 
     /// See [`kernels::takes_memory_for_one_row`].

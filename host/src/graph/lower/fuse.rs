@@ -18,8 +18,8 @@ use perpetua_device::kernels::{
 /// The slots of a product and of its norm.
 const X: usize = 0;
 
-fn norm_slot(op: &Operator) -> Option<usize> {
-    match op.kernel.task_type {
+pub(super) fn norm_slot(task_type: u16) -> Option<usize> {
+    match task_type {
         Linear::TASK_TYPE => Some(5),
         GatedLinear::TASK_TYPE => Some(6),
         ExpertsUp::TASK_TYPE => Some(5),
@@ -35,7 +35,7 @@ fn most_normed(graph: &KernelGraph, op: &Operator) -> usize {
 
 /// Whether `op` is a product that normalises its row first.
 pub(super) fn is_normed(op: &Operator) -> bool {
-    norm_slot(op).is_some_and(|slot| op.slots.get(slot).copied().flatten().is_some())
+    norm_slot(op.kernel.task_type).is_some_and(|slot| op.slots.get(slot).copied().flatten().is_some())
 }
 
 /// `graph`, a pass over one row, with what can be one operator made one.
@@ -141,7 +141,7 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         return;
     }
     let fits = |op: &Operator| {
-        norm_slot(op).is_some_and(|slot| {
+        norm_slot(op.kernel.task_type).is_some_and(|slot| {
             op.slots[slot].is_none()
                 && op.slots[X] == Some(y)
                 && op.cut.is_none()
@@ -164,7 +164,7 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     }
     for reader in readers {
         let Some(op) = ops[reader].as_mut() else { continue };
-        let Some(slot) = norm_slot(op) else { continue };
+        let Some(slot) = norm_slot(op.kernel.task_type) else { continue };
         (op.slots[X], op.slots[slot]) = (Some(x), Some(w));
         let words = &mut op.kernel.params;
         *words = match op.kernel.task_type {

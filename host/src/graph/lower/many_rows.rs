@@ -201,11 +201,7 @@ fn is_plain(linear: &KernelCall) -> bool {
 
 /// Where a product has what its x is normalised by.
 fn norm_slot(task_type: u16) -> Option<usize> {
-    match task_type {
-        Linear::TASK_TYPE => Some(5),
-        GatedLinear::TASK_TYPE => Some(6),
-        _ => None,
-    }
+    fuse::norm_slot(task_type).filter(|_| [Linear::TASK_TYPE, GatedLinear::TASK_TYPE].contains(&task_type))
 }
 
 /// How a product that is [cut in two](cut_in_two) has x.
@@ -252,8 +248,11 @@ impl BetweenProducts {
         let [x, weights, normed] = [x, weights, normed].map(|access| access.tensor);
         let buffer = |t: TensorId| table[t].buffer;
         let is_whole = table[x].shape == table[normed].shape && table[x].dtype == DType::F32;
-        let is_weight = table.buffers[buffer(weights).idx()].kind == BufferKind::Weight;
-        if !is_whole || !is_weight || table[normed].dtype != DType::Bf16 || is_output(graph, table, normed) {
+        if !is_whole
+            || !op.has_weights(table, 1)
+            || table[normed].dtype != DType::Bf16
+            || is_output(graph, table, normed)
+        {
             return None;
         }
         let after: Vec<usize> = touching[buffer(normed).idx()].iter().copied().filter(|other| *other != at).collect();

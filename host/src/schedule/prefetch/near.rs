@@ -17,7 +17,7 @@ use crate::graph::task::{Task, TaskGraph};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use crate::schedule::machine::{Machine, part};
-use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention};
+use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention};
 use perpetua_shared::{DType, Operand, PrefetchOp, TaskFlags};
 use std::collections::HashSet;
 
@@ -130,10 +130,9 @@ pub fn reads_of_many_rows(
 /// Of the weights of a task of `op`, what it copies before its events have fired: the first columns, where tensor cores multiply. See the device's
 /// `gpu::warpgroup`.
 fn early_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand]) -> u64 {
-    let early = op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).map_or(&[][..], |spec| spec.early_reads);
-    let matrices = || early.iter().map(|slot| &operands[*slot]);
+    let matrices = || op.early_reads(&graph.table).iter().map(|slot| &operands[*slot]);
     let (x, all_rows) = (&operands[0], matrices().map(|w| u64::from(w.extent[0])).sum::<u64>());
-    if x.dtype() != Some(DType::Bf16) || !early.iter().all(|slot| op.has_weights(&graph.table, *slot)) {
+    if x.dtype() != Some(DType::Bf16) {
         return 0;
     }
     let [narrow, low, high] = part::EARLY;
