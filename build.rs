@@ -5,15 +5,20 @@
 //! that comes from. Where no such rustc is found the build warns, says what to do, and goes on without a GPU image; where
 //! one is found and the device crate does not compile, the build fails.
 //!
-//! Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what `host/src/device_image.rs` includes),
-//! `perpetua.ptx`, when ptxas is found `perpetua.cubin`, and `kernels.ptx`, each macro kernel and each generated body as an
-//! entry of its own, which only tests and readers want. Each is embedded deflated: PTX takes a sixth of its room so.
+//! LLVM compiles one module on one core, and that is what takes the time, so the device crate is compiled once for each of its
+//! [modules](MODULES), side by side. Out come, in `OUT_DIR`, `device_image.rs` and `device_kernels.rs` (what
+//! `host/src/device_image.rs` includes), `worker.ptx`, `operator.ptx`, when ptxas is found a `.cubin` of either, and `kernels.ptx`, which
+//! only tests and readers want. Each is embedded deflated: PTX takes a sixth of its room so.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
-use std::{env, fs, io};
+use std::{env, fs, io, thread};
 
 use miniz_oxide::deflate::compress_to_vec_zlib;
+
+/// The device crate's features that each make a module: the persistent kernel and the probes; one launch per operator; and each macro kernel and
+/// each generated body as an entry of its own.
+const MODULES: [&str; 3] = ["worker", "operator", "kernels"];
 
 /// The toolchain that `cargo` names for this build, another one by name, and the assembler by name.
 const DEVICE_RUSTC: &str = "PERPETUA_DEVICE_RUSTC";
@@ -132,27 +137,44 @@ struct DeviceBuilder {
 
 impl DeviceBuilder {
     fn build(&self) -> Result<(), String> {
-        let compiled = name_launch_blocks(&without_marks(&self.compile()?));
-        let directives = entry_directives(&self.path)?;
-        let (rest, kernels) = split(&compiled, &["perpetua_kernel_", "perpetua_body_"], &directives)?;
-        let deflated_kernels = self.embed("kernels.ptx", kernels.as_bytes())?;
-        let ptx = patch(&patch(&rest, "perpetua_worker", &directives)?, "perpetua_operator", &directives)?;
-        let deflated_ptx = self.embed("perpetua.ptx", ptx.as_bytes())?;
-        let assembled = self.assemble(&self.copy_to.join("perpetua.ptx"))?;
+        let ptxas = Ptxas::find(self.target_dir.parent());
+        let made = thread::scope(|scope| {
+            let threads = MODULES.map(|module| {
+                let ptxas = ptxas.as_ref().filter(|_| module != "kernels");
+                scope.spawn(move || self.module(module, ptxas))
+            });
+            threads.map(|thread| thread.join().expect("it does not panic"))
+        });
+        let [worker, operator, kernels] = made;
+        let (worker, operator, kernels) = (worker?, operator?, kernels?);
         let built_with = format!(
             "{}; {}; {}; ptx fnv-1a {:016x}",
             self.toolchain.version,
             self.flags().join(" "),
-            assembled.as_ref().map_or("no ptxas", |(ptxas, _)| ptxas),
-            fnv1a(ptx.as_bytes()),
+            ptxas.as_ref().filter(|_| worker.cubin.is_some()).map_or("no ptxas", |ptxas| &ptxas.version),
+            fnv1a([worker.ptx.as_bytes(), operator.ptx.as_bytes()].concat().as_slice()),
         );
-        let cubin = match assembled {
-            Some((_, cubin)) => format!("Some({})", self.embed("perpetua.cubin", &cubin)?),
-            None => "None".to_owned(),
-        };
-        let image = format!("DeviceImage {{ ptx: {deflated_ptx}, cubin: {cubin}, built_with: {built_with:?} }}");
-        write_if_new(&self.copy_to.join("device_kernels.rs"), format!("Some({deflated_kernels})\n").as_bytes())?;
+        let [worker, operator] = [("worker", worker), ("operator", operator)].map(|(name, made)| {
+            let cubin = match made.cubin {
+                Some(cubin) => format!("Some({})", self.embed(&format!("{name}.cubin"), &cubin)?),
+                None => "None".to_owned(),
+            };
+            let ptx = self.embed(&format!("{name}.ptx"), made.ptx.as_bytes())?;
+            Ok::<_, String>(format!("{name}: DeviceModule {{ entry: {:?}, ptx: {ptx}, cubin: {cubin} }}", entry_of(name)))
+        });
+        let image = format!("DeviceImage {{ {}, {}, built_with: {built_with:?} }}", worker?, operator?);
+        let kernels = self.embed("kernels.ptx", kernels.ptx.as_bytes())?;
+        write_if_new(&self.copy_to.join("device_kernels.rs"), format!("Some({kernels})\n").as_bytes())?;
         write_if_new(&self.copy_to.join("device_image.rs"), format!("Some({image})\n").as_bytes())
+    }
+
+    /// Module `module` as PTX and, with a ptxas, as machine code.
+    fn module(&self, module: &str, ptxas: Option<&Ptxas>) -> Result<Made, String> {
+        let target_dir = self.target_dir.join(module);
+        let compiled = name_launch_blocks(&without_marks(&self.compile(module, &target_dir)?));
+        let ptx = with_directives(&compiled, &entry_directives(&self.path)?)?;
+        let cubin = ptxas.map(|ptxas| ptxas.assemble(&ptx, self.arch, &target_dir)).transpose()?.flatten();
+        Ok(Made { ptx, cubin })
     }
 
     /// Writes `bytes` to the file `name`, and beside it deflated; the code of what is embedded of it.
@@ -169,14 +191,14 @@ impl DeviceBuilder {
 
     /// The PTX as rustc writes it. `-Clinker=true` makes the link, which would have nothing to do, the program that does
     /// nothing; after fat LTO the assembly of the one codegen unit is the whole program.
-    fn compile(&self) -> Result<String, String> {
+    fn compile(&self, module: &str, target_dir: &Path) -> Result<String, String> {
         let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
         cargo
             .current_dir(&self.path)
             .args(["rustc", "--lib", "--crate-type", "cdylib", "--profile", "ptx"])
             .args(["--target", "nvptx64-nvidia-cuda", "-Zbuild-std=core", "-Zbuild-std-features="])
-            .arg("--target-dir")
-            .arg(&self.target_dir);
+            .args(["--features", module, "--target-dir"])
+            .arg(target_dir);
         if env::var("CARGO_NET_OFFLINE").is_ok_and(|offline| offline == "true") {
             cargo.arg("--offline");
         }
@@ -197,7 +219,7 @@ impl DeviceBuilder {
             .env("RUSTC", &self.toolchain.rustc)
             .env("RUSTC_BOOTSTRAP", "1")
             .env("CARGO_ENCODED_RUSTFLAGS", self.flags().join("\u{1f}"));
-        let path = self.target_dir.join("nvptx64-nvidia-cuda/ptx/deps/perpetua_device.s");
+        let path = target_dir.join("nvptx64-nvidia-cuda/ptx/deps/perpetua_device.s");
         // What the linker would have written: as long as it is missing, cargo takes the crate for changed.
         let linked = path.with_extension("ptx");
         if !path.is_file() {
@@ -215,28 +237,43 @@ impl DeviceBuilder {
         fs::write(&linked, []).map_err(|e| format!("{}: {e}", linked.display()))?;
         fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))
     }
+}
 
-    /// Assembles the PTX where there is a ptxas; says which. What it made of the same PTX before, for whatever profile, is
-    /// taken again: it takes a minute.
-    fn assemble(&self, ptx: &Path) -> Result<Option<(String, Vec<u8>)>, String> {
-        let local = self.target_dir.parent().map(|target| target.join("ptxas/bin/ptxas")).unwrap_or_default();
+/// What [`DeviceBuilder::module`] makes.
+struct Made {
+    ptx: String,
+    cubin: Option<Vec<u8>>,
+}
+
+/// The assembler, if there is one.
+struct Ptxas {
+    path: PathBuf,
+    version: String,
+}
+
+impl Ptxas {
+    /// The one that the environment names; that of `./x setup`, in `target`; else the one that a shell would find.
+    fn find(target: Option<&Path>) -> Option<Ptxas> {
+        let local = target.map(|target| target.join("ptxas/bin/ptxas")).unwrap_or_default();
         // A file that is missing would have cargo build anew every time; `./x setup` says when it has come.
         if local.is_file() {
             println!("cargo:rerun-if-changed={}", local.display());
         }
-        let ptxas = match env::var_os(PTXAS).filter(|name| !name.is_empty()) {
+        let path = match env::var_os(PTXAS).filter(|name| !name.is_empty()) {
             Some(named) => PathBuf::from(named),
             None if local.is_file() => local,
             None => PathBuf::from("ptxas"),
         };
-        let Some(version) = Command::new(&ptxas).arg("--version").output().ok().filter(|o| o.status.success()) else {
-            return Ok(None);
-        };
-        let version = String::from_utf8_lossy(&version.stdout).trim().lines().last().unwrap_or_default().to_string();
+        let output = Command::new(&path).arg("--version").output().ok().filter(|output| output.status.success())?;
+        let version = String::from_utf8_lossy(&output.stdout).trim().lines().last().unwrap_or_default().to_string();
+        Some(Ptxas { path, version: format!("ptxas {version}") })
+    }
+
+    /// `ptx` as machine code, unless it is refused. What it made of the same PTX before, for whatever profile, is taken again: it takes a minute.
+    fn assemble(&self, ptx: &str, arch: &str, target_dir: &Path) -> Result<Option<Vec<u8>>, String> {
         let io = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
-        let source = fs::read(ptx).map_err(|e| io(ptx, e))?;
-        let made_of = fnv1a(&[&source, version.as_bytes(), self.arch.as_bytes()].concat());
-        let cubins = self.target_dir.join("cubins");
+        let made_of = fnv1a(&[ptx.as_bytes(), self.version.as_bytes(), arch.as_bytes()].concat());
+        let cubins = target_dir.join("cubins");
         let cubin = cubins.join(format!("{made_of:016x}.cubin"));
         if !cubin.is_file() {
             // Only the last one is kept. It gets its name when it is whole: builds of two profiles may run at once.
@@ -244,24 +281,32 @@ impl DeviceBuilder {
             let old = fs::read_dir(&cubins).map_err(|e| io(&cubins, e))?.flatten().map(|entry| entry.path());
             old.filter(|path| path.extension().is_some_and(|e| e == "cubin"))
                 .for_each(|path| drop(fs::remove_file(path)));
-            let unfinished = cubins.join(format!("{}.tmp", std::process::id()));
-            let output = Command::new(&ptxas)
-                .arg(format!("-arch={}", self.arch))
-                .args([ptx.as_os_str(), "-o".as_ref(), unfinished.as_os_str()])
+            let [source, unfinished] =
+                ["ptx", "tmp"].map(|what| cubins.join(format!("{}.{what}", std::process::id())));
+            fs::write(&source, ptx).map_err(|e| io(&source, e))?;
+            let output = Command::new(&self.path)
+                .arg(format!("-arch={arch}"))
+                .args([source.as_os_str(), "-o".as_ref(), unfinished.as_os_str()])
                 .output()
-                .map_err(|e| io(&ptxas, e))?;
+                .map_err(|e| io(&self.path, e))?;
+            let _ = fs::remove_file(&source);
             if !output.status.success() {
                 println!(
                     "cargo:warning={} refuses the device PTX, so no cubin is embedded: {}",
-                    ptxas.display(),
+                    self.path.display(),
                     String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no reason given")
                 );
                 return Ok(None);
             }
             fs::rename(&unfinished, &cubin).map_err(|e| io(&cubin, e))?;
         }
-        Ok(Some((format!("ptxas {version}"), fs::read(&cubin).map_err(|e| io(&cubin, e))?)))
+        Ok(Some(fs::read(&cubin).map_err(|e| io(&cubin, e))?))
     }
+}
+
+/// The entry of module `module` that a host launches.
+fn entry_of(module: &str) -> String {
+    format!("perpetua_{module}")
 }
 
 /// What the entry must promise about its launch, from the constant that the host launches with. Without both directives
@@ -296,31 +341,19 @@ fn without_marks(ptx: &str) -> String {
     ptx.lines().filter(|line| !is_mark(line)).flat_map(|line| [line, "\n"]).collect()
 }
 
-/// `ptx` without the entries whose names start with one of `prefixes`, and a module of those alone, each with `directives`.
-fn split(ptx: &str, prefixes: &[&str], directives: &str) -> Result<(String, String), String> {
+/// `ptx` with `directives` after the parameter list of each entry that runs tasks or bodies, all but probes: rustc has no way to say them.
+fn with_directives(ptx: &str, directives: &str) -> Result<String, String> {
     const START: &str = ".visible .entry ";
-    let head = ptx.find(START).ok_or("the device crate's PTX has no entry")?;
-    let (mut rest, mut apart) = (ptx[..head].to_owned(), ptx[..head].to_owned());
-    let mut left = &ptx[head..];
-    while let Some(name) = left.strip_prefix(START) {
-        let end = left.find("\n}\n").ok_or("an entry without an end")? + 3;
-        let end = left[end..].find(START).map_or(left.len(), |next| end + next);
-        if prefixes.iter().any(|prefix| name.starts_with(prefix)) {
-            apart.push_str(&patch(&left[..end], name.split('(').next().unwrap_or_default(), directives)?);
-        } else {
-            rest.push_str(&left[..end]);
-        }
-        left = &left[end..];
+    let mut entries = ptx.split(START);
+    let mut whole = entries.next().unwrap_or_default().to_owned();
+    let mut patched = 0;
+    for entry in entries {
+        let body = entry.find("\n{").ok_or("an entry without a body")? + 1;
+        let is_probe = entry.starts_with("perpetua_probe_");
+        patched += usize::from(!is_probe);
+        whole.extend([START, &entry[..body], if is_probe { "" } else { directives }, &entry[body..]]);
     }
-    Ok((rest, apart))
-}
-
-/// `ptx` with `directives` after the parameter list of the entry `entry`: rustc has no way to say them.
-fn patch(ptx: &str, entry: &str, directives: &str) -> Result<String, String> {
-    let start =
-        ptx.find(&format!(".entry {entry}(")).ok_or_else(|| format!("the device crate's PTX has no entry {entry}"))?;
-    let body = start + ptx[start..].find("\n{").ok_or("an entry without a body")? + 1;
-    Ok(format!("{}{directives}{}", &ptx[..body], &ptx[body..]))
+    if patched == 0 { Err("the device crate's PTX has no entry".to_owned()) } else { Ok(whole) }
 }
 
 /// Leaves a file alone that already holds `contents`, so that nothing is rebuilt for its time stamp.

@@ -157,7 +157,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (ran, len) = (all_code.code_kib(), report.code_len);
     println!("of the entry's code, {len} instructions, {ran} KiB ran, on no worker more than {most} KiB");
 
-    let ptx = device_image().ok_or("this build has no GPU code")?.ptx();
+    let ptx = device_image().ok_or("this build has no GPU code")?.worker.ptx();
     let lines: Vec<&str> = ptx.lines().map(str::trim).collect();
     let line = |number: u32| (number as usize).checked_sub(1).map_or("", |at| lines[at]);
     println!("\n{:32}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());

@@ -584,12 +584,11 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     }
 }
 
-/// One task of kernel `K`, and nothing else: what build.rs takes out of the PTX for the tests, which keep a ratchet on each
-/// kernel's registers and instructions.
+/// One task of kernel `K`, and nothing else: for the tests, which keep a ratchet on each kernel's registers and instructions.
 ///
 /// # Safety
 /// As [`worker`]; `id` is a task of that kernel, whose waits have been met.
-#[cfg(target_arch = "nvptx64")]
+#[cfg(all(target_arch = "nvptx64", feature = "kernels"))]
 #[inline(always)]
 pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, id: u32) {
     let image = DeviceImage { params };
@@ -608,25 +607,16 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
 }
 
 #[cfg(target_arch = "nvptx64")]
-#[allow(unreachable_pub)] // Its functions are exported by name, not by path.
-mod ptx {
-    use crate::arch::{LaunchBlock, bulk, mbarrier, memory, shared, thread, trap, warp};
-    use crate::probe;
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    crate::arch::trap()
+}
+
+#[cfg(all(target_arch = "nvptx64", feature = "operator"))]
+#[allow(unreachable_pub)] // It is exported by name, not by path.
+mod ptx_of_operators {
+    use crate::arch::LaunchBlock;
     use perpetua_shared::launch::LaunchParams;
-    use perpetua_shared::probe::ProbeParams;
-
-    #[panic_handler]
-    fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
-        trap()
-    }
-
-    /// # Safety
-    /// As [`worker`](super::worker).
-    #[unsafe(no_mangle)]
-    pub unsafe extern "ptx-kernel" fn perpetua_worker(_: LaunchParams) {
-        // SAFETY: the caller's promise.
-        unsafe { super::worker(LaunchBlock::of_entry()) }
-    }
 
     /// # Safety
     /// As [`operator`](super::operator).
@@ -634,6 +624,23 @@ mod ptx {
     pub unsafe extern "ptx-kernel" fn perpetua_operator(_: LaunchParams, program: u32, first: u32) {
         // SAFETY: the caller's promise.
         unsafe { super::operator(LaunchBlock::of_entry(), program, first) }
+    }
+}
+
+#[cfg(all(target_arch = "nvptx64", feature = "worker"))]
+#[allow(unreachable_pub)] // Its functions are exported by name, not by path.
+mod ptx_of_workers {
+    use crate::arch::{LaunchBlock, bulk, mbarrier, memory, shared, thread, warp};
+    use crate::probe;
+    use perpetua_shared::launch::LaunchParams;
+    use perpetua_shared::probe::ProbeParams;
+
+    /// # Safety
+    /// As [`worker`](super::worker).
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_worker(_: LaunchParams) {
+        // SAFETY: the caller's promise.
+        unsafe { super::worker(LaunchBlock::of_entry()) }
     }
 
     /// # Safety

@@ -6,16 +6,27 @@ use std::sync::OnceLock;
 
 use miniz_oxide::inflate::decompress_to_vec_zlib_with_limit;
 
-/// The persistent kernel, embedded in this library. Its entry is [`perpetua_shared::launch::ENTRY`].
+/// This build's GPU code, embedded in this library: a module for each way in which it is launched.
 #[derive(Debug)]
 pub struct DeviceImage {
-    ptx: Deflated,
-    cubin: Option<Deflated>,
+    /// The persistent kernel, and the probes.
+    pub worker: DeviceModule,
+    /// A launch per operator.
+    pub operator: DeviceModule,
     /// Which rustc, which flags, which ptxas, and a hash of the PTX; no date, so builds can be compared.
     pub built_with: &'static str,
 }
 
-impl DeviceImage {
+/// Code that a driver loads.
+#[derive(Debug)]
+pub struct DeviceModule {
+    /// What is launched of it: [`launch::ENTRY`](perpetua_shared::launch::ENTRY) or [`launch::OPERATOR`](perpetua_shared::launch::OPERATOR).
+    pub entry: &'static str,
+    ptx: Deflated,
+    cubin: Option<Deflated>,
+}
+
+impl DeviceModule {
     /// PTX for sm_90a; any driver since CUDA 12.1 compiles it.
     pub fn ptx(&self) -> &str {
         self.ptx.text()
@@ -25,10 +36,17 @@ impl DeviceImage {
     pub fn cubin(&self) -> Option<&[u8]> {
         self.cubin.as_ref().map(Deflated::bytes)
     }
+}
 
-    /// Major and minor version of the CUDA whose ptxas made the cubin.
+impl DeviceImage {
+    /// Both modules.
+    pub fn modules(&self) -> [&DeviceModule; 2] {
+        [&self.worker, &self.operator]
+    }
+
+    /// Major and minor version of the CUDA whose ptxas made the cubins.
     pub fn cubin_cuda(&self) -> Option<(u32, u32)> {
-        self.cubin.as_ref().and_then(|_| cuda_of_ptxas(self.built_with))
+        self.worker.cubin.as_ref().and_then(|_| cuda_of_ptxas(self.built_with))
     }
 }
 
@@ -87,6 +105,7 @@ impl Debug for Deflated {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use perpetua_shared::launch;
 
     #[test]
     fn ptxas_says_which_cuda_it_is_of() {
@@ -98,9 +117,12 @@ mod tests {
     #[test]
     fn what_is_embedded_is_as_long_as_it_was() {
         let Some(image) = device_image() else { return };
-        assert_eq!(image.ptx().len(), image.ptx.len);
-        assert!(image.ptx().contains(perpetua_shared::launch::ENTRY));
-        assert_eq!(image.cubin().map(<[u8]>::len), image.cubin.as_ref().map(|cubin| cubin.len));
-        assert!(image.cubin().is_none_or(|cubin| cubin.starts_with(b"\x7fELF")));
+        for module in image.modules() {
+            assert_eq!(module.ptx().len(), module.ptx.len);
+            assert!(module.ptx().contains(&format!(".entry {}(", module.entry)));
+            assert_eq!(module.cubin().map(<[u8]>::len), module.cubin.as_ref().map(|cubin| cubin.len));
+            assert!(module.cubin().is_none_or(|cubin| cubin.starts_with(b"\x7fELF")));
+        }
+        assert_eq!(image.modules().map(|module| module.entry), [launch::ENTRY, launch::OPERATOR]);
     }
 }

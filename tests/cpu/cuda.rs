@@ -163,7 +163,7 @@ fn loading_is_so_many_calls_in_this_order() {
         "cuDeviceGetCount".into(),
         "cuDevicePrimaryCtxRetain 0".into(),
         "cuMemGetInfo".into(),
-        format!("cuModuleLoadDataEx {}", if embedded.cubin().is_some() { "cubin" } else { "PTX" }),
+        format!("cuModuleLoadDataEx {}", if embedded.worker.cubin().is_some() { "cubin" } else { "PTX" }),
         // Of a cubin once more, to see that the driver takes it.
         format!("cuModuleGetFunction {ENTRY}"),
         format!("cuModuleGetFunction {ENTRY}"),
@@ -183,7 +183,7 @@ fn loading_is_so_many_calls_in_this_order() {
     expected.extend(zeroed.map(|binding| format!("cuMemsetD8Async 0 {}", binding.bytes)));
     expected.push(format!("cuMemsetD8Async 0 {}", own.iter().sum::<usize>()));
     expected.push("cuStreamSynchronize".into());
-    if embedded.cubin().is_none() {
+    if embedded.worker.cubin().is_none() {
         expected.remove(4);
     }
     let (before, uploads) = calls.split_at(expected.len());
@@ -613,7 +613,7 @@ fn a_run_behind_another_is_not_given_up() {
 /// A cubin newer than the driver: the driver compiles the PTX.
 #[test]
 fn where_the_cubin_is_refused_the_ptx_is_compiled() {
-    if device_image().is_none_or(|image| image.cubin().is_none()) {
+    if device_image().is_none_or(|image| image.worker.cubin().is_none()) {
         println!("skipped: no cubin in this build (./x setup fetches ptxas)");
         return;
     }

@@ -5,7 +5,7 @@
 use crate::held::held;
 use perpetua::codegen::bodies::files;
 use perpetua::codegen::plan::{Act, Scope, plan};
-use perpetua::device_image::{device_image, device_kernels};
+use perpetua::device_image::{DeviceImage, DeviceModule, device_image, device_kernels};
 use perpetua_device::kernels::SPECS;
 use perpetua_shared::body::PREFIX;
 use std::path::Path;
@@ -92,12 +92,17 @@ const KERNELS: &[Figures] = &[
     ("slot_sum", 54, 2, 0, 0, 0, 18816, [0, 0]),
 ];
 
-fn ptx() -> Option<&'static str> {
+fn image() -> Option<&'static DeviceImage> {
     let image = device_image();
     if image.is_none() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
     }
-    image.map(|image| image.ptx())
+    image
+}
+
+/// The module of the persistent kernel and the probes.
+fn ptx() -> Option<&'static str> {
+    image().map(|image| image.worker.ptx())
 }
 
 /// The text of entry `name`: its head (parameters and directives) and its body.
@@ -181,8 +186,8 @@ fn barriers_are_neither_copied_nor_lost() {
 /// The operators' entry has the kernels' bodies, each once, a loader for one task's tiles, and neither waits nor triggers.
 #[test]
 fn an_operator_alone_has_the_bodies_and_no_more() {
-    let Some(ptx) = ptx() else { return };
-    let (_, body) = entry(ptx, OPERATOR);
+    let Some(image) = image() else { return };
+    let (_, body) = entry(image.operator.ptx(), OPERATOR);
     // Behind two of each kernel's barriers a task is fetched: one fetches for all of them, behind the barrier that all threads come to.
     let of_kernels = KERNELS.iter().fold([3, 0, 0, 0, 0, 0], |sum, kernel| {
         let &(_, _, barriers, shuffles, warp_syncs, products, _, [looks, arrivals]) = kernel;
@@ -220,13 +225,15 @@ fn the_barrier_check_can_fail() {
 
 #[test]
 fn nothing_is_read_past_the_coherent_cache() {
-    let Some(ptx) = ptx() else { return };
+    let Some(image) = image() else { return };
     // What one worker writes another reads in the same launch, so a non-coherent load is wrong for all but weights; the
     // weight loads are coherent too (`ld.global.L1::no_allocate`).
-    let nc: Vec<&str> =
-        ptx.lines().filter(|line| line.contains("ld.global.nc") || line.contains("ldu.global")).collect();
-    assert!(nc.is_empty(), "non-coherent loads: {nc:?}");
-    assert!(count(ptx, &["ld.global.L1::no_allocate.v4"]) > 0, "weights are streamed 16 bytes at a time");
+    for ptx in image.modules().map(DeviceModule::ptx) {
+        let nc: Vec<&str> =
+            ptx.lines().filter(|line| line.contains("ld.global.nc") || line.contains("ldu.global")).collect();
+        assert!(nc.is_empty(), "non-coherent loads: {nc:?}");
+        assert!(count(ptx, &["ld.global.L1::no_allocate.v4"]) > 0, "weights are streamed 16 bytes at a time");
+    }
 }
 
 #[test]
@@ -241,25 +248,27 @@ fn counters_are_released_and_acquired() {
 
 #[test]
 fn the_entry_promises_its_launch() {
-    let Some(ptx) = ptx() else { return };
+    let Some(image) = image() else { return };
     let threads = perpetua_shared::launch::BLOCK_THREADS;
-    for name in [WORKER, OPERATOR] {
-        let (head, _) = entry(ptx, name);
+    for (module, name) in image.modules().into_iter().zip([WORKER, OPERATOR]) {
+        let (head, _) = entry(module.ptx(), name);
         assert!(head.contains(&format!(".maxntid {threads}, 1, 1")), "{head}");
         assert!(head.contains(".minnctapersm 1"), "{head}");
         // The launch block, by value.
         let bytes = size_of::<perpetua_shared::launch::LaunchParams>();
         assert!(head.contains(&format!(".b8 {name}_param_0[{bytes}]")), "{head}");
+        assert!(module.ptx().contains(".target sm_90a"));
     }
-    assert!(ptx.contains(".target sm_90a"));
 }
 
 #[test]
 fn a_panic_is_a_trap() {
-    let Some(ptx) = ptx() else { return };
+    let Some(image) = image() else { return };
     // Calls would need a stack; a panic on the device has no reader.
-    assert_eq!(count(ptx, &["call"]), 0, "everything is inlined");
-    assert!(count(entry(ptx, WORKER).1, &["trap"]) > 0, "a loader that waits in vain traps");
+    for module in image.modules() {
+        assert_eq!(count(module.ptx(), &["call"]), 0, "everything is inlined");
+    }
+    assert!(count(entry(image.worker.ptx(), WORKER).1, &["trap"]) > 0, "a loader that waits in vain traps");
 }
 
 /// What ptxas says of `ptx`, which it has to take as it is.
@@ -446,15 +455,17 @@ fn ptxas() -> Option<String> {
 #[test]
 fn a_cubin_is_embedded() {
     let (Some(image), Some(ptxas)) = (device_image(), ptxas()) else { return };
-    assert!(image.cubin().is_some(), "there is {ptxas}, but the build found none");
+    for module in image.modules() {
+        assert!(module.cubin().is_some(), "there is {ptxas}, but the build found none");
+    }
 }
 
 #[test]
 fn ptxas_accepts_it_without_spills() {
-    let (Some(ptx), Some(ptxas)) = (ptx(), ptxas()) else {
+    let (Some(image), Some(ptxas)) = (image(), ptxas()) else {
         return;
     };
-    let report = assembled(ptx, &ptxas);
+    let report = image.modules().map(|module| assembled(module.ptx(), &ptxas)).concat();
     println!("{report}");
     let mut functions = 0;
     for line in report.lines().filter(|line| line.contains("bytes stack frame")) {

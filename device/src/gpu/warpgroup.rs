@@ -168,13 +168,14 @@ pub(crate) trait Finish<const N: usize> {
         let _ = (place, block);
     }
 
-    /// Takes the sums of row r with rows n, a multiple of four, to n + 3, some of them beyond the last n perhaps.
+    /// Takes the sums of row r with rows n, a multiple of four, to n + 3, some of them beyond the last n perhaps. What it returns counts where it
+    /// [adds up](Finish::adds_up).
     ///
     /// # Safety
     /// As [`multiply`].
     unsafe fn four(&self, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32;
 
-    /// Whether what [`four`](Finish::four) returns is added up.
+    /// Whether what [`four`](Finish::four) returns is added up over a row of the part, for [`row`](Finish::row).
     ///
     /// # Safety
     /// As [`multiply`].

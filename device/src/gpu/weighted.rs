@@ -16,66 +16,83 @@ const _: () = assert!(crate::kernels::linear::MOST_WEIGHTED == COLUMNS, "a row's
 /// Lanes that add up a row's parts.
 const LANES: u32 = 4;
 
-/// Finds what the sums of `count` rows of operand 0 are multiplied with, from row `m0` on, for [`factor`]: 1 / root of what operand `norm` has the
-/// sums of squares of, in the mean.
-///
-/// # Safety
-/// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a product whose x is weighted; `count` is at
-/// most [`ROWS`]; the block meets before any thread asks for a factor.
-#[inline(always)]
-pub(crate) unsafe fn find(call: &Call<'_>, norm: usize, eps: f32, [m0, count]: [u32; 2], block: &Block, threads: u32) {
-    // SAFETY: the caller's promises; a word is written by one thread.
-    unsafe {
-        let (norm, k) = (call.tensor(norm), call.tensor(1).extent(1));
-        let (parts, share) = (norm.extent(1), reciprocal(k));
-        let (own, lane) = (block.thread / LANES, block.thread % LANES);
-        let mut first = 0;
-        while first < count {
-            let row = first + own;
-            let is_there = row < count;
-            let squares = norm.row([m0 + if is_there { row } else { 0 }]);
-            let mut sum = 0.0;
-            let mut at = 0;
-            while at < parts {
-                let mut fours = [[0.0; 4]; 4];
-                each_of_four!(i => fours[i] = squares.four(at + 4 * (lane + LANES * i as u32), parts));
-                each_of_four!(i => sum += (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]));
-                at += 16 * LANES;
+/// What the sums of a product are multiplied with where the norm's weights are in its x (`Params::is_weighted`): 1 / root of the mean square of a row, whose
+/// parts' sums of squares are operand `operand`. Where they are not, it is 1.
+#[derive(Clone, Copy)]
+pub(crate) struct Norm<'a> {
+    pub(crate) call: &'a Call<'a>,
+    pub(crate) operand: usize,
+    pub(crate) eps: f32,
+    pub(crate) is_weighted: bool,
+}
+
+impl Norm<'_> {
+    /// Finds the factors of `count` rows of operand 0, from row `m0` on, for [`found`](Norm::found).
+    ///
+    /// # Safety
+    /// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a product; `count` is at most [`ROWS`];
+    /// the block meets before any thread asks for a factor.
+    #[inline(always)]
+    pub(crate) unsafe fn find(&self, [m0, count]: [u32; 2], block: &Block, threads: u32) {
+        if !self.is_weighted {
+            return;
+        }
+        // SAFETY: the caller's promises; a word is written by one thread.
+        unsafe {
+            let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(1).extent(1));
+            let (parts, share) = (norm.extent(1), reciprocal(k));
+            let (own, lane) = (block.thread / LANES, block.thread % LANES);
+            let mut first = 0;
+            while first < count {
+                let row = first + own;
+                let is_there = row < count;
+                let squares = norm.row([m0 + if is_there { row } else { 0 }]);
+                let mut sum = 0.0;
+                let mut at = 0;
+                while at < parts {
+                    let mut fours = [[0.0; 4]; 4];
+                    each_of_four!(i => fours[i] = squares.four(at + 4 * (lane + LANES * i as u32), parts));
+                    each_of_four!(i => sum += (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]));
+                    at += 16 * LANES;
+                }
+                sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), 1));
+                sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), 2));
+                if is_there && lane == 0 {
+                    shared::store(FACTORS + (m0 + row) % ROWS, rsqrt(sum * share + self.eps).to_bits());
+                }
+                first += threads / LANES;
             }
-            sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), 1));
-            sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), 2));
-            if is_there && lane == 0 {
-                shared::store(FACTORS + (m0 + row) % ROWS, rsqrt(sum * share + eps).to_bits());
-            }
-            first += threads / LANES;
         }
     }
-}
 
-/// What the sums of row `r` of operand 0 are multiplied with.
-///
-/// # Safety
-/// [`find`] has found it, for the rows of the same part.
-#[inline(always)]
-pub(crate) unsafe fn factor(r: u32) -> f32 {
-    // SAFETY: the caller's promise; a part has no more rows.
-    f32::from_bits(unsafe { shared::load(FACTORS + r % ROWS) })
-}
+    /// The factor of row `r`, which [`find`](Norm::find) has found.
+    ///
+    /// # Safety
+    /// It has, for the rows of the same part.
+    #[inline(always)]
+    pub(crate) unsafe fn found(&self, r: u32) -> f32 {
+        // SAFETY: the caller's promise; a part has no more rows.
+        if self.is_weighted { f32::from_bits(unsafe { shared::load(FACTORS + r % ROWS) }) } else { 1.0 }
+    }
 
-/// As [`factor`], found anew.
-///
-/// # Safety
-/// The operands are those of a product whose x is weighted; it has row `r`.
-#[inline(always)]
-pub(crate) unsafe fn factor_of(call: &Call<'_>, norm: usize, eps: f32, r: u32) -> f32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let (norm, k) = (call.tensor(norm), call.tensor(1).extent(1));
-        let mut sum = 0.0;
-        for part in 0..norm.extent(1) {
-            sum += norm.get([r, part]);
+    /// The factor of row `r`, by whoever asks.
+    ///
+    /// # Safety
+    /// The operands are those of a product; it has row `r`.
+    #[inline(always)]
+    pub(crate) unsafe fn of(&self, r: u32) -> f32 {
+        if !self.is_weighted {
+            return 1.0;
         }
-        rsqrt(sum / k as f32 + eps)
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(1).extent(1));
+            let mut sum = 0.0;
+            for part in 0..norm.extent(1) {
+                sum += norm.get([r, part]);
+            }
+            rsqrt(sum / k as f32 + self.eps)
+        }
     }
 }
 

@@ -277,7 +277,7 @@ macro_rules! kernels {
         impl Numbered for $kernel {
             const TASK_TYPE: u16 = $number;
         }
-        #[cfg(target_arch = "nvptx64")]
+        #[cfg(all(target_arch = "nvptx64", feature = "kernels"))]
         const _: () = {
             /// # Safety
             /// As [`alone`](crate::entry::alone).

@@ -26,12 +26,13 @@ pub(crate) fn run(_: &Args) -> Outcome {
     }
     match device_image() {
         Some(image) => {
-            let cubin = image.cubin().map_or(
+            let code = &image.worker;
+            let cubin = code.cubin().map_or(
                 "no cubin (the driver compiles the PTX; mend: ./x setup, then build again)".to_owned(),
                 |cubin| format!("cubin {}", bytes(cubin.len() as u64)),
             );
-            let isa = PtxIsa::of_text(image.ptx()).map_or(String::new(), |isa| format!("ISA {isa}, "));
-            row("device image", format!("PTX {isa}{}, {cubin}; {}", bytes(image.ptx().len() as u64), image.built_with));
+            let isa = PtxIsa::of_text(code.ptx()).map_or(String::new(), |isa| format!("ISA {isa}, "));
+            row("device image", format!("PTX {isa}{}, {cubin}; {}", bytes(code.ptx().len() as u64), image.built_with));
         }
         None => row(
             "device image",
@@ -43,7 +44,7 @@ pub(crate) fn run(_: &Args) -> Outcome {
         Ok(driver) => {
             let version = driver.version().map_err(|error| error.to_string());
             let offered = device_image()
-                .map(|image| Offered { isa: PtxIsa::of_text(image.ptx()), cubin_cuda: image.cubin_cuda() });
+                .map(|image| Offered { isa: PtxIsa::of_text(image.worker.ptx()), cubin_cuda: image.cubin_cuda() });
             row("NVIDIA driver", version.map_or_else(|error| error, |version| driver_line(version, offered)));
             match driver.devices() {
                 Ok(devices) if devices.is_empty() => row("GPU", cuda::GpuError::NoDevice.to_string()),

@@ -13,10 +13,9 @@ mod ptx_isa;
 mod ticket;
 mod upload;
 
-use crate::device_image::device_image;
+use crate::device_image::DeviceModule;
 use driver::{Context, CudaError, DeviceInfo, Driver, Module, Stream, code};
 use libcuda::{LibCuda, OpenError};
-use perpetua_shared::launch::ENTRY;
 pub use ptx_isa::PtxIsa;
 use std::sync::{Arc, OnceLock};
 pub(crate) use ticket::Ticket;
@@ -265,13 +264,12 @@ impl Gpu {
         self.inner.stream
     }
 
-    /// Loads this build's GPU code into the context, which is current.
-    pub(crate) fn load_module(&self) -> Result<Module, GpuError> {
-        let image = device_image().ok_or(GpuError::NoImage)?;
+    /// Loads `module` into the context, which is current.
+    pub(crate) fn load_module(&self, module: &DeviceModule) -> Result<Module, GpuError> {
         // As a C string: that is how the driver knows where it ends.
-        let compile = || self.driver().load_module(&[image.ptx().as_bytes(), &[0]].concat());
-        let Some(cubin) = image.cubin() else { return Ok(compile()?) };
-        match self.load_cubin(cubin) {
+        let compile = || self.driver().load_module(&[module.ptx().as_bytes(), &[0]].concat());
+        let Some(cubin) = module.cubin() else { return Ok(compile()?) };
+        match self.load_cubin(cubin, module.entry) {
             // A driver older than the ptxas that made it, perhaps; it may know the PTX all the same.
             Err(refused) if refused.code != code::OUT_OF_MEMORY && !refused.is_sticky() => {
                 Ok(compile().map_err(|error| error.after(&refused))?)
@@ -281,13 +279,13 @@ impl Gpu {
     }
 
     /// Loads machine code, kernel and all: a driver may look at that only when it is asked for it.
-    fn load_cubin(&self, cubin: &[u8]) -> Result<Module, CudaError> {
+    fn load_cubin(&self, cubin: &[u8], entry: &str) -> Result<Module, CudaError> {
         // The driver reads its tables where they lie, as words.
         let mut words = vec![0u64; cubin.len().div_ceil(8)];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
         bytes[..cubin.len()].copy_from_slice(cubin);
         let module = self.driver().load_module(&bytes[..cubin.len()])?;
-        self.driver().function(module, ENTRY).map(|_| module).inspect_err(|_| {
+        self.driver().function(module, entry).map(|_| module).inspect_err(|_| {
             // The other error is the one to tell.
             let _ = self.driver().unload_module(module);
         })

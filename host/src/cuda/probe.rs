@@ -4,6 +4,7 @@
 use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::upload::Buffers;
 use super::{Gpu, GpuError, Piece, upload};
+use crate::device_image::device_image;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, WORDS_AT, threads};
 use std::time::{Duration, Instant};
@@ -36,7 +37,7 @@ impl Prober {
     pub fn new(gpu: Gpu, source_bytes: u64) -> Result<Prober, GpuError> {
         let entered = gpu.enter()?;
         let driver = gpu.driver();
-        let module = gpu.load_module()?;
+        let module = gpu.load_module(&device_image().ok_or(GpuError::NoImage)?.worker)?;
         let stream = driver.create_stream()?;
         let pinned = driver.alloc_pinned(SMALL as usize)?;
         let mut prober = Prober { gpu: gpu.clone(), module, stream, memory: Vec::new(), source_bytes, pinned };

@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(isa, Some(PtxIsa { major: 8, minor: 6 }));
         assert_eq!(PtxIsa::of_text(".target sm_90a\n"), None);
         if let Some(image) = crate::device_image::device_image() {
-            assert!(PtxIsa::of_text(image.ptx()) <= PtxIsa::of_driver(12080), "what the documentation promises");
+            assert!(PtxIsa::of_text(image.worker.ptx()) <= PtxIsa::of_driver(12080), "what the documentation promises");
         }
     }
 }

@@ -27,13 +27,14 @@ use crate::cuda::driver::{
     CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
 };
 use crate::cuda::{Entered, Gpu, GpuError, Piece, Ticket, upload};
+use crate::device_image::device_image;
 use crate::image::Image;
 use crate::image::Loads;
 use bytemuck::Zeroable;
 use perpetua_device::{advance, queue, turns};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP, Step};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, Mail, OPERATOR, TILE_BYTES, TaskTrace};
+use perpetua_shared::launch::{BLOCK_THREADS, LaunchParams, Mail, TILE_BYTES, TaskTrace};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{DType, EventId, Fault, FaultCode, TaskId, Technique, Techniques, Turn, WorkerId};
 use std::collections::{BTreeMap, VecDeque};
@@ -406,13 +407,14 @@ impl Cuda {
         let entered = gpu.enter()?;
         let driver = gpu.driver();
         refuse_too_large(&gpu, compiled, &layout)?;
-        let module = gpu.load_module()?;
-        resources.module = Some(module);
-        let name = match options.mode {
-            Mode::Persistent => ENTRY,
-            Mode::PerOperator => OPERATOR,
+        let code = device_image().ok_or(GpuError::NoImage)?;
+        let code = match options.mode {
+            Mode::Persistent => &code.worker,
+            Mode::PerOperator => &code.operator,
         };
-        let function = kernel(&gpu, module, name, BLOCK_THREADS, TILE_BYTES)?;
+        let module = gpu.load_module(code)?;
+        resources.module = Some(module);
+        let function = kernel(&gpu, module, code.entry, BLOCK_THREADS, TILE_BYTES)?;
         let base = driver.alloc(layout.bytes)?;
         resources.memory = Some(base);
         let side = driver.create_stream()?;

@@ -156,8 +156,10 @@ fn everything_that_is_embedded_is_understood() {
         println!("skipped: no device toolchain when this was built (./x setup installs one)");
         return;
     };
-    let module = Module::parse(image.ptx()).expect("the kernels");
-    assert!(module.entries().any(|name| name == perpetua_shared::launch::ENTRY));
+    for code in image.modules() {
+        let module = Module::parse(code.ptx()).expect("the kernels");
+        assert!(module.entries().any(|name| name == code.entry));
+    }
     if let Some(kernels) = device_kernels() {
         Module::parse(kernels).expect("every macro kernel alone");
     }

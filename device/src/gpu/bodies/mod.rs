@@ -80,7 +80,7 @@ macro_rules! bodies {
             }
         }
 
-        #[cfg(target_arch = "nvptx64")]
+        #[cfg(all(target_arch = "nvptx64", feature = "kernels"))]
         mod entries {
             use super::*;
             $(const _: () = {

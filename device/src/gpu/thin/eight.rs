@@ -24,9 +24,11 @@ pub(crate) struct Bytes {
 impl Form for Eight {
     const DTYPE: u16 = <Eight as Packed>::DTYPE;
     const CHUNK: u32 = 64;
-    const WHOLE: u32 = 64;
+    const ROW_MULTIPLE: u32 = 64;
     const CHUNK_TERMS: u32 = 2 * CHUNK_WORDS + 1;
     const LONGEST: u32 = 8192;
+    const HELD: usize = 16;
+    const HELD_BESIDE_MERGE: usize = 8;
     const MOST_HELD: usize = 24;
     const TOGETHER: bool = true;
     /// Of its bytes, and of its scale.
@@ -126,7 +128,7 @@ pub(crate) struct Numbers {
 
 impl Units for Eight {
     const UNIT: u32 = 16;
-    const UNITS: u32 = 16;
+    const LONG_ROW_MULTIPLE: u32 = 16;
     const MOST: u32 = 4;
     const MOST_OF_TWO: u32 = 3;
     type Asked = (Asked, Asked);

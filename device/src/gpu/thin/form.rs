@@ -17,9 +17,9 @@ pub(crate) trait Form: Copy + Debug {
     /// The weights' type.
     const DTYPE: u16;
 
-    /// Elements of a [chunk](CHUNK_BYTES), and of what rows are whole numbers of.
+    /// Elements of a [chunk](CHUNK_BYTES), and what a row has a multiple of.
     const CHUNK: u32;
-    const WHOLE: u32;
+    const ROW_MULTIPLE: u32;
 
     /// Words of a chunk's terms, with a scale.
     const CHUNK_TERMS: u32;
@@ -27,7 +27,10 @@ pub(crate) trait Form: Copy + Debug {
     /// The longest row whose terms have room.
     const LONGEST: u32;
 
-    /// Of how many products a warp holds the weights, at most.
+    /// Of how many products a warp holds the weights: of one matrix; where it merges what [splits](crate::kernels::attention_merge) found, which wants
+    /// registers, too; and of two matrices, the most.
+    const HELD: usize;
+    const HELD_BESIDE_MERGE: usize;
     const MOST_HELD: usize;
 
     /// Whether [`put`](Form::put) is something that a warp does together.
@@ -162,9 +165,11 @@ pub(crate) struct Brain;
 impl Form for Brain {
     const DTYPE: u16 = BF16;
     const CHUNK: u32 = 32;
-    const WHOLE: u32 = 64;
+    const ROW_MULTIPLE: u32 = 64;
     const CHUNK_TERMS: u32 = 2 * CHUNK_WORDS;
     const LONGEST: u32 = MAX_NORMED;
+    const HELD: usize = 20;
+    const HELD_BESIDE_MERGE: usize = 10;
     const MOST_HELD: usize = 30;
     const TOGETHER: bool = false;
     type Place = u32;

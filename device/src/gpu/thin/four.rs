@@ -76,10 +76,12 @@ fn eight_in_bytes([a, b, c, d, e, f, g, h]: [f32; 8], inverse: f32) -> [[u32; 2]
 impl Form for Four {
     const DTYPE: u16 = <Four as Packed>::DTYPE;
     const CHUNK: u32 = FOUR_ELEMS;
-    const WHOLE: u32 = FOUR_ELEMS;
+    const ROW_MULTIPLE: u32 = FOUR_ELEMS;
     // Of an odd number of them there is room for one more.
     const CHUNK_TERMS: u32 = 4 * CHUNK_WORDS + 1;
     const LONGEST: u32 = 8192;
+    const HELD: usize = 12;
+    const HELD_BESIDE_MERGE: usize = 5;
     const MOST_HELD: usize = 12;
     const TOGETHER: bool = true;
     /// Of its bytes, and of its scales.
@@ -212,7 +214,7 @@ pub(crate) struct Numbers {
 
 impl Units for Four {
     const UNIT: u32 = 32;
-    const UNITS: u32 = FOUR_ELEMS;
+    const LONG_ROW_MULTIPLE: u32 = FOUR_ELEMS;
     const MOST: u32 = 2;
     const MOST_OF_TWO: u32 = 2;
     type Asked = ((Asked, Asked), (Asked, Asked));

@@ -18,7 +18,7 @@ use super::super::rows::widen_brain;
 use super::super::tiles::Tiles;
 use super::taken::Taken;
 use super::terms::Asked;
-use super::{Brain, Eight, First, Form, Four, Source};
+use super::{Brain, Eight, First, Form, Four, Kind, Source};
 use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -30,9 +30,9 @@ use perpetua_shared::launch::TASK_THREADS;
 
 /// A form of weights as threads multiply them, units of a row in registers.
 pub(crate) trait Units: Form {
-    /// Elements of a unit: of weights, sixteen bytes; and of what rows are whole numbers of.
+    /// Elements of a unit: of weights, sixteen bytes; and what a row has a multiple of.
     const UNIT: u32;
-    const UNITS: u32;
+    const LONG_ROW_MULTIPLE: u32;
 
     /// Units of a thread, at most, in products with one matrix; with two, whose bodies keep more in registers.
     const MOST: u32;
@@ -66,7 +66,7 @@ pub(crate) trait Units: Form {
 
 impl Units for Brain {
     const UNIT: u32 = 8;
-    const UNITS: u32 = 8;
+    const LONG_ROW_MULTIPLE: u32 = 8;
     const MOST: u32 = 8;
     const MOST_OF_TWO: u32 = 5;
     type Asked = Asked;
@@ -110,13 +110,32 @@ const _: () = {
 };
 const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHARED, "sums have room");
 
-/// Whether [`run`] is for this call, of `N` matrices of weights of form `F` from operand 1 on, if `row` is its one row, taken in so many
+/// The form for which [`run`] does this call, of `N` matrices of weights from operand 1 on, if it does, and `row` is its one row, taken in so many
 /// `segments`.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for<F: Units, const N: usize>(
+pub(crate) unsafe fn form_of<const N: usize>(
+    call: &Call<'_>,
+    row: &First<'_>,
+    how: Staging,
+    segments: u32,
+    block: &Block,
+) -> Option<Kind> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let kind = Kind::of(call.tensor(1).dtype())?;
+        by_form!(kind, F => is_for::<F, N>(call, row, how, segments, block)).then_some(kind)
+    }
+}
+
+/// Whether that is form `F`.
+///
+/// # Safety
+/// As [`form_of`].
+#[inline(always)]
+unsafe fn is_for<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
     how: Staging,
@@ -129,7 +148,7 @@ pub(crate) unsafe fn is_for<F: Units, const N: usize>(
         let left = call.tiles.map_or(0, Tiles::left);
         let most = if N == 1 { F::MOST } else { F::MOST_OF_TWO };
         let is_fit = call.are_all::<N>(F::DTYPE)
-            && k.is_multiple_of(F::UNITS)
+            && k.is_multiple_of(F::LONG_ROW_MULTIPLE)
             && segment_len(k, segments) <= most * F::UNIT * block.threads;
         // Rows longer than a tile are more tiles than there are rows, unless they are meant to be.
         left > 0
@@ -146,7 +165,7 @@ pub(crate) unsafe fn is_for<F: Units, const N: usize>(
 /// the products with `row`, whose `segments` come one after the other.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; [`is_for`] it, the task's events have fired, and the tiles are those of a plan for it.
+/// Every thread of the block makes this same call; it is of [this form](form_of), the task's events have fired, and the tiles are those of a plan for it.
 #[inline(always)]
 pub(crate) unsafe fn run<F: Units, const N: usize>(
     call: &Call<'_>,

@@ -45,6 +45,27 @@ macro_rules! each {
     };
 }
 
+/// `$body` with `$F` for the form that `$kind` names.
+macro_rules! by_form {
+    ($kind:expr, $F:ident => $body:expr) => {
+        match $kind {
+            $crate::gpu::thin::Kind::Brain => {
+                type $F = $crate::gpu::thin::Brain;
+                $body
+            }
+            $crate::gpu::thin::Kind::Eight => {
+                type $F = $crate::gpu::packed::Eight;
+                $body
+            }
+            $crate::gpu::thin::Kind::Four => {
+                type $F = $crate::gpu::packed::Four;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use by_form;
+
 mod eight;
 mod form;
 mod four;
@@ -58,7 +79,7 @@ use super::math::{reciprocal, rsqrt};
 use super::packed::{Eight, Four};
 use super::rows::Staging;
 use super::tiles::Tiles;
-use super::{Call, F32};
+use super::{BF16, Call, F32, Q4, Q8};
 use crate::arch::{memory, shared};
 use crate::block::Block;
 pub(crate) use form::{Brain, Form};
@@ -92,12 +113,46 @@ const _: () = {
     );
 };
 
-/// Whether [`run`] is for this call, of `N` matrices of weights of form `F` from operand 1 on, if `source` is its one row.
+/// The form of a call's weights, which it knows when it runs; bodies are compiled [for each](by_form).
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Kind {
+    Brain,
+    Eight,
+    Four,
+}
+
+impl Kind {
+    /// That of weights of this type, if they have one.
+    #[inline(always)]
+    fn of(dtype: u16) -> Option<Kind> {
+        match dtype {
+            BF16 => Some(Kind::Brain),
+            Q8 => Some(Kind::Eight),
+            Q4 => Some(Kind::Four),
+            _ => None,
+        }
+    }
+}
+
+/// The form for which [`run`] does this call, of `N` matrices of weights from operand 1 on, if it does, and `source` is its one row.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
 #[inline(always)]
-pub(crate) unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
+pub(crate) unsafe fn form_of<const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> Option<Kind> {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let kind = Kind::of(call.tensor(1).dtype())?;
+        by_form!(kind, F => is_for::<F, N>(call, source, how)).then_some(kind)
+    }
+}
+
+/// Whether that is form `F`.
+///
+/// # Safety
+/// As [`form_of`].
+#[inline(always)]
+unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
         let (w, norm) = (call.tensor(1), call.tensor(how.norm));
@@ -105,7 +160,7 @@ pub(crate) unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &i
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
         let whole = left <= u32::from(norm.is_present()) + N as u32 * columns;
-        let is_fit = call.are_all::<N>(F::DTYPE) && k.is_multiple_of(F::WHOLE) && k <= F::LONGEST;
+        let is_fit = call.are_all::<N>(F::DTYPE) && k.is_multiple_of(F::ROW_MULTIPLE) && k <= F::LONGEST;
         let has_room = !norm.is_present() || F::has_room_for_norm(k, if norm.dtype() == F32 { 4 } else { 2 });
         left > 0 && whole && is_fit && has_room && source.is_whole() && call.uses(Technique::ThinProducts)
     }
@@ -139,7 +194,7 @@ impl Column {
 /// products' weights it holds in registers by then.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; [`is_for`] it, and the tiles are those of a plan for this task.
+/// Every thread of the block makes this same call; it is of [this form](form_of), and the tiles are those of a plan for this task.
 ///
 /// # Errors
 /// Those of `ready`.

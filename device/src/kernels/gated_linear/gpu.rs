@@ -1,13 +1,15 @@
 //! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time; the weights from
-//! tiles where the worker's loader brings them, else from global memory. Passes of many rows go to the tensor cores
-//! (`gpu::wide`).
+//! tiles where the worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin`, many rows go to
+//! `gpu::warpgroup` or `gpu::wide`: tensor cores all.
 
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, Brain, First, long};
+use crate::gpu::thin::{self, First, Form, by_form, long};
 use crate::gpu::{warpgroup, weighted, wide};
+
+/// What x is normalised by.
+const NORM: usize = 6;
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
@@ -33,32 +35,16 @@ pub(super) unsafe fn run(
             #[inline(always)]
             |n: u32, sums: [f32; 2], _: u32| outputs.finish(n, sums)
         };
-        if is_one && thin::is_for::<Brain, 2>(call, &row, how) {
-            return thin::run::<Brain, 2, 30>(call, &row, how, block, ready, ask, finish);
-        }
-        if is_one && thin::is_for::<Eight, 2>(call, &row, how) {
-            return thin::run::<Eight, 2, 24>(call, &row, how, block, ready, ask, finish);
-        }
-        if is_one && thin::is_for::<Four, 2>(call, &row, how) {
-            return thin::run::<Four, 2, 12>(call, &row, how, block, ready, ask, finish);
+        if is_one && let Some(form) = thin::form_of::<2>(call, &row, how) {
+            return by_form!(form, F => thin::run::<F, 2, { F::MOST_HELD }>(call, &row, how, block, ready, ask, finish));
         }
         if warpgroup::is_for::<2>(call, block, rows) {
             return warpgroup::multiply::<2>(call, block, rows, ready, &outputs);
         }
-        let is_long = is_one && long::is_for::<Brain, 2>(call, &row, how, 1, block);
-        let is_long_eight = is_one && long::is_for::<Eight, 2>(call, &row, how, 1, block);
-        let is_long_four = is_one && long::is_for::<Four, 2>(call, &row, how, 1, block);
-        ready_and_staged(call, how, staged && !(is_long || is_long_eight || is_long_four), block, ready)?;
-        if is_long {
-            long::run::<Brain, 2>(call, &row, 1, block, ask, finish);
-            return Ok(());
-        }
-        if is_long_eight {
-            long::run::<Eight, 2>(call, &row, 1, block, ask, finish);
-            return Ok(());
-        }
-        if is_long_four {
-            long::run::<Four, 2>(call, &row, 1, block, ask, finish);
+        let long_form = if is_one { long::form_of::<2>(call, &row, how, 1, block) } else { None };
+        ready_and_staged(call, how, staged && long_form.is_none(), block, ready)?;
+        if let Some(form) = long_form {
+            by_form!(form, F => long::run::<F, 2>(call, &row, 1, block, ask, finish));
             return Ok(());
         }
         if let Some(tiles) = call.tiles
@@ -125,31 +111,29 @@ impl Outputs<'_> {
             self.call.put(&y, [r, n], activate(self.p.activation, g) * u);
         }
     }
-}
 
-/// What x is normalised by.
-const NORM: usize = 6;
-
-impl Outputs<'_> {
     /// As [`put`](Outputs::put), of sums that may have to be normalised yet.
     #[inline(always)]
     unsafe fn put_normed(&self, r: u32, n: u32, [g, u]: [f32; 2]) {
         // SAFETY: the caller's promise.
         unsafe {
-            let weighted = self.p.is_weighted != 0;
-            let factor = if weighted { weighted::factor_of(self.call, NORM, self.p.eps, r) } else { 1.0 };
+            let factor = self.norm().of(r);
             self.put(r, n, [g * factor, u * factor]);
         }
+    }
+
+    /// What sums are multiplied with.
+    #[inline(always)]
+    fn norm(&self) -> weighted::Norm<'_> {
+        weighted::Norm { call: self.call, operand: NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
     }
 }
 
 impl warpgroup::Finish<2> for Outputs<'_> {
     #[inline(always)]
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
-        if self.p.is_weighted != 0 {
-            // SAFETY: the caller's promise.
-            unsafe { weighted::find(self.call, NORM, self.p.eps, [place.m0, place.rows], block, warpgroup::THREADS) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
     #[inline(always)]
@@ -157,7 +141,7 @@ impl warpgroup::Finish<2> for Outputs<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             let (y, end) = (self.call.tensor(5), self.call.tensor(5).extent(1));
-            let factor = if self.p.is_weighted != 0 { weighted::factor(r) } else { 1.0 };
+            let factor = self.norm().found(r);
             let bias = |operand: usize| {
                 let bias = self.call.tensor(operand);
                 if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] }

@@ -1,16 +1,18 @@
 //! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time; the weights from tiles where the
-//! worker's loader brings them, else from global memory. One row with tiles of bf16 and passes of many rows go to the tensor
-//! cores (`gpu::thin`, `gpu::wide`).
+//! worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin`, many rows go to `gpu::warpgroup` or
+//! `gpu::wide`: tensor cores all.
 
 use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
-use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, Brain, First, long};
+use crate::gpu::thin::{self, First, Form, by_form, long};
 use crate::gpu::{warpgroup, weighted, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
+
+/// What x is normalised by.
+const NORM: usize = 5;
 
 /// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
 /// not costs a stack. What is needed once an output they fetch then: held over the loops it would cost registers.
@@ -71,15 +73,14 @@ impl Outputs<'_> {
         unsafe {
             let residual = self.call.tensor(3);
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
-            self.call.tensor(4).set([r, n], self.activated(n, sum * self.factor(r)) + before);
+            self.call.tensor(4).set([r, n], self.activated(n, sum * self.norm().of(r)) + before);
         }
     }
 
-    /// What the sums of row `r` are multiplied with.
+    /// What sums are multiplied with.
     #[inline(always)]
-    unsafe fn factor(&self, r: u32) -> f32 {
-        // SAFETY: the caller's promise.
-        if self.p.is_weighted != 0 { unsafe { weighted::factor_of(self.call, NORM, self.p.eps, r) } } else { 1.0 }
+    fn norm(&self) -> weighted::Norm<'_> {
+        weighted::Norm { call: self.call, operand: NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
     }
 
     /// Makes what the product after a norm reads, if this one is before one.
@@ -96,16 +97,11 @@ impl Outputs<'_> {
     }
 }
 
-/// What x is normalised by.
-const NORM: usize = 5;
-
 impl warpgroup::Finish<1> for Outputs<'_> {
     #[inline(always)]
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
-        if self.p.is_weighted != 0 {
-            // SAFETY: the caller's promise.
-            unsafe { weighted::find(self.call, NORM, self.p.eps, [place.m0, place.rows], block, warpgroup::THREADS) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
     #[inline(always)]
@@ -115,7 +111,7 @@ impl warpgroup::Finish<1> for Outputs<'_> {
             let call = self.call;
             let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
             let end = y.extent(1);
-            let factor = if self.p.is_weighted != 0 { weighted::factor(r) } else { 1.0 };
+            let factor = self.norm().found(r);
             let weighted = call.tensor(9);
             let bias = if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] };
             let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
@@ -178,35 +174,28 @@ pub(super) unsafe fn run(
         let row = First { call, x: call.tensor(0) };
         let unmerged = Parts::new(call, Merge::NONE);
         let (is_merged, is_one) = (p.merges != 0, p.merges == 0 && rows == 1 && p.is_weighted == 0);
-        if is_merged && thin::is_for::<Brain, 1>(call, &unmerged, how) {
+        let form = if is_merged {
+            thin::form_of::<1>(call, &unmerged, how)
+        } else if is_one {
+            thin::form_of::<1>(call, &row, how)
+        } else {
+            None
+        };
+        if is_merged && let Some(form) = form {
             let merged = Parts::new(call, Merge::of(&call.tensor(0)));
-            thin::run::<Brain, 1, 10>(call, &merged, how, block, ready, ask_one, finish_one)?;
-        } else if is_merged && thin::is_for::<Eight, 1>(call, &unmerged, how) {
-            let merged = Parts::new(call, Merge::of(&call.tensor(0)));
-            thin::run::<Eight, 1, 8>(call, &merged, how, block, ready, ask_one, finish_one)?;
-        } else if is_merged && thin::is_for::<Four, 1>(call, &unmerged, how) {
-            let merged = Parts::new(call, Merge::of(&call.tensor(0)));
-            thin::run::<Four, 1, 5>(call, &merged, how, block, ready, ask_one, finish_one)?;
-        } else if is_one && thin::is_for::<Brain, 1>(call, &row, how) {
-            thin::run::<Brain, 1, 20>(call, &row, how, block, ready, ask_one, finish_one)?;
-        } else if is_one && thin::is_for::<Eight, 1>(call, &row, how) {
-            thin::run::<Eight, 1, 16>(call, &row, how, block, ready, ask_one, finish_one)?;
-        } else if is_one && thin::is_for::<Four, 1>(call, &row, how) {
-            thin::run::<Four, 1, 12>(call, &row, how, block, ready, ask_one, finish_one)?;
+            by_form!(form, F => {
+                thin::run::<F, 1, { F::HELD_BESIDE_MERGE }>(call, &merged, how, block, ready, ask_one, finish_one)?
+            });
+        } else if let Some(form) = form {
+            by_form!(form, F => thin::run::<F, 1, { F::HELD }>(call, &row, how, block, ready, ask_one, finish_one)?);
         } else if warpgroup::is_for::<1>(call, block, rows) {
             return warpgroup::multiply::<1>(call, block, rows, ready, &outputs);
         } else {
             let segments = p.segments.max(1);
-            let is_long = is_one && long::is_for::<Brain, 1>(call, &row, how, segments, block);
-            let is_long_eight = is_one && long::is_for::<Eight, 1>(call, &row, how, segments, block);
-            let is_long_four = is_one && long::is_for::<Four, 1>(call, &row, how, segments, block);
-            ready_and_staged(call, how, staged && !(is_long || is_long_eight || is_long_four), block, ready)?;
-            if is_long {
-                long::run::<Brain, 1>(call, &row, segments, block, ask_one, finish_one);
-            } else if is_long_eight {
-                long::run::<Eight, 1>(call, &row, segments, block, ask_one, finish_one);
-            } else if is_long_four {
-                long::run::<Four, 1>(call, &row, segments, block, ask_one, finish_one);
+            let long_form = if is_one { long::form_of::<1>(call, &row, how, segments, block) } else { None };
+            ready_and_staged(call, how, staged && long_form.is_none(), block, ready)?;
+            if let Some(form) = long_form {
+                by_form!(form, F => long::run::<F, 1>(call, &row, segments, block, ask_one, finish_one));
             } else if let Some(tiles) = call.tiles
                 && tiles.left() > 0
                 && rows == 1
@@ -222,7 +211,7 @@ pub(super) unsafe fn run(
                     if rows == 1 {
                         let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
                         if block.lane() == 0 {
-                            outputs.finish(n, [sum * outputs.factor(0)]);
+                            outputs.finish(n, [sum * outputs.norm().of(0)]);
                         }
                     } else {
                         let mut r = 0;
