@@ -160,7 +160,10 @@ impl DeviceBuilder {
                 None => "None".to_owned(),
             };
             let ptx = self.embed(&format!("{name}.ptx"), made.ptx.as_bytes())?;
-            Ok::<_, String>(format!("{name}: DeviceModule {{ entry: {:?}, ptx: {ptx}, cubin: {cubin} }}", entry_of(name)))
+            Ok::<_, String>(format!(
+                "{name}: DeviceModule {{ entry: {:?}, ptx: {ptx}, cubin: {cubin} }}",
+                entry_of(name)
+            ))
         });
         let image = format!("DeviceImage {{ {}, {}, built_with: {built_with:?} }}", worker?, operator?);
         let kernels = self.embed("kernels.ptx", kernels.ptx.as_bytes())?;
@@ -281,8 +284,7 @@ impl Ptxas {
             let old = fs::read_dir(&cubins).map_err(|e| io(&cubins, e))?.flatten().map(|entry| entry.path());
             old.filter(|path| path.extension().is_some_and(|e| e == "cubin"))
                 .for_each(|path| drop(fs::remove_file(path)));
-            let [source, unfinished] =
-                ["ptx", "tmp"].map(|what| cubins.join(format!("{}.{what}", std::process::id())));
+            let [source, unfinished] = ["ptx", "tmp"].map(|what| cubins.join(format!("{}.{what}", std::process::id())));
             fs::write(&source, ptx).map_err(|e| io(&source, e))?;
             let output = Command::new(&self.path)
                 .arg(format!("-arch={arch}"))

@@ -6,7 +6,7 @@
 use perpetua::Model;
 use perpetua_device::advance::{advance, advance_verified, draft, step_from};
 use perpetua_shared::control::{Control, NO_PROGRAM, Request};
-use perpetua_shared::image::{ProgramDesc, VERIFIES};
+use perpetua_shared::image::{ProgramDesc, TOKEN_LOOP, VERIFIES};
 use perpetua_shared::limits::MAX_DRAFTS;
 use std::cell::RefCell;
 
@@ -38,8 +38,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// The rows of each pass after the one that reads `prompt` and makes the first token of `answer`: the token loop's own turn, with the answer in the
 /// model's place.
 fn passes(prompt: &[u32], answer: &[u32], max_drafts: u32) -> Vec<usize> {
-    let program = |max_rows, in_token_loop| ProgramDesc { max_rows, in_token_loop, ..bytemuck::Zeroable::zeroed() };
-    let programs = [program(1, 1), program(max_drafts + 1, VERIFIES)];
+    let program = |max_rows, kind| ProgramDesc { max_rows, kind, ..bytemuck::Zeroable::zeroed() };
+    let programs = [program(1, TOKEN_LOOP), program(max_drafts + 1, VERIFIES)];
     let text = [prompt, answer].concat();
     // As far as it is known, and what is guessed beyond.
     let tokens = RefCell::new(text[..=prompt.len()].to_vec());

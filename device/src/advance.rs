@@ -7,7 +7,7 @@
 use crate::lookup;
 use perpetua_shared::TaskFlags;
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request, Sequence, Step};
-use perpetua_shared::image::{EVERY_SEQUENCE, ProgramDesc, VERIFIES};
+use perpetua_shared::image::{APART, EVERY_SEQUENCE, ProgramDesc, TOKEN_LOOP, VERIFIES};
 
 /// The program for `pending` rows: the smallest that takes them all in one pass, else the largest there is.
 /// `None` when the image has no program in the token loop.
@@ -21,7 +21,7 @@ pub fn choose_program(programs: &[ProgramDesc], pending: u32) -> Option<u32> {
         } else {
             program.max_rows >= pending && program.max_rows < rows
         };
-        if program.in_token_loop == 1 && (best == NO_PROGRAM || is_better) {
+        if program.kind == TOKEN_LOOP && (best == NO_PROGRAM || is_better) {
             (best, rows) = (at, program.max_rows);
         }
     }
@@ -85,7 +85,7 @@ pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -
     } else if end > 0 {
         // Rows beyond the last sequence that runs need not be computed. Each of the others' tasks sees its own sequence's position.
         for (at, program) in (0..).zip(programs) {
-            if program.in_token_loop == EVERY_SEQUENCE {
+            if program.kind == EVERY_SEQUENCE {
                 step = Step { program: at, first_pos: furthest, rows: end, sampling: 1, sequence: 0, ..step };
             }
         }
@@ -145,7 +145,7 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     let mut end = End::Running;
     if step.sampling != 0 {
         end = count(control, token, next_pos);
-    } else if programs[step.program as usize].in_token_loop == 0 || next_pos >= control.n_tokens {
+    } else if programs[step.program as usize].kind == APART || next_pos >= control.n_tokens {
         end = End::PromptDone;
     }
     go_on(control, programs, step, end);
@@ -192,7 +192,7 @@ pub fn room_for_drafts(control: &Control, programs: &[ProgramDesc]) -> Option<(u
     let places = control.max_context.saturating_sub(step.first_pos + 1);
     let (mut most, mut verifies) = (control.n_drafts.min(to_make).min(places), NO_PROGRAM);
     for (at, program) in (0..).zip(programs) {
-        if program.in_token_loop == VERIFIES {
+        if program.kind == VERIFIES {
             (most, verifies) = (most.min(program.max_rows - 1), at);
         }
     }
@@ -289,7 +289,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn programs(rows: &[u32]) -> Vec<ProgramDesc> {
-        let program = |rows: &u32| ProgramDesc { max_rows: *rows, in_token_loop: 1, ..bytemuck::Zeroable::zeroed() };
+        let program = |rows: &u32| ProgramDesc { max_rows: *rows, kind: TOKEN_LOOP, ..bytemuck::Zeroable::zeroed() };
         rows.iter().map(program).collect()
     }
 
@@ -381,7 +381,7 @@ mod tests {
 
     fn batch_programs() -> Vec<ProgramDesc> {
         let mut programs = programs(&[1, 8, 4]);
-        programs[2].in_token_loop = EVERY_SEQUENCE;
+        programs[2].kind = EVERY_SEQUENCE;
         programs
     }
 
@@ -424,7 +424,7 @@ mod tests {
     /// Runs the loop over a model that has `next` follow the tokens so far, drafts included. Returns the text, and each pass's position and rows.
     fn text_of(control: &mut Control, prompt: &[u32], next: impl Fn(&[u32]) -> u32) -> (Vec<u32>, Vec<(u32, u32)>) {
         let mut programs = programs(&[1, 8, 5]);
-        programs[2].in_token_loop = VERIFIES;
+        programs[2].kind = VERIFIES;
         let text = core::cell::RefCell::new(prompt.to_vec());
         text.borrow_mut().resize(control.max_context as usize + 1, u32::MAX);
         control.n_tokens = prompt.len() as u32;
@@ -436,7 +436,7 @@ mod tests {
             let at = step.first_pos as usize + 1;
             assert!(at - 1 + step.rows as usize <= control.max_context as usize, "a row without a place in the cache");
             let chosen: Vec<u32> = (0..step.rows as usize).map(|row| next(&text.borrow()[..at + row])).collect();
-            if programs[step.program as usize].in_token_loop == VERIFIES {
+            if programs[step.program as usize].kind == VERIFIES {
                 let (chosen, drafts) = (|row| chosen[row as usize], |row| text.borrow()[at + row as usize]);
                 let made = advance_verified(control, &programs, step.rows, chosen, drafts);
                 (0..made).for_each(|row| text.borrow_mut()[at + row as usize] = chosen(row));
@@ -533,7 +533,7 @@ mod tests {
     fn nothing_to_do_or_nothing_to_do_it_with_ends_at_once() {
         assert_eq!(step_from(&control(0, 5, 10), &programs(&[4]), 0, 0).program, NO_PROGRAM);
         assert_eq!(step_from(&control(3, 5, 10), &[], 0, 0).program, NO_PROGRAM);
-        let outside = ProgramDesc { in_token_loop: 0, ..programs(&[4])[0] };
+        let outside = ProgramDesc { kind: APART, ..programs(&[4])[0] };
         assert_eq!(choose_program(&[outside], 2), None);
     }
 }

@@ -51,10 +51,31 @@ unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
     }
 }
 
+/// Waits until what barrier `tile` counts is there: whether it was in time. It does not sleep: a loader's rate is what is measured.
+///
+/// # Safety
+/// As [`mbarrier::try_wait`].
+#[inline(always)]
+unsafe fn lands(tile: u32, parity: u32, timeout_ns: u64) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if mbarrier::try_wait(tile, parity) {
+            return true;
+        }
+        let started = thread::timer_ns();
+        while !mbarrier::try_wait(tile, parity) {
+            if thread::timer_ns() - started > timeout_ns {
+                return false;
+            }
+        }
+        true
+    }
+}
+
 /// See [`READ`](perpetua_shared::probe::READ).
 ///
 /// # Safety
-/// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles.
+/// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles. A copy that never lands is given up.
 #[inline(always)]
 pub unsafe fn read(params: &ProbeParams) {
     if thread::thread_idx() != 0 {
@@ -78,8 +99,9 @@ pub unsafe fn read(params: &ProbeParams) {
             if at >= n_tiles {
                 // Copy `at - n_tiles` was this barrier's.
                 let parity = (at / n_tiles - 1) & 1;
-                if at - n_tiles < n {
-                    while !mbarrier::try_wait(tile, parity) {}
+                if at - n_tiles < n && !lands(tile, parity, params.timeout_ns) {
+                    tell(params, GAVE_UP);
+                    return;
                 }
             }
             if at < n {

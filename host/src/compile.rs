@@ -13,7 +13,7 @@ use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
+use perpetua_shared::image::{APART, BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc, TOKEN_LOOP, VERIFIES};
 use perpetua_shared::limits::MAX_TASK_EVENTS;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, ProgramId};
@@ -206,12 +206,13 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
             let whole = Operand { is_flagged, ..crate::graph::kernel::whole_operand(&table[*tensor]) };
             program.outputs.push((name.clone(), layout.place(&program, buffer, whole)));
         }
-        let in_token_loop = match source.graph.pass {
+        let kind = match source.graph.pass {
             Pass::Batch => EVERY_SEQUENCE,
             Pass::Verify => VERIFIES,
-            Pass::Sequence => u32::from(source.in_token_loop),
+            Pass::Sequence if source.in_token_loop => TOKEN_LOOP,
+            Pass::Sequence => APART,
         };
-        layout.sources.push((source.graph.rows, in_token_loop));
+        layout.sources.push((source.graph.rows, kind));
         programs.push(program);
     }
     for name in &config.just_in_time {
@@ -569,8 +570,8 @@ impl Layout {
         let (data, ()) = both(
             || self.loads(programs, |plan| &plan.data, |op| &mut op.source),
             || {
-                for (program, (rows, in_token_loop)) in programs.iter().zip(&self.sources) {
-                    self.add_program(&mut parts, program, *rows, *in_token_loop);
+                for (program, (rows, kind)) in programs.iter().zip(&self.sources) {
+                    self.add_program(&mut parts, program, *rows, *kind);
                 }
             },
         );
@@ -607,7 +608,7 @@ impl Layout {
         (heads, ops)
     }
 
-    fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, in_token_loop: u32) {
+    fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, kind: u32) {
         let (task_first, event_first) = (parts.tasks.len() as u32, parts.events.len() as u32);
         let op_first = parts.op_names.len() as u32;
         let graph = &program.counted;
@@ -677,7 +678,7 @@ impl Layout {
             task_count: graph.tasks.len() as u32,
             event_first,
             event_count: graph.events.len() as u32,
-            in_token_loop,
+            kind,
         });
     }
 }

@@ -113,16 +113,22 @@ pub struct ProgramDesc {
     pub event_first: u32,
     /// See [`ProgramDesc::event_first`].
     pub event_count: u32,
-    /// Whether the token loop may choose it by itself: 0 no, 1 yes, [`EVERY_SEQUENCE`], [`VERIFIES`].
-    pub in_token_loop: u32,
+    /// When it is run: [`APART`], [`TOKEN_LOOP`], [`EVERY_SEQUENCE`] or [`VERIFIES`].
+    pub kind: u32,
 }
 
-/// [`ProgramDesc::in_token_loop`] of a program whose rows each are the next token of a sequence of its own. An image has at
+/// [`ProgramDesc::kind`] of a program that runs when it is asked for.
+pub const APART: u32 = 0;
+
+/// [`ProgramDesc::kind`] of a program over the next rows of one sequence, which the token loop chooses by itself.
+pub const TOKEN_LOOP: u32 = 1;
+
+/// [`ProgramDesc::kind`] of a program whose rows each are the next token of a sequence of its own. An image has at
 /// most one. Its `max_rows` is the number of sequences that every `State` and `Tokens` binding is as many equal parts for.
 pub const EVERY_SEQUENCE: u32 = 2;
 
-/// [`ProgramDesc::in_token_loop`] of a program whose rows are a sequence's next token and drafts, guesses of those after it, all in the
-/// token buffer: it chooses the token that follows each row. An image has at most one. CPU only.
+/// [`ProgramDesc::kind`] of a program whose rows are a sequence's next token and drafts, guesses of those after it, all in the
+/// token buffer: it chooses the token that follows each row. An image has at most one.
 pub const VERIFIES: u32 = 3;
 
 const _: () =

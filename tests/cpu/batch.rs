@@ -383,7 +383,7 @@ fn sequences_are_kept_apart_by_the_image() {
     let cache = image.view().tasks[single].operand_first as usize + 6;
     let part = image.part_bytes(image.view().operands[cache].binding.idx());
     assert!(broken(&|p| p.operands[cache].offset_bytes += part).contains("not its sequence's part"));
-    assert!(broken(&|p| p.programs[decode].in_token_loop = EVERY_SEQUENCE).contains("are for batches"));
+    assert!(broken(&|p| p.programs[decode].kind = EVERY_SEQUENCE).contains("are for batches"));
     assert!(broken(&|p| p.programs[batch].max_rows = 65).contains("expected at most 64"));
     assert!(broken(&|p| p.programs[batch].max_rows = 7).contains("not 7 equal parts"));
 }

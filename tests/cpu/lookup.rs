@@ -11,7 +11,7 @@ use perpetua::exec::cuda;
 use perpetua::image::encode::Parts;
 use perpetua::model::Quantize;
 use perpetua::{Device, End, Engine, EngineConfig, GenerateOptions, Model};
-use perpetua_shared::image::VERIFIES;
+use perpetua_shared::image::{TOKEN_LOOP, VERIFIES};
 use perpetua_shared::{ProgramId, TaskFlags};
 use proptest::prelude::*;
 use std::path::PathBuf;
@@ -332,7 +332,7 @@ fn a_pass_that_samples_nothing_verifies_nothing() {
     for device in [Device::Cpu, Device::Reference] {
         let mut engine = engine(&model, device, 2, Some(3));
         let programs = engine.resident().compiled().image.view().programs;
-        let verify = programs.iter().position(|program| program.in_token_loop == VERIFIES).unwrap();
+        let verify = programs.iter().position(|program| program.kind == VERIFIES).unwrap();
         for rows in [0, 1, 4] {
             engine.resident_mut().run_tokens(ProgramId(verify as u32), &prompt[..rows]).unwrap();
             let control = engine.resident_mut().finish().unwrap();
@@ -353,7 +353,7 @@ fn drafts_are_judged_by_the_image() {
     let engine = engine(&fixture("tiny-qwen3"), Device::Cpu, 2, Some(3));
     let image = &engine.resident().compiled().image;
     let programs = image.view().programs;
-    let verify = programs.iter().position(|program| program.in_token_loop == VERIFIES).unwrap();
+    let verify = programs.iter().position(|program| program.kind == VERIFIES).unwrap();
     assert_eq!(programs[verify].max_rows, 4);
     let broken = |change: &dyn Fn(&mut Parts)| broken_rule(&Parts::of(image), change);
     let tasks = |program: usize| programs[program].task_first as usize..;
@@ -366,9 +366,9 @@ fn drafts_are_judged_by_the_image() {
     assert!(
         broken(&|p| p.tasks[0].flags = TaskFlags::of_row(0)).contains("a row of drafts that its program does not have")
     );
-    assert!(broken(&|p| p.programs[0].in_token_loop = VERIFIES).contains("2 of them verify drafts"));
+    assert!(broken(&|p| p.programs[0].kind = VERIFIES).contains("2 of them verify drafts"));
     assert!(
-        broken(&|p| p.programs[verify].in_token_loop = 1).contains("a row of drafts that its program does not have")
+        broken(&|p| p.programs[verify].kind = TOKEN_LOOP).contains("a row of drafts that its program does not have")
     );
     assert!(broken(&|p| p.programs[verify].max_rows = 3).contains("a row of drafts that its program does not have"));
     assert!(broken(&|p| p.programs[verify].max_rows = 5).contains("tokens chosen of 4 rows"));

@@ -18,7 +18,7 @@ use crate::worker::ImageView;
 use bytemuck::Zeroable;
 use perpetua_shared::control::{Control, NO_PROGRAM};
 use perpetua_shared::dtype::Q4_BLOCK;
-use perpetua_shared::image::{ProgramDesc, VERIFIES};
+use perpetua_shared::image::{ProgramDesc, TOKEN_LOOP, VERIFIES};
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::task::Operand;
 use perpetua_shared::{BindingId, DType, DataOp, Fault, FaultCode, PrefetchOp, Step, TaskDesc, TaskFlags, flag};
@@ -412,8 +412,8 @@ impl Case {
             operand_count: self.operands.len() as u32,
             ..TaskDesc::zeroed()
         };
-        let program = |max_rows, in_token_loop| ProgramDesc { max_rows, in_token_loop, ..ProgramDesc::zeroed() };
-        let programs = [program(1, 1), program(DRAFT_ROWS, VERIFIES)];
+        let program = |max_rows, kind| ProgramDesc { max_rows, kind, ..ProgramDesc::zeroed() };
+        let programs = [program(1, TOKEN_LOOP), program(DRAFT_ROWS, VERIFIES)];
         let mut device = self.memory.clone();
         let tensors = |memory: &mut [Vec<u128>], operands: &[Operand]| -> Vec<Tensor> {
             let pairs = memory.iter_mut().zip(operands);
@@ -691,8 +691,7 @@ judged! {
 fn linear(random: &mut Random, round: usize) {
     let (rows, n) = (if round % 4 == 1 { 1 } else { random.one_to(6) }, random.one_to(9));
     let k = if round.is_multiple_of(3) { 1100 + random.below(300) } else { random.one_to(300) };
-    let mut case =
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() });
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() });
     for extent in [[rows, k], [n, k]] {
         let dtype = random.dtype();
         case.floats(random, dtype, &extent);
@@ -716,12 +715,8 @@ fn gated_linear(random: &mut Random, round: usize) {
         _ => random.one_to(6),
     };
     let (n, k) = (random.one_to(9), random.one_to(400));
-    let mut case = Case::new::<GatedLinear>(gated_linear::Params {
-        activation: random.below(5),
-        eps: 1e-5,
-        order: 0,
-        ..Default::default()
-    });
+    let mut case =
+        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() });
     // Where tensor cores may take many rows, they take them as bf16.
     let dtype = random.dtype();
     case.push(random, dtype, &[rows, k], if rows > wide::WIDE_ROWS { brain } else { Random::float });
@@ -794,12 +789,7 @@ fn packed_linear_of_rows(random: &mut Random, round: usize) {
     let (n, k) = (random.one_to(60), random.one_to(400));
     let gated = random.flip();
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params {
-            activation: random.below(5),
-            eps: 1e-5,
-            order: 0,
-            ..Default::default()
-        })
+        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
     } else {
         Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
     };
@@ -881,14 +871,9 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
     let mut capacity = 4 * tile + 16 * random.below(400);
     let x_dtype = if random.flip() { DType::F32 } else { random.dtype() };
     let mut case = if gated {
-        Case::new::<GatedLinear>(gated_linear::Params {
-            activation: random.below(5),
-            eps: 1e-5,
-            order: 0,
-            ..Default::default()
-        })
+        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
     } else {
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, order: 0, ..Default::default() })
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
     };
     case.threads = threads;
     if gated {
@@ -969,13 +954,8 @@ fn merging_linear(random: &mut Random, round: usize) {
     let whole = if of_tensor_cores == DType::Bf16 { 32 } else { 128 };
     let d = [whole, 8 * random.one_to(12), 2 * random.one_to(30)][round % 3];
     let k = heads * group * d;
-    let mut case = Case::new::<Linear>(linear::Params {
-        activation: random.below(5),
-        eps: 0.0,
-        order: 0,
-        merges: 1,
-        ..Default::default()
-    });
+    let mut case =
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, merges: 1, ..Default::default() });
     push_parts(&mut case, random, [heads, splits, group, d], 0);
     let dtype = random.dtype();
     let from_tiles = round % 4 != 3 && k.is_multiple_of(8);
@@ -1010,8 +990,7 @@ fn wide_linear(random: &mut Random, round: usize) {
         // Others are rounded to bf16.
         case.tolerance = if is_exact { 3e-4 } else { 0.1 };
     };
-    let mut case =
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, ..Default::default() });
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, ..Default::default() });
     x(&mut case, random, is_exact);
     case.floats(random, DType::Bf16, &[n, k]);
     case.maybe(random, &[n]);
@@ -1058,8 +1037,7 @@ fn warpgroup_linear(random: &mut Random, round: usize) {
         }
     };
     let multiplied = |case: &Case| case.report.products > 0;
-    let mut case =
-        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, order: 0, ..Default::default() });
+    let mut case = Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 0.0, ..Default::default() });
     begin(&mut case, random, 1);
     case.maybe(random, &[n]);
     case.maybe(random, &[rows, n]);

@@ -427,12 +427,7 @@ unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
             (at, bytes) = (end - 1, (end - at) * bytes);
         }
         while at < end {
-            let mut asked = 0;
-            while asked < bytes {
-                let part = if bytes - asked < bulk::MOST_PREFETCHED { bytes - asked } else { bulk::MOST_PREFETCHED };
-                bulk::prefetch(from.add(asked as usize), part);
-                asked += part;
-            }
+            prefetch_bytes(from, bytes);
             from = from.wrapping_add(apart as usize);
             at += 1;
         }
@@ -701,6 +696,21 @@ impl<'a> Tiles<'a> {
             self.drain();
             self.begin(&Step { program: NO_PROGRAM, ..Step::default() }, 0, is_first_thread);
         }
+    }
+}
+
+/// Asks the L2 cache for `bytes` bytes, a multiple of 16, as many as there are.
+///
+/// # Safety
+/// As [`bulk::prefetch`].
+#[inline(always)]
+pub(crate) unsafe fn prefetch_bytes(from: *const u8, bytes: u32) {
+    let mut asked = 0;
+    while asked < bytes {
+        let part = if bytes - asked < bulk::MOST_PREFETCHED { bytes - asked } else { bulk::MOST_PREFETCHED };
+        // SAFETY: the caller's promise.
+        unsafe { bulk::prefetch(from.add(asked as usize), part) };
+        asked += part;
     }
 }
 

@@ -264,7 +264,7 @@ unsafe fn advance_each(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu
 /// Sequences a batch may have: the rows of the program for them.
 #[cfg(not(target_arch = "nvptx64"))]
 fn max_sequences(programs: &[ProgramDesc]) -> usize {
-    programs.iter().find(|p| p.in_token_loop == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
+    programs.iter().find(|p| p.kind == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
 }
 
 #[cfg(not(target_arch = "nvptx64"))]

@@ -8,9 +8,10 @@
 use super::{Cost, MAX_NORMED};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Violation, rules};
-use crate::arch::{bulk, shared};
+use crate::arch::shared;
 use crate::block::Block;
 use crate::gpu::rows::STAGE;
+use crate::gpu::tiles::prefetch_bytes;
 use crate::gpu::{self, math::exp};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io};
@@ -330,8 +331,8 @@ impl Found {
             let [n, k] = [weights.extent(1), weights.extent(2)];
             let rows = weights.row([self.expert(block.thread)]);
             let bytes = n * k * weights.elem_bytes() as u32;
-            if weights.stride(1) == k && rows.is_aligned(16) && bytes.is_multiple_of(16) && bytes > 0 {
-                bulk::prefetch(rows.at(0), bytes);
+            if weights.stride(1) == k && rows.is_aligned(16) && bytes.is_multiple_of(16) {
+                prefetch_bytes(rows.at(0), bytes);
             }
         }
     }

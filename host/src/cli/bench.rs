@@ -228,7 +228,7 @@ fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize) -> Result<serde
     // Tokens to be read as guesses.
     engine.generate(prompt, &options(drafts + 1))?.try_for_each(|token| token.map(|_| ()))?;
     let programs = engine.resident().compiled().image.view().programs;
-    let verify = programs.iter().position(|program| program.in_token_loop == VERIFIES);
+    let verify = programs.iter().position(|program| program.kind == VERIFIES);
     let first_pos = prompt.len() as u32;
     let (n_tokens, max_context) = (first_pos + 1, engine.context() as u32);
     let most = (drafts + 1).min(engine.context() - prompt.len());

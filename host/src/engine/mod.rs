@@ -712,7 +712,7 @@ impl Engine {
     /// sequences that had ended before mean nothing.
     pub fn batch_logits(&mut self) -> Option<Vec<f32>> {
         let programs = self.resident.compiled.image.view().programs;
-        let batch = ProgramId(programs.iter().position(|p| p.in_token_loop == EVERY_SEQUENCE)? as u32);
+        let batch = ProgramId(programs.iter().position(|p| p.kind == EVERY_SEQUENCE)? as u32);
         let output = self.resident.output(batch, "logits")?;
         self.resident.read_f32(&output, self.sequences).ok()
     }
@@ -724,7 +724,7 @@ impl Engine {
         let last = ProgramId(control.last_program);
         let output = self.resident.output(last, "logits")?;
         // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last one's alone.
-        let verified = self.resident.compiled.image.view().programs[last.idx()].in_token_loop == VERIFIES;
+        let verified = self.resident.compiled.image.view().programs[last.idx()].kind == VERIFIES;
         let rows = if verified { control.step.rows as usize } else { 1 };
         let logits = self.resident.read_f32(&output, rows).ok()?;
         Some(logits[logits.len() - self.model.config().vocab_size()..].to_vec())

@@ -181,17 +181,17 @@ impl Judge<'_> {
                     format!("starts at task and event {first:?}, expected {next:?}"),
                 );
             }
-            if program.max_rows == 0 || program.in_token_loop > VERIFIES {
+            if program.max_rows == 0 || program.kind > VERIFIES {
                 self.report(format_args!("p{number}"), "takes no rows, or a flag is not 0 to 3".to_owned());
             }
-            if program.in_token_loop == EVERY_SEQUENCE && program.max_rows as usize > MAX_SEQUENCES {
+            if program.kind == EVERY_SEQUENCE && program.max_rows as usize > MAX_SEQUENCES {
                 let what = format!("is for {} sequences, expected at most {MAX_SEQUENCES}", program.max_rows);
                 self.report(format_args!("p{number}"), what);
             }
             next = (first.0 + u64::from(program.task_count), first.1 + u64::from(program.event_count));
         }
         for (kind, what) in [(EVERY_SEQUENCE, "are for batches"), (VERIFIES, "verify drafts")] {
-            let n = view.programs.iter().filter(|p| p.in_token_loop == kind).count();
+            let n = view.programs.iter().filter(|p| p.kind == kind).count();
             if n > 1 {
                 self.report("programs", format!("{n} of them {what}, expected at most 1"));
             }
@@ -283,7 +283,7 @@ impl Judge<'_> {
 
     /// Rule 9.
     fn drafts(&self, program: &ProgramDesc, task: &TaskDesc, is_last: bool) -> Result<(), String> {
-        let verifies = program.in_token_loop == VERIFIES;
+        let verifies = program.kind == VERIFIES;
         if TaskFlags::row(task.flags).is_some_and(|row| !verifies || row >= program.max_rows) {
             return Err("belongs to a row of drafts that its program does not have".to_owned());
         }
@@ -302,7 +302,7 @@ impl Judge<'_> {
 
     /// Rule 6. The operands have been found in their bindings.
     fn sequence(&self, program: &ProgramDesc, task: &TaskDesc, is_last: bool) -> Result<(), String> {
-        let is_batch = program.in_token_loop == EVERY_SEQUENCE;
+        let is_batch = program.kind == EVERY_SEQUENCE;
         let sequence = TaskFlags::sequence(task.flags);
         if sequence.is_some_and(|number| !is_batch || number >= program.max_rows as usize) {
             return Err("belongs to a sequence that its program does not have".to_owned());

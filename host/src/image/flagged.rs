@@ -115,7 +115,7 @@ fn is_flagged(image: &Image, operand: &Operand) -> Result<bool, String> {
 
 /// Whether `task` of `program` may write or read what is flagged.
 fn judge(program: &ProgramDesc, task: &TaskDesc, is_written: bool) -> Result<(), &'static str> {
-    if program.max_rows != 1 || program.in_token_loop == EVERY_SEQUENCE || task.row_first != 0 {
+    if program.max_rows != 1 || program.kind == EVERY_SEQUENCE || task.row_first != 0 {
         return Err("is flagged, in a pass that may leave rows out");
     }
     if task.flags & TaskFlags::JUST_IN_TIME != 0 {

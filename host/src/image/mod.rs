@@ -130,7 +130,7 @@ impl Image {
     /// batches.
     pub fn sequences(&self) -> usize {
         let programs: &[ProgramDesc] = self.section(&self.sections.programs);
-        programs.iter().find(|p| p.in_token_loop == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
+        programs.iter().find(|p| p.kind == EVERY_SEQUENCE).map_or(1, |p| p.max_rows as usize)
     }
 
     /// Bytes of the part of binding `number` that one sequence has; 0 for a binding that all sequences share.
@@ -273,7 +273,7 @@ impl fmt::Display for Image {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let view = self.view();
         for (number, program) in view.programs.iter().enumerate() {
-            writeln!(f, "p{number} rows {} in_token_loop {}", program.max_rows, program.in_token_loop)?;
+            writeln!(f, "p{number} rows {} kind {}", program.max_rows, program.kind)?;
             let first = program.task_first as usize;
             for (at, task) in view.tasks[first..first + program.task_count as usize].iter().enumerate() {
                 let kernel = perpetua_device::kernels::Spec::of(task.task_type).map_or("?", |spec| spec.name);
