@@ -108,8 +108,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if (args.compare || of_steps) && !is_generator(&model) {
         return Err("--compare, --trace and --timeline are for text models, whose steps they are about".into());
     }
-    let mut figures =
-        if is_generator(&model) { generator(args, &model, &mut |_| Ok(()))? } else { embedder(args, &model)? };
+    let mut figures = if is_generator(&model) { whole(args, &model)? } else { embedder(args, &model)? };
     if matches!(args.model.device, DeviceName::Ptx) {
         figures["simulated"] = "a GPU that this machine simulates: its times and rates mean nothing".into();
         say("the GPU is simulated: its times and rates mean nothing");
@@ -275,23 +274,38 @@ fn beside(runs: &[Run], run: &Run, keeps_bits: bool, way: &str) -> Result<serde_
     }))
 }
 
-/// The same prompts without each of the techniques that `run` had, but for flags, which are compiled.
-fn without_each(
+/// The same prompts without `technique`, which `run` had.
+fn without_one(
     args: &Args,
     engine: &mut Engine,
     prompts: &[Vec<u32>],
     run: &Run,
-) -> Result<serde_json::Map<String, serde_json::Value>, Box<dyn std::error::Error>> {
-    let (mut figures, left_out) = (serde_json::Map::new(), args.model.without.set().with(Technique::Flags));
-    for technique in Technique::ALL.into_iter().filter(|technique| !left_out.has(*technique)) {
-        if let Some(cuda) = engine.resident_mut().cuda() {
-            cuda.leave_out(args.model.without.set().with(technique));
-        }
-        let runs = Run::several(args, engine, prompts)?;
-        let way = format!("without {}", technique.name());
-        figures.insert(technique.name().to_owned(), beside(&runs, run, technique.keeps_bits(), &way)?);
+    technique: Technique,
+) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    if let Some(cuda) = engine.resident_mut().cuda() {
+        cuda.leave_out(args.model.without.set().with(technique));
     }
-    Ok(figures)
+    let runs = Run::several(args, engine, prompts)?;
+    Ok(beside(&runs, run, technique.keeps_bits(), &format!("without {}", technique.name()))?)
+}
+
+/// What was measured of a text model, and why something was not.
+pub(super) struct Measured {
+    pub(super) figures: serde_json::Value,
+    pub(super) failures: Vec<String>,
+}
+
+impl Measured {
+    /// What `measured` is, unless it failed.
+    fn figure<T>(&mut self, what: &str, measured: Result<T, Box<dyn std::error::Error>>) -> Option<T> {
+        measured.map_err(|error| self.failures.push(format!("{what}: {error}"))).ok()
+    }
+}
+
+/// The figures of a text model, all of them.
+pub(super) fn whole(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    let Measured { figures, failures } = generator(args, model, &mut |_| Ok(()))?;
+    if failures.is_empty() { Ok(figures) } else { Err(failures.join("; ").into()) }
 }
 
 /// The same prompts by an engine of its own, made as `config` says, whose numbers are `run`'s if it `keeps_bits`.
@@ -324,12 +338,13 @@ fn spread(runs: &[Run]) -> [f64; 2] {
     [&runs[0], &runs[runs.len() - 1]].map(|run| run.median() * 1e3)
 }
 
-/// The figures of a text model; `keep` is called with those there are, before others are measured.
+/// The figures of a text model; `keep` is called with those there are, before others are measured. Once there is the step's time, what fails ends
+/// nothing else.
 pub(super) fn generator(
     args: &Args,
     model: &Model,
     keep: &mut dyn FnMut(&serde_json::Value) -> Outcome,
-) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+) -> Result<Measured, Box<dyn std::error::Error>> {
     let vocab = model.config().vocab_size() as u64;
     let context = args.context.unwrap_or(CONTEXT);
     let needed = context.checked_add(args.tokens).ok_or("--context and --tokens: too many")?;
@@ -365,7 +380,9 @@ pub(super) fn generator(
         (0..n_sequences).map(|sequence| (0..context).map(|i| id(sequence, i)).collect()).collect();
     let prompt = &prompts[0];
     let n_workers = engine.resident().compiled().image.header().n_workers as usize;
-    let (before, event_before) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
+    let mut measured = Measured { figures: json!({}), failures: Vec::new() };
+    let before = measured.figure("bandwidth", bandwidth(&mut engine, model));
+    let event_before = engine.resident_mut().event_cost();
     warm_up(args, &mut engine, prompt)?;
     // What a batch is compared with: as many steps, of which reading the prompt is none.
     let alone = match args.batch {
@@ -379,7 +396,8 @@ pub(super) fn generator(
     let runs = Run::several(args, &mut engine, &prompts)?;
     let run = &runs[runs.len() / 2];
     let first_token = if args.batch.is_none() { Some(first_token(&mut engine, prompt, run.prefill)?) } else { None };
-    let (after, event_after) = (bandwidth(&mut engine, model)?, engine.resident_mut().event_cost());
+    let after = measured.figure("bandwidth", bandwidth(&mut engine, model));
+    let event_after = engine.resident_mut().event_cost();
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
     let decode = &programs[decoding(args, engine.resident().compiled())];
@@ -387,30 +405,16 @@ pub(super) fn generator(
     let bytes_at = |position| step_bytes(&programs[0], model, position, engine.context(), n_sequences);
     let (read, read_traced) =
         (bytes_at(context + args.tokens / 2), bytes_at(context + TRACED_TOKENS.min(args.tokens) - 1));
-    let bandwidth = before.max(after);
+    // Where it could not be measured, shares of it are no numbers.
+    let bandwidth = before.into_iter().chain(after).fold(f64::NAN, f64::max);
     let (tasks, events) = (decode.tasks.tasks.len(), decode.counted.events.len());
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
     let median = run.median();
     let rate = read as f64 / median.max(1e-12);
-    let runs_on = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
-    let mut loss = None;
-    // The first token's pass is the prompt's last.
-    if on_gpu.is_some() && args.tokens > 1 && args.batch.is_none() {
-        let trace = loss::trace(&mut engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
-        let (name, image) = (args.model.model.display().to_string(), &engine.resident().compiled().image);
-        if let Some(path) = &args.trace {
-            loss::write_trace(path, &name, image, &trace)?;
-        }
-        if let Some(path) = &args.timeline {
-            let name = args.model.model.file_name().map_or(name.clone(), |name| name.display().to_string());
-            let timeline = loss::timeline(&format!("{name} on {runs_on}"), image, &trace);
-            write_whole(path, |file| timeline.write(file))?;
-        }
-        loss = Some(Loss::of(&trace).ok_or("the trace has no two steps")?.table(read_traced, bandwidth));
-    }
-    let mut figures = json!({
+    let runs_on: String = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
+    measured.figures = json!({
         "model": args.model.model.display().to_string(),
-        "runs_on": runs_on,
+        "runs_on": &runs_on,
         "workers": n_workers,
         "load_s": load.as_secs_f64(),
         "compile_ms": compile.as_secs_f64() * 1e3,
@@ -430,51 +434,99 @@ pub(super) fn generator(
         "memory_beside_weights": bytes(owned),
         "peak_rss": peak_rss().map_or("unknown".to_owned(), bytes),
     });
+    let mut put = |what: &str, value: serde_json::Value| measured.figures[what] = value;
     if let Some(first_token) = first_token {
-        figures["first_token_ms"] = first_token;
+        put("first_token_ms", first_token);
     }
     if let Some(event) = event_before.into_iter().chain(event_after).min() {
-        figures["event_ns"] = (event.as_nanos() as u64).into();
+        put("event_ns", (event.as_nanos() as u64).into());
     }
     if runs.len() > 1 {
-        figures["step_ms_of_runs"] = json!(spread(&runs));
+        put("step_ms_of_runs", json!(spread(&runs)));
     }
-    if let Some(loss) = loss {
-        figures["loss"] = loss;
+    if let Some(alone) = alone {
+        put("sequences", n_sequences.into());
+        put("tokens_per_s_each", (1.0 / median.max(1e-12)).into());
+        put("tokens_per_s_alone", (1.0 / alone.max(1e-12)).into());
+        put("times_alone", (n_sequences as f64 * alone / median.max(1e-12)).into());
+    }
+    // The first token's pass is the prompt's last.
+    if on_gpu.is_some() && args.tokens > 1 && args.batch.is_none() {
+        keep(&measured.figures)?;
+        let loss = loss_table(args, &mut engine, prompt, &runs_on, |trace| trace.table(read_traced, bandwidth));
+        if let Some(loss) = measured.figure("loss", loss) {
+            measured.figures["loss"] = loss;
+        }
     }
     if args.compare {
-        keep(&figures)?;
-        figures["without"] = without_each(args, &mut engine, &prompts, run)?.into();
-        keep(&figures)?;
+        let without = args.model.without.set();
+        for technique in Technique::ALL.into_iter().filter(|technique| !without.has(*technique)) {
+            keep(&measured.figures)?;
+            let found = match technique {
+                // These are compiled: it wants an engine of its own, below.
+                Technique::Flags => continue,
+                _ => without_one(args, &mut engine, &prompts, run, technique),
+            };
+            if let Some(found) = measured.figure(&format!("without {}", technique.name()), found) {
+                measured.figures["without"][technique.name()] = found;
+            }
+        }
         drop(engine);
         let way = |cuda, keeps_bits| {
             by_another(args, model, &EngineConfig { cuda, ..config.clone() }, &prompts, run, keeps_bits)
         };
-        let without = args.model.without.set();
         let usual = cuda::Options { without, ..Default::default() };
         if !without.has(Technique::Flags) {
-            let without = without.with(Technique::Flags);
-            let keeps_bits = Technique::Flags.keeps_bits();
-            figures["without"][Technique::Flags.name()] = way(cuda::Options { without, ..usual }, keeps_bits)?;
+            keep(&measured.figures)?;
+            let options = cuda::Options { without: without.with(Technique::Flags), ..usual };
+            let found = way(options, Technique::Flags.keeps_bits());
+            if let Some(found) = measured.figure("without flags", found) {
+                measured.figures["without"][Technique::Flags.name()] = found;
+            }
         }
-        figures["launch_per_operator"] = way(cuda::Options { mode: Mode::PerOperator, ..usual }, true)?;
-    }
-    if let Some(alone) = alone {
-        figures["sequences"] = n_sequences.into();
-        figures["tokens_per_s_each"] = (1.0 / median.max(1e-12)).into();
-        figures["tokens_per_s_alone"] = (1.0 / alone.max(1e-12)).into();
-        figures["times_alone"] = (n_sequences as f64 * alone / median.max(1e-12)).into();
+        keep(&measured.figures)?;
+        let found = way(cuda::Options { mode: Mode::PerOperator, ..usual }, true);
+        if let Some(found) = measured.figure("a launch per operator", found) {
+            measured.figures["launch_per_operator"] = found;
+        }
     }
     if let Some(drafts) = args.prompt_lookup {
+        keep(&measured.figures)?;
         let usual = args.model.config(model, needed.max(context + 1 + drafts).min(model.max_tokens()));
-        let mut engine = Engine::new(model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })?;
-        figures["verifying"] = verifying(&mut engine, prompt, drafts)?;
+        let found = Engine::new(model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })
+            .and_then(|mut engine| verifying(&mut engine, prompt, drafts));
+        if let Some(found) = measured.figure("guesses", found.map_err(Into::into)) {
+            measured.figures["verifying"] = found;
+        }
     }
     if let Some(quantized) = model.quantized() {
-        figures["quantized_weights"] = bytes(quantized.size_bytes()).into();
-        figures["accuracy"] = accuracy(args, model, quantized.how(), prompt)?.into();
+        measured.figures["quantized_weights"] = bytes(quantized.size_bytes()).into();
+        if let Some(found) = measured.figure("accuracy", accuracy(args, model, quantized.how(), prompt)) {
+            measured.figures["accuracy"] = found.into();
+        }
     }
-    Ok(figures)
+    Ok(measured)
+}
+
+/// What `table` makes of a traced run after `prompt`, which is written and drawn where `args` say.
+fn loss_table(
+    args: &Args,
+    engine: &mut Engine,
+    prompt: &[u32],
+    runs_on: &str,
+    table: impl Fn(Loss) -> serde_json::Value,
+) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+    let trace = loss::trace(engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
+    let (name, image) = (args.model.model.display().to_string(), &engine.resident().compiled().image);
+    if let Some(path) = &args.trace {
+        loss::write_trace(path, &name, image, &trace)?;
+    }
+    if let Some(path) = &args.timeline {
+        let name = args.model.model.file_name().map_or(name.clone(), |name| name.display().to_string());
+        let timeline = loss::timeline(&format!("{name} on {runs_on}"), image, &trace);
+        write_whole(path, |file| timeline.write(file))?;
+    }
+    Ok(table(Loss::of(&trace).ok_or("the trace has no two steps")?))
 }
 
 /// The most that weights in 8 bits may cost: mean Kullback-Leibler divergence, as a part of the entropy of what is

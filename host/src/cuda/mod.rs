@@ -17,6 +17,7 @@ use crate::device_image::DeviceModule;
 use driver::{Context, CudaError, DeviceInfo, Driver, Module, Stream, code};
 use libcuda::{LibCuda, OpenError};
 pub use ptx_isa::PtxIsa;
+use std::fmt::{Display, Formatter};
 use std::sync::{Arc, OnceLock};
 pub(crate) use ticket::Ticket;
 pub use upload::upload_threads;
@@ -266,15 +267,32 @@ impl Gpu {
 
     /// Loads `module` into the context, which is current.
     pub(crate) fn load_module(&self, module: &DeviceModule) -> Result<Module, GpuError> {
+        self.load(module).map(|(module, _)| module)
+    }
+
+    /// Loads `module`, and unloads it again: how the driver took it.
+    ///
+    /// # Errors
+    /// The driver takes neither the cubin nor the PTX.
+    pub fn try_load(&self, module: &DeviceModule) -> Result<Loaded, GpuError> {
+        let _entered = self.enter()?;
+        let (module, loaded) = self.load(module)?;
+        self.driver().unload_module(module)?;
+        Ok(loaded)
+    }
+
+    fn load(&self, module: &DeviceModule) -> Result<(Module, Loaded), GpuError> {
         // As a C string: that is how the driver knows where it ends.
         let compile = || self.driver().load_module(&[module.ptx().as_bytes(), &[0]].concat());
-        let Some(cubin) = module.cubin() else { return Ok(compile()?) };
+        let Some(cubin) = module.cubin() else { return Ok((compile()?, Loaded::Ptx { refused: None })) };
         match self.load_cubin(cubin, module.entry) {
+            Ok(module) => Ok((module, Loaded::Cubin)),
             // A driver older than the ptxas that made it, perhaps; it may know the PTX all the same.
             Err(refused) if refused.code != code::OUT_OF_MEMORY && !refused.is_sticky() => {
-                Ok(compile().map_err(|error| error.after(&refused))?)
+                let module = compile().map_err(|error| error.after(&refused))?;
+                Ok((module, Loaded::Ptx { refused: Some(refused) }))
             }
-            loaded => Ok(loaded?),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -298,6 +316,28 @@ impl Gpu {
     pub fn enter(&self) -> Result<Entered<'_>, CudaError> {
         self.inner.driver.push_context(self.inner.context)?;
         Ok(Entered { driver: &*self.inner.driver })
+    }
+}
+
+/// How a driver took a module of GPU code: see [`Gpu::try_load`].
+#[derive(Debug, Clone)]
+pub enum Loaded {
+    /// As machine code.
+    Cubin,
+    /// As PTX, which it compiled.
+    Ptx {
+        /// What it said of the machine code, where this build has some.
+        refused: Option<CudaError>,
+    },
+}
+
+impl Display for Loaded {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Loaded::Cubin => write!(f, "cubin"),
+            Loaded::Ptx { refused: None } => write!(f, "PTX"),
+            Loaded::Ptx { refused: Some(error) } => write!(f, "PTX, since the cubin was refused: {error}"),
+        }
     }
 }
 

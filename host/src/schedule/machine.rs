@@ -79,7 +79,7 @@ impl Machine {
     /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
     /// L2, half a poll and a poll), to be measured; tiles at
     /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; weights in 4 bits at 17.6 bytes a clock, by the counter of
-    /// docs/gpu.md, but for 32 KiB, about as many as warps hold; 6 TFLOP/s dense bf16. A dispatch is two
+    /// docs/cycles.md, but for 32 KiB, about as many as warps hold; 6 TFLOP/s dense bf16. A dispatch is two
     /// hops, from trigger to scheduler and from scheduler to worker.
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,

@@ -2,13 +2,16 @@
 
 use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
 use super::{Args, Section, print_figures};
+use crate::cli::bench::Measured;
 use crate::cli::perplexity::Prediction;
 use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, plain, write_whole};
 use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::probe::Prober;
 use perpetua::cuda::{self, Gpu, GpuError};
+use perpetua::device_image::device_image;
 use perpetua::engine::Resident;
+use perpetua::exec::memory::available_bytes;
 use perpetua::exec::threads::usable_cores;
 use perpetua::exec::{self, RunError};
 use perpetua::model::{ModelConfig, Quantize, SynthOptions, SynthSource, Weights, synth};
@@ -19,7 +22,7 @@ use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::{EventId, Operand, ProgramId, TaskId, Technique};
 use safetensors::SafeTensors;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Read, Seek};
@@ -190,12 +193,17 @@ impl Check<'_> {
             "memory_free": bytes(free),
             "memory_total": bytes(total),
             "nvidia_smi": smi.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()),
+            "host_memory_available": available_bytes().map(bytes),
         });
         self.keep(facts.clone())?;
         // The first load: the driver's compiler, if it comes to that, has it in its cache for the other sections.
-        let began = Instant::now();
-        drop(Prober::new(self.gpu.clone(), 1 << 20)?);
-        facts["gpu_code_loaded_in_s"] = json!(began.elapsed().as_secs_f64());
+        for module in device_image().ok_or(GpuError::NoImage)?.modules() {
+            let began = Instant::now();
+            let loaded = self.gpu.try_load(module)?;
+            let seconds = began.elapsed().as_secs_f64();
+            facts["gpu_code"][module.entry] = json!({"loaded": loaded.to_string(), "seconds": seconds});
+            self.keep(facts.clone())?;
+        }
         Ok(facts)
     }
 
@@ -316,65 +324,64 @@ impl Check<'_> {
     }
 
     /// Small networks whose every intermediate is an output, on the GPU and on the reference executor: the operator where
-    /// they part is where the fault is.
+    /// they part is where the fault is. What is wrong is kept, and the next one looked at.
     fn kernels(&self) -> Figures {
-        let mut worst: BTreeMap<&'static str, (f64, String)> = BTreeMap::new();
-        let mut wrong = Vec::new();
-        let figures_of = |worst: &BTreeMap<&'static str, (f64, String)>| -> serde_json::Map<String, Value> {
-            worst
-                .iter()
-                .map(|(kernel, (off, place))| ((*kernel).to_owned(), json!({"off": off, "in": place})))
-                .collect()
-        };
+        let mut judged = Judged::default();
         for preset in PRESETS {
             let (_dir, model) = self.synth_as_is(preset)?;
             for case in cases(preset, self.args.simulated && !self.args.in_full) {
-                let (rows, model) = (case.rows, case.model(&model)?);
-                let pass = Pass::new(case, &model)?;
-                let at = |error| format!("{preset}, {rows} rows: {error}");
-                let (_, expected) = pass.run(&model, None).map_err(at)?;
-                let on_gpu = |without| {
-                    let options = exec::cuda::Options { without, ..self.options() };
-                    pass.run(&model, Some((self.gpu.clone(), options))).map_err(at)
-                };
-                let usual = self.options().without;
-                let (kernels, found) = on_gpu(usual)?;
-                for (number, (name, kernel)) in pass.names.iter().zip(kernels).enumerate() {
-                    let off = off(&expected[number], &found[number]);
-                    let place = format!("{preset}, {rows} rows, {}", name.op);
-                    // What comes after it is wrong for that reason alone.
-                    if pass.first_wrong(&expected, &found) == Some(number) {
-                        let is_right_without = |technique: &Technique| {
-                            let (_, found) = on_gpu(usual.with(*technique))?;
-                            Ok::<bool, String>(pass.first_wrong(&expected, &found).is_none())
-                        };
-                        let mut cures = String::new();
-                        for technique in Technique::ALL.into_iter().filter(|technique| !usual.has(*technique)) {
-                            if is_right_without(&technique)? {
-                                cures += if cures.is_empty() { ", right without " } else { ", or without " };
-                                cures += technique.name();
-                            }
-                        }
-                        wrong.push(format!("{kernel}: off by {off:.1e} of the largest value in {place}{cures}"));
-                    }
-                    let entry = worst.entry(kernel).or_insert((0.0, String::new()));
-                    if off >= entry.0 {
-                        *entry = (off, place);
-                    }
-                }
-                self.keep(figures_of(&worst))?;
+                let model = case.model(&model)?;
+                self.judge(preset, &Pass::new(case, &model)?, &model, &mut judged)?;
+                self.keep(judged.figures())?;
             }
         }
-        if !wrong.is_empty() {
-            return Err(wrong.join("; ").into());
+        let mut figures = judged.figures();
+        if let Err(error) = self.draws(&mut figures) {
+            judged.wrong.push(error.to_string());
         }
-        let mut figures = figures_of(&worst);
-        self.draws(&mut figures)?;
         let missing = uncovered(|name| figures.contains_key(name));
-        if !missing.is_empty() {
-            return Err(format!("no figure for {}: the check is not whole", missing.join(", ")).into());
+        if judged.wrong.is_empty() && !missing.is_empty() {
+            judged.wrong.push(format!("no figure for {}: the check is not whole", missing.join(", ")));
         }
-        Ok(figures.into())
+        if judged.wrong.is_empty() { Ok(figures.into()) } else { Err(judged.wrong.join("; ").into()) }
+    }
+
+    /// Judges one pass on the GPU. Of the first operator that is wrong it is looked for the techniques without which it is right, once for
+    /// each macro kernel.
+    fn judge(&self, preset: &str, pass: &Pass, model: &Model, judged: &mut Judged) -> Outcome {
+        let rows = pass.case.rows;
+        let (_, expected) = pass.run(model, None)?;
+        let usual = self.options().without;
+        let on_gpu = |without| {
+            let options = exec::cuda::Options { without, ..self.options() };
+            pass.run(model, Some((self.gpu.clone(), options)))
+        };
+        let (kernels, found) = match on_gpu(usual) {
+            Ok(found) => found,
+            Err(error) => return judged.failed(format!("{preset}, {rows} rows: {error}")),
+        };
+        let first_wrong = pass.first_wrong(&expected, &found);
+        for (number, (name, kernel)) in pass.names.iter().zip(kernels).enumerate() {
+            let off = off(&expected[number], &found[number]);
+            let place = format!("{preset}, {rows} rows, {}", name.op);
+            judged.note(kernel, off, &place);
+            // What comes after it is wrong for that reason alone.
+            if first_wrong == Some(number) {
+                let mut cures = String::new();
+                let techniques = Technique::ALL.into_iter().filter(|technique| !usual.has(*technique));
+                for technique in techniques.filter(|_| judged.is_new(kernel)) {
+                    // One that fails is no cure.
+                    let found = on_gpu(usual.with(technique));
+                    if found.is_ok_and(|(_, found)| pass.first_wrong(&expected, &found).is_none()) {
+                        cures += if cures.is_empty() { ", right without " } else { ", or without " };
+                        cures += technique.name();
+                    }
+                }
+                judged.wrong.push(format!("{kernel}: off by {off:.1e} of the largest value in {place}{cures}"));
+                judged.sought.insert(kernel);
+            }
+        }
+        Ok(())
     }
 
     /// What chooses tokens writes no floats: the same tokens as on the CPU, and the same end. The largest logit is sought by an
@@ -714,7 +721,9 @@ impl Check<'_> {
         let n = if self.args.simulated { 8 } else { 10_000 };
         let (_dir, model) = self.synth("qwen3-110m")?;
         let n = n.min(model.max_tokens() - 16);
-        let config = EngineConfig { max_context: Some(n + 16), ..self.config() };
+        // A rate is measured, so workers do not tell what they do.
+        let cuda = exec::cuda::Options { recorder: false, ..self.options() };
+        let config = EngineConfig { max_context: Some(n + 16), cuda, ..self.config() };
         let mut engine = Engine::new(&model, &config)?;
         let began = Instant::now();
         let mut made = 0usize;
@@ -745,39 +754,40 @@ impl Check<'_> {
             trace,
         )
         .guessing(self.most_guesses(preset));
-        let mut figures = bench::generator(&args, &model, &mut |figures| self.keep(figures.clone()))?;
+        // PyTorch's turn comes as soon as there is our own step's time, before anything that may fail.
+        let mut pytorch = None;
+        let outcome = bench::generator(&args, &model, &mut |figures| {
+            let mut figures = figures.clone();
+            self.keep(figures.clone())?;
+            beside(&mut figures, pytorch.get_or_insert_with(|| self.peer(&folder)));
+            self.keep(figures)
+        });
+        let Measured { mut figures, mut failures } = outcome?;
         figures["model"] = preset.into();
+        beside(&mut figures, pytorch.get_or_insert_with(|| self.peer(&folder)));
         for sequences in self.batches(preset) {
             self.keep(figures.clone())?;
-            let batch = bench::generator(&args.uncompared(Some(*sequences)), &model, &mut |_| Ok(()))?;
-            figures["sequences_together"][sequences.to_string()] = kept(&batch, &["times_alone"]);
+            match bench::whole(&args.uncompared(Some(*sequences)), &model) {
+                Ok(batch) => figures["sequences_together"][sequences.to_string()] = kept(&batch, &["times_alone"]),
+                Err(error) => failures.push(format!("{sequences} sequences: {error}")),
+            }
+        }
+        // Making 4 bits' levels takes longest, and what is beyond the section's time is lost.
+        for (name, how) in [("in_8_bits", Quantize::Q8), ("in_4_bits", Quantize::Q4)] {
+            self.keep(figures.clone())?;
+            match self.bench_quantized(&args, &model, how, &figures) {
+                Ok(found) => figures[name] = found,
+                Err(error) => failures.push(format!("{name}: {error}")),
+            }
         }
         self.keep(figures.clone())?;
-        figures["in_8_bits"] = self.bench_quantized(&args, &model, Quantize::Q8, &figures)?;
-        self.keep(figures.clone())?;
-        figures["pytorch"] = self.peer(&folder);
-        if let Some(theirs) = figures["pytorch"]["cuda_graph"]["step_us"].as_f64() {
-            let ours = figures["step_ms_median"].as_f64().unwrap_or(f64::NAN);
-            figures["times_as_fast_as_pytorch"] = json!(theirs / 1e3 / ours);
-        }
-        if let Some(theirs) = figures["pytorch"]["first_token_ms"].as_object() {
-            let ratio = |(n, theirs): (&String, &Value)| {
-                let ratio = theirs.as_f64()? / figures["first_token_ms"][n].as_f64()?;
-                Some((n.clone(), json!(ratio)))
-            };
-            let ratios: serde_json::Map<String, Value> = theirs.iter().filter_map(ratio).collect();
-            figures["first_token_times_as_fast_as_pytorch"] = ratios.into();
-        }
-        self.keep(figures.clone())?;
-        // Last: making the levels takes longest, and what is beyond the section's time is lost.
-        figures["in_4_bits"] = self.bench_quantized(&args, &model, Quantize::Q4, &figures)?;
-        Ok(figures)
+        if failures.is_empty() { Ok(figures) } else { Err(failures.join("; ").into()) }
     }
 
     /// The step with `model`'s weights in fewer bits, and how many times as fast it is as that of `figures`.
     fn bench_quantized(&self, args: &bench::Args, model: &Model, how: Quantize, figures: &Value) -> Figures {
         let quantized = model.quantize(how, |_| {})?;
-        let found = bench::generator(&args.uncompared(None), &quantized, &mut |_| Ok(()))?;
+        let found = bench::whole(&args.uncompared(None), &quantized)?;
         let mut of_interest = kept(&found, &["accuracy"]);
         if let [Some(all), Some(fewer)] = [figures, &found].map(|of| of["step_ms_median"].as_f64()) {
             of_interest["times_as_fast"] = json!(all / fewer);
@@ -813,7 +823,7 @@ impl Check<'_> {
         let Some(script) = script.filter(|script| script.exists()) else {
             return json!("no pytorch.py beside the program");
         };
-        let mut command = Command::new(std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()));
+        let mut command = python();
         command.arg(script).arg(model).args(arguments);
         if self.args.simulated {
             command.args(["--device", "cpu"]);
@@ -869,6 +879,51 @@ impl Check<'_> {
             }
             Ok((_, out, err)) => Err((out + &err).into()),
         }
+    }
+}
+
+/// What came of the passes so far.
+#[derive(Default)]
+struct Judged {
+    /// By macro kernel how far it was off, at most, and where.
+    worst: BTreeMap<&'static str, (f64, String)>,
+    /// What was wrong, or failed.
+    wrong: Vec<String>,
+    /// Macro kernels for which cures have been looked for.
+    sought: BTreeSet<&'static str>,
+    n_failed: usize,
+}
+
+/// Passes that may fail to run before the others are given up.
+const MOST_FAILED: usize = 3;
+
+impl Judged {
+    fn note(&mut self, kernel: &'static str, off: f64, place: &str) {
+        let entry = self.worst.entry(kernel).or_insert((0.0, String::new()));
+        if off >= entry.0 {
+            *entry = (off, place.to_owned());
+        }
+    }
+
+    /// Whether cures of this kernel have still to be looked for.
+    fn is_new(&self, kernel: &str) -> bool {
+        !self.sought.contains(kernel)
+    }
+
+    /// A pass did not run; an error if so many have not that the GPU seems to be lost.
+    fn failed(&mut self, what: String) -> Outcome {
+        self.wrong.push(what);
+        self.n_failed += 1;
+        if self.n_failed < MOST_FAILED { Ok(()) } else { Err(self.wrong.join("; ").into()) }
+    }
+
+    fn figures(&self) -> serde_json::Map<String, Value> {
+        let of_kernels = self.worst.iter().map(|(kernel, (off, place))| {
+            let figure = json!({"off": off, "in": place});
+            ((*kernel).to_owned(), figure)
+        });
+        let wrong = (!self.wrong.is_empty()).then(|| ("wrong".to_owned(), json!(self.wrong)));
+        of_kernels.chain(wrong).collect()
     }
 }
 
@@ -979,6 +1034,28 @@ fn flat(operand: &Operand) -> Operand {
     flat.extent = [operand.extent[0], operand.extent[1..usize::from(operand.rank)].iter().product(), 1, 1];
     flat.stride_elems = [operand.stride_elems[0], 1, 0, 0];
     flat
+}
+
+/// Puts PyTorch's figures beside ours, and how many times as fast ours are.
+fn beside(figures: &mut Value, pytorch: &Value) {
+    figures["pytorch"] = pytorch.clone();
+    if let Some(theirs) = pytorch["cuda_graph"]["step_us"].as_f64() {
+        let ours = figures["step_ms_median"].as_f64().unwrap_or(f64::NAN);
+        figures["times_as_fast_as_pytorch"] = json!(theirs / 1e3 / ours);
+    }
+    if let Some(theirs) = pytorch["first_token_ms"].as_object() {
+        let ratio = |(n, theirs): (&String, &Value)| {
+            let ratio = theirs.as_f64()? / figures["first_token_ms"][n].as_f64()?;
+            Some((n.clone(), json!(ratio)))
+        };
+        let ratios: serde_json::Map<String, Value> = theirs.iter().filter_map(ratio).collect();
+        figures["first_token_times_as_fast_as_pytorch"] = ratios.into();
+    }
+}
+
+/// The Python to run scripts with.
+pub(super) fn python() -> Command {
+    Command::new(std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into()))
 }
 
 /// Of what was measured, the step's time and rate, and `more`.
