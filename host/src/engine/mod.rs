@@ -446,6 +446,15 @@ pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<V
     rows.iter().map(source).collect()
 }
 
+/// A program may make an engine on one thread and use it on another.
+const fn may_change_threads<T: Send>() {}
+const _: () = {
+    may_change_threads::<Engine>();
+    may_change_threads::<Embedder>();
+    may_change_threads::<Generation<'static>>();
+    may_change_threads::<BatchGeneration<'static>>();
+};
+
 /// What of `model` no GPU kernel reads, if there is something.
 fn unread_on_gpu(model: &Model) -> Option<String> {
     let how = model.quantized()?.how();

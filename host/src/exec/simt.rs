@@ -17,6 +17,7 @@ use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
 use perpetua_shared::{BindingId, Fault, FaultCode, Techniques};
+use std::ptr::with_exposed_provenance_mut;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -43,8 +44,9 @@ impl Default for Options {
 pub struct Simt {
     image: Image,
     memory: Memory,
-    /// Where each binding lies: its memory, or a copy of a weight that is not aligned as device memory is.
-    bases: Vec<*mut u8>,
+    /// The address of each binding, exposed, as the launch block and the table say them: its memory's, or that of a copy of a weight
+    /// that is not aligned as device memory is.
+    bases: Vec<usize>,
     _copies: Vec<Vec<u128>>,
     options: Options,
     counters: Vec<u32>,
@@ -83,6 +85,7 @@ impl Simt {
             *base = copy.as_mut_ptr().cast();
             copies.push(copy);
         }
+        let bases = bases.into_iter().map(<*mut u8>::expose_provenance).collect();
         Simt {
             image,
             memory,
@@ -142,7 +145,7 @@ impl Simt {
                 (*base).program_runs = Default::default();
                 for (binding, base) in self.image.bindings().iter().zip(&self.bases) {
                     if binding.kind == BindingKind::Flagged as u32 {
-                        base.write_bytes(0, binding.bytes as usize);
+                        with_exposed_provenance_mut::<u8>(*base).write_bytes(0, binding.bytes as usize);
                     }
                 }
             }
@@ -186,7 +189,7 @@ impl Simt {
 
     fn launch(&mut self, stopper: &Stopper) -> Result<(), RunError> {
         let mut fault = Fault::default();
-        let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
+        let bindings: Vec<u64> = self.bases.iter().map(|base| *base as u64).collect();
         let view = self.image.view();
         let parts: Vec<u64> = (0..bindings.len()).map(|binding| self.image.part_bytes(binding)).collect();
         let turns = turns::records(&view, &bindings);
@@ -247,10 +250,11 @@ impl Simt {
                 BindingKind::Flagged => Access::Atomic,
                 BindingKind::State | BindingKind::Control | BindingKind::Tokens | BindingKind::Input => Access::Written,
             };
+            let (name, base, bytes) =
+                (format!("{kind:?} b{number}"), with_exposed_provenance_mut(*base), binding.bytes);
             // SAFETY: the executor's memory has `bytes` bytes at every base and outlives the launch; only weights and
             // constants may be memory that cannot be written.
-            allocations
-                .push(unsafe { Allocation::new(format!("{kind:?} b{number}"), *base, binding.bytes as usize, access) });
+            allocations.push(unsafe { Allocation::new(name, base, bytes as usize, access) });
         }
         let counters: *mut u32 = self.counters.as_mut_ptr();
         // SAFETY: both outlive the launch and are touched by it alone.
