@@ -8,7 +8,7 @@ use perpetua::cuda::{Gpu, GpuError, upload_threads};
 use perpetua::device_image::device_image;
 use perpetua::exec::operators::operators;
 use perpetua::exec::threads::usable_cores;
-use perpetua::exec::{RunError, cuda};
+use perpetua::exec::{Executor, RunError, cuda};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_device::{queue, turns};

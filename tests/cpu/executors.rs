@@ -4,6 +4,7 @@
 use perpetua::Device;
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::Resident;
+use perpetua::exec::Executor;
 use perpetua::exec::Stopper;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::reference::Reference;

@@ -15,7 +15,6 @@
 mod batch;
 mod embedder;
 mod generation;
-#[allow(unsafe_code, reason = "inputs and tokens of an executor that is idle")]
 mod resident;
 
 use generation::{Made, Run, text_stream};
