@@ -428,13 +428,14 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
             let y = resident.output(ProgramId(0), "y").expect("an output");
             resident.read_f32(&y, rows).expect("read")
         };
-        let mut reference = Resident::new(vec![source()], &weights, Device::Reference, None).expect("resident");
+        let made = |config: EngineConfig| Resident::new(vec![source()], &weights, &config).expect("resident");
+        let mut reference = made(EngineConfig { device: Device::Reference, ..EngineConfig::default() });
         let expected = run(&mut reference, rows);
         let on = |without: Techniques| {
             let driver = driver(5, 3);
-            let options = cuda::Options { without, timeout: PATIENCE, ..Default::default() };
-            let resident = Resident::on_gpu(vec![source()], &weights, gpu(&driver), options, &[], |_| ());
-            (driver, resident.expect("resident"))
+            let cuda = cuda::Options { without, timeout: PATIENCE, ..Default::default() };
+            let (device, gpu) = (Device::Cuda, Some(gpu(&driver)));
+            (driver, made(EngineConfig { device, gpu, cuda, ..EngineConfig::default() }))
         };
         let (usual, mut resident) = on(Techniques::NONE);
         let whole = run(&mut resident, rows);

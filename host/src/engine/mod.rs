@@ -30,8 +30,7 @@ use crate::compile::{CompileError, Source};
 use crate::cuda::{Gpu, GpuError};
 use crate::exec::cuda::CudaNewError;
 use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
-use crate::exec::threads::Pinning;
-use crate::exec::{RunError, cuda};
+use crate::exec::{RunError, cuda, threads};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request};
@@ -139,8 +138,6 @@ pub struct EngineConfig {
     pub device: Device,
     /// CPU workers, `None`: one per core this process may use, no more than a quota of CPU time lasts for; SMs of a GPU, `None`: all; or simulated SMs, `None`: 4.
     pub threads: Option<usize>,
-    /// Where CPU workers run.
-    pub pinning: Pinning,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_MAX_CONTEXT`].
     pub max_context: Option<usize>,
     /// Compile passes that give every row's logits instead of passes that choose tokens.
@@ -159,6 +156,8 @@ pub struct EngineConfig {
     /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context and a
     /// stream of its own.
     pub gpu: Option<Gpu>,
+    /// How CPU workers behave, and where they run.
+    pub cpu: threads::Options,
     /// How the kernel on the GPU behaves.
     pub cuda: cuda::Options,
     /// Operators launched just in time, by their names or their macro kernels': see

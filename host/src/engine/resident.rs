@@ -29,53 +29,24 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Compiles `sources` and makes them resident.
+    /// Compiles `sources` and makes them resident where `config` says, as it says there; what it says of a model (context, chunks, batches)
+    /// is in the sources.
     ///
     /// # Errors
     /// From the compiler, the memory or the system.
     pub fn new(
         sources: Vec<Source>,
         weights: &dyn WeightSource,
-        device: Device,
-        n_threads: Option<usize>,
+        config: &EngineConfig,
     ) -> Result<Resident, EngineError> {
-        let place = Place::of(&EngineConfig { device, threads: n_threads, ..EngineConfig::default() })?;
-        Resident::at(sources, weights, place, &[], |_| {})
+        Resident::at(sources, weights, Place::of(config)?, &config.just_in_time, |_| {})
     }
 
-    /// As [`Resident::new`], on CPU workers with other than the usual habits; `just_in_time` are operators as
-    /// [`Config::just_in_time`] has them.
+    /// As [`Resident::new`], at `place`; `just_in_time` are operators as [`Config::just_in_time`] has them, and `progress` is called with
+    /// the bytes of weights that have been handed to a GPU.
     ///
     /// # Errors
     /// As [`Resident::new`].
-    pub fn with_options(
-        sources: Vec<Source>,
-        weights: &dyn WeightSource,
-        n_threads: Option<usize>,
-        options: threads::Options,
-        just_in_time: &[String],
-    ) -> Result<Resident, EngineError> {
-        let n_workers = workers(n_threads, threads::usable_cores(), perpetua_shared::limits::MAX_WORKERS)?;
-        Resident::at(sources, weights, Place::Cpu { n_workers, options }, just_in_time, |_| {})
-    }
-
-    /// As [`Resident::new`], on `gpu`; `just_in_time` are operators as [`Config::just_in_time`] has them, and `progress` is
-    /// called with the bytes of weights that have been handed over.
-    ///
-    /// # Errors
-    /// As [`Resident::new`].
-    pub fn on_gpu(
-        sources: Vec<Source>,
-        weights: &dyn WeightSource,
-        gpu: Gpu,
-        options: cuda::Options,
-        just_in_time: &[String],
-        progress: impl FnMut(u64),
-    ) -> Result<Resident, EngineError> {
-        let n_workers = gpu.info().n_sms;
-        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, just_in_time, progress)
-    }
-
     pub(super) fn at(
         sources: Vec<Source>,
         weights: &dyn WeightSource,
@@ -299,8 +270,7 @@ impl Place {
         let max = perpetua_shared::limits::MAX_WORKERS;
         let cpu = || {
             let n_workers = workers(config.threads, threads::usable_cores(), max)?;
-            let options = threads::Options { pinning: config.pinning.clone(), ..threads::Options::default() };
-            Ok(Place::Cpu { n_workers, options })
+            Ok(Place::Cpu { n_workers, options: config.cpu.clone() })
         };
         let on = |gpu: Gpu| {
             let n_sms = gpu.info().n_sms as usize;

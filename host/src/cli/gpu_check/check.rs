@@ -895,10 +895,11 @@ impl Pass {
         gpu: Option<(Gpu, exec::cuda::Options)>,
     ) -> Result<(Vec<&'static str>, Vec<Vec<f32>>), EngineError> {
         let sources = vec![self.source.clone()];
-        let mut resident = match gpu {
-            Some((gpu, options)) => Resident::on_gpu(sources, model, gpu, options, &[], |_| {})?,
-            None => Resident::new(sources, model, Device::Reference, None)?,
+        let config = match gpu {
+            Some((gpu, cuda)) => EngineConfig { device: Device::Cuda, gpu: Some(gpu), cuda, ..EngineConfig::default() },
+            None => EngineConfig { device: Device::Reference, ..EngineConfig::default() },
         };
+        let mut resident = Resident::new(sources, model, &config)?;
         let kernels = self.names.iter().map(|name| name.figure(resident.compiled())).collect();
         match self.case.passes {
             1 => resident.run_tokens(ProgramId(0), &self.ids)?,
