@@ -57,11 +57,11 @@ impl Model {
         Ok(Model { folder: Arc::new(ModelFolder::open(dir)?), quantized: None })
     }
 
-    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; on GPUs in 8, without experts. `progress` is
+    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; GPUs read them but for experts'. `progress` is
     /// called with the bytes of every matrix read.
     ///
     /// ```no_run
-    /// # use perpetua::{Model, model::Quantize};
+    /// # use perpetua::{Model, Quantize};
     /// let model = Model::load("path/to/Qwen3-0.6B")?.quantize(Quantize::Q8, |_| {})?;
     /// # Ok::<(), perpetua::EngineError>(())
     /// ```
@@ -70,11 +70,9 @@ impl Model {
     /// An encoder; weights that are missing, misshapen or not finite; too little memory.
     pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
         if let ModelConfig::Bert(_) = self.config() {
-            return Err(EngineError::Option {
-                name: "quantize",
-                given: format!("{how} of an encoder"),
-                expected: "a decoder: only these have weights in fewer bits",
-            });
+            let (given, expected) =
+                (format!("{how} of an encoder"), "a decoder: only these have weights in fewer bits");
+            return Err(EngineError::option("quantize", given, expected));
         }
         let tensors = model::layout::tensors(self.config());
         let needed = Quantized::needed(&tensors, how);
@@ -180,6 +178,7 @@ pub const GPU_CHUNKS: [usize; 4] = [64, 128, 256, 512];
 
 /// Why an engine cannot be made or cannot go on.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum EngineError {
     /// The model folder.
     #[error(transparent)]
@@ -249,11 +248,17 @@ pub enum EngineError {
         /// Its value.
         given: String,
         /// What would do.
-        expected: &'static str,
+        expected: String,
     },
     /// A method that this engine was not compiled for.
     #[error("this engine was not compiled for {0}")]
     Purpose(&'static str),
+}
+
+impl EngineError {
+    fn option(name: &'static str, given: impl ToString, expected: impl Into<String>) -> EngineError {
+        EngineError::Option { name, given: given.to_string(), expected: expected.into() }
+    }
 }
 
 impl From<CudaNewError> for EngineError {
@@ -286,7 +291,7 @@ pub struct GenerateOptions {
     /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there.
     ///
     /// ```no_run
-    /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model, model::chat::ChatMessage};
+    /// # use perpetua::{ChatMessage, Engine, EngineConfig, GenerateOptions, Model};
     /// # let model = Model::load("path/to/Qwen3-0.6B")?;
     /// # let mut engine = Engine::new(&model, &EngineConfig::default())?;
     /// let options = GenerateOptions { reuse_prefix: true, ..GenerateOptions::default() };
@@ -329,30 +334,32 @@ impl GenerateOptions {
     }
 
     fn check(&self) -> Result<(), EngineError> {
-        let bad = |name, given: String, expected| Err(EngineError::Option { name, given, expected });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
-            return bad("temperature", self.temperature.to_string(), "0 (greedy) or a positive number");
+            return Err(EngineError::option("temperature", self.temperature, "0 (greedy) or a positive number"));
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            return bad("top-p", self.top_p.to_string(), "a number above 0, at most 1");
+            return Err(EngineError::option("top-p", self.top_p, "a number above 0, at most 1"));
         }
-        match &self.stop_tokens {
-            Some(stop) if stop.len() > MAX_STOP_TOKENS => {
-                bad("stop tokens", format!("{} of them", stop.len()), "at most 16")
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
+}
+
+/// Whether a control block has room for `n` stop tokens, which are `which`.
+fn check_stop_tokens(n: usize, which: &str) -> Result<(), EngineError> {
+    if n <= MAX_STOP_TOKENS {
+        return Ok(());
+    }
+    Err(EngineError::option("stop tokens", format!("{n} {which}"), format!("at most {MAX_STOP_TOKENS}")))
 }
 
 /// What `options` ask of a sequence of `model`, and the tokens that end it, which its `stops` stand for.
 fn request(model: &Model, options: &GenerateOptions) -> Result<(Request, Vec<u32>), EngineError> {
     options.check()?;
-    let stop = options.stop_tokens.as_ref().unwrap_or(&model.generation().eos_token_ids);
-    if stop.len() > MAX_STOP_TOKENS {
-        let given = format!("{} of them in generation_config.json", stop.len());
-        return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
-    }
+    let (stop, which) = match &options.stop_tokens {
+        Some(stop) => (stop, "of them"),
+        None => (&model.generation().eos_token_ids, "of them in generation_config.json"),
+    };
+    check_stop_tokens(stop.len(), which)?;
     let request = Request {
         max_new_tokens: u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX),
         temperature: options.temperature.to_bits(),
@@ -482,8 +489,8 @@ impl<'a> Plan<'a> {
         if let Some(given) = unread
             && place.is_gpu()
         {
-            let expected = "cpu or reference: of matrices in fewer bits GPU kernels read those in q8, but for experts'";
-            return Err(EngineError::Option { name: "device", given, expected });
+            let expected = "cpu or reference: GPU kernels read no experts' matrices in fewer bits";
+            return Err(EngineError::option("device", given, expected));
         }
         let allowed = model.max_tokens();
         let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
@@ -537,8 +544,7 @@ impl Engine {
         let Plan { place, context, cache_dtype, chunks } = Plan::of(model, config)?;
         if let Some(drafts) = config.prompt_lookup {
             if drafts == 0 || drafts > MAX_DRAFTS {
-                let (name, expected) = ("prompt lookup", "1 to 15 tokens");
-                return Err(EngineError::Option { name, given: drafts.to_string(), expected });
+                return Err(EngineError::option("prompt lookup", drafts, format!("1 to {MAX_DRAFTS} tokens")));
             }
             if config.all_logits {
                 return Err(EngineError::Purpose("every position's logits and prompt lookup at once"));
@@ -546,8 +552,7 @@ impl Engine {
         }
         if let Some(sequences) = config.sequences {
             if sequences == 0 || sequences > MAX_SEQUENCES {
-                let expected = "1 to 64";
-                return Err(EngineError::Option { name: "batch", given: sequences.to_string(), expected });
+                return Err(EngineError::option("batch", sequences, format!("1 to {MAX_SEQUENCES}")));
             }
             if config.all_logits {
                 return Err(EngineError::Purpose("every position's logits and batches at once"));
@@ -716,25 +721,35 @@ impl Engine {
     }
 
     /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows of
-    /// sequences that had ended before mean nothing.
-    pub fn batch_logits(&mut self) -> Option<Vec<f32>> {
+    /// sequences that had ended before mean nothing. `None` of an engine that was not made with [`EngineConfig::sequences`].
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn batch_logits(&mut self) -> Result<Option<Vec<f32>>, EngineError> {
         let programs = self.resident.compiled.image.view().programs;
-        let batch = ProgramId(programs.iter().position(|p| p.in_token_loop == EVERY_SEQUENCE)? as u32);
-        let output = self.resident.output(batch, "logits")?;
-        self.resident.read_f32(&output, self.sequences).ok()
+        let batch = programs.iter().position(|program| program.in_token_loop == EVERY_SEQUENCE);
+        let Some(output) = batch.and_then(|batch| self.resident.output(ProgramId(batch as u32), "logits")) else {
+            return Ok(None);
+        };
+        Ok(Some(self.resident.read_f32(&output, self.sequences)?))
     }
 
     /// The logits that the last token of the last generation was chosen from; `None` before there has been one.
-    pub fn last_logits(&mut self) -> Option<Vec<f32>> {
-        self.resident.stamps().first()?;
-        let control = self.resident.finish().ok()?;
+    ///
+    /// # Errors
+    /// The fault that the generation ended with, where its executor still knows it; or a device that is lost.
+    pub fn last_logits(&mut self) -> Result<Option<Vec<f32>>, EngineError> {
+        if self.resident.stamps().is_empty() {
+            return Ok(None);
+        }
+        let control = self.resident.finish()?;
         let last = ProgramId(control.last_program);
-        let output = self.resident.output(last, "logits")?;
+        let Some(output) = self.resident.output(last, "logits") else { return Ok(None) };
         // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last one's alone.
         let verified = self.resident.compiled.image.view().programs[last.idx()].in_token_loop == VERIFIES;
         let rows = if verified { control.step.rows as usize } else { 1 };
-        let logits = self.resident.read_f32(&output, rows).ok()?;
-        Some(logits[logits.len() - self.model.config().vocab_size()..].to_vec())
+        let logits = self.resident.read_f32(&output, rows)?;
+        Ok(Some(logits[logits.len() - self.model.config().vocab_size()..].to_vec()))
     }
 
     /// Passes that read a prompt of `tokens` tokens, the last of which makes the first new one.

@@ -11,6 +11,7 @@ use crate::exec::{Executor, RunError, Stopper, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
 use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::control::{Control, Step};
+use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{ProgramId, Technique};
 use std::ops::Range;
@@ -267,7 +268,7 @@ pub(super) enum Place {
 
 impl Place {
     pub(super) fn of(config: &EngineConfig) -> Result<Place, EngineError> {
-        let max = perpetua_shared::limits::MAX_WORKERS;
+        let max = MAX_WORKERS;
         let cpu = || {
             let n_workers = workers(config.threads, threads::usable_cores(), max)?;
             Ok(Place::Cpu { n_workers, options: config.cpu.clone() })
@@ -318,12 +319,8 @@ impl Place {
 fn workers(given: Option<usize>, usual: usize, max: usize) -> Result<u32, EngineError> {
     let n = given.unwrap_or(usual);
     if n == 0 || n > max {
-        let expected = if given.is_some() && max < perpetua_shared::limits::MAX_WORKERS {
-            "1 to the number of the GPU's SMs"
-        } else {
-            "1 to 512"
-        };
-        return Err(EngineError::Option { name: "threads", given: n.to_string(), expected });
+        let which = if max < MAX_WORKERS { ", the number of the GPU's SMs" } else { "" };
+        return Err(EngineError::option("threads", n, format!("1 to {max}{which}")));
     }
     Ok(n as u32)
 }

@@ -363,6 +363,7 @@ impl Drop for Resources {
 
 /// Why the executor cannot be made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum CudaNewError {
     /// The device.
     #[error(transparent)]

@@ -128,6 +128,7 @@ fn check_sequences(image: &Image, control: &Control) {
 
 /// A run that ended in a fault, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RunError {
     /// A token id that the model does not have.
     #[error("token id {id} at position {position} is out of range: the vocabulary has {vocab}")]

@@ -498,7 +498,7 @@ impl Check<'_> {
         let made = engine.generate(&prompt, &greedy_options(n))?.map(|token| token.map(|t| t.id));
         let made: Vec<u32> = made.collect::<Result<_, _>>()?;
         let passes = engine.stamps().len().saturating_sub(1);
-        let last = engine.last_logits().ok_or("no logits after tokens")?;
+        let last = engine.last_logits()?.ok_or("no logits after tokens")?;
         let ids = [&prompt[..], &made[..n - 1]].concat();
         let logits = Engine::new(model, &EngineConfig { all_logits: true, ..config })?.logits(&ids, |_| ())?;
         let rows = logits.chunks(vocab).skip(prompt.len() - 1);
@@ -579,7 +579,7 @@ impl Check<'_> {
         let logits = |config: EngineConfig, n: usize| -> Result<Vec<f32>, EngineError> {
             let mut engine = Engine::new(&model, &EngineConfig { max_context, ..config })?;
             engine.generate(prompt, &greedy_options(n))?.try_for_each(|token| token.map(|_| ()))?;
-            Ok(engine.last_logits().unwrap_or_default())
+            Ok(engine.last_logits()?.unwrap_or_default())
         };
         let divergence = |n: usize| {
             let reference = EngineConfig { device: Device::Reference, ..EngineConfig::default() };
