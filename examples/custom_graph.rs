@@ -9,7 +9,7 @@ use perpetua::engine::Resident;
 use perpetua::graph::kernel::KernelGraph;
 use perpetua::shared::control::ALL_ROWS;
 use perpetua::shared::{DType, ProgramId};
-use perpetua::{Device, EngineError};
+use perpetua::{Device, EngineConfig, EngineError};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -48,7 +48,7 @@ fn run(device: Device) -> Result<Vec<f32>, EngineError> {
         ("down".to_owned(), values(hidden * inner, 0.1)),
     ]));
     let source = Source { name: "mlp".to_owned(), graph, in_token_loop: false };
-    let mut resident = Resident::new(vec![source], &weights, device, None)?;
+    let mut resident = Resident::new(vec![source], &weights, &EngineConfig { device, ..EngineConfig::default() })?;
     resident.set_input("x", &values(rows * hidden, 1.0))?;
     resident.run_once(ProgramId(0), ALL_ROWS)?;
     let y = resident.output(ProgramId(0), "y").expect("declared above");

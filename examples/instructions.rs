@@ -14,6 +14,7 @@
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::device_image::device_image;
+use perpetua::exec::Executor;
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, Model};
 use perpetua_device::advance::step_from;

@@ -112,6 +112,7 @@ pub struct Compiled {
 
 /// Why a graph cannot be compiled.
 #[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum CompileError {
     /// An operator is wrong.
     #[error(transparent)]

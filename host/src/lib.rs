@@ -39,6 +39,9 @@ pub use perpetua_device as device;
 pub use perpetua_shared as shared;
 
 pub use engine::{
-    Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Stopper, Token,
+    BatchGeneration, Device, Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Generation, Model, Stopper,
+    Token,
 };
+pub use model::chat::ChatMessage;
+pub use model::{ModelError, Quantize};
 pub use perpetua_shared::control::End;

@@ -1,13 +1,12 @@
 //! Random small graphs: every executor computes what the reference does, whatever the worker count and however tasks meet;
 //! the image decodes to what was encoded; damaged images are refused.
 
-use perpetua::Device;
 use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::Resident;
-use perpetua::exec::Stopper;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::reference::Reference;
 use perpetua::exec::threads::{Options, Threads};
+use perpetua::exec::{Executor, Stopper};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
 use perpetua::graph::lower::{Target, lower};
 use perpetua::graph::tensor::{BufferKind, TensorId};
@@ -16,6 +15,7 @@ use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{self, Cache, Declared, Head};
 use perpetua::model::synth::preset_config;
+use perpetua::{Device, EngineConfig};
 use perpetua_device::kernels::elementwise::{self, Function};
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::{Elementwise, Numbered, RmsNorm, param_words};
@@ -171,13 +171,10 @@ fn run_launching(
     dawdle: Option<u64>,
     just_in_time: &[String],
 ) -> Vec<f32> {
-    let options = Options { dawdle, ..Options::default() };
-    let sources = vec![source(graph)];
-    let resident = match device {
-        Device::Cpu => Resident::with_options(sources, weights, Some(workers), options, just_in_time),
-        device => Resident::new(sources, weights, device, Some(workers)),
-    };
-    let mut resident = resident.unwrap();
+    let cpu = Options { dawdle, ..Options::default() };
+    let (threads, just_in_time) = (Some(workers), just_in_time.to_vec());
+    let config = EngineConfig { device, threads, cpu, just_in_time, ..EngineConfig::default() };
+    let mut resident = Resident::new(vec![source(graph)], weights, &config).unwrap();
     let (_, x) = graph.table.buffers.iter().zip(0..).find(|(b, _)| b.name == "x").unwrap();
     let len = graph.table.buffers[x as usize].bytes as usize / 4;
     let mut found = Vec::new();

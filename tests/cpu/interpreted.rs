@@ -232,7 +232,8 @@ fn long_rows_make_the_cpus_tokens() {
         let config = EngineConfig { cuda: cuda::Options { without, ..config.cuda }, ..config };
         let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
         assert_eq!(tokens(&mut engine, &prompt, &greedy(2)).expect("it runs"), expected, "{hidden}, {inner}");
-        let logits = [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
+        let logits =
+            [&mut cpu, &mut engine].map(|engine| engine.last_logits().expect("it runs").expect("a token was made"));
         let distance = distance(&logits[0], &logits[1]);
         assert!(distance < 1e-2, "{hidden}, {inner}: {distance}");
     }
@@ -288,7 +289,8 @@ fn weights_in_fewer_bits_make_the_cpus_tokens() {
             let config = EngineConfig { cuda: cuda::Options { without, ..config.cuda }, ..config };
             let mut engine = Engine::new(&model, &on(&driver, config)).expect("resident");
             let found = tokens(&mut engine, &prompt, &greedy(3)).expect("it runs");
-            let logits = [&mut other, &mut engine].map(|engine| engine.last_logits().expect("a token was made"));
+            let logits = [&mut other, &mut engine]
+                .map(|engine| engine.last_logits().expect("it runs").expect("a token was made"));
             let distance = distance(&logits[0], &logits[1]);
             println!("{what}: {distance:.1e}");
             assert!(found == expected && distance < most, "{what}: {found:?}, not {expected:?}; {distance}");
@@ -312,7 +314,7 @@ fn what_is_left_out_others_do() {
         let prompt = [3, 80, 41, 5, 0, 66];
         let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
         let expected = tokens(&mut cpu, &prompt, &greedy(2)).expect("it runs");
-        let expected = (expected, cpu.last_logits().expect("a token was made"));
+        let expected = (expected, cpu.last_logits().expect("it runs").expect("a token was made"));
         let driver = driver(3, seed);
         let gpu = gpu(&driver);
         let engine = |without: Techniques| {
@@ -330,7 +332,7 @@ fn what_is_left_out_others_do() {
                 }
             };
             let made = tokens(engine, &prompt, &greedy(2)).unwrap_or_else(|error| panic!("{without:?}: {error}"));
-            (made, engine.last_logits().expect("a token was made"), driver.report())
+            (made, engine.last_logits().expect("it runs").expect("a token was made"), driver.report())
         };
         let usual = run(Techniques::NONE);
         let all = Technique::ALL.into_iter().collect();
@@ -379,7 +381,7 @@ fn operators_make_the_cpus_tokens() {
             let config = EngineConfig { cuda: cuda::Options { mode, ..config.cuda }, ..config.clone() };
             let mut engine = Engine::new(&model, &on(&driver(3, 0), config)).expect("resident");
             assert_eq!(tokens(&mut engine, &prompt, &greedy(3)).expect("it runs"), expected, "{sizes:?}");
-            engine.last_logits().expect("a token was made")
+            engine.last_logits().expect("it runs").expect("a token was made")
         });
         assert_eq!(logits[0], logits[1], "the same bodies on the same tiles: {sizes:?}");
     }
@@ -428,13 +430,14 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
             let y = resident.output(ProgramId(0), "y").expect("an output");
             resident.read_f32(&y, rows).expect("read")
         };
-        let mut reference = Resident::new(vec![source()], &weights, Device::Reference, None).expect("resident");
+        let made = |config: EngineConfig| Resident::new(vec![source()], &weights, &config).expect("resident");
+        let mut reference = made(EngineConfig { device: Device::Reference, ..EngineConfig::default() });
         let expected = run(&mut reference, rows);
         let on = |without: Techniques| {
             let driver = driver(5, 3);
-            let options = cuda::Options { without, timeout: PATIENCE, ..Default::default() };
-            let resident = Resident::on_gpu(vec![source()], &weights, gpu(&driver), options, &[], |_| ());
-            (driver, resident.expect("resident"))
+            let cuda = cuda::Options { without, timeout: PATIENCE, ..Default::default() };
+            let (device, gpu) = (Device::Cuda, Some(gpu(&driver)));
+            (driver, made(EngineConfig { device, gpu, cuda, ..EngineConfig::default() }))
         };
         let (usual, mut resident) = on(Techniques::NONE);
         let whole = run(&mut resident, rows);
@@ -470,14 +473,14 @@ fn families_with_operators_of_their_own_make_the_cpus_tokens() {
         let prompt = if name == "tiny-gemma3" { &prompt[..] } else { &prompt[..6] };
         let mut cpu = Engine::new(&model, &cpu).expect("it compiles");
         let expected = tokens(&mut cpu, prompt, &greedy(3)).expect("it runs");
-        let expected = (expected, cpu.last_logits().expect("a token was made"));
+        let expected = (expected, cpu.last_logits().expect("it runs").expect("a token was made"));
         let run = |mode, without: Techniques| {
             let driver = driver(5, 1);
             let cuda = cuda::Options { mode, without, ..Default::default() };
             let mut engine =
                 Engine::new(&model, &on(&driver, EngineConfig { cuda, ..config.clone() })).expect("resident");
             let made = tokens(&mut engine, prompt, &greedy(3)).expect("it runs");
-            let logits = engine.last_logits().expect("a token was made");
+            let logits = engine.last_logits().expect("it runs").expect("a token was made");
             let distance = distance(&expected.1, &logits);
             assert!(made == expected.0 && distance < 1e-2, "{name}, {mode:?}, {without:?}: {made:?}, {distance}");
             (logits, driver.report().instructions)

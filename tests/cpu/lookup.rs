@@ -39,7 +39,7 @@ fn made(engine: &mut Engine, prompt: &[u32], options: &GenerateOptions) -> Made 
     let tokens = generation.by_ref().map(|token| token.unwrap().id).collect();
     let end = generation.end();
     drop(generation);
-    let logits = engine.last_logits().unwrap();
+    let logits = engine.last_logits().unwrap().unwrap();
     assert_eq!(logits.len(), engine.model().config().vocab_size());
     (tokens, end, logits.iter().map(|logit| logit.to_bits()).collect())
 }

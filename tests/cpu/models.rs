@@ -221,7 +221,7 @@ fn any_worker_count_gives_the_same_tokens() {
         let config = EngineConfig { threads: Some(threads), max_context: Some(64), ..EngineConfig::default() };
         let mut engine = Engine::new(&model, &config).unwrap();
         let ids: Vec<u32> = engine.generate(&case.ids, &options).unwrap().map(|t| t.unwrap().id).collect();
-        let logits: Vec<u32> = engine.last_logits().unwrap().iter().map(|x| x.to_bits()).collect();
+        let logits: Vec<u32> = engine.last_logits().unwrap().unwrap().iter().map(|x| x.to_bits()).collect();
         all.push((ids, logits));
     }
     assert!(all.windows(2).all(|pair| pair[0] == pair[1]), "every worker count gives the same bits");

@@ -33,7 +33,7 @@ fn made(engine: &mut Engine, prompt: &[u32], options: &GenerateOptions) -> (usiz
     let reused = generation.reused();
     let tokens: Vec<u32> = generation.by_ref().map(|token| token.unwrap().id).collect();
     drop(generation);
-    (reused, tokens, engine.last_logits().unwrap())
+    (reused, tokens, engine.last_logits().unwrap().unwrap())
 }
 
 fn bits(logits: &[f32]) -> Vec<u32> {

@@ -6,7 +6,7 @@ use perpetua::compile::{Compiled, Config, Source, compile};
 use perpetua::engine::decoder_sources;
 use perpetua::exec::memory::Memory;
 use perpetua::exec::simt::{Options, Simt};
-use perpetua::exec::{RunError, Stopper};
+use perpetua::exec::{Executor, RunError, Stopper};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::BufferKind;
 use perpetua::graph::threadblock::BlockOp;
@@ -134,7 +134,7 @@ fn run_simt_on(
 ) -> Result<(Vec<f32>, Simt), RunError> {
     let memory = Memory::new(compiled, model).expect("a small model");
     let mut simt = Simt::new(image, memory, options);
-    simt.set_tokens(ids);
+    simt.set_tokens(0, ids);
     simt.start(one_pass(ids.len() as u32));
     let control = simt.finish()?;
     assert_eq!(control.end, End::PromptDone as u32);
@@ -253,7 +253,7 @@ fn many_rows_go_to_the_tensor_cores() {
         let memory = Memory::new(&compiled, &model).expect("a small model");
         let options = Options { block_threads: Some(block_threads), ..Options::default() };
         let mut simt = Simt::new(compiled.image.clone(), memory, options);
-        simt.set_tokens(&ids[..tokens]);
+        simt.set_tokens(0, &ids[..tokens]);
         let step = Step { rows: tokens as u32, ..Step::default() };
         let control =
             Control { n_tokens: tokens as u32, max_context: context as u32, step, ..bytemuck::Zeroable::zeroed() };
@@ -332,7 +332,7 @@ fn another_thread_stops_the_token_loop() {
     let compiled = compile(sources, &Config::new(Target::workers(3))).expect("it compiles");
     let memory = Memory::new(&compiled, &model).expect("a small model");
     let mut simt = Simt::new(compiled.image.clone(), memory, Options::default());
-    simt.set_tokens(&IDS[..6]);
+    simt.set_tokens(0, &IDS[..6]);
     let mut run = |max_new_tokens, stopper: &Stopper| {
         let requests = [Request::greedy(max_new_tokens); _];
         let mut control = Control { n_tokens: 6, requests, max_context: 24, ..bytemuck::Zeroable::zeroed() };
@@ -410,7 +410,7 @@ fn split_attention(model: &Model, splits: u32, merges: Option<u32>, target: Targ
         let memory = Memory::new(&compiled, model).expect("a small model");
         let options = Options { seed, block_threads: Some(64), ..Options::default() };
         let mut simt = Simt::new(compiled.image.clone(), memory, options);
-        simt.set_tokens(&IDS);
+        simt.set_tokens(0, &IDS);
         let mut logits = Vec::new();
         for position in 0..IDS.len() as u32 {
             let mut control = one_pass(1);
@@ -579,11 +579,11 @@ fn a_token_outside_the_vocabulary_is_the_kernels_fault_record() {
     let compiled = compiled(&model, 4, IDS.len());
     let memory = Memory::new(&compiled, &model).expect("a small model");
     let mut simt = Simt::new(compiled.image.clone(), memory, Options::default());
-    simt.set_tokens(&[3, 80, 269, 5, 5, 0, 66]);
+    simt.set_tokens(0, &[3, 80, 269, 5, 5, 0, 66]);
     simt.start(one_pass(IDS.len() as u32));
     assert_eq!(simt.finish().unwrap_err(), RunError::TokenOutOfRange { id: 269, position: 2, vocab: 269 });
     // And the executor can be used again.
-    simt.set_tokens(&IDS);
+    simt.set_tokens(0, &IDS);
     simt.start(one_pass(IDS.len() as u32));
     simt.finish().expect("it runs");
 }
@@ -633,7 +633,7 @@ fn a_tokens_first_tiles_are_brought_ahead() {
     for seed in 1..4 {
         let memory = Memory::new(&compiled, &model).expect("a small model");
         let mut simt = Simt::new(compiled.image.clone(), memory, Options { seed, ..Options::default() });
-        simt.set_tokens(&IDS[..1]);
+        simt.set_tokens(0, &IDS[..1]);
         let step = Step { rows: 1, sampling: 1, ..Step::default() };
         simt.start(Control { requests: [Request::greedy(3); _], step, ..one_pass(1) });
         let control = simt.finish().unwrap_or_else(|error| panic!("{error}"));

@@ -79,11 +79,12 @@ impl CudaError {
 /// The result of a driver call.
 pub type Result<T> = std::result::Result<T, CudaError>;
 
+// What a handle is made of is this crate's: safe calls take handles, so none is made but by a driver.
 macro_rules! handles {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {$(
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-        pub struct $name(pub usize);
+        pub struct $name(pub(crate) usize);
     )*};
 }
 

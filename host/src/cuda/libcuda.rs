@@ -122,6 +122,7 @@ const LOG_BYTES: usize = 16 << 10;
 
 /// Why there is no driver to talk to.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum OpenError {
     /// No library of that name: no driver is installed, or it is not where the system looks.
     #[error("no NVIDIA driver: {0}")]

@@ -29,6 +29,7 @@ pub const COMPUTE_CAPABILITY: (u32, u32) = (9, 0);
 
 /// Why there is no GPU to run on.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum GpuError {
     /// No driver, or none that works.
     #[error("{0}")]

@@ -8,11 +8,10 @@
 
 use super::generation::{Made, Run, text_stream};
 use super::resident::Resident;
-use super::{EngineError, GenerateOptions, Model, Token, check_prompt, request};
+use super::{EngineError, GenerateOptions, Model, Token, check_prompt, check_stop_tokens, request};
 use crate::exec::{RunError, Stopper};
 use perpetua_device::advance::{batch_step, end_of};
 use perpetua_shared::control::{Control, End, Request, Sequence};
-use perpetua_shared::limits::MAX_STOP_TOKENS;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -386,11 +385,7 @@ impl<'a> BatchGeneration<'a> {
         let mut all: Vec<u32> = under_way.chain(more).copied().collect();
         all.sort_unstable();
         all.dedup();
-        if all.len() <= MAX_STOP_TOKENS {
-            return Ok(());
-        }
-        let given = format!("{} different ones of all sequences under way", all.len());
-        Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" })
+        check_stop_tokens(all.len(), "different ones of all sequences under way")
     }
 }
 

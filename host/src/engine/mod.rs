@@ -15,7 +15,6 @@
 mod batch;
 mod embedder;
 mod generation;
-#[allow(unsafe_code, reason = "inputs and tokens of an executor that is idle")]
 mod resident;
 
 use generation::{Made, Run, text_stream};
@@ -31,8 +30,7 @@ use crate::compile::{CompileError, Source};
 use crate::cuda::{Gpu, GpuError};
 use crate::exec::cuda::CudaNewError;
 use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
-use crate::exec::threads::Pinning;
-use crate::exec::{RunError, cuda};
+use crate::exec::{RunError, cuda, threads};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request};
@@ -59,11 +57,11 @@ impl Model {
         Ok(Model { folder: Arc::new(ModelFolder::open(dir)?), quantized: None })
     }
 
-    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; on GPUs in 8, without experts. `progress` is
+    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; GPUs read them but for experts'. `progress` is
     /// called with the bytes of every matrix read.
     ///
     /// ```no_run
-    /// # use perpetua::{Model, model::Quantize};
+    /// # use perpetua::{Model, Quantize};
     /// let model = Model::load("path/to/Qwen3-0.6B")?.quantize(Quantize::Q8, |_| {})?;
     /// # Ok::<(), perpetua::EngineError>(())
     /// ```
@@ -72,11 +70,9 @@ impl Model {
     /// An encoder; weights that are missing, misshapen or not finite; too little memory.
     pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
         if let ModelConfig::Bert(_) = self.config() {
-            return Err(EngineError::Option {
-                name: "quantize",
-                given: format!("{how} of an encoder"),
-                expected: "a decoder: only these have weights in fewer bits",
-            });
+            let (given, expected) =
+                (format!("{how} of an encoder"), "a decoder: only these have weights in fewer bits");
+            return Err(EngineError::option("quantize", given, expected));
         }
         let tensors = model::layout::tensors(self.config());
         let needed = Quantized::needed(&tensors, how);
@@ -140,8 +136,6 @@ pub struct EngineConfig {
     pub device: Device,
     /// CPU workers, `None`: one per core this process may use, no more than a quota of CPU time lasts for; SMs of a GPU, `None`: all; or simulated SMs, `None`: 4.
     pub threads: Option<usize>,
-    /// Where CPU workers run.
-    pub pinning: Pinning,
     /// Positions of the KV cache; `None`: the model's context, at most [`DEFAULT_MAX_CONTEXT`].
     pub max_context: Option<usize>,
     /// Compile passes that give every row's logits instead of passes that choose tokens.
@@ -160,6 +154,8 @@ pub struct EngineConfig {
     /// The GPU of [`Device::Cuda`]; `None`: the first that will do, see [`Gpu::open`]. Here a program gives a context and a
     /// stream of its own.
     pub gpu: Option<Gpu>,
+    /// How CPU workers behave, and where they run.
+    pub cpu: threads::Options,
     /// How the kernel on the GPU behaves.
     pub cuda: cuda::Options,
     /// Operators launched just in time, by their names or their macro kernels': see
@@ -182,6 +178,7 @@ pub const GPU_CHUNKS: [usize; 4] = [64, 128, 256, 512];
 
 /// Why an engine cannot be made or cannot go on.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum EngineError {
     /// The model folder.
     #[error(transparent)]
@@ -251,11 +248,17 @@ pub enum EngineError {
         /// Its value.
         given: String,
         /// What would do.
-        expected: &'static str,
+        expected: String,
     },
     /// A method that this engine was not compiled for.
     #[error("this engine was not compiled for {0}")]
     Purpose(&'static str),
+}
+
+impl EngineError {
+    fn option(name: &'static str, given: impl ToString, expected: impl Into<String>) -> EngineError {
+        EngineError::Option { name, given: given.to_string(), expected: expected.into() }
+    }
 }
 
 impl From<CudaNewError> for EngineError {
@@ -288,7 +291,7 @@ pub struct GenerateOptions {
     /// it is about the cache that a sequence [gets](BatchGeneration::add), and what another has left there.
     ///
     /// ```no_run
-    /// # use perpetua::{Engine, EngineConfig, GenerateOptions, Model, model::chat::ChatMessage};
+    /// # use perpetua::{ChatMessage, Engine, EngineConfig, GenerateOptions, Model};
     /// # let model = Model::load("path/to/Qwen3-0.6B")?;
     /// # let mut engine = Engine::new(&model, &EngineConfig::default())?;
     /// let options = GenerateOptions { reuse_prefix: true, ..GenerateOptions::default() };
@@ -331,30 +334,32 @@ impl GenerateOptions {
     }
 
     fn check(&self) -> Result<(), EngineError> {
-        let bad = |name, given: String, expected| Err(EngineError::Option { name, given, expected });
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
-            return bad("temperature", self.temperature.to_string(), "0 (greedy) or a positive number");
+            return Err(EngineError::option("temperature", self.temperature, "0 (greedy) or a positive number"));
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            return bad("top-p", self.top_p.to_string(), "a number above 0, at most 1");
+            return Err(EngineError::option("top-p", self.top_p, "a number above 0, at most 1"));
         }
-        match &self.stop_tokens {
-            Some(stop) if stop.len() > MAX_STOP_TOKENS => {
-                bad("stop tokens", format!("{} of them", stop.len()), "at most 16")
-            }
-            _ => Ok(()),
-        }
+        Ok(())
     }
+}
+
+/// Whether a control block has room for `n` stop tokens, which are `which`.
+fn check_stop_tokens(n: usize, which: &str) -> Result<(), EngineError> {
+    if n <= MAX_STOP_TOKENS {
+        return Ok(());
+    }
+    Err(EngineError::option("stop tokens", format!("{n} {which}"), format!("at most {MAX_STOP_TOKENS}")))
 }
 
 /// What `options` ask of a sequence of `model`, and the tokens that end it, which its `stops` stand for.
 fn request(model: &Model, options: &GenerateOptions) -> Result<(Request, Vec<u32>), EngineError> {
     options.check()?;
-    let stop = options.stop_tokens.as_ref().unwrap_or(&model.generation().eos_token_ids);
-    if stop.len() > MAX_STOP_TOKENS {
-        let given = format!("{} of them in generation_config.json", stop.len());
-        return Err(EngineError::Option { name: "stop tokens", given, expected: "at most 16" });
-    }
+    let (stop, which) = match &options.stop_tokens {
+        Some(stop) => (stop, "of them"),
+        None => (&model.generation().eos_token_ids, "of them in generation_config.json"),
+    };
+    check_stop_tokens(stop.len(), which)?;
     let request = Request {
         max_new_tokens: u32::try_from(options.max_new_tokens).unwrap_or(u32::MAX),
         temperature: options.temperature.to_bits(),
@@ -446,6 +451,15 @@ pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<V
     rows.iter().map(source).collect()
 }
 
+/// A program may make an engine on one thread and use it on another.
+const fn may_change_threads<T: Send>() {}
+const _: () = {
+    may_change_threads::<Engine>();
+    may_change_threads::<Embedder>();
+    may_change_threads::<Generation<'static>>();
+    may_change_threads::<BatchGeneration<'static>>();
+};
+
 /// What of `model` no GPU kernel reads, if there is something.
 fn unread_on_gpu(model: &Model) -> Option<String> {
     let how = model.quantized()?.how();
@@ -475,8 +489,8 @@ impl<'a> Plan<'a> {
         if let Some(given) = unread
             && place.is_gpu()
         {
-            let expected = "cpu or reference: of matrices in fewer bits GPU kernels read those in q8, but for experts'";
-            return Err(EngineError::Option { name: "device", given, expected });
+            let expected = "cpu or reference: GPU kernels read no experts' matrices in fewer bits";
+            return Err(EngineError::option("device", given, expected));
         }
         let allowed = model.max_tokens();
         let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
@@ -530,8 +544,7 @@ impl Engine {
         let Plan { place, context, cache_dtype, chunks } = Plan::of(model, config)?;
         if let Some(drafts) = config.prompt_lookup {
             if drafts == 0 || drafts > MAX_DRAFTS {
-                let (name, expected) = ("prompt lookup", "1 to 15 tokens");
-                return Err(EngineError::Option { name, given: drafts.to_string(), expected });
+                return Err(EngineError::option("prompt lookup", drafts, format!("1 to {MAX_DRAFTS} tokens")));
             }
             if config.all_logits {
                 return Err(EngineError::Purpose("every position's logits and prompt lookup at once"));
@@ -539,8 +552,7 @@ impl Engine {
         }
         if let Some(sequences) = config.sequences {
             if sequences == 0 || sequences > MAX_SEQUENCES {
-                let expected = "1 to 64";
-                return Err(EngineError::Option { name: "batch", given: sequences.to_string(), expected });
+                return Err(EngineError::option("batch", sequences, format!("1 to {MAX_SEQUENCES}")));
             }
             if config.all_logits {
                 return Err(EngineError::Purpose("every position's logits and batches at once"));
@@ -709,25 +721,35 @@ impl Engine {
     }
 
     /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows of
-    /// sequences that had ended before mean nothing.
-    pub fn batch_logits(&mut self) -> Option<Vec<f32>> {
+    /// sequences that had ended before mean nothing. `None` of an engine that was not made with [`EngineConfig::sequences`].
+    ///
+    /// # Errors
+    /// A device that is lost.
+    pub fn batch_logits(&mut self) -> Result<Option<Vec<f32>>, EngineError> {
         let programs = self.resident.compiled.image.view().programs;
-        let batch = ProgramId(programs.iter().position(|p| p.kind == EVERY_SEQUENCE)? as u32);
-        let output = self.resident.output(batch, "logits")?;
-        self.resident.read_f32(&output, self.sequences).ok()
+        let batch = programs.iter().position(|program| program.kind == EVERY_SEQUENCE);
+        let Some(output) = batch.and_then(|batch| self.resident.output(ProgramId(batch as u32), "logits")) else {
+            return Ok(None);
+        };
+        Ok(Some(self.resident.read_f32(&output, self.sequences)?))
     }
 
     /// The logits that the last token of the last generation was chosen from; `None` before there has been one.
-    pub fn last_logits(&mut self) -> Option<Vec<f32>> {
-        self.resident.stamps().first()?;
-        let control = self.resident.finish().ok()?;
+    ///
+    /// # Errors
+    /// The fault that the generation ended with, where its executor still knows it; or a device that is lost.
+    pub fn last_logits(&mut self) -> Result<Option<Vec<f32>>, EngineError> {
+        if self.resident.stamps().is_empty() {
+            return Ok(None);
+        }
+        let control = self.resident.finish()?;
         let last = ProgramId(control.last_program);
-        let output = self.resident.output(last, "logits")?;
+        let Some(output) = self.resident.output(last, "logits") else { return Ok(None) };
         // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last one's alone.
         let verified = self.resident.compiled.image.view().programs[last.idx()].kind == VERIFIES;
         let rows = if verified { control.step.rows as usize } else { 1 };
-        let logits = self.resident.read_f32(&output, rows).ok()?;
-        Some(logits[logits.len() - self.model.config().vocab_size()..].to_vec())
+        let logits = self.resident.read_f32(&output, rows)?;
+        Ok(Some(logits[logits.len() - self.model.config().vocab_size()..].to_vec()))
     }
 
     /// Passes that read a prompt of `tokens` tokens, the last of which makes the first new one.

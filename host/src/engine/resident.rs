@@ -7,30 +7,22 @@ use crate::cuda::{Gpu, GpuError};
 use crate::device_image::device_image;
 use crate::exec::cuda::Cuda;
 use crate::exec::memory::{Memory, MemoryError, WeightSource};
-use crate::exec::{RunError, Stopper, cuda, reference, simt, threads};
+use crate::exec::{Executor, RunError, Stopper, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
 use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::control::{Control, Step};
+use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{ProgramId, Technique};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// What runs the image.
-#[derive(Debug)]
-enum Executor {
-    Threads(threads::Threads),
-    Reference(Box<reference::Reference>),
-    Simt(Box<simt::Simt>),
-    Cuda(Box<Cuda>),
-}
-
 /// A compiled image and its executor: what engines and embedders share.
 #[derive(Debug)]
 pub struct Resident {
     pub(super) compiled: Compiled,
-    executor: Executor,
+    executor: Box<dyn Executor>,
     compile_time: Duration,
     /// So many tokens of the token buffer have their keys and values in the cache, which the last text generation has left there; 0 when
     /// something else has run since.
@@ -38,53 +30,24 @@ pub struct Resident {
 }
 
 impl Resident {
-    /// Compiles `sources` and makes them resident.
+    /// Compiles `sources` and makes them resident where `config` says, as it says there; what it says of a model (context, chunks, batches)
+    /// is in the sources.
     ///
     /// # Errors
     /// From the compiler, the memory or the system.
     pub fn new(
         sources: Vec<Source>,
         weights: &dyn WeightSource,
-        device: Device,
-        n_threads: Option<usize>,
+        config: &EngineConfig,
     ) -> Result<Resident, EngineError> {
-        let place = Place::of(&EngineConfig { device, threads: n_threads, ..EngineConfig::default() })?;
-        Resident::at(sources, weights, place, &[], |_| {})
+        Resident::at(sources, weights, Place::of(config)?, &config.just_in_time, |_| {})
     }
 
-    /// As [`Resident::new`], on CPU workers with other than the usual habits; `just_in_time` are operators as
-    /// [`Config::just_in_time`] has them.
+    /// As [`Resident::new`], at `place`; `just_in_time` are operators as [`Config::just_in_time`] has them, and `progress` is called with
+    /// the bytes of weights that have been handed to a GPU.
     ///
     /// # Errors
     /// As [`Resident::new`].
-    pub fn with_options(
-        sources: Vec<Source>,
-        weights: &dyn WeightSource,
-        n_threads: Option<usize>,
-        options: threads::Options,
-        just_in_time: &[String],
-    ) -> Result<Resident, EngineError> {
-        let n_workers = workers(n_threads, threads::usable_cores(), perpetua_shared::limits::MAX_WORKERS)?;
-        Resident::at(sources, weights, Place::Cpu { n_workers, options }, just_in_time, |_| {})
-    }
-
-    /// As [`Resident::new`], on `gpu`; `just_in_time` are operators as [`Config::just_in_time`] has them, and `progress` is
-    /// called with the bytes of weights that have been handed over.
-    ///
-    /// # Errors
-    /// As [`Resident::new`].
-    pub fn on_gpu(
-        sources: Vec<Source>,
-        weights: &dyn WeightSource,
-        gpu: Gpu,
-        options: cuda::Options,
-        just_in_time: &[String],
-        progress: impl FnMut(u64),
-    ) -> Result<Resident, EngineError> {
-        let n_workers = gpu.info().n_sms;
-        Resident::at(sources, weights, Place::Gpu { gpu, n_workers, options }, just_in_time, progress)
-    }
-
     pub(super) fn at(
         sources: Vec<Source>,
         weights: &dyn WeightSource,
@@ -96,23 +59,14 @@ impl Resident {
         let compiled =
             compile(sources, &Config { just_in_time: just_in_time.to_vec(), ..Config::new(place.target()) })?;
         let compile_time = began.elapsed();
-        let executor = match place {
-            Place::Gpu { gpu, options, .. } => {
-                Executor::Cuda(Box::new(Cuda::new(gpu, &compiled, weights, options, progress)?))
-            }
-            Place::Reference => {
-                let memory = Memory::new(&compiled, weights)?;
-                Executor::Reference(Box::new(reference::Reference::new(compiled.image.clone(), memory)))
-            }
-            Place::Simt { .. } => {
-                let (memory, options) = (Memory::new(&compiled, weights)?, simt::Options::default());
-                Executor::Simt(Box::new(simt::Simt::new(compiled.image.clone(), memory, options)))
-            }
+        let image = || compiled.image.clone();
+        let memory = || Memory::new(&compiled, weights);
+        let executor: Box<dyn Executor> = match place {
+            Place::Gpu { gpu, options, .. } => Box::new(Cuda::new(gpu, &compiled, weights, options, progress)?),
+            Place::Reference => Box::new(reference::Reference::new(image(), memory()?)),
+            Place::Simt { .. } => Box::new(simt::Simt::new(image(), memory()?, simt::Options::default())),
             Place::Cpu { options, .. } => {
-                let memory = Memory::new(&compiled, weights)?;
-                Executor::Threads(
-                    threads::Threads::new(compiled.image.clone(), memory, options).map_err(EngineError::Threads)?,
-                )
+                Box::new(threads::Threads::new(image(), memory()?, options).map_err(EngineError::Threads)?)
             }
         };
         Ok(Resident { compiled, executor, compile_time, kept: 0 })
@@ -140,21 +94,7 @@ impl Resident {
 
     /// As [`Resident::read_f32`], to the end of `out`.
     pub(super) fn append_f32(&mut self, output: &Operand, rows: usize, out: &mut Vec<f32>) -> Result<(), RunError> {
-        match self.memory() {
-            Ok(memory) => memory.append_f32(output, rows, out),
-            Err(cuda) => out.append(&mut cuda.read_f32(output, rows)?),
-        }
-        Ok(())
-    }
-
-    /// The memory of an executor on this machine, once its run has ended.
-    fn memory(&mut self) -> Result<&Memory, &mut Cuda> {
-        match &mut self.executor {
-            Executor::Threads(threads) => Ok(threads.memory()),
-            Executor::Reference(reference) => Ok(reference.memory()),
-            Executor::Simt(simt) => Ok(simt.memory()),
-            Executor::Cuda(cuda) => Err(cuda),
-        }
+        self.executor.append_f32(output, rows, out)
     }
 
     /// Writes the input called `name`; waits for a run to end.
@@ -162,20 +102,12 @@ impl Resident {
     /// # Errors
     /// When there is no such input, or it has another size.
     pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
-        match self.memory() {
-            // SAFETY: `memory` has waited for the workers, and none can be started while `self` is borrowed.
-            Ok(memory) => unsafe { memory.set_input(name, contents) },
-            Err(cuda) => cuda.set_input(name, contents),
-        }
+        self.executor.set_input(name, contents)
     }
 
     pub(super) fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
         self.kept = 0;
-        match self.memory() {
-            // SAFETY: as `set_input`.
-            Ok(memory) => unsafe { memory.set_tokens(position, tokens) },
-            Err(cuda) => cuda.set_tokens(position, tokens),
-        }
+        self.executor.set_tokens(position, tokens);
     }
 
     /// What a generation that has ended with `control` leaves in the cache.
@@ -202,71 +134,36 @@ impl Resident {
     /// As [`Resident::start`]; `stopper`, of this run alone, ends it after the pass under way.
     pub fn start_with(&mut self, control: Control, stopper: &Stopper) {
         self.kept = 0;
-        match &mut self.executor {
-            Executor::Threads(threads) => threads.start_with(control, stopper),
-            Executor::Reference(reference) => reference.start_with(control, stopper),
-            Executor::Simt(simt) => simt.start_with(control, stopper),
-            Executor::Cuda(cuda) => cuda.start_with(control, stopper),
-        }
+        self.executor.start_with(control, stopper);
     }
 
     /// The executor, where it is a GPU: for traces and drills.
     pub fn cuda(&mut self) -> Option<&mut Cuda> {
-        match &mut self.executor {
-            Executor::Cuda(cuda) => Some(cuda),
-            _ => None,
-        }
+        self.executor.cuda()
     }
 
     pub(super) fn produced(&self) -> u32 {
-        match &self.executor {
-            Executor::Threads(threads) => threads.produced(),
-            Executor::Reference(reference) => reference.produced(),
-            Executor::Simt(simt) => simt.produced(),
-            Executor::Cuda(cuda) => cuda.produced(),
-        }
+        self.executor.produced()
     }
 
     pub(super) fn produced_of(&self, sequence: usize) -> u32 {
-        match &self.executor {
-            Executor::Threads(threads) => threads.produced_of(sequence),
-            Executor::Reference(reference) => reference.produced_of(sequence),
-            Executor::Simt(simt) => simt.produced_of(sequence),
-            Executor::Cuda(cuda) => cuda.produced_of(sequence),
-        }
+        self.executor.produced_of(sequence)
     }
 
     pub(super) fn token(&self, position: usize) -> u32 {
-        match &self.executor {
-            Executor::Threads(threads) => threads.token(position),
-            Executor::Reference(reference) => reference.memory().token(position),
-            Executor::Simt(simt) => simt.memory().token(position),
-            Executor::Cuda(cuda) => cuda.token(position),
-        }
+        self.executor.token(position)
     }
 
     pub(super) fn is_running(&mut self) -> bool {
-        match &mut self.executor {
-            Executor::Threads(threads) => threads.is_running(),
-            Executor::Cuda(cuda) => cuda.is_running(),
-            Executor::Reference(_) | Executor::Simt(_) => false,
-        }
+        self.executor.is_running()
     }
 
     pub(super) fn rest(&self) {
-        match &self.executor {
-            Executor::Threads(threads) => threads.rest(),
-            Executor::Cuda(cuda) => cuda.rest(),
-            Executor::Reference(_) | Executor::Simt(_) => {}
-        }
+        self.executor.rest();
     }
 
     pub(super) fn position(&self) -> u32 {
-        match &self.executor {
-            Executor::Threads(threads) => threads.position(),
-            Executor::Cuda(cuda) => cuda.position(),
-            Executor::Reference(_) | Executor::Simt(_) => 0,
-        }
+        self.executor.position()
     }
 
     /// Waits for the run to end.
@@ -274,48 +171,27 @@ impl Resident {
     /// # Errors
     /// Its first fault.
     pub fn finish(&mut self) -> Result<Control, RunError> {
-        match &mut self.executor {
-            Executor::Threads(threads) => threads.finish(),
-            Executor::Reference(reference) => reference.finish(),
-            Executor::Simt(simt) => simt.finish(),
-            Executor::Cuda(cuda) => cuda.finish(),
-        }
+        self.executor.finish()
     }
 
     /// When the last run started, and when each of its passes ended.
     pub fn stamps(&self) -> Vec<Instant> {
-        match &self.executor {
-            Executor::Threads(threads) => threads.stamps(),
-            Executor::Reference(reference) => reference.stamps().to_vec(),
-            Executor::Simt(simt) => simt.stamps().to_vec(),
-            Executor::Cuda(cuda) => cuda.stamps(),
-        }
+        self.executor.stamps()
     }
 
     /// Time all workers together have waited for events so far.
     pub fn waited(&self) -> Duration {
-        match &self.executor {
-            Executor::Threads(threads) => threads.waited(),
-            Executor::Reference(_) | Executor::Simt(_) | Executor::Cuda(_) => Duration::ZERO,
-        }
+        self.executor.waited()
     }
 
-    /// See [`Threads::event_cost`](threads::Threads::event_cost); `None` on what is not CPU threads, too.
+    /// See [`Executor::event_cost`].
     pub fn event_cost(&mut self) -> Option<Duration> {
-        match &mut self.executor {
-            Executor::Threads(threads) => threads.event_cost(),
-            Executor::Reference(_) | Executor::Simt(_) | Executor::Cuda(_) => None,
-        }
+        self.executor.event_cost()
     }
 
     /// Bytes allocated beside the weights used in place: cache, intermediates, tables.
     pub fn owned_bytes(&self) -> u64 {
-        match &self.executor {
-            Executor::Threads(threads) => threads.owned_bytes(),
-            Executor::Reference(reference) => reference.memory().owned_bytes(),
-            Executor::Simt(simt) => simt.memory().owned_bytes(),
-            Executor::Cuda(cuda) => cuda.owned_bytes(),
-        }
+        self.executor.owned_bytes()
     }
 
     /// Runs one pass of program `program` over `tokens`, as the first of their sequence.
@@ -392,11 +268,10 @@ pub(super) enum Place {
 
 impl Place {
     pub(super) fn of(config: &EngineConfig) -> Result<Place, EngineError> {
-        let max = perpetua_shared::limits::MAX_WORKERS;
+        let max = MAX_WORKERS;
         let cpu = || {
             let n_workers = workers(config.threads, threads::usable_cores(), max)?;
-            let options = threads::Options { pinning: config.pinning.clone(), ..threads::Options::default() };
-            Ok(Place::Cpu { n_workers, options })
+            Ok(Place::Cpu { n_workers, options: config.cpu.clone() })
         };
         let on = |gpu: Gpu| {
             let n_sms = gpu.info().n_sms as usize;
@@ -444,12 +319,8 @@ impl Place {
 fn workers(given: Option<usize>, usual: usize, max: usize) -> Result<u32, EngineError> {
     let n = given.unwrap_or(usual);
     if n == 0 || n > max {
-        let expected = if given.is_some() && max < perpetua_shared::limits::MAX_WORKERS {
-            "1 to the number of the GPU's SMs"
-        } else {
-            "1 to 512"
-        };
-        return Err(EngineError::Option { name: "threads", given: n.to_string(), expected });
+        let which = if max < MAX_WORKERS { ", the number of the GPU's SMs" } else { "" };
+        return Err(EngineError::option("threads", n, format!("1 to {max}{which}")));
     }
     Ok(n as u32)
 }

@@ -21,7 +21,7 @@
 use super::memory::{MemoryError, WeightSource, read_f32, weight_parts};
 use super::operators::operators;
 use super::threads::usable_cores;
-use super::{RunError, Stopper, check_sequences};
+use super::{Executor, RunError, Stopper, check_sequences, count_on};
 use crate::compile::Compiled;
 use crate::cuda::driver::{
     CudaError, DevicePtr, Driver, Function, GraphExec, Launch, Module, OperatorNode, Pinned, Stream,
@@ -363,6 +363,7 @@ impl Drop for Resources {
 
 /// Why the executor cannot be made.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum CudaNewError {
     /// The device.
     #[error(transparent)]
@@ -582,12 +583,6 @@ impl Cuda {
         self.layout.bytes
     }
 
-    /// Bytes on the device beside the weights.
-    pub fn owned_bytes(&self) -> u64 {
-        let weights = self.names.iter().zip(&self.sizes).filter(|((kind, _), _)| *kind == BindingKind::Weight);
-        self.layout.bytes - weights.map(|(_, bytes)| bytes).sum::<u64>()
-    }
-
     fn driver(&self) -> &dyn Driver {
         self.gpu.driver()
     }
@@ -642,105 +637,6 @@ impl Cuda {
             }
         }
         Ok(())
-    }
-
-    /// Writes `tokens` at `position` of the token buffer; waits for a run to end.
-    pub fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
-        self.wait();
-        let end = position + tokens.len();
-        assert!(4 * end as u64 <= self.sizes[self.tokens], "tokens must fit the token buffer");
-        let mut seen = self.seen_mut();
-        if seen.tokens.len() < end {
-            seen.tokens.resize(end, 0);
-        }
-        seen.tokens[position..end].copy_from_slice(tokens);
-        drop(seen);
-        let to = self.at(self.tokens).offset(4 * position as u64);
-        // SAFETY: they fit, and no kernel runs.
-        if let Err(error) = unsafe { self.write(to, bytemuck::cast_slice(tokens)) } {
-            self.lose(error);
-        }
-    }
-
-    /// Writes the input called `name`; waits for a run to end.
-    ///
-    /// # Errors
-    /// When there is no such input, or it has another size.
-    pub fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
-        self.wait();
-        let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
-        let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
-        if contents.len() as u64 != self.sizes[number] {
-            let found = contents.len() as u64;
-            return Err(MemoryError::Size { name: name.to_owned(), found, expected: self.sizes[number] });
-        }
-        // SAFETY: the binding has exactly this many bytes, and no kernel runs.
-        if let Err(error) = unsafe { self.write(self.at(number), contents) } {
-            self.lose(error);
-        }
-        Ok(())
-    }
-
-    /// As [`Memory::read_f32`](super::memory::Memory::read_f32); waits for a run to end.
-    ///
-    /// # Errors
-    /// A device that is lost.
-    pub fn read_f32(&mut self, output: &Operand, rows: usize) -> Result<Vec<f32>, RunError> {
-        self.wait();
-        if let Some(lost) = &self.lost {
-            return Err(lost.clone());
-        }
-        // From the box's first element to its last.
-        let size = output.dtype().map_or(4, DType::size_bytes) as u64;
-        let dims = 0..usize::from(output.rank);
-        let last: u64 = dims.map(|d| u64::from(output.extent[d].max(1) - 1) * u64::from(output.stride_elems[d])).sum();
-        let bytes = ((last + 1) * size) as usize;
-        let mut words = vec![0u64; bytes.div_ceil(8)];
-        let from = self.at(output.binding.idx()).offset(output.offset_bytes);
-        // SAFETY: the image's check has judged the box inside its binding, and no kernel runs.
-        unsafe { self.read(from, &mut bytemuck::cast_slice_mut(&mut words)[..bytes]) }
-            .map_err(|error| self.lose(error))?;
-        let operand = Operand { offset_bytes: 0, ..*output };
-        // SAFETY: the words hold the whole box, from its first element on.
-        Ok(unsafe { read_f32(words.as_mut_ptr().cast(), &operand, rows) })
-    }
-
-    /// Launches the token loop from `control`'s step; waits for an earlier run to end first. What has been counted so far
-    /// (`program_runs`, the iteration) is kept: those fields of `control` are overwritten. An error waits in
-    /// [`Cuda::finish`].
-    pub fn start(&mut self, control: Control) {
-        self.start_with(control, &Stopper::default());
-    }
-
-    /// As [`Cuda::start`]; the run ends soon after `stopper` is told.
-    pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
-        check_sequences(&self.image, &control);
-        self.wait();
-        if matches!(self.kernels, Kernels::PerOperator(_)) {
-            // Which program comes next would depend on the text, and passes are launched ahead.
-            control.max_drafts = 0;
-        }
-        let part = self.tokens_of_sequence();
-        self.seen_mut().begin(Post::new(&control, self.image.view().programs, part));
-        self.silence = None;
-        self.gave_up = None;
-        self.finished = None;
-        self.launched = Instant::now();
-        if let Some(lost) = &self.lost {
-            self.outcome = Some(Err(lost.clone()));
-            return;
-        }
-        control.program_runs = self.program_runs;
-        control.step.iteration = self.iteration;
-        if control.step.program != NO_PROGRAM {
-            control.step.program_runs = control.program_runs[control.step.program as usize];
-        }
-        self.outcome = None;
-        let before = std::mem::replace(&mut self.stopper, stopper.clone());
-        if let Err(error) = self.launch(&control, &before) {
-            let lost = self.lose(error);
-            self.outcome = Some(Err(lost));
-        }
     }
 
     /// Tokens of the buffer that a sequence has.
@@ -899,53 +795,6 @@ impl Cuda {
         seen
     }
 
-    /// Tokens made so far in this run, by all sequences together.
-    pub fn produced(&self) -> u32 {
-        self.look().made.iter().map(|made| made.n as u32).sum()
-    }
-
-    /// Those of them for sequence `number` of a batch.
-    pub fn produced_of(&self, number: usize) -> u32 {
-        self.look().made.get(number).map_or(0, |made| made.n as u32)
-    }
-
-    /// Tokens in the cache, as far as this run has told.
-    pub fn position(&self) -> u32 {
-        self.look().position
-    }
-
-    /// The token at `position` of the token buffer: one of a prompt's, or one that [`Cuda::produced`] has counted.
-    pub fn token(&self, position: usize) -> u32 {
-        self.seen_mut().tokens[position]
-    }
-
-    /// Whether a run is under way: one that has not been given up, because nothing has been heard of it for too long.
-    pub fn is_running(&mut self) -> bool {
-        if self.ticket.is_some() {
-            let done = self
-                .launch_ahead()
-                .and_then(|()| self.gpu.enter())
-                .and_then(|_entered| self.driver().is_done(self.stream));
-            match done {
-                Ok(false) => self.lose_patience(),
-                // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
-                Ok(true) if !self.passes.is_empty() && self.look().passes() == self.n_launched => {}
-                Ok(true) => self.ticket = None,
-                Err(error) => {
-                    self.ticket = None;
-                    self.lose(error);
-                }
-            }
-        }
-        self.ticket.is_some()
-    }
-
-    /// Waits a moment for something to happen.
-    pub fn rest(&self) {
-        // A token takes some hundred microseconds, and a sleeping thread is late by fifty.
-        std::thread::sleep(Duration::from_micros(20));
-    }
-
     /// Gives up on a run of which nothing has been heard for so long that it cannot end by itself, and which has been told to
     /// stop in vain.
     fn lose_patience(&mut self) {
@@ -997,23 +846,6 @@ impl Cuda {
             None => RunError::Cuda(error),
         };
         self.lost.get_or_insert(error).clone()
-    }
-
-    /// Waits for the run to end and says how: the control block as it was left.
-    ///
-    /// # Errors
-    /// The first fault of the run, or a device that is lost.
-    pub fn finish(&mut self) -> Result<Control, RunError> {
-        self.wait();
-        if let Some(lost) = &self.lost {
-            return Err(lost.clone());
-        }
-        if let Some(outcome) = &self.outcome {
-            return outcome.clone();
-        }
-        let outcome = self.collect().map_err(|error| self.lose(error))?;
-        self.outcome = Some(outcome.clone());
-        outcome
     }
 
     fn collect(&mut self) -> Result<Result<Control, RunError>, CudaError> {
@@ -1100,21 +932,6 @@ impl Cuda {
         format!("; last, {}", words.collect::<Vec<_>>().join(", "))
     }
 
-    /// When the last run was launched, and when each of its iterations ended. The GPU's clock tells the distances between
-    /// iterations, the host's the time of the last.
-    pub fn stamps(&self) -> Vec<Instant> {
-        let mut stamps = vec![self.launched];
-        let seen = self.look();
-        let finished = self.finished.unwrap_or_else(Instant::now);
-        let mail = |pass| self.mailbox.host.cast::<Mail>().wrapping_add(seen.entry(pass));
-        // SAFETY: inside the mailbox, and written before the words that have been seen, or at the kernel's end at the latest.
-        let stamp = |pass: usize| unsafe { (&raw const (*mail(pass)).stamp_ns).read_volatile() };
-        let last = seen.passes().checked_sub(1).map_or(0, stamp);
-        let ago = |pass| Duration::from_nanos(last.saturating_sub(stamp(pass)));
-        stamps.extend((0..seen.passes()).map(|pass| finished.checked_sub(ago(pass)).unwrap_or(self.launched)));
-        stamps
-    }
-
     /// What runs to come do without; waits for a run to end.
     ///
     /// # Panics
@@ -1145,6 +962,166 @@ impl Cuda {
         let rows = entries.chunks(n_trace.max(1)).zip(0..);
         let written = rows.flat_map(|(row, w)| row.iter().filter(|e| e.ended_ns != 0).map(move |e| (WorkerId(w), *e)));
         Ok(written.collect())
+    }
+}
+
+impl Executor for Cuda {
+    fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
+        check_sequences(&self.image, &control);
+        self.wait();
+        if matches!(self.kernels, Kernels::PerOperator(_)) {
+            // Which program comes next would depend on the text, and passes are launched ahead.
+            control.max_drafts = 0;
+        }
+        let part = self.tokens_of_sequence();
+        self.seen_mut().begin(Post::new(&control, self.image.view().programs, part));
+        self.silence = None;
+        self.gave_up = None;
+        self.finished = None;
+        self.launched = Instant::now();
+        if let Some(lost) = &self.lost {
+            self.outcome = Some(Err(lost.clone()));
+            return;
+        }
+        count_on(&mut control, self.program_runs, self.iteration);
+        self.outcome = None;
+        let before = std::mem::replace(&mut self.stopper, stopper.clone());
+        if let Err(error) = self.launch(&control, &before) {
+            let lost = self.lose(error);
+            self.outcome = Some(Err(lost));
+        }
+    }
+
+    fn finish(&mut self) -> Result<Control, RunError> {
+        self.wait();
+        if let Some(lost) = &self.lost {
+            return Err(lost.clone());
+        }
+        if let Some(outcome) = &self.outcome {
+            return outcome.clone();
+        }
+        let outcome = self.collect().map_err(|error| self.lose(error))?;
+        self.outcome = Some(outcome.clone());
+        outcome
+    }
+
+    fn produced(&self) -> u32 {
+        self.look().made.iter().map(|made| made.n as u32).sum()
+    }
+
+    fn produced_of(&self, sequence: usize) -> u32 {
+        self.look().made.get(sequence).map_or(0, |made| made.n as u32)
+    }
+
+    fn token(&self, position: usize) -> u32 {
+        self.seen_mut().tokens[position]
+    }
+
+    fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
+        self.wait();
+        let end = position + tokens.len();
+        assert!(4 * end as u64 <= self.sizes[self.tokens], "tokens must fit the token buffer");
+        let mut seen = self.seen_mut();
+        if seen.tokens.len() < end {
+            seen.tokens.resize(end, 0);
+        }
+        seen.tokens[position..end].copy_from_slice(tokens);
+        drop(seen);
+        let to = self.at(self.tokens).offset(4 * position as u64);
+        // SAFETY: they fit, and no kernel runs.
+        if let Err(error) = unsafe { self.write(to, bytemuck::cast_slice(tokens)) } {
+            self.lose(error);
+        }
+    }
+
+    fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+        self.wait();
+        let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
+        let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
+        if contents.len() as u64 != self.sizes[number] {
+            let found = contents.len() as u64;
+            return Err(MemoryError::Size { name: name.to_owned(), found, expected: self.sizes[number] });
+        }
+        // SAFETY: the binding has exactly this many bytes, and no kernel runs.
+        if let Err(error) = unsafe { self.write(self.at(number), contents) } {
+            self.lose(error);
+        }
+        Ok(())
+    }
+
+    fn append_f32(&mut self, output: &Operand, rows: usize, out: &mut Vec<f32>) -> Result<(), RunError> {
+        self.wait();
+        if let Some(lost) = &self.lost {
+            return Err(lost.clone());
+        }
+        // From the box's first element to its last.
+        let size = output.dtype().map_or(4, DType::size_bytes) as u64;
+        let dims = 0..usize::from(output.rank);
+        let last: u64 = dims.map(|d| u64::from(output.extent[d].max(1) - 1) * u64::from(output.stride_elems[d])).sum();
+        let bytes = ((last + 1) * size) as usize;
+        let mut words = vec![0u64; bytes.div_ceil(8)];
+        let from = self.at(output.binding.idx()).offset(output.offset_bytes);
+        // SAFETY: the image's check has judged the box inside its binding, and no kernel runs.
+        unsafe { self.read(from, &mut bytemuck::cast_slice_mut(&mut words)[..bytes]) }
+            .map_err(|error| self.lose(error))?;
+        let operand = Operand { offset_bytes: 0, ..*output };
+        // SAFETY: the words hold the whole box, from its first element on.
+        out.append(&mut unsafe { read_f32(words.as_mut_ptr().cast(), &operand, rows) });
+        Ok(())
+    }
+
+    /// The GPU's clock tells the distances between iterations, the host's the time of the last.
+    fn stamps(&self) -> Vec<Instant> {
+        let mut stamps = vec![self.launched];
+        let seen = self.look();
+        let finished = self.finished.unwrap_or_else(Instant::now);
+        let mail = |pass| self.mailbox.host.cast::<Mail>().wrapping_add(seen.entry(pass));
+        // SAFETY: inside the mailbox, and written before the words that have been seen, or at the kernel's end at the latest.
+        let stamp = |pass: usize| unsafe { (&raw const (*mail(pass)).stamp_ns).read_volatile() };
+        let last = seen.passes().checked_sub(1).map_or(0, stamp);
+        let ago = |pass| Duration::from_nanos(last.saturating_sub(stamp(pass)));
+        stamps.extend((0..seen.passes()).map(|pass| finished.checked_sub(ago(pass)).unwrap_or(self.launched)));
+        stamps
+    }
+
+    /// On the device.
+    fn owned_bytes(&self) -> u64 {
+        let weights = self.names.iter().zip(&self.sizes).filter(|((kind, _), _)| *kind == BindingKind::Weight);
+        self.layout.bytes - weights.map(|(_, bytes)| bytes).sum::<u64>()
+    }
+
+    /// Not one that has been given up, because nothing has been heard of it for too long.
+    fn is_running(&mut self) -> bool {
+        if self.ticket.is_some() {
+            let done = self
+                .launch_ahead()
+                .and_then(|()| self.gpu.enter())
+                .and_then(|_entered| self.driver().is_done(self.stream));
+            match done {
+                Ok(false) => self.lose_patience(),
+                // Passes that were launched before, have ended, and have not been heard of came after the loop's end.
+                Ok(true) if !self.passes.is_empty() && self.look().passes() == self.n_launched => {}
+                Ok(true) => self.ticket = None,
+                Err(error) => {
+                    self.ticket = None;
+                    self.lose(error);
+                }
+            }
+        }
+        self.ticket.is_some()
+    }
+
+    fn rest(&self) {
+        // A token takes some hundred microseconds, and a sleeping thread is late by fifty.
+        std::thread::sleep(Duration::from_micros(20));
+    }
+
+    fn position(&self) -> u32 {
+        self.look().position
+    }
+
+    fn cuda(&mut self) -> Option<&mut Cuda> {
+        Some(self)
     }
 }
 

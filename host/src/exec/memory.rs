@@ -98,6 +98,7 @@ pub(super) fn weight_parts<'a>(source: &'a dyn WeightSource, binding: &Binding) 
 
 /// Why memory cannot be supplied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum MemoryError {
     /// The checkpoint has no such tensor.
     #[error("weight {0} is not in the checkpoint")]

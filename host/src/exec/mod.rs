@@ -1,6 +1,6 @@
 //! Running images.
 //!
-//! An executor sees an [`Image`](crate::image::Image), the [memory](memory::Memory) its bindings name, and nothing above
+//! An [`Executor`] sees an [`Image`](crate::image::Image), the [memory](memory::Memory) its bindings name, and nothing above
 //! them.
 //!
 //! - [`reference`]: one thread, tasks in program order, plain-loop bodies: the definition of correct.
@@ -8,6 +8,7 @@
 //! - [`simt`]: the GPU's code on a simulated GPU that judges every access.
 //! - [`threads`]: resident CPU workers running the device crate's worker loop: the embedded default.
 
+mod at_once;
 pub mod cuda;
 pub mod memory;
 pub mod operators;
@@ -19,8 +20,100 @@ pub mod threads;
 pub use stopper::Stopper;
 
 use crate::image::Image;
-use perpetua_shared::control::Control;
+use memory::MemoryError;
+use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::limits::MAX_PROGRAMS;
+use perpetua_shared::task::Operand;
 use perpetua_shared::{Fault, FaultCode};
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+/// What runs an image. One run is under way at a time: whatever starts another, writes memory or reads outputs waits for its end.
+pub trait Executor: Debug + Send {
+    /// Starts a run of the token loop from `control`, whose `step` says where. What earlier runs have counted (`program_runs`, the
+    /// iteration) is kept where workers wait for numbers that only grow: those fields of `control` are overwritten. The iteration in which
+    /// `stopper`, of this run alone, is told is the last, or on a GPU the one soon after. An error waits in [`Executor::finish`].
+    fn start_with(&mut self, control: Control, stopper: &Stopper);
+
+    /// As [`Executor::start_with`], of a run that nobody stops.
+    fn start(&mut self, control: Control) {
+        self.start_with(control, &Stopper::default());
+    }
+
+    /// Waits for the run to end and says how: the control block as it was left.
+    ///
+    /// # Errors
+    /// The first fault of the run, what the simulated GPU objects to, or a device that is lost.
+    fn finish(&mut self) -> Result<Control, RunError>;
+
+    /// Tokens made so far in this run, by all sequences together. Those counted can be read.
+    fn produced(&self) -> u32;
+
+    /// Those of them for sequence `sequence` of a batch.
+    fn produced_of(&self, sequence: usize) -> u32;
+
+    /// The token at `position` of the token buffer: one of a prompt's, or one that [`Executor::produced`] has counted.
+    fn token(&self, position: usize) -> u32;
+
+    /// Writes `tokens` at `position` of the token buffer.
+    fn set_tokens(&mut self, position: usize, tokens: &[u32]);
+
+    /// Writes the input called `name`.
+    ///
+    /// # Errors
+    /// When there is no such input, or it has another size.
+    fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError>;
+
+    /// Reads rows `..rows` of an f32 output, or its first `rows` elements when it has rank 1, to the end of `out`.
+    ///
+    /// # Errors
+    /// A device that is lost.
+    fn append_f32(&mut self, output: &Operand, rows: usize, out: &mut Vec<f32>) -> Result<(), RunError>;
+
+    /// When the last run started, and when each of its iterations ended.
+    fn stamps(&self) -> Vec<Instant>;
+
+    /// Bytes allocated beside the weights: cache, intermediates, tables.
+    fn owned_bytes(&self) -> u64;
+
+    /// Whether a run is under way. Not where one is over when it has been started.
+    fn is_running(&mut self) -> bool {
+        false
+    }
+
+    /// Waits a moment for something to happen in the run under way.
+    fn rest(&self) {}
+
+    /// Tokens in the cache, as far as the run under way has told.
+    fn position(&self) -> u32 {
+        0
+    }
+
+    /// Time all workers together have waited for events since the executor was made, where that is measured.
+    fn waited(&self) -> Duration {
+        Duration::ZERO
+    }
+
+    /// What an event costs: from a worker's trigger until another, which has been waiting for it, goes on. `None` where that is not measured,
+    /// or where there is one worker, which waits for none.
+    fn event_cost(&mut self) -> Option<Duration> {
+        None
+    }
+
+    /// The executor, where it is a GPU: for traces and drills.
+    fn cuda(&mut self) -> Option<&mut cuda::Cuda> {
+        None
+    }
+}
+
+/// Has `control` count on from an earlier run, which left these: events' counters do.
+fn count_on(control: &mut Control, program_runs: [u32; MAX_PROGRAMS], iteration: u32) {
+    control.program_runs = program_runs;
+    control.step.iteration = iteration;
+    if control.step.program != NO_PROGRAM {
+        control.step.program_runs = program_runs[control.step.program as usize];
+    }
+}
 
 /// What executors of batches rely on where a control block comes from the host.
 fn check_sequences(image: &Image, control: &Control) {
@@ -35,6 +128,7 @@ fn check_sequences(image: &Image, control: &Control) {
 
 /// A run that ended in a fault, in words.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum RunError {
     /// A token id that the model does not have.
     #[error("token id {id} at position {position} is out of range: the vocabulary has {vocab}")]

@@ -1,7 +1,8 @@
 //! The reference executor: one thread, tasks in program order, plain-loop bodies in f32. Slow and obvious.
 
+use super::at_once::{AtOnce, Loaded};
 use super::memory::Memory;
-use super::{RunError, Stopper, check_sequences};
+use super::{RunError, Stopper};
 use crate::image::Image;
 use perpetua_device::advance::step_of;
 use perpetua_device::io::{Call, Tensor};
@@ -11,81 +12,45 @@ use perpetua_shared::{Fault, FaultCode, TaskFlags};
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// The executor. A run is over when [`Reference::start`] returns.
+/// The executor. A run is over when it has been started.
 #[derive(Debug)]
 pub struct Reference {
-    image: Image,
-    memory: Memory,
-    outcome: Option<Result<Control, RunError>>,
-    stamps: Vec<Instant>,
+    loaded: Loaded,
 }
 
 impl Reference {
     /// Runs `image` on `memory`.
     pub fn new(image: Image, memory: Memory) -> Reference {
-        assert!(memory.serves(&image), "an image runs on memory of its own compilation");
-        Reference { image, memory, outcome: None, stamps: Vec::new() }
+        Reference { loaded: Loaded::new(image, memory) }
     }
 
     /// The memory.
     pub fn memory(&self) -> &Memory {
-        &self.memory
+        &self.loaded.memory
+    }
+}
+
+impl AtOnce for Reference {
+    fn loaded(&self) -> &Loaded {
+        &self.loaded
     }
 
-    /// Runs the token loop from `control`'s step until it ends.
-    pub fn start(&mut self, control: Control) {
-        self.start_with(control, &Stopper::default());
+    fn loaded_mut(&mut self) -> &mut Loaded {
+        &mut self.loaded
     }
 
-    /// As [`Reference::start`]; the pass in which `stopper` is told is the last.
-    pub fn start_with(&mut self, control: Control, stopper: &Stopper) {
-        check_sequences(&self.image, &control);
-        let base = self.memory.control_base();
-        self.stamps = vec![Instant::now()];
+    fn run(&mut self, control: Control, stopper: &Stopper) -> Result<Control, RunError> {
+        let Loaded { image, memory, stamps, .. } = &mut self.loaded;
+        let (image, memory, view) = (&*image, &*memory, image.view());
+        let base = memory.control_base();
         // SAFETY: the control block is aligned and this is the only thread that touches it.
         unsafe { base.write(control) };
-        let ran = self.run(stopper);
-        // SAFETY: as above.
-        self.outcome = Some(ran.map(|()| unsafe { base.read() }));
-    }
-
-    /// Tokens the last run made.
-    pub fn produced(&self) -> u32 {
-        match &self.outcome {
-            Some(Ok(control)) => control.produced,
-            _ => 0,
-        }
-    }
-
-    /// Those of them for sequence `number` of a batch.
-    pub fn produced_of(&self, number: usize) -> u32 {
-        match &self.outcome {
-            Some(Ok(control)) => control.sequences[number].produced,
-            _ => 0,
-        }
-    }
-
-    /// How the last run ended.
-    ///
-    /// # Errors
-    /// Its fault.
-    pub fn finish(&mut self) -> Result<Control, RunError> {
-        self.outcome.clone().unwrap_or_else(|| Ok(bytemuck::Zeroable::zeroed()))
-    }
-
-    /// When the last run started, and when each of its passes ended.
-    pub fn stamps(&self) -> &[Instant] {
-        &self.stamps
-    }
-
-    fn run(&mut self, stopper: &Stopper) -> Result<(), RunError> {
-        let (image, memory) = (&self.image, &self.memory);
-        let view = image.view();
         loop {
             // SAFETY: nobody else runs.
-            let step = unsafe { core::ptr::addr_of!((*memory.control_base()).step).read() };
+            let step = unsafe { core::ptr::addr_of!((*base).step).read() };
             if step.program == NO_PROGRAM {
-                return Ok(());
+                // SAFETY: as above.
+                return Ok(unsafe { base.read() });
             }
             let program = view.programs[step.program as usize];
             for id in program.task_first..program.task_first + program.task_count {
@@ -97,7 +62,7 @@ impl Reference {
                     continue;
                 }
                 // SAFETY: `image::check` has judged every box inside its binding, and in the first part where the step has
-                // another sequence than the first, of which there are as many (`start`); nobody else runs.
+                // another sequence than the first, of which there are as many (`start_with`); nobody else runs.
                 let tensors: Vec<Tensor> = view
                     .operands(task)
                     .iter()
@@ -112,7 +77,7 @@ impl Reference {
                     });
                 outcome.map_err(|fault| RunError::of(&Fault { task: id, worker: 0, ..fault }, image))?;
             }
-            self.stamps.push(Instant::now());
+            stamps.push(Instant::now());
         }
     }
 }

@@ -6,17 +6,19 @@
 //! they must, or a body that races, reads what nobody wrote or parts its lanes, ends the run with the task, block, lane
 //! and line.
 
+use super::at_once::{AtOnce, Loaded};
 use super::memory::Memory;
-use super::{RunError, Stopper, check_sequences};
+use super::{RunError, Stopper, count_on};
 use crate::image::Image;
 use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError, Wrong};
 use perpetua_device::turns;
-use perpetua_shared::control::{Control, NO_PROGRAM, STOP};
+use perpetua_shared::control::{Control, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
 use perpetua_shared::{BindingId, Fault, FaultCode, Techniques};
+use std::ptr::with_exposed_provenance_mut;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
@@ -38,21 +40,19 @@ impl Default for Options {
     }
 }
 
-/// The executor. A run is over when [`Simt::start`] returns.
+/// The executor. A run is over when it has been started, and only its start and end are stamped.
 #[derive(Debug)]
 pub struct Simt {
-    image: Image,
-    memory: Memory,
-    /// Where each binding lies: its memory, or a copy of a weight that is not aligned as device memory is.
-    bases: Vec<*mut u8>,
+    loaded: Loaded,
+    /// The address of each binding, exposed, as the launch block and the table say them: its memory's, or that of a copy of a weight
+    /// that is not aligned as device memory is.
+    bases: Vec<usize>,
     _copies: Vec<Vec<u128>>,
     options: Options,
     counters: Vec<u32>,
     /// Iterations since the counters were zeroed.
     iteration: u32,
-    outcome: Option<Result<Control, RunError>>,
     report: Report,
-    stamps: Vec<Instant>,
 }
 
 /// The longest a worker waits, in simulated time: longer than any run, shorter than the leaps of time when nobody can
@@ -62,10 +62,10 @@ const TIMEOUT_NS: u64 = 1 << 41;
 impl Simt {
     /// Runs `image` on `memory`, a simulated SM for each of its workers.
     pub fn new(image: Image, memory: Memory, options: Options) -> Simt {
-        assert!(memory.serves(&image), "an image runs on memory of its own compilation");
+        let loaded = Loaded::new(image, memory);
+        let Loaded { image, memory, .. } = &loaded;
         let view = image.view();
         let counters = vec![0; view.events.len() + queue::words(view.max_just_in_time()) as usize];
-        let (outcome, report) = (None, Report::default());
         let mut bases = memory.bases().to_vec();
         let mut copies = Vec::new();
         for (number, (binding, base)) in (0..).zip(image.bindings().iter().zip(&mut bases)) {
@@ -83,100 +83,13 @@ impl Simt {
             *base = copy.as_mut_ptr().cast();
             copies.push(copy);
         }
-        Simt {
-            image,
-            memory,
-            bases,
-            _copies: copies,
-            options,
-            counters,
-            iteration: 0,
-            outcome,
-            report,
-            stamps: Vec::new(),
-        }
+        let bases = bases.into_iter().map(<*mut u8>::expose_provenance).collect();
+        Simt { loaded, bases, _copies: copies, options, counters, iteration: 0, report: Report::default() }
     }
 
     /// The memory.
     pub fn memory(&self) -> &Memory {
-        &self.memory
-    }
-
-    /// Writes `tokens` at the token buffer's start.
-    pub fn set_tokens(&mut self, tokens: &[u32]) {
-        // SAFETY: launches end before `start` returns.
-        unsafe { self.memory.set_tokens(0, tokens) }
-    }
-
-    /// Runs the token loop from `control`'s step until it ends. What has been counted so far (`program_runs`, the
-    /// iteration) is kept: those fields of `control` are overwritten.
-    pub fn start(&mut self, control: Control) {
-        self.start_with(control, &Stopper::default());
-    }
-
-    /// As [`Simt::start`]; the iteration in which `stopper` is told is the last.
-    pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
-        check_sequences(&self.image, &control);
-        let base = self.memory.control_base();
-        // SAFETY: the control block is aligned and nobody else touches it between launches.
-        let before = unsafe { base.read() };
-        control.program_runs = before.program_runs;
-        control.step.iteration = self.iteration;
-        if control.step.program != NO_PROGRAM {
-            control.step.program_runs = control.program_runs[control.step.program as usize];
-        }
-        // SAFETY: as above.
-        unsafe { base.write(control) };
-        self.stamps = vec![Instant::now()];
-        let ran = self.launch(stopper);
-        self.stamps.push(Instant::now());
-        // SAFETY: as above; the launch is over.
-        let after = unsafe { base.read() };
-        self.iteration = after.step.iteration;
-        self.options.seed = self.options.seed.wrapping_add(1);
-        if ran.is_err() {
-            self.counters.fill(0);
-            self.iteration = 0;
-            // SAFETY: as above; the flagged bindings have as many bytes.
-            unsafe {
-                (*base).program_runs = Default::default();
-                for (binding, base) in self.image.bindings().iter().zip(&self.bases) {
-                    if binding.kind == BindingKind::Flagged as u32 {
-                        base.write_bytes(0, binding.bytes as usize);
-                    }
-                }
-            }
-        }
-        self.outcome = Some(ran.map(|()| after));
-    }
-
-    /// Tokens the last run made.
-    pub fn produced(&self) -> u32 {
-        match &self.outcome {
-            Some(Ok(control)) => control.produced,
-            _ => 0,
-        }
-    }
-
-    /// Those of them for sequence `number` of a batch.
-    pub fn produced_of(&self, number: usize) -> u32 {
-        match &self.outcome {
-            Some(Ok(control)) => control.sequences[number].produced,
-            _ => 0,
-        }
-    }
-
-    /// How the last run ended.
-    ///
-    /// # Errors
-    /// Its fault, or what the simulated GPU objects to.
-    pub fn finish(&mut self) -> Result<Control, RunError> {
-        self.outcome.clone().unwrap_or_else(|| Ok(bytemuck::Zeroable::zeroed()))
-    }
-
-    /// When the last run started and ended.
-    pub fn stamps(&self) -> &[Instant] {
-        &self.stamps
+        &self.loaded.memory
     }
 
     /// What the last run did, counted.
@@ -186,11 +99,11 @@ impl Simt {
 
     fn launch(&mut self, stopper: &Stopper) -> Result<(), RunError> {
         let mut fault = Fault::default();
-        let bindings: Vec<u64> = self.bases.iter().map(|base| base.expose_provenance() as u64).collect();
-        let view = self.image.view();
-        let parts: Vec<u64> = (0..bindings.len()).map(|binding| self.image.part_bytes(binding)).collect();
+        let bindings: Vec<u64> = self.bases.iter().map(|base| *base as u64).collect();
+        let view = self.loaded.image.view();
+        let parts: Vec<u64> = (0..bindings.len()).map(|binding| self.loaded.image.part_bytes(binding)).collect();
         let turns = turns::records(&view, &bindings);
-        let loads = self.image.loads();
+        let loads = self.loaded.image.loads();
         // Nobody reads these here; the kernel writes them all the same.
         let mut mailbox = [Mail::default(); 4];
         let mut positions = vec![0u32; view.n_workers as usize];
@@ -218,7 +131,7 @@ impl Simt {
             prefetch_heads: constant("prefetch heads", bytemuck::cast_slice(loads.prefetch_heads)),
             prefetches: constant("prefetches", bytemuck::cast_slice(loads.prefetches)),
             counters: self.counters.as_mut_ptr().expose_provenance() as u64,
-            control: self.memory.control_base().expose_provenance() as u64,
+            control: self.loaded.memory.control_base().expose_provenance() as u64,
             fault: (&raw mut fault).expose_provenance() as u64,
             mailbox: mailbox.as_mut_ptr().expose_provenance() as u64,
             positions: positions.as_mut_ptr().expose_provenance() as u64,
@@ -238,7 +151,7 @@ impl Simt {
             n_slots: queue::slots(view.max_just_in_time()),
             without: self.options.without,
         };
-        for (number, (binding, base)) in self.image.bindings().iter().zip(&self.bases).enumerate() {
+        for (number, (binding, base)) in self.loaded.image.bindings().iter().zip(&self.bases).enumerate() {
             let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");
             let access = match kind {
                 BindingKind::Weight | BindingKind::Constant => Access::Constant,
@@ -247,10 +160,11 @@ impl Simt {
                 BindingKind::Flagged => Access::Atomic,
                 BindingKind::State | BindingKind::Control | BindingKind::Tokens | BindingKind::Input => Access::Written,
             };
+            let (name, base, bytes) =
+                (format!("{kind:?} b{number}"), with_exposed_provenance_mut(*base), binding.bytes);
             // SAFETY: the executor's memory has `bytes` bytes at every base and outlives the launch; only weights and
             // constants may be memory that cannot be written.
-            allocations
-                .push(unsafe { Allocation::new(format!("{kind:?} b{number}"), *base, binding.bytes as usize, access) });
+            allocations.push(unsafe { Allocation::new(name, base, bytes as usize, access) });
         }
         let counters: *mut u32 = self.counters.as_mut_ptr();
         // SAFETY: both outlive the launch and are touched by it alone.
@@ -268,7 +182,7 @@ impl Simt {
             allocations.push(Allocation::new("paces", paces.as_mut_ptr().cast(), bytes, Access::Atomic));
         }
         // SAFETY: the control block is aligned and nobody else touches it between launches.
-        let control = unsafe { self.memory.control_base().read() };
+        let control = unsafe { self.loaded.memory.control_base().read() };
         let is_long = control.step.rows > 1 || control.n_sequences > 1;
         let block_threads = self.options.block_threads.unwrap_or(if is_long { 160 } else { 64 });
         let options = simt::Options {
@@ -279,7 +193,7 @@ impl Simt {
         // Written by the thread in which the kernel's run, too, between their turns: `advance` takes the block for its own.
         let host = || {
             if stopper.is_told() {
-                self.memory.control_word(STOP).store(1, Ordering::Relaxed);
+                self.loaded.memory.control_word(STOP).store(1, Ordering::Relaxed);
             }
         };
         let launched = simt::launch_beside(&options, allocations, host, || {
@@ -290,7 +204,7 @@ impl Simt {
         let fault = unsafe { (&raw const fault).read_volatile() };
         match launched {
             Err(error) => Err(self.defect(&error)),
-            Ok(_) if fault.code != FaultCode::None as u32 => Err(RunError::of(&fault, &self.image)),
+            Ok(_) if fault.code != FaultCode::None as u32 => Err(RunError::of(&fault, &self.loaded.image)),
             Ok(report) => {
                 self.report = report;
                 Ok(())
@@ -302,7 +216,46 @@ impl Simt {
         if error.wrong == Wrong::NoStacks {
             return RunError::NoStacks(error.to_string());
         }
-        let task = error.task.map_or("no task".to_owned(), |task| self.image.task_name(task));
+        let task = error.task.map_or("no task".to_owned(), |task| self.loaded.image.task_name(task));
         RunError::Defect { task, worker: format!("w{}", error.block), what: error.to_string() }
+    }
+}
+
+impl AtOnce for Simt {
+    fn loaded(&self) -> &Loaded {
+        &self.loaded
+    }
+
+    fn loaded_mut(&mut self) -> &mut Loaded {
+        &mut self.loaded
+    }
+
+    fn run(&mut self, mut control: Control, stopper: &Stopper) -> Result<Control, RunError> {
+        let base = self.loaded.memory.control_base();
+        // SAFETY: the control block is aligned and nobody else touches it between launches.
+        let before = unsafe { base.read() };
+        count_on(&mut control, before.program_runs, self.iteration);
+        // SAFETY: as above.
+        unsafe { base.write(control) };
+        let ran = self.launch(stopper);
+        self.loaded.stamps.push(Instant::now());
+        // SAFETY: as above; the launch is over.
+        let after = unsafe { base.read() };
+        self.iteration = after.step.iteration;
+        self.options.seed = self.options.seed.wrapping_add(1);
+        if ran.is_err() {
+            self.counters.fill(0);
+            self.iteration = 0;
+            // SAFETY: as above; the flagged bindings have as many bytes.
+            unsafe {
+                (*base).program_runs = Default::default();
+                for (binding, base) in self.loaded.image.bindings().iter().zip(&self.bases) {
+                    if binding.kind == BindingKind::Flagged as u32 {
+                        with_exposed_provenance_mut::<u8>(*base).write_bytes(0, binding.bytes as usize);
+                    }
+                }
+            }
+        }
+        ran.map(|()| after)
     }
 }

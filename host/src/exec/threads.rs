@@ -19,8 +19,8 @@ mod cores;
 
 pub use cores::{Pinning, allowed_cores, usable_cores};
 
-use super::memory::Memory;
-use super::{RunError, Stopper, check_sequences};
+use super::memory::{Memory, MemoryError};
+use super::{Executor, RunError, Stopper, check_sequences, count_on};
 use crate::image::Image;
 use crate::schedule::machine::Machine;
 use crate::schedule::prefetch::{self, Reads, Stream};
@@ -196,29 +196,29 @@ impl Threads {
         &self.shared.memory
     }
 
-    /// See [`Memory::owned_bytes`].
-    pub fn owned_bytes(&self) -> u64 {
-        self.shared.memory.owned_bytes()
+    /// Asks the run to end after the iteration that runs.
+    pub fn stop(&self) {
+        lock(&self.shared.stopper).stop();
     }
 
-    /// Starts a run from `control`, whose `step` says where. Waits for an earlier run to end first. What has been
-    /// counted so far (`program_runs`, the iteration) is kept: those fields of `control` are overwritten.
-    pub fn start(&mut self, control: Control) {
-        self.start_with(control, &Stopper::default());
+    fn wait_idle(&mut self) {
+        let mut bell = lock(&self.shared.bell);
+        while bell.busy > 0 {
+            bell = self.shared.rung.wait(bell).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(bell);
+        self.running = false;
     }
+}
 
-    /// As [`Threads::start`]; the iteration in which `stopper` is told is the last.
-    pub fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
+impl Executor for Threads {
+    fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
         check_sequences(&self.shared.image, &control);
         self.wait_idle();
         let base = self.shared.memory.control_base();
         // SAFETY: no worker runs.
         let before = unsafe { base.read() };
-        control.program_runs = before.program_runs;
-        control.step.iteration = self.shared.iteration.load(Ordering::Relaxed);
-        if control.step.program != perpetua_shared::control::NO_PROGRAM {
-            control.step.program_runs = control.program_runs[control.step.program as usize];
-        }
+        count_on(&mut control, before.program_runs, self.shared.iteration.load(Ordering::Relaxed));
         // SAFETY: no worker runs; the bell's mutex publishes this to the workers.
         unsafe { base.write(control) };
         *lock(&self.shared.stopper) = stopper.clone();
@@ -235,57 +235,7 @@ impl Threads {
         self.shared.rung.notify_all();
     }
 
-    /// Tokens made so far for sequence `number` of a batch. Those counted can be read.
-    pub fn produced_of(&self, number: usize) -> u32 {
-        assert!(number < MAX_SEQUENCES, "a batch's sequence");
-        let at = offset_of!(Control, sequences) + number * size_of::<Sequence>() + offset_of!(Sequence, produced);
-        // Acquire: partner is the release store in `advance`.
-        self.shared.memory.control_word(at).load(Ordering::Acquire)
-    }
-
-    /// Asks the run to end after the iteration that runs.
-    pub fn stop(&self) {
-        lock(&self.shared.stopper).stop();
-    }
-
-    /// Tokens made so far in this run.
-    pub fn produced(&self) -> u32 {
-        // Acquire: partner is the release store in `advance`, so the tokens counted can be read.
-        self.shared.memory.control_word(PRODUCED).load(Ordering::Acquire)
-    }
-
-    /// The token at `position`: one of the prompt's, or one that [`Threads::produced`] has counted.
-    pub fn token(&self, position: usize) -> u32 {
-        self.shared.memory.token(position)
-    }
-
-    /// Whether a run is under way.
-    pub fn is_running(&mut self) -> bool {
-        if self.running && lock(&self.shared.bell).busy == 0 {
-            self.running = false;
-        }
-        self.running
-    }
-
-    /// Sleeps until something has happened (a token, the end), or a while has passed.
-    pub fn rest(&self) {
-        std::thread::park_timeout(Duration::from_millis(20));
-    }
-
-    fn wait_idle(&mut self) {
-        let mut bell = lock(&self.shared.bell);
-        while bell.busy > 0 {
-            bell = self.shared.rung.wait(bell).unwrap_or_else(PoisonError::into_inner);
-        }
-        drop(bell);
-        self.running = false;
-    }
-
-    /// Waits for the run to end and says how: the control block as it was left.
-    ///
-    /// # Errors
-    /// The first fault of the run.
-    pub fn finish(&mut self) -> Result<Control, RunError> {
+    fn finish(&mut self) -> Result<Control, RunError> {
         self.wait_idle();
         if let Some(fault) = lock(&self.shared.fault).take() {
             // Nobody runs: start over with clean counters.
@@ -303,25 +253,68 @@ impl Threads {
         Ok(control)
     }
 
-    /// When the last run started, and when each of its iterations ended.
-    pub fn stamps(&self) -> Vec<Instant> {
+    fn produced(&self) -> u32 {
+        // Acquire: partner is the release store in `advance`, so the tokens counted can be read.
+        self.shared.memory.control_word(PRODUCED).load(Ordering::Acquire)
+    }
+
+    fn produced_of(&self, sequence: usize) -> u32 {
+        assert!(sequence < MAX_SEQUENCES, "a batch's sequence");
+        let at = offset_of!(Control, sequences) + sequence * size_of::<Sequence>() + offset_of!(Sequence, produced);
+        // Acquire: partner is the release store in `advance`.
+        self.shared.memory.control_word(at).load(Ordering::Acquire)
+    }
+
+    fn token(&self, position: usize) -> u32 {
+        self.shared.memory.token(position)
+    }
+
+    fn set_tokens(&mut self, position: usize, tokens: &[u32]) {
+        // SAFETY: `memory` has waited for the workers, and none can be started while `self` is borrowed.
+        unsafe { self.memory().set_tokens(position, tokens) }
+    }
+
+    fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
+        // SAFETY: as `set_tokens`.
+        unsafe { self.memory().set_input(name, contents) }
+    }
+
+    fn append_f32(&mut self, output: &Operand, rows: usize, out: &mut Vec<f32>) -> Result<(), RunError> {
+        self.memory().append_f32(output, rows, out);
+        Ok(())
+    }
+
+    fn stamps(&self) -> Vec<Instant> {
         lock(&self.shared.stamps).clone()
     }
 
-    /// The position of the pass under way: tokens whose keys and values are in the cache.
-    pub fn position(&self) -> u32 {
+    fn owned_bytes(&self) -> u64 {
+        self.shared.memory.owned_bytes()
+    }
+
+    fn is_running(&mut self) -> bool {
+        if self.running && lock(&self.shared.bell).busy == 0 {
+            self.running = false;
+        }
+        self.running
+    }
+
+    fn rest(&self) {
+        // Woken by a token or the run's end.
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+
+    fn position(&self) -> u32 {
         let offset = offset_of!(Control, step) + offset_of!(Step, first_pos);
         self.shared.memory.control_word(offset).load(Ordering::Relaxed)
     }
 
-    /// Nanoseconds all workers together have waited for events since the executor was made.
-    pub fn waited(&self) -> Duration {
+    fn waited(&self) -> Duration {
         Duration::from_nanos(self.shared.waited_ns.load(Ordering::Relaxed))
     }
 
-    /// What an event costs: from a worker's trigger until another, which has been waiting for it, goes on. Measured between two
-    /// threads where the first two workers run, which rest meanwhile; `None` where there is one worker, which waits for none.
-    pub fn event_cost(&mut self) -> Option<Duration> {
+    /// Measured between two threads where the first two workers run, which rest meanwhile.
+    fn event_cost(&mut self) -> Option<Duration> {
         self.wait_idle();
         if self.workers.len() < 2 {
             return None;

@@ -59,6 +59,7 @@ pub struct Operator {
 
 /// Why an operator cannot be added.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum GraphError {
     /// A tensor it would make is impossible.
     #[error(transparent)]

@@ -131,6 +131,7 @@ pub struct TensorTable {
 
 /// Why a tensor cannot be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum TensorError {
     /// More dimensions than an operand carries.
     #[error("tensor {name}: {rank} dimensions, expected at most {MAX_RANK}")]

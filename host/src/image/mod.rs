@@ -97,6 +97,7 @@ impl Sections {
 
 /// Why bytes are no image.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum ImageError {
     /// Not an image at all.
     #[error("not an image: {0}")]

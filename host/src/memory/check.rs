@@ -10,6 +10,7 @@ use super::types::{Buffer, Placement};
 
 /// One broken law. Buffers are named by their position.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Violation {
     /// The placement has another number of offsets than there are buffers.
     Count {

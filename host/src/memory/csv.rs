@@ -24,6 +24,7 @@ pub struct Table {
 
 /// Why a text is no table. Lines count from 1, the header included.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum CsvError {
     /// Nothing in the file.
     #[error("the file is empty, expected a header line `id,lower,upper,size`")]

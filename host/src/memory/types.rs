@@ -40,6 +40,7 @@ pub struct Problem {
 
 /// Why a list of buffers is no [`Problem`].
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum ProblemError {
     /// A lifetime that ends before or when it begins.
     #[error("buffer {index}: lifetime [{lower}, {upper}) is empty, expected lower < upper")]

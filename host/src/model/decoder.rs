@@ -17,6 +17,7 @@ use std::collections::HashMap;
 
 /// Why a network cannot be built.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum BuildError {
     /// The checkpoint does not hold what the network needs.
     #[error(transparent)]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// Why a model folder cannot be used, or one cannot be written.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum ModelError {
     /// The operating system refused to read a file or folder.
     #[error("{}: cannot read: {}", path.display(), plain(source))]
@@ -122,8 +123,8 @@ pub enum ModelError {
         /// Row and column.
         at: [usize; 2],
     },
-    /// No memory for the 8-bit copy of a tensor.
-    #[error("{name}: {bytes} bytes for it in 8 bits, which the system refuses")]
+    /// No memory for the copy of a tensor in fewer bits.
+    #[error("{name}: {bytes} bytes for it in fewer bits, which the system refuses")]
     NoMemory {
         /// The tensor.
         name: String,

@@ -32,6 +32,7 @@ use std::collections::BTreeMap;
 
 /// Why PTX was not run to its end.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum PtxError {
     /// The text is not PTX as it is understood here.
     #[error("line {line}: {what}")]

@@ -505,7 +505,7 @@ impl Check<'_> {
         let made = engine.generate(&prompt, &greedy_options(n))?.map(|token| token.map(|t| t.id));
         let made: Vec<u32> = made.collect::<Result<_, _>>()?;
         let passes = engine.stamps().len().saturating_sub(1);
-        let last = engine.last_logits().ok_or("no logits after tokens")?;
+        let last = engine.last_logits()?.ok_or("no logits after tokens")?;
         let ids = [&prompt[..], &made[..n - 1]].concat();
         let logits = Engine::new(model, &EngineConfig { all_logits: true, ..config })?.logits(&ids, |_| ())?;
         let rows = logits.chunks(vocab).skip(prompt.len() - 1);
@@ -586,7 +586,7 @@ impl Check<'_> {
         let logits = |config: EngineConfig, n: usize| -> Result<Vec<f32>, EngineError> {
             let mut engine = Engine::new(&model, &EngineConfig { max_context, ..config })?;
             engine.generate(prompt, &greedy_options(n))?.try_for_each(|token| token.map(|_| ()))?;
-            Ok(engine.last_logits().unwrap_or_default())
+            Ok(engine.last_logits()?.unwrap_or_default())
         };
         let divergence = |n: usize| {
             let reference = EngineConfig { device: Device::Reference, ..EngineConfig::default() };
@@ -950,10 +950,11 @@ impl Pass {
         gpu: Option<(Gpu, exec::cuda::Options)>,
     ) -> Result<(Vec<&'static str>, Vec<Vec<f32>>), EngineError> {
         let sources = vec![self.source.clone()];
-        let mut resident = match gpu {
-            Some((gpu, options)) => Resident::on_gpu(sources, model, gpu, options, &[], |_| {})?,
-            None => Resident::new(sources, model, Device::Reference, None)?,
+        let config = match gpu {
+            Some((gpu, cuda)) => EngineConfig { device: Device::Cuda, gpu: Some(gpu), cuda, ..EngineConfig::default() },
+            None => EngineConfig { device: Device::Reference, ..EngineConfig::default() },
         };
+        let mut resident = Resident::new(sources, model, &config)?;
         let kernels = self.names.iter().map(|name| name.figure(resident.compiled())).collect();
         match self.case.passes {
             1 => resident.run_tokens(ProgramId(0), &self.ids)?,

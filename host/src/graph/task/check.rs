@@ -22,6 +22,7 @@ use std::ops::Range;
 
 /// A law a task graph breaks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Violation {
     /// Tables that do not fit together.
     #[error("{0}")]

@@ -21,6 +21,7 @@ use std::io::{self, Write};
 
 /// Why a text is no graph.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum GraphError {
     /// It is not JSON, or not of the form above.
     #[error("not a graph: {0}")]

@@ -287,6 +287,7 @@ pub struct BlocksConflict {
 
 /// Why a graph has no task graph.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum TaskError {
     /// Laws of the thread-block graph that it breaks.
     #[error("{}", .0.iter().map(|v| v.to_string()).collect::<Vec<_>>().join("; "))]

@@ -67,6 +67,7 @@ pub struct Graph {
 
 /// Why a list of ops is no [`Graph`].
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
 pub enum GraphError {
     /// An alignment of zero.
     #[error("alignment is 0, expected at least 1")]

@@ -56,6 +56,7 @@ impl From<KindText> for Kind {
 
 /// Why a text is no graph.
 #[derive(Debug, Error)]
+#[non_exhaustive]
 pub enum ParseError {
     /// Not JSON, or not of this shape.
     #[error("{0}")]

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 
 /// A law a plan breaks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Violation {
     /// The compute ops of a worker are not its tasks, each in one stretch, in order.
     #[error("w{worker}: compute op {compute} belongs to t{found}, expected {expected}")]

@@ -88,6 +88,7 @@ pub struct Plan {
 
 /// Why there is no plan.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum PlanError {
     /// A task needs more at once than there is.
     #[error("task {task} of {op}: needs {bytes} bytes of tiles at once, a worker has {capacity_bytes}")]
