@@ -73,7 +73,8 @@ fn answer(
     let mut generation = engine.generate(&prompt, options)?;
     let known = generation.reused();
     *answering.lock().unwrap_or_else(PoisonError::into_inner) = Some(generation.stopper());
-    let made = stream(&mut generation, prompt.len())?;
+    let mut made = Vec::new();
+    stream(&mut generation, prompt.len(), &mut made)?;
     answering.lock().unwrap_or_else(PoisonError::into_inner).take();
     let end = generation.end();
     drop(generation);

@@ -58,7 +58,11 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     match &args.out {
         None => to_stdout(lines(&mut std::io::stdout().lock())),
-        Some(path) if path.extension().is_some_and(|e| e == "json" || e == "jsonl") => write_whole(path, lines),
+        Some(path)
+            if path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json") || e.eq_ignore_ascii_case("jsonl")) =>
+        {
+            write_whole(path, lines)
+        }
         Some(path) => {
             let flat: Vec<f32> = embeddings.iter().flatten().copied().collect();
             let shape = vec![embeddings.len(), flat.len() / embeddings.len()];

@@ -1,8 +1,8 @@
 //! `perpetua generate`.
 
 use super::{
-    Interrupted, ModelArgs, Outcome, TOKENS_BAR, note, on_interrupt, progress, say, to_stdout, warm, writable,
-    write_whole,
+    Interrupted, ModelArgs, Outcome, TOKENS_BAR, is_broken_pipe, note, on_interrupt, progress, say, to_stdout, warm,
+    writable, write_whole,
 };
 use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
@@ -110,12 +110,18 @@ pub(crate) fn run(args: &Args) -> Outcome {
     // Until there is something to print, Ctrl-C ends the program.
     let stopper = generation.stopper();
     on_interrupt(move || stopper.stop())?;
-    let ids: Vec<u32> = stream(&mut generation, prompt.len())?.into_iter().map(|token| token.id).collect();
+    let mut made = Vec::new();
+    let streamed = stream(&mut generation, prompt.len(), &mut made);
+    let ids: Vec<u32> = made.into_iter().map(|token| token.id).collect();
     let end = generation.end();
     drop(generation);
-    if let Some(path) = &args.ids_out {
+    // That nobody reads the text any more takes nothing from the tokens there are.
+    if let Some(path) = &args.ids_out
+        && streamed.as_ref().err().is_none_or(|error| is_broken_pipe(&**error))
+    {
         write_whole(path, |file| writeln!(file, "{}", serde_json::json!(ids)))?;
     }
+    streamed?;
     if end == Some(End::ContextFull) {
         let (context, allowed) = (engine.context(), model.max_tokens());
         let more = if context < allowed { "see --max-context; the model allows" } else { "the model allows" };
@@ -137,24 +143,23 @@ pub(crate) fn run(args: &Args) -> Outcome {
     if end == Some(End::Stopped) { Err(Interrupted.into()) } else { Ok(()) }
 }
 
-/// Prints what `generation` makes as it is made, and a line's end, and returns it; shows how far its prompt of so many tokens has been read.
-pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize) -> Result<Vec<Token>, Box<dyn std::error::Error>> {
+/// Prints what `generation` makes as it is made, and a line's end, and adds it to `made`; shows how far its prompt of so many tokens has been read.
+pub(super) fn stream(generation: &mut Generation<'_>, prompt: usize, made: &mut Vec<Token>) -> Outcome {
     let bar = progress(prompt as u64, "reading prompt", TOKENS_BAR);
     let mut out = std::io::stdout().lock();
-    let mut made = Vec::new();
     while !generation.is_ended() {
         match generation.poll(Duration::from_millis(50))? {
             Some(token) => {
                 bar.finish_and_clear();
-                to_stdout(out.write_all(token.text.as_bytes()).and_then(|()| out.flush()))?;
+                let written = out.write_all(token.text.as_bytes()).and_then(|()| out.flush());
                 made.push(token);
+                to_stdout(written)?;
             }
             None => bar.set_position(generation.prompt_done() as u64),
         }
     }
     bar.finish_and_clear();
-    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))?;
-    Ok(made)
+    to_stdout(out.write_all(b"\n").and_then(|()| out.flush()))
 }
 
 /// Where the time went of a run that has read `prompt` tokens and made others, on a terminal or when asked by nobody else than a person.

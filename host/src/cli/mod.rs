@@ -435,7 +435,11 @@ fn write_whole(path: &Path, write: impl FnOnce(&mut dyn Write) -> std::io::Resul
     }
     // A full disk may show only now.
     file.as_file().sync_all().map_err(fail)?;
-    set_default_mode(file.as_file()).map_err(fail)?;
+    // As it was, if it is there.
+    match std::fs::metadata(&target) {
+        Ok(before) => file.as_file().set_permissions(before.permissions()).map_err(fail)?,
+        Err(_) => set_default_mode(file.as_file()).map_err(fail)?,
+    }
     file.persist(&target).map_err(|error| fail(error.error))?;
     Ok(())
 }

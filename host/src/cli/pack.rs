@@ -4,10 +4,10 @@ use super::{note, writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use perpetua::memory::csv::Table;
-use perpetua::memory::pack::{Proof, Verdict, pack};
+use perpetua::memory::pack::{MAX_SEARCH_BUFFERS, Proof, Verdict, pack};
 use perpetua::memory::{Problem, check, lower_bound};
 
 /// What `pack` is asked.
@@ -36,6 +36,7 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
     let table = Table::parse(&text).map_err(|error| format!("{input}: {error}"))?;
     let problem = Problem::new(table.buffers.clone(), args.capacity).map_err(|error| format!("{input}: {error}"))?;
+    let began = Instant::now();
     let placement = match pack(&problem, timeout) {
         Verdict::Solved(placement) => placement,
         Verdict::Infeasible(Proof::Load { load_bytes }) => {
@@ -44,6 +45,14 @@ pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         }
         Verdict::Infeasible(Proof::Exhausted) => {
             return Err(format!("infeasible: no placement of peak {} exists", args.capacity).into());
+        }
+        Verdict::NotFound if began.elapsed() < timeout => {
+            return Err(format!(
+                "not found in {:.1} s: more than {MAX_SEARCH_BUFFERS} buffers depend on each other, for which there are \
+                 heuristics, but no search",
+                began.elapsed().as_secs_f64()
+            )
+            .into());
         }
         Verdict::NotFound => return Err(format!("not found in {} s", args.timeout).into()),
     };

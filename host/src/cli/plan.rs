@@ -179,16 +179,20 @@ fn many_rows(args: &Args) -> Option<&'static str> {
 }
 
 fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
-    let within = |name: &str, n: usize, max: usize| match n {
+    let within = |name: &str, n: usize, max: usize, what: &str| match n {
         0 => Err(format!("--{name} 0, expected 1 to {max}")),
-        n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, the context of this model")),
+        n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, {what}")),
         n => Ok(n),
     };
     // The rows of a pass, the cache, and what comes of it.
     let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
-        let cache = Cache::bf16(within("context", args.context, max)?);
+        let cache = Cache::bf16(within("context", args.context, max, "the context of this model")?);
         Ok(match (args.batch, args.prompt_lookup) {
-            (None, None) => (within("rows", args.rows, cache.context)?, cache, Head::Sample),
+            (None, None) => (
+                within("rows", args.rows, cache.context, "what the cache is planned for (--context)")?,
+                cache,
+                Head::Sample,
+            ),
             (None, Some(n)) => ((n as usize + 1).min(cache.context), cache, Head::Verify),
             (Some(n), _) => (n as usize, Cache { sequences: n as usize, ..cache }, Head::SampleEach),
         })

@@ -29,7 +29,7 @@ const MANY_BUFFERS: usize = 250_000;
 const MAX_ARENA_SEARCH_BUFFERS: usize = 2048;
 
 /// Parts up to this size are given to the exact search.
-const MAX_SEARCH_BUFFERS: usize = 4096;
+pub const MAX_SEARCH_BUFFERS: usize = 4096;
 
 /// What is known about a problem after [`pack`].
 #[derive(Debug, Clone, PartialEq, Eq)]

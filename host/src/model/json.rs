@@ -33,7 +33,7 @@ pub(crate) fn read_bytes(path: &Path, max_bytes: u64) -> Result<Vec<u8>, ModelEr
 /// `DIR: no FILE`.
 pub(crate) fn absent(path: &Path) -> ModelError {
     ModelError::Absent {
-        dir: path.parent().map(Path::to_owned).unwrap_or_default(),
+        dir: path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned(),
         what: path.file_name().map_or_else(|| path.display().to_string(), |n| n.to_string_lossy().into_owned()),
     }
 }

@@ -339,6 +339,9 @@ fn map_file(path: &Path) -> Result<Mmap, ModelError> {
 /// Header length in bytes, and the header, which has been checked against the file's length.
 fn read_header(path: &Path, bytes: &[u8]) -> Result<(usize, Metadata), ModelError> {
     let fail = |message: String| ModelError::checkpoint(path, message);
+    if bytes.starts_with(b"version https://git-lfs") {
+        return Err(fail("a pointer of Git LFS, not the file itself (`git lfs pull` fetches it)".to_owned()));
+    }
     let claimed = bytes.first_chunk::<8>().map_or(0, |b| u64::from_le_bytes(*b));
     let (header_bytes, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| {
         fail(match e {

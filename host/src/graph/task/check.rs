@@ -274,7 +274,7 @@ fn pairs_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, users: &[(u32, &Access)
     let mut here: BTreeSet<(Entry, u32)> = BTreeSet::new();
     let mut looked_at: HashSet<u64> = HashSet::new();
     let mut hash = 0u64;
-    let mut pairs: Vec<(u32, u32)> = Vec::new();
+    let mut pairs = Pairs::default();
     let mut i = 0;
     while i < edges.len() {
         let address = edges[i].0;
@@ -300,9 +300,37 @@ fn pairs_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, users: &[(u32, &Access)
             neighbours(here.iter().map(|(entry, _)| *entry), &mut pairs);
         }
     }
-    pairs.sort_unstable();
-    pairs.dedup();
-    pairs
+    pairs.each_once()
+}
+
+/// Pairs of tasks, of which many come again and again: at every address that both touch.
+#[derive(Default)]
+struct Pairs {
+    pairs: Vec<(u32, u32)>,
+    /// How many there were when each was there once.
+    n_once: usize,
+}
+
+impl Pairs {
+    /// Pairs that are kept as they come, at least, before it is seen which are the same.
+    const AS_THEY_COME: usize = 1 << 20;
+
+    fn extend(&mut self, pairs: impl Iterator<Item = (u32, u32)>) {
+        self.pairs.extend(pairs);
+        // As many new ones as there were: so no more than twice what is needed is held, and sorting costs a factor of a logarithm.
+        if self.pairs.len() > 2 * self.n_once + Self::AS_THEY_COME {
+            self.pairs.sort_unstable();
+            self.pairs.dedup();
+            self.n_once = self.pairs.len();
+        }
+    }
+
+    /// All, sorted.
+    fn each_once(mut self) -> Vec<(u32, u32)> {
+        self.pairs.sort_unstable();
+        self.pairs.dedup();
+        self.pairs
+    }
 }
 
 /// A 64-bit fingerprint, so that sums of them tell sets of accesses apart.
@@ -315,7 +343,7 @@ fn mixed(entry: Entry) -> u64 {
 }
 
 /// Adds the pairs of neighbouring groups.
-fn neighbours(entries: impl Iterator<Item = Entry>, pairs: &mut Vec<(u32, u32)>) {
+fn neighbours(entries: impl Iterator<Item = Entry>, pairs: &mut Pairs) {
     let (mut last, mut group): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
     let mut acting = None;
     for entry in entries {

@@ -18,6 +18,8 @@ const EVENT: &str = "#d9480f";
 pub(crate) const LINE: &str = "#829ab1";
 
 pub(crate) fn escaped(text: &str) -> String {
+    // Of control characters XML has but three.
+    let text = text.replace(|c: char| c.is_control() && !"\t\n\r".contains(c), "\u{fffd}");
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
