@@ -9,7 +9,7 @@
 //! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that no two blocks
 //! write the same element.
 
-use super::tensor::{BufferKind, OpId, TensorId, TensorTable};
+use super::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua_device::kernels::{self, Spec};
 use perpetua_shared::limits::PARAM_WORDS;
 use std::fmt;
@@ -122,7 +122,7 @@ impl BlockOp {
 pub struct ThreadBlockGraph {
     /// Buffers and tensors.
     pub table: TensorTable,
-    /// Operators, indexed by [`OpId`].
+    /// Operators, indexed by [`OpId`](super::tensor::OpId).
     pub ops: Vec<BlockOp>,
 }
 
@@ -132,22 +132,7 @@ pub fn part(len: usize, block: u32, blocks: u32) -> std::ops::Range<usize> {
     at(block)..at(block + 1)
 }
 
-/// A block's box of a tensor: per dimension the half-open index range it touches.
-pub type TensorBox = Vec<std::ops::Range<usize>>;
-
 impl ThreadBlockGraph {
-    /// The box of `access`'s tensor that `block` of `op` touches.
-    pub fn tensor_box(&self, op: OpId, access: &Access, block: [u32; GRID_AXES]) -> TensorBox {
-        let mut ranges: TensorBox = self.table[access.tensor].shape.iter().map(|n| 0..*n).collect();
-        for (axis, dim) in access.map.iter().enumerate() {
-            if let Some(dim) = dim {
-                let range = &mut ranges[*dim as usize];
-                *range = part(range.end, block[axis], self.ops[op.idx()].grid[axis]);
-            }
-        }
-        ranges
-    }
-
     /// Every law broken, by operator and tensor.
     pub fn check(&self) -> Result<(), Vec<Violation>> {
         let mut broken = Vec::new();

@@ -129,12 +129,8 @@ pub enum TaskClass {
     AheadOfTime,
     /// A scheduler gives it to a worker when its last event fires; it stands in no worker's list.
     JustInTime,
-    /// Starts an iteration: everything else comes after it. No task of a compiled program: the loop does it (`EVENT_ARRIVED`).
-    BeginIteration,
     /// Ends an iteration: it comes after everything else. A compiled program's last operator, `advance`.
     EndIteration,
-    /// Ends the run. No task of a compiled program: `advance` writes a step without a program.
-    Terminate,
 }
 
 impl TaskClass {
@@ -143,9 +139,7 @@ impl TaskClass {
         match self {
             TaskClass::AheadOfTime => "ahead-of-time",
             TaskClass::JustInTime => "just-in-time",
-            TaskClass::BeginIteration => "begin",
             TaskClass::EndIteration => "end",
-            TaskClass::Terminate => "terminate",
         }
     }
 }
