@@ -803,12 +803,7 @@ fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
     }
     for (slot, access) in spec.slots.iter().zip(&cut.accesses) {
         let Some(access) = access else { continue };
-        let fitting = match slot.usage {
-            Use::Read => AccessKind::Read,
-            Use::Write => AccessKind::Write,
-            Use::Update => AccessKind::ReadWrite,
-            Use::Append => AccessKind::Append,
-        };
+        let fitting = AccessKind::from(slot.usage);
         // Reading and writing covers all else.
         if access.kind != fitting && access.kind != AccessKind::ReadWrite {
             return Err(format!("operand `{}` is given as {:?}, expected {fitting:?}", slot.name, access.kind));

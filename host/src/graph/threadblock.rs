@@ -10,7 +10,7 @@
 //! write the same element.
 
 use super::tensor::{BufferKind, TensorId, TensorTable};
-use perpetua_device::kernels::{self, Spec};
+use perpetua_device::kernels::{self, Spec, Use};
 use perpetua_shared::limits::PARAM_WORDS;
 use std::fmt;
 
@@ -45,6 +45,18 @@ impl AccessKind {
     /// Whether it changes the contents.
     pub fn writes(self) -> bool {
         self != AccessKind::Read
+    }
+}
+
+impl From<Use> for AccessKind {
+    /// What a macro kernel's operand of this use is to the operator that runs it.
+    fn from(usage: Use) -> AccessKind {
+        match usage {
+            Use::Read => AccessKind::Read,
+            Use::Write => AccessKind::Write,
+            Use::Update => AccessKind::ReadWrite,
+            Use::Append => AccessKind::Append,
+        }
     }
 }
 
@@ -95,8 +107,8 @@ impl BlockOp {
 
     /// Whether it has weights in `slot`, which nobody writes.
     pub fn has_weights(&self, table: &TensorTable, slot: usize) -> bool {
-        let buffer = self.accesses[slot].as_ref().map(|access| table[access.tensor].buffer.idx());
-        buffer.is_some_and(|buffer| table.buffers[buffer].kind == BufferKind::Weight)
+        let access = self.accesses[slot].as_ref();
+        access.is_some_and(|access| table.buffer_of(access.tensor).kind == BufferKind::Weight)
     }
 
     /// The slots that its tasks may read before their events have fired, if these are weights.

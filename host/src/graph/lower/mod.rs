@@ -25,12 +25,13 @@ use perpetua_device::kernels::{
 };
 use perpetua_shared::{DType, Operand};
 
-/// How operators over one row are cut. See the module head.
+/// How operators are cut. See the module head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Into tasks of about [`Target::task_bytes`].
     TaskBytes,
-    /// Into one block per worker.
+    /// In passes of one row into a block per worker, in those of several into parts that share what they read; graphs that do
+    /// not say how many rows they have, as [`Cut::TaskBytes`].
     PerWorker,
 }
 
@@ -47,7 +48,7 @@ pub struct Target {
     pub packs_rows: bool,
     /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
     pub column_granule: u32,
-    /// How operators over one row are cut.
+    /// How operators are cut.
     pub cut: Cut,
     /// Whether graphs that do not decode are cut by rows, where every worker has enough of them (see [`whole_pass`]).
     pub cuts_rows: bool,
@@ -236,13 +237,7 @@ fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {
         for (axis, entry) in op.axes.iter().zip(&mut map) {
             *entry = axis.dims[slot];
         }
-        let kind = match declared.usage {
-            Use::Read => AccessKind::Read,
-            Use::Write => AccessKind::Write,
-            Use::Update => AccessKind::ReadWrite,
-            Use::Append => AccessKind::Append,
-        };
-        tensor.map(|tensor| Access { tensor, kind, map })
+        tensor.map(|tensor| Access { tensor, kind: declared.usage.into(), map })
     });
     let row_axis = op.axes.iter().position(|axis| axis.role == AxisRole::Rows);
     BlockOp {
@@ -300,8 +295,7 @@ fn is_output(graph: &KernelGraph, table: &TensorTable, tensor: TensorId) -> bool
 fn is_matrix(op: &Operator, table: &TensorTable) -> bool {
     let [axis] = &op.axes[..] else { return false };
     let mut cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
-    let is_weight =
-        |t: TensorId| table[t].shape.len() > 1 && table.buffers[table[t].buffer.idx()].kind == BufferKind::Weight;
+    let is_weight = |t: TensorId| table[t].shape.len() > 1 && table.buffer_of(t).kind == BufferKind::Weight;
     op.cut.is_none() && axis.role == AxisRole::Columns && cut.any(is_weight)
 }
 
@@ -356,6 +350,6 @@ pub fn block_operand(
         operand.extent[dim] = range.len() as u32;
     }
     operand.offset_bytes = (first * tensor.dtype.size_bytes()) as u64;
-    operand.is_flagged = u8::from(graph.table.buffers[tensor.buffer.idx()].kind == BufferKind::Flagged);
+    operand.is_flagged = u8::from(graph.table.buffer_of(access.tensor).kind == BufferKind::Flagged);
     operand
 }

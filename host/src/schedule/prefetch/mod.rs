@@ -168,8 +168,8 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     let op = &graph.ops[task.op as usize];
     let operands = task_operands(graph, task, buffer);
     let source = |slot: usize| -> Option<(u32, &BufferKind)> {
-        let buffer = graph.table[op.accesses[slot].as_ref()?.tensor].buffer;
-        Some((buffer.idx() as u32, &graph.table.buffers[buffer.idx()].kind))
+        let tensor = op.accesses[slot].as_ref()?.tensor;
+        Some((graph.table[tensor].buffer.0, &graph.table.buffer_of(tensor).kind))
     };
     let is_weight = |slot: &usize| {
         let read = op.accesses[*slot].as_ref().is_some_and(|access| access.kind == AccessKind::Read);

@@ -93,7 +93,7 @@ pub fn reads_of_many_rows(
         for (slot, access) in graph.ops[task.op as usize].accesses.iter().enumerate() {
             let Some(access) = access else { continue };
             let (operand, buffer) = (&operands[slot], graph.table[access.tensor].buffer.idx());
-            let whole = match graph.table.buffers[buffer].kind {
+            let whole = match graph.table.buffer_of(access.tensor).kind {
                 BufferKind::Weight if access.kind == AccessKind::Read => whole(operand),
                 BufferKind::State => positions(graph, task, slot, operand),
                 _ => None,
