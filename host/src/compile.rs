@@ -9,7 +9,6 @@ use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
 use crate::parallel::{both, side_by_side};
-use crate::schedule::machine::Machine;
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
@@ -291,12 +290,12 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
     let costs = costs(&blocks, &tasks);
-    let machine = Machine::of(&config.target);
+    let machine = &config.target.machine;
     // Several rows' products have the tiles' memory for themselves.
     let has_tiles = config.target.has_loaders && source.graph.rows == Some(1);
     let reads = match config.target.has_loaders {
         true if has_tiles => prefetch::reads(&blocks, &tasks, &costs),
-        true => prefetch::reads_of_many_rows(&blocks, &tasks, &costs, &machine),
+        true => prefetch::reads_of_many_rows(&blocks, &tasks, &costs, machine),
         false => Vec::new(),
     };
     let lists = match config.target.cut {
@@ -328,7 +327,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     check_task_events(&blocks, &counted)?;
     clock.lap("last");
     let mut plan = match config.target.has_loaders {
-        true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
+        true => prefetch::plan(&blocks, &tasks, &lists, &reads, machine)?,
         false => prefetch::Plan::default(),
     };
     let takes_memory = |op: u32| blocks.ops[op as usize].takes_memory_for_one_row();

@@ -5,10 +5,10 @@ use perpetua::compile::{Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, pass_name, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
+use perpetua::machine::Machine;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::model::{ModelConfig, Quantize};
-use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
 use perpetua::schedule::timeline::Timeline;
@@ -143,7 +143,7 @@ struct Planned {
 
 impl Planned {
     fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
-        let machine = Machine::of(target);
+        let machine = target.machine;
         let start = Instant::now();
         let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > 1);
         // Where workers have no loaders, as if they had.

@@ -24,9 +24,9 @@
 //! A worker's share of the bus is fixed: bytes one worker leaves unused go to no other. That is pessimistic, and makes
 //! uneven work show.
 
-use super::machine::Machine;
 use super::prefetch::{ComputeOp, Plan, Reads, prefetched_bytes};
 use crate::graph::task::{Lists, TaskClass, TaskGraph, WorkerLists};
+use crate::machine::Machine;
 use perpetua_device::kernels::Cost;
 use perpetua_shared::DType;
 use std::cmp::Reverse;

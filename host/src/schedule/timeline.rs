@@ -3,11 +3,11 @@
 //!
 //! A stretch of two layers is drawn where a network has layers, else the whole pass, and at most [`LANES`] workers, evenly chosen.
 
-use super::machine::Machine;
 use super::predict::Prediction;
 use super::prefetch::Plan;
 use crate::compile::Program;
 use crate::graph::task::svg::{LINE, escaped, open};
+use crate::machine::Machine;
 use std::io::{self, Write};
 
 /// Workers drawn at most.

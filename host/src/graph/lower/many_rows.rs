@@ -11,7 +11,7 @@
 //! - The attention of several rows of a sequence is cut along positions, too, where its rows are few and the positions many.
 
 use super::*;
-use crate::schedule::machine::part;
+use crate::machine::part;
 use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear, RmsNorm, rms_norm};
 use perpetua_shared::launch::TASK_THREADS;
 

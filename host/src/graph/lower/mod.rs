@@ -19,6 +19,7 @@ pub(in crate::graph) use per_worker::COPY;
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
+use crate::machine::Machine;
 use perpetua_device::kernels::{
     self, Attention, AttentionMerge, DecodeAttention, ExpertsDown, ExpertsUp, GatedLinear, Linear, MAX_NORMED,
     Numbered, Spec, Use, attention, decode_attention, experts_down, experts_up, gated_linear, linear, param_words,
@@ -36,7 +37,7 @@ pub enum Cut {
 }
 
 /// What a graph is compiled for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Target {
     /// Its name, for reports: `cpu:2`, `h200`, `reference`.
     pub name: String,
@@ -60,6 +61,8 @@ pub struct Target {
     pub hop_bytes: u64,
     /// Whether workers hand each other what they can by [flags](perpetua_shared::flag), where a pass has one row.
     pub has_flags: bool,
+    /// What its workers are.
+    pub machine: Machine,
 }
 
 impl Target {
@@ -77,16 +80,12 @@ impl Target {
     pub fn cpu(n_workers: u32) -> Target {
         Target {
             name: format!("cpu:{n_workers}"),
-            n_workers,
             task_bytes: 512 << 10,
             packs_rows: true,
-            column_granule: 8,
-            cut: Cut::TaskBytes,
             cuts_rows: true,
             has_loaders: false,
-            split_positions: u32::MAX,
-            hop_bytes: 0,
-            has_flags: false,
+            machine: Machine::CPU,
+            ..Target::workers(n_workers)
         }
     }
 
@@ -100,21 +99,17 @@ impl Target {
     pub fn gpu(n_workers: u32) -> Target {
         Target {
             name: format!("gpu:{n_workers}"),
-            n_workers,
-            task_bytes: 64 << 10,
-            packs_rows: false,
-            column_granule: 8,
             cut: Cut::PerWorker,
-            cuts_rows: false,
-            has_loaders: true,
             split_positions: 64,
-            // By flags 0.8 us with the task's own cost, at 100 GB/s: see `schedule::machine`.
+            // By flags 0.8 us with the task's own cost, at 100 GB/s: see `crate::machine`.
             hop_bytes: 80_000,
             has_flags: true,
+            ..Target::workers(n_workers)
         }
     }
 
-    /// A generic target of `n_workers` workers.
+    /// A generic target of `n_workers` workers, which are SMs of an H200 as far as it is planned and predicted; the others say how
+    /// they differ.
     pub fn workers(n_workers: u32) -> Target {
         Target {
             name: format!("workers:{n_workers}"),
@@ -128,6 +123,7 @@ impl Target {
             split_positions: u32::MAX,
             hop_bytes: 0,
             has_flags: false,
+            machine: Machine::H200,
         }
     }
 
@@ -135,16 +131,10 @@ impl Target {
     pub fn reference() -> Target {
         Target {
             name: "reference".to_owned(),
-            n_workers: 1,
             task_bytes: u64::MAX,
-            packs_rows: false,
             column_granule: 1,
-            cut: Cut::TaskBytes,
-            cuts_rows: false,
             has_loaders: false,
-            split_positions: u32::MAX,
-            hop_bytes: 0,
-            has_flags: false,
+            ..Target::workers(1)
         }
     }
 }

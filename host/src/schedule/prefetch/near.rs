@@ -16,7 +16,7 @@ use crate::compile::task_operands;
 use crate::graph::task::{Task, TaskGraph};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
-use crate::schedule::machine::{Machine, part};
+use crate::machine::{Machine, part};
 use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention};
 use perpetua_shared::{DType, Operand, PrefetchOp, TaskFlags};
 use std::collections::HashSet;
