@@ -2,9 +2,9 @@
 
 use crate::graph::flags;
 use crate::graph::kernel::{GraphError, KernelGraph, Pass};
-use crate::graph::lower::{self, Cut, Target, block_operand};
+use crate::graph::lower::{self, Cut, Target};
 use crate::graph::task::{self, TaskClass, TaskError, TaskGraph, WorkerLists};
-use crate::graph::tensor::{BufferKind, OpId};
+use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{self, ThreadBlockGraph};
 use crate::image::encode::{Parts, encode};
 use crate::image::{Image, ImageError};
@@ -12,12 +12,14 @@ use crate::parallel::{both, side_by_side};
 use crate::schedule::{arena, assign, prefetch};
 use perpetua_device::kernels::{Cost, Spec};
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::{BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
+use perpetua_shared::image::{BindingKind, EVERY_SEQUENCE, ProgramDesc, VERIFIES};
 use perpetua_shared::limits::MAX_TASK_EVENTS;
 use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
 use perpetua_shared::{BindingId, ProgramId};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
+
+pub use crate::image::Binding;
 
 /// One program to compile.
 #[derive(Clone, Debug)]
@@ -28,43 +30,6 @@ pub struct Source {
     pub graph: KernelGraph,
     /// Whether the token loop may choose it by itself.
     pub in_token_loop: bool,
-}
-
-/// Memory an executor supplies, and what for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Binding {
-    /// The buffer's name; for weights, the checkpoint's.
-    pub name: String,
-    /// See [`BindingKind`].
-    pub kind: BindingKind,
-    /// Its size.
-    pub bytes: u64,
-    /// Alignment its start must have.
-    pub align_bytes: u32,
-    /// Its contents, for a constant.
-    pub contents: Option<Vec<u8>>,
-    /// Tensors of the checkpoint that it is, all of one size, if it is a stack: their numbers stand where its name has `*`.
-    pub parts: Option<u32>,
-}
-
-impl Binding {
-    /// Names of the tensors of the checkpoint that it is, for weights, in order.
-    pub fn part_names(&self) -> Vec<String> {
-        match self.parts {
-            None => vec![self.name.clone()],
-            Some(n) => (0..n).map(|number| self.name.replacen('*', &number.to_string(), 1)).collect(),
-        }
-    }
-
-    /// Bytes of each of these tensors; of a binding that is no weights, its own.
-    pub fn part_bytes(&self) -> u64 {
-        self.bytes / u64::from(self.parts.unwrap_or(1).max(1))
-    }
-
-    /// What an image says of it.
-    pub fn desc(&self) -> BindingDesc {
-        BindingDesc { bytes: self.bytes, kind: self.kind as u32, align_bytes: self.align_bytes }
-    }
 }
 
 /// One program, compiled.
@@ -246,19 +211,13 @@ fn classes(blocks: &ThreadBlockGraph, config: &Config) -> Vec<(u32, TaskClass)> 
     classes
 }
 
-/// Why operator `op` of `tasks` cannot be launched just in time, if it cannot, wherever it stands.
-pub fn why_not_launched(tasks: &TaskGraph, op: usize) -> Option<&'static str> {
-    let has_no_wait = tasks.tasks_of(op).any(|task| tasks.waits.of(task as usize).is_empty());
-    has_no_wait.then_some("a task of it waits for no other, so no event would launch it")
-}
-
 /// Every just-in-time task has an event that launches it, and is not the last.
 fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), CompileError> {
     for (op, class) in tasks.classes.iter().enumerate().filter(|(_, class)| **class == TaskClass::JustInTime) {
         debug_assert_eq!(*class, TaskClass::JustInTime);
         let why = if op + 1 == tasks.classes.len() {
             "it ends the iteration, which is for a worker's list"
-        } else if let Some(why) = why_not_launched(tasks, op) {
+        } else if let Some(why) = tasks.why_not_launched(op) {
             why
         } else {
             continue;
@@ -289,7 +248,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let has_flagged = by_events != blocks;
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
-    let costs = costs(&blocks, &tasks);
+    let costs = task::task_costs(&blocks, &tasks);
     let machine = &config.target.machine;
     // Several rows' products have the tiles' memory for themselves.
     let has_tiles = config.target.has_loaders && source.graph.rows == Some(1);
@@ -382,29 +341,6 @@ impl Clock {
         self.laps.push((name, now - self.since));
         self.since = now;
     }
-}
-
-/// What each task moves and computes.
-pub fn costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<Cost> {
-    let mut buffer = Vec::new();
-    let cost = |task: &task::Task| {
-        let op = &blocks.ops[task.op as usize];
-        let Some((kernel, spec)) = op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
-            return Cost::default();
-        };
-        (spec.cost)(&kernel.params, task_operands(blocks, task, &mut buffer))
-    };
-    tasks.tasks.iter().map(cost).collect()
-}
-
-/// What `task` touches, operand by operand, without addresses (offsets count from the buffers' starts), in `buffer`.
-pub fn task_operands<'a>(blocks: &ThreadBlockGraph, task: &task::Task, buffer: &'a mut Vec<Operand>) -> &'a [Operand] {
-    let operand = |access: &Option<threadblock::Access>| {
-        access.as_ref().map_or(Operand::ABSENT, |access| block_operand(blocks, OpId(task.op), access, task.block))
-    };
-    buffer.clear();
-    buffer.extend(blocks.ops[task.op as usize].accesses.iter().map(operand));
-    buffer
 }
 
 /// Makes the last task, `advance`, wait for every task that nobody else waits for; of those in one of `lists` the last.
@@ -622,7 +558,7 @@ impl Layout {
             let is_last = number + 1 == graph.tasks.len();
             let (operand_first, wait_first, trigger_first) =
                 (parts.operands.len(), parts.waits.len(), parts.triggers.len());
-            for (access, operand) in op.accesses.iter().zip(task_operands(&program.blocks, task, &mut buffer)) {
+            for (access, operand) in op.accesses.iter().zip(task::task_operands(&program.blocks, task, &mut buffer)) {
                 let placed = match access {
                     Some(access) => self.place(program, program.blocks.table[access.tensor].buffer.idx(), *operand),
                     None => *operand,

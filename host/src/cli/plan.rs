@@ -11,7 +11,7 @@ use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::model::{ModelConfig, Quantize};
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
-use perpetua::schedule::timeline::Timeline;
+use perpetua::schedule::timeline::{Beside, Run, Timeline};
 use perpetua_shared::DType;
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES};
 use std::path::{Path, PathBuf};
@@ -120,8 +120,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         write_whole(path, |file| svg::write_svg(&program.blocks, &program.tasks, file))?;
     }
     if let Some(path) = &args.timeline {
-        let Planned { plan, across, machine, .. } = &planned;
-        let timeline = Timeline::predicted(program, plan, across, machine, &args.target.name);
+        let timeline = timeline(program, &planned, &args.target.name);
         write_whole(path, |file| timeline.write(file))?;
     }
     if let Some(path) = &args.trace {
@@ -313,6 +312,35 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
         );
     }
     rows.0
+}
+
+/// `program` as predicted for the target called `target`, with the copies that its loaders make.
+fn timeline<'a>(program: &'a Program, planned: &Planned, target: &str) -> Timeline<'a> {
+    let Planned { plan, across: prediction, machine, .. } = planned;
+    let runs = program.tasks.tasks.iter().zip(&prediction.spans).map(|(task, span)| Run {
+        worker: span.worker,
+        op: &program.blocks.ops[task.op as usize].name,
+        time_s: [span.start_s, span.end_s],
+    });
+    // Copies, each with what follows it without a gap.
+    let copies = prediction.loads.iter().zip(&plan.workers).map(|(loads, worker)| {
+        let mut merged: Vec<[f64; 2]> = Vec::new();
+        for ((start, _), op) in loads.iter().zip(&worker.data) {
+            let end = start + f64::from(op.bytes) / machine.bytes_per_s;
+            match merged.last_mut() {
+                Some(before) if *start <= before[1] + 1e-9 => before[1] = before[1].max(end),
+                _ => merged.push([*start, end]),
+            }
+        }
+        merged
+    });
+    Timeline {
+        name: format!("{} on {target}, predicted", program.name),
+        n_workers: program.lists.lists.len(),
+        step_s: prediction.step_s,
+        runs: runs.collect(),
+        beside: Beside::Copies(copies.collect()),
+    }
 }
 
 /// The trace event format that Chrome's tracing and Perfetto read: complete events, two tracks per worker. Copies of one

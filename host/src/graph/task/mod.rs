@@ -29,6 +29,7 @@ mod check;
 pub mod dot;
 mod family;
 pub mod json;
+mod operands;
 mod order;
 mod region;
 mod relation;
@@ -37,6 +38,7 @@ mod worker;
 
 pub use build::lower;
 pub use check::{Violation, check, waited_and_needed};
+pub use operands::{task_costs, task_operands};
 pub use worker::{Stall, Stuck, WorkerLists, assign_round_robin, elide, simulate};
 
 use super::threadblock::{self, GRID_AXES};
@@ -172,6 +174,12 @@ impl TaskGraph {
     /// The tasks of operator `op`.
     pub fn tasks_of(&self, op: usize) -> std::ops::Range<u32> {
         self.op_first[op]..self.op_first[op + 1]
+    }
+
+    /// Why operator `op` cannot be launched just in time, if it cannot, wherever it stands.
+    pub fn why_not_launched(&self, op: usize) -> Option<&'static str> {
+        let has_no_wait = self.tasks_of(op).any(|task| self.waits.of(task as usize).is_empty());
+        has_no_wait.then_some("a task of it waits for no other, so no event would launch it")
     }
 }
 

@@ -36,8 +36,7 @@ mod near;
 pub use check::{Violation, check};
 pub use near::{prefetched_bytes, reads_of_many_rows};
 
-use crate::compile::task_operands;
-use crate::graph::task::{Task, TaskGraph, WorkerLists};
+use crate::graph::task::{Task, TaskGraph, WorkerLists, task_operands};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use crate::machine::Machine;

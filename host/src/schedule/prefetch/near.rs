@@ -12,8 +12,7 @@
 //! ```
 
 use super::{Reads, UNIT_BYTES, WorkerPlan, experts_bytes};
-use crate::compile::task_operands;
-use crate::graph::task::{Task, TaskGraph};
+use crate::graph::task::{Task, TaskGraph, task_operands};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use crate::machine::{Machine, part};
