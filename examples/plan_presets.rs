@@ -45,17 +45,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let plan = &program.plan;
         prefetch::check(plan, &program.lists, &program.reads).map_err(|broken| broken[0].clone())?;
         let run = |prefetch| {
-            predict(
-                &program.tasks,
-                &program.told,
-                &program.lists,
-                plan,
-                &program.reads,
-                &program.costs,
-                &machine,
-                prefetch,
-            )
-            .ok_or("the worker lists do not run to their end")
+            predict(&program.tasks, &program.told, plan, &program.reads, &program.costs, &machine, prefetch)
+                .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
         let share = |part_s: f64| 100.0 * part_s / across.step_s;

@@ -1,7 +1,7 @@
 //! `perpetua plan`: compile without running, and say what came out.
 
 use super::{Outcome, QuantizeName, Rows, bytes, plan_graph, print, writable, write_whole};
-use perpetua::compile::{Compiled, Config, Program, Source, compile};
+use perpetua::compile::{CompileError, Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, pass_name, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
@@ -14,6 +14,7 @@ use perpetua::schedule::prefetch::{self, Plan};
 use perpetua::schedule::timeline::{Beside, Run, Timeline};
 use perpetua_shared::DType;
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -130,9 +131,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 /// The shared memory of a program's workers, and what it makes of the step.
-struct Planned {
+struct Planned<'a> {
     machine: Machine,
-    plan: Plan,
+    plan: Cow<'a, Plan>,
     took: Duration,
     across: Prediction,
     within: Prediction,
@@ -140,29 +141,27 @@ struct Planned {
     multiply_s: Option<f64>,
 }
 
-impl Planned {
-    fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
+impl<'a> Planned<'a> {
+    fn new(program: &'a Program, target: &Target, check: bool) -> Result<Planned<'a>, Box<dyn std::error::Error>> {
         let machine = target.machine;
-        let start = Instant::now();
         let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > 1);
-        // Where workers have no loaders, as if they had.
-        let reads = match target.has_loaders {
-            true => program.reads.clone(),
-            false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),
+        let (reads, plan, took) = if target.has_loaders {
+            let (_, took) =
+                program.stages.iter().find(|(stage, _)| *stage == "tiles").expect("a stage that compile times");
+            (Cow::Borrowed(&program.reads[..]), Cow::Borrowed(&program.plan), *took)
+        } else {
+            // As if workers had loaders.
+            let start = Instant::now();
+            let reads = prefetch::reads(&program.blocks, &program.tasks, &program.costs);
+            let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
+            let took = start.elapsed();
+            if check {
+                prefetch::check(&plan, &program.lists, &reads).map_err(CompileError::Tiles)?;
+            }
+            (Cow::Owned(reads), Cow::Owned(plan), took)
         };
-        let mut plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
-        if program.plan.repeats() {
-            let op = |task: u32| &program.blocks.ops[program.tasks.tasks[task as usize].op as usize];
-            plan.repeat(|task| op(task).takes_memory_for_one_row());
-        }
-        let took = start.elapsed();
-        if check && let Err(broken) = prefetch::check(&plan, &program.lists, &reads) {
-            return Err(
-                format!("{} law(s) of the shared-memory plan broken; first: {}", broken.len(), broken[0]).into()
-            );
-        }
         let run = |prefetch| {
-            predict(&program.tasks, &program.told, &program.lists, &plan, &reads, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.told, &plan, &reads, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
@@ -225,7 +224,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     Ok(sources)
 }
 
-fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) -> String {
+fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: &Args) -> String {
     let Planned { plan, across, within, machine, took, multiply_s } = planned;
     let stats = &program.tasks.stats;
     let mut rows = Rows::default();
@@ -315,7 +314,7 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
 }
 
 /// `program` as predicted for the target called `target`, with the copies that its loaders make.
-fn timeline<'a>(program: &'a Program, planned: &Planned, target: &str) -> Timeline<'a> {
+fn timeline<'a>(program: &'a Program, planned: &Planned<'_>, target: &str) -> Timeline<'a> {
     let Planned { plan, across: prediction, machine, .. } = planned;
     let runs = program.tasks.tasks.iter().zip(&prediction.spans).map(|(task, span)| Run {
         worker: span.worker,
@@ -348,7 +347,7 @@ fn timeline<'a>(program: &'a Program, planned: &Planned, target: &str) -> Timeli
 fn write_trace(
     file: &mut dyn std::io::Write,
     program: &Program,
-    Planned { plan, across: prediction, machine, .. }: &Planned,
+    Planned { plan, across: prediction, machine, .. }: &Planned<'_>,
 ) -> std::io::Result<()> {
     let bytes_per_s = machine.bytes_per_s;
     writeln!(file, "{{\"displayTimeUnit\": \"ns\", \"traceEvents\": [")?;
