@@ -9,7 +9,7 @@ use super::factors;
 use super::layout::ExpertNames;
 use super::quantize::Quantized;
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
+use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, Pooled, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -253,14 +253,14 @@ impl<'a> Decoder<'a> {
                 graph.state(&format!("{prefix}.v_cache"), &shape, dtype)?,
             ])
         };
-        let cache = cache_of(&mut self.graph)?;
-        let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
+        let args = RopeArgs { q, k, v, norms, frequencies, eps: rms_norm_eps as f32 };
         let scale = rope.score_factor() as f32 / (self.config.query_scalar as f32).sqrt();
         let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
         if self.graph.pass == Pass::Batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
         }
-        self.graph.rope(&format!("{prefix}.rope"), args)?;
+        let cache = cache_of(&mut self.graph)?;
+        self.graph.rope(&format!("{prefix}.rope"), args, cache)?;
         Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?)
     }
 
@@ -365,8 +365,7 @@ impl<'a> Decoder<'a> {
         };
         let h = self.norm("model.norm", x)?;
         if let Head::Embedding { normalize } = self.head {
-            let of_mean = false;
-            let pooled = self.graph.pool("pooling", h, of_mean, normalize)?;
+            let pooled = self.graph.pool("pooling", h, Pooled::First, normalize)?;
             self.graph.output("embedding", pooled);
             return Ok(self.graph);
         }
