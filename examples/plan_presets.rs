@@ -8,7 +8,6 @@ use perpetua::graph::lower::Target;
 use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::preset_config;
-use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prefetch, predict};
 use perpetua::schedule::prefetch;
 use perpetua_shared::DType;
@@ -39,24 +38,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let graph = build(&config, Declared::Assumed(DType::Bf16), 1, Cache::bf16(context), Head::Sample)?;
         let target = Target::h200();
-        let machine = Machine::of(&target);
+        let machine = target.machine;
         let source = Source { name: "decode".to_owned(), graph, in_token_loop: true };
         let compiled = compile(vec![source], &Config { check: false, ..Config::new(target) })?;
         let program = &compiled.programs[0];
         let plan = &program.plan;
         prefetch::check(plan, &program.lists, &program.reads).map_err(|broken| broken[0].clone())?;
         let run = |prefetch| {
-            predict(
-                &program.tasks,
-                &program.told,
-                &program.lists,
-                plan,
-                &program.reads,
-                &program.costs,
-                &machine,
-                prefetch,
-            )
-            .ok_or("the worker lists do not run to their end")
+            predict(&program.tasks, &program.told, plan, &program.reads, &program.costs, &machine, prefetch)
+                .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
         let share = |part_s: f64| 100.0 * part_s / across.step_s;

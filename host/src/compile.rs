@@ -1,24 +1,26 @@
-//! From kernel graphs to an image: the list of stages, readable top to bottom.
+//! From kernel graphs to an image: the list of stages, readable top to bottom. `plan` has those of one program, `link` makes one
+//! image of all.
+
+mod link;
 
 use crate::graph::flags;
 use crate::graph::kernel::{GraphError, KernelGraph, Pass};
-use crate::graph::lower::{self, Cut, Target, block_operand};
+use crate::graph::lower::{self, Cut, Target};
 use crate::graph::task::{self, TaskClass, TaskError, TaskGraph, WorkerLists};
-use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
-use crate::image::encode::{Parts, encode};
+use crate::image::encode::encode;
 use crate::image::{Image, ImageError};
-use crate::parallel::{both, side_by_side};
-use crate::schedule::machine::Machine;
+use crate::machine::Machine;
+use crate::parallel::side_by_side;
 use crate::schedule::{arena, assign, prefetch};
+use link::Link;
 use perpetua_device::kernels::{Cost, Spec};
-use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
-use perpetua_shared::image::{APART, BindingDesc, BindingKind, EVERY_SEQUENCE, ProgramDesc, TOKEN_LOOP, VERIFIES};
+use perpetua_shared::ProgramId;
 use perpetua_shared::limits::MAX_TASK_EVENTS;
-use perpetua_shared::task::{Operand, TaskDesc, TaskFlags};
-use perpetua_shared::{BindingId, ProgramId};
-use std::collections::HashMap;
+use perpetua_shared::task::Operand;
 use std::time::{Duration, Instant};
+
+pub use crate::image::Binding;
 
 /// One program to compile.
 #[derive(Clone, Debug)]
@@ -29,43 +31,6 @@ pub struct Source {
     pub graph: KernelGraph,
     /// Whether the token loop may choose it by itself.
     pub in_token_loop: bool,
-}
-
-/// Memory an executor supplies, and what for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Binding {
-    /// The buffer's name; for weights, the checkpoint's.
-    pub name: String,
-    /// See [`BindingKind`].
-    pub kind: BindingKind,
-    /// Its size.
-    pub bytes: u64,
-    /// Alignment its start must have.
-    pub align_bytes: u32,
-    /// Its contents, for a constant.
-    pub contents: Option<Vec<u8>>,
-    /// Tensors of the checkpoint that it is, all of one size, if it is a stack: their numbers stand where its name has `*`.
-    pub parts: Option<u32>,
-}
-
-impl Binding {
-    /// Names of the tensors of the checkpoint that it is, for weights, in order.
-    pub fn part_names(&self) -> Vec<String> {
-        match self.parts {
-            None => vec![self.name.clone()],
-            Some(n) => (0..n).map(|number| self.name.replacen('*', &number.to_string(), 1)).collect(),
-        }
-    }
-
-    /// Bytes of each of these tensors; of a binding that is no weights, its own.
-    pub fn part_bytes(&self) -> u64 {
-        self.bytes / u64::from(self.parts.unwrap_or(1).max(1))
-    }
-
-    /// What an image says of it.
-    pub fn desc(&self) -> BindingDesc {
-        BindingDesc { bytes: self.bytes, kind: self.kind as u32, align_bytes: self.align_bytes }
-    }
 }
 
 /// One program, compiled.
@@ -188,49 +153,28 @@ impl Config {
     }
 }
 
-/// Compiles `sources` into one image. The stages of each program, in order:
-/// kernel graph → thread-block graph → tasks and events → worker lists → arena → (checks); then one image of all.
+/// Compiles `sources` into one image. The stages of each program are those of `plan`, in order:
+/// kernel graph → thread-block graph → tasks and events → worker lists → arena → loaders' plans → (checks); then one image of all.
 /// Programs know nothing of each other before the image, so they are compiled side by side.
 ///
 /// # Errors
 /// The first stage that fails, with what is wrong.
 pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, CompileError> {
-    let mut layout = Layout::default();
+    let mut link = Link::default();
     let mut programs = Vec::with_capacity(sources.len());
     for planned in side_by_side(sources, 1, |number, source| plan(number, source, config)) {
         let (source, mut program) = planned?;
-        layout.add(&source, &program.blocks, &program.arena)?;
-        for (name, tensor) in source.graph.outputs() {
-            let table = &program.blocks.table;
-            let buffer = table[*tensor].buffer.idx();
-            let is_flagged = u8::from(table.buffers[buffer].kind == BufferKind::Flagged);
-            let whole = Operand { is_flagged, ..crate::graph::kernel::whole_operand(&table[*tensor]) };
-            program.outputs.push((name.clone(), layout.place(&program, buffer, whole)));
-        }
-        let kind = match source.graph.pass {
-            Pass::Batch => EVERY_SEQUENCE,
-            Pass::Verify => VERIFIES,
-            Pass::Sequence if source.in_token_loop => TOKEN_LOOP,
-            Pass::Sequence => APART,
-        };
-        layout.sources.push((source.graph.rows, kind));
+        link.add(&source, &mut program)?;
         programs.push(program);
     }
-    for name in &config.just_in_time {
-        if !programs.iter().any(|program| program.blocks.ops.iter().any(|op| is_named(op, name))) {
-            return Err(CompileError::JustInTime {
-                op: name.clone(),
-                why: "there is no operator or kernel of that name",
-            });
-        }
-    }
+    check_names(&programs, config)?;
     let mut clock = Clock::new();
-    let image = encode(&layout.parts(&programs, config.target.n_workers))?;
+    let image = encode(&link.parts(&programs, config.target.n_workers))?;
     clock.lap("image");
     if let Some(last) = programs.last_mut() {
         last.stages.append(&mut clock.laps);
     }
-    Ok(Compiled { image, bindings: layout.bindings, programs })
+    Ok(Compiled { image, bindings: link.bindings, programs })
 }
 
 /// Whether `op` is called `name`, or its kernel is.
@@ -249,19 +193,24 @@ fn classes(blocks: &ThreadBlockGraph, config: &Config) -> Vec<(u32, TaskClass)> 
     classes
 }
 
-/// Why operator `op` of `tasks` cannot be launched just in time, if it cannot, wherever it stands.
-pub fn why_not_launched(tasks: &TaskGraph, op: usize) -> Option<&'static str> {
-    let has_no_wait = tasks.tasks_of(op).any(|task| tasks.waits.of(task as usize).is_empty());
-    has_no_wait.then_some("a task of it waits for no other, so no event would launch it")
+/// Every name in [`Config::just_in_time`] is that of an operator, or of a kernel that some have.
+fn check_names(programs: &[Program], config: &Config) -> Result<(), CompileError> {
+    let has = |program: &Program, name: &str| program.blocks.ops.iter().any(|op| is_named(op, name));
+    match config.just_in_time.iter().find(|name| !programs.iter().any(|program| has(program, name))) {
+        Some(name) => {
+            let why = "there is no operator or kernel of that name";
+            Err(CompileError::JustInTime { op: name.clone(), why })
+        }
+        None => Ok(()),
+    }
 }
 
 /// Every just-in-time task has an event that launches it, and is not the last.
 fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), CompileError> {
-    for (op, class) in tasks.classes.iter().enumerate().filter(|(_, class)| **class == TaskClass::JustInTime) {
-        debug_assert_eq!(*class, TaskClass::JustInTime);
+    for op in (0..tasks.classes.len()).filter(|op| tasks.classes[*op] == TaskClass::JustInTime) {
         let why = if op + 1 == tasks.classes.len() {
             "it ends the iteration, which is for a worker's list"
-        } else if let Some(why) = why_not_launched(tasks, op) {
+        } else if let Some(why) = tasks.why_not_launched(op) {
             why
         } else {
             continue;
@@ -271,19 +220,14 @@ fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), Co
     Ok(())
 }
 
-/// Everything about program `number` that the others do not matter to.
+/// Everything about program `number` that the others do not matter to: its stages.
 fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, Program), CompileError> {
     if !source.graph.is_ended() {
         source.graph.advance()?;
     }
+    let target = &config.target;
     let mut clock = Clock::new();
-    let mut blocks = lower::lower(&source.graph, &config.target).map_err(CompileError::Blocks)?;
-    let classes = classes(&blocks, config);
-    // In a batch a sequence may have ended, and its tasks write nothing.
-    if config.target.has_flags && source.graph.rows == Some(1) && source.graph.pass == Pass::Sequence {
-        let is_launched = |op: usize| classes.contains(&(op as u32, TaskClass::JustInTime));
-        flags::flag(&mut blocks, |op| !is_launched(op));
-    }
+    let (blocks, classes) = cut(&source.graph, config)?;
     clock.lap("cut");
     let task_config = task::Config { classes, ..Default::default() };
     let mut tasks = task::lower(&blocks, &task_config)?;
@@ -292,68 +236,33 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let has_flagged = by_events != blocks;
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
-    let costs = costs(&blocks, &tasks);
-    let machine = Machine::of(&config.target);
+    let costs = task::task_costs(&blocks, &tasks);
     // Several rows' products have the tiles' memory for themselves.
-    let has_tiles = config.target.has_loaders && source.graph.rows == Some(1);
-    let reads = match config.target.has_loaders {
-        true if has_tiles => prefetch::reads(&blocks, &tasks, &costs),
-        true => prefetch::reads_of_many_rows(&blocks, &tasks, &costs, &machine),
-        false => Vec::new(),
-    };
-    let lists = match config.target.cut {
-        Cut::TaskBytes => {
-            let weight: Vec<u64> =
-                costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
-            assign::assign(&tasks, &weight, config.target.n_workers)
-        }
-        Cut::PerWorker => {
-            let bytes = |task: usize| if has_tiles { reads[task].bytes() } else { costs[task].bytes_read };
-            let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
-            // Without tiles nobody does anything before its turn.
-            let ahead = if has_tiles { machine.capacity_bytes() } else { 0 };
-            assign::balance(&blocks, &tasks, &weight, config.target.n_workers, ahead)
-        }
-    };
+    let has_tiles = target.has_loaders && source.graph.rows == Some(1);
+    let reads = reads_of(&blocks, &tasks, &costs, has_tiles, target);
+    let lists = lists_of(&blocks, &tasks, &costs, has_tiles.then_some(&reads), target);
     clock.lap("workers");
-    let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
     // Before the arena: what `advance` does not wait for would have to be kept to the end.
     end_with_last_task(&mut tasks, None);
     // Of what flags order nobody need know but a worker's last, which comes after the others.
     end_with_last_task(&mut counted, has_flagged.then_some(&lists));
+    let outputs: Vec<_> = source.graph.outputs().iter().map(|(_, tensor)| *tensor).collect();
     let arena = arena::plan(&blocks, &counted, &outputs);
     clock.lap("arena");
-    if config.target.cut == Cut::PerWorker {
+    if target.cut == Cut::PerWorker {
         task::elide(&mut tasks, &lists);
         task::elide(&mut counted, &lists);
     }
     check_task_events(&blocks, &counted)?;
     clock.lap("last");
-    let mut plan = match config.target.has_loaders {
-        true => prefetch::plan(&blocks, &tasks, &lists, &reads, &machine)?,
+    let is_repeated = source.in_token_loop && source.graph.rows == Some(1);
+    let plan = match target.has_loaders {
+        true => tiles_of(&blocks, &tasks, &lists, &reads, is_repeated, &target.machine)?,
         false => prefetch::Plan::default(),
     };
-    let takes_memory = |op: u32| blocks.ops[op as usize].takes_memory_for_one_row();
-    // Any worker may be the one to run a task that is launched just in time, at the end of its list, too.
-    let may_come_last =
-        (0..).zip(&tasks.classes).any(|(op, class)| *class == TaskClass::JustInTime && takes_memory(op));
-    if source.in_token_loop && source.graph.rows == Some(1) && !may_come_last {
-        plan.repeat(|task| takes_memory(tasks.tasks[task as usize].op));
-    }
     clock.lap("tiles");
-    if config.check {
-        // All there is to order; then what events must, by events alone.
-        task::check(&blocks, &tasks, Some(&lists)).map_err(CompileError::Dependencies)?;
-        task::check(&by_events, &counted, Some(&lists)).map_err(CompileError::Dependencies)?;
-        let in_arena = arena::in_arena(&by_events, &arena);
-        task::check(&in_arena, &counted, Some(&lists)).map_err(CompileError::Dependencies)?;
-        if config.target.has_loaders {
-            prefetch::check(&plan, &lists, &reads).map_err(CompileError::Tiles)?;
-        }
-        clock.lap("check");
-    }
     let told = flags::told(&blocks, &tasks);
-    let program = Program {
+    let mut program = Program {
         name: source.name.clone(),
         id: ProgramId(number as u32),
         outputs: Vec::new(),
@@ -366,9 +275,100 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
         reads,
         plan,
         arena,
-        stages: clock.laps,
+        stages: Vec::new(),
     };
+    if config.check {
+        judge(&program, &by_events, target)?;
+        clock.lap("check");
+    }
+    program.stages = clock.laps;
     Ok((source, program))
+}
+
+/// The operators of `graph`, cut and, where they can be, flagged, and their classes.
+fn cut(graph: &KernelGraph, config: &Config) -> Result<(ThreadBlockGraph, Vec<(u32, TaskClass)>), CompileError> {
+    let mut blocks = lower::lower(graph, &config.target).map_err(CompileError::Blocks)?;
+    let classes = classes(&blocks, config);
+    // In a batch a sequence may have ended, and its tasks write nothing.
+    if config.target.has_flags && graph.rows == Some(1) && graph.pass == Pass::Sequence {
+        let is_launched = |op: usize| classes.contains(&(op as u32, TaskClass::JustInTime));
+        flags::flag(&mut blocks, |op| !is_launched(op));
+    }
+    Ok((blocks, classes))
+}
+
+/// Per task, what it reads of weights and caches; nothing where nobody asks for it ahead.
+fn reads_of(
+    blocks: &ThreadBlockGraph,
+    tasks: &TaskGraph,
+    costs: &[Cost],
+    has_tiles: bool,
+    target: &Target,
+) -> Vec<prefetch::Reads> {
+    match target.has_loaders {
+        true if has_tiles => prefetch::reads(blocks, tasks, costs),
+        true => prefetch::reads_of_many_rows(blocks, tasks, costs, &target.machine),
+        false => Vec::new(),
+    }
+}
+
+/// Every worker's tasks; `in_tiles` is what each task reads, if that comes in tiles.
+fn lists_of(
+    blocks: &ThreadBlockGraph,
+    tasks: &TaskGraph,
+    costs: &[Cost],
+    in_tiles: Option<&Vec<prefetch::Reads>>,
+    target: &Target,
+) -> WorkerLists {
+    match target.cut {
+        Cut::TaskBytes => {
+            let weight: Vec<u64> =
+                costs.iter().map(|cost| cost.bytes_read + cost.bytes_written + cost.flops / 64).collect();
+            assign::assign(tasks, &weight, target.n_workers)
+        }
+        Cut::PerWorker => {
+            let bytes = |task: usize| in_tiles.map_or(costs[task].bytes_read, |reads| reads[task].bytes());
+            let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
+            // Without tiles nobody does anything before its turn.
+            let ahead = if in_tiles.is_some() { target.machine.capacity_bytes() } else { 0 };
+            assign::balance(blocks, tasks, &weight, target.n_workers, ahead)
+        }
+    }
+}
+
+/// What each worker's loader does; if the program `is_repeated`, some of it ahead of the next pass.
+fn tiles_of(
+    blocks: &ThreadBlockGraph,
+    tasks: &TaskGraph,
+    lists: &WorkerLists,
+    reads: &[prefetch::Reads],
+    is_repeated: bool,
+    machine: &Machine,
+) -> Result<prefetch::Plan, CompileError> {
+    let mut plan = prefetch::plan(blocks, tasks, lists, reads, machine)?;
+    let takes_memory = |op: u32| blocks.ops[op as usize].takes_memory_for_one_row();
+    // Any worker may be the one to run a task that is launched just in time, at the end of its list, too.
+    let may_come_last =
+        (0..).zip(&tasks.classes).any(|(op, class)| *class == TaskClass::JustInTime && takes_memory(op));
+    if is_repeated && !may_come_last {
+        plan.repeat(|task| takes_memory(tasks.tasks[task as usize].op));
+    }
+    Ok(plan)
+}
+
+/// Judges `program` by checkers that share no code with what made it; `by_events` are its blocks without what is flagged.
+fn judge(program: &Program, by_events: &ThreadBlockGraph, target: &Target) -> Result<(), CompileError> {
+    let check = |blocks: &ThreadBlockGraph, tasks: &TaskGraph| {
+        task::check(blocks, tasks, Some(&program.lists)).map_err(CompileError::Dependencies)
+    };
+    // All there is to order; then what events must, by events alone.
+    check(&program.blocks, &program.tasks)?;
+    check(by_events, &program.counted)?;
+    check(&arena::in_arena(by_events, &program.arena), &program.counted)?;
+    if target.has_loaders {
+        prefetch::check(&program.plan, &program.lists, &program.reads).map_err(CompileError::Tiles)?;
+    }
+    Ok(())
 }
 
 struct Clock {
@@ -385,29 +385,6 @@ impl Clock {
         self.laps.push((name, now - self.since));
         self.since = now;
     }
-}
-
-/// What each task moves and computes.
-pub fn costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<Cost> {
-    let mut buffer = Vec::new();
-    let cost = |task: &task::Task| {
-        let op = &blocks.ops[task.op as usize];
-        let Some((kernel, spec)) = op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
-            return Cost::default();
-        };
-        (spec.cost)(&kernel.params, task_operands(blocks, task, &mut buffer))
-    };
-    tasks.tasks.iter().map(cost).collect()
-}
-
-/// What `task` touches, operand by operand, without addresses (offsets count from the buffers' starts), in `buffer`.
-pub fn task_operands<'a>(blocks: &ThreadBlockGraph, task: &task::Task, buffer: &'a mut Vec<Operand>) -> &'a [Operand] {
-    let operand = |access: &Option<threadblock::Access>| {
-        access.as_ref().map_or(Operand::ABSENT, |access| block_operand(blocks, OpId(task.op), access, task.block))
-    };
-    buffer.clear();
-    buffer.extend(blocks.ops[task.op as usize].accesses.iter().map(operand));
-    buffer
 }
 
 /// Makes the last task, `advance`, wait for every task that nobody else waits for; of those in one of `lists` the last.
@@ -431,7 +408,7 @@ fn end_with_last_task(tasks: &mut TaskGraph, lists: Option<&WorkerLists>) {
 /// No task waits on, or triggers, more events than its descriptor counts.
 fn check_task_events(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), CompileError> {
     for (number, task) in tasks.tasks.iter().enumerate() {
-        // The last task has an event more of each: see `Layout::add_program`.
+        // The last task has an event more of each: see `Link::add_program`.
         let more = usize::from(number + 1 == tasks.tasks.len());
         for (what, lists) in [("waits on", &tasks.waits), ("triggers", &tasks.triggers)] {
             let given = lists.of(number).len() + more;
@@ -458,230 +435,6 @@ fn with_entry(lists: &task::Lists, to: &[u32], entry: u32) -> task::Lists {
         added.push(&list);
     }
     added
-}
-
-/// The image's memory and descriptors, gathered program by program.
-#[derive(Default)]
-struct Layout {
-    bindings: Vec<Binding>,
-    by_name: HashMap<(BindingKind, String), BindingId>,
-    /// Per program and buffer, its binding.
-    of_buffer: Vec<Vec<BindingId>>,
-    sources: Vec<(Option<u32>, u32)>,
-    /// Where each program's flagged bytes start.
-    flagged_first: Vec<u64>,
-}
-
-impl Layout {
-    fn binding(&mut self, name: &str, kind: BindingKind, bytes: u64, align_bytes: u32) -> (BindingId, u64) {
-        let next = BindingId(self.bindings.len() as u32);
-        let id = *self.by_name.entry((kind, name.to_owned())).or_insert(next);
-        if id == next {
-            self.bindings.push(Binding {
-                name: name.to_owned(),
-                kind,
-                bytes,
-                align_bytes,
-                contents: None,
-                parts: None,
-            });
-        }
-        (id, self.bindings[id.idx()].bytes)
-    }
-
-    fn add(&mut self, source: &Source, blocks: &ThreadBlockGraph, arena: &arena::Arena) -> Result<(), CompileError> {
-        let (arena_id, arena_bytes) =
-            self.binding("arena", BindingKind::Arena, arena.peak_bytes, arena::ALIGN_BYTES as u32);
-        self.bindings[arena_id.idx()].bytes = arena_bytes.max(arena.peak_bytes);
-        // After those of other programs: a flag counts the runs of one.
-        let mut flagged = (None, 0);
-        if arena.flagged_bytes > 0 {
-            let (id, first) = self.binding("flagged", BindingKind::Flagged, 0, arena::ALIGN_BYTES as u32);
-            self.bindings[id.idx()].bytes += arena.flagged_bytes;
-            flagged = (Some(id), first);
-        }
-        self.flagged_first.push(flagged.1);
-        // A checkpoint's tensors are used where they lie; only their element's alignment can be hoped for.
-        let mut weight_align = vec![1; blocks.table.buffers.len()];
-        for tensor in &blocks.table.tensors {
-            weight_align[tensor.buffer.idx()] = tensor.dtype.align_bytes() as u32;
-        }
-        let mut of_buffer = Vec::with_capacity(blocks.table.buffers.len());
-        for (buffer, weight_align) in blocks.table.buffers.iter().zip(weight_align) {
-            let (kind, align) = match &buffer.kind {
-                BufferKind::Intermediate => {
-                    of_buffer.push(arena_id);
-                    continue;
-                }
-                BufferKind::Flagged => {
-                    of_buffer.push(flagged.0.expect("what is flagged has bytes"));
-                    continue;
-                }
-                BufferKind::Input => (BindingKind::Input, 64),
-                BufferKind::Weight | BufferKind::WeightStack(_) => (BindingKind::Weight, weight_align),
-                BufferKind::Constant(_) => (BindingKind::Constant, 64),
-                BufferKind::State => (BindingKind::State, 256),
-                BufferKind::Control => (BindingKind::Control, 64),
-                BufferKind::Tokens => (BindingKind::Tokens, 64),
-            };
-            let (id, bytes) = self.binding(&buffer.name, kind, buffer.bytes, align);
-            let known = &mut self.bindings[id.idx()];
-            if kind == BindingKind::Tokens {
-                // A program that makes no tokens asks for a token buffer of one.
-                known.bytes = bytes.max(buffer.bytes);
-            } else if bytes != buffer.bytes {
-                return Err(CompileError::Binding {
-                    name: buffer.name.clone(),
-                    program: source.name.clone(),
-                    found: buffer.bytes,
-                    expected: bytes,
-                });
-            }
-            match &buffer.kind {
-                BufferKind::Constant(contents) => known.contents = Some(contents.clone()),
-                BufferKind::WeightStack(n) => known.parts = Some(*n),
-                _ => {}
-            }
-            of_buffer.push(id);
-        }
-        self.of_buffer.push(of_buffer);
-        Ok(())
-    }
-
-    /// `operand`, which counts from the start of buffer `buffer` of `program`, moved to its binding.
-    fn place(&self, program: &Program, buffer: usize, operand: Operand) -> Operand {
-        let binding = self.of_buffer[program.id.idx()][buffer];
-        let shift = match program.blocks.table.buffers[buffer].kind {
-            BufferKind::Intermediate => program.arena.offsets[buffer],
-            BufferKind::Flagged => self.flagged_first[program.id.idx()] + program.arena.offsets[buffer],
-            _ => 0,
-        };
-        Operand { binding, offset_bytes: operand.offset_bytes + shift, ..operand }
-    }
-
-    fn parts(&self, programs: &[Program], n_workers: u32) -> Parts {
-        let mut parts = Parts {
-            n_workers,
-            bindings: self.bindings.iter().map(Binding::desc).collect(),
-            events: vec![EventDesc { num_triggers: 1 }, EventDesc { num_triggers: n_workers }],
-            ..Parts::default()
-        };
-        debug_assert_eq!(parts.events.len(), FIRST_PROGRAM_EVENT.idx());
-        // Data ops are as long as all of the others.
-        let (data, ()) = both(
-            || self.loads(programs, |plan| &plan.data, |op| &mut op.source),
-            || {
-                for (program, (rows, kind)) in programs.iter().zip(&self.sources) {
-                    self.add_program(&mut parts, program, *rows, *kind);
-                }
-            },
-        );
-        (parts.data_heads, parts.data) = data;
-        (parts.prefetch_heads, parts.prefetches) = self.loads(programs, |plan| &plan.prefetches, |op| &mut op.source);
-        // Each program's row of heads ends where the next one's starts.
-        debug_assert_eq!(parts.list_heads.len(), programs.len() * (n_workers as usize + 2));
-        parts
-    }
-
-    /// Where those that each worker's loader has in each program start, and all of them: `own` are a plan's, whose `source` becomes a binding.
-    fn loads<T: Copy>(
-        &self,
-        programs: &[Program],
-        own: impl Fn(&prefetch::WorkerPlan) -> &[T],
-        source: impl Fn(&mut T) -> &mut u32,
-    ) -> (Vec<u32>, Vec<T>) {
-        let plans = programs.iter().flat_map(|program| &program.plan.workers);
-        let (mut heads, mut ops) = (Vec::new(), Vec::with_capacity(plans.map(|plan| own(plan).len()).sum()));
-        for program in programs {
-            let of_buffer = &self.of_buffer[program.id.idx()];
-            for worker in 0..program.lists.lists.len() {
-                heads.push(ops.len() as u32);
-                let own = program.plan.workers.get(worker).map_or(&[][..], &own);
-                ops.extend(own.iter().map(|op| {
-                    let mut op = *op;
-                    let source = source(&mut op);
-                    *source = of_buffer[*source as usize].0;
-                    op
-                }));
-            }
-            heads.push(ops.len() as u32);
-        }
-        (heads, ops)
-    }
-
-    fn add_program(&self, parts: &mut Parts, program: &Program, rows: Option<u32>, kind: u32) {
-        let (task_first, event_first) = (parts.tasks.len() as u32, parts.events.len() as u32);
-        let op_first = parts.op_names.len() as u32;
-        let graph = &program.counted;
-        parts.op_names.extend(program.blocks.ops.iter().map(|op| op.name.clone()));
-        parts.events.extend(graph.events.iter().map(|n| EventDesc { num_triggers: *n }));
-        let mut tiles = vec![0; graph.tasks.len()];
-        for compute in program.plan.workers.iter().flat_map(|worker| &worker.computes) {
-            tiles[compute.task as usize] += compute.data_end - compute.data_first;
-        }
-        let mut buffer = Vec::new();
-        for (number, task) in graph.tasks.iter().enumerate() {
-            let op = &program.blocks.ops[task.op as usize];
-            let is_last = number + 1 == graph.tasks.len();
-            let (operand_first, wait_first, trigger_first) =
-                (parts.operands.len(), parts.waits.len(), parts.triggers.len());
-            for (access, operand) in op.accesses.iter().zip(task_operands(&program.blocks, task, &mut buffer)) {
-                let placed = match access {
-                    Some(access) => self.place(program, program.blocks.table[access.tensor].buffer.idx(), *operand),
-                    None => *operand,
-                };
-                parts.operands.push(placed);
-            }
-            parts.waits.extend(graph.waits.of(number).iter().map(|event| event + event_first));
-            parts.triggers.extend(graph.triggers.of(number).iter().map(|event| event + event_first));
-            if is_last {
-                parts.waits.push(EVENT_ARRIVED.0);
-                parts.triggers.push(EVENT_ITERATION.0);
-            }
-            let row_first = op.row_axis.map_or(0, |axis| {
-                threadblock::part(op.rows as usize, task.block[axis as usize], op.grid[axis as usize]).start as u32
-            });
-            let count = |n: usize| u16::try_from(n).expect("check_task_events has counted");
-            let kernel = op.kernel.expect("a kernel graph's operators have macro kernels");
-            let is_launched = graph.classes[task.op as usize] == TaskClass::JustInTime;
-            let reads_early = !op.early_reads(&program.blocks.table).is_empty();
-            let flags = kernel.flags
-                | if is_launched { TaskFlags::JUST_IN_TIME } else { 0 }
-                | if reads_early { TaskFlags::READS_EARLY } else { 0 };
-            parts.tasks.push(TaskDesc {
-                task_type: kernel.task_type,
-                flags,
-                op: op_first + task.op,
-                block: task.block,
-                row_first,
-                operand_first: operand_first as u32,
-                operand_count: op.accesses.len() as u32,
-                wait_first: wait_first as u32,
-                wait_count: count(parts.waits.len() - wait_first),
-                trigger_count: count(parts.triggers.len() - trigger_first),
-                trigger_first: trigger_first as u32,
-                tiles: tiles[number],
-                params: kernel.params,
-            });
-        }
-        for list in &program.lists.lists {
-            parts.list_heads.push(parts.lists.len() as u32);
-            parts.lists.extend(list.iter().map(|task| task + task_first));
-        }
-        parts.list_heads.push(parts.lists.len() as u32);
-        let is_launched = |task: &u32| graph.classes[graph.tasks[*task as usize].op as usize] == TaskClass::JustInTime;
-        let launched = (0..graph.tasks.len() as u32).filter(is_launched);
-        parts.lists.extend(launched.map(|task| task + task_first));
-        parts.list_heads.push(parts.lists.len() as u32);
-        parts.programs.push(ProgramDesc {
-            max_rows: rows.unwrap_or(u32::MAX),
-            task_first,
-            task_count: graph.tasks.len() as u32,
-            event_first,
-            event_count: graph.events.len() as u32,
-            kind,
-        });
-    }
 }
 
 #[cfg(test)]

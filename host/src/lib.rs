@@ -16,6 +16,7 @@ pub mod engine;
 pub mod exec;
 pub mod graph;
 pub mod image;
+pub mod machine;
 pub mod memory;
 pub mod model;
 mod parallel;

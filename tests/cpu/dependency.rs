@@ -4,11 +4,12 @@ use perpetua::graph::task::{
     Config, Defect, TaskClass, TaskError, TaskGraph, Violation, WorkerLists, assign_round_robin, check, elide, lower,
     simulate, waited_and_needed,
 };
-use perpetua::graph::tensor::{BufferId, BufferKind, DTensor, OpId, TensorId, TensorTable};
-use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
+use perpetua::graph::tensor::{BufferId, BufferKind, DTensor, TensorId, TensorTable};
+use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph, part};
 use perpetua::schedule::assign::balance;
 use perpetua_shared::DType;
 use proptest::prelude::*;
+use std::ops::Range;
 
 fn op(name: &str, grid: [u32; 3], accesses: Vec<Access>) -> BlockOp {
     BlockOp {
@@ -73,6 +74,18 @@ struct Truth {
     inside: bool,
 }
 
+/// Per dimension of `access`'s tensor, the indices that `block` of `op` touches.
+fn touched_box(graph: &ThreadBlockGraph, op: &BlockOp, access: &Access, block: [u32; 3]) -> Vec<Range<usize>> {
+    let mut ranges: Vec<_> = graph.table[access.tensor].shape.iter().map(|n| 0..*n).collect();
+    for (axis, dim) in access.map.iter().enumerate() {
+        if let Some(dim) = dim {
+            let range = &mut ranges[usize::from(*dim)];
+            *range = part(range.end, block[axis], op.grid[axis]);
+        }
+    }
+    ranges
+}
+
 fn truth(graph: &ThreadBlockGraph) -> Truth {
     // Per task, the bytes of all buffers it reads, adds to, writes.
     let base: Vec<usize> = graph
@@ -92,7 +105,7 @@ fn truth(graph: &ThreadBlockGraph) -> Truth {
             for access in op.accesses.iter().flatten() {
                 let tensor = &graph.table[access.tensor];
                 let elem = tensor.dtype.size_bytes();
-                let ranges = graph.tensor_box(OpId(i as u32), access, op.block(number));
+                let ranges = touched_box(graph, op, access, op.block(number));
                 let mut elements = vec![tensor.offset_elems];
                 for (range, stride) in ranges.into_iter().zip(&tensor.strides) {
                     elements = elements.iter().flat_map(|e| range.clone().map(move |i| e + i * stride)).collect();

@@ -60,7 +60,8 @@ enum Verb {
     /// Embed sentences.
     Embed(embed::Args),
     /// Compile without running, and say what came out.
-    Plan(plan::Args),
+    // A target has all the numbers of its machine: much larger than other verbs' options.
+    Plan(Box<plan::Args>),
     /// Static memory packing of a CSV of buffers.
     Pack(pack::Args),
     /// The feasible memory scheduler on a plain graph.

@@ -1,19 +1,20 @@
 //! `perpetua plan`: compile without running, and say what came out.
 
 use super::{Outcome, QuantizeName, Rows, bytes, plan_graph, print, writable, write_whole};
-use perpetua::compile::{Compiled, Config, Program, Source, compile};
+use perpetua::compile::{CompileError, Compiled, Config, Program, Source, compile};
 use perpetua::engine::{decoder_sources, pass_name, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
+use perpetua::machine::Machine;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
 use perpetua::model::{ModelConfig, Quantize};
-use perpetua::schedule::machine::Machine;
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
-use perpetua::schedule::timeline::Timeline;
+use perpetua::schedule::timeline::{Beside, Run, Timeline};
 use perpetua_shared::DType;
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES};
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -120,8 +121,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
         write_whole(path, |file| svg::write_svg(&program.blocks, &program.tasks, file))?;
     }
     if let Some(path) = &args.timeline {
-        let Planned { plan, across, machine, .. } = &planned;
-        let timeline = Timeline::predicted(program, plan, across, machine, &args.target.name);
+        let timeline = timeline(program, &planned, &args.target.name);
         write_whole(path, |file| timeline.write(file))?;
     }
     if let Some(path) = &args.trace {
@@ -131,9 +131,9 @@ pub(crate) fn run(args: &Args) -> Outcome {
 }
 
 /// The shared memory of a program's workers, and what it makes of the step.
-struct Planned {
+struct Planned<'a> {
     machine: Machine,
-    plan: Plan,
+    plan: Cow<'a, Plan>,
     took: Duration,
     across: Prediction,
     within: Prediction,
@@ -141,29 +141,27 @@ struct Planned {
     multiply_s: Option<f64>,
 }
 
-impl Planned {
-    fn new(program: &Program, target: &Target, check: bool) -> Result<Planned, Box<dyn std::error::Error>> {
-        let machine = Machine::of(target);
-        let start = Instant::now();
+impl<'a> Planned<'a> {
+    fn new(program: &'a Program, target: &Target, check: bool) -> Result<Planned<'a>, Box<dyn std::error::Error>> {
+        let machine = target.machine;
         let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > 1);
-        // Where workers have no loaders, as if they had.
-        let reads = match target.has_loaders {
-            true => program.reads.clone(),
-            false => prefetch::reads(&program.blocks, &program.tasks, &program.costs),
+        let (reads, plan, took) = if target.has_loaders {
+            let (_, took) =
+                program.stages.iter().find(|(stage, _)| *stage == "tiles").expect("a stage that compile times");
+            (Cow::Borrowed(&program.reads[..]), Cow::Borrowed(&program.plan), *took)
+        } else {
+            // As if workers had loaders.
+            let start = Instant::now();
+            let reads = prefetch::reads(&program.blocks, &program.tasks, &program.costs);
+            let plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
+            let took = start.elapsed();
+            if check {
+                prefetch::check(&plan, &program.lists, &reads).map_err(CompileError::Tiles)?;
+            }
+            (Cow::Owned(reads), Cow::Owned(plan), took)
         };
-        let mut plan = prefetch::plan(&program.blocks, &program.tasks, &program.lists, &reads, &machine)?;
-        if program.plan.repeats() {
-            let op = |task: u32| &program.blocks.ops[program.tasks.tasks[task as usize].op as usize];
-            plan.repeat(|task| op(task).takes_memory_for_one_row());
-        }
-        let took = start.elapsed();
-        if check && let Err(broken) = prefetch::check(&plan, &program.lists, &reads) {
-            return Err(
-                format!("{} law(s) of the shared-memory plan broken; first: {}", broken.len(), broken[0]).into()
-            );
-        }
         let run = |prefetch| {
-            predict(&program.tasks, &program.told, &program.lists, &plan, &reads, &program.costs, &machine, prefetch)
+            predict(&program.tasks, &program.told, &plan, &reads, &program.costs, &machine, prefetch)
                 .ok_or("the worker lists do not run to their end")
         };
         let (across, within) = (run(Prefetch::AcrossTasks)?, run(Prefetch::WithinTask)?);
@@ -230,7 +228,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     Ok(sources)
 }
 
-fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Args) -> String {
+fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: &Args) -> String {
     let Planned { plan, across, within, machine, took, multiply_s } = planned;
     let stats = &program.tasks.stats;
     let mut rows = Rows::default();
@@ -319,12 +317,41 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned, args: &Arg
     rows.0
 }
 
+/// `program` as predicted for the target called `target`, with the copies that its loaders make.
+fn timeline<'a>(program: &'a Program, planned: &Planned<'_>, target: &str) -> Timeline<'a> {
+    let Planned { plan, across: prediction, machine, .. } = planned;
+    let runs = program.tasks.tasks.iter().zip(&prediction.spans).map(|(task, span)| Run {
+        worker: span.worker,
+        op: &program.blocks.ops[task.op as usize].name,
+        time_s: [span.start_s, span.end_s],
+    });
+    // Copies, each with what follows it without a gap.
+    let copies = prediction.loads.iter().zip(&plan.workers).map(|(loads, worker)| {
+        let mut merged: Vec<[f64; 2]> = Vec::new();
+        for ((start, _), op) in loads.iter().zip(&worker.data) {
+            let end = start + f64::from(op.bytes) / machine.bytes_per_s;
+            match merged.last_mut() {
+                Some(before) if *start <= before[1] + 1e-9 => before[1] = before[1].max(end),
+                _ => merged.push([*start, end]),
+            }
+        }
+        merged
+    });
+    Timeline {
+        name: format!("{} on {target}, predicted", program.name),
+        n_workers: program.lists.lists.len(),
+        step_s: prediction.step_s,
+        runs: runs.collect(),
+        beside: Beside::Copies(copies.collect()),
+    }
+}
+
 /// The trace event format that Chrome's tracing and Perfetto read: complete events, two tracks per worker. Copies of one
 /// task that follow each other without a gap are one event.
 fn write_trace(
     file: &mut dyn std::io::Write,
     program: &Program,
-    Planned { plan, across: prediction, machine, .. }: &Planned,
+    Planned { plan, across: prediction, machine, .. }: &Planned<'_>,
 ) -> std::io::Result<()> {
     let bytes_per_s = machine.bytes_per_s;
     writeln!(file, "{{\"displayTimeUnit\": \"ns\", \"traceEvents\": [")?;

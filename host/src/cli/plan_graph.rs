@@ -1,7 +1,7 @@
 //! `perpetua plan --graph`: tasks and events of a graph of cut operators that no model file describes.
 
 use super::{Outcome, Rows, print, write_whole};
-use perpetua::compile::{CompileError, why_not_launched};
+use perpetua::compile::CompileError;
 use perpetua::graph::task::{self, TaskClass, Violation, dot, json, svg};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ pub(crate) fn run(
     stage("assign");
     if check {
         let mut late = (0..graph.ops.len()).filter(|op| tasks.classes[*op] == TaskClass::JustInTime);
-        if let Some((op, why)) = late.find_map(|op| Some((op, why_not_launched(&tasks, op)?))) {
+        if let Some((op, why)) = late.find_map(|op| Some((op, tasks.why_not_launched(op)?))) {
             let op = graph.ops[op].name.clone();
             return Err(format!("{name}: {}", CompileError::JustInTime { op, why }).into());
         }

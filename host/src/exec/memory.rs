@@ -4,8 +4,8 @@ mod available;
 
 pub use available::available_bytes;
 
-use crate::compile::{Binding, Compiled};
-use crate::image::Image;
+use crate::compile::Compiled;
+use crate::image::{Binding, Image};
 use perpetua_device::io::Tensor;
 use perpetua_shared::control::{Control, Sequence};
 use perpetua_shared::image::{BindingDesc, BindingKind};

@@ -22,7 +22,7 @@ pub use cores::{Pinning, allowed_cores, usable_cores};
 use super::memory::{Memory, MemoryError};
 use super::{Executor, RunError, Stopper, check_sequences, count_on};
 use crate::image::Image;
-use crate::schedule::machine::Machine;
+use crate::machine::Machine;
 use crate::schedule::prefetch::{self, Reads, Stream};
 use cores::{Claim, pin};
 use perpetua_device::advance::step_of;

@@ -42,9 +42,7 @@ pub fn flag(graph: &mut ThreadBlockGraph, is_listed: impl Fn(usize) -> bool) {
 pub fn without_flagged(graph: &ThreadBlockGraph) -> ThreadBlockGraph {
     let mut rest = graph.clone();
     for access in rest.ops.iter_mut().flat_map(|op| &mut op.accesses) {
-        let is_flagged = |access: &mut Access| {
-            graph.table.buffers[graph.table[access.tensor].buffer.idx()].kind == BufferKind::Flagged
-        };
+        let is_flagged = |access: &mut Access| graph.table.buffer_of(access.tensor).kind == BufferKind::Flagged;
         access.take_if(is_flagged);
     }
     rest
@@ -54,7 +52,7 @@ pub fn without_flagged(graph: &ThreadBlockGraph) -> ThreadBlockGraph {
 pub fn told(graph: &ThreadBlockGraph, tasks: &TaskGraph) -> Vec<bool> {
     let hands_over = |op: &BlockOp| {
         let kinds = op.accesses.iter().flatten().filter(|access| access.kind.writes());
-        let mut kinds = kinds.map(|access| &graph.table.buffers[graph.table[access.tensor].buffer.idx()].kind);
+        let mut kinds = kinds.map(|access| &graph.table.buffer_of(access.tensor).kind);
         kinds.clone().any(|kind| *kind == BufferKind::Flagged) && kinds.all(|kind| *kind != BufferKind::Intermediate)
     };
     let by_flags: Vec<bool> = graph.ops.iter().map(hands_over).collect();

@@ -517,10 +517,11 @@ impl KernelGraph {
         Ok(y)
     }
 
-    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to the cache. Shapes: see
-    /// [`perpetua_device::kernels::rope`].
-    pub fn rope(&mut self, name: &str, args: RopeArgs) -> Result<(), GraphError> {
-        let RopeArgs { q, k, v, norms, frequencies, cache: [k_cache, v_cache], eps } = args;
+    /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to `cache`, keys and values of `[kv_heads,
+    /// context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
+    pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
+        let RopeArgs { q, k, v, norms, frequencies, eps } = args;
+        let [k_cache, v_cache] = cache;
         let n_kv = self.dims(k).get(1).copied().unwrap_or(1);
         let rows = self.dims(k).first().copied().unwrap_or(1);
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0)]);
@@ -574,7 +575,7 @@ impl KernelGraph {
     }
 
     /// [`KernelGraph::rope`] and [`KernelGraph::attention`] of every sequence's row over its own cache, as `[sequences,
-    /// kv_heads * group * d]`. `cache` gives a sequence's; the one in `args` does not count.
+    /// kv_heads * group * d]`. `cache` gives that of the sequence that operators are added for.
     pub fn attend_each(
         &mut self,
         name: &str,
@@ -596,7 +597,7 @@ impl KernelGraph {
             let v = graph.row(args.v, sequence, &[1, n_kv, d])?;
             let y = graph.row(flat, sequence, &row)?;
             let cache = cache(graph)?;
-            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, cache, ..args })?;
+            graph.rope(&format!("{name}.rope.{sequence}"), RopeArgs { q, k, v, ..args }, cache)?;
             graph.attention_into(&format!("{name}.attention.{sequence}"), q, cache, y, scale, mask)
         })?;
         Ok(flat)
@@ -633,11 +634,11 @@ impl KernelGraph {
         Ok(y)
     }
 
-    /// The mean (or the first) of the pass's rows, normalised on request, `[1, hidden]`.
-    pub fn pool(&mut self, name: &str, x: TensorId, mean: bool, normalise: bool) -> Result<TensorId, GraphError> {
+    /// One row of the pass's rows, normalised on request, `[1, hidden]`.
+    pub fn pool(&mut self, name: &str, x: TensorId, pooled: Pooled, normalise: bool) -> Result<TensorId, GraphError> {
         let [_, hidden] = self.matrix(name, "x", x)?;
         let y = self.intermediate(name, &[1, hidden], DType::F32)?;
-        let params = kernels::pool::Params { mean: u32::from(mean), normalise: u32::from(normalise) };
+        let params = kernels::pool::Params { mean: u32::from(pooled == Pooled::Mean), normalise: u32::from(normalise) };
         self.add::<kernels::Pool>(name, &params, vec![Some(x), Some(y)], Vec::new())?;
         Ok(y)
     }
@@ -804,12 +805,7 @@ fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
     }
     for (slot, access) in spec.slots.iter().zip(&cut.accesses) {
         let Some(access) = access else { continue };
-        let fitting = match slot.usage {
-            Use::Read => AccessKind::Read,
-            Use::Write => AccessKind::Write,
-            Use::Update => AccessKind::ReadWrite,
-            Use::Append => AccessKind::Append,
-        };
+        let fitting = AccessKind::from(slot.usage);
         // Reading and writing covers all else.
         if access.kind != fitting && access.kind != AccessKind::ReadWrite {
             return Err(format!("operand `{}` is given as {:?}, expected {fitting:?}", slot.name, access.kind));
@@ -821,6 +817,15 @@ fn judge_cut(spec: &Spec, cut: &BlockOp) -> Result<(), String> {
         }
         _ => Ok(()),
     }
+}
+
+/// Which row [`KernelGraph::pool`] makes of several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pooled {
+    /// Their mean.
+    Mean,
+    /// The first of them.
+    First,
 }
 
 /// Which positions a row attends to.
@@ -888,7 +893,7 @@ pub struct ExpertArgs {
     pub activation: Activation,
 }
 
-/// The tensors of [`KernelGraph::rope`].
+/// What [`KernelGraph::rope`] takes, but for the cache.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeArgs {
     /// `[rows, kv_heads, group, d]`, rotated in place.
@@ -901,8 +906,6 @@ pub struct RopeArgs {
     pub norms: Option<[TensorId; 2]>,
     /// `[d/2]` f32, radians per position.
     pub frequencies: TensorId,
-    /// Keys and values, `[kv_heads, context, d]` each.
-    pub cache: [TensorId; 2],
     /// Epsilon of the norms.
     pub eps: f32,
 }

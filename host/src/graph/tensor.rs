@@ -95,14 +95,6 @@ impl DTensor {
     pub fn len_elems(&self) -> usize {
         self.shape.iter().product()
     }
-
-    /// One past the last element, counted from the buffer's start; the offset for an empty box.
-    pub fn end_elems(&self) -> usize {
-        if self.shape.contains(&0) {
-            return self.offset_elems;
-        }
-        self.offset_elems + self.shape.iter().zip(&self.strides).map(|(n, s)| (n - 1) * s).sum::<usize>() + 1
-    }
 }
 
 impl fmt::Display for DTensor {

@@ -9,8 +9,8 @@
 //! that is written (other than by reduction or appending) is cut by every grid axis with more than one block, so that no two blocks
 //! write the same element.
 
-use super::tensor::{BufferKind, OpId, TensorId, TensorTable};
-use perpetua_device::kernels::{self, Spec};
+use super::tensor::{BufferKind, TensorId, TensorTable};
+use perpetua_device::kernels::{self, Spec, Use};
 use perpetua_shared::limits::PARAM_WORDS;
 use std::fmt;
 
@@ -45,6 +45,18 @@ impl AccessKind {
     /// Whether it changes the contents.
     pub fn writes(self) -> bool {
         self != AccessKind::Read
+    }
+}
+
+impl From<Use> for AccessKind {
+    /// What a macro kernel's operand of this use is to the operator that runs it.
+    fn from(usage: Use) -> AccessKind {
+        match usage {
+            Use::Read => AccessKind::Read,
+            Use::Write => AccessKind::Write,
+            Use::Update => AccessKind::ReadWrite,
+            Use::Append => AccessKind::Append,
+        }
     }
 }
 
@@ -95,8 +107,8 @@ impl BlockOp {
 
     /// Whether it has weights in `slot`, which nobody writes.
     pub fn has_weights(&self, table: &TensorTable, slot: usize) -> bool {
-        let buffer = self.accesses[slot].as_ref().map(|access| table[access.tensor].buffer.idx());
-        buffer.is_some_and(|buffer| table.buffers[buffer].kind == BufferKind::Weight)
+        let access = self.accesses[slot].as_ref();
+        access.is_some_and(|access| table.buffer_of(access.tensor).kind == BufferKind::Weight)
     }
 
     /// The slots that its tasks may read before their events have fired, if these are weights.
@@ -122,7 +134,7 @@ impl BlockOp {
 pub struct ThreadBlockGraph {
     /// Buffers and tensors.
     pub table: TensorTable,
-    /// Operators, indexed by [`OpId`].
+    /// Operators, indexed by [`OpId`](super::tensor::OpId).
     pub ops: Vec<BlockOp>,
 }
 
@@ -132,22 +144,7 @@ pub fn part(len: usize, block: u32, blocks: u32) -> std::ops::Range<usize> {
     at(block)..at(block + 1)
 }
 
-/// A block's box of a tensor: per dimension the half-open index range it touches.
-pub type TensorBox = Vec<std::ops::Range<usize>>;
-
 impl ThreadBlockGraph {
-    /// The box of `access`'s tensor that `block` of `op` touches.
-    pub fn tensor_box(&self, op: OpId, access: &Access, block: [u32; GRID_AXES]) -> TensorBox {
-        let mut ranges: TensorBox = self.table[access.tensor].shape.iter().map(|n| 0..*n).collect();
-        for (axis, dim) in access.map.iter().enumerate() {
-            if let Some(dim) = dim {
-                let range = &mut ranges[*dim as usize];
-                *range = part(range.end, block[axis], self.ops[op.idx()].grid[axis]);
-            }
-        }
-        ranges
-    }
-
     /// Every law broken, by operator and tensor.
     pub fn check(&self) -> Result<(), Vec<Violation>> {
         let mut broken = Vec::new();

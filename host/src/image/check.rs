@@ -379,7 +379,7 @@ impl Judge<'_> {
         if usage != Use::Read && constant {
             return Err(format!("writes {}, which is read-only", operand.binding));
         }
-        if (kind == Some(BindingKind::Control)) != (dtype == DType::U32) && kind == Some(BindingKind::Control) {
+        if kind == Some(BindingKind::Control) && dtype != DType::U32 {
             return Err("touches the control block other than as words".to_owned());
         }
         Ok(())
@@ -419,13 +419,12 @@ impl Judge<'_> {
             if !launched.is_sorted() {
                 self.report(format_args!("p{number}"), "its just-in-time tasks are not in program order".to_owned());
             }
-            let n_flagged = (program.task_first..program.task_first + program.task_count)
-                .filter(|id| view.tasks[*id as usize].flags & TaskFlags::JUST_IN_TIME != 0)
-                .count();
-            let is_flagged = |id: &&u32| view.tasks[**id as usize].flags & TaskFlags::JUST_IN_TIME != 0;
-            let in_range = |id: &&u32| (**id as usize) < view.tasks.len();
-            if n_flagged != launched.len() || launched.iter().filter(in_range).filter(is_flagged).count() != n_flagged {
-                let what = format!("{n_flagged} tasks say they are just-in-time, and its list of these is another");
+            let is_launched = |id: &u32| view.tasks[*id as usize].flags & TaskFlags::JUST_IN_TIME != 0;
+            let n_launched = (program.task_first..program.task_first + program.task_count).filter(is_launched).count();
+            let in_range = |id: &u32| (*id as usize) < view.tasks.len();
+            let n_listed = launched.iter().copied().filter(in_range).filter(is_launched).count();
+            if n_launched != launched.len() || n_listed != n_launched {
+                let what = format!("{n_launched} tasks say they are just-in-time, and its list of these is another");
                 self.report(format_args!("p{number}"), what);
             }
         }

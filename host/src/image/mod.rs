@@ -42,6 +42,43 @@ pub struct Loads<'a> {
     pub prefetches: &'a [PrefetchOp],
 }
 
+/// Memory an executor supplies, and what for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Binding {
+    /// The buffer's name; for weights, the checkpoint's.
+    pub name: String,
+    /// See [`BindingKind`].
+    pub kind: BindingKind,
+    /// Its size.
+    pub bytes: u64,
+    /// Alignment its start must have.
+    pub align_bytes: u32,
+    /// Its contents, for a constant.
+    pub contents: Option<Vec<u8>>,
+    /// Tensors of the checkpoint that it is, all of one size, if it is a stack: their numbers stand where its name has `*`.
+    pub parts: Option<u32>,
+}
+
+impl Binding {
+    /// Names of the tensors of the checkpoint that it is, for weights, in order.
+    pub fn part_names(&self) -> Vec<String> {
+        match self.parts {
+            None => vec![self.name.clone()],
+            Some(n) => (0..n).map(|number| self.name.replacen('*', &number.to_string(), 1)).collect(),
+        }
+    }
+
+    /// Bytes of each of these tensors; of a binding that is no weights, its own.
+    pub fn part_bytes(&self) -> u64 {
+        self.bytes / u64::from(self.parts.unwrap_or(1).max(1))
+    }
+
+    /// What an image says of it.
+    pub fn desc(&self) -> BindingDesc {
+        BindingDesc { bytes: self.bytes, kind: self.kind as u32, align_bytes: self.align_bytes }
+    }
+}
+
 /// Byte range of each section.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Sections {

@@ -4,7 +4,7 @@ use super::config::BertConfig;
 use super::decoder::BuildError;
 use super::sentence::{Pooling, SentenceConfig};
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask};
+use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask, Pooled};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 
@@ -34,13 +34,13 @@ pub fn build(
         let h = net.linear(&name("output.dense"), h, config.hidden_size, Activation::None)?;
         x = net.norm(&name("output.LayerNorm"), h, Some(x))?;
     }
-    let mean = match sentence.pooling {
-        Pooling::Mean => true,
-        Pooling::Cls => false,
+    let pooled = match sentence.pooling {
+        Pooling::Mean => Pooled::Mean,
+        Pooling::Cls => Pooled::First,
         Pooling::LastToken => unreachable!("refused when the folder is opened"),
     };
-    let pooled = net.graph.pool("pooling", x, mean, sentence.normalize)?;
-    net.graph.output("embedding", pooled);
+    let embedding = net.graph.pool("pooling", x, pooled, sentence.normalize)?;
+    net.graph.output("embedding", embedding);
     Ok(net.graph)
 }
 

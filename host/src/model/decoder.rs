@@ -9,7 +9,7 @@ use super::factors;
 use super::layout::ExpertNames;
 use super::quantize::Quantized;
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
+use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, Pooled, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -110,10 +110,13 @@ pub fn build<'a>(
 ) -> Result<KernelGraph, BuildError> {
     let net = Decoder::new(config, weights, rows, cache, head);
     match config.architecture {
-        Architecture::Qwen3 | Architecture::Qwen3Moe => super::qwen3::build(net),
-        Architecture::Qwen2 => super::qwen2::build(net),
-        Architecture::Llama | Architecture::SmolLm3 => super::llama::build(net),
-        Architecture::Mistral | Architecture::Mixtral => super::mistral::build(net),
+        Architecture::Llama
+        | Architecture::SmolLm3
+        | Architecture::Mistral
+        | Architecture::Mixtral
+        | Architecture::Qwen2
+        | Architecture::Qwen3
+        | Architecture::Qwen3Moe => super::llama::build(net),
         Architecture::Gemma3 => super::gemma3::build(net),
         Architecture::Bert | Architecture::Roberta => unreachable!("an encoder's configuration is no decoder's"),
     }
@@ -212,9 +215,9 @@ impl<'a> Decoder<'a> {
         Ok(self.graph.linear(name, x, w, bias, Activation::None, residual)?)
     }
 
-    /// The three projections of layer `layer`, with biases or without.
-    pub fn project(&mut self, layer: usize, x: TensorId, has_bias: bool) -> Result<Projected, BuildError> {
-        let DecoderConfig { hidden_size, n_heads, n_kv_heads, head_dim, .. } = *self.config;
+    /// The three projections of layer `layer`, with biases where the configuration has them.
+    pub fn project(&mut self, layer: usize, x: TensorId) -> Result<Projected, BuildError> {
+        let DecoderConfig { hidden_size, n_heads, n_kv_heads, head_dim, attention_bias: has_bias, .. } = *self.config;
         let name = |which: &str| format!("model.layers.{layer}.self_attn.{which}_proj");
         let kv = [n_kv_heads * head_dim, hidden_size];
         Ok(Projected {
@@ -224,10 +227,10 @@ impl<'a> Decoder<'a> {
         })
     }
 
-    /// Rotates queries and keys (each head normalised first, when `qk_norm`), appends keys and values to the layer's
+    /// Rotates queries and keys (each head normalised first, where the configuration says so), appends keys and values to the layer's
     /// cache and attends, causally or in the layer's window: `[rows, heads * head_dim]`.
-    pub fn attend(&mut self, layer: usize, p: Projected, qk_norm: bool) -> Result<TensorId, BuildError> {
-        let DecoderConfig { n_heads, n_kv_heads, head_dim, rms_norm_eps, .. } = *self.config;
+    pub fn attend(&mut self, layer: usize, p: Projected) -> Result<TensorId, BuildError> {
+        let DecoderConfig { n_heads, n_kv_heads, head_dim, rms_norm_eps, qk_norm, .. } = *self.config;
         let rows = self.graph.rows.unwrap_or(1) as usize;
         let prefix = format!("model.layers.{layer}.self_attn");
         let q = self.graph.reshape(p.q, &[rows, n_kv_heads, n_heads / n_kv_heads, head_dim])?;
@@ -251,14 +254,14 @@ impl<'a> Decoder<'a> {
                 graph.state(&format!("{prefix}.v_cache"), &shape, dtype)?,
             ])
         };
-        let cache = cache_of(&mut self.graph)?;
-        let args = RopeArgs { q, k, v, norms, frequencies, cache, eps: rms_norm_eps as f32 };
+        let args = RopeArgs { q, k, v, norms, frequencies, eps: rms_norm_eps as f32 };
         let scale = rope.score_factor() as f32 / (self.config.query_scalar as f32).sqrt();
         let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
         if self.graph.pass == Pass::Batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
         }
-        self.graph.rope(&format!("{prefix}.rope"), args)?;
+        let cache = cache_of(&mut self.graph)?;
+        self.graph.rope(&format!("{prefix}.rope"), args, cache)?;
         Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?)
     }
 
@@ -363,8 +366,7 @@ impl<'a> Decoder<'a> {
         };
         let h = self.norm("model.norm", x)?;
         if let Head::Embedding { normalize } = self.head {
-            let of_mean = false;
-            let pooled = self.graph.pool("pooling", h, of_mean, normalize)?;
+            let pooled = self.graph.pool("pooling", h, Pooled::First, normalize)?;
             self.graph.output("embedding", pooled);
             return Ok(self.graph);
         }

@@ -10,8 +10,8 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
     for layer in 0..net.config.n_layers {
         let norm = |which: &str| format!("model.layers.{layer}.{which}_layernorm");
         let h = net.norm(&norm("input"), x)?;
-        let projected = net.project(layer, h, net.config.attention_bias)?;
-        let attended = net.attend(layer, projected, true)?;
+        let projected = net.project(layer, h)?;
+        let attended = net.attend(layer, projected)?;
         let made = net.project_out(layer, attended, None)?;
         x = net.add_normed(&norm("post_attention"), made, x)?;
         let h = net.norm(&norm("pre_feedforward"), x)?;

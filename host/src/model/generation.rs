@@ -30,11 +30,6 @@ impl GenerationConfig {
         let eos_token_ids = eos(&Fields::new(config_path, config)?)?.unwrap_or_default();
         Ok(GenerationConfig { eos_token_ids })
     }
-
-    /// Whether this id ends the text.
-    pub fn is_end(&self, id: u32) -> bool {
-        self.eos_token_ids.contains(&id)
-    }
 }
 
 /// `eos_token_id`: a number, or a list of them.
@@ -74,7 +69,6 @@ mod tests {
         assert_eq!(stops(Some(json!({"eos_token_id": null})), &config), Ok(vec![7]));
         assert_eq!(stops(None, &config), Ok(vec![7]));
         assert_eq!(stops(None, &json!({})), Ok(vec![]));
-        assert!(GenerationConfig { eos_token_ids: vec![3, 4] }.is_end(4));
     }
 
     #[test]

@@ -1,5 +1,10 @@
-//! Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do not
-//! turn queries and keys have a table of zeros.
+//! Llama and the families that build their layers alike; what else differs the configuration says:
+//!
+//! - Llama 2 to 3.2: plain grouped-query attention; Llama 3's frequency scaling is part of the rotary table. SmolLM3, too: layers that do
+//!   not turn queries and keys have a table of zeros.
+//! - Mistral and, with experts, Mixtral: over the last positions alone where there is a window.
+//! - Qwen2 and Qwen2.5: biases on q, k and v.
+//! - Qwen3, with one MLP a layer or with experts: heads of q and k normalised before the rotation.
 
 use super::decoder::{BuildError, Decoder};
 use crate::graph::kernel::KernelGraph;
@@ -9,8 +14,8 @@ pub fn build(mut net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
     let mut x = net.embed()?;
     for layer in 0..net.config.n_layers {
         let h = net.norm(&format!("model.layers.{layer}.input_layernorm"), x)?;
-        let projected = net.project(layer, h, net.config.attention_bias)?;
-        let attended = net.attend(layer, projected, false)?;
+        let projected = net.project(layer, h)?;
+        let attended = net.attend(layer, projected)?;
         x = net.project_out(layer, attended, Some(x))?;
         let h = net.norm(&format!("model.layers.{layer}.post_attention_layernorm"), x)?;
         x = net.mlp(layer, h, Some(x))?;

@@ -10,7 +10,7 @@
 //! that touch it; these half-open intervals of operators are a packing problem for [`crate::memory`]. That the reuse is
 //! ordered is judged afterwards on bytes, by [`crate::graph::task::check`] over the arena as one buffer.
 
-use crate::graph::task::TaskGraph;
+use crate::graph::task::{Before, OpSet, Reach, TaskGraph};
 use crate::graph::tensor::{BufferId, BufferKind, TensorId};
 use crate::graph::threadblock::ThreadBlockGraph;
 use crate::memory;
@@ -33,35 +33,30 @@ pub struct Arena {
     pub without_reuse_bytes: u64,
 }
 
-/// A set of operators.
+/// A set of operators that forgets none, a bit each.
 #[derive(Clone, PartialEq, Eq)]
-struct OpSet(Vec<u64>);
+struct Bits(Vec<u64>);
 
-impl OpSet {
-    fn empty(len: usize) -> OpSet {
-        OpSet(vec![0; len.div_ceil(64)])
+impl Bits {
+    fn empty(len: usize) -> Bits {
+        Bits(vec![0; len.div_ceil(64)])
     }
-    fn insert(&mut self, op: usize) {
-        self.0[op / 64] |= 1 << (op % 64);
-    }
-    fn union(&mut self, other: &OpSet) {
-        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a |= b);
-    }
-    fn includes(&self, other: &OpSet) -> bool {
+    fn includes(&self, other: &Bits) -> bool {
         self.0.iter().zip(&other.0).all(|(a, b)| b & !a == 0)
     }
 }
 
-/// What comes before an operator's tasks.
-struct Before {
-    /// Operators all of whose tasks run before every task of this one: those it covers.
-    all: OpSet,
-    /// Operators each task of which runs before some task of this one.
-    each: OpSet,
+impl OpSet for Bits {
+    fn insert(&mut self, op: u32) {
+        self.0[op as usize / 64] |= 1 << (op % 64);
+    }
+    fn union(&mut self, other: &Bits) {
+        self.0.iter_mut().zip(&other.0).for_each(|(a, b)| *a |= b);
+    }
 }
 
-/// Per operator, what comes before it.
-fn before(tasks: &TaskGraph) -> Vec<Before> {
+/// Per operator, what comes before it; in `all` are those it covers.
+fn before(tasks: &TaskGraph) -> Vec<Before<Bits>> {
     let n_ops = tasks.op_first.len() - 1;
     let triggerers = tasks.triggers.inverted(tasks.events.len());
     // Per event, how many of each operator's tasks trigger it; task ids ascend, so operators do.
@@ -76,7 +71,7 @@ fn before(tasks: &TaskGraph) -> Vec<Before> {
         }
     }
     let n_tasks = |op: usize| tasks.op_first[op + 1] - tasks.op_first[op];
-    let mut before: Vec<Before> = Vec::with_capacity(n_ops);
+    let mut before: Vec<Before<Bits>> = Vec::with_capacity(n_ops);
     // The last operator that asked about an event, and about a task.
     let mut event_seen = vec![u32::MAX; tasks.events.len()];
     let mut task_seen = vec![u32::MAX; tasks.tasks.len()];
@@ -110,25 +105,15 @@ fn before(tasks: &TaskGraph) -> Vec<Before> {
             }
         }
         let own = n_tasks(op);
-        let mut known = Before { all: OpSet::empty(n_ops), each: OpSet::empty(n_ops) };
+        let mut known = Before { all: Bits::empty(n_ops), each: Bits::empty(n_ops) };
         for producer in (0..op).filter(|producer| own > 0 && some[*producer] > 0) {
-            let of = &before[producer];
-            if all[producer] == own {
-                // Each task there before some task of the producer, and that before every task here.
-                known.all.union(&of.each);
-                known.all.insert(producer);
-            }
-            if some[producer] == own {
-                known.all.union(&of.all);
-            }
-            if waited[producer] == n_tasks(producer) {
-                known.each.union(&of.each);
-                known.each.insert(producer);
-            }
-            known.each.union(&of.all);
+            let reach = Reach {
+                full: all[producer] == own,
+                covers_consumers: some[producer] == own,
+                covers_producers: waited[producer] == n_tasks(producer),
+            };
+            known.learn(producer as u32, &before[producer], reach);
         }
-        let all = known.all.clone();
-        known.each.union(&all);
         before.push(known);
     }
     before
@@ -138,12 +123,12 @@ fn before(tasks: &TaskGraph) -> Vec<Before> {
 pub fn plan(graph: &ThreadBlockGraph, tasks: &TaskGraph, outputs: &[TensorId]) -> Arena {
     let n_ops = graph.ops.len();
     let n_buffers = graph.table.buffers.len();
-    let mut users = vec![OpSet::empty(n_ops); n_buffers];
+    let mut users = vec![Bits::empty(n_ops); n_buffers];
     let mut first_last: Vec<Option<(usize, usize)>> = vec![None; n_buffers];
     for (number, op) in graph.ops.iter().enumerate() {
         for access in op.accesses.iter().flatten() {
             let BufferId(buffer) = graph.table[access.tensor].buffer;
-            users[buffer as usize].insert(number);
+            users[buffer as usize].insert(number as u32);
             let (first, _) = first_last[buffer as usize].unwrap_or((number, number));
             first_last[buffer as usize] = Some((first, number));
         }

@@ -2,7 +2,6 @@
 
 pub mod arena;
 pub mod assign;
-pub mod machine;
 pub mod plain;
 pub mod predict;
 pub mod prefetch;

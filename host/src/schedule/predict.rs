@@ -24,9 +24,9 @@
 //! A worker's share of the bus is fixed: bytes one worker leaves unused go to no other. That is pessimistic, and makes
 //! uneven work show.
 
-use super::machine::Machine;
 use super::prefetch::{ComputeOp, Plan, Reads, prefetched_bytes};
-use crate::graph::task::{Lists, TaskClass, TaskGraph, WorkerLists};
+use crate::graph::task::{Lists, TaskClass, TaskGraph};
+use crate::machine::Machine;
 use perpetua_device::kernels::Cost;
 use perpetua_shared::DType;
 use std::cmp::Reverse;
@@ -247,18 +247,16 @@ impl Launches {
 
 /// Predicts one pass; `told` says of which events [flags](crate::graph::flags::told) take the place, `reads` are the tasks'
 /// ([`reads`](super::prefetch::reads)). `None` when not all of it runs.
-#[allow(clippy::too_many_arguments, reason = "what a pass is")]
 pub fn predict(
     tasks: &TaskGraph,
     told: &[bool],
-    lists: &WorkerLists,
     plan: &Plan,
     reads: &[Reads],
     costs: &[Cost],
     machine: &Machine,
     prefetch: Prefetch,
 ) -> Option<Prediction> {
-    let n_workers = lists.lists.len();
+    let n_workers = plan.workers.len();
     let pass = |ahead: Vec<Ahead>| Pass {
         tasks,
         told,
@@ -586,7 +584,7 @@ fn streamed_bytes(n_tasks: usize, plan: &Plan) -> Vec<u64> {
 mod tests {
     use super::super::prefetch::{self, Violation, WorkerPlan};
     use super::*;
-    use crate::graph::task::Task;
+    use crate::graph::task::{Task, WorkerLists};
     use bytemuck::Zeroable;
     use perpetua_shared::{DataOp, PrefetchOp};
 
@@ -639,8 +637,7 @@ mod tests {
             plan
         };
         let plan = Plan { workers: lists.iter().map(worker).collect(), ..Plan::default() };
-        let lists = WorkerLists { lists: lists.iter().map(|list| list.to_vec()).collect() };
-        predict(&tasks, &told, &lists, &plan, &reads, &costs, &MACHINE, Prefetch::AcrossTasks)
+        predict(&tasks, &told, &plan, &reads, &costs, &MACHINE, Prefetch::AcrossTasks)
     }
 
     fn spans(prediction: &Prediction) -> Vec<(u32, f64, f64)> {
@@ -676,7 +673,7 @@ mod tests {
         let machine = Machine { tile_bytes_per_s: f64::INFINITY, ..MACHINE };
         let (reads, costs) = (vec![Reads::default(); 2], vec![Cost::default(); 2]);
         let step = |plan: &Plan, prefetch| {
-            let found = predict(&tasks, &[], &lists, plan, &reads, &costs, &machine, prefetch).expect("it runs");
+            let found = predict(&tasks, &[], plan, &reads, &costs, &machine, prefetch).expect("it runs");
             (found.step_s, found.loader.busy_s)
         };
         assert_eq!(step(&plan, Prefetch::AcrossTasks), (5.0, 4.0));

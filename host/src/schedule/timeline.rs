@@ -3,10 +3,6 @@
 //!
 //! A stretch of two layers is drawn where a network has layers, else the whole pass, and at most [`LANES`] workers, evenly chosen.
 
-use super::machine::Machine;
-use super::predict::Prediction;
-use super::prefetch::Plan;
-use crate::compile::Program;
 use crate::graph::task::svg::{LINE, escaped, open};
 use std::io::{self, Write};
 
@@ -81,41 +77,7 @@ fn layer(name: &str) -> Option<usize> {
     name.split_once("layers.")?.1.split('.').next()?.parse().ok()
 }
 
-impl<'a> Timeline<'a> {
-    /// `program` as predicted for `machine`, which is called `target`, with the copies that `plan` has loaders make.
-    pub fn predicted(
-        program: &'a Program,
-        plan: &Plan,
-        prediction: &Prediction,
-        machine: &Machine,
-        target: &str,
-    ) -> Timeline<'a> {
-        let runs = program.tasks.tasks.iter().zip(&prediction.spans).map(|(task, span)| Run {
-            worker: span.worker,
-            op: &program.blocks.ops[task.op as usize].name,
-            time_s: [span.start_s, span.end_s],
-        });
-        // Copies, each with what follows it without a gap.
-        let copies = prediction.loads.iter().zip(&plan.workers).map(|(loads, worker)| {
-            let mut merged: Vec<Stretch> = Vec::new();
-            for ((start, _), op) in loads.iter().zip(&worker.data) {
-                let end = start + f64::from(op.bytes) / machine.bytes_per_s;
-                match merged.last_mut() {
-                    Some(before) if *start <= before[1] + 1e-9 => before[1] = before[1].max(end),
-                    _ => merged.push([*start, end]),
-                }
-            }
-            merged
-        });
-        Timeline {
-            name: format!("{} on {target}, predicted", program.name),
-            n_workers: program.lists.lists.len(),
-            step_s: prediction.step_s,
-            runs: runs.collect(),
-            beside: Beside::Copies(copies.collect()),
-        }
-    }
-
+impl Timeline<'_> {
     /// When the middle two layers run, or all of it where there are no two; and the first of the two.
     fn window(&self) -> (Stretch, Option<usize>) {
         let last = self.runs.iter().filter_map(|run| layer(run.op)).max().filter(|last| *last > 0);

@@ -54,12 +54,12 @@ impl Experts {
         };
         let takes = |op: &&Operator| is(op, ExpertsDown::TASK_TYPE) && op.slots[..2] == [Some(y), Some(logits)];
         let Some(down) = (at + 1..ops.len()).find(|down| takes(&ops[*down])) else { return Ok(None) };
-        let are_brains = [Some(gate), Some(second), ops[down].slots[2]];
-        let are_brains = are_brains.iter().flatten().all(|t| table[*t].dtype == DType::Bf16);
+        let are_bf16 = [Some(gate), Some(second), ops[down].slots[2]];
+        let are_bf16 = are_bf16.iter().flatten().all(|t| table[*t].dtype == DType::Bf16);
         let [rows, slots, _] = table[y].shape[..] else { return Ok(None) };
         let span = |t: TensorId| 4 * table[t].strides[0] * rows;
         let fits = (2..=routed_linear::MAX_ROWS as usize).contains(&rows)
-            && are_brains
+            && are_bf16
             && [x, y].iter().all(|t| span(*t) <= u32::MAX as usize);
         if !fits {
             return Ok(None);

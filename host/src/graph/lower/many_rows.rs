@@ -11,7 +11,7 @@
 //! - The attention of several rows of a sequence is cut along positions, too, where its rows are few and the positions many.
 
 use super::*;
-use crate::schedule::machine::part;
+use crate::machine::part;
 use perpetua_device::kernels::{AttentionMerge, DecodeAttention, GatedLinear, Linear, RmsNorm, rms_norm};
 use perpetua_shared::launch::TASK_THREADS;
 
@@ -72,9 +72,9 @@ fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, target: &Target) -
     };
     let [rows, heads, group, d] = table[q].shape[..] else { return None };
     let window = kernels::params::<attention::Params>(&op.kernel.params).window;
-    let are_brains = [k, v].iter().all(|cache| table[*cache].dtype == DType::Bf16);
+    let are_bf16 = [k, v].iter().all(|cache| table[*cache].dtype == DType::Bf16);
     // Others are attended to row by row, each by its own way through the positions.
-    if rows < 2 || window != attention::CAUSAL || !are_brains || d > 128 || !d.is_multiple_of(8) {
+    if rows < 2 || window != attention::CAUSAL || !are_bf16 || d > 128 || !d.is_multiple_of(8) {
         return None;
     }
     let positions = table[k].shape[1];

@@ -19,23 +19,25 @@ pub(in crate::graph) use per_worker::COPY;
 use super::kernel::{Axis, AxisRole, KernelGraph, Operator, Pass, whole_operand};
 use super::tensor::{BufferKind, TensorId, TensorTable};
 use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, KernelCall, ThreadBlockGraph, Violation, part};
+use crate::machine::Machine;
 use perpetua_device::kernels::{
     self, Attention, AttentionMerge, DecodeAttention, ExpertsDown, ExpertsUp, GatedLinear, Linear, MAX_NORMED,
     Numbered, Spec, Use, attention, decode_attention, experts_down, experts_up, gated_linear, linear, param_words,
 };
 use perpetua_shared::{DType, Operand};
 
-/// How operators over one row are cut. See the module head.
+/// How operators are cut. See the module head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
     /// Into tasks of about [`Target::task_bytes`].
     TaskBytes,
-    /// Into one block per worker.
+    /// In passes of one row into a block per worker, in those of several into parts that share what they read; graphs that do
+    /// not say how many rows they have, as [`Cut::TaskBytes`].
     PerWorker,
 }
 
 /// What a graph is compiled for.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Target {
     /// Its name, for reports: `cpu:2`, `h200`, `reference`.
     pub name: String,
@@ -47,7 +49,7 @@ pub struct Target {
     pub packs_rows: bool,
     /// Columns a block should have a multiple of, where that is possible: what the inner loops handle at once.
     pub column_granule: u32,
-    /// How operators over one row are cut.
+    /// How operators are cut.
     pub cut: Cut,
     /// Whether graphs that do not decode are cut by rows, where every worker has enough of them (see [`whole_pass`]).
     pub cuts_rows: bool,
@@ -59,6 +61,8 @@ pub struct Target {
     pub hop_bytes: u64,
     /// Whether workers hand each other what they can by [flags](perpetua_shared::flag), where a pass has one row.
     pub has_flags: bool,
+    /// What its workers are.
+    pub machine: Machine,
 }
 
 impl Target {
@@ -76,16 +80,12 @@ impl Target {
     pub fn cpu(n_workers: u32) -> Target {
         Target {
             name: format!("cpu:{n_workers}"),
-            n_workers,
             task_bytes: 512 << 10,
             packs_rows: true,
-            column_granule: 8,
-            cut: Cut::TaskBytes,
             cuts_rows: true,
             has_loaders: false,
-            split_positions: u32::MAX,
-            hop_bytes: 0,
-            has_flags: false,
+            machine: Machine::CPU,
+            ..Target::workers(n_workers)
         }
     }
 
@@ -99,21 +99,17 @@ impl Target {
     pub fn gpu(n_workers: u32) -> Target {
         Target {
             name: format!("gpu:{n_workers}"),
-            n_workers,
-            task_bytes: 64 << 10,
-            packs_rows: false,
-            column_granule: 8,
             cut: Cut::PerWorker,
-            cuts_rows: false,
-            has_loaders: true,
             split_positions: 64,
-            // By flags 0.8 us with the task's own cost, at 100 GB/s: see `schedule::machine`.
+            // By flags 0.8 us with the task's own cost, at 100 GB/s: see `crate::machine`.
             hop_bytes: 80_000,
             has_flags: true,
+            ..Target::workers(n_workers)
         }
     }
 
-    /// A generic target of `n_workers` workers.
+    /// A generic target of `n_workers` workers, which are SMs of an H200 as far as it is planned and predicted; the others say how
+    /// they differ.
     pub fn workers(n_workers: u32) -> Target {
         Target {
             name: format!("workers:{n_workers}"),
@@ -127,6 +123,7 @@ impl Target {
             split_positions: u32::MAX,
             hop_bytes: 0,
             has_flags: false,
+            machine: Machine::H200,
         }
     }
 
@@ -134,16 +131,10 @@ impl Target {
     pub fn reference() -> Target {
         Target {
             name: "reference".to_owned(),
-            n_workers: 1,
             task_bytes: u64::MAX,
-            packs_rows: false,
             column_granule: 1,
-            cut: Cut::TaskBytes,
-            cuts_rows: false,
             has_loaders: false,
-            split_positions: u32::MAX,
-            hop_bytes: 0,
-            has_flags: false,
+            ..Target::workers(1)
         }
     }
 }
@@ -236,13 +227,7 @@ fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {
         for (axis, entry) in op.axes.iter().zip(&mut map) {
             *entry = axis.dims[slot];
         }
-        let kind = match declared.usage {
-            Use::Read => AccessKind::Read,
-            Use::Write => AccessKind::Write,
-            Use::Update => AccessKind::ReadWrite,
-            Use::Append => AccessKind::Append,
-        };
-        tensor.map(|tensor| Access { tensor, kind, map })
+        tensor.map(|tensor| Access { tensor, kind: declared.usage.into(), map })
     });
     let row_axis = op.axes.iter().position(|axis| axis.role == AxisRole::Rows);
     BlockOp {
@@ -300,8 +285,7 @@ fn is_output(graph: &KernelGraph, table: &TensorTable, tensor: TensorId) -> bool
 fn is_matrix(op: &Operator, table: &TensorTable) -> bool {
     let [axis] = &op.axes[..] else { return false };
     let mut cut = op.slots.iter().zip(&axis.dims).filter(|(_, dim)| dim.is_some()).filter_map(|(slot, _)| *slot);
-    let is_weight =
-        |t: TensorId| table[t].shape.len() > 1 && table.buffers[table[t].buffer.idx()].kind == BufferKind::Weight;
+    let is_weight = |t: TensorId| table[t].shape.len() > 1 && table.buffer_of(t).kind == BufferKind::Weight;
     op.cut.is_none() && axis.role == AxisRole::Columns && cut.any(is_weight)
 }
 
@@ -356,6 +340,6 @@ pub fn block_operand(
         operand.extent[dim] = range.len() as u32;
     }
     operand.offset_bytes = (first * tensor.dtype.size_bytes()) as u64;
-    operand.is_flagged = u8::from(graph.table.buffers[tensor.buffer.idx()].kind == BufferKind::Flagged);
+    operand.is_flagged = u8::from(graph.table.buffer_of(access.tensor).kind == BufferKind::Flagged);
     operand
 }

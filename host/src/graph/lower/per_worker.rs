@@ -33,7 +33,7 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
 fn cache_bytes(table: &TensorTable, op: &Operator) -> u64 {
     let Some(spec) = Spec::of(op.kernel.task_type) else { return 0 };
     let slots = spec.slots.iter().zip(&op.slots).filter(|(slot, _)| matches!(slot.usage, Use::Read | Use::Append));
-    let buffers = slots.filter_map(|(_, t)| t.map(|t| &table.buffers[table[t].buffer.idx()]));
+    let buffers = slots.filter_map(|(_, t)| t.map(|t| table.buffer_of(t)));
     buffers.filter(|buffer| buffer.kind == BufferKind::State).map(|buffer| buffer.bytes).sum()
 }
 
@@ -138,10 +138,7 @@ fn replicate(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
         }
         let writes = lowered.ops[number].accesses.iter().flatten().filter(|access| access.kind.writes());
         let [made] = writes.map(|access| access.tensor).collect::<Vec<_>>()[..] else { continue };
-        let buffer = lowered.table[made].buffer;
-        if is_output(graph, &lowered.table, made)
-            || lowered.table.buffers[buffer.idx()].kind != BufferKind::Intermediate
-        {
+        if is_output(graph, &lowered.table, made) || lowered.table.buffer_of(made).kind != BufferKind::Intermediate {
             continue;
         }
         let Some((readers, copies)) = only_products(&ops, lowered, number, made, &graph.table) else { continue };

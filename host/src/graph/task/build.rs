@@ -1,7 +1,7 @@
 //! From a thread-block graph to its tasks and events.
 
 use super::family::{Factor, Families, Product, part_of};
-use super::order::{Before, Reach};
+use super::order::{Before, Ranges, Reach};
 use super::region::{Axes, Placed, Region, Sides, intersect, subtract};
 use super::relation::{Relation, Relations, regions_meet};
 use super::{BlocksConflict, Config, Defect, Lists, Stats, Task, TaskClass, TaskError, TaskGraph};
@@ -151,7 +151,7 @@ struct Lowering<'a> {
     written: Vec<bool>,
     /// Per buffer, the accesses still live.
     live: Vec<Vec<Live>>,
-    before: Vec<Before>,
+    before: Vec<Before<Ranges>>,
     /// Per operator, what it depends on directly, nearest first.
     edges: Vec<Vec<Edge>>,
     families: Families,
@@ -324,7 +324,7 @@ impl<'a> Lowering<'a> {
 
     /// Turns edges into events, but for those that nearer ones imply.
     fn keep_edges(&mut self, op: usize, edges: Vec<Edge>) {
-        let mut before = Before::default();
+        let mut before = Before::<Ranges>::default();
         let mut kept: Vec<usize> = Vec::new();
         for (at, (producer, products)) in edges.iter().enumerate() {
             self.stats.edges += 1;

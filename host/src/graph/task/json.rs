@@ -93,11 +93,6 @@ pub struct Described {
     pub classes: Vec<(u32, TaskClass)>,
 }
 
-/// Reads a graph.
-pub fn read_graph(text: &str) -> Result<ThreadBlockGraph, GraphError> {
-    read_described(text).map(|described| described.graph)
-}
-
 /// Reads a graph and the classes of its operators.
 pub fn read_described(text: &str) -> Result<Described, GraphError> {
     let file: File = serde_json::from_str(text)?;
@@ -362,6 +357,10 @@ mod tests {
          "writes": [{"tensor": "q", "map": [1, -1, -1]}]},
         {"name": "norm", "grid": [1, 1, 1], "reads": [{"tensor": "q_head1", "map": [-1, -1, -1]}],
          "writes": [{"tensor": "q_head1", "map": [-1, -1, -1]}]}]}"#;
+
+    fn read_graph(text: &str) -> Result<ThreadBlockGraph, GraphError> {
+        read_described(text).map(|described| described.graph)
+    }
 
     #[test]
     fn a_view_of_a_view_is_the_bytes_it_says() {

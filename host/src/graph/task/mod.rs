@@ -29,6 +29,7 @@ mod check;
 pub mod dot;
 mod family;
 pub mod json;
+mod operands;
 mod order;
 mod region;
 mod relation;
@@ -37,6 +38,8 @@ mod worker;
 
 pub use build::lower;
 pub use check::{Violation, check, waited_and_needed};
+pub use operands::{task_costs, task_operands};
+pub(crate) use order::{Before, OpSet, Reach};
 pub use worker::{Stall, Stuck, WorkerLists, assign_round_robin, elide, simulate};
 
 use super::threadblock::{self, GRID_AXES};
@@ -129,12 +132,8 @@ pub enum TaskClass {
     AheadOfTime,
     /// A scheduler gives it to a worker when its last event fires; it stands in no worker's list.
     JustInTime,
-    /// Starts an iteration: everything else comes after it. No task of a compiled program: the loop does it (`EVENT_ARRIVED`).
-    BeginIteration,
     /// Ends an iteration: it comes after everything else. A compiled program's last operator, `advance`.
     EndIteration,
-    /// Ends the run. No task of a compiled program: `advance` writes a step without a program.
-    Terminate,
 }
 
 impl TaskClass {
@@ -143,9 +142,7 @@ impl TaskClass {
         match self {
             TaskClass::AheadOfTime => "ahead-of-time",
             TaskClass::JustInTime => "just-in-time",
-            TaskClass::BeginIteration => "begin",
             TaskClass::EndIteration => "end",
-            TaskClass::Terminate => "terminate",
         }
     }
 }
@@ -178,6 +175,12 @@ impl TaskGraph {
     /// The tasks of operator `op`.
     pub fn tasks_of(&self, op: usize) -> std::ops::Range<u32> {
         self.op_first[op]..self.op_first[op + 1]
+    }
+
+    /// Why operator `op` cannot be launched just in time, if it cannot, wherever it stands.
+    pub fn why_not_launched(&self, op: usize) -> Option<&'static str> {
+        let has_no_wait = self.tasks_of(op).any(|task| self.waits.of(task as usize).is_empty());
+        has_no_wait.then_some("a task of it waits for no other, so no event would launch it")
     }
 }
 

@@ -1,27 +1,37 @@
 //! What is known to run before an operator, as sets of operators.
 
-/// A set of operators, as sorted half-open ranges. When there are more than [`OpSet::MAX_RANGES`] the oldest are
-/// forgotten: what is not in the set is merely not known, and an ordering not known to be implied is kept.
+/// A set of operators. It may forget some: what is not in it is merely not known to run before.
+pub(crate) trait OpSet {
+    /// Adds operator `op`.
+    fn insert(&mut self, op: u32);
+    /// Adds all of `other`.
+    fn union(&mut self, other: &Self);
+}
+
+/// A set of operators, as sorted half-open ranges. When there are more than [`Ranges::MAX`] the oldest are forgotten: an ordering
+/// not known to be implied is kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct OpSet {
+pub(super) struct Ranges {
     ranges: Vec<(u32, u32)>,
 }
 
-impl OpSet {
-    const MAX_RANGES: usize = 32;
+impl Ranges {
+    const MAX: usize = 32;
 
     pub(super) fn contains(&self, op: u32) -> bool {
         let at = self.ranges.partition_point(|r| r.1 <= op);
         self.ranges.get(at).is_some_and(|r| r.0 <= op)
     }
+}
 
-    pub(super) fn insert(&mut self, op: u32) {
+impl OpSet for Ranges {
+    fn insert(&mut self, op: u32) {
         if !self.contains(op) {
-            self.union(&OpSet { ranges: vec![(op, op + 1)] });
+            self.union(&Ranges { ranges: vec![(op, op + 1)] });
         }
     }
 
-    pub(super) fn union(&mut self, other: &OpSet) {
+    fn union(&mut self, other: &Ranges) {
         if other.ranges.is_empty() || other.ranges == self.ranges {
             return;
         }
@@ -40,30 +50,30 @@ impl OpSet {
                 _ => self.ranges.push(next),
             }
         }
-        if self.ranges.len() > OpSet::MAX_RANGES {
-            self.ranges.drain(..self.ranges.len() - OpSet::MAX_RANGES);
+        if self.ranges.len() > Ranges::MAX {
+            self.ranges.drain(..self.ranges.len() - Ranges::MAX);
         }
     }
 }
 
 /// What is known about one operator `C`.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Before {
+pub(crate) struct Before<S> {
     /// Operators all of whose tasks run before every task of `C`.
-    pub(super) all: OpSet,
+    pub(crate) all: S,
     /// Operators each task of which runs before some task of `C`.
-    pub(super) each: OpSet,
+    pub(crate) each: S,
 }
 
 /// What a direct relation `B` to `C` says at the level of operators.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Reach {
+pub(crate) struct Reach {
     /// Every task of `C` comes after every task of `B`.
-    pub(super) full: bool,
+    pub(crate) full: bool,
     /// Every task of `C` comes after some task of `B`.
-    pub(super) covers_consumers: bool,
+    pub(crate) covers_consumers: bool,
     /// Every task of `B` comes before some task of `C`.
-    pub(super) covers_producers: bool,
+    pub(crate) covers_producers: bool,
 }
 
 impl Reach {
@@ -71,9 +81,9 @@ impl Reach {
     pub(super) const ALL: Reach = Reach { full: true, covers_consumers: true, covers_producers: true };
 }
 
-impl Before {
+impl<S: OpSet> Before<S> {
     /// Learns that `C` comes after `producer` as `reach` says, `known` being what is known about the producer.
-    pub(super) fn learn(&mut self, producer: u32, known: &Before, reach: Reach) {
+    pub(crate) fn learn(&mut self, producer: u32, known: &Before<S>, reach: Reach) {
         if reach.full {
             // a before some b, and every b before every c.
             self.all.union(&known.each);
@@ -96,11 +106,11 @@ impl Before {
 
 #[cfg(test)]
 mod tests {
-    use super::OpSet;
+    use super::{OpSet, Ranges};
 
     #[test]
     fn a_set_of_operators_is_a_union_of_ranges() {
-        let mut set = OpSet::default();
+        let mut set = Ranges::default();
         for op in [5, 1, 2, 9, 4, 3] {
             set.insert(op);
         }
@@ -110,10 +120,10 @@ mod tests {
 
     #[test]
     fn the_oldest_ranges_are_forgotten_first() {
-        let mut set = OpSet::default();
+        let mut set = Ranges::default();
         for op in 0..100 {
             set.insert(2 * op);
         }
-        assert!(set.contains(198) && !set.contains(0) && set.ranges.len() == OpSet::MAX_RANGES);
+        assert!(set.contains(198) && !set.contains(0) && set.ranges.len() == Ranges::MAX);
     }
 }

@@ -36,12 +36,11 @@ mod near;
 pub use check::{Violation, check};
 pub use near::{prefetched_bytes, reads_of_many_rows};
 
-use crate::compile::task_operands;
-use crate::graph::task::{Task, TaskGraph, WorkerLists};
+use crate::graph::task::{Task, TaskGraph, WorkerLists, task_operands};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
+use crate::machine::Machine;
 use crate::parallel::{LISTS, side_by_side};
-use crate::schedule::machine::Machine;
 use perpetua_device::kernels::{Cost, Numbered, RoutedLinear, Spec, linear};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
@@ -169,8 +168,8 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
     let op = &graph.ops[task.op as usize];
     let operands = task_operands(graph, task, buffer);
     let source = |slot: usize| -> Option<(u32, &BufferKind)> {
-        let buffer = graph.table[op.accesses[slot].as_ref()?.tensor].buffer;
-        Some((buffer.idx() as u32, &graph.table.buffers[buffer.idx()].kind))
+        let tensor = op.accesses[slot].as_ref()?.tensor;
+        Some((graph.table[tensor].buffer.0, &graph.table.buffer_of(tensor).kind))
     };
     let is_weight = |slot: &usize| {
         let read = op.accesses[*slot].as_ref().is_some_and(|access| access.kind == AccessKind::Read);

@@ -12,11 +12,10 @@
 //! ```
 
 use super::{Reads, UNIT_BYTES, WorkerPlan, experts_bytes};
-use crate::compile::task_operands;
-use crate::graph::task::{Task, TaskGraph};
+use crate::graph::task::{Task, TaskGraph, task_operands};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
-use crate::schedule::machine::{Machine, part};
+use crate::machine::{Machine, part};
 use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention};
 use perpetua_shared::{DType, Operand, PrefetchOp, TaskFlags};
 use std::collections::HashSet;
@@ -93,7 +92,7 @@ pub fn reads_of_many_rows(
         for (slot, access) in graph.ops[task.op as usize].accesses.iter().enumerate() {
             let Some(access) = access else { continue };
             let (operand, buffer) = (&operands[slot], graph.table[access.tensor].buffer.idx());
-            let whole = match graph.table.buffers[buffer].kind {
+            let whole = match graph.table.buffer_of(access.tensor).kind {
                 BufferKind::Weight if access.kind == AccessKind::Read => whole(operand),
                 BufferKind::State => positions(graph, task, slot, operand),
                 _ => None,

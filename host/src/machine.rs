@@ -1,8 +1,7 @@
-//! The numbers a schedule is planned and predicted with, per kind of machine: this is the one place they stand.
+//! The numbers a program is cut, planned and predicted with, per kind of machine: this is the one place they stand. Every stage
+//! may use them, so they use none.
 //!
 //! None is measured by this library yet; each says where it comes from.
-
-use crate::graph::lower::Target;
 
 /// What a part of a product of several rows takes an SM, in cycles, fitted to what `examples/instructions` counts. See
 /// `graph::lower::many_rows`.
@@ -124,11 +123,6 @@ impl Machine {
         dispatch_s: 0.2e-6,
         task_s: 0.2e-6,
     };
-
-    /// What a target's workers are.
-    pub fn of(target: &Target) -> Machine {
-        if target.name.starts_with("cpu") { Machine::CPU } else { Machine::H200 }
-    }
 
     /// Bytes that tiles may occupy.
     pub fn capacity_bytes(&self) -> u64 {
