@@ -182,6 +182,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         n if n > max => Err(format!("--{name} {n}, expected 1 to {max}, {what}")),
         n => Ok(n),
     };
+    let rows = |cache: Cache| within("rows", args.rows, cache.context, "what the cache is planned for (--context)");
     // The rows of a pass, the cache, and what comes of it.
     let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
         let cache = Cache::bf16(within("context", args.context, max, "the context of this model")?);
@@ -219,7 +220,7 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         // An encoder's sentences are all it looks at.
         let is_encoder = model.config().architecture().is_encoder();
         let cache = if is_encoder { Cache::bf16(max) } else { pass(max)?.1 };
-        return Ok(sentence_sources(&model, &[within("rows", args.rows, cache.context)?], cache)?);
+        return Ok(sentence_sources(&model, &[rows(cache)?], cache)?);
     }
     let (rows, cache, head) = pass(max)?;
     let mut sources = decoder_sources(&model, &[rows], cache, head)?;
