@@ -319,8 +319,10 @@ macro_rules! kernels {
         ///
         /// # Safety
         /// As [`MacroKernel::gpu`].
-        // On the host once, not in every crate that simulates: the bodies take minutes to compile.
-        #[cfg_attr(target_arch = "nvptx64", inline(always))]
+        // On the host once, not in every crate that simulates: the bodies take minutes to compile. On the device by LLVM's inliner, which comes to a function
+        // when those it calls are simplified: were the bodies in the worker's loop before, every loop in them that is turned about would have LLVM forget what it
+        // knows of all the others, which takes six times as long as everything else.
+        #[cfg_attr(target_arch = "nvptx64", inline)]
         pub unsafe fn run_gpu(
             call: &gpu::Call<'_>,
             block: &Block,

@@ -653,3 +653,20 @@ impl<'a> Search<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_that_come_again_are_held_once() {
+        let mut pairs = Pairs::default();
+        for round in 0..3000 {
+            pairs.extend((0..1000).map(|i| (i, (i + round) % 7)));
+            assert!(pairs.pairs.len() <= 2 * 7000 + Pairs::AS_THEY_COME + 1000);
+        }
+        let all: Vec<(u32, u32)> = (0..1000).flat_map(|i| (0..7).map(move |j| (i, j))).collect();
+        assert!(pairs.n_once > 0, "it was seen at least once which are the same");
+        assert_eq!(pairs.each_once(), all);
+    }
+}
