@@ -12,6 +12,7 @@
 mod error;
 mod factors;
 mod json;
+mod python;
 
 pub mod bert;
 pub mod chat;
