@@ -525,7 +525,10 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         n_heads,
         n_kv_heads,
         head_dim,
-        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(1e-6),
+        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(match architecture {
+            Architecture::Mixtral => 1e-5,
+            _ => 1e-6,
+        }),
         ropes: slides.iter().zip(&turns).map(rope_of).collect(),
         query_scalar,
         embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
@@ -708,6 +711,8 @@ mod tests {
         assert_eq!(experts(&open("tiny-qwen3-moe")), Some(of_qwen3.clone()));
         let of_mixtral = Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2] };
         assert_eq!(experts(&open("tiny-mixtral")), Some(of_mixtral));
+        let eps_of = |name: &str| decoder_of(&with(open(name), &json!({ "rms_norm_eps": null }))).rms_norm_eps;
+        assert_eq!((eps_of("tiny-mixtral"), eps_of("tiny-qwen3-moe")), (1e-5, 1e-6));
         // As older files call them; every second layer; none.
         let changed = |change: Value| with(open("tiny-qwen3-moe"), &change);
         let other_name = changed(json!({ "num_local_experts": null, "num_experts": 16, "norm_topk_prob": true }));
