@@ -577,7 +577,9 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
     if !types.is_empty() && types.len() != n_layers {
         return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
     }
-    if !types.is_empty() {
+    // Of these, transformers does not ask which layer it is.
+    let is_uniform = matches!(architecture, Architecture::Mixtral | Architecture::Qwen3Moe);
+    if !types.is_empty() && !is_uniform {
         return Ok(types.iter().map(|kind| *kind == SLIDING).collect());
     }
     if architecture == Architecture::Gemma3 {
@@ -613,6 +615,13 @@ fn windows(
     };
     let is_active = match architecture {
         Architecture::Mistral | Architecture::Mixtral | Architecture::Gemma3 => true,
+        // What the types of its layers say counts, whether windows are used or not.
+        Architecture::SmolLm3 if fields.get("layer_types").is_some() => {
+            if window.is_none() && slides.contains(&true) {
+                return Err(fields.wrong("sliding_window", "a number, for layer_types has sliding_attention"));
+            }
+            true
+        }
         Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::SmolLm3 => {
             fields.flag("use_sliding_window")?.unwrap_or(false)
         }
@@ -884,6 +893,21 @@ mod tests {
         let mut types = layers;
         types["layer_types"] = json!(["sliding_attention", "full_attention", "sliding_attention"]);
         assert_eq!(windows(types.clone()), [Some(64), None, Some(64)]);
+        // Those that do not ask which layer it is have it in all.
+        for (name, extra) in [("Qwen3MoeForCausalLM", "num_experts"), ("MixtralForCausalLM", "num_local_experts")] {
+            let mut uniform = types.clone();
+            (uniform["architectures"], uniform[extra]) = (json!([name]), 8.into());
+            assert_eq!(windows(uniform), [Some(64); 3], "{name}");
+        }
+        // And those whose types count, whatever else is said.
+        let mut smol = types.clone();
+        (smol["architectures"], smol["use_sliding_window"]) = (json!(["SmolLM3ForCausalLM"]), false.into());
+        assert_eq!(windows(smol.clone()), [Some(64), None, Some(64)]);
+        smol["sliding_window"] = Value::Null;
+        let message = parse(&with(llama(), &smol)).expect_err("no window");
+        assert!(message.contains("sliding_window: missing, expected a number"), "{message}");
+        smol["layer_types"] = Value::Null;
+        assert_eq!(windows(smol), [None; 3]);
         types["layer_types"] = json!(["sliding_attention"]);
         let message = parse(&with(llama(), &types)).expect_err("a type is missing");
         assert!(message.contains("layer_types") && message.contains("1 entries, expected 3, one a layer"), "{message}");
