@@ -776,7 +776,28 @@ mod tests {
         let config = decoder_of(&with(tiny.clone(), &old));
         assert_eq!(config.windows, [Some(12), None, Some(12)]);
         assert_eq!(config.ropes.iter().map(|rope| rope.theta).collect::<Vec<_>>(), [2e4, 5e5, 2e4]);
+        // Nulls are as usual; older keys change those of layers without a window, and then by today's name for the type alone.
+        let ropes = |change: Value| decoder_of(&with(tiny.clone(), &change)).ropes[..2].to_vec();
+        let linear = |theta| Rope { theta, scaling: RopeScaling::Linear { factor: 4.0 } };
+        let plain = |theta| Rope { theta, scaling: RopeScaling::Default };
+        let of_full = json!({ "rope_type": "linear", "factor": 4.0, "rope_theta": 77.0 });
+        let nested = json!({ "rope_parameters": { "full_attention": of_full, "sliding_attention": null } });
+        assert_eq!(ropes(nested), [plain(1e4), linear(77.0)]);
+        let both = json!({ "rope_parameters": { "full_attention": { "rope_theta": 50.0 }, "sliding_attention": { "rope_theta": 60.0 } },
+                           "rope_scaling": { "rope_type": "linear", "factor": 4.0 } });
+        assert_eq!(ropes(both), [plain(60.0), linear(50.0)]);
+        let named_before = json!({ "rope_parameters": null, "rope_scaling": { "type": "linear", "factor": 4.0 } });
+        assert_eq!(ropes(named_before), [plain(1e4), plain(1e6)]);
+        // The context of the first training beside all other keys is none of theirs.
+        let yarn = json!({ "rope_parameters": { "full_attention": { "rope_type": "yarn", "factor": 2.0 } },
+                           "original_max_position_embeddings": 16, "max_position_embeddings": 128 });
+        let scaling = ropes(yarn).pop().map(|rope| rope.scaling);
+        assert!(
+            matches!(scaling, Some(RopeScaling::Yarn { original_max_position_embeddings: 128, .. })),
+            "{scaling:?}"
+        );
         for (change, expected) in [
+            (json!({ "rope_parameters": of_full }), "expected keys of full_attention and of sliding_attention"),
             (json!({ "final_logit_softcapping": 30.0 }), "final_logit_softcapping: 30.0 is not supported"),
             (json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping: 50.0 is not supported"),
             (json!({ "use_bidirectional_attention": true }), "use_bidirectional_attention: true is not supported"),
