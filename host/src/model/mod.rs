@@ -99,6 +99,7 @@ impl ModelFolder {
         let has_head = !is_tied && folder.has_head_of_its_own();
         if let ModelConfig::Decoder(config) = &mut folder.config {
             config.tie_word_embeddings = is_tied || config.tie_word_embeddings && !has_head;
+            config.embedding_dim = folder.sentence.as_ref().and_then(|sentence| sentence.truncate_dim);
         }
         Ok(folder)
     }

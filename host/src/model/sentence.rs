@@ -39,6 +39,8 @@ pub struct SentenceConfig {
     pub default_prompt: Option<String>,
     /// Whether a prompt's tokens are pooled, too.
     pub pools_prompt: bool,
+    /// How many of the result's elements are kept, the first ones, which are not scaled again; `None`: all.
+    pub truncate_dim: Option<usize>,
     /// The vectors' length as the pooling's configuration has it, to be checked against the encoder's.
     pub dim: Option<usize>,
 }
@@ -65,6 +67,7 @@ impl SentenceConfig {
             prompts: Vec::new(),
             default_prompt: None,
             pools_prompt: true,
+            truncate_dim: None,
             dim: None,
         };
         let path = dir.join(MODULES);
@@ -96,7 +99,7 @@ impl SentenceConfig {
         if seen.len() < 2 {
             return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED));
         }
-        self.read_prompts(&dir.join("config_sentence_transformers.json"))?;
+        self.read_settings(&dir.join("config_sentence_transformers.json"))?;
         self.prompt(None).map(|_| ())
     }
 
@@ -141,12 +144,13 @@ impl SentenceConfig {
         Ok(())
     }
 
-    fn read_prompts(&mut self, path: &Path) -> Result<(), ModelError> {
+    fn read_settings(&mut self, path: &Path) -> Result<(), ModelError> {
         if !path.exists() {
             return Ok(());
         }
         let value = read_value(path)?;
         let fields = Fields::new(path, &value)?;
+        self.truncate_dim = fields.whole("truncate_dim", 1..=MAX_LENGTH)?;
         if let Some(prompts) = fields.object("prompts")? {
             for (name, prompt) in prompts.entries() {
                 let prompt = prompt.as_str().ok_or_else(|| prompts.wrong(name, "a text"))?;
@@ -280,6 +284,7 @@ mod tests {
                 prompts: Vec::new(),
                 default_prompt: None,
                 pools_prompt: true,
+                truncate_dim: None,
                 dim: Some(384),
             }
         );
@@ -339,6 +344,18 @@ mod tests {
         );
         prompts["prompts"]["query"] = 1.into();
         assert!(refusal(&usual(&prompts)).contains("query: 1, expected a text"));
+    }
+
+    #[test]
+    fn a_result_may_be_cut() {
+        let usual = |dim: Value| {
+            let settings = json!({ "truncate_dim": dim });
+            [modules(&USUAL), ("1_Pooling/config.json", mean()), ("config_sentence_transformers.json", settings)]
+        };
+        let config = SentenceConfig::open(folder(&usual(8.into())).path()).expect("a length");
+        assert_eq!((config.truncate_dim, config.normalize), (Some(8), true));
+        assert_eq!(SentenceConfig::open(folder(&usual(Value::Null)).path()).expect("none").truncate_dim, None);
+        assert!(refusal(&usual(0.into())).contains("truncate_dim: 0, expected"));
     }
 
     #[test]

@@ -217,6 +217,8 @@ pub struct DecoderConfig {
     pub hidden_act: Activation,
     /// Mixtures of experts, where there are some.
     pub experts: Option<Experts>,
+    /// Of a sentence model, how many elements of its vectors are kept; `None`: all. The folder says it, no config.json.
+    pub embedding_dim: Option<usize>,
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
@@ -543,6 +545,7 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         windows: windows(fields, architecture, &slides, max_position_embeddings)?,
         hidden_act: activation(fields, act_key, activates)?,
         experts: experts(fields, architecture, n_layers, intermediate_size)?,
+        embedding_dim: None,
     })
 }
 
