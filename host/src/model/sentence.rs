@@ -192,8 +192,8 @@ impl SentenceConfig {
             let known = self.prompts.iter().map(|(known, _)| known.clone()).collect();
             return Err(ModelError::Prompt { given: name.to_owned(), known });
         };
-        // The mean would be that of the tokens after the prompt's.
-        if !self.pools_prompt && self.pooling == Pooling::Mean && !prompt.is_empty() {
+        // Mean and first token would be those after the prompt's. The last one is the same.
+        if !self.pools_prompt && self.pooling != Pooling::LastToken && !prompt.is_empty() {
             let path = self.transformer_dir.join("modules.json");
             return Err(ModelError::unsupported(&path, "include_prompt", "false", "true where there is a prompt"));
         }
@@ -334,6 +334,11 @@ mod tests {
         let config = SentenceConfig::open(folder(&without).path()).expect("without a prompt it can be done");
         assert_eq!(config.prepare(None, "a").expect("none"), "a");
         assert!(config.prepare(Some("query"), "a").expect_err("not pooled").to_string().contains("include_prompt"));
+        without[1].1 = json!({"pooling_mode": "cls", "include_prompt": false});
+        let config = SentenceConfig::open(folder(&without).path()).expect("without a prompt it can be done");
+        assert!(
+            config.prepare(Some("query"), "a").expect_err("the first token").to_string().contains("include_prompt")
+        );
         // Whose last token is what counts, does not care.
         without[1].1 =
             json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true, "include_prompt": false});
