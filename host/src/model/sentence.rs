@@ -2,7 +2,7 @@
 //!
 //! In comes a folder as sentence-transformers lays it out: modules.json names the steps (Transformer, Pooling,
 //! Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a plain
-//! BERT: mean pooling over all tokens, then normalised to length 1.
+//! BERT: mean pooling over all tokens, not normalised.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -61,7 +61,7 @@ impl SentenceConfig {
         let mut config = SentenceConfig {
             transformer_dir: dir.to_owned(),
             pooling: Pooling::Mean,
-            normalize: true,
+            normalize: false,
             max_seq_length: None,
             lower_case: false,
             prompts: Vec::new(),
@@ -81,7 +81,6 @@ impl SentenceConfig {
     fn read_modules(&mut self, dir: &Path, path: &Path) -> Result<(), ModelError> {
         let value = read_value(path)?;
         let modules = value.as_array().ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
-        self.normalize = false;
         let mut seen: Vec<&str> = Vec::new();
         for module in modules {
             let module = Fields::new(path, module)?;
@@ -306,10 +305,10 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_bert_is_pooled_by_the_mean_and_normalised() {
+    fn a_plain_bert_is_pooled_by_the_mean_and_not_normalised() {
         let dir = folder(&[("tokenizer_config.json", json!({"model_max_length": 1e30}))]);
         let config = SentenceConfig::open(dir.path()).expect("a plain folder");
-        assert_eq!((config.pooling, config.normalize, config.max_seq_length), (Pooling::Mean, true, None));
+        assert_eq!((config.pooling, config.normalize, config.max_seq_length), (Pooling::Mean, false, None));
         assert!(!SentenceConfig::is_there(dir.path()));
     }
 
