@@ -33,7 +33,7 @@ pub struct SentenceConfig {
     pub max_seq_length: Option<usize>,
     /// Whether the text is put in lower case before the tokenizer sees it (which may do so itself).
     pub lower_case: bool,
-    /// Texts to put before a sentence that say what it is for, by their names.
+    /// Texts to put before a sentence that say what it is for, by their names. Every model has `query` and `document`, be they empty.
     pub prompts: Vec<(String, String)>,
     /// The one that is put before a sentence unless told otherwise.
     pub default_prompt: Option<String>,
@@ -64,7 +64,7 @@ impl SentenceConfig {
             normalize: false,
             max_seq_length: None,
             lower_case: false,
-            prompts: Vec::new(),
+            prompts: no_prompts(),
             default_prompt: None,
             pools_prompt: true,
             truncate_dim: None,
@@ -113,16 +113,16 @@ impl SentenceConfig {
             }
             Some(_) => return Err(fields.wrong("pooling_mode", "the name of a pooling")),
             None => {
-                // A pooling without any of these keys takes the mean.
-                if fields.flag("pooling_mode_mean_tokens")?.unwrap_or(true) {
-                    modes.push("mean".to_owned());
-                }
-                for (key, _) in fields.entries().filter(|(k, _)| *k != "pooling_mode_mean_tokens") {
+                for (key, _) in fields.entries() {
                     if let Some(mode) = key.strip_prefix("pooling_mode_")
                         && fields.flag(key)? == Some(true)
                     {
                         modes.push(mode.trim_end_matches("_tokens").trim_end_matches("_token").to_owned());
                     }
+                }
+                // Where no key says yes, it is the mean.
+                if modes.is_empty() {
+                    modes.push("mean".to_owned());
                 }
             }
         }
@@ -152,8 +152,14 @@ impl SentenceConfig {
         self.truncate_dim = fields.whole("truncate_dim", 1..=MAX_LENGTH)?;
         if let Some(prompts) = fields.object("prompts")? {
             for (name, prompt) in prompts.entries() {
-                let prompt = prompt.as_str().ok_or_else(|| prompts.wrong(name, "a text"))?;
-                self.prompts.push((name.to_owned(), prompt.to_owned()));
+                let text = match prompt {
+                    serde_json::Value::Null => "",
+                    prompt => prompt.as_str().ok_or_else(|| prompts.wrong(name, "a text"))?,
+                };
+                match self.prompts.iter_mut().find(|(known, _)| known == name) {
+                    Some((_, known)) => *known = text.to_owned(),
+                    None => self.prompts.push((name.to_owned(), text.to_owned())),
+                }
             }
         }
         let Some(name) = fields.text("default_prompt_name")? else {
@@ -207,6 +213,11 @@ impl SentenceConfig {
         let text = format!("{}{}", self.prompt(prompt)?, text);
         Ok(if self.lower_case { text.to_lowercase() } else { text })
     }
+}
+
+/// The prompts of a model that says nothing of them.
+fn no_prompts() -> Vec<(String, String)> {
+    ["query", "document"].map(|name| (name.to_owned(), String::new())).to_vec()
 }
 
 /// A module's folder, which must lie inside the model's.
@@ -280,7 +291,7 @@ mod tests {
                 normalize: true,
                 max_seq_length: Some(256),
                 lower_case: false,
-                prompts: Vec::new(),
+                prompts: no_prompts(),
                 default_prompt: None,
                 pools_prompt: true,
                 truncate_dim: None,
@@ -310,6 +321,31 @@ mod tests {
         let config = SentenceConfig::open(dir.path()).expect("a plain folder");
         assert_eq!((config.pooling, config.normalize, config.max_seq_length), (Pooling::Mean, false, None));
         assert!(!SentenceConfig::is_there(dir.path()));
+    }
+
+    #[test]
+    fn what_older_and_shorter_files_mean() {
+        let config = |pooling: Value, settings: Value| {
+            let files =
+                [modules(&USUAL), ("1_Pooling/config.json", pooling), ("config_sentence_transformers.json", settings)];
+            SentenceConfig::open(folder(&files).path()).expect("valid")
+        };
+        let pooling = |pooling: Value| config(pooling, json!({})).pooling;
+        assert_eq!(pooling(json!({"pooling_mode_cls_token": true})), Pooling::Cls);
+        assert_eq!(pooling(json!({"pooling_mode_lasttoken": true})), Pooling::LastToken);
+        assert_eq!(pooling(json!({"pooling_mode_mean_tokens": false, "pooling_mode_cls_token": false})), Pooling::Mean);
+        assert_eq!(pooling(json!({})), Pooling::Mean);
+        for settings in [
+            json!({}),
+            json!({"prompts": {"query": null}}),
+            json!({"prompts": {}, "default_prompt_name": "query"}),
+            json!({"default_prompt_name": "document"}),
+        ] {
+            let config = config(mean(), settings);
+            for name in [None, Some("query"), Some("document")] {
+                assert_eq!(config.prepare(name, "a").expect("an empty prompt"), "a");
+            }
+        }
     }
 
     #[test]
@@ -368,9 +404,9 @@ mod tests {
         let message = refusal(&[modules(&dense), ("1_Pooling/config.json", mean())]);
         assert!(message.contains("modules: Transformer, Pooling, Dense is not supported"), "{message}");
         for (pooling, word) in [
-            (json!({"pooling_mode_max_tokens": true}), "mean and max"),
-            (json!({"pooling_mode_lasttoken": true}), "mean and lasttoken"),
-            (json!({"pooling_mode_mean_tokens": false}), "none"),
+            (json!({"pooling_mode_max_tokens": true}), "max"),
+            (json!({"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}), "mean and lasttoken"),
+            (json!({"pooling_mode": []}), "none"),
             (json!({"pooling_mode": "weightedmean"}), "weightedmean"),
         ] {
             let message = refusal(&[modules(&USUAL), ("1_Pooling/config.json", pooling)]);
