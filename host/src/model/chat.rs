@@ -10,6 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 use serde::Serialize;
 
+use super::declared::Declared;
 use super::error::ModelError;
 use super::json::{Fields, read_bytes, read_value};
 use super::python;
@@ -62,7 +63,8 @@ impl ChatTemplate {
             let source = config.as_ref().map(template_of).transpose()?.flatten();
             (config_path.clone(), source.ok_or_else(|| ModelError::NoChatTemplate { dir: dir.to_owned() })?)
         };
-        let special_tokens = config.as_ref().map(special_tokens).unwrap_or_default();
+        let named = Declared::open(dir)?.named;
+        let special_tokens = named.into_iter().map(|(name, token)| (name, token.content)).collect();
         ChatTemplate::from_source(&path, &source, special_tokens)
     }
 
@@ -162,18 +164,6 @@ fn template_of(config: &Fields<'_>) -> Result<Option<String>, ModelError> {
             Err(ModelError::key(config.path(), "chat_template", names.join(", "), "one named \"default\""))
         }
     }
-}
-
-/// `bos_token: "<s>"` or `bos_token: {"content": "<s>"}`.
-fn special_tokens(config: &Fields<'_>) -> Vec<(String, String)> {
-    config
-        .entries()
-        .filter(|(key, _)| key.ends_with("_token"))
-        .filter_map(|(key, value)| {
-            let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
-            Some((key.to_owned(), text.to_owned()))
-        })
-        .collect()
 }
 
 /// `{% generation %}` marks the assistant's words for training and changes nothing in the text.
@@ -517,6 +507,11 @@ mod tests {
         };
         write(json!({"bos_token": {"content": "<B>"}, "chat_template": "{{ bos_token }}1"}));
         assert_eq!(open().expect("a string"), "<B>1");
+        // Older folders name tokens in a file of their own.
+        let map = dir.path().join("special_tokens_map.json");
+        fs::write(&map, json!({"bos_token": {"content": "<M>"}}).to_string()).expect("a file");
+        assert_eq!(open().expect("a string"), "<M>1");
+        fs::remove_file(&map).expect("a file");
         write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]}));
         assert_eq!(open().expect("the default"), "d");
         write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]}));

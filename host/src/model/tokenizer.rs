@@ -1,4 +1,4 @@
-//! Text to token ids and back, over `tokenizer.json`.
+//! Text to token ids and back, over `tokenizer.json` and what the files beside it say.
 //!
 //! Padding and truncation in the file are those of whoever saved it last, not of the model, so both are switched off;
 //! sentence models ask for their own truncation.
@@ -20,6 +20,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 use tokenizers::{TruncationParams, TruncationStrategy};
 
+use super::declared::Declared;
 use super::error::ModelError;
 use super::json::read_bytes;
 
@@ -34,7 +35,7 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
-    /// Reads a tokenizer.json.
+    /// Reads a tokenizer.json, and the files beside it that change what it means.
     pub fn open(path: &Path) -> Result<Tokenizer, ModelError> {
         let bytes = read_bytes(path, MAX_TOKENIZER_BYTES)?;
         // The library panics on some files: on syntax errors inside a decoder, and when encoding with a template that
@@ -48,6 +49,7 @@ impl Tokenizer {
         }
         let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer { path: path.to_owned(), message: one_line(e) };
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(&e))?;
+        Declared::open(path.parent().unwrap_or(Path::new("")))?.apply(&mut inner).map_err(|e| fail(&e))?;
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| fail(&e))?;
         Ok(Tokenizer { path: path.to_owned(), inner })
@@ -396,6 +398,105 @@ mod tests {
         let cut = tokenizer.encode(text).expect("encodes");
         assert_eq!((cut.len(), &cut[..5], cut[5]), (6, &whole[..5], 2));
         assert!(tokenizer.truncate_to(2).expect_err("no room").to_string().contains("no room for text"));
+    }
+
+    /// A folder with a tokenizer.json and other files.
+    fn beside(tokenizer: &Value, files: &[(&str, Value)]) -> Result<Tokenizer, String> {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, value) in files.iter().chain([&("tokenizer.json", tokenizer.clone())]) {
+            std::fs::write(dir.path().join(name), value.to_string()).expect("a file in it");
+        }
+        Tokenizer::open(&dir.path().join("tokenizer.json")).map_err(|e| e.to_string())
+    }
+
+    fn fixture_json() -> Value {
+        serde_json::from_slice(&std::fs::read(fixture().path()).expect("the fixture")).expect("JSON")
+    }
+
+    const CONFIG: &str = "tokenizer_config.json";
+
+    /// What transformers 5.24 makes of the same files.
+    #[test]
+    fn tokens_that_only_other_files_have_are_added() {
+        let id = |files: &[(&str, Value)]| beside(&fixture_json(), files).expect("a tokenizer").token_id("<tool>");
+        let next = fixture().vocab_size() as u32;
+        assert_eq!(id(&[(CONFIG, json!({"add_bos_token": true, "pad_token": null}))]), None);
+        let flags = json!({"content": "<tool>", "lstrip": false, "rstrip": false, "normalized": false,
+                           "single_word": false, "special": false});
+        for files in [
+            [(CONFIG, json!({"added_tokens_decoder": {"1020": flags}}))],
+            [(CONFIG, json!({"extra_special_tokens": ["<tool>"]}))],
+            [(CONFIG, json!({"extra_special_tokens": [], "additional_special_tokens": ["<tool>"]}))],
+            [(CONFIG, json!({"extra_special_tokens": {"tool_token": "<tool>"}}))],
+            [(CONFIG, json!({"tool_token": "<tool>"}))],
+            [(CONFIG, json!({"bos_token": {"__type": "AddedToken", "content": "<tool>"}}))],
+            [("added_tokens.json", json!({"<tool>": 1022}))],
+            [("special_tokens_map.json", json!({"eos_token": {"content": "<tool>", "lstrip": true}}))],
+        ] {
+            assert_eq!(id(&files), Some(next), "{files:?}");
+            let tokenizer = beside(&fixture_json(), &files).expect("a tokenizer");
+            assert!(tokenizer.encode("a <tool> b").expect("encodes").contains(&next), "{files:?}");
+        }
+        // The newer file says all there is to say of added tokens.
+        let old = [(CONFIG, json!({"added_tokens_decoder": {}})), ("added_tokens.json", json!({"<tool>": 1022}))];
+        assert_eq!(id(&old), None);
+        // One of the vocabulary's becomes a token of its own.
+        let mut without = fixture_json();
+        without["added_tokens"].as_array_mut().expect("a list").retain(|token| token["content"] != "<|im_end|>");
+        let tokenizer = beside(&without, &[(CONFIG, json!({"eos_token": "<|im_end|>"}))]).expect("a tokenizer");
+        let ids = tokenizer.encode("a<|im_end|>").expect("encodes");
+        assert_eq!(tokenizer.token(ids[ids.len() - 1]).as_deref(), Some("<|im_end|>"));
+        assert_eq!(tokenizer.decode(&ids).expect("decodes"), "a", "it is special");
+        for (file, value, expected) in [
+            (CONFIG, json!({"added_tokens_decoder": {"x": flags}}), "added_tokens_decoder.x"),
+            (CONFIG, json!({"added_tokens_decoder": {"5": 1}}), "added_tokens_decoder.5: 1, expected a token"),
+            (CONFIG, json!({"extra_special_tokens": [1]}), "extra_special_tokens: [1], expected a token"),
+            ("added_tokens.json", json!({"<tool>": -1}), "<tool>: -1, expected a whole number"),
+        ] {
+            let message = beside(&fixture_json(), &[(file, value)]).expect_err(expected);
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+
+    /// BERT's tokenizer, whose tokenizer.json keeps capitals, over a few words.
+    fn bert(files: &[(&str, Value)]) -> Result<Vec<String>, String> {
+        let words = ["[UNK]", "an", "An", "\u{e9}cole", "ecole", "\u{65e5}", "\u{65e5}\u{65e5}"];
+        let vocab: serde_json::Map<_, _> =
+            words.iter().enumerate().map(|(id, word)| ((*word).into(), id.into())).collect();
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "post_processor": null, "decoder": null,
+            "normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": false,
+                           "strip_accents": false, "lowercase": false},
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                      "max_input_chars_per_word": 100, "vocab": vocab},
+        });
+        let tokenizer = beside(&tokenizer, files)?;
+        let ids = tokenizer.encode("An \u{c9}cole \u{65e5}\u{65e5}").map_err(|e| e.to_string())?;
+        Ok(ids.into_iter().filter_map(|id| tokenizer.token(id)).collect())
+    }
+
+    /// As transformers 5.24 has it.
+    #[test]
+    fn berts_flags_come_before_its_normalizer() {
+        let as_it_is = ["An", "[UNK]", "\u{65e5}\u{65e5}"];
+        let usual = ["an", "ecole", "\u{65e5}", "\u{65e5}"];
+        let config = |value: Value| bert(&[(CONFIG, value)]).expect("a tokenizer");
+        assert_eq!(bert(&[]).expect("a tokenizer"), as_it_is);
+        assert_eq!(config(json!({"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": true})), as_it_is);
+        assert_eq!(config(json!({"tokenizer_class": "BertTokenizer"})), usual);
+        assert_eq!(config(json!({"tokenizer_class": "BertTokenizerFast", "do_lower_case": true})), usual);
+        let flags =
+            json!({"tokenizer_class": "BertTokenizer", "do_lower_case": false, "tokenize_chinese_chars": false});
+        assert_eq!(config(flags), as_it_is);
+        let accents = json!({"tokenizer_class": "BertTokenizer", "strip_accents": false});
+        assert_eq!(config(accents), ["an", "\u{e9}cole", "\u{65e5}", "\u{65e5}"]);
+        // A BERT that names no class has it.
+        let model = |value: Value| bert(&[("config.json", value)]).expect("a tokenizer");
+        assert_eq!(model(json!({"model_type": "bert"})), usual);
+        assert_eq!(model(json!({"model_type": "roberta"})), as_it_is);
+        let message = bert(&[(CONFIG, json!({"tokenizer_class": "BertTokenizer", "do_lower_case": 1}))]);
+        assert!(message.expect_err("a number").contains("do_lower_case: 1, expected true or false"));
     }
 
     #[test]
