@@ -181,8 +181,11 @@ impl ModelFolder {
             return Ok(tokenizer);
         }
         let mut tokenizer = Tokenizer::open(&self.transformer_dir.join("tokenizer.json"))?;
-        if self.sentence.is_some() {
+        if let Some(sentence) = &self.sentence {
             tokenizer.truncate_to(self.max_tokens())?;
+            if sentence.lower_case {
+                tokenizer.lower_case()?;
+            }
         }
         Ok(self.tokenizer.get_or_init(|| tokenizer))
     }

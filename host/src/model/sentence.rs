@@ -31,7 +31,7 @@ pub struct SentenceConfig {
     pub normalize: bool,
     /// Longer sentences are cut to this many tokens, special ones included; `None`: the encoder's longest input.
     pub max_seq_length: Option<usize>,
-    /// Whether the text is put in lower case before the tokenizer sees it (which may do so itself).
+    /// Whether the tokenizer is to put texts in lower case (it may do so by itself).
     pub lower_case: bool,
     /// Texts to put before a sentence that say what it is for, by their names. Every model has `query` and `document`, be they empty.
     pub prompts: Vec<(String, String)>,
@@ -210,8 +210,7 @@ impl SentenceConfig {
     /// # Errors
     /// A prompt that the model does not have.
     pub fn prepare(&self, prompt: Option<&str>, text: &str) -> Result<String, ModelError> {
-        let text = format!("{}{}", self.prompt(prompt)?, text);
-        Ok(if self.lower_case { text.to_lowercase() } else { text })
+        Ok(format!("{}{}", self.prompt(prompt)?, text))
     }
 }
 
@@ -312,7 +311,7 @@ mod tests {
         assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
         assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
         assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
-        assert_eq!(config.prepare(None, "  An \u{c9}cole ").expect("no prompt"), "  an \u{e9}cole ");
+        assert_eq!(config.prepare(None, "  An \u{c9}cole ").expect("no prompt"), "  An \u{c9}cole ");
     }
 
     #[test]

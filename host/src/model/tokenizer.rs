@@ -18,6 +18,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
+use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
 use tokenizers::{TruncationParams, TruncationStrategy};
 
 use super::declared::Declared;
@@ -69,6 +70,21 @@ impl Tokenizer {
             ..TruncationParams::default()
         };
         self.inner.with_truncation(Some(truncation)).map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        Ok(())
+    }
+
+    /// From now on texts are put in lower case first. Not before special tokens are found in them: `[SEP]` stays one.
+    pub fn lower_case(&mut self) -> Result<(), ModelError> {
+        let mut all = match self.inner.get_normalizer() {
+            None => Vec::new(),
+            Some(NormalizerWrapper::Sequence(all)) => all.as_ref().to_vec(),
+            Some(one) => vec![one.clone()],
+        };
+        if !all.iter().any(|one| matches!(one, NormalizerWrapper::Lowercase(_))) {
+            all.insert(0, Lowercase.into());
+        }
+        let lower = self.inner.with_normalizer(Some(Sequence::new(all)));
+        lower.map_err(|e| ModelError::Tokenizer { path: self.path.clone(), message: one_line(&e) })?;
         Ok(())
     }
 
@@ -497,6 +513,20 @@ mod tests {
         assert_eq!(model(json!({"model_type": "roberta"})), as_it_is);
         let message = bert(&[(CONFIG, json!({"tokenizer_class": "BertTokenizer", "do_lower_case": 1}))]);
         assert!(message.expect_err("a number").contains("do_lower_case: 1, expected true or false"));
+    }
+
+    #[test]
+    fn lower_case_leaves_special_tokens() {
+        let mut tokenizer = fixture();
+        let ids = |tokenizer: &Tokenizer, text: &str| tokenizer.encode(text).expect("encodes");
+        let expected = ids(&tokenizer, "ab<|im_end|>c");
+        tokenizer.lower_case().expect("a normalizer");
+        assert_eq!(ids(&tokenizer, "aB<|im_end|>C"), expected);
+        assert_ne!(ids(&tokenizer, "<|IM_END|>"), ids(&tokenizer, "<|im_end|>"));
+        // Letter by letter: no other sigma at a word's end.
+        assert_eq!(ids(&tokenizer, "\u{39f}\u{3a3}"), ids(&tokenizer, "\u{3bf}\u{3c3}"));
+        tokenizer.lower_case().expect("again");
+        assert_eq!(ids(&tokenizer, "aB<|im_end|>C"), expected);
     }
 
     #[test]
