@@ -47,6 +47,16 @@ pub struct SentenceConfig {
 
 const MODULES: &str = "modules.json";
 const SUPPORTED: &str = "Transformer, Pooling, Normalize, in this order";
+/// Where the Transformer's settings are, in the order that sentence-transformers looks for them.
+const SETTINGS: [&str; 7] = [
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+];
 /// Far above any encoder's.
 const MAX_LENGTH: usize = 1 << 30;
 
@@ -173,12 +183,18 @@ impl SentenceConfig {
     }
 
     fn read_limits(&mut self) -> Result<(), ModelError> {
-        let path = self.transformer_dir.join("sentence_bert_config.json");
-        if path.exists() {
+        for name in SETTINGS {
+            let path = self.transformer_dir.join(name);
+            if !path.exists() {
+                continue;
+            }
             let value = read_value(&path)?;
             let fields = Fields::new(&path, &value)?;
-            self.max_seq_length = fields.whole("max_seq_length", 1..=MAX_LENGTH)?;
-            self.lower_case = fields.flag("do_lower_case")?.unwrap_or(false);
+            // The first file that says something.
+            if fields.entries().next().is_some() {
+                self.read_transformer(&fields)?;
+                break;
+            }
         }
         let path = self.transformer_dir.join("tokenizer_config.json");
         if self.max_seq_length.is_none() && path.exists() {
@@ -186,6 +202,49 @@ impl SentenceConfig {
             // "No limit" is written as an absurdly large number here.
             let length = Fields::new(&path, &value)?.get("model_max_length").and_then(serde_json::Value::as_u64);
             self.max_seq_length = length.and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=MAX_LENGTH).contains(n));
+        }
+        Ok(())
+    }
+
+    /// The Transformer module's own settings.
+    fn read_transformer(&mut self, fields: &Fields<'_>) -> Result<(), ModelError> {
+        self.max_seq_length = fields.whole("max_seq_length", 1..=MAX_LENGTH)?;
+        self.lower_case = fields.flag("do_lower_case")?.unwrap_or(false);
+        // What it hands to other libraries, under its older and newer names. Some of that changes nothing here.
+        for (key, harmless) in [
+            ("model_args", &["attn_implementation", "torch_dtype", "dtype", "add_pooling_layer"][..]),
+            ("model_kwargs", &["attn_implementation", "torch_dtype", "dtype", "add_pooling_layer"]),
+            ("tokenizer_args", &["model_max_length"]),
+            ("processor_kwargs", &["model_max_length"]),
+            ("config_args", &[]),
+            ("config_kwargs", &[]),
+            ("processing_kwargs", &[]),
+        ] {
+            let Some(given) = fields.object(key)? else { continue };
+            let is_heeded = |name: &str| name == "trust_remote_code" || harmless.contains(&name);
+            if let Some((name, _)) = given.entries().find(|(name, value)| !value.is_null() && !is_heeded(name)) {
+                return Err(given.unsupported(name, "a model without it"));
+            }
+            if harmless.contains(&"model_max_length")
+                && let Some(length) = given.whole("model_max_length", 1..=MAX_LENGTH)?
+            {
+                self.max_seq_length = Some(length);
+            }
+        }
+        if fields.text("transformer_task")?.is_some_and(|task| task != "feature-extraction") {
+            return Err(fields.unsupported("transformer_task", "\"feature-extraction\""));
+        }
+        if fields.get("tokenizer_name_or_path").is_some() {
+            return Err(fields.unsupported("tokenizer_name_or_path", "the tokenizer in the model's folder"));
+        }
+        if let Some(modes) = fields.object("modality_config")?
+            && let Some(text) = modes.object("text")?
+        {
+            for (key, usual) in [("method", "forward"), ("method_output_name", "last_hidden_state")] {
+                if text.get(key).is_some_and(|value| value.as_str() != Some(usual)) {
+                    return Err(text.unsupported(key, format!("\"{usual}\"")));
+                }
+            }
         }
         Ok(())
     }
@@ -312,6 +371,46 @@ mod tests {
         assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
         assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
         assert_eq!(config.prepare(None, "  An \u{c9}cole ").expect("no prompt"), "  An \u{c9}cole ");
+    }
+
+    #[test]
+    fn the_transformers_own_settings() {
+        let usual = |name: &'static str, settings: Value| {
+            [modules(&USUAL), ("1_Pooling/config.json", mean()), (name, settings)]
+        };
+        let length =
+            |files: &[(&str, Value)]| SentenceConfig::open(folder(files).path()).expect("valid").max_seq_length;
+        assert_eq!(length(&usual("sentence_roberta_config.json", json!({"max_seq_length": 6}))), Some(6));
+        // The first one that is not empty.
+        let mut both = usual("sentence_xlnet_config.json", json!({"max_seq_length": 6})).to_vec();
+        both.push(("sentence_bert_config.json", json!({})));
+        assert_eq!(length(&both), Some(6));
+        both[3].1 = json!({"max_seq_length": 7});
+        assert_eq!(length(&both), Some(7));
+        const BERT: &str = "sentence_bert_config.json";
+        for key in ["tokenizer_args", "processor_kwargs"] {
+            let settings = json!({"max_seq_length": 64, key: {"model_max_length": 5, "trust_remote_code": true}});
+            assert_eq!(length(&usual(BERT, settings)), Some(5), "{key}");
+        }
+        let harmless = json!({"max_seq_length": 9, "model_args": {"attn_implementation": "sdpa"}, "config_args": {},
+                              "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+                              "transformer_task": "feature-extraction", "module_output_name": "token_embeddings"});
+        assert_eq!(length(&usual(BERT, harmless)), Some(9));
+        for (settings, expected) in [
+            (json!({"config_args": {"layer_norm_eps": 0.5}}), "config_args.layer_norm_eps: 0.5 is not supported"),
+            (
+                json!({"tokenizer_args": {"do_lower_case": false}}),
+                "tokenizer_args.do_lower_case: false is not supported",
+            ),
+            (json!({"model_kwargs": {"subfolder": "x"}}), "model_kwargs.subfolder"),
+            (json!({"processing_kwargs": {"text": {"max_length": 5}}}), "processing_kwargs.text"),
+            (json!({"transformer_task": "fill-mask"}), "transformer_task: \"fill-mask\" is not supported"),
+            (json!({"tokenizer_name_or_path": "x"}), "tokenizer_name_or_path"),
+            (json!({"modality_config": {"text": {"method": "encode"}}}), "modality_config.text.method: \"encode\""),
+        ] {
+            let message = refusal(&usual(BERT, settings));
+            assert!(message.contains(expected), "{message}");
+        }
     }
 
     #[test]

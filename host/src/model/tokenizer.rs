@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
-use tokenizers::{TruncationParams, TruncationStrategy};
+use tokenizers::{TruncationDirection, TruncationParams, TruncationStrategy};
 
 use super::declared::Declared;
 use super::error::ModelError;
@@ -33,6 +33,8 @@ const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
 pub struct Tokenizer {
     path: PathBuf,
     inner: tokenizers::Tokenizer,
+    /// The end that is cut off of a text that is too long.
+    cuts: TruncationDirection,
 }
 
 impl Tokenizer {
@@ -50,13 +52,17 @@ impl Tokenizer {
         }
         let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer { path: path.to_owned(), message: one_line(e) };
         let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(&e))?;
-        Declared::open(path.parent().unwrap_or(Path::new("")))?.apply(&mut inner).map_err(|e| fail(&e))?;
+        let declared = Declared::open(path.parent().unwrap_or(Path::new("")))?;
+        declared.apply(&mut inner).map_err(|e| fail(&e))?;
+        // Of a truncation in the file only its side counts.
+        let cuts = declared.truncation_side.or(inner.get_truncation().map(|truncation| truncation.direction));
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| fail(&e))?;
-        Ok(Tokenizer { path: path.to_owned(), inner })
+        Ok(Tokenizer { path: path.to_owned(), inner, cuts: cuts.unwrap_or_default() })
     }
 
-    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text's end is cut.
+    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text is cut at its end, or at its
+    /// beginning where the files say so.
     pub fn truncate_to(&mut self, max_tokens: usize) -> Result<(), ModelError> {
         let n_special = self.n_special_tokens()?;
         if max_tokens <= n_special {
@@ -66,6 +72,7 @@ impl Tokenizer {
         }
         let truncation = TruncationParams {
             max_length: max_tokens,
+            direction: self.cuts,
             strategy: TruncationStrategy::LongestFirst,
             ..TruncationParams::default()
         };
@@ -413,6 +420,22 @@ mod tests {
         tokenizer.truncate_to(6).expect("room for text");
         let cut = tokenizer.encode(text).expect("encodes");
         assert_eq!((cut.len(), &cut[..5], cut[5]), (6, &whole[..5], 2));
+        // At the other end, as either file says it; the one beside comes first.
+        let left = json!({"truncation_side": "left"});
+        value["truncation"]["direction"] = "Left".into();
+        let right = json!({"truncation_side": "right"});
+        for (files, is_left) in [(vec![(CONFIG, left)], true), (vec![], true), (vec![(CONFIG, right)], false)] {
+            let mut tokenizer = beside(&value, &files).expect("a tokenizer");
+            tokenizer.truncate_to(6).expect("room for text");
+            let cut = tokenizer.encode(text).expect("encodes");
+            let last = &whole[whole.len() - 5..];
+            assert!(if is_left { cut[0] == 1 && cut[1..] == *last } else { cut[5] == 2 && cut[..5] == whole[..5] });
+        }
+        assert!(
+            beside(&value, &[(CONFIG, json!({"truncation_side": "top"}))])
+                .expect_err("no side")
+                .contains("truncation_side")
+        );
         assert!(tokenizer.truncate_to(2).expect_err("no room").to_string().contains("no room for text"));
     }
 
