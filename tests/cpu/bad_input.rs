@@ -304,6 +304,25 @@ fn options_without_effect_are_named() {
     assert!(!generate(&["--top-p", "0.5", "--temperature", "0.5"]).contains("not used"));
 }
 
+/// What a model's publisher asks for and is not done is said, whatever it is; what changes nothing is not.
+#[test]
+fn what_is_not_applied_of_generation_config_is_said() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen2", temp.path());
+    let said = |asked: &str| {
+        std::fs::write(dir.join("generation_config.json"), asked).unwrap();
+        let text = dir.to_string_lossy().into_owned();
+        let output =
+            perpetua(&["generate", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "2", "--model", &text]);
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let line = "perpetua: not applied of generation_config.json: repetition_penalty 1.05, no_repeat_ngram_size 3";
+    let asked = r#"{"no_repeat_ngram_size": 3, "repetition_penalty": 1.05, "temperature": 0.7, "eos_token_id": 2}"#;
+    assert_eq!(said(asked).lines().next(), Some(line));
+    assert!(!said(r#"{"repetition_penalty": 1.0, "min_length": 0}"#).contains("not applied"));
+}
+
 /// More simulated SMs than this machine has room for stacks.
 #[cfg(target_os = "linux")]
 #[test]
