@@ -457,6 +457,15 @@ mod tests {
                 "FalseTrueTrueTrueTrue",
             ),
             ("{{ 'aB'.swapcase() }}{{ '-5'.zfill(4) }}{{ 'a'.ljust(3) }}|{{ 'a'.rjust(3, '.') }}", "Ab-005a  |..a"),
+            (
+                "{{ [none, true, 1, 1.0, 1e20, 'a', \"it's\", 'q\"', 'b\\n'] }}",
+                r#"[None, True, 1, 1.0, 1e+20, 'a', "it's", 'q"', 'b\n']"#,
+            ),
+            (
+                "{{ {'a': none, 'b': [{}]} }}{{ [] }}{{ {'a': 'x'} | string | length }}{{ 1e20 }}{{ 0.5 }}",
+                "{'a': None, 'b': [{}]}[]101e+200.5",
+            ),
+            ("{{ messages[0] }}", "{'role': 'system', 'content': 'Be brief.'}"),
             ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.next() }}", "aba"),
             ("{% set j = joiner('|') %}{% for i in [1, 2] %}{{ j() }}{{ i }}{% endfor %}", "1|2"),
         ] {

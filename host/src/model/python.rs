@@ -5,13 +5,18 @@
 //! Python's methods. Positions are counted in characters.
 
 use minijinja::value::{Kwargs, Rest, ValueKind, from_args};
-use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja::{Environment, Error, ErrorKind, State, Value, escape_formatter};
 use minijinja_contrib::globals::{cycler, joiner};
 use minijinja_contrib::pycompat;
 
 /// Makes `environment` render as jinja2 does.
 pub(super) fn add_to(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
+    environment.set_formatter(|out, state, value| match written(value) {
+        Some(text) => out.write_str(&text).map_err(Error::from),
+        None => escape_formatter(out, state, value),
+    });
+    environment.add_filter("string", |value: &Value| written(value).unwrap_or_else(|| value.to_string()));
     environment.add_test("iterable", is_iterable);
     environment.add_test("sequence", is_sequence);
     environment.add_filter("length", length);
@@ -75,6 +80,62 @@ fn int(value: &Value, default: Option<Value>, base: Option<u32>, kwargs: Kwargs)
         }
         _ => default,
     })
+}
+
+/// A value as Python's `str` writes it, where minijinja writes it otherwise.
+fn written(value: &Value) -> Option<String> {
+    let is_float = value.kind() == ValueKind::Number && !value.is_integer();
+    if !is_float && !matches!(value.kind(), ValueKind::Seq | ValueKind::Map) {
+        return None;
+    }
+    let mut out = String::new();
+    repr(value, &mut out).ok()?;
+    Some(out)
+}
+
+/// A value as Python's `repr` writes it.
+fn repr(value: &Value, out: &mut String) -> Result<(), Error> {
+    match value.kind() {
+        ValueKind::Seq => {
+            out.push('[');
+            for (i, item) in value.try_iter()?.enumerate() {
+                out.push_str(if i == 0 { "" } else { ", " });
+                repr(&item, out)?;
+            }
+            out.push(']');
+        }
+        ValueKind::Map => {
+            out.push('{');
+            for (i, key) in value.try_iter()?.enumerate() {
+                out.push_str(if i == 0 { "" } else { ", " });
+                repr(&key, out)?;
+                out.push_str(": ");
+                repr(&value.get_item(&key)?, out)?;
+            }
+            out.push('}');
+        }
+        ValueKind::String => {
+            let text = value.as_str().unwrap_or_default();
+            let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+            out.push(quote);
+            for c in text.chars() {
+                match c {
+                    '\n' => out.push_str("\\n"),
+                    '\r' => out.push_str("\\r"),
+                    '\t' => out.push_str("\\t"),
+                    c if c == quote || c == '\\' => out.extend(['\\', c]),
+                    c if c.is_control() => out.push_str(&format!("\\x{:02x}", u32::from(c))),
+                    c => out.push(c),
+                }
+            }
+            out.push(quote);
+        }
+        ValueKind::Number if !value.is_integer() => {
+            out.push_str(&f64::try_from(value.clone()).map_or_else(|_| value.to_string(), float));
+        }
+        _ => out.push_str(&value.to_string()),
+    }
+    Ok(())
 }
 
 /// How `json.dumps` writes.
@@ -188,6 +249,9 @@ impl Json {
 
 /// As Python writes it: with an exponent of at least two digits where it is below 1e-4 or from 1e16 on.
 fn float(number: f64) -> String {
+    if !number.is_finite() {
+        return if number.is_nan() { "nan" } else { ["inf", "-inf"][usize::from(number < 0.0)] }.to_owned();
+    }
     if number == 0.0 || (1e-4..1e16).contains(&number.abs()) {
         return format!("{number:?}");
     }
