@@ -304,6 +304,25 @@ fn options_without_effect_are_named() {
     assert!(!generate(&["--top-p", "0.5", "--temperature", "0.5"]).contains("not used"));
 }
 
+/// What a model's publisher asks for and is not done is said, whatever it is; what changes nothing is not.
+#[test]
+fn what_is_not_applied_of_generation_config_is_said() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen2", temp.path());
+    let said = |asked: &str| {
+        std::fs::write(dir.join("generation_config.json"), asked).unwrap();
+        let text = dir.to_string_lossy().into_owned();
+        let output =
+            perpetua(&["generate", "--device", "cpu", "--prompt", "a", "--max-new-tokens", "2", "--model", &text]);
+        assert!(output.status.success());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let line = "perpetua: not applied of generation_config.json: repetition_penalty 1.05, no_repeat_ngram_size 3";
+    let asked = r#"{"no_repeat_ngram_size": 3, "repetition_penalty": 1.05, "temperature": 0.7, "eos_token_id": 2}"#;
+    assert_eq!(said(asked).lines().next(), Some(line));
+    assert!(!said(r#"{"repetition_penalty": 1.0, "min_length": 0}"#).contains("not applied"));
+}
+
 /// More simulated SMs than this machine has room for stacks.
 #[cfg(target_os = "linux")]
 #[test]
@@ -460,5 +479,32 @@ fn batches_that_cannot_be_are_refused() {
         let message = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{message}");
         assert!(message.contains(words), "{message:?} should say {words:?}");
+    }
+}
+
+/// Files on which the tokenizers' library panics: a line of ours, and no more.
+#[test]
+fn damaged_tokenizers_are_refused_in_one_line() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen3", temp.path());
+    let path = dir.join("tokenizer.json");
+    let whole: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let prompt = ["--prompt", "a b"];
+    for (part, key, value) in [
+        ("model", "continuing_subword_prefix", serde_json::json!("   ")),
+        ("", "normalizer", serde_json::json!({"type": "Replace", "pattern": {"String": ""}, "content": "abc"})),
+        ("", "normalizer", serde_json::json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"})),
+        (
+            "",
+            "post_processor",
+            serde_json::json!({"type": "TemplateProcessing", "single": [{"Sequence": {"id": "B", "type_id": 0}}],
+                               "pair": [], "special_tokens": {}}),
+        ),
+    ] {
+        let mut damaged = whole.clone();
+        let of = if part.is_empty() { &mut damaged } else { &mut damaged[part] };
+        of[key] = value;
+        std::fs::write(&path, damaged.to_string()).unwrap();
+        refused(&dir, &prompt, &["tokenizer.json"]);
     }
 }

@@ -1,6 +1,6 @@
 //! `perpetua chat`.
 
-use super::generate::{Choice, report, stream};
+use super::generate::{Choice, note_not_applied, report, stream};
 use super::{ModelArgs, Outcome, note, on_every_interrupt, say, warm};
 use perpetua::engine::DEFAULT_MAX_CONTEXT;
 use perpetua::model::chat::ChatMessage;
@@ -27,6 +27,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     model.decoder()?;
     let options = GenerateOptions { reuse_prefix: true, ..args.choice.options(args.max_new_tokens) };
     args.choice.note_unused();
+    note_not_applied(&model);
     let mut messages: Vec<ChatMessage> = args.system.iter().map(|text| ChatMessage::new("system", text)).collect();
     // A model without a template, or whose template knows no system's words, says so before its weights are read.
     model.encode_chat(&[&messages[..], &[ChatMessage::new("user", "")]].concat())?;

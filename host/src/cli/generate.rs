@@ -6,7 +6,7 @@ use super::{
 };
 use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
-use perpetua::{End, Engine, EngineConfig, GenerateOptions};
+use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -100,6 +100,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     };
     let options = GenerateOptions { max_time, ..args.choice.options(args.max_new_tokens) };
     args.choice.note_unused();
+    note_not_applied(&model);
     let began = Instant::now();
     let usual = args.model.config(&model, prompt.len().saturating_add(args.max_new_tokens));
     let config = EngineConfig { prompt_lookup: args.choice.prompt_lookup, ..usual };
@@ -141,6 +142,15 @@ pub(crate) fn run(args: &Args) -> Outcome {
     );
     report(&engine, &load, prompt.len(), ids.len());
     if end == Some(End::Stopped) { Err(Interrupted.into()) } else { Ok(()) }
+}
+
+/// Says what the model's publisher asks for that would change the text and is not done.
+pub(super) fn note_not_applied(model: &Model) {
+    let asked: Vec<String> =
+        model.generation().not_applied.iter().map(|(key, value)| format!("{key} {value}")).collect();
+    if !asked.is_empty() {
+        say(&format!("not applied of generation_config.json: {}", asked.join(", ")));
+    }
 }
 
 /// Prints what `generation` makes as it is made, and a line's end, and adds it to `made`; shows how far its prompt of so many tokens has been read.

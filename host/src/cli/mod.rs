@@ -27,6 +27,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use perpetua::cuda::Gpu;
 use perpetua::exec::cuda;
 use perpetua::model::layout::is_spare;
+use perpetua::model::tokenizer::is_panic_caught;
 use perpetua::model::{ModelError, Quantize};
 use perpetua::{Device, Engine, EngineConfig, Model};
 use perpetua_shared::{Technique, Techniques};
@@ -87,6 +88,12 @@ struct NoGpu(String);
 struct Interrupted;
 
 pub(crate) fn main() -> ExitCode {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        if !is_panic_caught() {
+            usual(panic);
+        }
+    }));
     // clap exits with 2 by itself on bad usage.
     let outcome = match &Cli::parse().verb {
         Verb::Generate(args) => generate::run(args),

@@ -1,7 +1,7 @@
 //! BERT and RoBERTa as sentence embedding models use them: post-norm encoder layers, bidirectional attention, then pooling.
 
 use super::config::BertConfig;
-use super::decoder::BuildError;
+use super::decoder::{self, BuildError};
 use super::sentence::{Pooling, SentenceConfig};
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask, Pooled};
@@ -15,7 +15,8 @@ struct Encoder<'a> {
     graph: KernelGraph,
 }
 
-/// Builds the network for passes of at most `rows` tokens. Output `embedding`: `[1, hidden]` f32.
+/// Builds the network for passes of at most `rows` tokens. Output `embedding`: `[1, hidden]` f32, or as
+/// much of it as is kept.
 pub fn build(
     config: &BertConfig,
     sentence: &SentenceConfig,
@@ -40,7 +41,8 @@ pub fn build(
         Pooling::LastToken => unreachable!("refused when the folder is opened"),
     };
     let embedding = net.graph.pool("pooling", x, pooled, sentence.normalize)?;
-    net.graph.output("embedding", embedding);
+    let kept = decoder::kept(&mut net.graph, embedding, sentence.truncate_dim)?;
+    net.graph.output("embedding", kept);
     Ok(net.graph)
 }
 

@@ -1,18 +1,19 @@
 //! Chat templates: messages to the text a model was trained to answer.
 //!
 //! The template is Jinja, in chat_template.jinja or in tokenizer_config.json, and is rendered as the library that
-//! models are published with renders it: blocks trimmed, Python's methods on strings and dictionaries, `tojson` that
-//! prints as Python's `json.dumps`, `raise_exception`, `strftime_now`, and every special token as a variable.
+//! models are published with renders it: blocks trimmed, what templates take from Python ([`python`]), `raise_exception`,
+//! `strftime_now`, and every special token as a variable.
 
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, UndefinedBehavior, Value};
 use serde::Serialize;
 
+use super::declared::Declared;
 use super::error::ModelError;
 use super::json::{Fields, read_bytes, read_value};
+use super::python;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -62,7 +63,8 @@ impl ChatTemplate {
             let source = config.as_ref().map(template_of).transpose()?.flatten();
             (config_path.clone(), source.ok_or_else(|| ModelError::NoChatTemplate { dir: dir.to_owned() })?)
         };
-        let special_tokens = config.as_ref().map(special_tokens).unwrap_or_default();
+        let named = Declared::open(dir)?.named;
+        let special_tokens = named.into_iter().map(|(name, token)| (name, token.content)).collect();
         ChatTemplate::from_source(&path, &source, special_tokens)
     }
 
@@ -78,12 +80,11 @@ impl ChatTemplate {
         environment.set_lstrip_blocks(true);
         environment.set_undefined_behavior(UndefinedBehavior::Lenient);
         environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        python::add_to(&mut environment);
         environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, format!("{REFUSED}{message}")))
         });
         environment.add_function("strftime_now", |format: String| strftime(&format, unix_seconds()));
-        environment.add_filter("tojson", tojson);
         environment
             .add_template_owned(NAME, without_generation_tags(source))
             .map_err(|e| chat_error(path, format!("chat template: {}", one_line(&e))))?;
@@ -165,18 +166,6 @@ fn template_of(config: &Fields<'_>) -> Result<Option<String>, ModelError> {
     }
 }
 
-/// `bos_token: "<s>"` or `bos_token: {"content": "<s>"}`.
-fn special_tokens(config: &Fields<'_>) -> Vec<(String, String)> {
-    config
-        .entries()
-        .filter(|(key, _)| key.ends_with("_token"))
-        .filter_map(|(key, value)| {
-            let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
-            Some((key.to_owned(), text.to_owned()))
-        })
-        .collect()
-}
-
 /// `{% generation %}` marks the assistant's words for training and changes nothing in the text.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
@@ -196,62 +185,6 @@ fn without_generation_tags(source: &str) -> String {
     }
     out.push_str(rest);
     out
-}
-
-/// `json.dumps(value, ensure_ascii=False, indent=indent)`.
-fn tojson(value: Value, kwargs: Kwargs) -> Result<String, Error> {
-    let indent: Option<usize> = kwargs.get("indent")?;
-    if let Some(ascii) = kwargs.get::<Option<bool>>("ensure_ascii")?
-        && ascii
-    {
-        return Err(Error::new(ErrorKind::InvalidOperation, "tojson(ensure_ascii=true) is not supported"));
-    }
-    // Anything else changes how the text looks, so silence would be a wrong prompt.
-    kwargs.assert_all_used()?;
-    if value.kind() == ValueKind::Undefined {
-        return Err(Error::new(ErrorKind::UndefinedError, "tojson of an undefined value"));
-    }
-    let value =
-        serde_json::to_value(&value).map_err(|e| Error::new(ErrorKind::BadSerialization, format!("tojson: {e}")))?;
-    let mut out = String::new();
-    dump(&value, indent, 0, &mut out);
-    Ok(out)
-}
-
-fn dump(value: &serde_json::Value, indent: Option<usize>, depth: usize, out: &mut String) {
-    let newline = |depth: usize, out: &mut String| {
-        if let Some(width) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', width * depth));
-        }
-    };
-    // With an indent Python ends the line with a bare comma.
-    let comma = if indent.is_some() { "," } else { ", " };
-    match value {
-        serde_json::Value::Array(items) if !items.is_empty() => {
-            out.push('[');
-            for (i, item) in items.iter().enumerate() {
-                out.push_str(if i == 0 { "" } else { comma });
-                newline(depth + 1, out);
-                dump(item, indent, depth + 1, out);
-            }
-            newline(depth, out);
-            out.push(']');
-        }
-        serde_json::Value::Object(map) if !map.is_empty() => {
-            out.push('{');
-            for (i, (key, item)) in map.iter().enumerate() {
-                out.push_str(if i == 0 { "" } else { comma });
-                newline(depth + 1, out);
-                out.push_str(&serde_json::Value::from(key.as_str()).to_string());
-                out.push_str(": ");
-                dump(item, indent, depth + 1, out);
-            }
-            newline(depth, out);
-            out.push('}');
-        }
-        plain => out.push_str(&plain.to_string()),
-    }
 }
 
 fn unix_seconds() -> u64 {
@@ -475,6 +408,81 @@ mod tests {
         }
     }
 
+    /// Each with the text that transformers makes of it.
+    #[test]
+    fn what_templates_take_from_python() {
+        for (source, expected) in [
+            // None cannot be iterated over, as published templates rely on.
+            ("{% if tools is iterable and tools | length > 0 %}t{% else %}f{% endif %}", "f"),
+            (
+                "{{ none is iterable }}{{ nothing is iterable }}{{ 'a' is iterable }}{{ {} is iterable }}{{ 5 is iterable }}",
+                "FalseTrueTrueTrueFalse",
+            ),
+            (
+                "{{ 'a' is sequence }}{{ {} is sequence }}{{ [] is sequence }}{{ none is sequence }}{{ 5 is sequence }}",
+                "TrueTrueTrueFalseFalse",
+            ),
+            ("{{ nothing | length }}{{ nothing | count }}{{ 'h\\u00e9' | length }}{{ messages | count }}", "0023"),
+            (
+                "{{ 'x' | int }},{{ 'x' | int(7) }},{{ ' 12 ' | int }},{{ '3.9' | int }},{{ none | int }},{{ 3.7 | int }},{{ 'ff' | int(base=16) }}",
+                "0,7,12,3,0,3,255",
+            ),
+            ("{{ '\\u00e9\\ud83d\\ude80' | tojson(ensure_ascii=true) }}", "\"\\u00e9\\ud83d\\ude80\""),
+            (
+                "{{ {'b': [1, 2], 'a': {'d': 1, 'c': 2}} | tojson(sort_keys=true) }}",
+                r#"{"a": {"c": 2, "d": 1}, "b": [1, 2]}"#,
+            ),
+            ("{{ {'b': [1, 2], 'a': 2} | tojson(separators=(',', ':')) }}", r#"{"b":[1,2],"a":2}"#),
+            ("{{ [1, [2]] | tojson(indent='-') }}", "[\n-1,\n-[\n--2\n-]\n]"),
+            ("{{ [1e20, 1e-7, 1.0, 12.5, 1e15] | tojson }}", "[1e+20, 1e-07, 1.0, 12.5, 1000000000000000.0]"),
+            (
+                "{{ 'abc'.removeprefix('a') }}{{ 'abc'.removesuffix('c') }}{{ 'abc'.removeprefix('x') }}{{ 'abc'.removesuffix('') }}",
+                "bcababcabc",
+            ),
+            (
+                "{{ 'aXbXc'.rsplit('X', 1) | join('+') }}{{ ' a  b '.rsplit() | join('+') }}{{ ' a  b '.rsplit(none, 1) | join('+') }}{{ ' a  b '.split(maxsplit=1) | join('+') }}",
+                "aXb+ca+b a+ba+b ",
+            ),
+            (
+                "{{ 'aXbXc'.partition('X') | join('+') }}{{ 'aXbXc'.rpartition('X') | join('+') }}{{ 'a'.partition('X') | join('+') }}{{ 'a'.rpartition('X') | join('+') }}",
+                "a+X+bXcaXb+X+ca++++a",
+            ),
+            (
+                "{{ '\\u00e9bc'.index('c') }}{{ '\\u00e9b'.find('b') }}{{ 'aba'.rfind('a') }}{{ 'a'.find('b') }}{{ [3, 5].index(5) }}",
+                "212-11",
+            ),
+            ("{{ 'ab'.count('') }}{{ 'abab'.count('ab') }}{{ [1, 2, 1].count(1) }}", "322"),
+            (
+                "{{ ''.isdigit() }}{{ '12'.isdigit() }}{{ 'a b'.islower() }}{{ ' '.isspace() }}{{ 'A1'.isupper() }}",
+                "FalseTrueTrueTrueTrue",
+            ),
+            ("{{ 'aB'.swapcase() }}{{ '-5'.zfill(4) }}{{ 'a'.ljust(3) }}|{{ 'a'.rjust(3, '.') }}", "Ab-005a  |..a"),
+            (
+                "{{ [none, true, 1, 1.0, 1e20, 'a', \"it's\", 'q\"', 'b\\n'] }}",
+                r#"[None, True, 1, 1.0, 1e+20, 'a', "it's", 'q"', 'b\n']"#,
+            ),
+            (
+                "{{ {'a': none, 'b': [{}]} }}{{ [] }}{{ {'a': 'x'} | string | length }}{{ 1e20 }}{{ 0.5 }}",
+                "{'a': None, 'b': [{}]}[]101e+200.5",
+            ),
+            ("{{ messages[0] }}", "{'role': 'system', 'content': 'Be brief.'}"),
+            ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.next() }}", "aba"),
+            ("{% set j = joiner('|') %}{% for i in [1, 2] %}{{ j() }}{{ i }}{% endfor %}", "1|2"),
+        ] {
+            assert_eq!(template(source).render(&turns()).expect(source), expected, "{source}");
+        }
+        for (source, expected) in [
+            ("{{ 'a'.index('b') }}", "substring not found"),
+            ("{{ none | length }}", "none"),
+            ("{{ 'a'.split('') }}", "empty separator"),
+            ("{{ 1 | tojson(separators=',') }}", "separators"),
+            ("{{ 1 | tojson(default=1) }}", "default"),
+        ] {
+            let message = template(source).render(&turns()).expect_err(source).to_string();
+            assert!(message.contains(expected), "{source}: {message}");
+        }
+    }
+
     #[test]
     fn a_templates_own_variables() {
         let template = template("{{ 'think' if enable_thinking else 'do not' }}");
@@ -508,6 +516,11 @@ mod tests {
         };
         write(json!({"bos_token": {"content": "<B>"}, "chat_template": "{{ bos_token }}1"}));
         assert_eq!(open().expect("a string"), "<B>1");
+        // Older folders name tokens in a file of their own.
+        let map = dir.path().join("special_tokens_map.json");
+        fs::write(&map, json!({"bos_token": {"content": "<M>"}}).to_string()).expect("a file");
+        assert_eq!(open().expect("a string"), "<M>1");
+        fs::remove_file(&map).expect("a file");
         write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]}));
         assert_eq!(open().expect("the default"), "d");
         write(json!({"chat_template": [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]}));

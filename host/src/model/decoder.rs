@@ -45,6 +45,15 @@ pub enum Head {
     },
 }
 
+/// The first `dim` elements of `pooled`, `[1, hidden]`, where it has more.
+pub(super) fn kept(graph: &mut KernelGraph, pooled: TensorId, dim: Option<usize>) -> Result<TensorId, BuildError> {
+    let hidden = graph.table[pooled].shape[1];
+    match dim.filter(|dim| *dim < hidden) {
+        Some(dim) => Ok(graph.view(pooled, 0, &[1, dim], &[hidden, 1])?),
+        None => Ok(pooled),
+    }
+}
+
 /// Where element types of weights come from.
 #[derive(Clone, Copy, Debug)]
 pub enum Declared<'a> {
@@ -355,7 +364,7 @@ impl<'a> Decoder<'a> {
     }
 
     /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32; or `embedding`:
-    /// `[1, hidden]` f32.
+    /// `[1, hidden]` f32, or as much of it as is kept.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
         if !matches!(self.head, Head::AllLogits | Head::Embedding { .. }) {
             self.graph.when_sampling();
@@ -367,7 +376,8 @@ impl<'a> Decoder<'a> {
         let h = self.norm("model.norm", x)?;
         if let Head::Embedding { normalize } = self.head {
             let pooled = self.graph.pool("pooling", h, Pooled::First, normalize)?;
-            self.graph.output("embedding", pooled);
+            let kept = kept(&mut self.graph, pooled, self.config.embedding_dim)?;
+            self.graph.output("embedding", kept);
             return Ok(self.graph);
         }
         let head = match self.config.tie_word_embeddings {

@@ -1,35 +1,71 @@
 //! generation_config.json: where to stop.
 //!
 //! Temperature and the like in this file are the publisher's taste, not part of the model, and are not taken: decoding
-//! is greedy unless the caller asks otherwise.
+//! is greedy unless the caller asks otherwise. What would change greedy decoding and is not done is kept by name, to be
+//! said aloud.
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use super::error::ModelError;
-use super::json::{Fields, read_value};
+use super::json::{Fields, brief, read_value};
 
 /// How a generation ends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GenerationConfig {
     /// Any of these ids ends the text; it is not part of the text itself. May be empty.
     pub eos_token_ids: Vec<u32>,
+    /// What the file asks for beyond that and would change the text, as its keys and values: none of it is applied.
+    pub not_applied: Vec<(String, String)>,
 }
+
+/// Keys that change which token is the likeliest, or where the text ends, with the number that changes nothing.
+const CHANGES: [(&str, f64); 16] = [
+    ("repetition_penalty", 1.0),
+    ("encoder_repetition_penalty", 1.0),
+    ("no_repeat_ngram_size", 0.0),
+    ("encoder_no_repeat_ngram_size", 0.0),
+    ("suppress_tokens", 0.0),
+    ("begin_suppress_tokens", 0.0),
+    ("bad_words_ids", 0.0),
+    ("sequence_bias", 0.0),
+    ("min_new_tokens", 0.0),
+    ("min_length", 0.0),
+    ("exponential_decay_length_penalty", 0.0),
+    ("guidance_scale", 1.0),
+    ("num_beams", 1.0),
+    ("watermarking_config", 0.0),
+    ("stop_strings", 0.0),
+    ("penalty_alpha", 0.0),
+];
+/// The same of keys whose number is a token, be it 0.
+const TOKENS: [&str; 2] = ["forced_bos_token_id", "forced_eos_token_id"];
 
 impl GenerationConfig {
     /// Reads a folder's generation_config.json; what is not there comes from config.json, given parsed.
     pub fn open(dir: &Path, config_path: &Path, config: &Value) -> Result<GenerationConfig, ModelError> {
         let path = dir.join("generation_config.json");
-        if path.exists() {
-            let value = read_value(&path)?;
-            if let Some(eos_token_ids) = eos(&Fields::new(&path, &value)?)? {
-                return Ok(GenerationConfig { eos_token_ids });
-            }
-        }
-        let eos_token_ids = eos(&Fields::new(config_path, config)?)?.unwrap_or_default();
-        Ok(GenerationConfig { eos_token_ids })
+        let value = if path.exists() { read_value(&path)? } else { Value::Object(Map::new()) };
+        let fields = Fields::new(&path, &value)?;
+        let eos_token_ids = match eos(&fields)? {
+            Some(ids) => ids,
+            None => eos(&Fields::new(config_path, config)?)?.unwrap_or_default(),
+        };
+        Ok(GenerationConfig { eos_token_ids, not_applied: not_applied(&fields) })
     }
+}
+
+fn not_applied(fields: &Fields<'_>) -> Vec<(String, String)> {
+    let changes = CHANGES.into_iter().filter(|(key, nothing)| match fields.get(key) {
+        None | Some(Value::Bool(false)) => false,
+        Some(Value::Number(number)) => number.as_f64() != Some(*nothing),
+        Some(Value::Array(list)) => !list.is_empty(),
+        Some(Value::Object(map)) => !map.is_empty(),
+        Some(_) => true,
+    });
+    let keys = changes.map(|(key, _)| key).chain(TOKENS);
+    keys.filter_map(|key| Some((key.to_owned(), brief(fields.get(key)?)))).collect()
 }
 
 /// `eos_token_id`: a number, or a list of them.
@@ -69,6 +105,30 @@ mod tests {
         assert_eq!(stops(Some(json!({"eos_token_id": null})), &config), Ok(vec![7]));
         assert_eq!(stops(None, &config), Ok(vec![7]));
         assert_eq!(stops(None, &json!({})), Ok(vec![]));
+    }
+
+    #[test]
+    fn what_is_not_applied_is_known() {
+        let of = |value: Value| {
+            let dir = tempfile::tempdir().expect("a temporary folder");
+            std::fs::write(dir.path().join("generation_config.json"), value.to_string()).expect("a file in it");
+            let config = GenerationConfig::open(dir.path(), Path::new("config.json"), &json!({})).expect("valid");
+            config.not_applied.into_iter().map(|(key, value)| format!("{key} {value}")).collect::<Vec<_>>()
+        };
+        let nothing = json!({"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "suppress_tokens": [],
+                             "bad_words_ids": null, "num_beams": 1, "temperature": 0.6, "do_sample": true, "use_cache": true});
+        assert_eq!(of(nothing), [""; 0]);
+        let all = json!({"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "min_new_tokens": 2, "suppress_tokens": [1],
+                         "forced_eos_token_id": 0, "stop_strings": "x"});
+        let expected = [
+            "repetition_penalty 1.05",
+            "no_repeat_ngram_size 3",
+            "suppress_tokens [1]",
+            "min_new_tokens 2",
+            "stop_strings \"x\"",
+            "forced_eos_token_id 0",
+        ];
+        assert_eq!(of(all), expected);
     }
 
     #[test]

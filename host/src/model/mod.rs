@@ -9,9 +9,11 @@
 //!   panic. What would change the result and is not done is refused, never ignored.
 //! - Opening is cheap: tokenizer and weights are read when first asked for, and weights are mapped, not copied.
 
+mod declared;
 mod error;
 mod factors;
 mod json;
+mod python;
 
 pub mod bert;
 pub mod chat;
@@ -95,6 +97,7 @@ impl ModelFolder {
         let has_head = !is_tied && folder.has_head_of_its_own();
         if let ModelConfig::Decoder(config) = &mut folder.config {
             config.tie_word_embeddings = is_tied || config.tie_word_embeddings && !has_head;
+            config.embedding_dim = folder.sentence.as_ref().and_then(|sentence| sentence.truncate_dim);
         }
         Ok(folder)
     }
@@ -175,8 +178,11 @@ impl ModelFolder {
             return Ok(tokenizer);
         }
         let mut tokenizer = Tokenizer::open(&self.transformer_dir.join("tokenizer.json"))?;
-        if self.sentence.is_some() {
+        if let Some(sentence) = &self.sentence {
             tokenizer.truncate_to(self.max_tokens())?;
+            if sentence.lower_case {
+                tokenizer.lower_case()?;
+            }
         }
         Ok(self.tokenizer.get_or_init(|| tokenizer))
     }

@@ -2,7 +2,7 @@
 //!
 //! In comes a folder as sentence-transformers lays it out: modules.json names the steps (Transformer, Pooling,
 //! Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a plain
-//! BERT: mean pooling over all tokens, then normalised to length 1.
+//! BERT: mean pooling over all tokens, not normalised.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -31,20 +31,32 @@ pub struct SentenceConfig {
     pub normalize: bool,
     /// Longer sentences are cut to this many tokens, special ones included; `None`: the encoder's longest input.
     pub max_seq_length: Option<usize>,
-    /// Whether the text is put in lower case before the tokenizer sees it (which may do so itself).
+    /// Whether the tokenizer is to put texts in lower case (it may do so by itself).
     pub lower_case: bool,
-    /// Texts to put before a sentence that say what it is for, by their names.
+    /// Texts to put before a sentence that say what it is for, by their names. Every model has `query` and `document`, be they empty.
     pub prompts: Vec<(String, String)>,
     /// The one that is put before a sentence unless told otherwise.
     pub default_prompt: Option<String>,
     /// Whether a prompt's tokens are pooled, too.
     pub pools_prompt: bool,
+    /// How many of the result's elements are kept, the first ones, which are not scaled again; `None`: all.
+    pub truncate_dim: Option<usize>,
     /// The vectors' length as the pooling's configuration has it, to be checked against the encoder's.
     pub dim: Option<usize>,
 }
 
 const MODULES: &str = "modules.json";
 const SUPPORTED: &str = "Transformer, Pooling, Normalize, in this order";
+/// Where the Transformer's settings are, in the order that sentence-transformers looks for them.
+const SETTINGS: [&str; 7] = [
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+];
 /// Far above any encoder's.
 const MAX_LENGTH: usize = 1 << 30;
 
@@ -59,12 +71,13 @@ impl SentenceConfig {
         let mut config = SentenceConfig {
             transformer_dir: dir.to_owned(),
             pooling: Pooling::Mean,
-            normalize: true,
+            normalize: false,
             max_seq_length: None,
             lower_case: false,
-            prompts: Vec::new(),
+            prompts: no_prompts(),
             default_prompt: None,
             pools_prompt: true,
+            truncate_dim: None,
             dim: None,
         };
         let path = dir.join(MODULES);
@@ -78,7 +91,6 @@ impl SentenceConfig {
     fn read_modules(&mut self, dir: &Path, path: &Path) -> Result<(), ModelError> {
         let value = read_value(path)?;
         let modules = value.as_array().ok_or_else(|| ModelError::checkpoint(path, "expected a list of modules"))?;
-        self.normalize = false;
         let mut seen: Vec<&str> = Vec::new();
         for module in modules {
             let module = Fields::new(path, module)?;
@@ -96,7 +108,7 @@ impl SentenceConfig {
         if seen.len() < 2 {
             return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED));
         }
-        self.read_prompts(&dir.join("config_sentence_transformers.json"))?;
+        self.read_settings(&dir.join("config_sentence_transformers.json"))?;
         self.prompt(None).map(|_| ())
     }
 
@@ -111,16 +123,16 @@ impl SentenceConfig {
             }
             Some(_) => return Err(fields.wrong("pooling_mode", "the name of a pooling")),
             None => {
-                // A pooling without any of these keys takes the mean.
-                if fields.flag("pooling_mode_mean_tokens")?.unwrap_or(true) {
-                    modes.push("mean".to_owned());
-                }
-                for (key, _) in fields.entries().filter(|(k, _)| *k != "pooling_mode_mean_tokens") {
+                for (key, _) in fields.entries() {
                     if let Some(mode) = key.strip_prefix("pooling_mode_")
                         && fields.flag(key)? == Some(true)
                     {
                         modes.push(mode.trim_end_matches("_tokens").trim_end_matches("_token").to_owned());
                     }
+                }
+                // Where no key says yes, it is the mean.
+                if modes.is_empty() {
+                    modes.push("mean".to_owned());
                 }
             }
         }
@@ -141,16 +153,23 @@ impl SentenceConfig {
         Ok(())
     }
 
-    fn read_prompts(&mut self, path: &Path) -> Result<(), ModelError> {
+    fn read_settings(&mut self, path: &Path) -> Result<(), ModelError> {
         if !path.exists() {
             return Ok(());
         }
         let value = read_value(path)?;
         let fields = Fields::new(path, &value)?;
+        self.truncate_dim = fields.whole("truncate_dim", 1..=MAX_LENGTH)?;
         if let Some(prompts) = fields.object("prompts")? {
             for (name, prompt) in prompts.entries() {
-                let prompt = prompt.as_str().ok_or_else(|| prompts.wrong(name, "a text"))?;
-                self.prompts.push((name.to_owned(), prompt.to_owned()));
+                let text = match prompt {
+                    serde_json::Value::Null => "",
+                    prompt => prompt.as_str().ok_or_else(|| prompts.wrong(name, "a text"))?,
+                };
+                match self.prompts.iter_mut().find(|(known, _)| known == name) {
+                    Some((_, known)) => *known = text.to_owned(),
+                    None => self.prompts.push((name.to_owned(), text.to_owned())),
+                }
             }
         }
         let Some(name) = fields.text("default_prompt_name")? else {
@@ -164,12 +183,18 @@ impl SentenceConfig {
     }
 
     fn read_limits(&mut self) -> Result<(), ModelError> {
-        let path = self.transformer_dir.join("sentence_bert_config.json");
-        if path.exists() {
+        for name in SETTINGS {
+            let path = self.transformer_dir.join(name);
+            if !path.exists() {
+                continue;
+            }
             let value = read_value(&path)?;
             let fields = Fields::new(&path, &value)?;
-            self.max_seq_length = fields.whole("max_seq_length", 1..=MAX_LENGTH)?;
-            self.lower_case = fields.flag("do_lower_case")?.unwrap_or(false);
+            // The first file that says something.
+            if fields.entries().next().is_some() {
+                self.read_transformer(&fields)?;
+                break;
+            }
         }
         let path = self.transformer_dir.join("tokenizer_config.json");
         if self.max_seq_length.is_none() && path.exists() {
@@ -181,6 +206,49 @@ impl SentenceConfig {
         Ok(())
     }
 
+    /// The Transformer module's own settings.
+    fn read_transformer(&mut self, fields: &Fields<'_>) -> Result<(), ModelError> {
+        self.max_seq_length = fields.whole("max_seq_length", 1..=MAX_LENGTH)?;
+        self.lower_case = fields.flag("do_lower_case")?.unwrap_or(false);
+        // What it hands to other libraries, under its older and newer names. Some of that changes nothing here.
+        for (key, harmless) in [
+            ("model_args", &["attn_implementation", "torch_dtype", "dtype", "add_pooling_layer"][..]),
+            ("model_kwargs", &["attn_implementation", "torch_dtype", "dtype", "add_pooling_layer"]),
+            ("tokenizer_args", &["model_max_length"]),
+            ("processor_kwargs", &["model_max_length"]),
+            ("config_args", &[]),
+            ("config_kwargs", &[]),
+            ("processing_kwargs", &[]),
+        ] {
+            let Some(given) = fields.object(key)? else { continue };
+            let is_heeded = |name: &str| name == "trust_remote_code" || harmless.contains(&name);
+            if let Some((name, _)) = given.entries().find(|(name, value)| !value.is_null() && !is_heeded(name)) {
+                return Err(given.unsupported(name, "a model without it"));
+            }
+            if harmless.contains(&"model_max_length")
+                && let Some(length) = given.whole("model_max_length", 1..=MAX_LENGTH)?
+            {
+                self.max_seq_length = Some(length);
+            }
+        }
+        if fields.text("transformer_task")?.is_some_and(|task| task != "feature-extraction") {
+            return Err(fields.unsupported("transformer_task", "\"feature-extraction\""));
+        }
+        if fields.get("tokenizer_name_or_path").is_some() {
+            return Err(fields.unsupported("tokenizer_name_or_path", "the tokenizer in the model's folder"));
+        }
+        if let Some(modes) = fields.object("modality_config")?
+            && let Some(text) = modes.object("text")?
+        {
+            for (key, usual) in [("method", "forward"), ("method_output_name", "last_hidden_state")] {
+                if text.get(key).is_some_and(|value| value.as_str() != Some(usual)) {
+                    return Err(text.unsupported(key, format!("\"{usual}\"")));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// What is put before a sentence: the prompt called `name`, or the default one, if there is one.
     fn prompt(&self, name: Option<&str>) -> Result<&str, ModelError> {
         let Some(name) = name.or(self.default_prompt.as_deref()) else { return Ok("") };
@@ -188,8 +256,8 @@ impl SentenceConfig {
             let known = self.prompts.iter().map(|(known, _)| known.clone()).collect();
             return Err(ModelError::Prompt { given: name.to_owned(), known });
         };
-        // The mean would be that of the tokens after the prompt's.
-        if !self.pools_prompt && self.pooling == Pooling::Mean && !prompt.is_empty() {
+        // Mean and first token would be those after the prompt's. The last one is the same.
+        if !self.pools_prompt && self.pooling != Pooling::LastToken && !prompt.is_empty() {
             let path = self.transformer_dir.join("modules.json");
             return Err(ModelError::unsupported(&path, "include_prompt", "false", "true where there is a prompt"));
         }
@@ -201,9 +269,13 @@ impl SentenceConfig {
     /// # Errors
     /// A prompt that the model does not have.
     pub fn prepare(&self, prompt: Option<&str>, text: &str) -> Result<String, ModelError> {
-        let text = format!("{}{}", self.prompt(prompt)?, text);
-        Ok(if self.lower_case { text.to_lowercase() } else { text })
+        Ok(format!("{}{}", self.prompt(prompt)?, text))
     }
+}
+
+/// The prompts of a model that says nothing of them.
+fn no_prompts() -> Vec<(String, String)> {
+    ["query", "document"].map(|name| (name.to_owned(), String::new())).to_vec()
 }
 
 /// A module's folder, which must lie inside the model's.
@@ -277,9 +349,10 @@ mod tests {
                 normalize: true,
                 max_seq_length: Some(256),
                 lower_case: false,
-                prompts: Vec::new(),
+                prompts: no_prompts(),
                 default_prompt: None,
                 pools_prompt: true,
+                truncate_dim: None,
                 dim: Some(384),
             }
         );
@@ -297,15 +370,80 @@ mod tests {
         assert_eq!(config.transformer_dir, dir.path().join("0_Transformer"));
         assert_eq!((config.pooling, config.normalize), (Pooling::Cls, false));
         assert_eq!((config.max_seq_length, config.lower_case), (Some(128), true));
-        assert_eq!(config.prepare(None, "  An \u{c9}cole ").expect("no prompt"), "  an \u{e9}cole ");
+        assert_eq!(config.prepare(None, "  An \u{c9}cole ").expect("no prompt"), "  An \u{c9}cole ");
     }
 
     #[test]
-    fn a_plain_bert_is_pooled_by_the_mean_and_normalised() {
+    fn the_transformers_own_settings() {
+        let usual = |name: &'static str, settings: Value| {
+            [modules(&USUAL), ("1_Pooling/config.json", mean()), (name, settings)]
+        };
+        let length =
+            |files: &[(&str, Value)]| SentenceConfig::open(folder(files).path()).expect("valid").max_seq_length;
+        assert_eq!(length(&usual("sentence_roberta_config.json", json!({"max_seq_length": 6}))), Some(6));
+        // The first one that is not empty.
+        let mut both = usual("sentence_xlnet_config.json", json!({"max_seq_length": 6})).to_vec();
+        both.push(("sentence_bert_config.json", json!({})));
+        assert_eq!(length(&both), Some(6));
+        both[3].1 = json!({"max_seq_length": 7});
+        assert_eq!(length(&both), Some(7));
+        const BERT: &str = "sentence_bert_config.json";
+        for key in ["tokenizer_args", "processor_kwargs"] {
+            let settings = json!({"max_seq_length": 64, key: {"model_max_length": 5, "trust_remote_code": true}});
+            assert_eq!(length(&usual(BERT, settings)), Some(5), "{key}");
+        }
+        let harmless = json!({"max_seq_length": 9, "model_args": {"attn_implementation": "sdpa"}, "config_args": {},
+                              "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+                              "transformer_task": "feature-extraction", "module_output_name": "token_embeddings"});
+        assert_eq!(length(&usual(BERT, harmless)), Some(9));
+        for (settings, expected) in [
+            (json!({"config_args": {"layer_norm_eps": 0.5}}), "config_args.layer_norm_eps: 0.5 is not supported"),
+            (
+                json!({"tokenizer_args": {"do_lower_case": false}}),
+                "tokenizer_args.do_lower_case: false is not supported",
+            ),
+            (json!({"model_kwargs": {"subfolder": "x"}}), "model_kwargs.subfolder"),
+            (json!({"processing_kwargs": {"text": {"max_length": 5}}}), "processing_kwargs.text"),
+            (json!({"transformer_task": "fill-mask"}), "transformer_task: \"fill-mask\" is not supported"),
+            (json!({"tokenizer_name_or_path": "x"}), "tokenizer_name_or_path"),
+            (json!({"modality_config": {"text": {"method": "encode"}}}), "modality_config.text.method: \"encode\""),
+        ] {
+            let message = refusal(&usual(BERT, settings));
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+
+    #[test]
+    fn a_plain_bert_is_pooled_by_the_mean_and_not_normalised() {
         let dir = folder(&[("tokenizer_config.json", json!({"model_max_length": 1e30}))]);
         let config = SentenceConfig::open(dir.path()).expect("a plain folder");
-        assert_eq!((config.pooling, config.normalize, config.max_seq_length), (Pooling::Mean, true, None));
+        assert_eq!((config.pooling, config.normalize, config.max_seq_length), (Pooling::Mean, false, None));
         assert!(!SentenceConfig::is_there(dir.path()));
+    }
+
+    #[test]
+    fn what_older_and_shorter_files_mean() {
+        let config = |pooling: Value, settings: Value| {
+            let files =
+                [modules(&USUAL), ("1_Pooling/config.json", pooling), ("config_sentence_transformers.json", settings)];
+            SentenceConfig::open(folder(&files).path()).expect("valid")
+        };
+        let pooling = |pooling: Value| config(pooling, json!({})).pooling;
+        assert_eq!(pooling(json!({"pooling_mode_cls_token": true})), Pooling::Cls);
+        assert_eq!(pooling(json!({"pooling_mode_lasttoken": true})), Pooling::LastToken);
+        assert_eq!(pooling(json!({"pooling_mode_mean_tokens": false, "pooling_mode_cls_token": false})), Pooling::Mean);
+        assert_eq!(pooling(json!({})), Pooling::Mean);
+        for settings in [
+            json!({}),
+            json!({"prompts": {"query": null}}),
+            json!({"prompts": {}, "default_prompt_name": "query"}),
+            json!({"default_prompt_name": "document"}),
+        ] {
+            let config = config(mean(), settings);
+            for name in [None, Some("query"), Some("document")] {
+                assert_eq!(config.prepare(name, "a").expect("an empty prompt"), "a");
+            }
+        }
     }
 
     #[test]
@@ -329,6 +467,11 @@ mod tests {
         let config = SentenceConfig::open(folder(&without).path()).expect("without a prompt it can be done");
         assert_eq!(config.prepare(None, "a").expect("none"), "a");
         assert!(config.prepare(Some("query"), "a").expect_err("not pooled").to_string().contains("include_prompt"));
+        without[1].1 = json!({"pooling_mode": "cls", "include_prompt": false});
+        let config = SentenceConfig::open(folder(&without).path()).expect("without a prompt it can be done");
+        assert!(
+            config.prepare(Some("query"), "a").expect_err("the first token").to_string().contains("include_prompt")
+        );
         // Whose last token is what counts, does not care.
         without[1].1 =
             json!({"pooling_mode_mean_tokens": false, "pooling_mode_lasttoken": true, "include_prompt": false});
@@ -342,14 +485,26 @@ mod tests {
     }
 
     #[test]
+    fn a_result_may_be_cut() {
+        let usual = |dim: Value| {
+            let settings = json!({ "truncate_dim": dim });
+            [modules(&USUAL), ("1_Pooling/config.json", mean()), ("config_sentence_transformers.json", settings)]
+        };
+        let config = SentenceConfig::open(folder(&usual(8.into())).path()).expect("a length");
+        assert_eq!((config.truncate_dim, config.normalize), (Some(8), true));
+        assert_eq!(SentenceConfig::open(folder(&usual(Value::Null)).path()).expect("none").truncate_dim, None);
+        assert!(refusal(&usual(0.into())).contains("truncate_dim: 0, expected"));
+    }
+
+    #[test]
     fn what_is_not_done_is_refused_by_name() {
         let dense = [USUAL[0], USUAL[1], ("Dense", "2_Dense")];
         let message = refusal(&[modules(&dense), ("1_Pooling/config.json", mean())]);
         assert!(message.contains("modules: Transformer, Pooling, Dense is not supported"), "{message}");
         for (pooling, word) in [
-            (json!({"pooling_mode_max_tokens": true}), "mean and max"),
-            (json!({"pooling_mode_lasttoken": true}), "mean and lasttoken"),
-            (json!({"pooling_mode_mean_tokens": false}), "none"),
+            (json!({"pooling_mode_max_tokens": true}), "max"),
+            (json!({"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}), "mean and lasttoken"),
+            (json!({"pooling_mode": []}), "none"),
             (json!({"pooling_mode": "weightedmean"}), "weightedmean"),
         ] {
             let message = refusal(&[modules(&USUAL), ("1_Pooling/config.json", pooling)]);

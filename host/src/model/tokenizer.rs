@@ -1,4 +1,4 @@
-//! Text to token ids and back, over `tokenizer.json`.
+//! Text to token ids and back, over `tokenizer.json` and what the files beside it say.
 //!
 //! Padding and truncation in the file are those of whoever saved it last, not of the model, so both are switched off;
 //! sentence models ask for their own truncation.
@@ -15,30 +15,58 @@
 //!   into U+FFFD when an invalid byte follows; here it was already given out, and stays.)
 //! - A step costs the same however long the text is: the window is bounded.
 
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
-use tokenizers::{TruncationParams, TruncationStrategy};
+use tokenizers::normalizers::{Lowercase, NormalizerWrapper, Sequence};
+use tokenizers::{TruncationDirection, TruncationParams, TruncationStrategy};
 
+use super::declared::Declared;
 use super::error::ModelError;
 use super::json::read_bytes;
 
 /// Larger than any real tokenizer.json.
 const MAX_TOKENIZER_BYTES: u64 = 512 << 20;
 
+thread_local! {
+    /// Whether a panic on this thread is caught, and told as an error.
+    static IS_CAUGHT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a panic on this thread is being caught here, so that a program's panic hook need not tell of it.
+pub fn is_panic_caught() -> bool {
+    IS_CAUGHT.get()
+}
+
+/// What `call` into the library gives; its last words, if it panics: it does so on some damaged files.
+fn caught<T>(call: impl FnOnce() -> T) -> Result<T, String> {
+    IS_CAUGHT.set(true);
+    // What is left half done is a tokenizer that is not used, or a cache of it that is emptied.
+    let outcome = catch_unwind(AssertUnwindSafe(call));
+    IS_CAUGHT.set(false);
+    outcome.map_err(|panic| {
+        let words = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        one_line(&words.unwrap_or("the tokenizer's library gave up on it"))
+    })
+}
+
 /// A model's tokenizer.
 #[derive(Debug)]
 pub struct Tokenizer {
     path: PathBuf,
     inner: tokenizers::Tokenizer,
+    /// The end that is cut off of a text that is too long.
+    cuts: TruncationDirection,
 }
 
 impl Tokenizer {
-    /// Reads a tokenizer.json.
+    /// Reads a tokenizer.json, and the files beside it that change what it means.
     pub fn open(path: &Path) -> Result<Tokenizer, ModelError> {
         let bytes = read_bytes(path, MAX_TOKENIZER_BYTES)?;
         // The library panics on some files: on syntax errors inside a decoder, and when encoding with a template that
-        // names a token it does not define. So both are checked before it looks.
+        // names a token it does not define. Both are checked before it looks, for better words than what it says then.
         let outline: Outline = serde_json::from_slice(&bytes)
             .map_err(|e| ModelError::Json { path: path.to_owned(), message: e.to_string() })?;
         if let Some(token) = undefined_token(&outline.post_processor) {
@@ -47,13 +75,19 @@ impl Tokenizer {
             return Err(ModelError::Tokenizer { path: path.to_owned(), message });
         }
         let fail = |e: &dyn std::fmt::Display| ModelError::Tokenizer { path: path.to_owned(), message: one_line(e) };
-        let mut inner = tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| fail(&e))?;
+        let inner = caught(|| tokenizers::Tokenizer::from_bytes(&bytes).map_err(|e| one_line(&e)));
+        let mut inner = inner.and_then(|inner| inner).map_err(|e| fail(&e))?;
+        let declared = Declared::open(path.parent().unwrap_or(Path::new("")))?;
+        declared.apply(&mut inner).map_err(|e| fail(&e))?;
+        // Of a truncation in the file only its side counts.
+        let cuts = declared.truncation_side.or(inner.get_truncation().map(|truncation| truncation.direction));
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|e| fail(&e))?;
-        Ok(Tokenizer { path: path.to_owned(), inner })
+        Ok(Tokenizer { path: path.to_owned(), inner, cuts: cuts.unwrap_or_default() })
     }
 
-    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text's end is cut.
+    /// From now on [`Tokenizer::encode`] gives at most `max_tokens` ids, special tokens included: the text is cut at its end, or at its
+    /// beginning where the files say so.
     pub fn truncate_to(&mut self, max_tokens: usize) -> Result<(), ModelError> {
         let n_special = self.n_special_tokens()?;
         if max_tokens <= n_special {
@@ -63,10 +97,26 @@ impl Tokenizer {
         }
         let truncation = TruncationParams {
             max_length: max_tokens,
+            direction: self.cuts,
             strategy: TruncationStrategy::LongestFirst,
             ..TruncationParams::default()
         };
         self.inner.with_truncation(Some(truncation)).map_err(|e| ModelError::Text { message: one_line(&e) })?;
+        Ok(())
+    }
+
+    /// From now on texts are put in lower case first. Not before special tokens are found in them: `[SEP]` stays one.
+    pub fn lower_case(&mut self) -> Result<(), ModelError> {
+        let mut all = match self.inner.get_normalizer() {
+            None => Vec::new(),
+            Some(NormalizerWrapper::Sequence(all)) => all.as_ref().to_vec(),
+            Some(one) => vec![one.clone()],
+        };
+        if !all.iter().any(|one| matches!(one, NormalizerWrapper::Lowercase(_))) {
+            all.insert(0, Lowercase.into());
+        }
+        let lower = self.inner.with_normalizer(Some(Sequence::new(all)));
+        lower.map_err(|e| ModelError::Tokenizer { path: self.path.clone(), message: one_line(&e) })?;
         Ok(())
     }
 
@@ -86,15 +136,22 @@ impl Tokenizer {
     }
 
     fn encode_fast(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding =
-            self.inner.encode_fast(text, add_special_tokens).map_err(|e| ModelError::Text { message: one_line(&e) })?;
-        Ok(encoding.get_ids().to_vec())
+        let encoded = caught(|| self.inner.encode_fast(text, add_special_tokens).map_err(|e| one_line(&e)));
+        match encoded {
+            Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
+            Ok(Err(message)) => Err(ModelError::Text { message }),
+            // No text makes a sound tokenizer panic.
+            Err(message) => Err(ModelError::Tokenizer { path: self.path.clone(), message }),
+        }
     }
 
     /// The text of ids, without special tokens. Ids that the tokenizer does not know (a model's table may have more
     /// rows than its tokenizer has tokens) give no text.
     pub fn decode(&self, ids: &[u32]) -> Result<String, ModelError> {
-        self.inner.decode(ids, true).map_err(|e| ModelError::Text { message: one_line(&e) })
+        match caught(|| self.inner.decode(ids, true).map_err(|e| one_line(&e))) {
+            Ok(decoded) => decoded.map_err(|message| ModelError::Text { message }),
+            Err(message) => Err(ModelError::Tokenizer { path: self.path.clone(), message }),
+        }
     }
 
     /// Text of tokens that come one by one.
@@ -395,7 +452,136 @@ mod tests {
         tokenizer.truncate_to(6).expect("room for text");
         let cut = tokenizer.encode(text).expect("encodes");
         assert_eq!((cut.len(), &cut[..5], cut[5]), (6, &whole[..5], 2));
+        // At the other end, as either file says it; the one beside comes first.
+        let left = json!({"truncation_side": "left"});
+        value["truncation"]["direction"] = "Left".into();
+        let right = json!({"truncation_side": "right"});
+        for (files, is_left) in [(vec![(CONFIG, left)], true), (vec![], true), (vec![(CONFIG, right)], false)] {
+            let mut tokenizer = beside(&value, &files).expect("a tokenizer");
+            tokenizer.truncate_to(6).expect("room for text");
+            let cut = tokenizer.encode(text).expect("encodes");
+            let last = &whole[whole.len() - 5..];
+            assert!(if is_left { cut[0] == 1 && cut[1..] == *last } else { cut[5] == 2 && cut[..5] == whole[..5] });
+        }
+        assert!(
+            beside(&value, &[(CONFIG, json!({"truncation_side": "top"}))])
+                .expect_err("no side")
+                .contains("truncation_side")
+        );
         assert!(tokenizer.truncate_to(2).expect_err("no room").to_string().contains("no room for text"));
+    }
+
+    /// A folder with a tokenizer.json and other files.
+    fn beside(tokenizer: &Value, files: &[(&str, Value)]) -> Result<Tokenizer, String> {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        for (name, value) in files.iter().chain([&("tokenizer.json", tokenizer.clone())]) {
+            std::fs::write(dir.path().join(name), value.to_string()).expect("a file in it");
+        }
+        Tokenizer::open(&dir.path().join("tokenizer.json")).map_err(|e| e.to_string())
+    }
+
+    fn fixture_json() -> Value {
+        serde_json::from_slice(&std::fs::read(fixture().path()).expect("the fixture")).expect("JSON")
+    }
+
+    const CONFIG: &str = "tokenizer_config.json";
+
+    /// What transformers 5.24 makes of the same files.
+    #[test]
+    fn tokens_that_only_other_files_have_are_added() {
+        let id = |files: &[(&str, Value)]| beside(&fixture_json(), files).expect("a tokenizer").token_id("<tool>");
+        let next = fixture().vocab_size() as u32;
+        assert_eq!(id(&[(CONFIG, json!({"add_bos_token": true, "pad_token": null}))]), None);
+        let flags = json!({"content": "<tool>", "lstrip": false, "rstrip": false, "normalized": false,
+                           "single_word": false, "special": false});
+        for files in [
+            [(CONFIG, json!({"added_tokens_decoder": {"1020": flags}}))],
+            [(CONFIG, json!({"extra_special_tokens": ["<tool>"]}))],
+            [(CONFIG, json!({"extra_special_tokens": [], "additional_special_tokens": ["<tool>"]}))],
+            [(CONFIG, json!({"extra_special_tokens": {"tool_token": "<tool>"}}))],
+            [(CONFIG, json!({"tool_token": "<tool>"}))],
+            [(CONFIG, json!({"bos_token": {"__type": "AddedToken", "content": "<tool>"}}))],
+            [("added_tokens.json", json!({"<tool>": 1022}))],
+            [("special_tokens_map.json", json!({"eos_token": {"content": "<tool>", "lstrip": true}}))],
+        ] {
+            assert_eq!(id(&files), Some(next), "{files:?}");
+            let tokenizer = beside(&fixture_json(), &files).expect("a tokenizer");
+            assert!(tokenizer.encode("a <tool> b").expect("encodes").contains(&next), "{files:?}");
+        }
+        // The newer file says all there is to say of added tokens.
+        let old = [(CONFIG, json!({"added_tokens_decoder": {}})), ("added_tokens.json", json!({"<tool>": 1022}))];
+        assert_eq!(id(&old), None);
+        // One of the vocabulary's becomes a token of its own.
+        let mut without = fixture_json();
+        without["added_tokens"].as_array_mut().expect("a list").retain(|token| token["content"] != "<|im_end|>");
+        let tokenizer = beside(&without, &[(CONFIG, json!({"eos_token": "<|im_end|>"}))]).expect("a tokenizer");
+        let ids = tokenizer.encode("a<|im_end|>").expect("encodes");
+        assert_eq!(tokenizer.token(ids[ids.len() - 1]).as_deref(), Some("<|im_end|>"));
+        assert_eq!(tokenizer.decode(&ids).expect("decodes"), "a", "it is special");
+        for (file, value, expected) in [
+            (CONFIG, json!({"added_tokens_decoder": {"x": flags}}), "added_tokens_decoder.x"),
+            (CONFIG, json!({"added_tokens_decoder": {"5": 1}}), "added_tokens_decoder.5: 1, expected a token"),
+            (CONFIG, json!({"extra_special_tokens": [1]}), "extra_special_tokens: [1], expected a token"),
+            ("added_tokens.json", json!({"<tool>": -1}), "<tool>: -1, expected a whole number"),
+        ] {
+            let message = beside(&fixture_json(), &[(file, value)]).expect_err(expected);
+            assert!(message.contains(expected), "{message}");
+        }
+    }
+
+    /// BERT's tokenizer, whose tokenizer.json keeps capitals, over a few words.
+    fn bert(files: &[(&str, Value)]) -> Result<Vec<String>, String> {
+        let words = ["[UNK]", "an", "An", "\u{e9}cole", "ecole", "\u{65e5}", "\u{65e5}\u{65e5}"];
+        let vocab: serde_json::Map<_, _> =
+            words.iter().enumerate().map(|(id, word)| ((*word).into(), id.into())).collect();
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "post_processor": null, "decoder": null,
+            "normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": false,
+                           "strip_accents": false, "lowercase": false},
+            "pre_tokenizer": {"type": "BertPreTokenizer"},
+            "model": {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                      "max_input_chars_per_word": 100, "vocab": vocab},
+        });
+        let tokenizer = beside(&tokenizer, files)?;
+        let ids = tokenizer.encode("An \u{c9}cole \u{65e5}\u{65e5}").map_err(|e| e.to_string())?;
+        Ok(ids.into_iter().filter_map(|id| tokenizer.token(id)).collect())
+    }
+
+    /// As transformers 5.24 has it.
+    #[test]
+    fn berts_flags_come_before_its_normalizer() {
+        let as_it_is = ["An", "[UNK]", "\u{65e5}\u{65e5}"];
+        let usual = ["an", "ecole", "\u{65e5}", "\u{65e5}"];
+        let config = |value: Value| bert(&[(CONFIG, value)]).expect("a tokenizer");
+        assert_eq!(bert(&[]).expect("a tokenizer"), as_it_is);
+        assert_eq!(config(json!({"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": true})), as_it_is);
+        assert_eq!(config(json!({"tokenizer_class": "BertTokenizer"})), usual);
+        assert_eq!(config(json!({"tokenizer_class": "BertTokenizerFast", "do_lower_case": true})), usual);
+        let flags =
+            json!({"tokenizer_class": "BertTokenizer", "do_lower_case": false, "tokenize_chinese_chars": false});
+        assert_eq!(config(flags), as_it_is);
+        let accents = json!({"tokenizer_class": "BertTokenizer", "strip_accents": false});
+        assert_eq!(config(accents), ["an", "\u{e9}cole", "\u{65e5}", "\u{65e5}"]);
+        // A BERT that names no class has it.
+        let model = |value: Value| bert(&[("config.json", value)]).expect("a tokenizer");
+        assert_eq!(model(json!({"model_type": "bert"})), usual);
+        assert_eq!(model(json!({"model_type": "roberta"})), as_it_is);
+        let message = bert(&[(CONFIG, json!({"tokenizer_class": "BertTokenizer", "do_lower_case": 1}))]);
+        assert!(message.expect_err("a number").contains("do_lower_case: 1, expected true or false"));
+    }
+
+    #[test]
+    fn lower_case_leaves_special_tokens() {
+        let mut tokenizer = fixture();
+        let ids = |tokenizer: &Tokenizer, text: &str| tokenizer.encode(text).expect("encodes");
+        let expected = ids(&tokenizer, "ab<|im_end|>c");
+        tokenizer.lower_case().expect("a normalizer");
+        assert_eq!(ids(&tokenizer, "aB<|im_end|>C"), expected);
+        assert_ne!(ids(&tokenizer, "<|IM_END|>"), ids(&tokenizer, "<|im_end|>"));
+        // Letter by letter: no other sigma at a word's end.
+        assert_eq!(ids(&tokenizer, "\u{39f}\u{3a3}"), ids(&tokenizer, "\u{3bf}\u{3c3}"));
+        tokenizer.lower_case().expect("again");
+        assert_eq!(ids(&tokenizer, "aB<|im_end|>C"), expected);
     }
 
     #[test]

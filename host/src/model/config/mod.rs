@@ -217,6 +217,8 @@ pub struct DecoderConfig {
     pub hidden_act: Activation,
     /// Mixtures of experts, where there are some.
     pub experts: Option<Experts>,
+    /// Of a sentence model, how many elements of its vectors are kept; `None`: all. The folder says it, no config.json.
+    pub embedding_dim: Option<usize>,
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
@@ -525,7 +527,10 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         n_heads,
         n_kv_heads,
         head_dim,
-        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(1e-6),
+        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(match architecture {
+            Architecture::Mixtral => 1e-5,
+            _ => 1e-6,
+        }),
         ropes: slides.iter().zip(&turns).map(rope_of).collect(),
         query_scalar,
         embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
@@ -540,6 +545,7 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         windows: windows(fields, architecture, &slides, max_position_embeddings)?,
         hidden_act: activation(fields, act_key, activates)?,
         experts: experts(fields, architecture, n_layers, intermediate_size)?,
+        embedding_dim: None,
     })
 }
 
@@ -574,7 +580,9 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
     if !types.is_empty() && types.len() != n_layers {
         return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
     }
-    if !types.is_empty() {
+    // Of these, transformers does not ask which layer it is.
+    let is_uniform = matches!(architecture, Architecture::Mixtral | Architecture::Qwen3Moe);
+    if !types.is_empty() && !is_uniform {
         return Ok(types.iter().map(|kind| *kind == SLIDING).collect());
     }
     if architecture == Architecture::Gemma3 {
@@ -610,6 +618,13 @@ fn windows(
     };
     let is_active = match architecture {
         Architecture::Mistral | Architecture::Mixtral | Architecture::Gemma3 => true,
+        // What the types of its layers say counts, whether windows are used or not.
+        Architecture::SmolLm3 if fields.get("layer_types").is_some() => {
+            if window.is_none() && slides.contains(&true) {
+                return Err(fields.wrong("sliding_window", "a number, for layer_types has sliding_attention"));
+            }
+            true
+        }
         Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::SmolLm3 => {
             fields.flag("use_sliding_window")?.unwrap_or(false)
         }
@@ -708,6 +723,8 @@ mod tests {
         assert_eq!(experts(&open("tiny-qwen3-moe")), Some(of_qwen3.clone()));
         let of_mixtral = Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2] };
         assert_eq!(experts(&open("tiny-mixtral")), Some(of_mixtral));
+        let eps_of = |name: &str| decoder_of(&with(open(name), &json!({ "rms_norm_eps": null }))).rms_norm_eps;
+        assert_eq!((eps_of("tiny-mixtral"), eps_of("tiny-qwen3-moe")), (1e-5, 1e-6));
         // As older files call them; every second layer; none.
         let changed = |change: Value| with(open("tiny-qwen3-moe"), &change);
         let other_name = changed(json!({ "num_local_experts": null, "num_experts": 16, "norm_topk_prob": true }));
@@ -762,7 +779,28 @@ mod tests {
         let config = decoder_of(&with(tiny.clone(), &old));
         assert_eq!(config.windows, [Some(12), None, Some(12)]);
         assert_eq!(config.ropes.iter().map(|rope| rope.theta).collect::<Vec<_>>(), [2e4, 5e5, 2e4]);
+        // Nulls are as usual; older keys change those of layers without a window, and then by today's name for the type alone.
+        let ropes = |change: Value| decoder_of(&with(tiny.clone(), &change)).ropes[..2].to_vec();
+        let linear = |theta| Rope { theta, scaling: RopeScaling::Linear { factor: 4.0 } };
+        let plain = |theta| Rope { theta, scaling: RopeScaling::Default };
+        let of_full = json!({ "rope_type": "linear", "factor": 4.0, "rope_theta": 77.0 });
+        let nested = json!({ "rope_parameters": { "full_attention": of_full, "sliding_attention": null } });
+        assert_eq!(ropes(nested), [plain(1e4), linear(77.0)]);
+        let both = json!({ "rope_parameters": { "full_attention": { "rope_theta": 50.0 }, "sliding_attention": { "rope_theta": 60.0 } },
+                           "rope_scaling": { "rope_type": "linear", "factor": 4.0 } });
+        assert_eq!(ropes(both), [plain(60.0), linear(50.0)]);
+        let named_before = json!({ "rope_parameters": null, "rope_scaling": { "type": "linear", "factor": 4.0 } });
+        assert_eq!(ropes(named_before), [plain(1e4), plain(1e6)]);
+        // The context of the first training beside all other keys is none of theirs.
+        let yarn = json!({ "rope_parameters": { "full_attention": { "rope_type": "yarn", "factor": 2.0 } },
+                           "original_max_position_embeddings": 16, "max_position_embeddings": 128 });
+        let scaling = ropes(yarn).pop().map(|rope| rope.scaling);
+        assert!(
+            matches!(scaling, Some(RopeScaling::Yarn { original_max_position_embeddings: 128, .. })),
+            "{scaling:?}"
+        );
         for (change, expected) in [
+            (json!({ "rope_parameters": of_full }), "expected keys of full_attention and of sliding_attention"),
             (json!({ "final_logit_softcapping": 30.0 }), "final_logit_softcapping: 30.0 is not supported"),
             (json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping: 50.0 is not supported"),
             (json!({ "use_bidirectional_attention": true }), "use_bidirectional_attention: true is not supported"),
@@ -879,6 +917,21 @@ mod tests {
         let mut types = layers;
         types["layer_types"] = json!(["sliding_attention", "full_attention", "sliding_attention"]);
         assert_eq!(windows(types.clone()), [Some(64), None, Some(64)]);
+        // Those that do not ask which layer it is have it in all.
+        for (name, extra) in [("Qwen3MoeForCausalLM", "num_experts"), ("MixtralForCausalLM", "num_local_experts")] {
+            let mut uniform = types.clone();
+            (uniform["architectures"], uniform[extra]) = (json!([name]), 8.into());
+            assert_eq!(windows(uniform), [Some(64); 3], "{name}");
+        }
+        // And those whose types count, whatever else is said.
+        let mut smol = types.clone();
+        (smol["architectures"], smol["use_sliding_window"]) = (json!(["SmolLM3ForCausalLM"]), false.into());
+        assert_eq!(windows(smol.clone()), [Some(64), None, Some(64)]);
+        smol["sliding_window"] = Value::Null;
+        let message = parse(&with(llama(), &smol)).expect_err("no window");
+        assert!(message.contains("sliding_window: missing, expected a number"), "{message}");
+        smol["layer_types"] = Value::Null;
+        assert_eq!(windows(smol), [None; 3]);
         types["layer_types"] = json!(["sliding_attention"]);
         let message = parse(&with(llama(), &types)).expect_err("a type is missing");
         assert!(message.contains("layer_types") && message.contains("1 entries, expected 3, one a layer"), "{message}");

@@ -1,5 +1,7 @@
 //! Rotary position embedding: how positions turn queries and keys, and where a config.json says it.
 
+use serde_json::{Map, Value};
+
 use super::{Architecture, MAX_POSITIONS};
 use crate::model::error::ModelError;
 use crate::model::json::Fields;
@@ -127,6 +129,8 @@ impl Rope {
     }
 }
 
+const ORIGINAL: &str = "original_max_position_embeddings";
+
 /// The embeddings of layers that attend to all positions, and of those with a window.
 #[derive(Debug)]
 pub(super) struct Ropes {
@@ -141,24 +145,18 @@ pub(super) fn ropes(
     architecture: Architecture,
     max_position_embeddings: usize,
 ) -> Result<Ropes, ModelError> {
-    let given = match fields.object("rope_scaling")? {
-        Some(old) if old.entries().next().is_some() => Some(old),
-        _ => fields.object("rope_parameters")?,
-    };
-    let is_by_type =
-        |given: &Fields<'_>| given.entries().next().is_some() && given.entries().all(|(_, value)| value.is_object());
-    let by_type = given.as_ref().filter(|given| is_by_type(given));
+    let filled = |key| Ok::<_, ModelError>(fields.object(key)?.filter(|given| given.entries().next().is_some()));
+    let (old, new) = (filled("rope_scaling")?, filled("rope_parameters")?);
     if architecture == Architecture::Gemma3 {
-        let of_type = |name| by_type.map_or(Ok(None), |by_type| by_type.object(name));
-        let sliding =
-            rope(fields, of_type("sliding_attention")?, ("rope_local_base_freq", 1e4), max_position_embeddings)?;
-        // What is not given by type is that of layers without a window.
-        let full = if by_type.is_some() { of_type("full_attention")? } else { given.clone() };
-        return Ok(Ropes { full: rope(fields, full, ("rope_theta", 1e6), max_position_embeddings)?, sliding });
+        return ropes_of_gemma(fields, old, new, max_position_embeddings);
     }
+    let given = old.or(new);
+    let by_type = given.as_ref().filter(|given| is_by_type(given));
+    // Beside all other keys it comes before the one among them, but for layers of several types.
+    let original = if by_type.is_some() { None } else { fields.whole(ORIGINAL, 1..=MAX_POSITIONS)? };
     let given = match by_type {
         Some(by_type) => {
-            let mut types = by_type.entries();
+            let mut types = by_type.entries().filter(|(_, value)| !value.is_null());
             let first = types.next();
             if types.any(|(_, other)| first.is_some_and(|(_, first)| other != first)) {
                 return Err(fields.unsupported("rope_parameters", "the same parameters for every layer type"));
@@ -172,27 +170,64 @@ pub(super) fn ropes(
         Architecture::SmolLm3 => 2e6,
         _ => 1e4,
     };
-    let full = rope(fields, given, ("rope_theta", default_theta), max_position_embeddings)?;
+    let full = rope(fields, given, ("rope_theta", default_theta), original, max_position_embeddings)?;
     Ok(Ropes { sliding: full.clone(), full })
 }
 
+/// Whether each type of layer has keys of its own, or null.
+fn is_by_type(given: &Fields<'_>) -> bool {
+    const LAYER_TYPES: [&str; 2] = ["full_attention", "sliding_attention"];
+    LAYER_TYPES.iter().any(|name| given.has(name)) || given.entries().all(|(_, value)| value.is_object())
+}
+
+/// Gemma 3's: each type of layer has its own, and what is not given is as usual. Keys of older files, `old`, are those of layers without
+/// a window.
+fn ropes_of_gemma(
+    fields: &Fields<'_>,
+    old: Option<Fields<'_>>,
+    new: Option<Fields<'_>>,
+    max_position_embeddings: usize,
+) -> Result<Ropes, ModelError> {
+    if new.as_ref().is_some_and(|new| !is_by_type(new)) {
+        // transformers does not heed them.
+        return Err(fields.wrong("rope_parameters", "keys of full_attention and of sliding_attention"));
+    }
+    let of_type = |name| new.as_ref().map_or(Ok(None), |new| new.object(name));
+    let of = |given, theta| rope(fields, given, theta, None, max_position_embeddings);
+    let sliding = of(of_type("sliding_attention")?, ("rope_local_base_freq", 1e4))?;
+    let mut full = of_type("full_attention")?;
+    let mut merged = Map::new();
+    let merged_value;
+    if let Some(old) = old {
+        match full {
+            Some(full) => merged.extend(full.entries().map(|(key, value)| (key.to_owned(), value.clone()))),
+            // So a `type` alone, the name from before, says nothing; nor does it in transformers.
+            None => merged.extend([("rope_type".to_owned(), Value::from("default"))]),
+        }
+        merged.extend(old.entries().map(|(key, value)| (key.to_owned(), value.clone())));
+        merged_value = Value::Object([("rope_scaling".to_owned(), Value::Object(merged))].into_iter().collect());
+        full = Fields::new(fields.path(), &merged_value)?.object("rope_scaling")?;
+    }
+    Ok(Ropes { full: of(full, ("rope_theta", 1e6))?, sliding })
+}
+
 /// One embedding, of which `given` has the keys that are not beside all others; the base is there called as `theta` says, and has a default.
+/// `original` is the context of the first training as it is said beside all others, where that counts.
 fn rope(
     fields: &Fields<'_>,
     given: Option<Fields<'_>>,
     (theta_key, default_theta): (&str, f64),
+    original: Option<usize>,
     max_position_embeddings: usize,
 ) -> Result<Rope, ModelError> {
     const KINDS: &str = "default, linear, llama3, yarn";
-    const ORIGINAL: &str = "original_max_position_embeddings";
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=1e15;
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
     let mut partial = fields.clone();
     if let Some(given) = given {
         theta = given.real("rope_theta", THETA)?;
         let kind_key = if given.get("rope_type").is_some() { "rope_type" } else { "type" };
-        // Beside all other keys it comes before the one among them.
-        let original = || match fields.whole(ORIGINAL, 1..=MAX_POSITIONS)? {
+        let original = || match original {
             Some(n) => Ok(n),
             None => Ok(given.whole(ORIGINAL, 1..=MAX_POSITIONS)?.unwrap_or(max_position_embeddings)),
         };
