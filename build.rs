@@ -38,7 +38,7 @@ const RUSTFLAGS: &[&str] = &[
     "-Cllvm-args=-inline-threshold=100000000",
 ];
 
-/// Threads of the entry's block, as `shared/src/launch.rs` has them: see [`patch`].
+/// Threads of the entry's block, as `shared/src/launch.rs` has them: see [`with_directives`].
 const LAUNCH_RS: &str = "shared/src/launch.rs";
 
 fn main() -> ExitCode {

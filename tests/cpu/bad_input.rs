@@ -244,7 +244,11 @@ fn options_without_effect_are_named() {
         (&embed, &["a", "--max-context", "1000000"], "up to 128 tokens"),
         (&embed, &["a", "--exact"], "--exact is for decoders"),
         (&embed, &["a", "--quantize", "q8"], "q8 of an encoder: expected a decoder"),
-        (&embed, &["a", "--prompt-name", "query"], "prompt query: the model has none of this name, expected none"),
+        (
+            &embed,
+            &["a", "--prompt-name", "x"],
+            "prompt x: the model has none of this name, expected one of query, document",
+        ),
         (&vec!["embed", "--model", &decoder], &["a", "--prompt-name", "x"], "expected one of query, document"),
         (&vec!["embed", "--model", &decoder], &["a sentence", "--max-context", "4"], "but the context holds 4"),
         (&vec!["embed", "--model", &text], &["a"], "Qwen2ForCausalLM for sentence embeddings without a modules.json"),
