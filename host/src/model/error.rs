@@ -178,10 +178,7 @@ pub enum ModelError {
         known: Vec<&'static str>,
     },
     /// A sentence model has no such prompt.
-    #[error("prompt {given}: the model has none of this name, expected {}", match &known[..] {
-        [] => "none: it has no prompts".to_owned(),
-        known => format!("one of {}", known.join(", ")),
-    })]
+    #[error("prompt {given}: the model has none of this name, expected one of {}", known.join(", "))]
     Prompt {
         /// The name given.
         given: String,
