@@ -337,10 +337,7 @@ macro_rules! kernels {
             // SAFETY: the caller's promise; of kernels that are not early the waits have been met.
             unsafe {
                 match kind {
-                    $($number if $kernel::EARLY => {
-                        $kernel::gpu_early(&params(&call.params()), call, block, ready)
-                    })*
-                    $($number => $kernel::gpu(&params(&call.params()), call, block),)*
+                    $($number => gpu_body::<$kernel>(call, block, ready),)*
                     other => Err(call.fault(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),
                 }
             }
@@ -353,6 +350,23 @@ macro_rules! kernels {
             _ => false,
         };
     };
+}
+
+/// The GPU body of a task of kernel `K`.
+///
+/// # Safety
+/// As [`MacroKernel::gpu_early`].
+// On the host each by itself: all of them in one function take far longer to compile.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+#[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
+unsafe fn gpu_body<K: MacroKernel>(
+    call: &gpu::Call<'_>,
+    block: &Block,
+    ready: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    let params = params(&call.params());
+    // SAFETY: the caller's promise.
+    unsafe { if K::EARLY { K::gpu_early(&params, call, block, ready) } else { K::gpu(&params, call, block) } }
 }
 
 // Numbers are part of the image format: append, never reuse (reuse is a compile error).
