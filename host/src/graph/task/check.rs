@@ -269,38 +269,81 @@ fn pairs_of(graph: &ThreadBlockGraph, tasks: &TaskGraph, users: &[(u32, &Access)
             }
         }
     }
+    pairs_along(edges)
+}
+
+/// Likewise, from where accesses start and end.
+fn pairs_along(mut edges: Vec<(u64, bool, Entry)>) -> Vec<(u32, u32)> {
     edges.sort_unstable();
     // How often each access is present here: overlapping views may bring it twice.
-    let mut here: BTreeSet<(Entry, u32)> = BTreeSet::new();
+    let mut here: BTreeSet<Present> = BTreeSet::new();
     let mut looked_at: HashSet<u64> = HashSet::new();
     let mut hash = 0u64;
     let mut pairs = Pairs::default();
     let mut i = 0;
     while i < edges.len() {
         let address = edges[i].0;
+        // The first and the last that come or go.
+        let mut changed: Option<(Present, Present)> = None;
         while i < edges.len() && edges[i].0 == address {
             let (_, starts, entry) = edges[i];
+            let mut copy = 0;
             if starts {
-                let mut copy = 0;
                 while !here.insert((entry, copy)) {
                     copy += 1;
                 }
                 hash = hash.wrapping_add(mixed(entry));
             } else {
-                let mut copy = 0;
                 while here.contains(&(entry, copy + 1)) {
                     copy += 1;
                 }
                 here.remove(&(entry, copy));
                 hash = hash.wrapping_sub(mixed(entry));
             }
+            let present = (entry, copy);
+            changed = Some(changed.map_or((present, present), |(a, b)| (a.min(present), b.max(present))));
             i += 1;
         }
-        if looked_at.insert(hash) {
-            neighbours(here.iter().map(|(entry, _)| *entry), &mut pairs);
+        if let Some((first, last)) = changed
+            && looked_at.insert(hash)
+        {
+            neighbours(around(&here, first, last), &mut pairs);
         }
     }
     pairs.each_once()
+}
+
+/// An access that is present at an address, and which of several that are the same.
+type Present = (Entry, u32);
+
+/// Those of `here` among which there may be neighbours that were none before what is from `first` to `last` has come or gone: these, and two groups before and
+/// behind them, since of the nearest ones they may be a part, or have stood between them.
+fn around(here: &BTreeSet<Present>, first: Present, last: Present) -> impl Iterator<Item = Entry> + '_ {
+    let mut groups = Groups::default();
+    let before = here.range(..first).rev().take_while(|(entry, _)| groups.of(*entry) <= 2);
+    let from = before.last().copied().unwrap_or(first);
+    let mut groups = Groups::default();
+    here.range(from..)
+        .take_while(move |present| **present <= last || groups.of(present.0) <= 2)
+        .map(|(entry, _)| *entry)
+}
+
+/// Counts groups along accesses: see [`neighbours`].
+#[derive(Default)]
+struct Groups {
+    n: usize,
+    acting: Option<Act>,
+}
+
+impl Groups {
+    /// In which group `entry` is that comes next, from 1 on.
+    fn of(&mut self, entry: Entry) -> usize {
+        if self.acting != Some(entry.act) || entry.act == Act::Write {
+            self.n += 1;
+            self.acting = Some(entry.act);
+        }
+        self.n
+    }
 }
 
 /// Pairs of tasks, of which many come again and again: at every address that both touch.
@@ -657,6 +700,43 @@ impl<'a> Search<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+
+    /// What is present at every address, from the first edge on, and all neighbours in it.
+    fn pairs_at_every_address(edges: &[(u64, bool, Entry)]) -> Vec<(u32, u32)> {
+        let mut pairs = Pairs::default();
+        for (address, ..) in edges {
+            let mut present: Vec<Entry> = Vec::new();
+            for (_, _, entry) in edges.iter().filter(|(at, starts, _)| at <= address && *starts) {
+                present.push(*entry);
+            }
+            for (_, _, entry) in edges.iter().filter(|(at, starts, _)| at <= address && !*starts) {
+                let at = present.iter().position(|other| other == entry).expect("what ends has started");
+                present.swap_remove(at);
+            }
+            present.sort_unstable();
+            neighbours(present.into_iter(), &mut pairs);
+        }
+        pairs.each_once()
+    }
+
+    proptest! {
+        /// Looking only at what has changed finds what looking at everything finds.
+        #[test]
+        fn neighbours_are_found_by_what_changes(
+            runs in proptest::collection::vec((0u64..24, 1u64..12, 0u32..5, 0u8..3, 0u32..4), 1..30),
+        ) {
+            let edges: Vec<(u64, bool, Entry)> = runs
+                .into_iter()
+                .flat_map(|(start, len, op, act, task)| {
+                    let act = [Act::Read, Act::Add, Act::Write][usize::from(act)];
+                    let entry = Entry { op, act, task: 4 * op + task };
+                    [(start, true, entry), (start + len, false, entry)]
+                })
+                .collect();
+            prop_assert_eq!(pairs_along(edges.clone()), pairs_at_every_address(&edges));
+        }
+    }
 
     #[test]
     fn pairs_that_come_again_are_held_once() {
