@@ -283,8 +283,7 @@ fn pairs_along(mut edges: Vec<(u64, bool, Entry)>) -> Vec<(u32, u32)> {
     let mut i = 0;
     while i < edges.len() {
         let address = edges[i].0;
-        // The first and the last that come or go.
-        let mut changed: Option<(Present, Present)> = None;
+        let mut changes = Changes::default();
         while i < edges.len() && edges[i].0 == address {
             let (_, starts, entry) = edges[i];
             let mut copy = 0;
@@ -300,14 +299,14 @@ fn pairs_along(mut edges: Vec<(u64, bool, Entry)>) -> Vec<(u32, u32)> {
                 here.remove(&(entry, copy));
                 hash = hash.wrapping_sub(mixed(entry));
             }
-            let present = (entry, copy);
-            changed = Some(changed.map_or((present, present), |(a, b)| (a.min(present), b.max(present))));
+            let of = if starts { &mut changes.came } else { &mut changes.gone };
+            of.push((entry, copy));
             i += 1;
         }
-        if let Some((first, last)) = changed
-            && looked_at.insert(hash)
+        if looked_at.insert(hash)
+            && let Some(range) = changes.settle()
         {
-            neighbours(around(&here, first, last), &mut pairs);
+            neighbours(around(&here, range), &changes, &mut pairs);
         }
     }
     pairs.each_once()
@@ -316,16 +315,35 @@ fn pairs_along(mut edges: Vec<(u64, bool, Entry)>) -> Vec<(u32, u32)> {
 /// An access that is present at an address, and which of several that are the same.
 type Present = (Entry, u32);
 
+/// What comes and goes at an address.
+#[derive(Default)]
+struct Changes {
+    came: Vec<Present>,
+    gone: Vec<Present>,
+}
+
+impl Changes {
+    /// Sorts both and leaves out what goes and comes again; from the first to the last of the rest, if there is any.
+    fn settle(&mut self) -> Option<(Present, Present)> {
+        self.came.sort_unstable();
+        self.gone.sort_unstable();
+        let gone = self.gone.clone();
+        self.gone.retain(|one| self.came.binary_search(one).is_err());
+        self.came.retain(|one| gone.binary_search(one).is_err());
+        let first = self.came.first().into_iter().chain(self.gone.first()).min()?;
+        let last = self.came.last().into_iter().chain(self.gone.last()).max()?;
+        Some((*first, *last))
+    }
+}
+
 /// Those of `here` among which there may be neighbours that were none before what is from `first` to `last` has come or gone: these, and two groups before and
 /// behind them, since of the nearest ones they may be a part, or have stood between them.
-fn around(here: &BTreeSet<Present>, first: Present, last: Present) -> impl Iterator<Item = Entry> + '_ {
+fn around(here: &BTreeSet<Present>, (first, last): (Present, Present)) -> impl Iterator<Item = Present> + '_ {
     let mut groups = Groups::default();
     let before = here.range(..first).rev().take_while(|(entry, _)| groups.of(*entry) <= 2);
     let from = before.last().copied().unwrap_or(first);
     let mut groups = Groups::default();
-    here.range(from..)
-        .take_while(move |present| **present <= last || groups.of(present.0) <= 2)
-        .map(|(entry, _)| *entry)
+    here.range(from..).take_while(move |present| **present <= last || groups.of(present.0) <= 2).copied()
 }
 
 /// Counts groups along accesses: see [`neighbours`].
@@ -385,17 +403,36 @@ fn mixed(entry: Entry) -> u64 {
     x ^ x >> 31
 }
 
-/// Adds the pairs of neighbouring groups.
-fn neighbours(entries: impl Iterator<Item = Entry>, pairs: &mut Pairs) {
-    let (mut last, mut group): (Vec<u32>, Vec<u32>) = (Vec::new(), Vec::new());
-    let mut acting = None;
-    for entry in entries {
-        if acting != Some(entry.act) || entry.act == Act::Write {
+/// Adds the pairs of neighbouring groups that may be none of before: with what has come, and across what has gone.
+fn neighbours(present: impl Iterator<Item = Present>, changes: &Changes, pairs: &mut Pairs) {
+    let (mut last, mut group): (Vec<Present>, Vec<Present>) = (Vec::new(), Vec::new());
+    let (mut groups, mut number) = (Groups::default(), 0);
+    for one in present {
+        if groups.of(one.0) != number {
+            number = groups.n;
+            add_pairs(&last, &group, changes, pairs);
             last = std::mem::take(&mut group);
-            acting = Some(entry.act);
         }
-        group.push(entry.task);
-        pairs.extend(last.iter().filter(|t| **t != entry.task).map(|t| (*t, entry.task)));
+        group.push(one);
+    }
+    add_pairs(&last, &group, changes, pairs);
+}
+
+/// See [`neighbours`]: of two groups that are.
+fn add_pairs(last: &[Present], group: &[Present], changes: &Changes, pairs: &mut Pairs) {
+    let (Some(first), Some(end)) = (last.first(), group.last()) else { return };
+    let mut add = |one: &Present, other: &Present| {
+        pairs.extend((one.0.task != other.0.task).then_some((one.0.task, other.0.task)).into_iter());
+    };
+    let gone = changes.gone.partition_point(|gone| gone < first);
+    let is_across = changes.gone.get(gone).is_some_and(|gone| gone < end);
+    let came: Vec<&Present> = last.iter().filter(|one| is_across || changes.came.binary_search(one).is_ok()).collect();
+    for other in group {
+        if changes.came.binary_search(other).is_ok() {
+            last.iter().for_each(|one| add(one, other));
+        } else {
+            came.iter().for_each(|one| add(one, other));
+        }
     }
 }
 
@@ -715,7 +752,9 @@ mod tests {
                 present.swap_remove(at);
             }
             present.sort_unstable();
-            neighbours(present.into_iter(), &mut pairs);
+            let present: Vec<Present> = present.into_iter().map(|entry| (entry, 0)).collect();
+            let all = Changes { came: present.clone(), gone: Vec::new() };
+            neighbours(present.into_iter(), &all, &mut pairs);
         }
         pairs.each_once()
     }
