@@ -296,9 +296,16 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// What `measured` is, unless it failed.
-    fn figure<T>(&mut self, what: &str, measured: Result<T, Box<dyn std::error::Error>>) -> Option<T> {
-        measured.map_err(|error| self.failures.push(format!("{what}: {error}"))).ok()
+    /// What `found` is, unless it failed.
+    fn found<T>(&mut self, what: &str, found: Result<T, Box<dyn std::error::Error>>) -> Option<T> {
+        found.map_err(|error| self.failures.push(format!("{what}: {error}"))).ok()
+    }
+
+    /// Adds what was found as the figure of this name, which may be that of a part of one.
+    fn add(&mut self, name: &[&str], found: Result<serde_json::Value, Box<dyn std::error::Error>>) {
+        if let Some(found) = self.found(&name.join(" "), found) {
+            *name.iter().fold(&mut self.figures, |figures, name| &mut figures[*name]) = found;
+        }
     }
 }
 
@@ -381,7 +388,7 @@ pub(super) fn generator(
     let prompt = &prompts[0];
     let n_workers = engine.resident().compiled().image.header().n_workers as usize;
     let mut measured = Measured { figures: json!({}), failures: Vec::new() };
-    let before = measured.figure("bandwidth", bandwidth(&mut engine, model));
+    let before = measured.found("bandwidth", bandwidth(&mut engine, model));
     let event_before = engine.resident_mut().event_cost();
     warm_up(args, &mut engine, prompt)?;
     // What a batch is compared with: as many steps, of which reading the prompt is none.
@@ -396,7 +403,7 @@ pub(super) fn generator(
     let runs = Run::several(args, &mut engine, &prompts)?;
     let run = &runs[runs.len() / 2];
     let first_token = if args.batch.is_none() { Some(first_token(&mut engine, prompt, run.prefill)?) } else { None };
-    let after = measured.figure("bandwidth", bandwidth(&mut engine, model));
+    let after = measured.found("bandwidth", bandwidth(&mut engine, model));
     let event_after = engine.resident_mut().event_cost();
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
@@ -411,7 +418,7 @@ pub(super) fn generator(
     let (compile, owned) = (engine.resident().compile_time(), engine.resident().owned_bytes());
     let median = run.median();
     let rate = read as f64 / median.max(1e-12);
-    let runs_on: String = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
+    let runs_on = on_gpu.as_ref().map_or_else(|| Isa::best().name().to_owned(), |gpu| gpu.info().name.clone());
     measured.figures = json!({
         "model": args.model.model.display().to_string(),
         "runs_on": &runs_on,
@@ -453,23 +460,17 @@ pub(super) fn generator(
     // The first token's pass is the prompt's last.
     if on_gpu.is_some() && args.tokens > 1 && args.batch.is_none() {
         keep(&measured.figures)?;
-        let loss = loss_table(args, &mut engine, prompt, &runs_on, |trace| trace.table(read_traced, bandwidth));
-        if let Some(loss) = measured.figure("loss", loss) {
-            measured.figures["loss"] = loss;
-        }
+        let loss = losses(args, &mut engine, prompt, &runs_on);
+        measured.add(&["loss"], loss.map(|loss| loss.table(read_traced, bandwidth)));
     }
     if args.compare {
         let without = args.model.without.set();
-        for technique in Technique::ALL.into_iter().filter(|technique| !without.has(*technique)) {
+        // Flags are compiled: to be without them wants an engine of its own, below.
+        let left_out = without.with(Technique::Flags);
+        for technique in Technique::ALL.into_iter().filter(|technique| !left_out.has(*technique)) {
             keep(&measured.figures)?;
-            let found = match technique {
-                // These are compiled: it wants an engine of its own, below.
-                Technique::Flags => continue,
-                _ => without_one(args, &mut engine, &prompts, run, technique),
-            };
-            if let Some(found) = measured.figure(&format!("without {}", technique.name()), found) {
-                measured.figures["without"][technique.name()] = found;
-            }
+            let found = without_one(args, &mut engine, &prompts, run, technique);
+            measured.add(&["without", technique.name()], found);
         }
         drop(engine);
         let way = |cuda, keeps_bits| {
@@ -478,44 +479,28 @@ pub(super) fn generator(
         let usual = cuda::Options { without, ..Default::default() };
         if !without.has(Technique::Flags) {
             keep(&measured.figures)?;
-            let options = cuda::Options { without: without.with(Technique::Flags), ..usual };
-            let found = way(options, Technique::Flags.keeps_bits());
-            if let Some(found) = measured.figure("without flags", found) {
-                measured.figures["without"][Technique::Flags.name()] = found;
-            }
+            let found = way(cuda::Options { without: left_out, ..usual }, Technique::Flags.keeps_bits());
+            measured.add(&["without", Technique::Flags.name()], found);
         }
         keep(&measured.figures)?;
-        let found = way(cuda::Options { mode: Mode::PerOperator, ..usual }, true);
-        if let Some(found) = measured.figure("a launch per operator", found) {
-            measured.figures["launch_per_operator"] = found;
-        }
+        measured.add(&["launch_per_operator"], way(cuda::Options { mode: Mode::PerOperator, ..usual }, true));
     }
     if let Some(drafts) = args.prompt_lookup {
         keep(&measured.figures)?;
         let usual = args.model.config(model, needed.max(context + 1 + drafts).min(model.max_tokens()));
         let found = Engine::new(model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })
             .and_then(|mut engine| verifying(&mut engine, prompt, drafts));
-        if let Some(found) = measured.figure("guesses", found.map_err(Into::into)) {
-            measured.figures["verifying"] = found;
-        }
+        measured.add(&["verifying"], found.map_err(Into::into));
     }
     if let Some(quantized) = model.quantized() {
         measured.figures["quantized_weights"] = bytes(quantized.size_bytes()).into();
-        if let Some(found) = measured.figure("accuracy", accuracy(args, model, quantized.how(), prompt)) {
-            measured.figures["accuracy"] = found.into();
-        }
+        measured.add(&["accuracy"], accuracy(args, model, quantized.how(), prompt).map(Into::into));
     }
     Ok(measured)
 }
 
-/// What `table` makes of a traced run after `prompt`, which is written and drawn where `args` say.
-fn loss_table(
-    args: &Args,
-    engine: &mut Engine,
-    prompt: &[u32],
-    runs_on: &str,
-    table: impl Fn(Loss) -> serde_json::Value,
-) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
+/// The losses of a traced run after `prompt`, which is written and drawn where `args` say.
+fn losses(args: &Args, engine: &mut Engine, prompt: &[u32], runs_on: &str) -> Result<Loss, Box<dyn std::error::Error>> {
     let trace = loss::trace(engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
     let (name, image) = (args.model.model.display().to_string(), &engine.resident().compiled().image);
     if let Some(path) = &args.trace {
@@ -526,7 +511,7 @@ fn loss_table(
         let timeline = loss::timeline(&format!("{name} on {runs_on}"), image, &trace);
         write_whole(path, |file| timeline.write(file))?;
     }
-    Ok(table(Loss::of(&trace).ok_or("the trace has no two steps")?))
+    Ok(Loss::of(&trace).ok_or("the trace has no two steps")?)
 }
 
 /// The most that weights in 8 bits may cost: mean Kullback-Leibler divergence, as a part of the entropy of what is
