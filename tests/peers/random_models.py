@@ -23,9 +23,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "phi3", "olmo2", "olmo3", "exaone4"]
 EXPERTS = ["mixtral", "qwen3_moe"]
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert"]
+# Each type of layer has RoPE's parameters of its own.
+BY_TYPE = ["gemma3_text", "olmo3"]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -41,9 +43,23 @@ def rope(r, kind):
         given["original_max_position_embeddings"] = r.choice([16, 32, 64, 128])
         more = [{"beta_fast": 16.0, "beta_slow": 2.0}, {"attention_factor": 1.3}, {"mscale": 1.0, "mscale_all_dim": 0.8}]
         # transformers 5.24 looks for it in the wrong place where layers have parameters by type.
-        more += [{"truncate": False}] if kind != "gemma3_text" else []
+        more += [{"truncate": False}] if kind not in BY_TYPE else []
         for each in more:
             given |= each if r.random() < 0.3 else {}
+    return given
+
+
+def longrope(r, head_dim):
+    """RoPE's parameters of Phi 3's: a part of each head may be turned, by numbers of its own for each pair."""
+    part = r.choice([1.0, 0.75, 0.5])
+    dim = int(head_dim * part)
+    if dim % 2 or dim == 0:
+        part, dim = 1.0, head_dim
+    given = {"rope_type": "default", "rope_theta": r.choice([1e4, 5e5]), "partial_rotary_factor": part}
+    if r.random() < 0.6:
+        given |= {"rope_type": "longrope", "short_factor": [r.uniform(1, 2) for _ in range(dim // 2)]}
+        given |= {"long_factor": [r.uniform(1, 30) for _ in range(dim // 2)]}
+        given |= r.choice([{}, {}, {"factor": 4.0}, {"attention_factor": 1.2}])
     return given
 
 
@@ -53,9 +69,10 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_head_dim = kind not in ("qwen2", "llama", "mistral", "smollm3") or kind != "qwen2" and r.random() < 0.5
+    has_none = ("qwen2", "phi3", "olmo2", "olmo3")
+    has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
-    if kind in ("llama", "gemma3_text", "smollm3"):  # transformers wants it so
+    if kind in ("llama", "gemma3_text", "smollm3", "exaone4"):  # transformers wants it so
         hidden = heads * max(1, hidden // heads)
     layers = r.choice([1, 2, 3, 4])
     c = {
@@ -94,6 +111,18 @@ def text_config(r, kind):
         c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}
         c |= {"moe_intermediate_size": r.choice([8, 24, 64, 100]), "decoder_sparse_step": r.choice([1, 1, 2])}
         c["mlp_only_layers"] = r.sample(range(layers), r.randrange(2))
+    if kind == "phi3":
+        c |= {"sliding_window": r.choice([None, 1, 7, 40]), "original_max_position_embeddings": r.choice([16, 32, 64, 4096])}
+        c["rope_parameters"] = longrope(r, head_dim)
+    if kind in ("olmo2", "olmo3"):
+        c["attention_bias"] = r.random() < 0.4
+    if kind in ("olmo3", "exaone4"):
+        types = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
+        c |= {"layer_types": types, "sliding_window": r.choice([2, 8, 16, 64])}
+    if kind == "olmo3":
+        c["rope_parameters"] = {"full_attention": rope(r, kind), "sliding_attention": rope(r, kind)}
+    if kind == "exaone4" and r.random() < 0.3:
+        c |= {"layer_types": ["full_attention"] * layers, "sliding_window": None}
     if kind == "gemma3_text":
         c |= {"query_pre_attn_scalar": r.choice([head_dim, 100, 168]), "sliding_window": r.choice([2, 8, 16, 64])}
         c["layer_types"] = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]
@@ -142,7 +171,7 @@ def text(r, seed, only, run):
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         model.to(dtype).save_pretrained(folder, max_shard_size=r.choice(["50GB", "200KB"]))
-        if kind != "gemma3_text" and r.random() < 0.4:
+        if kind not in BY_TYPE and r.random() < 0.4:
             older_keys(folder, r)
         line, wrong = f"{seed} {kind} {n} tokens {str(dtype)[6:]}", False
         for device in ["reference", "cpu"]:

@@ -9,6 +9,7 @@ use super::simd::{Body, Leaf, Level, Simd, activate};
 use crate::io::Tensor;
 use crate::kernels::elementwise::Function;
 use crate::kernels::linear::Activation;
+use crate::kernels::rope;
 use core::marker::PhantomData;
 
 /// Row `r` of `tensor`, if there is such a tensor.
@@ -321,7 +322,7 @@ pub(crate) struct Rope<'a> {
     pub(crate) rows: usize,
     /// Position of row 0.
     pub(crate) first: usize,
-    pub(crate) eps: f32,
+    pub(crate) params: rope::Params,
     pub(crate) q: Tensor,
     pub(crate) k: Tensor,
     pub(crate) v: Tensor,
@@ -337,25 +338,35 @@ impl Body for Rope<'_> {
     type Output = ();
     unsafe fn run<L: Level>(self) {
         let (n_kv, group, d) = (self.q.extent(1), self.q.extent(2), self.q.extent(3));
-        let half = d / 2;
-        let [sin, cos] = self.scratch.areas([half; 2]);
+        let (half, turned) = (d / 2, self.params.turned_pairs as usize);
+        let [sin, cos, copy] = self.scratch.areas([half, half, d]);
         let norm = |w: &Tensor| w.is_present().then(|| vector(w));
-        let (q_norm, k_norm, eps) = (norm(&self.q_norm), norm(&self.k_norm), self.eps);
+        let (q_norm, k_norm, eps) = (norm(&self.q_norm), norm(&self.k_norm), self.params.eps);
         for r in 0..self.rows {
             let pos = self.first + r;
             for i in 0..half {
-                let (s, c) = (pos as f32 * self.frequencies.get([i])).sin_cos();
+                let (s, c) = self.params.turn(i, pos as f32 * self.frequencies.get([i]));
                 // SAFETY: both areas have `half` elements.
                 unsafe { (*sin.add(i), *cos.add(i)) = (s, c) };
             }
             for h in 0..n_kv {
                 let turn = |from: Row, norm: Option<Row>, to: Row| {
                     // SAFETY: the level exists (caller); sin and cos are of half the rows' length.
-                    unsafe { L::S::call(Turn::<L::S> { from, norm, eps, sin, cos, to, set: PhantomData }) }
+                    unsafe { L::S::call(Turn::<L::S> { from, norm, eps, turned, sin, cos, to, set: PhantomData }) }
                 };
                 for g in 0..group {
                     let q = Row::of(&self.q, [r, h, g, 0], d);
-                    turn(q, q_norm, q);
+                    if turned == half {
+                        turn(q, q_norm, q);
+                        continue;
+                    }
+                    // Pairs change places, so they are not turned in place.
+                    // SAFETY: the area has `d` elements; the level exists (caller).
+                    unsafe {
+                        let from = Row::of_floats(copy, d);
+                        SumRows { a: q, b: None, c: None, scale: 1.0, y: from }.run::<L>();
+                        turn(from, q_norm, q);
+                    }
                 }
                 turn(Row::of(&self.k, [r, h, 0], d), k_norm, Row::of(&self.k_cache, [h, pos, 0], d));
                 let (v, y) = (Row::of(&self.v, [r, h, 0], d), Row::of(&self.v_cache, [h, pos, 0], d));
@@ -366,11 +377,12 @@ impl Body for Rope<'_> {
     }
 }
 
-/// `to` = the head `from`, normed, with its pairs (i, i + d/2) turned. `to` may be `from`.
+/// `to` = the head `from`, normed, with its pairs turned, as [`rope`](crate::kernels::rope) has them. `to` may be `from` where all are.
 struct Turn<S> {
     from: Row,
     norm: Option<Row>,
     eps: f32,
+    turned: usize,
     sin: *const f32,
     cos: *const f32,
     to: Row,
@@ -395,13 +407,16 @@ impl<S: Simd> Leaf for Turn<S> {
                 scale = 1.0 / (squares / d as f32 + self.eps).sqrt();
             }
             let scale = S::splat(scale);
-            let mut i = 0;
+            let (turned, mut i) = (self.turned, 0);
             while i < half {
-                let n = S::LANES.min(half - i);
-                let (mut a, mut b) = (self.from.load::<S>(i, n), self.from.load::<S>(half + i, n));
+                // Pair i, and as many as follow it of those that are turned, or of the others.
+                let (end, [low, high]) =
+                    if i < turned { (turned, [i, i + turned]) } else { (half, [i + turned, i + half]) };
+                let n = S::LANES.min(end - i);
+                let (mut a, mut b) = (self.from.load::<S>(low, n), self.from.load::<S>(high, n));
                 if let Some(norm) = self.norm {
-                    a = S::mul(S::mul(a, scale), norm.load::<S>(i, n));
-                    b = S::mul(S::mul(b, scale), norm.load::<S>(half + i, n));
+                    a = S::mul(S::mul(a, scale), norm.load::<S>(low, n));
+                    b = S::mul(S::mul(b, scale), norm.load::<S>(high, n));
                 }
                 let (sin, cos) = (rows::load::<S>(self.sin.add(i), n), rows::load::<S>(self.cos.add(i), n));
                 self.to.store::<S>(i, n, S::sub(S::mul(a, cos), S::mul(b, sin)));

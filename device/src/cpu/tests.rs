@@ -928,10 +928,12 @@ mod rowwise {
         #[test]
         fn rope_agrees_with_its_reference(
             isa in isas(), cache in dtypes(), rows in 0usize..4, n_kv in 1usize..3, group in 1usize..4,
-            half in 1..below(70, 20), first in 0..below(50, 4), normed in any::<bool>(), kind in 0u32..7,
-            seed in any::<u64>(),
+            half in 1..below(70, 20), first in 0..below(50, 4), normed in any::<bool>(), part in 0.0..2.0,
+            kind in 0u32..7, seed in any::<u64>(),
         ) {
             let d = 2 * half;
+            // All, or some.
+            let turned_pairs = if half > 64 { half } else { half.min((part * half as f64) as usize) } as u32;
             let norm = |s: u64| match normed {
                 true => Memory::new(DType::Bf16, &[d], 0, 1, |i| noise(seed ^ s, i)),
                 false => Memory::absent(),
@@ -946,7 +948,7 @@ mod rowwise {
                 Memory::new(cache, &[n_kv, first + rows + 2, d], 0, 1, |_| 7.0),
                 Memory::new(cache, &[n_kv, first + rows + 2, d], 0, 1, |_| 7.0),
             ];
-            let results = both::<Rope>(isa, &rope::Params { eps: 1e-6 }, &io, step(first as u32, rows as u32), 0);
+            let results = both::<Rope>(isa, &rope::Params { eps: 1e-6, turned_pairs, factor: 1.25 }, &io, step(first as u32, rows as u32), 0);
             for i in [0, 6, 7] {
                 compare(isa, &results, i, 1e-5)?;
             }

@@ -62,6 +62,11 @@ impl Random {
         if self.flip() { attention::CAUSAL } else { self.one_to(most) }
     }
 
+    /// How many pairs of a head of `d` elements are turned: all, or some.
+    fn turned_pairs(&mut self, d: u32) -> u32 {
+        if d > 128 || self.flip() { d / 2 } else { self.below(d / 2) }
+    }
+
     fn flip(&mut self) -> bool {
         self.next() & 1 == 0
     }
@@ -1153,7 +1158,7 @@ fn rope(random: &mut Random, round: usize) {
     let (rows, heads, group) = (random.one_to(3), random.one_to(3), random.one_to(3));
     let d = 2 * random.one_to([50, 140][round % 2]);
     let context = 16;
-    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6 });
+    let mut case = Case::new::<Rope>(rope::Params { eps: 1e-6, turned_pairs: random.turned_pairs(d), factor: 1.25 });
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, group, d]);
     case.floats(random, dtype, &[rows, heads, d]);
@@ -1273,7 +1278,8 @@ fn decode_attention_case(
     (context, visible): (u32, u32),
 ) -> Case {
     let window = random.some_window(context);
-    let params = decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window };
+    let turned_pairs = random.turned_pairs(d);
+    let params = decode_attention::Params { eps: 1e-6, scale: 0.3, splits, window, turned_pairs, factor: 1.25 };
     let mut case = Case::new::<DecodeAttention>(params);
     case.floats(random, DType::F32, &[1, heads, group, d]);
     case.floats(random, dtype, &[1, heads, d]);

@@ -31,9 +31,18 @@ pub struct Params {
     pub splits: u32,
     /// As [`attention::Params::window`], of which none is bidirectional.
     pub window: u32,
+    /// As [`rope::Params::turned_pairs`].
+    pub turned_pairs: u32,
+    /// As [`rope::Params::factor`].
+    pub factor: f32,
 }
 
 impl Params {
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn rope(&self) -> rope::Params {
+        rope::Params { eps: self.eps, turned_pairs: self.turned_pairs, factor: self.factor }
+    }
+
     #[inline(always)]
     fn attention(&self) -> attention::Params {
         attention::Params { scale: self.scale, window: self.window, splits: self.splits, order: 0 }
@@ -70,7 +79,7 @@ impl MacroKernel for DecodeAttention {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
-        rope::check(io)?;
+        rope::check(p.turned_pairs, io)?;
         p.attention().check()?;
         if p.window == attention::BIDIRECTIONAL {
             return Err("a bidirectional row has no cache to append to".to_owned());
@@ -113,7 +122,7 @@ impl MacroKernel for DecodeAttention {
         let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, y] = core::array::from_fn(|i| call.tensor(i));
         let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         let pos = call.step.first_pos as usize;
-        let turn = |x: Vec<f32>, norm: &crate::io::Tensor| rope::turned(&x, norm, p.eps, &frequencies, pos);
+        let turn = |x: Vec<f32>, norm: &crate::io::Tensor| rope::turned(&p.rope(), &x, norm, &frequencies, pos);
         let (first, end) = p.attention().share(pos as u32 + 1, call.task.block[1]);
         let positions = first as usize..end as usize;
         for h in 0..heads {
@@ -163,7 +172,16 @@ impl MacroKernel for DecodeAttention {
                 #[inline(always)]
                 |g: u32, lane: u32| {
                     let (norm, frequencies) = (call.tensor(if g == queries { 4 } else { 3 }), call.tensor(5));
-                    rope::Turn { norm, frequencies, eps: p.eps, pos, half, lane }
+                    rope::Turn {
+                        norm,
+                        frequencies,
+                        eps: p.eps,
+                        pos,
+                        turned: p.turned_pairs,
+                        factor: p.factor,
+                        half,
+                        lane,
+                    }
                 }
             };
             // How it is turned is known before the query is there.

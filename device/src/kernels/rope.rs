@@ -3,7 +3,10 @@
 //!
 //! q: [rows, kv_heads, group, d], rotated in place; k, v: [rows, kv_heads, d]; q_norm, k_norm: [d], optional;
 //! frequencies: [d/2] f32; k_cache, v_cache: [kv_heads, context, d]. Row r stands at position p = first_pos + r and turns
-//! the pair (x[i], x[i + d/2]) by the angle p * frequencies[i], in f32.
+//! pair i by the angle p * frequencies[i], in f32. Pairs are (x[i], x[i + d/2]). Where only the first 2 * t elements of a head are turned
+//! (`turned_pairs` is t), the first t are (x[i], x[i + t]); the others, of frequency 0, are (x[i + t], x[i + d/2]), what is left. Pair i always
+//! comes to elements i and i + d/2: so queries and keys are in another order than they came, one and the same, which their products do not see.
+//! What is turned is multiplied by `factor` (YaRN's and LongRoPE's).
 
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -25,15 +28,45 @@ pub struct Rope;
 pub struct Params {
     /// Added to the mean square of the head norms.
     pub eps: f32,
+    /// Pairs that are turned, the first ones, at most half of a head's elements.
+    pub turned_pairs: u32,
+    /// Multiplies what is turned; 1 as a rule.
+    pub factor: f32,
 }
 
-/// Judges [`Rope`]'s operands, the first eight of `io`.
+impl Params {
+    /// Sine and cosine that turn pair `i`, by `angle`, with what multiplies it.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(crate) fn turn(&self, i: usize, angle: f32) -> (f32, f32) {
+        let (sin, cos) = angle.sin_cos();
+        let factor = if i < self.turned_pairs as usize { self.factor } else { 1.0 };
+        (sin * factor, cos * factor)
+    }
+}
+
+/// The elements of pair `i` of a head of `2 * half` elements, of whose pairs the first `turned` are turned.
+#[inline(always)]
+fn pair(i: u32, turned: u32, half: u32) -> [u32; 2] {
+    if i < turned { [i, i + turned] } else { [i + turned, i + half] }
+}
+
+/// Judges [`Rope`]'s operands, the first eight of `io`, and how many pairs it turns.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn check(io: &[Operand]) -> Result<(), Violation> {
+pub(super) fn check(turned_pairs: u32, io: &[Operand]) -> Result<(), Violation> {
     let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache, ..] = io else { unreachable!("slots were counted") };
     let d = q.extent[3];
     if d % 2 != 0 {
         return Err(format!("head dimension {d} is odd, expected an even one"));
+    }
+    if turned_pairs > d / 2 {
+        return Err(format!("{turned_pairs} pairs are turned, of heads of {d} elements"));
+    }
+    // A warp reads so much of a head before it writes in its place.
+    if turned_pairs < d / 2 && d > 4 * WARP {
+        return Err(format!(
+            "{turned_pairs} pairs of heads of {d} elements are turned, expected all beyond {}",
+            4 * WARP
+        ));
     }
     rules::rank("q", q, 4)?;
     for (name, operand) in [("q_norm", q_norm), ("k_norm", k_norm)] {
@@ -70,8 +103,8 @@ pub(super) fn check(io: &[Operand]) -> Result<(), Violation> {
 
 /// `head`, normalised where there are weights and turned as position `pos` wants it.
 #[cfg(not(target_arch = "nvptx64"))]
-pub(super) fn turned(head: &[f32], norm: &io::Tensor, eps: f32, frequencies: &io::Tensor, pos: usize) -> Vec<f32> {
-    let d = head.len();
+pub(super) fn turned(p: &Params, head: &[f32], norm: &io::Tensor, frequencies: &io::Tensor, pos: usize) -> Vec<f32> {
+    let (d, eps) = (head.len(), p.eps);
     let mut scale = 1.0;
     if norm.is_present() {
         let squares: f32 = head.iter().map(|x| x * x).sum();
@@ -80,20 +113,23 @@ pub(super) fn turned(head: &[f32], norm: &io::Tensor, eps: f32, frequencies: &io
     let x = |i: usize| head[i] * scale * if norm.is_present() { norm.get([i]) } else { 1.0 };
     let mut turned = vec![0.0; d];
     for i in 0..d / 2 {
-        let (sin, cos) = (pos as f32 * frequencies.get([i])).sin_cos();
-        turned[i] = x(i) * cos - x(i + d / 2) * sin;
-        turned[i + d / 2] = x(i + d / 2) * cos + x(i) * sin;
+        let (sin, cos) = p.turn(i, pos as f32 * frequencies.get([i]));
+        let [low, high] = pair(i as u32, p.turned_pairs, d as u32 / 2).map(|at| x(at as usize));
+        turned[i] = low * cos - high * sin;
+        turned[i + d / 2] = high * cos + low * sin;
     }
     turned
 }
 
-/// How a warp turns heads as position `pos` wants it: two pairs of elements a lane at a time, i and i + half, i below `half`.
+/// How a warp turns heads as position `pos` wants it: two pairs of elements a lane at a time, of `half`, the first `turned` of which are turned.
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) norm: gpu::Tensor,
     pub(super) frequencies: gpu::Tensor,
     pub(super) eps: f32,
     pub(super) pos: u32,
+    pub(super) turned: u32,
+    pub(super) factor: f32,
     pub(super) half: u32,
     pub(super) lane: u32,
 }
@@ -119,8 +155,8 @@ impl Turn {
     /// Their elements.
     #[inline(always)]
     pub(super) fn elements(&self, first: u32) -> [u32; 4] {
-        let [i, j] = self.pairs(first);
-        [i, j, i + self.half, j + self.half]
+        let [i, j] = self.pairs(first).map(|i| pair(i, self.turned, self.half));
+        [i[0], j[0], i[1], j[1]]
     }
 
     /// Of the pairs from `first` on.
@@ -133,12 +169,21 @@ impl Turn {
         unsafe { Ahead { turns: self.turns(first), factors: self.factors(first) } }
     }
 
-    /// Their sines and cosines.
+    /// Their sines and cosines, with what multiplies them.
     #[inline(always)]
     unsafe fn turns(&self, first: u32) -> Turns {
+        let pairs = self.pairs(first);
         // SAFETY: as `ahead`.
-        let of = unsafe { self.frequencies.row([]).gather(self.pairs(first)) };
-        [sin_cos(self.pos as f32 * of[0]), sin_cos(self.pos as f32 * of[1])]
+        let of = unsafe { self.frequencies.row([]).gather(pairs) };
+        let turn = {
+            #[inline(always)]
+            |i: u32, frequency: f32| {
+                let (sin, cos) = sin_cos(self.pos as f32 * frequency);
+                let factor = if i < self.turned { self.factor } else { 1.0 };
+                (sin * factor, cos * factor)
+            }
+        };
+        [turn(pairs[0], of[0]), turn(pairs[1], of[1])]
     }
 
     /// What their elements are multiplied by.
@@ -149,7 +194,7 @@ impl Turn {
         if is_normed { unsafe { self.norm.row([]).gather(self.elements(first)) } } else { [1.0; 4] }
     }
 
-    /// A warp's [`turned`]: gives `put` elements i and i + half of the head of which `from` gets some, on
+    /// A warp's [`turned`]: gives `put` what becomes elements i and i + half of the head of which `from` gets some, on
     /// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
     /// before it puts them, and with a norm every lane has. `x` are the first pairs' elements, `ahead` theirs.
     ///
@@ -248,8 +293,8 @@ impl MacroKernel for Rope {
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
-    fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        check(io)
+    fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
+        check(p.turned_pairs, io)
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
@@ -268,7 +313,7 @@ impl MacroKernel for Rope {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-        let turn = |x: Vec<f32>, norm: &io::Tensor, pos: usize| turned(&x, norm, p.eps, &frequencies, pos);
+        let turn = |x: Vec<f32>, norm: &io::Tensor, pos: usize| turned(p, &x, norm, &frequencies, pos);
         for r in 0..call.rows(0) {
             let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
             for h in 0..n_kv {
@@ -304,7 +349,16 @@ impl MacroKernel for Rope {
                 let pos = call.first_pos() + call.row_first() + r;
                 let turn = |norm: usize| {
                     let (norm, frequencies) = (call.tensor(norm), call.tensor(5));
-                    Turn { norm, frequencies, eps: p.eps, pos, half, lane: block.lane() }
+                    Turn {
+                        norm,
+                        frequencies,
+                        eps: p.eps,
+                        pos,
+                        turned: p.turned_pairs,
+                        factor: p.factor,
+                        half,
+                        lane: block.lane(),
+                    }
                 };
                 let head = |g: u32| if g == group { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
                 // All that is turned by the same angles, and the next one asked for before this one is turned.
@@ -344,12 +398,12 @@ impl MacroKernel for Rope {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
-        let (rows, eps, isa) = (call.rows(0), p.eps, scratch.isa);
+        let (rows, params, isa) = (call.rows(0), *p, scratch.isa);
         let first = call.step.first_pos as usize + call.task.row_first as usize;
         isa.run(crate::cpu::rowwise::Rope {
             rows,
             first,
-            eps,
+            params,
             q,
             k,
             v,

@@ -285,6 +285,13 @@ impl KernelGraph {
         Ok(self.table.view(&name, base, offset_elems, shape, strides)?)
     }
 
+    /// Rows `first..first + n` of the matrix `base`.
+    pub fn rows_of(&mut self, base: TensorId, first: usize, n: usize) -> Result<TensorId, GraphError> {
+        let [_, k] = self.matrix("rows", "base", base)?;
+        let strides = self.table[base].strides.clone();
+        self.view(base, first.saturating_mul(strides[0]), &[n, k], &strides)
+    }
+
     /// A contiguous tensor seen with another shape of as many elements.
     pub fn reshape(&mut self, base: TensorId, shape: &[usize]) -> Result<TensorId, GraphError> {
         let of = &self.table[base];
@@ -520,7 +527,7 @@ impl KernelGraph {
     /// Normalises (when weights are given) and rotates q in place and k, and appends k and v to `cache`, keys and values of `[kv_heads,
     /// context, d]` each. Shapes: see [`perpetua_device::kernels::rope`].
     pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
-        let RopeArgs { q, k, v, norms, frequencies, eps } = args;
+        let RopeArgs { q, k, v, norms, frequencies, turned_pairs, factor, eps } = args;
         let [k_cache, v_cache] = cache;
         let n_kv = self.dims(k).get(1).copied().unwrap_or(1);
         let rows = self.dims(k).first().copied().unwrap_or(1);
@@ -529,7 +536,12 @@ impl KernelGraph {
         let rows = axis(rows, AxisRole::Rows, [Some(0), Some(0), Some(0), None, None, None, None, None]);
         let [q_norm, k_norm] = norms.map_or([None; 2], |n| n.map(Some));
         let slots = vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)];
-        self.add::<kernels::Rope>(name, &kernels::rope::Params { eps }, slots, vec![heads, rows])?;
+        self.add::<kernels::Rope>(
+            name,
+            &kernels::rope::Params { eps, turned_pairs: turned_pairs as u32, factor },
+            slots,
+            vec![heads, rows],
+        )?;
         Ok(())
     }
 
@@ -906,6 +918,10 @@ pub struct RopeArgs {
     pub norms: Option<[TensorId; 2]>,
     /// `[d/2]` f32, radians per position.
     pub frequencies: TensorId,
+    /// How many pairs are turned, the first ones; of frequencies beyond theirs all are 0.
+    pub turned_pairs: usize,
+    /// What multiplies them; 1 as a rule.
+    pub factor: f32,
     /// Epsilon of the norms.
     pub eps: f32,
 }

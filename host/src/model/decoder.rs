@@ -3,7 +3,7 @@
 //! Dimension words, the same in every file: `rows` (tokens of a pass), `hidden`, `heads` (query heads), `kv_heads`,
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
-use super::config::{Activation as ConfigActivation, Architecture, DecoderConfig, Experts, Rope};
+use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope};
 use super::error::ModelError;
 use super::factors;
 use super::layout::ExpertNames;
@@ -118,16 +118,10 @@ pub fn build<'a>(
     head: Head,
 ) -> Result<KernelGraph, BuildError> {
     let net = Decoder::new(config, weights, rows, cache, head);
-    match config.architecture {
-        Architecture::Llama
-        | Architecture::SmolLm3
-        | Architecture::Mistral
-        | Architecture::Mixtral
-        | Architecture::Qwen2
-        | Architecture::Qwen3
-        | Architecture::Qwen3Moe => super::llama::build(net),
-        Architecture::Gemma3 => super::gemma3::build(net),
-        Architecture::Bert | Architecture::Roberta => unreachable!("an encoder's configuration is no decoder's"),
+    match config.architecture.norms() {
+        Norms::Before => super::llama::build(net),
+        Norms::Around => super::gemma3::build(net),
+        Norms::After => super::olmo::build(net),
     }
 }
 
@@ -215,47 +209,95 @@ impl<'a> Decoder<'a> {
         &mut self,
         name: &str,
         x: TensorId,
-        [out, inner]: [usize; 2],
+        shape: [usize; 2],
         has_bias: bool,
         residual: Option<TensorId>,
     ) -> Result<TensorId, BuildError> {
-        let w = self.weight(&format!("{name}.weight"), &[out, inner])?;
+        let w = self.weight(&format!("{name}.weight"), &shape)?;
+        self.linear_with(w, name, x, has_bias, residual)
+    }
+
+    /// The same with the weights `w`.
+    fn linear_with(
+        &mut self,
+        w: TensorId,
+        name: &str,
+        x: TensorId,
+        has_bias: bool,
+        residual: Option<TensorId>,
+    ) -> Result<TensorId, BuildError> {
+        let out = self.graph.table[w].shape[0];
         let bias = if has_bias { Some(self.weight(&format!("{name}.bias"), &[out])?) } else { None };
         Ok(self.graph.linear(name, x, w, bias, Activation::None, residual)?)
+    }
+
+    /// Matrices of `inner` columns, each with so many rows as stand beside its name; where the checkpoint has them as one, in their order,
+    /// that is called `fused`.
+    fn matrices<const N: usize>(
+        &mut self,
+        parts: [(&str, usize); N],
+        fused: &str,
+        inner: usize,
+    ) -> Result<[TensorId; N], BuildError> {
+        let mut matrices = [TensorId(0); N];
+        if !self.config.architecture.is_fused() {
+            for (matrix, (name, rows)) in matrices.iter_mut().zip(parts) {
+                *matrix = self.weight(&format!("{name}.weight"), &[rows, inner])?;
+            }
+            return Ok(matrices);
+        }
+        let all = self.weight(&format!("{fused}.weight"), &[parts.iter().map(|(_, rows)| rows).sum(), inner])?;
+        let mut first = 0;
+        for (matrix, (_, rows)) in matrices.iter_mut().zip(parts) {
+            *matrix = self.graph.rows_of(all, first, rows)?;
+            first += rows;
+        }
+        Ok(matrices)
     }
 
     /// The three projections of layer `layer`, with biases where the configuration has them.
     pub fn project(&mut self, layer: usize, x: TensorId) -> Result<Projected, BuildError> {
         let DecoderConfig { hidden_size, n_heads, n_kv_heads, head_dim, attention_bias: has_bias, .. } = *self.config;
-        let name = |which: &str| format!("model.layers.{layer}.self_attn.{which}_proj");
-        let kv = [n_kv_heads * head_dim, hidden_size];
+        let names = ["q", "k", "v", "qkv"].map(|which| format!("model.layers.{layer}.self_attn.{which}_proj"));
+        let [q, k, v, qkv] = names.each_ref().map(String::as_str);
+        let kv_dim = n_kv_heads * head_dim;
+        let [of_q, of_k, of_v] =
+            self.matrices([(q, n_heads * head_dim), (k, kv_dim), (v, kv_dim)], qkv, hidden_size)?;
         Ok(Projected {
-            q: self.linear(&name("q"), x, [n_heads * head_dim, hidden_size], has_bias, None)?,
-            k: self.linear(&name("k"), x, kv, has_bias, None)?,
-            v: self.linear(&name("v"), x, kv, has_bias, None)?,
+            q: self.linear_with(of_q, q, x, has_bias, None)?,
+            k: self.linear_with(of_k, k, x, has_bias, None)?,
+            v: self.linear_with(of_v, v, x, has_bias, None)?,
         })
     }
 
-    /// Rotates queries and keys (each head normalised first, where the configuration says so), appends keys and values to the layer's
+    /// Rotates queries and keys (normalised first, where the configuration says so), appends keys and values to the layer's
     /// cache and attends, causally or in the layer's window: `[rows, heads * head_dim]`.
-    pub fn attend(&mut self, layer: usize, p: Projected) -> Result<TensorId, BuildError> {
-        let DecoderConfig { n_heads, n_kv_heads, head_dim, rms_norm_eps, qk_norm, .. } = *self.config;
+    pub fn attend(&mut self, layer: usize, mut p: Projected) -> Result<TensorId, BuildError> {
+        let DecoderConfig { n_heads, n_kv_heads, head_dim, rotary_dim, rms_norm_eps, qk_norm, .. } = *self.config;
         let rows = self.graph.rows.unwrap_or(1) as usize;
         let prefix = format!("model.layers.{layer}.self_attn");
+        let [of_q, of_k] = ["q", "k"].map(|which| format!("{prefix}.{which}_norm"));
+        let norms = match qk_norm {
+            QkNorm::Heads => Some([self.factors(&of_q, head_dim)?, self.factors(&of_k, head_dim)?]),
+            QkNorm::None => None,
+            QkNorm::Rows => {
+                for (made, name, heads) in [(&mut p.q, of_q, n_heads), (&mut p.k, of_k, n_kv_heads)] {
+                    let w = self.factors(&name, heads * head_dim)?;
+                    *made = self.graph.rms_norm(&name, *made, w, rms_norm_eps as f32)?;
+                }
+                None
+            }
+        };
         let q = self.graph.reshape(p.q, &[rows, n_kv_heads, n_heads / n_kv_heads, head_dim])?;
         let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
         let v = self.graph.reshape(p.v, &[rows, n_kv_heads, head_dim])?;
-        let norms = match qk_norm {
-            true => Some([
-                self.factors(&format!("{prefix}.q_norm"), head_dim)?,
-                self.factors(&format!("{prefix}.k_norm"), head_dim)?,
-            ]),
-            false => None,
-        };
         let (rope, alike) = self.rope_of(layer);
         let name = if alike == 0 { "rope_frequencies".to_owned() } else { format!("rope_frequencies.{alike}") };
-        let frequencies = self.graph.constant(&name, &rope.inverse_frequencies(head_dim))?;
         let Cache { context, dtype, .. } = self.cache;
+        let mut frequencies = rope.inverse_frequencies(rotary_dim, context);
+        // What is not turned is turned by nothing.
+        frequencies.resize(head_dim / 2, 0.0);
+        let frequencies = self.graph.constant(&name, &frequencies)?;
         let cache_of = |graph: &mut KernelGraph| {
             let shape = [n_kv_heads, context, head_dim];
             Ok([
@@ -263,8 +305,9 @@ impl<'a> Decoder<'a> {
                 graph.state(&format!("{prefix}.v_cache"), &shape, dtype)?,
             ])
         };
-        let args = RopeArgs { q, k, v, norms, frequencies, eps: rms_norm_eps as f32 };
-        let scale = rope.score_factor() as f32 / (self.config.query_scalar as f32).sqrt();
+        let (factor, eps) = (rope.factor() as f32, rms_norm_eps as f32);
+        let args = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
+        let scale = 1.0 / (self.config.query_scalar as f32).sqrt();
         let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
         if self.graph.pass == Pass::Batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
@@ -306,17 +349,17 @@ impl<'a> Decoder<'a> {
         let DecoderConfig { hidden_size, intermediate_size, mlp_bias, .. } = *self.config;
         let activation = self.activation();
         let prefix = format!("model.layers.{layer}.mlp");
-        let shape = [intermediate_size, hidden_size];
-        let gate = self.weight(&format!("{prefix}.gate_proj.weight"), &shape)?;
-        let up = self.weight(&format!("{prefix}.up_proj.weight"), &shape)?;
+        let names = ["gate", "up", "gate_up"].map(|which| format!("{prefix}.{which}_proj"));
+        let [gate, up, fused] = names.each_ref().map(String::as_str);
+        let matrices = self.matrices([(gate, intermediate_size), (up, intermediate_size)], fused, hidden_size)?;
         let biases = match mlp_bias {
             true => Some([
-                self.weight(&format!("{prefix}.gate_proj.bias"), &shape[..1])?,
-                self.weight(&format!("{prefix}.up_proj.bias"), &shape[..1])?,
+                self.weight(&format!("{gate}.bias"), &[intermediate_size])?,
+                self.weight(&format!("{up}.bias"), &[intermediate_size])?,
             ]),
             false => None,
         };
-        let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, [gate, up], biases, activation)?;
+        let gated = self.graph.gated_linear(&format!("{prefix}.gate_up"), h, matrices, biases, activation)?;
         self.linear(&format!("{prefix}.down_proj"), gated, [hidden_size, intermediate_size], mlp_bias, x)
     }
 

@@ -163,6 +163,15 @@ impl<'v> Fields<'v> {
         list.map(Some).ok_or_else(|| self.wrong(key, wanted()))
     }
 
+    /// A list of finite numbers in `range`.
+    pub(crate) fn reals(&self, key: &str, range: RangeInclusive<f64>) -> Result<Option<Vec<f64>>, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(None) };
+        let wanted = || format!("a list of numbers from {} to {}", range.start(), range.end());
+        let real = |v: &Value| v.as_f64().filter(|n| range.contains(n));
+        let list = value.as_array().and_then(|list| list.iter().map(real).collect::<Option<Vec<_>>>());
+        list.map(Some).ok_or_else(|| self.wrong(key, wanted()))
+    }
+
     pub(crate) fn entries(&self) -> impl Iterator<Item = (&'v str, &'v Value)> + use<'v> {
         self.map.iter().map(|(k, v)| (k.as_str(), v))
     }

@@ -2,7 +2,7 @@
 //!
 //! A list, in the order of the forward pass; what each tensor is for decides how `synth` fills it.
 
-use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig};
+use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, Norms, QkNorm};
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -117,20 +117,24 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     add("model.embed_tokens.weight".into(), vec![c.vocab_size, c.hidden_size], embedding);
     for i in 0..c.n_layers {
         let layer = format!("model.layers.{i}");
-        add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], norm);
+        if c.architecture.norms() != Norms::After {
+            add(format!("{layer}.input_layernorm.weight"), vec![c.hidden_size], norm);
+        }
         let experts = c.experts_of(i);
-        for (part, out, inner, bias) in [
-            ("self_attn.q_proj", q_dim, c.hidden_size, c.attention_bias),
-            ("self_attn.k_proj", kv_dim, c.hidden_size, c.attention_bias),
-            ("self_attn.v_proj", kv_dim, c.hidden_size, c.attention_bias),
-            ("self_attn.o_proj", c.hidden_size, q_dim, c.output_bias),
-            ("mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
-            ("mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias),
-            ("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
-        ] {
-            if experts.is_some() && part.starts_with("mlp.") {
-                continue;
-            }
+        let projections: &[_] = match c.architecture.is_fused() {
+            true => &[("self_attn.qkv_proj", q_dim + 2 * kv_dim)],
+            false => &[("self_attn.q_proj", q_dim), ("self_attn.k_proj", kv_dim), ("self_attn.v_proj", kv_dim)],
+        };
+        let projections = projections.iter().map(|(name, out)| (*name, *out, c.hidden_size, c.attention_bias));
+        let opens: &[_] = match (experts, c.architecture.is_fused()) {
+            (Some(_), _) => &[],
+            (None, true) => &[("mlp.gate_up_proj", 2 * c.intermediate_size)],
+            (None, false) => &[("mlp.gate_proj", c.intermediate_size), ("mlp.up_proj", c.intermediate_size)],
+        };
+        let opens = opens.iter().map(|(name, out)| (*name, *out, c.hidden_size, c.mlp_bias));
+        let output = ("self_attn.o_proj", c.hidden_size, q_dim, c.output_bias);
+        let down = experts.is_none().then_some(("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias));
+        for (part, out, inner, bias) in projections.chain([output]).chain(opens).chain(down) {
             add(format!("{layer}.{part}.weight"), vec![out, inner], Role::Linear);
             if bias {
                 add(format!("{layer}.{part}.bias"), vec![out], Role::Bias);
@@ -146,13 +150,18 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
                 }
             }
         }
-        if c.qk_norm {
-            add(format!("{layer}.self_attn.q_norm.weight"), vec![c.head_dim], norm);
-            add(format!("{layer}.self_attn.k_norm.weight"), vec![c.head_dim], norm);
+        let normed = match c.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Heads => Some([c.head_dim; 2]),
+            QkNorm::Rows => Some([q_dim, kv_dim]),
+        };
+        for (which, n) in ["q", "k"].into_iter().zip(normed.into_iter().flatten()) {
+            add(format!("{layer}.self_attn.{which}_norm.weight"), vec![n], norm);
         }
-        let more: &[&str] = match c.architecture {
-            Architecture::Gemma3 => &["post_attention", "pre_feedforward", "post_feedforward"],
-            _ => &["post_attention"],
+        let more: &[&str] = match c.architecture.norms() {
+            Norms::Before => &["post_attention"],
+            Norms::Around => &["post_attention", "pre_feedforward", "post_feedforward"],
+            Norms::After => &["post_attention", "post_feedforward"],
         };
         for which in more {
             add(format!("{layer}.{which}_layernorm.weight"), vec![c.hidden_size], norm);

@@ -23,6 +23,7 @@ pub mod gemma3;
 pub mod generation;
 pub mod layout;
 pub mod llama;
+pub mod olmo;
 pub mod quantize;
 pub mod sentence;
 pub mod synth;
@@ -35,7 +36,9 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 pub use chat::{ChatMessage, ChatTemplate};
-pub use config::{Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, Rope, RopeScaling};
+pub use config::{
+    Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, QkNorm, Rope, RopeScaling,
+};
 pub use error::ModelError;
 use factors::Factors;
 pub use generation::GenerationConfig;

@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 35] = [
+pub const PRESETS: [&str; 46] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -86,6 +86,13 @@ pub const PRESETS: [&str; 35] = [
     "gemma-3-12b",
     "gemma-3-27b",
     "smollm3-3b",
+    "phi-3-mini",
+    "phi-4",
+    "olmo-2-1b",
+    "olmo-2-7b",
+    "olmo-3-7b",
+    "exaone-4-1.2b",
+    "exaone-4-32b",
     "tiny-qwen3",
     "tiny-qwen3-moe",
     "tiny-qwen2",
@@ -94,6 +101,10 @@ pub const PRESETS: [&str; 35] = [
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
+    "tiny-phi3",
+    "tiny-olmo2",
+    "tiny-olmo3",
+    "tiny-exaone4",
     "tiny-odd",
     "tiny-simt",
     "tiny-long",
@@ -127,7 +138,7 @@ impl Sizes {
 
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
-    use Architecture::{Gemma3, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3Moe, SmolLm3};
+    use Architecture::{Exaone4, Gemma3, Llama, Mistral, Mixtral, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, Qwen3Moe, SmolLm3};
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
     const GEMMA_VOCAB: usize = 262_144;
@@ -159,6 +170,13 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("gemma-3-12b",       Gemma3,  sizes(GEMMA_VOCAB_2, 3840, 15360, 48, (16, 8), 256, true, 131_072, 1e6, None)),
         ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)),
         ("smollm3-3b",        SmolLm3, sizes(LLAMA_VOCAB, 2048, 11008, 36, (16, 4), 128, true,   65_536, 5e6, None)),
+        ("phi-3-mini",        Phi3,    sizes(32_064,      3072, 8192,  32, (32, 32), 96, false,   4_096, 1e4, None)),
+        ("phi-4",             Phi3,    sizes(100_352,     5120, 17920, 40, (40, 10), 128, false, 16_384, 2.5e5, None)),
+        ("olmo-2-1b",         Olmo2,   sizes(100_352,     2048, 8192,  16, (16, 16), 128, false,  4_096, 5e5, None)),
+        ("olmo-2-7b",         Olmo2,   sizes(100_352,     4096, 11008, 32, (32, 32), 128, false,  4_096, 5e5, None)),
+        ("olmo-3-7b",         Olmo3,   sizes(100_278,     4096, 11008, 32, (32, 32), 128, false, 65_536, 5e5, None)),
+        ("exaone-4-1.2b",     Exaone4, sizes(102_400,     2048, 4096,  30, (32, 8),  64, true,   65_536, 1e6, Some(16.0))),
+        ("exaone-4-32b",      Exaone4, sizes(102_400,     5120, 27392, 64, (40, 8), 128, false, 131_072, 1e6, Some(16.0))),
         ("tiny-qwen3",        Qwen3,   sizes(1024,        256,  768,    3, (8, 4),   64, true,    4_096, 1e6, None)),
         ("tiny-qwen3-moe",    Qwen3Moe, sizes(1024,       128,  256,    3, (4, 2),   32, true,    4_096, 1e6, None)
             .with_experts(8, 3, 64)),
@@ -169,6 +187,10 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(4, 2, 80)),
         ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
         ("tiny-smollm3",      SmolLm3, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 2e6, None)),
+        ("tiny-phi3",         Phi3,    sizes(1024,         128,  208,    2, (4, 2),   32, false,      64, 1e4, None)),
+        ("tiny-olmo2",        Olmo2,   sizes(1024,         96,  208,    2, (4, 2),   24, false,   4_096, 5e5, None)),
+        ("tiny-olmo3",        Olmo3,   sizes(1024,         96,  208,    4, (4, 2),   24, true,    4_096, 5e5, None)),
+        ("tiny-exaone4",      Exaone4, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 1e6, Some(16.0))),
         // No size here is a multiple of what a vector, a tile or a page holds.
         ("tiny-odd",          Qwen3,   sizes(1009,        100,  273,    3, (5, 1),   20, false,   1_000, 1e4, None)),
         // The same, and small enough for a simulated GPU in a debug build.
@@ -217,11 +239,8 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    let eps = if matches!(architecture, Architecture::Llama | Architecture::Mistral | Architecture::Mixtral) {
-        1e-5
-    } else {
-        1e-6
-    };
+    use Architecture::{Exaone4, Llama, Mistral, Mixtral, Phi3};
+    let eps = if matches!(architecture, Llama | Mistral | Mixtral | Phi3 | Exaone4) { 1e-5 } else { 1e-6 };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -287,6 +306,46 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("mlp_bias".into(), false.into());
             map.insert("no_rope_layer_interval".into(), if s.hidden < 1000 { 2.into() } else { 4.into() });
             map.insert("use_sliding_window".into(), false.into());
+        }
+        (Architecture::Phi3, Value::Object(map)) => {
+            map.shift_remove("attention_bias");
+            map.shift_remove("head_dim");
+            map.insert("sliding_window".into(), if s.head_dim == 96 { 2047.into() } else { Value::Null });
+            let mut original = s.context;
+            if s.hidden < 1000 {
+                // As the smaller ones of the fourth generation: a part of each head turned, by numbers of its own for each pair.
+                original /= 4;
+                let pairs = s.head_dim * 3 / 8;
+                let divisors = |step: f64| (0..pairs).map(|i| 1.0 + step * i as f64).collect::<Vec<_>>();
+                rope = json!({
+                    "long_factor": divisors(0.25), "partial_rotary_factor": 0.75, "rope_theta": s.theta, "rope_type": "longrope",
+                    "short_factor": divisors(0.0625),
+                });
+                map.insert("rope_parameters".into(), rope);
+            }
+            map.insert("original_max_position_embeddings".into(), original.into());
+        }
+        (Architecture::Olmo2, Value::Object(map)) => {
+            map.shift_remove("head_dim");
+        }
+        (Architecture::Olmo3 | Architecture::Exaone4, Value::Object(map)) => {
+            let is_olmo = architecture == Architecture::Olmo3;
+            map.shift_remove(if is_olmo { "head_dim" } else { "attention_bias" });
+            // The smaller one of EXAONE's has none.
+            let has_windows = s.head_dim != 64;
+            let pattern = if s.hidden < 1000 { 2 } else { 4 };
+            let is_full = |layer: usize| !has_windows || layer.is_multiple_of(pattern);
+            let kind = |layer: usize| if is_full(layer) { "full_attention" } else { "sliding_attention" };
+            map.insert("layer_types".into(), (1..=s.layers).map(kind).collect());
+            let window = if s.hidden < 1000 { 12 } else { 4096 };
+            map.insert("sliding_window".into(), if has_windows { window.into() } else { Value::Null });
+            if is_olmo {
+                let full = json!({
+                    "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
+                    "original_max_position_embeddings": s.context / 8, "rope_theta": s.theta, "rope_type": "yarn",
+                });
+                map.insert("rope_parameters".into(), json!({ "full_attention": full, "sliding_attention": rope }));
+            }
         }
         (_, Value::Object(map)) => {
             map.insert("mlp_bias".into(), false.into());

@@ -211,8 +211,9 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     if !fits || others.flat_map(|(_, op)| op).any(|op| touches(graph, op, q, None)) {
         return;
     }
-    let eps = kernels::params::<rope::Params>(&rope.kernel.params).eps;
-    let params = decode_attention::Params { eps, scale: params.scale, splits: 1, window: params.window };
+    let rope::Params { eps, turned_pairs, factor } = kernels::params(&rope.kernel.params);
+    let attention::Params { scale, window, .. } = params;
+    let params = decode_attention::Params { eps, scale, splits: 1, window, turned_pairs, factor };
     let slots =
         vec![Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache), Some(y)];
     let dims = vec![Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0), Some(1)];

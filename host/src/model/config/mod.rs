@@ -9,146 +9,20 @@
 //! - Every number that leaves this file is positive, bounded, and consistent with the others (`n_heads` is a multiple of
 //!   `n_kv_heads`, `head_dim` is even), so later stages can multiply sizes without overflow.
 
+mod architecture;
 mod rope;
 
-use std::fmt;
 use std::path::Path;
 
 use serde_json::Value;
 
 use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
+pub(crate) use architecture::Norms;
+pub use architecture::{Architecture, QkNorm};
+use architecture::{Biases, Sliding};
 use perpetua_device::kernels::routing;
 pub use rope::{Rope, RopeScaling};
-
-/// The networks there are, named as in config.json's `architectures`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Architecture {
-    /// `Qwen3ForCausalLM`: RMSNorm on each head's query and key.
-    Qwen3,
-    /// `Qwen3MoeForCausalLM`: Qwen3 whose MLPs are mixtures of experts, all or some.
-    Qwen3Moe,
-    /// `Qwen2ForCausalLM`: biases on q, k and v. Qwen 2.5 is this too.
-    Qwen2,
-    /// `LlamaForCausalLM`.
-    Llama,
-    /// `MistralForCausalLM`: Llama with an optional attention window.
-    Mistral,
-    /// `MixtralForCausalLM`: Mistral whose MLPs are mixtures of experts.
-    Mixtral,
-    /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and MLP, windows in most
-    /// layers, which turn positions by a base of their own.
-    Gemma3,
-    /// `SmolLM3ForCausalLM`: Llama, some of whose layers do not turn queries and keys.
-    SmolLm3,
-    /// `BertModel` and the models with a head on top of it, whose heads are not used: sentence embeddings.
-    Bert,
-    /// `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, with a head on top or without: BERT that counts positions from another row on.
-    Roberta,
-}
-
-impl Architecture {
-    /// Every architecture.
-    pub const ALL: [Architecture; 10] = [
-        Architecture::Qwen3,
-        Architecture::Qwen3Moe,
-        Architecture::Qwen2,
-        Architecture::Llama,
-        Architecture::Mistral,
-        Architecture::Mixtral,
-        Architecture::Gemma3,
-        Architecture::SmolLm3,
-        Architecture::Bert,
-        Architecture::Roberta,
-    ];
-
-    /// Whether its checkpoints have the factors of norms less one.
-    pub const fn has_norms_less_one(self) -> bool {
-        matches!(self, Architecture::Gemma3)
-    }
-
-    /// Whether its MLPs are mixtures of experts.
-    pub const fn has_experts(self) -> bool {
-        matches!(self, Architecture::Qwen3Moe | Architecture::Mixtral)
-    }
-
-    /// The class name in `architectures`.
-    pub const fn class_name(self) -> &'static str {
-        match self {
-            Architecture::Qwen3 => "Qwen3ForCausalLM",
-            Architecture::Qwen3Moe => "Qwen3MoeForCausalLM",
-            Architecture::Qwen2 => "Qwen2ForCausalLM",
-            Architecture::Llama => "LlamaForCausalLM",
-            Architecture::Mistral => "MistralForCausalLM",
-            Architecture::Mixtral => "MixtralForCausalLM",
-            Architecture::Gemma3 => "Gemma3ForCausalLM",
-            Architecture::SmolLm3 => "SmolLM3ForCausalLM",
-            Architecture::Bert => "BertModel",
-            Architecture::Roberta => "RobertaModel",
-        }
-    }
-
-    /// The name in `model_type`.
-    pub const fn model_type(self) -> &'static str {
-        match self {
-            Architecture::Qwen3 => "qwen3",
-            Architecture::Qwen3Moe => "qwen3_moe",
-            Architecture::Qwen2 => "qwen2",
-            Architecture::Llama => "llama",
-            Architecture::Mistral => "mistral",
-            Architecture::Mixtral => "mixtral",
-            Architecture::Gemma3 => "gemma3_text",
-            Architecture::SmolLm3 => "smollm3",
-            Architecture::Bert => "bert",
-            Architecture::Roberta => "roberta",
-        }
-    }
-
-    /// Whether it is an encoder: its vectors are a sentence's, not the next token's.
-    pub const fn is_encoder(self) -> bool {
-        matches!(self, Architecture::Bert | Architecture::Roberta)
-    }
-
-    /// The architecture of a class: its own, the same without a head, or an encoder with one.
-    fn from_class_name(class: &str) -> Option<Architecture> {
-        const HEADS: [&str; 9] = [
-            "Model",
-            "ForMaskedLM",
-            "ForPreTraining",
-            "ForNextSentencePrediction",
-            "ForSequenceClassification",
-            "ForTokenClassification",
-            "ForQuestionAnswering",
-            "ForMultipleChoice",
-            "LMHeadModel",
-        ];
-        match HEADS.iter().find_map(|head| class.strip_suffix(head)) {
-            Some("Bert") => Some(Architecture::Bert),
-            Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
-            _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
-            _ => {
-                let of_text =
-                    |a: &Architecture| class.strip_suffix("Model") == a.class_name().strip_suffix("ForCausalLM");
-                Architecture::ALL.into_iter().find(|a| a.class_name() == class || !a.is_encoder() && of_text(a))
-            }
-        }
-    }
-
-    /// The architecture of a `model_type`.
-    fn from_model_type(name: &str) -> Option<Architecture> {
-        match name {
-            "gemma3" => Some(Architecture::Gemma3),
-            "xlm-roberta" | "camembert" => Some(Architecture::Roberta),
-            _ => Architecture::ALL.into_iter().find(|a| a.model_type() == name),
-        }
-    }
-}
-
-impl fmt::Display for Architecture {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.class_name())
-    }
-}
 
 /// The function between an MLP's two linear layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -195,6 +69,8 @@ pub struct DecoderConfig {
     pub rms_norm_eps: f64,
     /// Per layer, how positions turn queries and keys.
     pub ropes: Vec<Rope>,
+    /// Elements of a head that are turned, the first ones; even.
+    pub rotary_dim: usize,
     /// Scores are divided by its root: `head_dim`, unless the file has another number.
     pub query_scalar: f64,
     /// What embeddings are multiplied with.
@@ -207,8 +83,8 @@ pub struct DecoderConfig {
     pub output_bias: bool,
     /// Whether gate, up and down have biases.
     pub mlp_bias: bool,
-    /// Whether each head's query and key is normalised before RoPE.
-    pub qk_norm: bool,
+    /// What is normalised of queries and keys, before RoPE.
+    pub qk_norm: QkNorm,
     /// The longest context the model was made for.
     pub max_position_embeddings: usize,
     /// Per layer, `Some(n)`: it attends to the last `n` positions only, and `n < max_position_embeddings`.
@@ -451,23 +327,17 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     let n_layers = size("num_hidden_layers", 1..=MAX_LAYERS, 26)?;
     let n_heads = size("num_attention_heads", 1..=MAX_HEADS, 8)?;
 
-    // What each configuration class takes where the key is not in the file.
-    let default_kv_heads = match architecture {
-        _ if fields.has("num_key_value_heads") => n_heads,
-        Architecture::Mistral | Architecture::Mixtral => 8,
-        Architecture::Qwen3Moe | Architecture::Gemma3 | Architecture::SmolLm3 => 4,
-        Architecture::Qwen2 | Architecture::Qwen3 => 32,
-        _ => n_heads,
-    };
-    let n_kv_heads = fields.whole("num_key_value_heads", 1..=MAX_HEADS)?.unwrap_or(default_kv_heads);
+    let traits = architecture.traits();
+    // Null is not as good as missing: it says that there are as many as heads.
+    let default_kv_heads = if fields.has("num_key_value_heads") { None } else { traits.n_kv_heads };
+    let n_kv_heads = fields.whole("num_key_value_heads", 1..=MAX_HEADS)?.or(default_kv_heads).unwrap_or(n_heads);
     if !n_heads.is_multiple_of(n_kv_heads) {
         return Err(fields.wrong("num_key_value_heads", format!("a divisor of num_attention_heads, {n_heads}")));
     }
 
-    let head_dim = match fields.whole("head_dim", 1..=MAX_HEAD_DIM)? {
+    let default_head_dim = if fields.has("head_dim") { None } else { traits.head_dim };
+    let head_dim = match fields.whole("head_dim", 1..=MAX_HEAD_DIM)?.or(default_head_dim) {
         Some(n) => n,
-        None if architecture == Architecture::Qwen3 && !fields.has("head_dim") => 128,
-        None if is_gemma => 256,
         None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
         None => {
             return Err(fields.wrong("num_attention_heads", format!("a divisor of hidden_size, {hidden_size}")));
@@ -482,15 +352,10 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         ));
     }
 
-    let default_positions = match architecture {
-        Architecture::Llama => 2048,
-        Architecture::Mistral | Architecture::Mixtral | Architecture::Gemma3 => 131_072,
-        _ => 32_768,
-    };
     let max_position_embeddings =
-        fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(default_positions);
+        fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(traits.max_position_embeddings);
 
-    let ropes = rope::ropes(fields, architecture, max_position_embeddings)?;
+    let ropes = rope::ropes(fields, architecture, max_position_embeddings, head_dim)?;
     // Files that ask for YaRN often have the number from before.
     let max_position_embeddings = match ropes.full.scaling {
         RopeScaling::Yarn { factor, original_max_position_embeddings: original, .. } => {
@@ -499,15 +364,14 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         _ => max_position_embeddings,
     };
 
-    let flag = |key| Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false));
-    let attention_bias = match architecture {
-        Architecture::Qwen2 => true,
-        Architecture::Mistral | Architecture::Mixtral => false,
-        _ => flag("attention_bias")?,
+    let has = |biases, key| match biases {
+        Biases::Always => Ok(true),
+        Biases::Never => Ok(false),
+        Biases::Said => Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false)),
     };
-    let turns = turning_layers(fields, architecture, n_layers)?;
-    let slides = sliding_layers(fields, architecture, &turns)?;
-    let rope_of = |(slides, turns): (&bool, &bool)| match (slides, turns) {
+    let attention_bias = has(traits.attention_bias, "attention_bias")?;
+    let layers = layers(fields, architecture, n_layers)?;
+    let rope_of = |layer: &Layer| match (layer.slides, layer.turns) {
         (_, false) => Rope::NONE,
         (true, true) => ropes.sliding.clone(),
         (false, true) => ropes.full.clone(),
@@ -516,8 +380,7 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
     const SCALARS: std::ops::RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
         if is_gemma { fields.real("query_pre_attn_scalar", SCALARS)?.unwrap_or(256.0) } else { head_dim as f64 };
-    let (act_key, activates) =
-        if is_gemma { ("hidden_activation", Activation::GeluTanh) } else { ("hidden_act", Activation::Silu) };
+    let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     Ok(DecoderConfig {
         architecture,
         vocab_size: size("vocab_size", 1..=MAX_VOCAB, 262_208)?,
@@ -527,29 +390,45 @@ fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderCon
         n_heads,
         n_kv_heads,
         head_dim,
-        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(match architecture {
-            Architecture::Mixtral => 1e-5,
-            _ => 1e-6,
-        }),
-        ropes: slides.iter().zip(&turns).map(rope_of).collect(),
+        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps),
+        ropes: layers.iter().map(rope_of).collect(),
+        rotary_dim: ropes.dim,
         query_scalar,
         embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
-        tie_word_embeddings: fields
-            .flag("tie_word_embeddings")?
-            .unwrap_or(matches!(architecture, Architecture::Gemma3 | Architecture::SmolLm3)),
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
         attention_bias,
-        output_bias: attention_bias && architecture != Architecture::Qwen2,
-        mlp_bias: matches!(architecture, Architecture::Llama | Architecture::SmolLm3) && flag("mlp_bias")?,
-        qk_norm: matches!(architecture, Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::Gemma3),
+        output_bias: attention_bias && traits.output_bias,
+        mlp_bias: has(traits.mlp_bias, "mlp_bias")?,
+        qk_norm: traits.qk_norm,
         max_position_embeddings,
-        windows: windows(fields, architecture, &slides, max_position_embeddings)?,
-        hidden_act: activation(fields, act_key, activates)?,
+        windows: windows(fields, architecture, &layers, max_position_embeddings)?,
+        hidden_act: activation(fields, act_key, traits.activation)?,
         experts: experts(fields, architecture, n_layers, intermediate_size)?,
         embedding_dim: None,
     })
 }
 
-/// Which layers turn queries and keys by their positions.
+/// What one layer does and another does not.
+#[derive(Clone, Copy)]
+struct Layer {
+    /// It turns queries and keys by their positions.
+    turns: bool,
+    /// It has a window, if the network has one.
+    slides: bool,
+}
+
+fn layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<Layer>, ModelError> {
+    let turns = turning_layers(fields, architecture, n_layers)?;
+    let slides = sliding_layers(fields, architecture, &turns)?;
+    let mut layers: Vec<Layer> =
+        turns.iter().zip(slides).map(|(turns, slides)| Layer { turns: *turns, slides }).collect();
+    if architecture == Architecture::Exaone4 && window(fields, architecture)?.is_some() {
+        layers.iter_mut().for_each(|layer| layer.turns = layer.slides);
+    }
+    Ok(layers)
+}
+
+/// Which layers turn queries and keys by their positions, as far as the file says it by itself.
 fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<bool>, ModelError> {
     if architecture != Architecture::SmolLm3 {
         return Ok(vec![true; n_layers]);
@@ -580,59 +459,56 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
     if !types.is_empty() && types.len() != n_layers {
         return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
     }
-    // Of these, transformers does not ask which layer it is.
-    let is_uniform = matches!(architecture, Architecture::Mixtral | Architecture::Qwen3Moe);
-    if !types.is_empty() && !is_uniform {
-        return Ok(types.iter().map(|kind| *kind == SLIDING).collect());
-    }
-    if architecture == Architecture::Gemma3 {
-        // All but every so many.
-        let pattern = fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)?.unwrap_or(6);
-        return Ok((1..=n_layers).map(|layer| !layer.is_multiple_of(pattern)).collect());
-    }
-    if architecture == Architecture::SmolLm3 {
-        return Ok(turns.iter().map(|turns| !turns).collect());
-    }
-    let first = match architecture {
-        Architecture::Mistral | Architecture::Mixtral | Architecture::Qwen3Moe => 0,
-        _ => fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28),
+    let named = |others: &dyn Fn(usize) -> bool| match types.is_empty() {
+        true => (0..n_layers).map(others).collect(),
+        false => types.iter().map(|kind| *kind == SLIDING).collect(),
     };
-    Ok((0..n_layers).map(|layer| layer >= first).collect())
+    Ok(match architecture.traits().sliding {
+        Sliding::Never => vec![false; n_layers],
+        Sliding::All | Sliding::AllIfUsed => vec![true; n_layers],
+        Sliding::Named => named(&|_| true),
+        Sliding::Later => {
+            let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28);
+            named(&|layer| layer >= first)
+        }
+        Sliding::Most { pattern } => {
+            // What no other key says decides.
+            let said = if types.is_empty() { fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)? } else { None };
+            let pattern = said.unwrap_or(pattern);
+            named(&|layer| !(layer + 1).is_multiple_of(pattern))
+        }
+        Sliding::Still => named(&|layer| !turns[layer]),
+    })
 }
 
-/// The window of each layer that [slides](sliding_layers), where it is smaller than the context.
+/// What `sliding_window` says, or what is so where it is missing, and not null.
+fn window(fields: &Fields<'_>, architecture: Architecture) -> Result<Option<usize>, ModelError> {
+    let default = if fields.has("sliding_window") { None } else { architecture.traits().window };
+    Ok(fields.whole("sliding_window", 1..=MAX_POSITIONS)?.or(default))
+}
+
+/// The window of each layer that slides, where it is smaller than the context.
 fn windows(
     fields: &Fields<'_>,
     architecture: Architecture,
-    slides: &[bool],
+    layers: &[Layer],
     max_position_embeddings: usize,
 ) -> Result<Vec<Option<usize>>, ModelError> {
-    // Where the key is missing, and not null, transformers has one.
-    let window = match fields.whole("sliding_window", 1..=MAX_POSITIONS)? {
-        None if !fields.has("sliding_window")
-            && !matches!(architecture, Architecture::Mixtral | Architecture::SmolLm3) =>
-        {
-            Some(4096)
-        }
-        window => window,
-    };
-    let is_active = match architecture {
-        Architecture::Mistral | Architecture::Mixtral | Architecture::Gemma3 => true,
+    let window = window(fields, architecture)?;
+    let is_active = match architecture.traits().sliding {
+        Sliding::Never => false,
+        Sliding::All | Sliding::Named | Sliding::Most { .. } => true,
         // What the types of its layers say counts, whether windows are used or not.
-        Architecture::SmolLm3 if fields.get("layer_types").is_some() => {
-            if window.is_none() && slides.contains(&true) {
+        Sliding::Still if fields.get("layer_types").is_some() => {
+            if window.is_none() && layers.iter().any(|layer| layer.slides) {
                 return Err(fields.wrong("sliding_window", "a number, for layer_types has sliding_attention"));
             }
             true
         }
-        Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe | Architecture::SmolLm3 => {
-            fields.flag("use_sliding_window")?.unwrap_or(false)
-        }
-        // Llama has no window, whatever the file says.
-        _ => false,
+        Sliding::Later | Sliding::AllIfUsed | Sliding::Still => fields.flag("use_sliding_window")?.unwrap_or(false),
     };
     let window = window.filter(|n| is_active && *n < max_position_embeddings);
-    Ok(slides.iter().map(|slides| window.filter(|_| *slides)).collect())
+    Ok(layers.iter().map(|layer| window.filter(|_| layer.slides)).collect())
 }
 
 fn bert(fields: &Fields<'_>, architecture: Architecture) -> Result<BertConfig, ModelError> {
@@ -672,7 +548,7 @@ fn bert(fields: &Fields<'_>, architecture: Architecture) -> Result<BertConfig, M
         max_position_embeddings,
         first_position,
         type_vocab_size: fields.whole("type_vocab_size", 1..=MAX_VOCAB)?.unwrap_or(2),
-        hidden_act: activation(fields, "hidden_act", Activation::Gelu)?,
+        hidden_act: activation(fields, "hidden_act", architecture.traits().activation)?,
     })
 }
 
@@ -758,7 +634,10 @@ mod tests {
         let config = decoder_of(&tiny);
         assert_eq!(config.windows, [Some(12), None, Some(12)]);
         assert_eq!(config.ropes, [sliding.clone(), full.clone(), sliding.clone()]);
-        assert_eq!((config.query_scalar, config.embedding_scale, config.qk_norm), (168.0, 128f64.sqrt(), true));
+        assert_eq!(
+            (config.query_scalar, config.embedding_scale, config.qk_norm),
+            (168.0, 128f64.sqrt(), QkNorm::Heads)
+        );
         assert_eq!((config.hidden_act, config.tie_word_embeddings), (Activation::GeluTanh, true));
 
         // As the files of those that see have it: a part, with what is not as usual.
@@ -820,7 +699,7 @@ mod tests {
             other => panic!("{other:?}"),
         };
         let qwen3 = open("tiny-qwen3");
-        assert_eq!((qwen3.architecture, qwen3.head_dim, qwen3.qk_norm), (Architecture::Qwen3, 64, true));
+        assert_eq!((qwen3.architecture, qwen3.head_dim, qwen3.qk_norm), (Architecture::Qwen3, 64, QkNorm::Heads));
         assert_eq!(
             (qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.windows.iter().flatten().next()),
             (false, true, None)
@@ -840,7 +719,10 @@ mod tests {
         );
 
         let qwen2 = open("tiny-qwen2");
-        assert_eq!((qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm), (32, true, false, false));
+        assert_eq!(
+            (qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm),
+            (32, true, false, QkNorm::None)
+        );
     }
 
     #[test]
@@ -941,14 +823,15 @@ mod tests {
     fn what_is_not_done_is_refused_by_name() {
         let refused = |change: Value| parse(&with(llama(), &change)).expect_err("must be refused");
         assert_eq!(
-            refused(json!({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}})),
-            "config.json: rope_scaling.rope_type: \"longrope\" is not supported; supported: default, linear, llama3, yarn"
+            refused(json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})),
+            "config.json: rope_scaling.rope_type: \"dynamic\" is not supported; supported: default, linear, llama3, yarn, \
+             longrope"
         );
         assert_eq!(
             refused(json!({"architectures": ["GptOssForCausalLM"]})),
             "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
              Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
-             SmolLM3ForCausalLM, BertModel, RobertaModel"
+             SmolLM3ForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel"
         );
         for (change, word) in [
             (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -1016,9 +899,9 @@ mod tests {
         let turns = |config: &DecoderConfig| config.ropes.iter().map(|rope| *rope != Rope::NONE).collect::<Vec<_>>();
         let usual = of(json!({}));
         assert_eq!(turns(&usual), [true, true, true, false, true]);
-        assert_eq!((usual.ropes[0].theta, usual.tie_word_embeddings, usual.qk_norm), (2e6, true, false));
+        assert_eq!((usual.ropes[0].theta, usual.tie_word_embeddings, usual.qk_norm), (2e6, true, QkNorm::None));
         assert_eq!(usual.windows, [None; 5]);
-        assert_eq!(usual.ropes[3].inverse_frequencies(8), [0.0; 4]);
+        assert_eq!(usual.ropes[3].inverse_frequencies(8, 4096), [0.0; 4]);
         assert_eq!(turns(&of(json!({"no_rope_layer_interval": 2}))), [true, false, true, false, true]);
         let given = json!({"no_rope_layers": [0, 1, 1, 1, 0, 1], "use_sliding_window": true, "sliding_window": 16});
         let given = of(given);
@@ -1032,6 +915,35 @@ mod tests {
             let message = parse(&with(base(), &change)).expect_err(expected);
             assert!(message.contains(expected), "{message}");
         }
+    }
+
+    #[test]
+    fn exaone_4_turns_where_it_slides() {
+        let base = || with(llama(), &json!({"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 4}));
+        let of = |change: Value| decoder_of(&with(base(), &change));
+        let turns = |config: &DecoderConfig| config.ropes.iter().map(|rope| *rope != Rope::NONE).collect::<Vec<_>>();
+        let usual = of(json!({}));
+        assert_eq!(usual.windows, [Some(4096), Some(4096), Some(4096), None]);
+        assert_eq!(turns(&usual), [true, true, true, false]);
+        assert_eq!((usual.qk_norm, usual.rms_norm_eps), (QkNorm::Heads, 1e-5));
+        // Without a window all turn, even if the types of layers are said.
+        let types = json!(["sliding_attention", "full_attention", "full_attention", "full_attention"]);
+        let none = of(json!({"sliding_window": null, "layer_types": types}));
+        assert_eq!((turns(&none), &none.windows[..]), (vec![true; 4], &[None; 4][..]));
+        let some = of(json!({"sliding_window": 16, "sliding_window_pattern": 2}));
+        assert_eq!((turns(&some), &some.windows[..2]), (vec![true, false, true, false], &[Some(16), None][..]));
+    }
+
+    #[test]
+    fn olmo_normalises_rows() {
+        let olmo = |class: &str| with(llama(), &json!({"architectures": [class], "num_hidden_layers": 4}));
+        let two = decoder_of(&olmo("Olmo2ForCausalLM"));
+        assert_eq!((two.qk_norm, two.ropes[0].theta, &two.windows[..]), (QkNorm::Rows, 1e4, &[None; 4][..]));
+        let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024});
+        let three = decoder_of(&with(olmo("Olmo3ForCausalLM"), &json!({"rope_scaling": yarn, "rope_theta": 5e4})));
+        assert_eq!(three.windows, [Some(4096), Some(4096), Some(4096), None]);
+        assert_eq!(three.ropes[0], Rope { theta: 5e4, scaling: RopeScaling::Default });
+        assert!(matches!(three.ropes[3], Rope { theta: 5e4, scaling: RopeScaling::Yarn { factor: 8.0, .. } }));
     }
 
     #[test]
@@ -1123,7 +1035,7 @@ mod tests {
             match parse(&with(llama(), &json!({key: value}))) {
                 Ok(ModelConfig::Decoder(c)) => {
                     prop_assert!(c.n_heads % c.n_kv_heads == 0 && c.head_dim % 2 == 0);
-                    prop_assert!(c.ropes[0].inverse_frequencies(c.head_dim).iter().all(|f| f.is_finite()));
+                    prop_assert!(c.ropes[0].inverse_frequencies(c.rotary_dim, 4096).iter().all(|f| f.is_finite()));
                 }
                 Ok(ModelConfig::Bert(_)) => {}
                 Err(message) => prop_assert!(!message.contains('\n'), "{}", message),

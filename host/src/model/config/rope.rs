@@ -54,32 +54,46 @@ pub enum RopeScaling {
         /// The context of the first training.
         original_max_position_embeddings: usize,
     },
+    /// LongRoPE (Ding et al., 2024): each pair's frequency divided by a number of its own, found by search, and attention sharpened.
+    LongRope {
+        /// The numbers for a context no longer than the first training's, one a pair.
+        short: Vec<f64>,
+        /// Those for a longer one.
+        long: Vec<f64>,
+        /// What queries and keys are multiplied with, each.
+        attention_factor: f64,
+        /// The context of the first training.
+        original_max_position_embeddings: usize,
+    },
 }
 
 impl Rope {
     /// That of a layer that has none.
     pub const NONE: Rope = Rope { theta: 1.0, scaling: RopeScaling::Still };
 
-    /// What a query's product with a key is multiplied with, beside the attention's own scale: the square of what each is.
-    pub fn score_factor(&self) -> f64 {
+    /// What is turned of queries and keys is multiplied with this.
+    pub fn factor(&self) -> f64 {
         match self.scaling {
-            RopeScaling::Yarn { attention_factor, .. } => attention_factor * attention_factor,
+            RopeScaling::Yarn { attention_factor, .. } | RopeScaling::LongRope { attention_factor, .. } => {
+                attention_factor
+            }
             _ => 1.0,
         }
     }
 
-    /// `head_dim / 2` frequencies in radians per position, in f32 step by step as `transformers` computes them, because
-    /// at large positions the rounding of a frequency is seen in the logits.
-    pub fn inverse_frequencies(&self, head_dim: usize) -> Vec<f32> {
-        let powers = (0..head_dim / 2).map(|i| {
-            let exponent = (2 * i) as f32 / head_dim as f32;
+    /// `dim / 2` frequencies in radians per position, of heads of which `dim` elements are turned, where there may be `context` positions. In
+    /// f32 step by step as `transformers` computes them, because at large positions the rounding of a frequency is seen in the logits. (Which
+    /// numbers of LongRoPE it takes, that library decides by the text so far, whose earlier keys were turned by the others.)
+    pub fn inverse_frequencies(&self, dim: usize, context: usize) -> Vec<f32> {
+        let powers = (0..dim / 2).map(|i| {
+            let exponent = (2 * i) as f32 / dim as f32;
             // The power is taken in f64 and rounded once: what a well-rounded f32 `pow` gives on any machine.
             f64::from(self.theta as f32).powf(f64::from(exponent)) as f32
         });
         let frequencies = powers.clone().map(|power| 1.0 / power);
         match self.scaling {
             RopeScaling::Default => frequencies.collect(),
-            RopeScaling::Still => vec![0.0; head_dim / 2],
+            RopeScaling::Still => vec![0.0; dim / 2],
             RopeScaling::Linear { factor } => frequencies.map(|f| f / factor as f32).collect(),
             RopeScaling::Llama3 {
                 factor,
@@ -110,11 +124,11 @@ impl Rope {
                 // The pair, as a number of dimensions, that turns so often in the first training's context.
                 let pair = |turns: f64| {
                     let wavelen = original_max_position_embeddings as f64 / (turns * std::f64::consts::TAU);
-                    head_dim as f64 * wavelen.ln() / (2.0 * self.theta.ln())
+                    dim as f64 * wavelen.ln() / (2.0 * self.theta.ln())
                 };
                 let (low, high) = (pair(beta_fast), pair(beta_slow));
                 let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
-                let (low, high) = (low.max(0.0), high.min(head_dim as f64 - 1.0));
+                let (low, high) = (low.max(0.0), high.min(dim as f64 - 1.0));
                 // A ramp of no length is a step.
                 let width = if low == high { 0.001 } else { high - low };
                 powers
@@ -124,6 +138,10 @@ impl Rope {
                         1.0 / (factor as f32 * power) * (1.0 - kept) + 1.0 / power * kept
                     })
                     .collect()
+            }
+            RopeScaling::LongRope { ref short, ref long, original_max_position_embeddings: original, .. } => {
+                let divisors = if context > original { long } else { short };
+                powers.zip(divisors).map(|(power, divisor)| 1.0 / (*divisor as f32 * power)).collect()
             }
         }
     }
@@ -136,6 +154,8 @@ const ORIGINAL: &str = "original_max_position_embeddings";
 pub(super) struct Ropes {
     pub(super) full: Rope,
     pub(super) sliding: Rope,
+    /// How many elements of a head they turn, the first ones.
+    pub(super) dim: usize,
 }
 
 /// What a config.json says of them. Older files have the keys of one embedding beside all others, or in `rope_scaling`; newer ones in
@@ -144,11 +164,13 @@ pub(super) fn ropes(
     fields: &Fields<'_>,
     architecture: Architecture,
     max_position_embeddings: usize,
+    head_dim: usize,
 ) -> Result<Ropes, ModelError> {
+    let traits = architecture.traits();
     let filled = |key| Ok::<_, ModelError>(fields.object(key)?.filter(|given| given.entries().next().is_some()));
     let (old, new) = (filled("rope_scaling")?, filled("rope_parameters")?);
-    if architecture == Architecture::Gemma3 {
-        return ropes_of_gemma(fields, old, new, max_position_embeddings);
+    if traits.ropes_by_type {
+        return ropes_by_type(fields, architecture, [old, new], max_position_embeddings, head_dim);
     }
     let given = old.or(new);
     let by_type = given.as_ref().filter(|given| is_by_type(given));
@@ -165,13 +187,30 @@ pub(super) fn ropes(
         }
         None => given,
     };
-    let default_theta = match architecture {
-        Architecture::Mixtral => 1e6,
-        Architecture::SmolLm3 => 2e6,
-        _ => 1e4,
+    let is_phi = architecture == Architecture::Phi3;
+    let original = original.or(is_phi.then_some(PHI_ORIGINAL));
+    let dim = match is_phi {
+        true => turned(fields, given.as_ref(), head_dim)?,
+        false => head_dim,
     };
-    let full = rope(fields, given, ("rope_theta", default_theta), original, max_position_embeddings)?;
-    Ok(Ropes { sliding: full.clone(), full })
+    let shape = Shape { architecture, original, max_position_embeddings, dim };
+    let full = rope(fields, given, ("rope_theta", traits.rope_theta), shape)?;
+    Ok(Ropes { sliding: full.clone(), full, dim })
+}
+
+/// The context of Phi 3's first training, where its file does not say.
+const PHI_ORIGINAL: usize = 4096;
+
+/// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others.
+fn turned(fields: &Fields<'_>, given: Option<&Fields<'_>>, head_dim: usize) -> Result<usize, ModelError> {
+    const KEY: &str = "partial_rotary_factor";
+    let fields = given.filter(|given| given.get(KEY).is_some()).unwrap_or(fields);
+    let part = fields.real(KEY, 0.0..=1.0)?.unwrap_or(1.0);
+    let dim = (head_dim as f64 * part) as usize;
+    if dim == 0 || !dim.is_multiple_of(2) {
+        return Err(fields.wrong(KEY, format!("an even number of a head's {head_dim} elements, at least 2")));
+    }
+    Ok(dim)
 }
 
 /// Whether each type of layer has keys of its own, or null.
@@ -180,21 +219,24 @@ fn is_by_type(given: &Fields<'_>) -> bool {
     LAYER_TYPES.iter().any(|name| given.has(name)) || given.entries().all(|(_, value)| value.is_object())
 }
 
-/// Gemma 3's: each type of layer has its own, and what is not given is as usual. Keys of older files, `old`, are those of layers without
-/// a window.
-fn ropes_of_gemma(
+/// Where each type of layer has its own, and what is not given is as usual. Keys of older files, `old`, are those of layers without a window.
+fn ropes_by_type(
     fields: &Fields<'_>,
-    old: Option<Fields<'_>>,
-    new: Option<Fields<'_>>,
+    architecture: Architecture,
+    [old, new]: [Option<Fields<'_>>; 2],
     max_position_embeddings: usize,
+    head_dim: usize,
 ) -> Result<Ropes, ModelError> {
     if new.as_ref().is_some_and(|new| !is_by_type(new)) {
         // transformers does not heed them.
         return Err(fields.wrong("rope_parameters", "keys of full_attention and of sliding_attention"));
     }
     let of_type = |name| new.as_ref().map_or(Ok(None), |new| new.object(name));
-    let of = |given, theta| rope(fields, given, theta, None, max_position_embeddings);
-    let sliding = of(of_type("sliding_attention")?, ("rope_local_base_freq", 1e4))?;
+    let shape = Shape { architecture, original: None, max_position_embeddings, dim: head_dim };
+    let of = |given, theta| rope(fields, given, theta, shape);
+    let theta = ("rope_theta", architecture.traits().rope_theta);
+    let of_sliding = if architecture == Architecture::Gemma3 { ("rope_local_base_freq", 1e4) } else { theta };
+    let sliding = of(of_type("sliding_attention")?, of_sliding)?;
     let mut full = of_type("full_attention")?;
     let mut merged = Map::new();
     let merged_value;
@@ -208,20 +250,30 @@ fn ropes_of_gemma(
         merged_value = Value::Object([("rope_scaling".to_owned(), Value::Object(merged))].into_iter().collect());
         full = Fields::new(fields.path(), &merged_value)?.object("rope_scaling")?;
     }
-    Ok(Ropes { full: of(full, ("rope_theta", 1e6))?, sliding })
+    Ok(Ropes { full: of(full, theta)?, sliding, dim: head_dim })
+}
+
+/// What an embedding's keys are understood by.
+#[derive(Clone, Copy)]
+struct Shape {
+    architecture: Architecture,
+    /// The context of the first training as it is said beside all others, where that counts.
+    original: Option<usize>,
+    max_position_embeddings: usize,
+    /// How many elements of a head are turned.
+    dim: usize,
 }
 
 /// One embedding, of which `given` has the keys that are not beside all others; the base is there called as `theta` says, and has a default.
-/// `original` is the context of the first training as it is said beside all others, where that counts.
 fn rope(
     fields: &Fields<'_>,
     given: Option<Fields<'_>>,
     (theta_key, default_theta): (&str, f64),
-    original: Option<usize>,
-    max_position_embeddings: usize,
+    Shape { architecture, original, max_position_embeddings, dim }: Shape,
 ) -> Result<Rope, ModelError> {
-    const KINDS: &str = "default, linear, llama3, yarn";
+    const KINDS: &str = "default, linear, llama3, yarn, longrope";
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=1e15;
+    let is_phi = architecture == Architecture::Phi3;
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
     let mut partial = fields.clone();
     if let Some(given) = given {
@@ -249,6 +301,9 @@ fn rope(
                     original_max_position_embeddings: original()?,
                 }
             }
+            "longrope" => longrope(&given, original()?, max_position_embeddings, dim)?,
+            // The same, as older files of Phi 3's have it.
+            "su" | "yarn" if is_phi => longrope(&given, original()?, max_position_embeddings, dim)?,
             "yarn" => yarn(&given, original()?, max_position_embeddings)?,
             _ => return Err(given.unsupported(kind_key, KINDS)),
         };
@@ -256,7 +311,7 @@ fn rope(
             partial = given;
         }
     }
-    if partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
+    if !is_phi && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
         return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
     }
     let theta = match theta {
@@ -267,6 +322,36 @@ fn rope(
         return Err(ModelError::key(fields.path(), theta_key, theta.to_string(), "more than 1 (YaRN)"));
     }
     Ok(Rope { theta, scaling })
+}
+
+/// LongRoPE, where the first training's context was `original` and `dim` elements of a head are turned.
+fn longrope(
+    given: &Fields<'_>,
+    original: usize,
+    max_position_embeddings: usize,
+    dim: usize,
+) -> Result<RopeScaling, ModelError> {
+    let divisors = |key| match given.reals(key, 1e-6..=1e9)? {
+        Some(list) if list.len() == dim / 2 => Ok(list),
+        Some(list) => Err(ModelError::key(
+            given.path(),
+            key,
+            format!("{} numbers", list.len()),
+            format!("{}, one for each two of the {dim} elements of a head that are turned", dim / 2),
+        )),
+        None => Err(given.wrong(key, "a list of numbers")),
+    };
+    let (short, long) = (divisors("short_factor")?, divisors("long_factor")?);
+    let factor = match given.real("factor", 1e-3..=1e6)? {
+        Some(factor) => factor,
+        None => max_position_embeddings as f64 / original as f64,
+    };
+    let attention_factor = match given.real("attention_factor", 1e-3..=1e3)? {
+        Some(factor) => factor,
+        None if factor <= 1.0 || original == 1 => 1.0,
+        None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+    };
+    Ok(RopeScaling::LongRope { short, long, attention_factor, original_max_position_embeddings: original })
 }
 
 /// YaRN, where the first training's context was `original`.
@@ -323,7 +408,7 @@ mod tests {
         let change = json!({"rope_scaling": scaling, "rope_theta": 1e6, "max_position_embeddings": 40960});
         let config = decoder_of(&with(llama(), &change));
         assert_eq!(config.max_position_embeddings, 131_072);
-        let all = config.ropes[0].inverse_frequencies(128);
+        let all = config.ropes[0].inverse_frequencies(128, 4096);
         let (kept, expected) = (
             [0, 23, 24, 30, 39, 40, 41, 63],
             [
@@ -338,7 +423,7 @@ mod tests {
             ],
         );
         near(&kept.map(|i| all[i]), &expected);
-        assert!((config.ropes[0].score_factor() - 1.138_629_436_111_989f64.powi(2)).abs() < 1e-12);
+        assert!((config.ropes[0].factor() - 1.138_629_436_111_989).abs() < 1e-12);
 
         let scaling = json!({"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "truncate": false,
                              "mscale": 1.0, "mscale_all_dim": 1.0});
@@ -355,26 +440,26 @@ mod tests {
             0.001_25,
             0.000_702_926_656_487_936_4,
         ];
-        near(&rope.inverse_frequencies(32)[..10], &expected);
-        assert_eq!(rope.score_factor(), 1.0);
+        near(&rope.inverse_frequencies(32, 4096)[..10], &expected);
+        assert_eq!(rope.factor(), 1.0);
         // No factor: what the file's numbers of positions say.
         let scaling = json!({"type": "yarn", "original_max_position_embeddings": 1024, "attention_factor": 1.5});
         let rope = decoder_of(&with(llama(), &json!({"rope_scaling": scaling, "max_position_embeddings": 4096}))).ropes
             [0]
         .clone();
         assert!(matches!(rope.scaling, RopeScaling::Yarn { factor: 4.0, beta_fast: 32.0, beta_slow: 1.0, .. }));
-        assert_eq!(rope.score_factor(), 2.25);
+        assert_eq!(rope.factor(), 1.5);
     }
 
     /// Values made with every operation rounded to f32 by a program of its own.
     #[test]
     fn inverse_frequencies_are_those_of_the_reference() {
-        let plain = Rope { theta: 1e6, scaling: RopeScaling::Default }.inverse_frequencies(128);
+        let plain = Rope { theta: 1e6, scaling: RopeScaling::Default }.inverse_frequencies(128, 4096);
         assert_eq!(plain.len(), 64);
         for (i, expected) in [(0, 1.0), (1, 0.805_842_2), (31, 0.001_240_937_9), (63, 1.240_937_8e-6)] {
             assert_close(plain[i], expected);
         }
-        let linear = Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 4.0 } }.inverse_frequencies(128);
+        let linear = Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 4.0 } }.inverse_frequencies(128, 4096);
         assert!(plain.iter().zip(&linear).all(|(a, b)| a / 4.0 == *b));
 
         let scaling = RopeScaling::Llama3 {
@@ -383,7 +468,7 @@ mod tests {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8192,
         };
-        let llama = Rope { theta: 500_000.0, scaling }.inverse_frequencies(64);
+        let llama = Rope { theta: 500_000.0, scaling }.inverse_frequencies(64, 4096);
         for (i, expected) in [
             (0, 1.0),
             (1, 0.663_601_3),
@@ -396,6 +481,45 @@ mod tests {
         ] {
             assert_close(llama[i], expected);
         }
+    }
+
+    /// Values of `transformers` 5.24, for the fixture.
+    #[test]
+    fn longrope_goes_by_the_context() {
+        let dir = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-phi3");
+        let file = crate::model::json::read_value(&dir.join("config.json")).expect("JSON");
+        let config = decoder_of(&file);
+        assert_eq!((config.head_dim, config.rotary_dim), (32, 24));
+        let of = |context| config.ropes[0].inverse_frequencies(config.rotary_dim, context);
+        let expected =
+            [(64, [0.455_057_74, 0.209_168_42, 0.000_143_628_95]), (65, [0.421_962_6, 0.165_725_74, 7.181_448e-6])];
+        for (context, expected) in expected {
+            let found = of(context);
+            assert_eq!((found.len(), found[0]), (12, 1.0));
+            [1, 2, 11].into_iter().zip(expected).for_each(|(i, expected)| assert_close(found[i], expected));
+        }
+        assert!((config.ropes[0].factor() - 1.5f64.sqrt()).abs() < 1e-12, "the root of 1 + ln(8) / ln(64)");
+        // By its older name and keys; as plain as the older ones are; what is wrong.
+        let scaling = |change: &serde_json::Value| {
+            let scaling = with(file["rope_parameters"].clone(), &json!({"rope_type": null, "type": "su"}));
+            with(file.clone(), &json!({"rope_parameters": null, "rope_scaling": with(scaling, change)}))
+        };
+        assert_eq!(decoder_of(&scaling(&json!({}))), config);
+        let plain = decoder_of(&with(file.clone(), &json!({"rope_parameters": null, "partial_rotary_factor": null})));
+        assert_eq!((&plain.ropes[0].scaling, plain.rotary_dim), (&RopeScaling::Default, 32));
+        for (change, expected) in [
+            (json!({"short_factor": [1, 2]}), "short_factor: 2 numbers, expected 12, one for each two of the 24"),
+            (json!({"long_factor": null}), "long_factor: missing, expected a list of numbers"),
+            (json!({"long_factor": vec![0; 12]}), "long_factor"),
+            (json!({"partial_rotary_factor": 0.02}), "partial_rotary_factor: 0.02, expected an even number"),
+        ] {
+            let message = crate::model::ModelConfig::from_value(std::path::Path::new("config.json"), &scaling(&change));
+            let message = message.expect_err(expected).to_string();
+            assert!(message.contains(expected), "{message}");
+        }
+        let llama = with(llama(), &json!({"partial_rotary_factor": 0.5}));
+        let message = crate::model::ModelConfig::from_value(std::path::Path::new("config.json"), &llama);
+        assert!(message.expect_err("a part").to_string().contains("the whole head is turned"));
     }
 
     fn assert_close(given: f32, expected: f32) {

@@ -1,0 +1,371 @@
+//! The networks there are, and what sets each apart: a row of [`Traits`] for each.
+
+use std::fmt;
+
+use super::Activation;
+
+/// The networks there are, named as in config.json's `architectures`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Architecture {
+    /// `Qwen3ForCausalLM`: RMSNorm on each head's query and key.
+    Qwen3,
+    /// `Qwen3MoeForCausalLM`: Qwen3 whose MLPs are mixtures of experts, all or some.
+    Qwen3Moe,
+    /// `Qwen2ForCausalLM`: biases on q, k and v. Qwen 2.5 is this too.
+    Qwen2,
+    /// `LlamaForCausalLM`.
+    Llama,
+    /// `MistralForCausalLM`: Llama with an optional attention window.
+    Mistral,
+    /// `MixtralForCausalLM`: Mistral whose MLPs are mixtures of experts.
+    Mixtral,
+    /// `Gemma3ForCausalLM`, and the text half of `Gemma3ForConditionalGeneration`: norms before and after attention and MLP, windows in most
+    /// layers, which turn positions by a base of their own.
+    Gemma3,
+    /// `SmolLM3ForCausalLM`: Llama, some of whose layers do not turn queries and keys.
+    SmolLm3,
+    /// `Phi3ForCausalLM`: Llama whose q, k and v are one matrix, as are gate and up. Phi 4 is this too.
+    Phi3,
+    /// `Olmo2ForCausalLM`: norms after attention and MLP, and on all queries and all keys of a row.
+    Olmo2,
+    /// `Olmo3ForCausalLM`: OLMo 2, most of whose layers have a window.
+    Olmo3,
+    /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have windows, the others do not turn
+    /// queries and keys.
+    Exaone4,
+    /// `BertModel` and the models with a head on top of it, whose heads are not used: sentence embeddings.
+    Bert,
+    /// `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, with a head on top or without: BERT that counts positions from another row on.
+    Roberta,
+}
+
+/// Where the norms of a decoder's layer stand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Norms {
+    /// Before attention and before the MLP.
+    Before,
+    /// After each, before what it made is added to the row.
+    After,
+    /// Both.
+    Around,
+}
+
+/// What is normalised of queries and keys, before RoPE.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QkNorm {
+    /// Nothing.
+    None,
+    /// Each head by itself.
+    Heads,
+    /// All queries of a row together, and all keys.
+    Rows,
+}
+
+/// Whether linear layers have biases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Biases {
+    Always,
+    Never,
+    /// If the file says so.
+    Said,
+}
+
+/// Which layers have a window, where there is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sliding {
+    /// None, whatever the file says.
+    Never,
+    /// All of them, whatever it says of types of layers.
+    All,
+    /// Those from `max_window_layers` on, or those that `layer_types` names, if `use_sliding_window`.
+    Later,
+    /// All of them, if `use_sliding_window`.
+    AllIfUsed,
+    /// All, or those that `layer_types` names.
+    Named,
+    /// Those that `layer_types` names; else all but every so many.
+    Most {
+        /// How many, where the file does not say.
+        pattern: usize,
+    },
+    /// Those that do not turn queries and keys, if `use_sliding_window`; or those that `layer_types` names.
+    Still,
+}
+
+/// What is known of an architecture beside its configuration, and what its configuration class takes where the file lacks a key.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Traits {
+    /// The name in `architectures`.
+    pub(super) class_name: &'static str,
+    /// The name in `model_type`.
+    pub(super) model_type: &'static str,
+    pub(super) is_encoder: bool,
+    pub(super) norms: Norms,
+    /// Checkpoints have the norms' factors less one.
+    pub(super) norms_less_one: bool,
+    pub(super) qk_norm: QkNorm,
+    /// q, k and v are one matrix, as are gate and up.
+    pub(super) is_fused: bool,
+    pub(super) has_experts: bool,
+    pub(super) attention_bias: Biases,
+    /// The attention's output has a bias where q, k and v have.
+    pub(super) output_bias: bool,
+    pub(super) mlp_bias: Biases,
+    pub(super) activation: Activation,
+    pub(super) sliding: Sliding,
+    /// The window where `sliding_window` is missing, and not null.
+    pub(super) window: Option<usize>,
+    /// Each type of layer may have a RoPE of its own.
+    pub(super) ropes_by_type: bool,
+    /// Key and value heads; `None`: as many as query heads.
+    pub(super) n_kv_heads: Option<usize>,
+    /// `None`: `hidden_size / n_heads`.
+    pub(super) head_dim: Option<usize>,
+    pub(super) max_position_embeddings: usize,
+    pub(super) rms_norm_eps: f64,
+    pub(super) rope_theta: f64,
+    pub(super) tie_word_embeddings: bool,
+}
+
+/// What most have.
+const USUAL: Traits = Traits {
+    class_name: "",
+    model_type: "",
+    is_encoder: false,
+    norms: Norms::Before,
+    norms_less_one: false,
+    qk_norm: QkNorm::None,
+    is_fused: false,
+    has_experts: false,
+    attention_bias: Biases::Said,
+    output_bias: true,
+    mlp_bias: Biases::Never,
+    activation: Activation::Silu,
+    sliding: Sliding::Never,
+    window: Some(4096),
+    ropes_by_type: false,
+    n_kv_heads: None,
+    head_dim: None,
+    max_position_embeddings: 32_768,
+    rms_norm_eps: 1e-6,
+    rope_theta: 1e4,
+    tie_word_embeddings: false,
+};
+
+const QWEN: Traits = Traits { sliding: Sliding::Later, n_kv_heads: Some(32), ..USUAL };
+
+const MISTRAL: Traits = Traits {
+    attention_bias: Biases::Never,
+    sliding: Sliding::Named,
+    n_kv_heads: Some(8),
+    max_position_embeddings: 131_072,
+    ..USUAL
+};
+
+const OLMO: Traits =
+    Traits { norms: Norms::After, qk_norm: QkNorm::Rows, max_position_embeddings: 2048, rms_norm_eps: 1e-5, ..USUAL };
+
+const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu, ..USUAL };
+
+impl Architecture {
+    /// Every architecture.
+    pub const ALL: [Architecture; 14] = [
+        Architecture::Qwen3,
+        Architecture::Qwen3Moe,
+        Architecture::Qwen2,
+        Architecture::Llama,
+        Architecture::Mistral,
+        Architecture::Mixtral,
+        Architecture::Gemma3,
+        Architecture::SmolLm3,
+        Architecture::Phi3,
+        Architecture::Olmo2,
+        Architecture::Olmo3,
+        Architecture::Exaone4,
+        Architecture::Bert,
+        Architecture::Roberta,
+    ];
+
+    /// See [`Traits`].
+    pub(super) const fn traits(self) -> Traits {
+        match self {
+            Architecture::Qwen3 => Traits {
+                class_name: "Qwen3ForCausalLM",
+                model_type: "qwen3",
+                qk_norm: QkNorm::Heads,
+                head_dim: Some(128),
+                ..QWEN
+            },
+            Architecture::Qwen3Moe => Traits {
+                class_name: "Qwen3MoeForCausalLM",
+                model_type: "qwen3_moe",
+                qk_norm: QkNorm::Heads,
+                has_experts: true,
+                sliding: Sliding::AllIfUsed,
+                n_kv_heads: Some(4),
+                ..QWEN
+            },
+            Architecture::Qwen2 => Traits {
+                class_name: "Qwen2ForCausalLM",
+                model_type: "qwen2",
+                attention_bias: Biases::Always,
+                output_bias: false,
+                ..QWEN
+            },
+            Architecture::Llama => Traits {
+                class_name: "LlamaForCausalLM",
+                model_type: "llama",
+                mlp_bias: Biases::Said,
+                max_position_embeddings: 2048,
+                ..USUAL
+            },
+            Architecture::Mistral => Traits { class_name: "MistralForCausalLM", model_type: "mistral", ..MISTRAL },
+            Architecture::Mixtral => Traits {
+                class_name: "MixtralForCausalLM",
+                model_type: "mixtral",
+                has_experts: true,
+                sliding: Sliding::All,
+                window: None,
+                rms_norm_eps: 1e-5,
+                rope_theta: 1e6,
+                ..MISTRAL
+            },
+            Architecture::Gemma3 => Traits {
+                class_name: "Gemma3ForCausalLM",
+                model_type: "gemma3_text",
+                norms: Norms::Around,
+                norms_less_one: true,
+                qk_norm: QkNorm::Heads,
+                activation: Activation::GeluTanh,
+                sliding: Sliding::Most { pattern: 6 },
+                ropes_by_type: true,
+                n_kv_heads: Some(4),
+                head_dim: Some(256),
+                max_position_embeddings: 131_072,
+                rope_theta: 1e6,
+                tie_word_embeddings: true,
+                ..USUAL
+            },
+            Architecture::SmolLm3 => Traits {
+                class_name: "SmolLM3ForCausalLM",
+                model_type: "smollm3",
+                mlp_bias: Biases::Said,
+                sliding: Sliding::Still,
+                window: None,
+                n_kv_heads: Some(4),
+                rope_theta: 2e6,
+                tie_word_embeddings: true,
+                ..USUAL
+            },
+            Architecture::Phi3 => Traits {
+                class_name: "Phi3ForCausalLM",
+                model_type: "phi3",
+                is_fused: true,
+                attention_bias: Biases::Never,
+                sliding: Sliding::All,
+                window: None,
+                max_position_embeddings: 4096,
+                rms_norm_eps: 1e-5,
+                ..USUAL
+            },
+            Architecture::Olmo2 => Traits { class_name: "Olmo2ForCausalLM", model_type: "olmo2", ..OLMO },
+            Architecture::Olmo3 => Traits {
+                class_name: "Olmo3ForCausalLM",
+                model_type: "olmo3",
+                sliding: Sliding::Most { pattern: 4 },
+                ropes_by_type: true,
+                rope_theta: 5e5,
+                ..OLMO
+            },
+            Architecture::Exaone4 => Traits {
+                class_name: "Exaone4ForCausalLM",
+                model_type: "exaone4",
+                norms: Norms::After,
+                qk_norm: QkNorm::Heads,
+                attention_bias: Biases::Never,
+                sliding: Sliding::Most { pattern: 4 },
+                n_kv_heads: Some(32),
+                max_position_embeddings: 2048,
+                rms_norm_eps: 1e-5,
+                ..USUAL
+            },
+            Architecture::Bert => Traits { class_name: "BertModel", model_type: "bert", ..ENCODER },
+            Architecture::Roberta => Traits { class_name: "RobertaModel", model_type: "roberta", ..ENCODER },
+        }
+    }
+
+    /// The class name in `architectures`.
+    pub const fn class_name(self) -> &'static str {
+        self.traits().class_name
+    }
+
+    /// The name in `model_type`.
+    pub const fn model_type(self) -> &'static str {
+        self.traits().model_type
+    }
+
+    /// Whether it is an encoder: its vectors are a sentence's, not the next token's.
+    pub const fn is_encoder(self) -> bool {
+        self.traits().is_encoder
+    }
+
+    /// Whether its checkpoints have the factors of norms less one.
+    pub const fn has_norms_less_one(self) -> bool {
+        self.traits().norms_less_one
+    }
+
+    /// Whether its MLPs are mixtures of experts.
+    pub const fn has_experts(self) -> bool {
+        self.traits().has_experts
+    }
+
+    /// Whether its checkpoints have q, k and v as one matrix, and gate and up as one.
+    pub const fn is_fused(self) -> bool {
+        self.traits().is_fused
+    }
+
+    /// Where a layer's norms stand.
+    pub(crate) const fn norms(self) -> Norms {
+        self.traits().norms
+    }
+
+    /// The architecture of a class: its own, the same without a head, or an encoder with one.
+    pub(super) fn from_class_name(class: &str) -> Option<Architecture> {
+        const HEADS: [&str; 9] = [
+            "Model",
+            "ForMaskedLM",
+            "ForPreTraining",
+            "ForNextSentencePrediction",
+            "ForSequenceClassification",
+            "ForTokenClassification",
+            "ForQuestionAnswering",
+            "ForMultipleChoice",
+            "LMHeadModel",
+        ];
+        match HEADS.iter().find_map(|head| class.strip_suffix(head)) {
+            Some("Bert") => Some(Architecture::Bert),
+            Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
+            _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
+            _ => {
+                let of_text =
+                    |a: &Architecture| class.strip_suffix("Model") == a.class_name().strip_suffix("ForCausalLM");
+                Architecture::ALL.into_iter().find(|a| a.class_name() == class || !a.is_encoder() && of_text(a))
+            }
+        }
+    }
+
+    /// The architecture of a `model_type`.
+    pub(super) fn from_model_type(name: &str) -> Option<Architecture> {
+        match name {
+            "gemma3" => Some(Architecture::Gemma3),
+            "xlm-roberta" | "camembert" => Some(Architecture::Roberta),
+            _ => Architecture::ALL.into_iter().find(|a| a.model_type() == name),
+        }
+    }
+}
+
+impl fmt::Display for Architecture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.class_name())
+    }
+}
