@@ -20,6 +20,7 @@
 
 use super::memory::{MemoryError, WeightSource, read_f32, weight_parts};
 use super::operators::operators;
+use super::sections::{self, Sections};
 use super::threads::usable_cores;
 use super::{Executor, RunError, Stopper, check_sequences, count_on};
 use crate::compile::Compiled;
@@ -29,9 +30,8 @@ use crate::cuda::driver::{
 use crate::cuda::{Entered, Gpu, GpuError, Piece, Ticket, upload};
 use crate::device_image::device_image;
 use crate::image::Image;
-use crate::image::Loads;
 use bytemuck::Zeroable;
-use perpetua_device::{advance, queue, turns};
+use perpetua_device::advance;
 use perpetua_shared::control::{Control, End, NO_PROGRAM, STOP, Step};
 use perpetua_shared::image::{BindingKind, ProgramDesc};
 use perpetua_shared::launch::{BLOCK_THREADS, LaunchParams, Mail, TILE_BYTES, TaskTrace};
@@ -98,20 +98,8 @@ const STAGE_BYTES: usize = 1 << 20;
 /// Where things lie in the one allocation, from its start.
 #[derive(Debug, Default)]
 struct Layout {
-    table: u64,
-    parts: u64,
-    programs: u64,
-    tasks: u64,
-    turns: u64,
-    events: u64,
-    waits: u64,
-    triggers: u64,
-    list_heads: u64,
-    lists: u64,
-    data_heads: u64,
-    data: u64,
-    prefetch_heads: u64,
-    prefetches: u64,
+    /// Each of the image's, as they are [listed](Sections::list).
+    sections: Vec<u64>,
     /// Counters, the fault record, positions and paces: zeroed together.
     counters: u64,
     fault: u64,
@@ -124,7 +112,7 @@ struct Layout {
 }
 
 impl Layout {
-    fn new(compiled: &Compiled, loads: &Loads<'_>, options: &Options) -> Layout {
+    fn new(compiled: &Compiled, sections: &Sections<'_>, options: &Options) -> Layout {
         let view = compiled.image.view();
         let mut layout = Layout::default();
         let mut end = 0u64;
@@ -133,21 +121,8 @@ impl Layout {
             end = at + bytes as u64;
             at
         };
-        layout.table = place(8 * compiled.bindings.len(), 1);
-        layout.parts = place(8 * compiled.bindings.len(), 1);
-        layout.programs = place(size_of_val(view.programs), 1);
-        layout.tasks = place(size_of_val(view.tasks), 1);
-        layout.turns = place(4 * turns::words(&view) * view.tasks.len(), 1);
-        layout.events = place(size_of_val(view.events), 1);
-        layout.waits = place(size_of_val(view.waits), 1);
-        layout.triggers = place(size_of_val(view.triggers), 1);
-        layout.list_heads = place(size_of_val(view.list_heads), 1);
-        layout.lists = place(size_of_val(view.lists), 1);
-        layout.data_heads = place(size_of_val(loads.data_heads), 1);
-        layout.data = place(size_of_val(loads.data), 1);
-        layout.prefetch_heads = place(size_of_val(loads.prefetch_heads), 1);
-        layout.prefetches = place(size_of_val(loads.prefetches), 1);
-        layout.counters = place(4 * (view.events.len() + queue::words(view.max_just_in_time()) as usize), 1);
+        layout.sections = sections.list().iter().map(|section| place(section.bytes.len(), 1)).collect();
+        layout.counters = place(4 * sections::counters(&view), 1);
         layout.fault = place(size_of::<Fault>(), 1);
         layout.positions = place(4 * view.n_workers as usize, 1);
         layout.paces = place(4 * view.n_workers as usize, 1);
@@ -403,8 +378,8 @@ impl Cuda {
         };
         let image = compiled.image.clone();
         let view = image.view();
-        let loads = image.loads();
-        let layout = Layout::new(compiled, &loads, &options);
+        let mut sections = Sections::new(&image);
+        let layout = Layout::new(compiled, &sections, &options);
         let entered = gpu.enter()?;
         let driver = gpu.driver();
         refuse_too_large(&gpu, compiled, &layout)?;
@@ -443,45 +418,22 @@ impl Cuda {
         unsafe { flag.host.cast::<u32>().write(1) };
 
         let at = |offset: u64| base.offset(offset).0;
+        let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
+        let control = control.expect("every image has a control block: `compile` adds it");
         let params = LaunchParams {
-            programs: at(layout.programs),
-            tasks: at(layout.tasks),
-            turns: at(layout.turns),
-            events: at(layout.events),
-            waits: at(layout.waits),
-            triggers: at(layout.triggers),
-            list_heads: at(layout.list_heads),
-            lists: at(layout.lists),
-            bindings: at(layout.table),
-            parts: at(layout.parts),
             counters: at(layout.counters),
-            control: 0,
+            control: at(layout.bindings[control]),
             fault: at(layout.fault),
-            data_heads: at(layout.data_heads),
-            data: at(layout.data),
-            prefetch_heads: at(layout.prefetch_heads),
-            prefetches: at(layout.prefetches),
             mailbox: mailbox.device.0,
             positions: recorder.map_or(at(layout.positions), |recorder| recorder.device.0),
             paces: at(layout.paces),
             trace: at(layout.trace),
             timeout_ns: u64::try_from(options.timeout.as_nanos()).unwrap_or(u64::MAX),
-            n_programs: view.programs.len() as u32,
-            n_tasks: view.tasks.len() as u32,
-            turn_words: turns::words(&view) as u32,
-            n_events: view.events.len() as u32,
-            n_waits: view.waits.len() as u32,
-            n_triggers: view.triggers.len() as u32,
-            n_workers: view.n_workers,
-            iteration: 0,
             n_mail: n_mail as u32,
             n_trace: options.n_trace,
-            n_slots: queue::slots(view.max_just_in_time()),
             without: options.without,
+            ..sections.launch_params(layout.sections.iter().map(|offset| at(*offset)))
         };
-        let control = compiled.bindings.iter().position(|b| b.kind == BindingKind::Control);
-        let control = control.expect("every image has a control block: `compile` adds it");
-        let params = LaunchParams { control: at(layout.bindings[control]), ..params };
         let kernels = match options.mode {
             Mode::Persistent => Kernels::Persistent(function),
             Mode::PerOperator => {
@@ -495,25 +447,12 @@ impl Cuda {
             }
         };
 
-        let table: Vec<u64> = layout.bindings.iter().map(|offset| at(*offset)).collect();
-        let parts: Vec<u64> = (0..table.len()).map(|binding| image.part_bytes(binding)).collect();
-        let turns = turns::records(&view, &table);
+        sections.bind(layout.bindings.iter().map(|offset| at(*offset)).collect());
         let mut pieces = Vec::new();
         let mut piece = |offset: u64, bytes| pieces.push(Piece { to: base.offset(offset), bytes });
-        piece(layout.table, bytemuck::cast_slice(&table));
-        piece(layout.parts, bytemuck::cast_slice(&parts));
-        piece(layout.programs, bytemuck::cast_slice(view.programs));
-        piece(layout.tasks, bytemuck::cast_slice(view.tasks));
-        piece(layout.turns, bytemuck::cast_slice(&turns));
-        piece(layout.events, bytemuck::cast_slice(view.events));
-        piece(layout.waits, bytemuck::cast_slice(view.waits));
-        piece(layout.triggers, bytemuck::cast_slice(view.triggers));
-        piece(layout.list_heads, bytemuck::cast_slice(view.list_heads));
-        piece(layout.lists, bytemuck::cast_slice(view.lists));
-        piece(layout.data_heads, bytemuck::cast_slice(loads.data_heads));
-        piece(layout.data, bytemuck::cast_slice(loads.data));
-        piece(layout.prefetch_heads, bytemuck::cast_slice(loads.prefetch_heads));
-        piece(layout.prefetches, bytemuck::cast_slice(loads.prefetches));
+        for (section, offset) in sections.list().iter().zip(&layout.sections) {
+            piece(*offset, section.bytes);
+        }
         for (binding, offset) in compiled.bindings.iter().zip(&layout.bindings) {
             match (binding.kind, &binding.contents) {
                 (BindingKind::Weight, _) => {
@@ -735,8 +674,8 @@ impl Cuda {
     pub fn mute(&mut self, task: TaskId, is_muted: bool) -> Result<(), RunError> {
         self.wait();
         assert!(task.0 < self.params.n_tasks, "the image has {} tasks", self.params.n_tasks);
-        let record = self.layout.turns + 4 * u64::from(self.params.turn_words) * u64::from(task.0);
-        let word = self.base.offset(record + offset_of!(Turn, row_first) as u64);
+        let record = self.params.turns + 4 * u64::from(self.params.turn_words) * u64::from(task.0);
+        let word = DevicePtr(record).offset(offset_of!(Turn, row_first) as u64);
         // No pass has so many rows.
         let row_first = if is_muted { u32::MAX } else { self.image.view().tasks[task.idx()].row_first };
         // SAFETY: a word of the task's record; no kernel runs.
