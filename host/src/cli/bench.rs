@@ -3,7 +3,8 @@
 use super::loss::{self, Loss};
 use super::perplexity::{Divergences, Prediction};
 use super::{
-    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, is_generator, progress, report, say, warm, writable, write_whole,
+    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, greedy_options, is_generator, progress, report, say, warm,
+    writable, write_whole,
 };
 use perpetua::compile::Compiled;
 use perpetua::cuda::probe::Prober;
@@ -12,7 +13,7 @@ use perpetua::exec::memory::WeightSource;
 use perpetua::exec::operators::operators;
 use perpetua::exec::threads::usable_cores;
 use perpetua::model::Quantize;
-use perpetua::{Embedder, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua::{Embedder, Engine, EngineConfig, EngineError, Model};
 use perpetua_device::cpu::bandwidth;
 use perpetua_device::cpu::simd::Isa;
 use perpetua_shared::Technique;
@@ -145,7 +146,7 @@ impl Run {
     }
 
     fn of(args: &Args, engine: &mut Engine, prompts: &[Vec<u32>]) -> Result<Run, Box<dyn std::error::Error>> {
-        let options = options(args.tokens);
+        let options = greedy_options(args.tokens);
         let bar = progress((prompts.len() * args.tokens) as u64, "measuring", TOKENS_BAR);
         let waited = engine.resident().waited();
         let mut tokens = Vec::new();
@@ -182,13 +183,9 @@ impl Run {
 /// Tokens of the run that is traced: its last step is the one looked at.
 const TRACED_TOKENS: usize = 3;
 
-fn options(max_new_tokens: usize) -> GenerateOptions {
-    GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
-}
-
 /// A short run, so that pages and clocks are warm.
 fn warm_up(args: &Args, engine: &mut Engine, prompt: &[u32]) -> Outcome {
-    let options = options(2.min(args.tokens));
+    let options = greedy_options(2.min(args.tokens));
     Ok(engine.generate(&prompt[..prompt.len().min(8)], &options)?.try_for_each(|token| token.map(|_| ()))?)
 }
 
@@ -205,7 +202,7 @@ fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<s
     for n in lengths {
         let mut took = Vec::new();
         for _ in 0..3 {
-            engine.generate(&prompt[..n], &options(1))?.try_for_each(|token| token.map(|_| ()))?;
+            engine.generate(&prompt[..n], &greedy_options(1))?.try_for_each(|token| token.map(|_| ()))?;
             let stamps = engine.stamps();
             took.push(stamps[stamps.len() - 1] - stamps[0]);
             bar.inc(n as u64);
@@ -225,7 +222,7 @@ const VERIFICATIONS: usize = 9;
 /// alone: the medians of passes in turn.
 fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize) -> Result<serde_json::Value, EngineError> {
     // Tokens to be read as guesses.
-    engine.generate(prompt, &options(drafts + 1))?.try_for_each(|token| token.map(|_| ()))?;
+    engine.generate(prompt, &greedy_options(drafts + 1))?.try_for_each(|token| token.map(|_| ()))?;
     let programs = engine.resident().compiled().image.view().programs;
     let verify = programs.iter().position(|program| program.kind == VERIFIES);
     let first_pos = prompt.len() as u32;
@@ -394,7 +391,7 @@ pub(super) fn generator(
     // What a batch is compared with: as many steps, of which reading the prompt is none.
     let alone = match args.batch {
         Some(_) => {
-            engine.generate(prompt, &options(args.tokens + 1))?.try_for_each(|token| token.map(|_| ()))?;
+            engine.generate(prompt, &greedy_options(args.tokens + 1))?.try_for_each(|token| token.map(|_| ()))?;
             let stamps = engine.stamps();
             Some(quantile(&steps(&stamps[stamps.len() - 1 - args.tokens..]), 0.5))
         }
@@ -501,7 +498,7 @@ pub(super) fn generator(
 
 /// The losses of a traced run after `prompt`, which is written and drawn where `args` say.
 fn losses(args: &Args, engine: &mut Engine, prompt: &[u32], runs_on: &str) -> Result<Loss, Box<dyn std::error::Error>> {
-    let trace = loss::trace(engine, prompt, &options(TRACED_TOKENS.min(args.tokens)))?;
+    let trace = loss::trace(engine, prompt, &greedy_options(TRACED_TOKENS.min(args.tokens)))?;
     let (name, image) = (args.model.model.display().to_string(), &engine.resident().compiled().image);
     if let Some(path) = &args.trace {
         loss::write_trace(path, &name, image, &trace)?;

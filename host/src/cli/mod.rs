@@ -29,7 +29,7 @@ use perpetua::exec::cuda;
 use perpetua::model::layout::is_spare;
 use perpetua::model::tokenizer::is_panic_caught;
 use perpetua::model::{ModelError, Quantize};
-use perpetua::{Device, Engine, EngineConfig, Model};
+use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::{Technique, Techniques};
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -538,6 +538,11 @@ fn bytes(n: u64) -> String {
         unit += 1;
     }
     if unit == 0 { format!("{n} B") } else { format!("{value:.2} {}", units[unit]) }
+}
+
+/// The likeliest tokens, so many of them, whichever they are.
+fn greedy_options(max_new_tokens: usize) -> GenerateOptions {
+    GenerateOptions { max_new_tokens, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
 }
 
 /// Whether the model makes text.

@@ -13,6 +13,7 @@ pub mod cuda;
 pub mod memory;
 pub mod operators;
 pub mod reference;
+mod sections;
 pub mod simt;
 mod stopper;
 pub mod threads;

@@ -8,12 +8,11 @@
 
 use super::at_once::{AtOnce, Loaded};
 use super::memory::Memory;
+use super::sections::{self, Section, Sections};
 use super::{RunError, Stopper, count_on};
 use crate::image::Image;
 use perpetua_device::entry::{self, LaunchBlock};
-use perpetua_device::queue;
 use perpetua_device::simt::{self, Access, Allocation, Report, SimtError, Wrong};
-use perpetua_device::turns;
 use perpetua_shared::control::{Control, STOP};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::{LaunchParams, Mail, TILE_BYTES};
@@ -65,7 +64,7 @@ impl Simt {
         let loaded = Loaded::new(image, memory);
         let Loaded { image, memory, .. } = &loaded;
         let view = image.view();
-        let counters = vec![0; view.events.len() + queue::words(view.max_just_in_time()) as usize];
+        let counters = vec![0; sections::counters(&view)];
         let mut bases = memory.bases().to_vec();
         let mut copies = Vec::new();
         for (number, (binding, base)) in (0..).zip(image.bindings().iter().zip(&mut bases)) {
@@ -99,57 +98,32 @@ impl Simt {
 
     fn launch(&mut self, stopper: &Stopper) -> Result<(), RunError> {
         let mut fault = Fault::default();
-        let bindings: Vec<u64> = self.bases.iter().map(|base| *base as u64).collect();
         let view = self.loaded.image.view();
-        let parts: Vec<u64> = (0..bindings.len()).map(|binding| self.loaded.image.part_bytes(binding)).collect();
-        let turns = turns::records(&view, &bindings);
-        let loads = self.loaded.image.loads();
+        let mut sections = Sections::new(&self.loaded.image);
+        sections.bind(self.bases.iter().map(|base| *base as u64).collect());
         // Nobody reads these here; the kernel writes them all the same.
         let mut mailbox = [Mail::default(); 4];
         let mut positions = vec![0u32; view.n_workers as usize];
         let mut paces = positions.clone();
         let mut allocations = Vec::new();
-        // SAFETY: every slice outlives the launch, in which nobody writes it.
-        let mut constant = |name: &str, bytes: &[u8]| unsafe {
+        let list = sections.list();
+        for Section { name, bytes, .. } in &list {
             let base = bytes.as_ptr().cast_mut();
-            allocations.push(Allocation::new(name, base, bytes.len(), Access::Constant));
-            base.addr() as u64
-        };
+            // SAFETY: every section outlives the launch, in which nobody writes it.
+            allocations.push(unsafe { Allocation::new(*name, base, bytes.len(), Access::Constant) });
+        }
         let params = LaunchParams {
-            programs: constant("programs", bytemuck::cast_slice(view.programs)),
-            tasks: constant("tasks", bytemuck::cast_slice(view.tasks)),
-            turns: constant("turns", bytemuck::cast_slice(&turns)),
-            events: constant("events", bytemuck::cast_slice(view.events)),
-            waits: constant("waits", bytemuck::cast_slice(view.waits)),
-            triggers: constant("triggers", bytemuck::cast_slice(view.triggers)),
-            list_heads: constant("list heads", bytemuck::cast_slice(view.list_heads)),
-            lists: constant("lists", bytemuck::cast_slice(view.lists)),
-            bindings: constant("the table of bindings", bytemuck::cast_slice(&bindings)),
-            parts: constant("parts", bytemuck::cast_slice(&parts)),
-            data_heads: constant("data heads", bytemuck::cast_slice(loads.data_heads)),
-            data: constant("data ops", bytemuck::cast_slice(loads.data)),
-            prefetch_heads: constant("prefetch heads", bytemuck::cast_slice(loads.prefetch_heads)),
-            prefetches: constant("prefetches", bytemuck::cast_slice(loads.prefetches)),
             counters: self.counters.as_mut_ptr().expose_provenance() as u64,
             control: self.loaded.memory.control_base().expose_provenance() as u64,
             fault: (&raw mut fault).expose_provenance() as u64,
             mailbox: mailbox.as_mut_ptr().expose_provenance() as u64,
             positions: positions.as_mut_ptr().expose_provenance() as u64,
             paces: paces.as_mut_ptr().expose_provenance() as u64,
-            trace: 0,
             timeout_ns: TIMEOUT_NS,
-            n_programs: view.programs.len() as u32,
-            n_tasks: view.tasks.len() as u32,
-            turn_words: turns::words(&view) as u32,
-            n_events: view.events.len() as u32,
-            n_waits: view.waits.len() as u32,
-            n_triggers: view.triggers.len() as u32,
-            n_workers: view.n_workers,
             iteration: self.iteration,
             n_mail: mailbox.len() as u32,
-            n_trace: 0,
-            n_slots: queue::slots(view.max_just_in_time()),
             without: self.options.without,
+            ..sections.launch_params(list.iter().map(|section| section.bytes.as_ptr().addr() as u64))
         };
         for (number, (binding, base)) in self.loaded.image.bindings().iter().zip(&self.bases).enumerate() {
             let kind = BindingKind::from_u32(binding.kind).expect("image::check knows every kind");

@@ -4,7 +4,7 @@ use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
 use super::{Args, Section, print_figures};
 use crate::cli::bench::Measured;
 use crate::cli::perplexity::Prediction;
-use crate::cli::{ModelArgs, Outcome, bench, bytes, files, logits, plain, write_whole};
+use crate::cli::{ModelArgs, Outcome, bench, bytes, files, greedy_options, logits, plain, write_whole};
 use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::probe::Prober;
@@ -1064,10 +1064,6 @@ fn kept(figures: &Value, more: &[&str]) -> Value {
     let names = ["step_ms_median", "step_ms_of_runs", "tokens_per_s", "share_of_bandwidth_percent"];
     let kept = names.iter().chain(more).map(|name| ((*name).to_owned(), figures[*name].clone()));
     kept.collect::<serde_json::Map<_, _>>().into()
-}
-
-fn greedy_options(n: usize) -> GenerateOptions {
-    GenerateOptions { max_new_tokens: n, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() }
 }
 
 /// The median of `n` measurements, and the spread of all as a percentage of it.
