@@ -152,6 +152,8 @@ def older_keys(folder, r):
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     config["torch_dtype"] = config.pop("dtype", None)
     config["rope_scaling"] = rope if rope["rope_type"] != "default" else None
     if config["rope_scaling"] and r.random() < 0.5:

@@ -999,7 +999,7 @@ fn distance(expected: &[f32], found: &[f32]) -> f64 {
 }
 
 /// Models with what `transformers` makes of them, a family each.
-const FIXTURES: [&str; 8] = [
+const FIXTURES: [&str; 12] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -1008,6 +1008,10 @@ const FIXTURES: [&str; 8] = [
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
+    "tiny-phi3",
+    "tiny-olmo2",
+    "tiny-olmo3",
+    "tiny-exaone4",
 ];
 
 /// What loading should reach of the slower of the bus and the disk.
