@@ -1,0 +1,334 @@
+//! A decoder's config.json: its sizes, and what each layer does.
+
+use perpetua_device::kernels::routing;
+
+use super::architecture::{Biases, Sliding};
+use super::rope::{self, Rope, RopeScaling};
+use super::{
+    Activation, Architecture, MAX_HEAD_DIM, MAX_HEADS, MAX_HIDDEN, MAX_INTERMEDIATE, MAX_LAYERS, MAX_POSITIONS,
+    MAX_VOCAB, QkNorm, activation,
+};
+use crate::model::error::ModelError;
+use crate::model::json::Fields;
+
+/// A network that predicts the next token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DecoderConfig {
+    /// Which of the decoders.
+    pub architecture: Architecture,
+    /// Rows of the embedding table and of the head.
+    pub vocab_size: usize,
+    /// Elements of the residual stream.
+    pub hidden_size: usize,
+    /// Elements between an MLP's linear layers.
+    pub intermediate_size: usize,
+    /// Decoder layers.
+    pub n_layers: usize,
+    /// Query heads; a multiple of `n_kv_heads`.
+    pub n_heads: usize,
+    /// Key and value heads.
+    pub n_kv_heads: usize,
+    /// Elements of one head; even. `n_heads * head_dim` need not be `hidden_size`.
+    pub head_dim: usize,
+    /// Added to the mean square before the root.
+    pub rms_norm_eps: f64,
+    /// Per layer, how positions turn queries and keys.
+    pub ropes: Vec<Rope>,
+    /// Elements of a head that are turned, the first ones; even.
+    pub rotary_dim: usize,
+    /// Scores are divided by its root: `head_dim`, unless the file has another number.
+    pub query_scalar: f64,
+    /// What embeddings are multiplied with.
+    pub embedding_scale: f64,
+    /// Whether the head is the embedding table.
+    pub tie_word_embeddings: bool,
+    /// Whether q, k and v have biases.
+    pub attention_bias: bool,
+    /// Whether the attention's output linear layer has a bias.
+    pub output_bias: bool,
+    /// Whether gate, up and down have biases.
+    pub mlp_bias: bool,
+    /// What is normalised of queries and keys, before RoPE.
+    pub qk_norm: QkNorm,
+    /// The longest context the model was made for.
+    pub max_position_embeddings: usize,
+    /// Per layer, `Some(n)`: it attends to the last `n` positions only, and `n < max_position_embeddings`.
+    pub windows: Vec<Option<usize>>,
+    /// The MLP's function.
+    pub hidden_act: Activation,
+    /// Mixtures of experts, where there are some.
+    pub experts: Option<Experts>,
+    /// Of a sentence model, how many elements of its vectors are kept; `None`: all. The folder says it, no config.json.
+    pub embedding_dim: Option<usize>,
+}
+
+/// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Experts {
+    /// MLPs of a layer.
+    pub n: usize,
+    /// How many of them a row goes to.
+    pub chosen: usize,
+    /// Elements between the linear layers of each.
+    pub intermediate_size: usize,
+    /// Whether the parts with which those chosen count add up to 1.
+    pub normalise: bool,
+    /// Per layer, whether it has them; else its MLP is the usual one.
+    pub layers: Vec<bool>,
+}
+
+impl DecoderConfig {
+    /// The experts of layer `layer`, if it has some.
+    pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
+        self.experts.as_ref().filter(|experts| experts.layers[layer])
+    }
+}
+
+/// What would have Gemma 3's layers compute something else.
+fn refuse_other_gemmas(fields: &Fields<'_>) -> Result<(), ModelError> {
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if fields.get(key).is_some() {
+            return Err(fields.unsupported(key, "null"));
+        }
+    }
+    match fields.flag("use_bidirectional_attention")? {
+        Some(true) => Err(fields.unsupported("use_bidirectional_attention", "false (a decoder)")),
+        _ => Ok(()),
+    }
+}
+
+/// What a decoder's config.json says, with every default filled in.
+pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result<DecoderConfig, ModelError> {
+    let is_gemma = architecture == Architecture::Gemma3;
+    if is_gemma {
+        refuse_other_gemmas(fields)?;
+    }
+    // Gemma's files leave out what its configuration class has by default.
+    let size = |key, range, of_gemma| match is_gemma {
+        true => Ok(fields.whole(key, range)?.unwrap_or(of_gemma)),
+        false => fields.required_whole(key, range),
+    };
+    let hidden_size = size("hidden_size", 1..=MAX_HIDDEN, 2304)?;
+    let n_layers = size("num_hidden_layers", 1..=MAX_LAYERS, 26)?;
+    let n_heads = size("num_attention_heads", 1..=MAX_HEADS, 8)?;
+
+    let traits = architecture.traits();
+    // Null is not as good as missing: it says that there are as many as heads.
+    let default_kv_heads = if fields.has("num_key_value_heads") { None } else { traits.n_kv_heads };
+    let n_kv_heads = fields.whole("num_key_value_heads", 1..=MAX_HEADS)?.or(default_kv_heads).unwrap_or(n_heads);
+    if !n_heads.is_multiple_of(n_kv_heads) {
+        return Err(fields.wrong("num_key_value_heads", format!("a divisor of num_attention_heads, {n_heads}")));
+    }
+
+    let default_head_dim = if fields.has("head_dim") { None } else { traits.head_dim };
+    let head_dim = match fields.whole("head_dim", 1..=MAX_HEAD_DIM)?.or(default_head_dim) {
+        Some(n) => n,
+        None if hidden_size.is_multiple_of(n_heads) => hidden_size / n_heads,
+        None => {
+            return Err(fields.wrong("num_attention_heads", format!("a divisor of hidden_size, {hidden_size}")));
+        }
+    };
+    if !head_dim.is_multiple_of(2) || head_dim > MAX_HEAD_DIM {
+        return Err(ModelError::key(
+            fields.path(),
+            "head_dim",
+            head_dim.to_string(),
+            format!("an even number from 2 to {MAX_HEAD_DIM} (RoPE turns pairs)"),
+        ));
+    }
+
+    let max_position_embeddings =
+        fields.whole("max_position_embeddings", 1..=MAX_POSITIONS)?.unwrap_or(traits.max_position_embeddings);
+
+    let ropes = rope::ropes(fields, architecture, max_position_embeddings, head_dim)?;
+    // Files that ask for YaRN often have the number from before.
+    let max_position_embeddings = match ropes.full.scaling {
+        RopeScaling::Yarn { factor, original_max_position_embeddings: original, .. } => {
+            max_position_embeddings.max(((factor * original as f64) as usize).min(MAX_POSITIONS))
+        }
+        _ => max_position_embeddings,
+    };
+
+    let has = |biases, key| match biases {
+        Biases::Always => Ok(true),
+        Biases::Never => Ok(false),
+        Biases::Said => Ok::<bool, ModelError>(fields.flag(key)?.unwrap_or(false)),
+    };
+    let attention_bias = has(traits.attention_bias, "attention_bias")?;
+    let layers = layers(fields, architecture, n_layers)?;
+    let rope_of = |layer: &Layer| match (layer.slides, layer.turns) {
+        (_, false) => Rope::NONE,
+        (true, true) => ropes.sliding.clone(),
+        (false, true) => ropes.full.clone(),
+    };
+    let intermediate_size = size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?;
+    const SCALARS: std::ops::RangeInclusive<f64> = 1e-6..=1e9;
+    let query_scalar =
+        if is_gemma { fields.real("query_pre_attn_scalar", SCALARS)?.unwrap_or(256.0) } else { head_dim as f64 };
+    let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
+    Ok(DecoderConfig {
+        architecture,
+        vocab_size: size("vocab_size", 1..=MAX_VOCAB, 262_208)?,
+        hidden_size,
+        intermediate_size,
+        n_layers,
+        n_heads,
+        n_kv_heads,
+        head_dim,
+        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps),
+        ropes: layers.iter().map(rope_of).collect(),
+        rotary_dim: ropes.dim,
+        query_scalar,
+        embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
+        tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
+        attention_bias,
+        output_bias: attention_bias && traits.output_bias,
+        mlp_bias: has(traits.mlp_bias, "mlp_bias")?,
+        qk_norm: traits.qk_norm,
+        max_position_embeddings,
+        windows: windows(fields, architecture, &layers, max_position_embeddings)?,
+        hidden_act: activation(fields, act_key, traits.activation)?,
+        experts: experts(fields, architecture, n_layers, intermediate_size)?,
+        embedding_dim: None,
+    })
+}
+
+/// What one layer does and another does not.
+#[derive(Clone, Copy)]
+struct Layer {
+    /// It turns queries and keys by their positions.
+    turns: bool,
+    /// It has a window, if the network has one.
+    slides: bool,
+}
+
+fn layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<Layer>, ModelError> {
+    let turns = turning_layers(fields, architecture, n_layers)?;
+    let slides = sliding_layers(fields, architecture, &turns)?;
+    let mut layers: Vec<Layer> =
+        turns.iter().zip(slides).map(|(turns, slides)| Layer { turns: *turns, slides }).collect();
+    if architecture == Architecture::Exaone4 && window(fields, architecture)?.is_some() {
+        layers.iter_mut().for_each(|layer| layer.turns = layer.slides);
+    }
+    Ok(layers)
+}
+
+/// Which layers turn queries and keys by their positions, as far as the file says it by itself.
+fn turning_layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<bool>, ModelError> {
+    if architecture != Architecture::SmolLm3 {
+        return Ok(vec![true; n_layers]);
+    }
+    // Called after those that do not, it says 1 of those that do.
+    let Some(given) = fields.wholes("no_rope_layers", 0..=1)? else {
+        let interval = fields.whole("no_rope_layer_interval", 1..=MAX_LAYERS)?.unwrap_or(4);
+        return Ok((1..=n_layers).map(|layer| !layer.is_multiple_of(interval)).collect());
+    };
+    if given.len() < n_layers {
+        return Err(not_one_a_layer(fields, "no_rope_layers", given.len(), n_layers));
+    }
+    Ok(given[..n_layers].iter().map(|turns| *turns == 1).collect())
+}
+
+fn not_one_a_layer(fields: &Fields<'_>, key: &str, found: usize, n_layers: usize) -> ModelError {
+    ModelError::key(fields.path(), key, format!("{found} entries"), format!("{n_layers}, one a layer"))
+}
+
+/// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
+fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool]) -> Result<Vec<bool>, ModelError> {
+    let n_layers = turns.len();
+    const SLIDING: &str = "sliding_attention";
+    let types = fields.texts("layer_types")?.unwrap_or_default();
+    if let Some(other) = types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
+        return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
+    }
+    if !types.is_empty() && types.len() != n_layers {
+        return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
+    }
+    let named = |others: &dyn Fn(usize) -> bool| match types.is_empty() {
+        true => (0..n_layers).map(others).collect(),
+        false => types.iter().map(|kind| *kind == SLIDING).collect(),
+    };
+    Ok(match architecture.traits().sliding {
+        Sliding::Never => vec![false; n_layers],
+        Sliding::All | Sliding::AllIfUsed => vec![true; n_layers],
+        Sliding::Named => named(&|_| true),
+        Sliding::Later => {
+            let first = fields.whole("max_window_layers", 0..=MAX_LAYERS)?.unwrap_or(28);
+            named(&|layer| layer >= first)
+        }
+        Sliding::Most { pattern } => {
+            // What no other key says decides.
+            let said = if types.is_empty() { fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)? } else { None };
+            let pattern = said.unwrap_or(pattern);
+            named(&|layer| !(layer + 1).is_multiple_of(pattern))
+        }
+        Sliding::Still => named(&|layer| !turns[layer]),
+    })
+}
+
+/// What `sliding_window` says, or what is so where it is missing, and not null.
+fn window(fields: &Fields<'_>, architecture: Architecture) -> Result<Option<usize>, ModelError> {
+    let default = if fields.has("sliding_window") { None } else { architecture.traits().window };
+    Ok(fields.whole("sliding_window", 1..=MAX_POSITIONS)?.or(default))
+}
+
+/// The window of each layer that slides, where it is smaller than the context.
+fn windows(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    layers: &[Layer],
+    max_position_embeddings: usize,
+) -> Result<Vec<Option<usize>>, ModelError> {
+    let window = window(fields, architecture)?;
+    let is_active = match architecture.traits().sliding {
+        Sliding::Never => false,
+        Sliding::All | Sliding::Named | Sliding::Most { .. } => true,
+        // What the types of its layers say counts, whether windows are used or not.
+        Sliding::Still if fields.get("layer_types").is_some() => {
+            if window.is_none() && layers.iter().any(|layer| layer.slides) {
+                return Err(fields.wrong("sliding_window", "a number, for layer_types has sliding_attention"));
+            }
+            true
+        }
+        Sliding::Later | Sliding::AllIfUsed | Sliding::Still => fields.flag("use_sliding_window")?.unwrap_or(false),
+    };
+    let window = window.filter(|n| is_active && *n < max_position_embeddings);
+    Ok(layers.iter().map(|layer| window.filter(|_| layer.slides)).collect())
+}
+
+/// The mixtures of experts of `architecture`, whose MLPs have `intermediate_size` where the file has no other for experts.
+fn experts(
+    fields: &Fields<'_>,
+    architecture: Architecture,
+    n_layers: usize,
+    intermediate_size: usize,
+) -> Result<Option<Experts>, ModelError> {
+    if !architecture.has_experts() {
+        return Ok(None);
+    }
+    const MOST: usize = routing::MAX_EXPERTS as usize;
+    let is_mixtral = architecture == Architecture::Mixtral;
+    // Which of its names the number has depends on the version of transformers that wrote the file.
+    let key = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    let n = fields.whole(key, usize::from(is_mixtral)..=MOST)?.unwrap_or(if is_mixtral { 8 } else { 128 });
+    let own = fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(768);
+    // Which layers have them, Mixtral's files do not say.
+    let (mut step, mut dense, mut normalise) = (1, Vec::new(), true);
+    if !is_mixtral {
+        step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
+        dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
+        normalise = fields.flag("norm_topk_prob")?.unwrap_or(false);
+    }
+    let layers: Vec<bool> =
+        (0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect();
+    if !layers.contains(&true) {
+        return Ok(None);
+    }
+    let most = n.min(routing::MAX_CHOSEN as usize);
+    let chosen = fields.whole("num_experts_per_tok", 1..=most)?.unwrap_or(if is_mixtral { 2 } else { 8 });
+    if chosen > most {
+        return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
+    }
+    let intermediate_size = if is_mixtral { intermediate_size } else { own };
+    Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers }))
+}

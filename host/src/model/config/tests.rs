@@ -1,0 +1,478 @@
+use proptest::prelude::*;
+use serde_json::json;
+
+use super::*;
+
+const PATH: &str = "config.json";
+
+fn parse(value: &Value) -> Result<ModelConfig, String> {
+    ModelConfig::from_value(Path::new(PATH), value).map_err(|e| e.to_string())
+}
+
+pub(super) fn decoder_of(value: &Value) -> DecoderConfig {
+    match parse(value) {
+        Ok(ModelConfig::Decoder(config)) => config,
+        other => panic!("{other:?}"),
+    }
+}
+
+pub(super) fn llama() -> Value {
+    json!({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1024, "hidden_size": 256,
+        "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "max_position_embeddings": 8192,
+    })
+}
+
+/// `base` with keys set, or removed where null.
+pub(super) fn with(base: Value, change: &Value) -> Value {
+    let (mut base, change) = (base.as_object().expect("an object").clone(), change.as_object().expect("an object"));
+    for (key, value) in change {
+        base.insert(key.clone(), value.clone());
+    }
+    Value::Object(base)
+}
+
+#[test]
+fn mixtures_of_experts() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let open = |name: &str| read_value(&dir.join(name).join("config.json")).expect("JSON");
+    let experts = |value: &Value| decoder_of(value).experts;
+    let layers = vec![true, false, true];
+    let of_qwen3 = Experts { n: 8, chosen: 3, intermediate_size: 64, normalise: false, layers };
+    assert_eq!(experts(&open("tiny-qwen3-moe")), Some(of_qwen3.clone()));
+    let of_mixtral = Experts { n: 4, chosen: 2, intermediate_size: 80, normalise: true, layers: vec![true; 2] };
+    assert_eq!(experts(&open("tiny-mixtral")), Some(of_mixtral));
+    let eps_of = |name: &str| decoder_of(&with(open(name), &json!({ "rms_norm_eps": null }))).rms_norm_eps;
+    assert_eq!((eps_of("tiny-mixtral"), eps_of("tiny-qwen3-moe")), (1e-5, 1e-6));
+    // As older files call them; every second layer; none.
+    let changed = |change: Value| with(open("tiny-qwen3-moe"), &change);
+    let other_name = changed(json!({ "num_local_experts": null, "num_experts": 16, "norm_topk_prob": true }));
+    assert_eq!(experts(&other_name), Some(Experts { n: 16, normalise: true, ..of_qwen3.clone() }));
+    let second = changed(json!({ "decoder_sparse_step": 2, "mlp_only_layers": null }));
+    assert_eq!(experts(&second).map(|e| e.layers), Some(vec![false, true, false]));
+    assert_eq!(experts(&changed(json!({ "num_local_experts": 0 }))), None);
+    assert_eq!(experts(&changed(json!({ "decoder_sparse_step": 4 }))), None);
+    for (change, expected) in [
+        (json!({ "num_experts_per_tok": 9 }), "num_experts_per_tok: 9, expected"),
+        (json!({ "num_local_experts": 2000 }), "num_local_experts: 2000, expected"),
+        (json!({ "mlp_only_layers": ["1"] }), "mlp_only_layers: [\"1\"], expected a list of whole numbers"),
+        (json!({ "n_shared_experts": 1 }), "n_shared_experts: 1 is not supported"),
+    ] {
+        let message = parse(&changed(change)).expect_err(expected);
+        assert!(message.contains(expected), "{message}");
+    }
+    let message = parse(&with(llama(), &json!({ "num_local_experts": 8 }))).expect_err("experts");
+    assert!(message.contains("num_local_experts: 8 is not supported; supported: "), "{message}");
+    assert!(message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM alone"), "{message}");
+}
+
+#[test]
+fn gemma_3() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tiny-gemma3");
+    let tiny = read_value(&dir.join("config.json")).expect("JSON");
+    let [full, sliding] = [
+        Rope { theta: 1e6, scaling: RopeScaling::Linear { factor: 8.0 } },
+        Rope { theta: 1e4, scaling: RopeScaling::Default },
+    ];
+    let config = decoder_of(&tiny);
+    assert_eq!(config.windows, [Some(12), None, Some(12)]);
+    assert_eq!(config.ropes, [sliding.clone(), full.clone(), sliding.clone()]);
+    assert_eq!((config.query_scalar, config.embedding_scale, config.qk_norm), (168.0, 128f64.sqrt(), QkNorm::Heads));
+    assert_eq!((config.hidden_act, config.tie_word_embeddings), (Activation::GeluTanh, true));
+
+    // As the files of those that see have it: a part, with what is not as usual.
+    let text = json!({ "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+                       "num_hidden_layers": 34, "sliding_window": 1024,
+                       "rope_scaling": { "factor": 8.0, "rope_type": "linear" } });
+    let whole = json!({ "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+                        "text_config": text, "vision_config": { "hidden_size": 1152 } });
+    let config = decoder_of(&whole);
+    assert_eq!((config.vocab_size, config.max_position_embeddings), (262_208, 131_072));
+    assert_eq!((config.n_heads, config.n_kv_heads, config.head_dim, config.query_scalar), (8, 4, 256, 256.0));
+    assert_eq!((config.windows[4], config.windows[5], config.windows[6]), (Some(1024), None, Some(1024)));
+    assert_eq!((&config.ropes[4], &config.ropes[5]), (&sliding, &full));
+    assert_eq!(decoder_of(&with(whole.clone(), &json!({ "architectures": null }))), config);
+    // As older files call it.
+    let old = json!({ "rope_parameters": null, "rope_theta": 5e5, "rope_local_base_freq": 2e4, "layer_types": null,
+                      "sliding_window_pattern": 2 });
+    let config = decoder_of(&with(tiny.clone(), &old));
+    assert_eq!(config.windows, [Some(12), None, Some(12)]);
+    assert_eq!(config.ropes.iter().map(|rope| rope.theta).collect::<Vec<_>>(), [2e4, 5e5, 2e4]);
+    // Nulls are as usual; older keys change those of layers without a window, and then by today's name for the type alone.
+    let ropes = |change: Value| decoder_of(&with(tiny.clone(), &change)).ropes[..2].to_vec();
+    let linear = |theta| Rope { theta, scaling: RopeScaling::Linear { factor: 4.0 } };
+    let plain = |theta| Rope { theta, scaling: RopeScaling::Default };
+    let of_full = json!({ "rope_type": "linear", "factor": 4.0, "rope_theta": 77.0 });
+    let nested = json!({ "rope_parameters": { "full_attention": of_full, "sliding_attention": null } });
+    assert_eq!(ropes(nested), [plain(1e4), linear(77.0)]);
+    let both = json!({ "rope_parameters": { "full_attention": { "rope_theta": 50.0 }, "sliding_attention": { "rope_theta": 60.0 } },
+                       "rope_scaling": { "rope_type": "linear", "factor": 4.0 } });
+    assert_eq!(ropes(both), [plain(60.0), linear(50.0)]);
+    let named_before = json!({ "rope_parameters": null, "rope_scaling": { "type": "linear", "factor": 4.0 } });
+    assert_eq!(ropes(named_before), [plain(1e4), plain(1e6)]);
+    // The context of the first training beside all other keys is none of theirs.
+    let yarn = json!({ "rope_parameters": { "full_attention": { "rope_type": "yarn", "factor": 2.0 } },
+                       "original_max_position_embeddings": 16, "max_position_embeddings": 128 });
+    let scaling = ropes(yarn).pop().map(|rope| rope.scaling);
+    assert!(matches!(scaling, Some(RopeScaling::Yarn { original_max_position_embeddings: 128, .. })), "{scaling:?}");
+    for (change, expected) in [
+        (json!({ "rope_parameters": of_full }), "expected keys of full_attention and of sliding_attention"),
+        (json!({ "final_logit_softcapping": 30.0 }), "final_logit_softcapping: 30.0 is not supported"),
+        (json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping: 50.0 is not supported"),
+        (json!({ "use_bidirectional_attention": true }), "use_bidirectional_attention: true is not supported"),
+        (json!({ "hidden_activation": "gelu" }), "hidden_activation: \"gelu\" is not supported"),
+        (json!({ "query_pre_attn_scalar": 0 }), "query_pre_attn_scalar: 0, expected"),
+    ] {
+        let message = parse(&with(tiny.clone(), &change)).expect_err(expected);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn fixtures() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    let open = |name: &str| match ModelConfig::open(&dir.join(name).join("config.json")) {
+        Ok(ModelConfig::Decoder(c)) => c,
+        other => panic!("{other:?}"),
+    };
+    let qwen3 = open("tiny-qwen3");
+    assert_eq!((qwen3.architecture, qwen3.head_dim, qwen3.qk_norm), (Architecture::Qwen3, 64, QkNorm::Heads));
+    assert_eq!(
+        (qwen3.attention_bias, qwen3.tie_word_embeddings, qwen3.windows.iter().flatten().next()),
+        (false, true, None)
+    );
+    assert_eq!(qwen3.ropes[0], Rope { theta: 1e6, scaling: RopeScaling::Default });
+
+    let llama = open("tiny-llama");
+    assert_eq!((llama.n_heads, llama.n_kv_heads, llama.rms_norm_eps), (8, 2, 1e-5));
+    assert_eq!(
+        llama.ropes[0].scaling,
+        RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 1024
+        }
+    );
+
+    let qwen2 = open("tiny-qwen2");
+    assert_eq!(
+        (qwen2.head_dim, qwen2.attention_bias, qwen2.output_bias, qwen2.qk_norm),
+        (32, true, false, QkNorm::None)
+    );
+}
+
+#[test]
+fn old_and_new_keys_say_the_same() {
+    let scaling = json!({"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 4096});
+    let mut new = scaling.clone();
+    new["rope_type"] = "llama3".into();
+    new["rope_theta"] = 500000.0.into();
+    let new_scaling = new.clone();
+    let mut old = scaling;
+    old["type"] = "llama3".into();
+    let new = decoder_of(&with(llama(), &json!({"rope_parameters": new, "dtype": "bfloat16"})));
+    let nested = json!({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7e4}}});
+    let old =
+        decoder_of(&with(llama(), &json!({"rope_scaling": old, "rope_theta": 500000, "torch_dtype": "bfloat16"})));
+    assert_eq!(old, new);
+    assert_eq!(decoder_of(&with(llama(), &nested)).ropes[0], Rope { theta: 7e4, scaling: RopeScaling::Default });
+    let mut twice = json!({"rope_parameters": new_scaling, "original_max_position_embeddings": 512});
+    let of = |value: &Value| match decoder_of(&with(llama(), value)).ropes[0].scaling.clone() {
+        RopeScaling::Llama3 { original_max_position_embeddings, .. } => original_max_position_embeddings,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(of(&twice), 512, "beside the others it comes first");
+    twice["original_max_position_embeddings"] = Value::Null;
+    assert_eq!(of(&twice), 4096);
+    let linear = json!({"rope_scaling": {"type": "linear", "factor": 2}});
+    assert_eq!(decoder_of(&with(llama(), &linear)).ropes[0].scaling, RopeScaling::Linear { factor: 2.0 });
+    assert_eq!(decoder_of(&llama()).ropes[0], Rope { theta: 10_000.0, scaling: RopeScaling::Default });
+}
+
+#[test]
+fn defaults_are_those_of_each_class() {
+    let bare = |class: &str| {
+        let mut map = llama().as_object().expect("an object").clone();
+        map.insert("architectures".into(), json!([class]));
+        map.insert("num_attention_heads".into(), 32.into());
+        map.shift_remove("num_key_value_heads");
+        decoder_of(&Value::Object(map))
+    };
+    assert_eq!(bare("LlamaForCausalLM").n_kv_heads, 32);
+    assert_eq!(bare("MistralForCausalLM").n_kv_heads, 8);
+    assert_eq!((bare("Qwen3ForCausalLM").head_dim, bare("Qwen2ForCausalLM").head_dim), (128, 8));
+    let by_type = json!({"architectures": null, "model_type": "mistral"});
+    assert_eq!(decoder_of(&with(llama(), &by_type)).architecture, Architecture::Mistral);
+}
+
+#[test]
+fn windows_count_only_where_they_are_active() {
+    // Of the first layer that has one.
+    let window = |change: Value| decoder_of(&with(llama(), &change)).windows.into_iter().flatten().next();
+    let mistral = json!(["MistralForCausalLM"]);
+    let qwen = json!(["Qwen2ForCausalLM"]);
+    assert_eq!(window(json!({"architectures": mistral, "sliding_window": null})), None);
+    // Left out it is 4096.
+    assert_eq!(window(json!({"architectures": mistral, "max_position_embeddings": 8192})), Some(4096));
+    let left_out = json!({"architectures": qwen, "use_sliding_window": true, "max_window_layers": 0,
+                          "max_position_embeddings": 8192});
+    assert_eq!(window(left_out), Some(4096));
+    assert_eq!(window(json!({"architectures": mistral, "sliding_window": 4096})), Some(4096));
+    assert_eq!(window(json!({"architectures": mistral, "sliding_window": 8192})), None);
+    assert_eq!(window(json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": false})), None);
+    let on = json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true, "max_window_layers": 1});
+    assert_eq!(window(on), Some(64));
+    let all_full = json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true});
+    assert_eq!(window(all_full), None);
+    assert_eq!(window(json!({"sliding_window": 64})), None, "Llama has no window");
+    // Which layers have one.
+    let windows = |change: Value| decoder_of(&with(llama(), &change)).windows;
+    let layers = json!({"architectures": qwen, "sliding_window": 64, "use_sliding_window": true,
+                        "num_hidden_layers": 3, "max_window_layers": 1});
+    assert_eq!(windows(layers.clone()), [None, Some(64), Some(64)]);
+    let mut types = layers;
+    types["layer_types"] = json!(["sliding_attention", "full_attention", "sliding_attention"]);
+    assert_eq!(windows(types.clone()), [Some(64), None, Some(64)]);
+    // Those that do not ask which layer it is have it in all.
+    for (name, extra) in [("Qwen3MoeForCausalLM", "num_experts"), ("MixtralForCausalLM", "num_local_experts")] {
+        let mut uniform = types.clone();
+        (uniform["architectures"], uniform[extra]) = (json!([name]), 8.into());
+        assert_eq!(windows(uniform), [Some(64); 3], "{name}");
+    }
+    // And those whose types count, whatever else is said.
+    let mut smol = types.clone();
+    (smol["architectures"], smol["use_sliding_window"]) = (json!(["SmolLM3ForCausalLM"]), false.into());
+    assert_eq!(windows(smol.clone()), [Some(64), None, Some(64)]);
+    smol["sliding_window"] = Value::Null;
+    let message = parse(&with(llama(), &smol)).expect_err("no window");
+    assert!(message.contains("sliding_window: missing, expected a number"), "{message}");
+    smol["layer_types"] = Value::Null;
+    assert_eq!(windows(smol), [None; 3]);
+    types["layer_types"] = json!(["sliding_attention"]);
+    let message = parse(&with(llama(), &types)).expect_err("a type is missing");
+    assert!(message.contains("layer_types") && message.contains("1 entries, expected 3, one a layer"), "{message}");
+}
+
+#[test]
+fn what_is_not_done_is_refused_by_name() {
+    let refused = |change: Value| parse(&with(llama(), &change)).expect_err("must be refused");
+    assert_eq!(
+        refused(json!({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})),
+        "config.json: rope_scaling.rope_type: \"dynamic\" is not supported; supported: default, linear, llama3, yarn, \
+         longrope"
+    );
+    assert_eq!(
+        refused(json!({"architectures": ["GptOssForCausalLM"]})),
+        "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
+         Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
+         SmolLM3ForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel"
+    );
+    for (change, word) in [
+        (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
+        (json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor: 0.5"),
+        (json!({"rope_parameters": {"partial_rotary_factor": 0.25}}), "rope_parameters.partial_rotary_factor"),
+        (json!({"quantization_config": {"quant_method": "fp8"}}), "quantization_config: \"fp8\""),
+        (json!({"compression_config": {"quant_method": "compressed-tensors"}}), "compression_config"),
+        (json!({"num_local_experts": 8}), "num_local_experts: 8"),
+        (json!({"layer_types": ["linear_attention"]}), "linear_attention"),
+        (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "\"dynamic\""),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}}),
+            "rope_parameters",
+        ),
+    ] {
+        let message = refused(change);
+        assert!(message.contains(word) && message.contains("not supported"), "{message}");
+    }
+}
+
+#[test]
+fn senseless_numbers_are_refused() {
+    let refused = |change: Value| parse(&with(llama(), &change)).expect_err("must be refused");
+    assert_eq!(
+        refused(json!({"hidden_size": 0})),
+        "config.json: hidden_size: 0, expected a whole number from 1 to 131072"
+    );
+    assert_eq!(
+        refused(json!({"num_key_value_heads": 3})),
+        "config.json: num_key_value_heads: 3, expected a divisor of num_attention_heads, 8"
+    );
+    assert_eq!(
+        refused(json!({"vocab_size": null})).split(", expected").next(),
+        Some("config.json: vocab_size: missing")
+    );
+    for change in [
+        json!({"hidden_size": -1}),
+        json!({"hidden_size": "256"}),
+        json!({"hidden_size": 1u64 << 60}),
+        json!({"hidden_size": 255, "head_dim": null}),
+        json!({"head_dim": 31}),
+        json!({"num_hidden_layers": 2.5}),
+        json!({"rms_norm_eps": -1}),
+        json!({"rope_theta": 0}),
+        json!({"max_position_embeddings": 0}),
+        json!({"tie_word_embeddings": "yes"}),
+        json!({"rope_scaling": {"type": "llama3", "factor": 8}}),
+        json!({"rope_scaling": {"type": "yarn", "factor": 0.5}}),
+        json!({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 1, "beta_slow": 32}}),
+        json!({"rope_scaling": {"type": "yarn", "factor": 4}, "rope_theta": 1}),
+        json!({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 1}}),
+        json!({"architectures": "LlamaForCausalLM"}),
+        json!({"architectures": [], "model_type": null}),
+    ] {
+        let message = refused(change.clone());
+        assert!(message.contains("expected") && !message.contains('\n'), "{change}: {message}");
+    }
+    assert!(parse(&json!([1])).expect_err("a list").contains("expected a JSON object"));
+}
+
+#[test]
+fn some_layers_of_smollm3_do_not_turn() {
+    let base = || with(llama(), &json!({"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 5}));
+    let of = |change: Value| decoder_of(&with(base(), &change));
+    let turns = |config: &DecoderConfig| config.ropes.iter().map(|rope| *rope != Rope::NONE).collect::<Vec<_>>();
+    let usual = of(json!({}));
+    assert_eq!(turns(&usual), [true, true, true, false, true]);
+    assert_eq!((usual.ropes[0].theta, usual.tie_word_embeddings, usual.qk_norm), (2e6, true, QkNorm::None));
+    assert_eq!(usual.windows, [None; 5]);
+    assert_eq!(usual.ropes[3].inverse_frequencies(8, 4096), [0.0; 4]);
+    assert_eq!(turns(&of(json!({"no_rope_layer_interval": 2}))), [true, false, true, false, true]);
+    let given = json!({"no_rope_layers": [0, 1, 1, 1, 0, 1], "use_sliding_window": true, "sliding_window": 16});
+    let given = of(given);
+    assert_eq!(turns(&given), [false, true, true, true, false]);
+    assert_eq!(given.windows, [Some(16), None, None, None, Some(16)], "what turns sees everything");
+    for (change, expected) in [
+        (json!({"no_rope_layers": [0, 1]}), "no_rope_layers: 2 entries, expected 5, one a layer"),
+        (json!({"no_rope_layers": [0, 1, 2, 1, 1]}), "no_rope_layers"),
+        (json!({"no_rope_layer_interval": 0}), "no_rope_layer_interval: 0, expected"),
+    ] {
+        let message = parse(&with(base(), &change)).expect_err(expected);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn exaone_4_turns_where_it_slides() {
+    let base = || with(llama(), &json!({"architectures": ["Exaone4ForCausalLM"], "num_hidden_layers": 4}));
+    let of = |change: Value| decoder_of(&with(base(), &change));
+    let turns = |config: &DecoderConfig| config.ropes.iter().map(|rope| *rope != Rope::NONE).collect::<Vec<_>>();
+    let usual = of(json!({}));
+    assert_eq!(usual.windows, [Some(4096), Some(4096), Some(4096), None]);
+    assert_eq!(turns(&usual), [true, true, true, false]);
+    assert_eq!((usual.qk_norm, usual.rms_norm_eps), (QkNorm::Heads, 1e-5));
+    // Without a window all turn, even if the types of layers are said.
+    let types = json!(["sliding_attention", "full_attention", "full_attention", "full_attention"]);
+    let none = of(json!({"sliding_window": null, "layer_types": types}));
+    assert_eq!((turns(&none), &none.windows[..]), (vec![true; 4], &[None; 4][..]));
+    let some = of(json!({"sliding_window": 16, "sliding_window_pattern": 2}));
+    assert_eq!((turns(&some), &some.windows[..2]), (vec![true, false, true, false], &[Some(16), None][..]));
+}
+
+#[test]
+fn olmo_normalises_rows() {
+    let olmo = |class: &str| with(llama(), &json!({"architectures": [class], "num_hidden_layers": 4}));
+    let two = decoder_of(&olmo("Olmo2ForCausalLM"));
+    assert_eq!((two.qk_norm, two.ropes[0].theta, &two.windows[..]), (QkNorm::Rows, 1e4, &[None; 4][..]));
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024});
+    let three = decoder_of(&with(olmo("Olmo3ForCausalLM"), &json!({"rope_scaling": yarn, "rope_theta": 5e4})));
+    assert_eq!(three.windows, [Some(4096), Some(4096), Some(4096), None]);
+    assert_eq!(three.ropes[0], Rope { theta: 5e4, scaling: RopeScaling::Default });
+    assert!(matches!(three.ropes[3], Rope { theta: 5e4, scaling: RopeScaling::Yarn { factor: 8.0, .. } }));
+}
+
+#[test]
+fn classes_without_a_head_and_encoders_with_one() {
+    for (class, expected) in [
+        ("Qwen3Model", Some(Architecture::Qwen3)),
+        ("MistralModel", Some(Architecture::Mistral)),
+        ("Gemma3TextModel", Some(Architecture::Gemma3)),
+        ("BertForMaskedLM", Some(Architecture::Bert)),
+        ("XLMRobertaModel", Some(Architecture::Roberta)),
+        ("RobertaForSequenceClassification", Some(Architecture::Roberta)),
+        ("CamembertModel", Some(Architecture::Roberta)),
+        ("BertForCausalLM", None),
+        ("LlamaForMaskedLM", None),
+        ("Model", None),
+    ] {
+        assert_eq!(Architecture::from_class_name(class), expected, "{class}");
+    }
+    for architecture in Architecture::ALL {
+        assert_eq!(Architecture::from_class_name(architecture.class_name()), Some(architecture));
+        assert_eq!(Architecture::from_model_type(architecture.model_type()), Some(architecture));
+    }
+}
+
+#[test]
+fn roberta_counts_from_the_row_after_the_paddings() {
+    let base = json!({
+        "architectures": ["XLMRobertaModel"], "hidden_act": "gelu", "hidden_size": 384, "intermediate_size": 1536,
+        "layer_norm_eps": 1e-5, "max_position_embeddings": 514, "model_type": "xlm-roberta", "num_attention_heads": 12,
+        "num_hidden_layers": 12, "pad_token_id": 1, "type_vocab_size": 1, "vocab_size": 250_002,
+    });
+    let of = |change: Value| parse(&with(base.clone(), &change));
+    for (change, first, longest) in
+        [(json!({}), 2, 512), (json!({"pad_token_id": null}), 2, 512), (json!({"pad_token_id": 0}), 1, 513)]
+    {
+        let config = of(change).expect("an encoder");
+        let ModelConfig::Bert(bert) = &config else { panic!("{config:?}") };
+        assert_eq!((bert.first_position, config.max_position_embeddings()), (first, longest));
+    }
+    let message = of(json!({"max_position_embeddings": 2})).expect_err("no room");
+    assert_eq!(message, "config.json: max_position_embeddings: 2, expected more than 2, the row of the first position");
+}
+
+#[test]
+fn bert_of_a_sentence_model() {
+    let base = json!({
+        "architectures": ["BertModel"], "hidden_act": "gelu", "hidden_size": 384, "intermediate_size": 1536,
+        "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "bert", "num_attention_heads": 12,
+        "num_hidden_layers": 6, "position_embedding_type": "absolute", "type_vocab_size": 2, "vocab_size": 30522,
+    });
+    match parse(&base) {
+        Ok(ModelConfig::Bert(c)) => assert_eq!((c.head_dim, c.layer_norm_eps, c.n_layers), (32, 1e-12, 6)),
+        other => panic!("{other:?}"),
+    }
+    for change in [json!({"position_embedding_type": "relative_key"}), json!({"hidden_act": "gelu_new"})] {
+        assert!(parse(&with(base.clone(), &change)).expect_err("refused").contains("not supported"));
+    }
+}
+
+fn any_value() -> impl Strategy<Value = Value> {
+    prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        (0u64..64).prop_map(Value::from),
+        "[a-z]{0,8}".prop_map(Value::from),
+        Just(json!({})),
+        Just(json!([])),
+        Just(json!({"type": "llama3", "factor": 1e300})),
+    ]
+}
+
+proptest! {
+    /// Any value under any key we read is understood or refused in one line.
+    #[test]
+    fn any_value_is_understood_or_refused(
+        key in proptest::sample::select(vec![
+            "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+            "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+            "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias", "max_position_embeddings",
+            "sliding_window", "layer_types", "hidden_act", "partial_rotary_factor", "quantization_config",
+        ]),
+        value in any_value(),
+    ) {
+        match parse(&with(llama(), &json!({key: value}))) {
+            Ok(ModelConfig::Decoder(c)) => {
+                prop_assert!(c.n_heads % c.n_kv_heads == 0 && c.head_dim % 2 == 0);
+                prop_assert!(c.ropes[0].inverse_frequencies(c.rotary_dim, 4096).iter().all(|f| f.is_finite()));
+            }
+            Ok(ModelConfig::Bert(_)) => {}
+            Err(message) => prop_assert!(!message.contains('\n'), "{}", message),
+        }
+    }
+}
