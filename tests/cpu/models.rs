@@ -77,7 +77,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 12] = [
+pub(super) const MODELS: [&str; 14] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -86,6 +86,8 @@ pub(super) const MODELS: [&str; 12] = [
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
+    "tiny-granite",
+    "tiny-olmoe",
     "tiny-phi3",
     "tiny-olmo2",
     "tiny-olmo3",

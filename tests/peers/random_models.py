@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
-DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "phi3", "olmo2", "olmo3", "exaone4"]
-EXPERTS = ["mixtral", "qwen3_moe"]
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe"]
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert"]
 # Each type of layer has RoPE's parameters of its own.
 BY_TYPE = ["gemma3_text", "olmo3"]
@@ -69,10 +69,10 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_none = ("qwen2", "phi3", "olmo2", "olmo3")
+    has_none = ("qwen2", "granite", "phi3", "olmo2", "olmo3", "olmoe")
     has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
-    if kind in ("llama", "gemma3_text", "smollm3", "exaone4"):  # transformers wants it so
+    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", "granite"):  # transformers wants it so
         hidden = heads * max(1, hidden // heads)
     layers = r.choice([1, 2, 3, 4])
     c = {
@@ -92,7 +92,7 @@ def text_config(r, kind):
     }
     if has_head_dim:
         c["head_dim"] = head_dim
-    if kind in ("llama", "smollm3"):
+    if kind in ("llama", "smollm3", "granite"):
         c |= {"attention_bias": r.random() < 0.4, "mlp_bias": r.random() < 0.4}
     if kind in ("qwen3", "qwen3_moe"):
         c["attention_bias"] = r.random() < 0.4
@@ -114,7 +114,13 @@ def text_config(r, kind):
     if kind == "phi3":
         c |= {"sliding_window": r.choice([None, 1, 7, 40]), "original_max_position_embeddings": r.choice([16, 32, 64, 4096])}
         c["rope_parameters"] = longrope(r, head_dim)
-    if kind in ("olmo2", "olmo3"):
+    if kind == "granite":
+        c |= {"attention_multiplier": r.choice([1 / head_dim, head_dim ** -0.5]), "embedding_multiplier": r.choice([1.0, 3.0, 12.0])}
+        c |= {"residual_multiplier": r.choice([1.0, 0.22, 1.5]), "logits_scaling": r.choice([1.0, 0.5, 8.0])}
+    if kind == "olmoe":
+        experts = r.choice([1, 4, 8, 16])
+        c |= {"num_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 8)), "norm_topk_prob": r.random() < 0.5}
+    if kind in ("olmo2", "olmo3", "olmoe"):
         c["attention_bias"] = r.random() < 0.4
     if kind in ("olmo3", "exaone4"):
         types = [r.choice(["sliding_attention", "full_attention"]) for _ in range(layers)]

@@ -6,7 +6,7 @@
 use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope};
 use super::error::ModelError;
 use super::factors;
-use super::layout::ExpertNames;
+use super::layout::{ExpertNames, LAST_NORM};
 use super::quantize::Quantized;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, Pooled, RopeArgs};
@@ -200,7 +200,9 @@ impl<'a> Decoder<'a> {
     fn factors(&mut self, name: &str, n: usize) -> Result<TensorId, BuildError> {
         let name = format!("{name}.weight");
         let stored = self.weights.dtype(&name, &[n])?;
-        let dtype = if self.config.architecture.has_norms_less_one() { factors::DTYPE } else { stored };
+        let is_divided = self.config.logits_divisor != 1.0 && name == LAST_NORM;
+        let is_made = is_divided || self.config.architecture.has_norms_less_one();
+        let dtype = if is_made { factors::DTYPE } else { stored };
         Ok(self.graph.weight(&name, &[n], dtype)?)
     }
 
@@ -307,7 +309,7 @@ impl<'a> Decoder<'a> {
         };
         let (factor, eps) = (rope.factor() as f32, rms_norm_eps as f32);
         let args = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
-        let scale = 1.0 / (self.config.query_scalar as f32).sqrt();
+        let scale = self.config.attention_scale as f32;
         let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
         if self.graph.pass == Pass::Batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);

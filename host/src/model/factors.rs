@@ -1,5 +1,5 @@
-//! The factors of norms that a checkpoint has less one, as kernels multiply with them: one more each, in f32, since bf16 has not
-//! the digits for it.
+//! The factors of norms of which a checkpoint has something else, as kernels multiply with them, in f32: where it has them less one, one more
+//! each, since bf16 has not the digits for it; before the head of a network that divides its logits, each divided by the number.
 
 use std::collections::HashMap;
 
@@ -20,15 +20,16 @@ pub(super) struct Factors(HashMap<String, Vec<f32>>);
 impl Factors {
     /// Of a network of this configuration, as far as `weights` has them: what it lacks, whoever builds the network hears.
     pub(super) fn of(config: &ModelConfig, weights: &Weights) -> Factors {
-        if !config.architecture().has_norms_less_one() {
-            return Factors::default();
-        }
-        let specs = layout::tensors(config).into_iter().filter(|spec| spec.role == Role::NormLessOne);
+        let ModelConfig::Decoder(decoder) = config else { return Factors::default() };
+        let specs = layout::tensors(config).into_iter().filter(|spec| spec.role.is_made());
         let kept = specs.filter_map(|spec| {
             let view = weights.expect(&spec.name, &spec.shape).ok()?;
             let mut factors = vec![0f32; spec.len_elems() as usize];
             widen(view.dtype, view.bytes, &mut factors);
-            factors.iter_mut().for_each(|factor| *factor += 1.0);
+            factors.iter_mut().for_each(|factor| match spec.role {
+                Role::DividedNorm => *factor /= decoder.logits_divisor as f32,
+                _ => *factor += 1.0,
+            });
             Some((spec.name, factors))
         });
         Factors(kept.collect())

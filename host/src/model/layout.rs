@@ -19,8 +19,17 @@ pub enum Role {
     Norm,
     /// The same, each less one.
     NormLessOne,
+    /// The factors of the norm before the head, of a network that divides its logits: it reads each divided by that number.
+    DividedNorm,
     /// `[experts, hidden]`: the matrix whose products say to which experts a row goes.
     Router,
+}
+
+impl Role {
+    /// Whether the network reads something else than the checkpoint has, made of it: see `factors`.
+    pub(super) fn is_made(self) -> bool {
+        matches!(self, Role::NormLessOne | Role::DividedNorm)
+    }
 }
 
 /// One tensor a checkpoint must hold.
@@ -47,6 +56,9 @@ impl TensorSpec {
 
 /// What stands before the names of an encoder's tensors where it was saved with a head on top.
 pub(super) const ENCODERS: [&str; 2] = ["bert.", "roberta."];
+
+/// The norm before a decoder's head.
+pub(super) const LAST_NORM: &str = "model.norm.weight";
 
 /// Every tensor that a network of this configuration reads.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
@@ -167,7 +179,8 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             add(format!("{layer}.{which}_layernorm.weight"), vec![c.hidden_size], norm);
         }
     }
-    add("model.norm.weight".into(), vec![c.hidden_size], norm);
+    let divided = if c.logits_divisor == 1.0 { norm } else { Role::DividedNorm };
+    add(LAST_NORM.into(), vec![c.hidden_size], divided);
     if !c.tie_word_embeddings {
         add("lm_head.weight".into(), vec![c.vocab_size, c.hidden_size], Role::Head);
     }

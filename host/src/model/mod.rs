@@ -100,6 +100,10 @@ impl ModelFolder {
         let has_head = !is_tied && folder.has_head_of_its_own();
         if let ModelConfig::Decoder(config) = &mut folder.config {
             config.tie_word_embeddings = is_tied || config.tie_word_embeddings && !has_head;
+            if is_tied {
+                // Nobody sees logits.
+                config.logits_divisor = 1.0;
+            }
             config.embedding_dim = folder.sentence.as_ref().and_then(|sentence| sentence.truncate_dim);
         }
         Ok(folder)
@@ -199,8 +203,8 @@ impl ModelFolder {
         Ok(self.weights.get_or_init(|| weights))
     }
 
-    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for factors of norms that it has less one,
-    /// which are in f32 and one more.
+    /// The bytes of tensor `name` as the network reads them: as they are in the checkpoint, but for factors of norms that it has less one, which
+    /// are in f32 and one more, and for those of a norm whose factors take part in dividing logits, in f32, too.
     pub fn tensor_bytes(&self, name: &str) -> Option<&[u8]> {
         let weights = self.weights().ok()?;
         let factors = self.factors.get_or_init(|| Factors::of(&self.config, weights));

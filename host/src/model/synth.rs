@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 46] = [
+pub const PRESETS: [&str; 50] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -86,6 +86,8 @@ pub const PRESETS: [&str; 46] = [
     "gemma-3-12b",
     "gemma-3-27b",
     "smollm3-3b",
+    "granite-3.3-2b",
+    "olmoe-1b-7b",
     "phi-3-mini",
     "phi-4",
     "olmo-2-1b",
@@ -101,6 +103,8 @@ pub const PRESETS: [&str; 46] = [
     "tiny-mixtral",
     "tiny-gemma3",
     "tiny-smollm3",
+    "tiny-granite",
+    "tiny-olmoe",
     "tiny-phi3",
     "tiny-olmo2",
     "tiny-olmo3",
@@ -138,7 +142,9 @@ impl Sizes {
 
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
-    use Architecture::{Exaone4, Gemma3, Llama, Mistral, Mixtral, Olmo2, Olmo3, Phi3, Qwen2, Qwen3, Qwen3Moe, SmolLm3};
+    use Architecture::{
+        Exaone4, Gemma3, Granite, Llama, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen3, Qwen3Moe, SmolLm3,
+    };
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
     const GEMMA_VOCAB: usize = 262_144;
@@ -170,6 +176,9 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("gemma-3-12b",       Gemma3,  sizes(GEMMA_VOCAB_2, 3840, 15360, 48, (16, 8), 256, true, 131_072, 1e6, None)),
         ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)),
         ("smollm3-3b",        SmolLm3, sizes(LLAMA_VOCAB, 2048, 11008, 36, (16, 4), 128, true,   65_536, 5e6, None)),
+        ("granite-3.3-2b",    Granite, sizes(49_159,      2048, 8192,  40, (32, 8),  64, true,  131_072, 1e7, None)),
+        ("olmoe-1b-7b",       Olmoe,   sizes(50_304,      2048, 1024,  16, (16, 16), 128, false,  4_096, 1e4, None)
+            .with_experts(64, 8, 1024)),
         ("phi-3-mini",        Phi3,    sizes(32_064,      3072, 8192,  32, (32, 32), 96, false,   4_096, 1e4, None)),
         ("phi-4",             Phi3,    sizes(100_352,     5120, 17920, 40, (40, 10), 128, false, 16_384, 2.5e5, None)),
         ("olmo-2-1b",         Olmo2,   sizes(100_352,     2048, 8192,  16, (16, 16), 128, false,  4_096, 5e5, None)),
@@ -187,6 +196,9 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
             .with_experts(4, 2, 80)),
         ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
         ("tiny-smollm3",      SmolLm3, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 2e6, None)),
+        ("tiny-granite",      Granite, sizes(1024,         96,  208,    2, (6, 2),   16, true,    4_096, 1e4, None)),
+        ("tiny-olmoe",        Olmoe,   sizes(1024,         96,   80,    2, (4, 2),   24, false,   4_096, 1e4, None)
+            .with_experts(8, 3, 80)),
         ("tiny-phi3",         Phi3,    sizes(1024,         128,  208,    2, (4, 2),   32, false,      64, 1e4, None)),
         ("tiny-olmo2",        Olmo2,   sizes(1024,         96,  208,    2, (4, 2),   24, false,   4_096, 5e5, None)),
         ("tiny-olmo3",        Olmo3,   sizes(1024,         96,  208,    4, (4, 2),   24, true,    4_096, 5e5, None)),
@@ -239,8 +251,9 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             "original_max_position_embeddings": 8192.min(s.context / 8), "rope_theta": s.theta, "rope_type": "llama3",
         });
     }
-    use Architecture::{Exaone4, Llama, Mistral, Mixtral, Phi3};
-    let eps = if matches!(architecture, Llama | Mistral | Mixtral | Phi3 | Exaone4) { 1e-5 } else { 1e-6 };
+    use Architecture::{Exaone4, Granite, Llama, Mistral, Mixtral, Olmoe, Phi3};
+    let eps =
+        if matches!(architecture, Llama | Mistral | Mixtral | Granite | Olmoe | Phi3 | Exaone4) { 1e-5 } else { 1e-6 };
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "attention_bias": false,
@@ -307,6 +320,14 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("no_rope_layer_interval".into(), if s.hidden < 1000 { 2.into() } else { 4.into() });
             map.insert("use_sliding_window".into(), false.into());
         }
+        (Architecture::Granite, Value::Object(map)) => {
+            map.shift_remove("head_dim");
+            map.insert("mlp_bias".into(), false.into());
+            map.insert("attention_multiplier".into(), (1.0 / s.head_dim as f64).into());
+            map.insert("embedding_multiplier".into(), 12.0.into());
+            map.insert("logits_scaling".into(), 8.0.into());
+            map.insert("residual_multiplier".into(), 0.22.into());
+        }
         (Architecture::Phi3, Value::Object(map)) => {
             map.shift_remove("attention_bias");
             map.shift_remove("head_dim");
@@ -325,7 +346,7 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             }
             map.insert("original_max_position_embeddings".into(), original.into());
         }
-        (Architecture::Olmo2, Value::Object(map)) => {
+        (Architecture::Olmo2 | Architecture::Olmoe, Value::Object(map)) => {
             map.shift_remove("head_dim");
         }
         (Architecture::Olmo3 | Architecture::Exaone4, Value::Object(map)) => {
@@ -617,7 +638,7 @@ fn value_table(spec: &TensorSpec) -> Vec<u16> {
         Role::Head | Role::Router => Box::new(spread(3.2 / fan_in.sqrt())),
         Role::Embedding => Box::new(spread(0.15)),
         Role::Bias => Box::new(spread(0.3)),
-        Role::Norm => Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64),
+        Role::Norm | Role::DividedNorm => Box::new(|i, _| 0.5 + (i as f64 + 0.5) / TABLE_LEN as f64),
         Role::NormLessOne => Box::new(|i, _| (i as f64 + 0.5) / TABLE_LEN as f64 - 0.5),
     };
     // A fixed sample of the normal distribution (a sum of twelve uniform numbers has variance 1), each value with its

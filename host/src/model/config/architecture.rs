@@ -24,12 +24,16 @@ pub enum Architecture {
     Gemma3,
     /// `SmolLM3ForCausalLM`: Llama, some of whose layers do not turn queries and keys.
     SmolLm3,
+    /// `GraniteForCausalLM`: Llama with numbers that embeddings, scores, logits and what layers add are multiplied with.
+    Granite,
     /// `Phi3ForCausalLM`: Llama whose q, k and v are one matrix, as are gate and up. Phi 4 is this too.
     Phi3,
     /// `Olmo2ForCausalLM`: norms after attention and MLP, and on all queries and all keys of a row.
     Olmo2,
     /// `Olmo3ForCausalLM`: OLMo 2, most of whose layers have a window.
     Olmo3,
+    /// `OlmoeForCausalLM`: norms on all queries and all keys of a row, and MLPs that are mixtures of experts.
+    Olmoe,
     /// `Exaone4ForCausalLM`: norms after attention and MLP, and on each head's query and key. Where layers have windows, the others do not turn
     /// queries and keys.
     Exaone4,
@@ -92,6 +96,19 @@ pub(super) enum Sliding {
     Still,
 }
 
+/// Mixtures of experts, where the file does not say otherwise.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mixture {
+    pub(super) n: usize,
+    pub(super) chosen: usize,
+    /// An expert's `moe_intermediate_size`; `None`: it is `intermediate_size` that says it.
+    pub(super) intermediate_size: Option<usize>,
+    /// The parts with which experts count add up to 1 whatever `norm_topk_prob` says; else it says so.
+    pub(super) normalises: bool,
+    /// The file may say that some layers have an MLP of the usual kind, or all.
+    pub(super) may_lack: bool,
+}
+
 /// What is known of an architecture beside its configuration, and what its configuration class takes where the file lacks a key.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traits {
@@ -106,7 +123,7 @@ pub(super) struct Traits {
     pub(super) qk_norm: QkNorm,
     /// q, k and v are one matrix, as are gate and up.
     pub(super) is_fused: bool,
-    pub(super) has_experts: bool,
+    pub(super) mixture: Option<Mixture>,
     pub(super) attention_bias: Biases,
     /// The attention's output has a bias where q, k and v have.
     pub(super) output_bias: bool,
@@ -136,7 +153,7 @@ const USUAL: Traits = Traits {
     norms_less_one: false,
     qk_norm: QkNorm::None,
     is_fused: false,
-    has_experts: false,
+    mixture: None,
     attention_bias: Biases::Said,
     output_bias: true,
     mlp_bias: Biases::Never,
@@ -169,7 +186,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 14] = [
+    pub const ALL: [Architecture; 16] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -178,9 +195,11 @@ impl Architecture {
         Architecture::Mixtral,
         Architecture::Gemma3,
         Architecture::SmolLm3,
+        Architecture::Granite,
         Architecture::Phi3,
         Architecture::Olmo2,
         Architecture::Olmo3,
+        Architecture::Olmoe,
         Architecture::Exaone4,
         Architecture::Bert,
         Architecture::Roberta,
@@ -200,7 +219,13 @@ impl Architecture {
                 class_name: "Qwen3MoeForCausalLM",
                 model_type: "qwen3_moe",
                 qk_norm: QkNorm::Heads,
-                has_experts: true,
+                mixture: Some(Mixture {
+                    n: 128,
+                    chosen: 8,
+                    intermediate_size: Some(768),
+                    normalises: false,
+                    may_lack: true,
+                }),
                 sliding: Sliding::AllIfUsed,
                 n_kv_heads: Some(4),
                 ..QWEN
@@ -223,7 +248,7 @@ impl Architecture {
             Architecture::Mixtral => Traits {
                 class_name: "MixtralForCausalLM",
                 model_type: "mixtral",
-                has_experts: true,
+                mixture: Some(Mixture { n: 8, chosen: 2, intermediate_size: None, normalises: true, may_lack: false }),
                 sliding: Sliding::All,
                 window: None,
                 rms_norm_eps: 1e-5,
@@ -257,6 +282,13 @@ impl Architecture {
                 tie_word_embeddings: true,
                 ..USUAL
             },
+            Architecture::Granite => Traits {
+                class_name: "GraniteForCausalLM",
+                model_type: "granite",
+                mlp_bias: Biases::Said,
+                max_position_embeddings: 2048,
+                ..USUAL
+            },
             Architecture::Phi3 => Traits {
                 class_name: "Phi3ForCausalLM",
                 model_type: "phi3",
@@ -275,6 +307,20 @@ impl Architecture {
                 sliding: Sliding::Most { pattern: 4 },
                 ropes_by_type: true,
                 rope_theta: 5e5,
+                ..OLMO
+            },
+            Architecture::Olmoe => Traits {
+                class_name: "OlmoeForCausalLM",
+                model_type: "olmoe",
+                norms: Norms::Before,
+                mixture: Some(Mixture {
+                    n: 64,
+                    chosen: 8,
+                    intermediate_size: None,
+                    normalises: false,
+                    may_lack: false,
+                }),
+                max_position_embeddings: 4096,
                 ..OLMO
             },
             Architecture::Exaone4 => Traits {
@@ -316,7 +362,7 @@ impl Architecture {
 
     /// Whether its MLPs are mixtures of experts.
     pub const fn has_experts(self) -> bool {
-        self.traits().has_experts
+        self.traits().mixture.is_some()
     }
 
     /// Whether its checkpoints have q, k and v as one matrix, and gate and up as one.

@@ -1,5 +1,7 @@
 //! A decoder's config.json: its sizes, and what each layer does.
 
+use std::ops::RangeInclusive;
+
 use perpetua_device::kernels::routing;
 
 use super::architecture::{Biases, Sliding};
@@ -30,16 +32,19 @@ pub struct DecoderConfig {
     pub n_kv_heads: usize,
     /// Elements of one head; even. `n_heads * head_dim` need not be `hidden_size`.
     pub head_dim: usize,
-    /// Added to the mean square before the root.
+    /// Added to the mean square before the root. (Granite multiplies what layers add by m. This and the scale of embeddings are those of
+    /// the same network with its rows divided by m, which norms do not see.)
     pub rms_norm_eps: f64,
     /// Per layer, how positions turn queries and keys.
     pub ropes: Vec<Rope>,
     /// Elements of a head that are turned, the first ones; even.
     pub rotary_dim: usize,
-    /// Scores are divided by its root: `head_dim`, unless the file has another number.
-    pub query_scalar: f64,
+    /// What scores are multiplied with: 1 / sqrt(`head_dim`), unless the file has another number.
+    pub attention_scale: f64,
     /// What embeddings are multiplied with.
     pub embedding_scale: f64,
+    /// What logits are divided by.
+    pub logits_divisor: f64,
     /// Whether the head is the embedding table.
     pub tie_word_embeddings: bool,
     /// Whether q, k and v have biases.
@@ -103,6 +108,9 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
     if is_gemma {
         refuse_other_gemmas(fields)?;
     }
+    if fields.get("clip_qkv").is_some() && architecture == Architecture::Olmoe {
+        return Err(fields.unsupported("clip_qkv", "null"));
+    }
     // Gemma's files leave out what its configuration class has by default.
     let size = |key, range, of_gemma| match is_gemma {
         true => Ok(fields.whole(key, range)?.unwrap_or(of_gemma)),
@@ -162,9 +170,15 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
         (false, true) => ropes.full.clone(),
     };
     let intermediate_size = size("intermediate_size", 1..=MAX_INTERMEDIATE, 9216)?;
-    const SCALARS: std::ops::RangeInclusive<f64> = 1e-6..=1e9;
+    const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
         if is_gemma { fields.real("query_pre_attn_scalar", SCALARS)?.unwrap_or(256.0) } else { head_dim as f64 };
+    let of_granite = |key| match architecture {
+        Architecture::Granite => Ok::<f64, ModelError>(fields.real(key, SCALARS)?.unwrap_or(1.0)),
+        _ => Ok(1.0),
+    };
+    let added = of_granite("residual_multiplier")?;
+    let rms_norm_eps = fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     Ok(DecoderConfig {
         architecture,
@@ -175,11 +189,19 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
         n_heads,
         n_kv_heads,
         head_dim,
-        rms_norm_eps: fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps),
+        rms_norm_eps: rms_norm_eps / (added * added),
         ropes: layers.iter().map(rope_of).collect(),
         rotary_dim: ropes.dim,
-        query_scalar,
-        embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
+        attention_scale: match architecture {
+            Architecture::Granite => of_granite("attention_multiplier")?,
+            // Rounded as transformers does.
+            _ => f64::from(1.0 / (query_scalar as f32).sqrt()),
+        },
+        embedding_scale: match architecture {
+            Architecture::Gemma3 => (hidden_size as f64).sqrt(),
+            _ => of_granite("embedding_multiplier")? / added,
+        },
+        logits_divisor: of_granite("logits_scaling")?,
         tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
         attention_bias,
         output_bias: attention_bias && traits.output_bias,
@@ -303,32 +325,30 @@ fn experts(
     n_layers: usize,
     intermediate_size: usize,
 ) -> Result<Option<Experts>, ModelError> {
-    if !architecture.has_experts() {
-        return Ok(None);
-    }
     const MOST: usize = routing::MAX_EXPERTS as usize;
-    let is_mixtral = architecture == Architecture::Mixtral;
+    let Some(mixture) = architecture.traits().mixture else { return Ok(None) };
     // Which of its names the number has depends on the version of transformers that wrote the file.
     let key = if fields.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
-    let n = fields.whole(key, usize::from(is_mixtral)..=MOST)?.unwrap_or(if is_mixtral { 8 } else { 128 });
-    let own = fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(768);
-    // Which layers have them, Mixtral's files do not say.
-    let (mut step, mut dense, mut normalise) = (1, Vec::new(), true);
-    if !is_mixtral {
+    let n = fields.whole(key, usize::from(!mixture.may_lack)..=MOST)?.unwrap_or(mixture.n);
+    let intermediate_size = match mixture.intermediate_size {
+        Some(size) => fields.whole("moe_intermediate_size", 1..=MAX_INTERMEDIATE)?.unwrap_or(size),
+        None => intermediate_size,
+    };
+    let (mut step, mut dense) = (1, Vec::new());
+    if mixture.may_lack {
         step = fields.whole("decoder_sparse_step", 1..=MAX_LAYERS)?.unwrap_or(1);
         dense = fields.wholes("mlp_only_layers", 0..=MAX_LAYERS)?.unwrap_or_default();
-        normalise = fields.flag("norm_topk_prob")?.unwrap_or(false);
     }
+    let normalise = mixture.normalises || fields.flag("norm_topk_prob")?.unwrap_or(false);
     let layers: Vec<bool> =
         (0..n_layers).map(|layer| n > 0 && (layer + 1) % step == 0 && !dense.contains(&layer)).collect();
     if !layers.contains(&true) {
         return Ok(None);
     }
     let most = n.min(routing::MAX_CHOSEN as usize);
-    let chosen = fields.whole("num_experts_per_tok", 1..=most)?.unwrap_or(if is_mixtral { 2 } else { 8 });
+    let chosen = fields.whole("num_experts_per_tok", 1..=most)?.unwrap_or(mixture.chosen);
     if chosen > most {
         return Err(fields.wrong("num_experts_per_tok", format!("at most {key}, {n}")));
     }
-    let intermediate_size = if is_mixtral { intermediate_size } else { own };
     Ok(Some(Experts { n, chosen, intermediate_size, normalise, layers }))
 }

@@ -492,13 +492,13 @@ mod tests {
         assert_eq!((config.head_dim, config.rotary_dim), (32, 24));
         let of = |context| config.ropes[0].inverse_frequencies(config.rotary_dim, context);
         let expected =
-            [(64, [0.455_057_74, 0.209_168_42, 0.000_143_628_95]), (65, [0.421_962_6, 0.165_725_74, 7.181_448e-6])];
+            [(8, [0.455_057_74, 0.209_168_42, 0.000_143_628_95]), (9, [0.421_962_6, 0.165_725_74, 7.181_448e-6])];
         for (context, expected) in expected {
             let found = of(context);
             assert_eq!((found.len(), found[0]), (12, 1.0));
             [1, 2, 11].into_iter().zip(expected).for_each(|(i, expected)| assert_close(found[i], expected));
         }
-        assert!((config.ropes[0].factor() - 1.5f64.sqrt()).abs() < 1e-12, "the root of 1 + ln(8) / ln(64)");
+        assert!((config.ropes[0].factor() - 3f64.sqrt()).abs() < 1e-12, "the root of 1 + ln(64) / ln(8)");
         // By its older name and keys; as plain as the older ones are; what is wrong.
         let scaling = |change: &serde_json::Value| {
             let scaling = with(file["rope_parameters"].clone(), &json!({"rope_type": null, "type": "su"}));

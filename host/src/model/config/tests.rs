@@ -64,7 +64,7 @@ fn mixtures_of_experts() {
     }
     let message = parse(&with(llama(), &json!({ "num_local_experts": 8 }))).expect_err("experts");
     assert!(message.contains("num_local_experts: 8 is not supported; supported: "), "{message}");
-    assert!(message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM alone"), "{message}");
+    assert!(message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM alone"), "{message}");
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn gemma_3() {
     let config = decoder_of(&tiny);
     assert_eq!(config.windows, [Some(12), None, Some(12)]);
     assert_eq!(config.ropes, [sliding.clone(), full.clone(), sliding.clone()]);
-    assert_eq!((config.query_scalar, config.embedding_scale, config.qk_norm), (168.0, 128f64.sqrt(), QkNorm::Heads));
+    assert_eq!((config.embedding_scale, config.qk_norm), (128f64.sqrt(), QkNorm::Heads));
     assert_eq!((config.hidden_act, config.tie_word_embeddings), (Activation::GeluTanh, true));
 
     // As the files of those that see have it: a part, with what is not as usual.
@@ -89,7 +89,7 @@ fn gemma_3() {
                         "text_config": text, "vision_config": { "hidden_size": 1152 } });
     let config = decoder_of(&whole);
     assert_eq!((config.vocab_size, config.max_position_embeddings), (262_208, 131_072));
-    assert_eq!((config.n_heads, config.n_kv_heads, config.head_dim, config.query_scalar), (8, 4, 256, 256.0));
+    assert_eq!((config.n_heads, config.n_kv_heads, config.head_dim, config.attention_scale), (8, 4, 256, 1.0 / 16.0));
     assert_eq!((config.windows[4], config.windows[5], config.windows[6]), (Some(1024), None, Some(1024)));
     assert_eq!((&config.ropes[4], &config.ropes[5]), (&sliding, &full));
     assert_eq!(decoder_of(&with(whole.clone(), &json!({ "architectures": null }))), config);
@@ -268,7 +268,8 @@ fn what_is_not_done_is_refused_by_name() {
         refused(json!({"architectures": ["GptOssForCausalLM"]})),
         "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
          Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
-         SmolLM3ForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel"
+         SmolLM3ForCausalLM, GraniteForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, \
+         Exaone4ForCausalLM, BertModel, RobertaModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -372,6 +373,25 @@ fn exaone_4_turns_where_it_slides() {
 }
 
 #[test]
+fn granite_multiplies() {
+    let granite = with(llama(), &json!({"architectures": ["GraniteForCausalLM"]}));
+    let plain = decoder_of(&granite);
+    assert_eq!(
+        (plain.attention_scale, plain.embedding_scale, plain.logits_divisor, plain.rms_norm_eps),
+        (1.0, 1.0, 1.0, 1e-6)
+    );
+    let numbers = json!({"attention_multiplier": 0.125, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+                         "residual_multiplier": 0.5});
+    let config = decoder_of(&with(granite, &numbers));
+    assert_eq!(
+        (config.attention_scale, config.embedding_scale, config.logits_divisor, config.rms_norm_eps),
+        (0.125, 24.0, 8.0, 4e-6)
+    );
+    let others = decoder_of(&with(llama(), &numbers));
+    assert_eq!((others.embedding_scale, others.logits_divisor), (1.0, 1.0), "nobody else does");
+}
+
+#[test]
 fn olmo_normalises_rows() {
     let olmo = |class: &str| with(llama(), &json!({"architectures": [class], "num_hidden_layers": 4}));
     let two = decoder_of(&olmo("Olmo2ForCausalLM"));
@@ -379,6 +399,11 @@ fn olmo_normalises_rows() {
     let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024});
     let three = decoder_of(&with(olmo("Olmo3ForCausalLM"), &json!({"rope_scaling": yarn, "rope_theta": 5e4})));
     assert_eq!(three.windows, [Some(4096), Some(4096), Some(4096), None]);
+    let mixture = decoder_of(&with(olmo("OlmoeForCausalLM"), &json!({"num_experts": 16})));
+    let expected = Experts { n: 16, chosen: 8, intermediate_size: 640, normalise: false, layers: vec![true; 4] };
+    assert_eq!((mixture.qk_norm, mixture.experts), (QkNorm::Rows, Some(expected)));
+    let message = parse(&with(olmo("OlmoeForCausalLM"), &json!({"clip_qkv": 8.0}))).expect_err("clipped");
+    assert!(message.contains("clip_qkv: 8.0 is not supported"), "{message}");
     assert_eq!(three.ropes[0], Rope { theta: 5e4, scaling: RopeScaling::Default });
     assert!(matches!(three.ropes[3], Rope { theta: 5e4, scaling: RopeScaling::Yarn { factor: 8.0, .. } }));
 }

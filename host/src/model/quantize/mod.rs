@@ -98,7 +98,7 @@ impl Quantized {
         progress: &mut dyn FnMut(u64),
     ) -> Result<Quantized, ModelError> {
         let mut quantized = HashMap::new();
-        for spec @ TensorSpec { name, shape, .. } in tensors.iter().filter(|spec| spec.role != Role::NormLessOne) {
+        for spec @ TensorSpec { name, shape, .. } in tensors.iter().filter(|spec| !spec.role.is_made()) {
             let view = weights.expect(name, shape)?;
             let dtype = how.dtype_of(spec);
             let bytes = dtype.map_or(view.bytes.len(), |dtype| dtype.tensor_bytes(shape) as usize);
