@@ -270,6 +270,11 @@ fn options_without_effect_are_named() {
             &["--quantize", "q4", "--device", "simt"],
             "device of a mixture of experts in q4: expected cpu or reference",
         ),
+        (
+            &vec!["plan", "--preset", "tiny-mixtral"],
+            &["--quantize", "q8"],
+            "--target h200 of a mixture of experts in q8, expected cpu:N",
+        ),
         (&logits, &["--exact", "--device", "ptx"], "--exact is for --device cpu or reference"),
         (&logits, &["--exact", "--device", "cuda"], "--exact is for --device cpu or reference"),
         (&vec!["bench", "--model", &text], &["--device", "simt"], "nothing to measure on --device simt"),

@@ -462,9 +462,7 @@ const _: () = {
 
 /// What of `model` no GPU kernel reads, if there is something.
 fn unread_on_gpu(model: &Model) -> Option<String> {
-    let how = model.quantized()?.how();
-    let has_experts = matches!(model.config(), ModelConfig::Decoder(config) if config.experts.is_some());
-    has_experts.then(|| format!("of a mixture of experts in {how}"))
+    model.quantized()?.how().unread_on_gpu(model.config())
 }
 
 /// [`EngineConfig`], looked at for one model.
