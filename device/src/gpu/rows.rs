@@ -14,6 +14,7 @@ use crate::arch::{WARP, bulk, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
 use crate::kernels::attention_merge::{Merge, Parts};
+use crate::kernels::linear::slot;
 use crate::kernels::routing::Found;
 use core::marker::PhantomData;
 use perpetua_shared::Fault;
@@ -192,7 +193,7 @@ impl<X: Float + Copy, const R: usize> Global<X, R> {
         let mut rows = [core::ptr::null::<u8>(); R];
         for j in 0..R {
             // SAFETY: operand 0 is a matrix with that element (caller).
-            rows[j] = unsafe { memory::opaque(x.call.tensor(0).address([row(x, j), first])).cast_const() };
+            rows[j] = unsafe { memory::opaque(x.call.tensor(slot::X).address([row(x, j), first])).cast_const() };
         }
         Global(rows, PhantomData)
     }
@@ -261,7 +262,7 @@ impl Source for First<'_> {
     #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         // SAFETY: the caller's promise.
-        unsafe { self.call.told(0, &self.x, [0, at], self.call.ask(&self.x, [0, at])) }
+        unsafe { self.call.told(slot::X, &self.x, [0, at], self.call.ask(&self.x, [0, at])) }
     }
 }
 
@@ -312,13 +313,13 @@ pub(crate) unsafe fn ready_and_staged(
         let is_normed = call.tensor(how.norm).is_present();
         let tiles = call.tiles.filter(|tiles| is_normed && tiles.left() > 0);
         let tile = if let Some(tiles) = tiles { tiles.take() } else { Tile::NONE };
-        let merge = if how.merges { Merge::of(&call.tensor(0)) } else { Merge::NONE };
+        let merge = if how.merges { Merge::of(&call.tensor(slot::X)) } else { Merge::NONE };
         let outcome = ready();
         if staged && outcome.is_ok() {
             if how.merges {
                 stage(call, how, tile, &Parts::new(call, merge), block);
             } else {
-                stage(call, how, tile, &First { call, x: call.tensor(0) }, block);
+                stage(call, how, tile, &First { call, x: call.tensor(slot::X) }, block);
             }
         }
         if let Some(tiles) = tiles {
@@ -335,7 +336,7 @@ pub(crate) unsafe fn ready_and_staged(
 #[inline(always)]
 pub(crate) unsafe fn stage_first(call: &Call<'_>, how: Staging, block: &Block) {
     // SAFETY: the caller's promises.
-    unsafe { stage(call, how, Tile::NONE, &First { call, x: call.tensor(0) }, block) }
+    unsafe { stage(call, how, Tile::NONE, &First { call, x: call.tensor(slot::X) }, block) }
 }
 
 /// Puts row `x` into shared memory, with the norm's weights in `tile` if that has bytes.
@@ -393,7 +394,7 @@ pub(crate) struct Rows<'a> {
 pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
-        let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
+        let types = (x.call.tensor(w).dtype(), x.call.tensor(slot::X).dtype());
         if R == 1 && x.staged {
             let staged = Staged(STAGE);
             let [sum] = match types.0 {
@@ -653,7 +654,7 @@ fn row(x: &Rows<'_>, j: usize) -> u32 {
 #[inline(always)]
 fn is_flagged<const R: usize>(x: &Rows<'_>) -> bool {
     // SAFETY: operand 0 is there (caller).
-    R == 1 && unsafe { x.call.tensor(0) }.is_flagged()
+    R == 1 && unsafe { x.call.tensor(slot::X) }.is_flagged()
 }
 
 /// Element `at` of row `j`, however it lies.
@@ -661,7 +662,7 @@ fn is_flagged<const R: usize>(x: &Rows<'_>) -> bool {
 unsafe fn value<const R: usize>(x: &Rows<'_>, j: usize, at: u32) -> f32 {
     // SAFETY: the element is there (caller), or will be.
     unsafe {
-        match x.call.tensor(0) {
+        match x.call.tensor(slot::X) {
             _ if x.staged => Staged(STAGE).one(j, at as usize),
             x_all if is_flagged::<R>(x) => First { call: x.call, x: x_all }.one(at),
             x_all => x_all.get([row(x, j), at]),
@@ -835,7 +836,7 @@ pub(crate) unsafe fn tiled<const N: usize>(
 ) {
     // SAFETY: the caller's promises; the conditions around `tile_dot` depend on the warp and the task alone.
     unsafe {
-        let w = call.tensor(1);
+        let w = call.tensor(slot::W);
         // Of weights in fewer bits a row is its bytes, of which a tile never has a part.
         let (k, elem) = match w.dtype() {
             Q8 => (Eight::row_bytes(w.extent(1)), 1),
@@ -933,7 +934,7 @@ struct Stretch {
 unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the caller's promises; the types are the tensors'; whole warps are here.
     unsafe {
-        let types = (x.call.tensor(w).dtype(), x.call.tensor(0).dtype());
+        let types = (x.call.tensor(w).dtype(), x.call.tensor(slot::X).dtype());
         let sum = if types.0 == Q8 {
             one_by_one_of_tile::<Eight>(&x, part.at, x.call.tensor(w).extent(1), lane)
         } else if types.0 == Q4 {

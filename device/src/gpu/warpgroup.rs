@@ -34,6 +34,7 @@ use crate::arch::scalar::f32_to_bf16_pair;
 use crate::arch::warpgroup::{self, Matrix, Sums, place};
 use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared, warp};
 use crate::block::Block;
+use crate::kernels::linear::slot;
 use perpetua_shared::{Fault, Technique};
 
 /// Columns of k at a time, and of them those that one instruction takes.
@@ -109,7 +110,7 @@ pub(crate) struct Rows {
     pub(crate) count: u32,
 }
 
-/// Operand 0 and, from operand 1 on, the weights.
+/// Operand `x` and, from `w` on, the weights.
 #[derive(Clone, Copy)]
 struct InOrder<'a>(&'a Call<'a>);
 
@@ -128,25 +129,25 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
     #[inline(always)]
     unsafe fn k(self) -> u32 {
         // SAFETY: the caller's promise.
-        unsafe { self.0.tensor(1) }.extent(1)
+        unsafe { self.0.tensor(slot::W) }.extent(1)
     }
 
     #[inline(always)]
     unsafe fn dtype(self) -> u16 {
         // SAFETY: the caller's promise.
-        unsafe { self.0.tensor(1) }.dtype()
+        unsafe { self.0.tensor(slot::W) }.dtype()
     }
 
     #[inline(always)]
     unsafe fn x(self, m: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
-        unsafe { self.rows(0, m, count) }
+        unsafe { self.rows(slot::X, m, count) }
     }
 
     #[inline(always)]
     unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
-        unsafe { self.rows(1 + which, n, count) }
+        unsafe { self.rows(slot::W + which, n, count) }
     }
 }
 
@@ -212,7 +213,7 @@ pub(crate) fn has_room(call: &Call<'_>, block: &Block) -> bool {
     is_free && block.warps() > MULTIPLYING && call.uses(Technique::Warpgroups)
 }
 
-/// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on.
+/// Whether [`multiply`] is for this call, of `N` matrices of weights from operand `w` on.
 #[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
@@ -222,8 +223,8 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     // SAFETY: the operands are matrices (caller).
     unsafe {
         let are_alike = call.are_all::<N>(BF16) || call.are_all::<N>(Q8) || call.are_all::<N>(Q4);
-        let mut fits = call.tensor(0).dtype() == BF16 && are_alike;
-        for operand in 0..1 + N {
+        let mut fits = call.tensor(slot::X).dtype() == BF16 && are_alike;
+        for operand in slot::X..slot::W + N {
             let matrix = call.tensor(operand);
             let is_whole = matrix.extent(1).is_multiple_of(8) && bytes_apart(&matrix).is_multiple_of(16);
             fits &= is_whole && matrix.address([0, 0]).addr().is_multiple_of(16);
@@ -232,11 +233,11 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
 }
 
-/// Has `finish` [take](Finish::four) the sums of every row of operand 0 and four rows at a time of the N weight matrices, operands 1 and up. What it can it
+/// Has `finish` [take](Finish::four) the sums of every row of operand `x` and four rows at a time of the N weight matrices, from `w` on. What it can it
 /// copies before `ready`.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; [`is_for`] it; operand 0 has at least `rows` rows, the weights are
+/// Every thread of the block makes this same call; [`is_for`] it; `x` has at least `rows` rows, the weights are
 /// all alike, with as many columns, each row contiguous.
 ///
 /// # Errors
@@ -251,7 +252,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
 ) -> Result<(), Fault> {
     // SAFETY: the caller's promises; the loops' bounds are the block's.
     unsafe {
-        let (columns, matrices) = (call.tensor(1).extent(0), InOrder(call));
+        let (columns, matrices) = (call.tensor(slot::W).extent(0), InOrder(call));
         let reads_early = call.reads_early();
         let mut n0 = 0;
         while n0 < columns {

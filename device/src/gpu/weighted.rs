@@ -6,6 +6,7 @@ use super::warpgroup::{COLUMNS, ROWS};
 use super::{Call, Tensor};
 use crate::arch::{each_of_four, shared, warp};
 use crate::block::{Block, FREE_SHARED};
+use crate::kernels::linear::slot;
 
 /// Words of rows' factors.
 const FACTORS: u32 = FREE_SHARED;
@@ -39,7 +40,7 @@ impl Norm<'_> {
         }
         // SAFETY: the caller's promises; a word is written by one thread.
         unsafe {
-            let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(1).extent(1));
+            let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(slot::W).extent(1));
             let (parts, share) = (norm.extent(1), reciprocal(k));
             let (own, lane) = (block.thread / LANES, block.thread % LANES);
             let mut first = 0;
@@ -86,7 +87,7 @@ impl Norm<'_> {
         }
         // SAFETY: the caller's promise.
         unsafe {
-            let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(1).extent(1));
+            let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(slot::W).extent(1));
             let mut sum = 0.0;
             for part in 0..norm.extent(1) {
                 sum += norm.get([r, part]);

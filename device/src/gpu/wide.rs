@@ -20,6 +20,7 @@ use super::{BF16, Call, F32, Q4, Q8, Tensor};
 use crate::arch::scalar::{f32_to_bf16, f32_to_bf16_pair};
 use crate::arch::{WARP, each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
+use crate::kernels::linear::slot;
 
 /// Passes of more rows than this are worth it.
 pub(super) const WIDE_ROWS: u32 = 16;
@@ -68,7 +69,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
     // between writing a step's tiles and reading them, and between that and writing the next.
     unsafe {
         let (columns, k) = {
-            let w = call.tensor(1);
+            let w = call.tensor(slot::W);
             (w.extent(0), w.extent(1))
         };
         let lane = block.lane();
@@ -161,7 +162,7 @@ impl Fetched {
         let mut fetched = Fetched { x: [[0.0; 8]; 2], w: [[0; 4]; 2] };
         // SAFETY: elements inside the matrices (caller).
         unsafe {
-            let x = call.tensor(0);
+            let x = call.tensor(slot::X);
             let mut unit = block.thread;
             while unit < 2 * block.threads {
                 let (row, at) = (unit / 4, k0 + unit % 4 * 8);
@@ -172,7 +173,7 @@ impl Fetched {
                 let per_warp = 16 / N as u32;
                 let n = place.n0 + row / 16 * per_warp + row % per_warp;
                 // A tile's second eight rows are the second matrix's, where there are two.
-                let w = call.tensor(1 + (row % 16 / per_warp) as usize);
+                let w = call.tensor(slot::W + (row % 16 / per_warp) as usize);
                 let is_w = n < place.columns && at < place.k;
                 fetched.w[0] = fetched.w[1];
                 fetched.w[1] = match w.dtype() {

@@ -27,9 +27,15 @@ pub struct Advance;
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {}
 
+slots! {
+    TOKENS: update "tokens",
+    CHOSEN: optional "chosen",
+    CONTROL: update "control",
+}
+
 impl MacroKernel for Advance {
     const NAME: &'static str = "advance";
-    const SLOTS: &'static [Slot] = &[Slot::update("tokens"), Slot::optional("chosen"), Slot::update("control")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -91,12 +97,12 @@ impl MacroKernel for Advance {
         // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host may write `stop`
         // meanwhile, a word that is read once and never written here. The tokens read are those that `sample` wrote before its event.
         unsafe {
-            let verifies = call.tensor(1).is_present();
+            let verifies = call.tensor(slot::CHOSEN).is_present();
             if verifies {
                 fetch(call, block);
             }
             if block.thread == 0 {
-                let (tokens, words) = (call.tensor(0), call.tensor(2));
+                let (tokens, words) = (call.tensor(slot::TOKENS), call.tensor(slot::CONTROL));
                 let control = memory::exclusive(words.address([0]).cast::<Control>());
                 if control.n_sequences > 0 {
                     advance_each(call, control, &tokens);
@@ -135,10 +141,10 @@ unsafe fn fetch(call: &gpu::Call<'_>, block: &Block) {
     // SAFETY: `chosen` has a word for each row, and `tokens` a place for what each but the last gives.
     unsafe {
         if row < rows {
-            shared::store(CHOSEN + row, call.tensor(1).get_word(row));
+            shared::store(CHOSEN + row, call.tensor(slot::CHOSEN).get_word(row));
         }
         if row + 1 < rows {
-            shared::store(DRAFTS + row, call.tensor(0).get_word(call.first_pos() + 1 + row));
+            shared::store(DRAFTS + row, call.tensor(slot::TOKENS).get_word(call.first_pos() + 1 + row));
         }
         block.sync();
     }
@@ -209,7 +215,7 @@ unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
     // nobody's yet: a thread writes one of them.
     unsafe {
         let [n, program] = shared::constant::<2>(TEXT);
-        let tokens = call.tensor(0);
+        let tokens = call.tensor(slot::TOKENS);
         let token = |at: u32| tokens.get_word(at);
         let mut best = Candidate::NONE;
         for behind in block.mine(n - 1) {
@@ -228,7 +234,7 @@ unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
             tokens.set_word(n + block.thread, token(first + block.thread % (n - first)));
         }
         if block.thread == 0 {
-            let control = memory::exclusive(call.tensor(2).address([0]).cast::<Control>());
+            let control = memory::exclusive(call.tensor(slot::CONTROL).address([0]).cast::<Control>());
             crate::advance::verify_next(control, program, most);
         }
     }

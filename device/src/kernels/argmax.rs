@@ -76,9 +76,15 @@ pub(super) unsafe fn put(p: &Params, best: Candidate, block: u32, [values, indic
     }
 }
 
+slots! {
+    X: read "x",
+    VALUES: write "values",
+    INDICES: write "indices",
+}
+
 impl MacroKernel for ArgmaxPartial {
     const NAME: &'static str = "argmax_partial";
-    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::write("values"), Slot::write("indices")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -89,7 +95,7 @@ impl MacroKernel for ArgmaxPartial {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        find(p, call, [&call.tensor(0), &call.tensor(1), &call.tensor(2)]);
+        find(p, call, [&call.tensor(slot::X), &call.tensor(slot::VALUES), &call.tensor(slot::INDICES)]);
         Ok(())
     }
 
@@ -97,7 +103,7 @@ impl MacroKernel for ArgmaxPartial {
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent.
         unsafe {
-            let (x, values, indices) = (call.tensor(0), call.tensor(1), call.tensor(2));
+            let (x, values, indices) = (call.tensor(slot::X), call.tensor(slot::VALUES), call.tensor(slot::INDICES));
             let mut best = Candidate::NONE;
             for index in block.mine(x.extent(1)) {
                 best = best.better(Candidate { value: x.get([0, index]), index });

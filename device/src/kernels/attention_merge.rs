@@ -35,11 +35,19 @@ pub(super) fn unread_bytes(parts: &Operand) -> u64 {
     8 * heads * splits * group
 }
 
+slots! {
+    PARTS: read "parts",
+    Y: write "y",
+}
+
+// A product that merges has the parts where its row would be.
+const _: () = assert!(slot::PARTS == linear::slot::X);
+
 impl MacroKernel for AttentionMerge {
     const NAME: &'static str = "attention_merge";
-    const SLOTS: &'static [Slot] = &[Slot::read("parts"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
-    const FLAGGED: &'static [usize] = &[0, 1];
+    const FLAGGED: &'static [usize] = &[slot::PARTS, slot::Y];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -66,7 +74,7 @@ impl MacroKernel for AttentionMerge {
         let (queries, group, d) = (parts.extent(2), y.extent(2), y.extent(3));
         for (at, value) in merged(&parts).into_iter().enumerate() {
             let (h, m) = (at / d / queries, at / d % queries);
-            if m / group < call.rows(1) {
+            if m / group < call.rows(slot::Y) {
                 y.set([m / group, h, m % group, at % d], value);
             }
         }
@@ -77,9 +85,9 @@ impl MacroKernel for AttentionMerge {
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
-            let parts = Parts::new(call, Merge::of(&call.tensor(0)));
+            let parts = Parts::new(call, Merge::of(&call.tensor(slot::PARTS)));
             let (rows, group, d) = {
-                let y = call.tensor(1);
+                let y = call.tensor(slot::Y);
                 (call.rows(&y), y.extent(2), y.extent(3))
             };
             // Query m of a head is a row's: there are as many of those as of queries together.
@@ -96,7 +104,7 @@ impl MacroKernel for AttentionMerge {
                     }
                     let place = parts.place(8 * unit);
                     let merged = parts.merged::<8>(place, parts.fetch(place, 0));
-                    let y = call.tensor(1);
+                    let y = call.tensor(slot::Y);
                     let row = y.row(at);
                     for j in 0..8 {
                         call.put_in_row(&y, &row, i + j as u32, merged[j]);
@@ -111,7 +119,7 @@ impl MacroKernel for AttentionMerge {
                 }
                 let place = parts.place(unit);
                 let [merged] = parts.merged::<1>(place, parts.fetch(place, 0));
-                call.put(&call.tensor(1), [r, h, g, i], merged);
+                call.put(&call.tensor(slot::Y), [r, h, g, i], merged);
             }
         }
         Ok(())
@@ -183,7 +191,7 @@ impl Parts<'_> {
     #[inline(always)]
     pub(crate) unsafe fn new<'a>(call: &'a gpu::Call<'a>, merge: Merge) -> Parts<'a> {
         // SAFETY: the caller's promise.
-        Parts { call, of: unsafe { call.tensor(0) }, merge }
+        Parts { call, of: unsafe { call.tensor(slot::PARTS) }, merge }
     }
 
     /// Whether eight elements may be merged at once, from every eighth on.
@@ -278,9 +286,9 @@ impl Parts<'_> {
                 let part = self.part(place, first);
                 // SAFETY: the caller's promise, for both.
                 [found.heads[0][0]] =
-                    self.call.there(0, [found.heads[0][0]], || unsafe { [atomic::load_relaxed(part)] });
+                    self.call.there(slot::PARTS, [found.heads[0][0]], || unsafe { [atomic::load_relaxed(part)] });
                 // SAFETY: see above.
-                found = self.call.there(0, found, || unsafe { self.fetch(place, first) });
+                found = self.call.there(slot::PARTS, found, || unsafe { self.fetch(place, first) });
             }
             let mut largest = max;
             for ahead in 0..AHEAD {

@@ -58,22 +58,26 @@ const PARTS: u32 = QUERY + MAX_QUERY;
 const MAX_PARTS: u32 = (shared::KEPT - PARTS) / PART;
 
 const _: () = assert!(QUERY.is_multiple_of(4) && MAX_PARTS >= 7);
+// `rope::append_value` finds them by its own numbers.
+const _: () = assert!(slot::V == rope::slot::V && slot::V_CACHE == rope::slot::V_CACHE);
+
+slots! {
+    Q: read "q",
+    K: read "k",
+    V: read "v",
+    Q_NORM: optional "q_norm",
+    K_NORM: optional "k_norm",
+    FREQUENCIES: read "frequencies",
+    K_CACHE: append "k_cache",
+    V_CACHE: append "v_cache",
+    Y: write "y",
+}
 
 impl MacroKernel for DecodeAttention {
     const NAME: &'static str = "decode_attention";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("q"),
-        Slot::read("k"),
-        Slot::read("v"),
-        Slot::optional("q_norm"),
-        Slot::optional("k_norm"),
-        Slot::read("frequencies"),
-        Slot::append("k_cache"),
-        Slot::append("v_cache"),
-        Slot::write("y"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
-    const FLAGGED: &'static [usize] = &[0, 1, 2, 8];
+    const FLAGGED: &'static [usize] = &[slot::Q, slot::K, slot::V, slot::Y];
     /// Queries and weights of values as two terms of bf16.
     const TOLERANCE: f32 = 2e-3;
 
@@ -161,17 +165,20 @@ impl MacroKernel for DecodeAttention {
         // all lanes. Queries are written by their warp before a barrier and read after it, as is the appended row; what
         // warps found stands between two barriers.
         unsafe {
-            let heads = call.tensor(0).extent(1);
+            let heads = call.tensor(slot::Q).extent(1);
             let pos = call.first_pos();
             let (first, end) = p.attention().share(pos + 1, call.block::<1>());
             let appends = first <= pos && pos < end;
-            let queries = memory::opaque_word(call.tensor(0).extent(2));
-            let d = memory::opaque_word(call.tensor(0).extent(3));
+            let queries = memory::opaque_word(call.tensor(slot::Q).extent(2));
+            let d = memory::opaque_word(call.tensor(slot::Q).extent(3));
             let half = d / 2;
             let turn = {
                 #[inline(always)]
                 |g: u32, lane: u32| {
-                    let (norm, frequencies) = (call.tensor(if g == queries { 4 } else { 3 }), call.tensor(5));
+                    let (norm, frequencies) = (
+                        call.tensor(if g == queries { slot::K_NORM } else { slot::Q_NORM }),
+                        call.tensor(slot::FREQUENCIES),
+                    );
                     rope::Turn {
                         norm,
                         frequencies,
@@ -193,7 +200,7 @@ impl MacroKernel for DecodeAttention {
                 let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
                 let lane = block.lane();
                 let group_of = || {
-                    let (q, k, v) = (call.tensor(0), call.tensor(6), call.tensor(7));
+                    let (q, k, v) = (call.tensor(slot::Q), call.tensor(slot::K_CACHE), call.tensor(slot::V_CACHE));
                     let (queries, d) = (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)));
                     Group { k: Head::new(&k, h), v: Head::new(&v, h), queries, d, scale: p.scale }
                 };
@@ -202,9 +209,10 @@ impl MacroKernel for DecodeAttention {
                 let heads_here = queries + u32::from(appends);
                 while g < heads_here {
                     let is_key = g == queries;
-                    let from = if is_key { call.tensor(1).row([0, h]) } else { call.tensor(0).row([0, h, g]) };
-                    let to = call.tensor(6).row([h, pos]);
-                    let from = |at| call.gather(usize::from(is_key), &from, at);
+                    let from =
+                        if is_key { call.tensor(slot::K).row([0, h]) } else { call.tensor(slot::Q).row([0, h, g]) };
+                    let to = call.tensor(slot::K_CACHE).row([h, pos]);
+                    let from = |at| call.gather(if is_key { slot::K } else { slot::Q }, &from, at);
                     let head = turn(g, lane);
                     head.head(from(head.elements(0)), from, ahead, |i, [low, high]| {
                         // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
@@ -260,7 +268,7 @@ impl MacroKernel for DecodeAttention {
 unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, h: u32, g: u32, i: u32, found: Sums) {
     // SAFETY: the caller's promises; a split's row has `FOUND` more.
     unsafe {
-        let y = call.tensor(8);
+        let y = call.tensor(slot::Y);
         let split = p.splits > 1;
         let row = if split { y.row([h, 0, g]) } else { y.row([0, h, g]) };
         if split && i == 0 {
@@ -287,7 +295,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
     unsafe {
         let lane = block.lane();
         let (group, d) = {
-            let q = call.tensor(0);
+            let q = call.tensor(slot::Q);
             (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)))
         };
         let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
@@ -300,13 +308,13 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
             let mut unit = block.warp();
             while unit < group * parts {
                 // Fetched anew for every head: held over the loops they would cost them registers.
-                let (k, v) = (Head::new(&call.tensor(6), h), Head::new(&call.tensor(7), h));
+                let (k, v) = (Head::new(&call.tensor(slot::K_CACHE), h), Head::new(&call.tensor(slot::V_CACHE), h));
                 let g = unit / parts;
                 let head = Heads { q: Kept(QUERY + g * d), k, v, d, scale: p.scale };
                 let (from, to) = part((first, end), unit % parts, parts);
                 let found = attend(&head, slice, from, to, lane);
                 if parts == 1 {
-                    put(&p.attention(), (call, &call.tensor(8)), [0, h, g], d, slice, lane, &found);
+                    put(&p.attention(), (call, &call.tensor(slot::Y)), [0, h, g], d, slice, lane, &found);
                 } else {
                     keep(PARTS + unit * PART, &found, lane);
                 }
@@ -317,7 +325,7 @@ unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (f
                 let g = block.warp();
                 if g < group {
                     let found = merge(PARTS + g * parts * PART, parts, (first, end), lane);
-                    put(&p.attention(), (call, &call.tensor(8)), [0, h, g], d, slice, lane, &found);
+                    put(&p.attention(), (call, &call.tensor(slot::Y)), [0, h, g], d, slice, lane, &found);
                 }
             }
             slice += SLICE;

@@ -41,9 +41,15 @@ pub struct Params {
     pub activation: u32,
 }
 
+slots! {
+    A: read "a",
+    B: optional "b",
+    Y: write "y",
+}
+
 impl MacroKernel for Elementwise {
     const NAME: &'static str = "elementwise";
-    const SLOTS: &'static [Slot] = &[Slot::read("a"), Slot::optional("b"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -73,7 +79,7 @@ impl MacroKernel for Elementwise {
         let [a, b, y] = core::array::from_fn(|i| call.tensor(i));
         let function = Function::from_u32(p.function).unwrap_or(Function::Add);
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::A) {
             for c in 0..a.extent(1) {
                 let x = a.get([r, c]);
                 y.set(
@@ -98,7 +104,7 @@ impl MacroKernel for Elementwise {
         // SAFETY: the operands are the slots' and every index is below its extent; `b` is there unless the function is
         // of one tensor; a thread reads and writes its own elements, so `y` may be `a` or `b`.
         unsafe {
-            let (a, b, y) = (call.tensor(0), call.tensor(1), call.tensor(2));
+            let (a, b, y) = (call.tensor(slot::A), call.tensor(slot::B), call.tensor(slot::Y));
             let columns = a.extent(1);
             for i in block.mine(call.rows(&a) * columns) {
                 let at = [i / columns, i % columns];
@@ -123,7 +129,7 @@ impl MacroKernel for Elementwise {
         }
         let function = Function::from_u32(p.function).unwrap_or(Function::Add);
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        scratch.isa.run(crate::cpu::rowwise::Elementwise { rows: call.rows(0), function, activation, a, b, y });
+        scratch.isa.run(crate::cpu::rowwise::Elementwise { rows: call.rows(slot::A), function, activation, a, b, y });
         Ok(())
     }
 }

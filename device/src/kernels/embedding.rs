@@ -19,17 +19,19 @@ pub struct Params {
     pub scale: f32,
 }
 
+slots! {
+    TOKENS: read "tokens",
+    TABLE: read "table",
+    POSITIONS: optional "positions",
+    KINDS: optional "kinds",
+    Y: write "y",
+}
+
 impl MacroKernel for Embedding {
     const NAME: &'static str = "embedding";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("tokens"),
-        Slot::read("table"),
-        Slot::optional("positions"),
-        Slot::optional("kinds"),
-        Slot::write("y"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
-    const FLAGGED: &'static [usize] = &[4];
+    const FLAGGED: &'static [usize] = &[slot::Y];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -61,7 +63,7 @@ impl MacroKernel for Embedding {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [tokens, table, positions, kinds, y] = core::array::from_fn(|i| call.tensor(i));
-        for r in 0..call.rows(4) {
+        for r in 0..call.rows(slot::Y) {
             let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
             let token = tokens.get_i32([pos]);
             if token < 0 || token as u32 >= p.vocab {
@@ -86,8 +88,8 @@ impl MacroKernel for Embedding {
         // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every thread
         // alike, before a row of `table` is touched.
         unsafe {
-            let (tokens, table, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
-            let (positions, kinds) = (call.tensor(2), call.tensor(3));
+            let (tokens, table, y) = (call.tensor(slot::TOKENS), call.tensor(slot::TABLE), call.tensor(slot::Y));
+            let (positions, kinds) = (call.tensor(slot::POSITIONS), call.tensor(slot::KINDS));
             for r in 0..call.rows(&y) {
                 let pos = call.first_pos() + call.row_first() + r;
                 let token = tokens.get_word(pos);
@@ -118,7 +120,7 @@ impl MacroKernel for Embedding {
             return Self::reference(p, call);
         }
         let hidden = y.extent(1);
-        for r in 0..call.rows(4) {
+        for r in 0..call.rows(slot::Y) {
             let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
             let token = tokens.get_i32([pos]);
             if token < 0 || token as u32 >= p.vocab {

@@ -20,9 +20,15 @@ pub struct Params {
     pub normalise: u32,
 }
 
+slots! {
+    LOGITS: read "logits",
+    EXPERTS: write "experts",
+    WEIGHTS: write "weights",
+}
+
 impl MacroKernel for ExpertRoutes {
     const NAME: &'static str = "expert_routes";
-    const SLOTS: &'static [Slot] = &[Slot::read("logits"), Slot::write("experts"), Slot::write("weights")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -42,7 +48,7 @@ impl MacroKernel for ExpertRoutes {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [logits, experts, weights] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(0), experts.extent(1), p.normalise != 0, &mut routes);
+        routing::routes_of(&logits, call.rows(slot::LOGITS), experts.extent(1), p.normalise != 0, &mut routes);
         for routing::Route { expert, row, slot, weight } in routes {
             experts.set_i32([row, slot], expert as i32);
             weights.set([row, slot], weight);
@@ -55,14 +61,14 @@ impl MacroKernel for ExpertRoutes {
         // SAFETY: the operands are the slots', and every index is below its extent; what was found is read before the barrier behind which
         // the next row's is.
         unsafe {
-            let (rows, chosen) = (call.rows(&call.tensor(0)), call.tensor(1).extent(1));
+            let (rows, chosen) = (call.rows(&call.tensor(slot::LOGITS)), call.tensor(slot::EXPERTS).extent(1));
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, 0, r, chosen, p.normalise != 0);
+                let found = Found::choose(call, block, slot::LOGITS, r, chosen, p.normalise != 0);
                 for slot in block.mine(chosen) {
-                    let expert = call.tensor(1).address([r, slot]).cast::<u32>();
+                    let expert = call.tensor(slot::EXPERTS).address([r, slot]).cast::<u32>();
                     memory::store(expert, found.expert(slot));
-                    call.tensor(2).set([r, slot], found.weight(slot));
+                    call.tensor(slot::WEIGHTS).set([r, slot], found.weight(slot));
                 }
                 block.sync();
                 r += 1;

@@ -23,14 +23,24 @@ pub struct Params {
     pub order: u32,
 }
 
+slots! {
+    X: read "x",
+    LOGITS: read "logits",
+    W: read "w",
+    RESIDUAL: optional "residual",
+    Y: write "y",
+}
+
+// As in the other products, where a row is staged.
+const _: () = assert!(slot::X == linear::slot::X);
+
 impl MacroKernel for ExpertsDown {
     const NAME: &'static str = "experts_down";
-    const SLOTS: &'static [Slot] =
-        &[Slot::read("x"), Slot::read("logits"), Slot::read("w"), Slot::optional("residual"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     /// [`Linear`](super::Linear)'s.
     const TOLERANCE: f32 = 2e-3;
-    const FLAGGED: &'static [usize] = &[1, 3, 4];
+    const FLAGGED: &'static [usize] = &[slot::LOGITS, slot::RESIDUAL, slot::Y];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -64,8 +74,8 @@ impl MacroKernel for ExpertsDown {
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, logits, w, residual, y] = core::array::from_fn(|i| call.tensor(i));
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(0), x.extent(1), true, &mut routes);
-        for r in 0..call.rows(0) {
+        routing::routes_of(&logits, call.rows(slot::X), x.extent(1), true, &mut routes);
+        for r in 0..call.rows(slot::X) {
             for n in 0..w.extent(1) {
                 let own = routes.iter().filter(|route| route.row == r);
                 let product = |route: &routing::Route| -> f32 {
@@ -87,7 +97,7 @@ impl MacroKernel for ExpertsDown {
         }
         let n = w.extent(1);
         let params = linear::Params { order: p.order, ..Default::default() };
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::X) {
             if !residual.is_present() {
                 y.slice_mut::<f32, 2>([r, 0], n).fill(0.0);
             } else if residual.address([r, 0]) != y.address([r, 0]) {
@@ -114,22 +124,22 @@ impl MacroKernel for ExpertsDown {
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: as in `experts_up`; a thread reads the residual where it writes, so `y` may lie on it.
         unsafe {
-            let (rows, chosen) = (call.rows(&call.tensor(0)), call.tensor(0).extent(1));
+            let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::X).extent(1));
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, 1, r, chosen, true);
-                if rows == 1 || rows * chosen <= call.tensor(1).extent(1) {
-                    found.ask(call, block, 2, chosen);
+                let found = Found::choose(call, block, slot::LOGITS, r, chosen, true);
+                if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
+                    found.ask(call, block, slot::W, chosen);
                 }
-                let n = call.tensor(2).extent(1);
+                let n = call.tensor(slot::W).extent(1);
                 let mut column = block.warp();
                 while column < n {
-                    let residual = call.tensor(3);
+                    let residual = call.tensor(slot::RESIDUAL);
                     let asked = if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 };
-                    let sum = dot_of_parts(call, [0, 2], [r, column], chosen, found, block.lane());
+                    let sum = dot_of_parts(call, [slot::X, slot::W], [r, column], chosen, found, block.lane());
                     if block.lane() == 0 {
-                        let value = sum + call.told(3, &residual, [r, column], asked);
-                        call.put(&call.tensor(4), [r, column], value);
+                        let value = sum + call.told(slot::RESIDUAL, &residual, [r, column], asked);
+                        call.put(&call.tensor(slot::Y), [r, column], value);
                     }
                     column += block.warps();
                 }

@@ -31,20 +31,25 @@ pub struct Params {
     pub normalise: u32,
 }
 
+slots! {
+    X: read "x",
+    LOGITS: read "logits",
+    GATE: read "gate",
+    UP: read "up",
+    Y: write "y",
+    NORM: optional "norm",
+}
+
+// As in the other products, where a row is staged.
+const _: () = assert!(slot::X == linear::slot::X);
+
 impl MacroKernel for ExpertsUp {
     const NAME: &'static str = "experts_up";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("x"),
-        Slot::read("logits"),
-        Slot::read("gate"),
-        Slot::read("up"),
-        Slot::write("y"),
-        Slot::optional("norm"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     /// [`GatedLinear`](super::GatedLinear)'s.
     const TOLERANCE: f32 = 2e-3;
-    const FLAGGED: &'static [usize] = &[0, 1];
+    const FLAGGED: &'static [usize] = &[slot::X, slot::LOGITS];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -88,7 +93,7 @@ impl MacroKernel for ExpertsUp {
         let [x, logits, gate, up, y, norm] = core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
         let mut routes = Vec::new();
-        routing::routes_of(&logits, call.rows(0), y.extent(1), p.normalise != 0, &mut routes);
+        routing::routes_of(&logits, call.rows(slot::X), y.extent(1), p.normalise != 0, &mut routes);
         for route in routes {
             let x = rms_norm::row(&x, route.row, &norm, p.eps, false);
             let of = |w: &crate::io::Tensor, n: usize| -> f32 {
@@ -112,7 +117,7 @@ impl MacroKernel for ExpertsUp {
             y.iter_mut().zip(made).for_each(|(y, made)| *y = route.weight * made);
         };
         // Lowered for workers that read x from afar: CPUs keep the norm, an operator of its own.
-        if x.dtype() != DType::F32 || y.dtype() != DType::F32 || call.tensor(5).is_present() {
+        if x.dtype() != DType::F32 || y.dtype() != DType::F32 || call.tensor(slot::NORM).is_present() {
             return Self::reference(p, call);
         }
         let shape = [x.extent(0), x.extent(1), gate.extent(1)];
@@ -129,30 +134,31 @@ impl MacroKernel for ExpertsUp {
         // SAFETY: the operands are the slots', and every index is below its extent, experts' because there are as many logits; the
         // conditions around `two_dots` depend on the warp and the task alone, so whole warps call it.
         unsafe {
-            let (rows, chosen) = (call.rows(&call.tensor(0)), call.tensor(4).extent(1));
-            let staged = call.tensor(5).is_present() || call.tensor(0).is_flagged();
-            let how = Staging { norm: 5, eps: p.eps, merges: false, like: (0, 1) };
+            let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::Y).extent(1));
+            let staged = call.tensor(slot::NORM).is_present() || call.tensor(slot::X).is_flagged();
+            let how = Staging { norm: slot::NORM, eps: p.eps, merges: false, like: (slot::X, 1) };
             if staged {
                 stage_first(call, how, block);
             }
             let mut r = 0;
             while r < rows {
-                let found = Found::choose(call, block, 1, r, chosen, p.normalise != 0);
+                let found = Found::choose(call, block, slot::LOGITS, r, chosen, p.normalise != 0);
                 // Where most rows go to experts of their own: else they have been asked for.
-                if rows == 1 || rows * chosen <= call.tensor(1).extent(1) {
-                    found.ask(call, block, 2, chosen);
-                    found.ask(call, block, 3, chosen);
+                if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
+                    found.ask(call, block, slot::GATE, chosen);
+                    found.ask(call, block, slot::UP, chosen);
                 }
-                let (n, k) = (call.tensor(2).extent(1), call.tensor(2).extent(2));
+                let (n, k) = (call.tensor(slot::GATE).extent(1), call.tensor(slot::GATE).extent(2));
                 let mut at = block.warp();
                 while at < chosen * n {
                     let (slot, column) = (at / n, at % n);
-                    let (x, expert) = (Vector { staged, row: call.tensor(0).row([r]) }, found.expert(slot));
-                    let rows = [call.tensor(2).row([expert, column]), call.tensor(3).row([expert, column])];
+                    let (x, expert) = (Vector { staged, row: call.tensor(slot::X).row([r]) }, found.expert(slot));
+                    let rows =
+                        [call.tensor(slot::GATE).row([expert, column]), call.tensor(slot::UP).row([expert, column])];
                     let [g, u] = two_dots(x, rows, k, block.lane());
                     if block.lane() == 0 {
                         let value = found.weight(slot) * activate(p.activation, g) * u;
-                        call.tensor(4).set([r, slot, column], value);
+                        call.tensor(slot::Y).set([r, slot, column], value);
                     }
                     at += block.warps();
                 }

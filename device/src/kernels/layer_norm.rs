@@ -16,10 +16,17 @@ pub struct Params {
     pub eps: f32,
 }
 
+slots! {
+    X: read "x",
+    RESIDUAL: optional "residual",
+    W: read "w",
+    B: read "b",
+    Y: write "y",
+}
+
 impl MacroKernel for LayerNorm {
     const NAME: &'static str = "layer_norm";
-    const SLOTS: &'static [Slot] =
-        &[Slot::read("x"), Slot::optional("residual"), Slot::read("w"), Slot::read("b"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     const TOLERANCE: f32 = 1e-4;
 
@@ -40,7 +47,7 @@ impl MacroKernel for LayerNorm {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, residual, w, b, y] = core::array::from_fn(|i| call.tensor(i));
         let hidden = x.extent(1);
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::X) {
             let h = |c: usize| x.get([r, c]) + if residual.is_present() { residual.get([r, c]) } else { 0.0 };
             let mean = (0..hidden).map(h).sum::<f32>() / hidden as f32;
             let variance = (0..hidden).map(|c| (h(c) - mean) * (h(c) - mean)).sum::<f32>() / hidden as f32;
@@ -58,8 +65,8 @@ impl MacroKernel for LayerNorm {
         // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own
         // columns, so `y` may be `x` or `residual`.
         unsafe {
-            let (x, residual, y) = (call.tensor(0), call.tensor(1), call.tensor(4));
-            let (w, b) = (call.tensor(2), call.tensor(3));
+            let (x, residual, y) = (call.tensor(slot::X), call.tensor(slot::RESIDUAL), call.tensor(slot::Y));
+            let (w, b) = (call.tensor(slot::W), call.tensor(slot::B));
             let hidden = x.extent(1);
             let h = |r: u32, c: u32| x.get([r, c]) + if residual.is_present() { residual.get([r, c]) } else { 0.0 };
             for r in 0..call.rows(&x) {
@@ -85,7 +92,7 @@ impl MacroKernel for LayerNorm {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let [x, residual, w, b, y] = core::array::from_fn(|i| call.tensor(i));
-        let (rows, eps) = (call.rows(0), p.eps);
+        let (rows, eps) = (call.rows(slot::X), p.eps);
         scratch.isa.run(crate::cpu::rowwise::LayerNorm { rows, eps, x, residual, w, b, y });
         Ok(())
     }

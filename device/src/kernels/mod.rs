@@ -83,7 +83,7 @@ pub type Violation = String;
 pub trait MacroKernel {
     /// Its name in text forms and reports.
     const NAME: &'static str;
-    /// Its operands, in order.
+    /// Its operands, in order: `slot::ALL`, which `slots!` makes beside a constant for the number of each.
     const SLOTS: &'static [Slot];
     /// Its parameters: at most [`PARAM_WORDS`] words.
     type Params: Pod;
@@ -268,6 +268,25 @@ impl Spec {
         }
         (self.check)(words, io).map_err(|violation| format!("{}: {violation}", self.name))
     }
+}
+
+/// Declares a macro kernel's operands, in order, each with its use (a constructor of [`Slot`]) and what reports call it: as `slot::ALL`, and
+/// the number of each by its name, `slot::X`.
+macro_rules! slots {
+    ($($name:ident: $usage:ident $text:literal),+ $(,)?) => {
+        /// Numbers of the operands.
+        pub mod slot {
+            use crate::kernels::Slot;
+
+            #[allow(non_camel_case_types, clippy::upper_case_acronyms)]
+            enum Number { $($name),+ }
+            $(
+                #[doc = concat!("Of `", $text, "`.")]
+                pub const $name: usize = Number::$name as usize;
+            )+
+            pub(super) const ALL: &[Slot] = &[$(Slot::$usage($text)),+];
+        }
+    };
 }
 
 macro_rules! kernels {

@@ -18,9 +18,14 @@ pub struct Params {
     pub normalise: u32,
 }
 
+slots! {
+    X: read "x",
+    Y: write "y",
+}
+
 impl MacroKernel for Pool {
     const NAME: &'static str = "pool";
-    const SLOTS: &'static [Slot] = &[Slot::read("x"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -38,7 +43,7 @@ impl MacroKernel for Pool {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, y] = core::array::from_fn(|i| call.tensor(i));
-        let rows = if p.mean != 0 { call.rows(0) } else { call.rows(0).min(1) };
+        let rows = if p.mean != 0 { call.rows(slot::X) } else { call.rows(slot::X).min(1) };
         let mean = |c: usize| (0..rows).map(|r| x.get([r, c])).sum::<f32>() / rows.max(1) as f32;
         let mut scale = 1.0;
         if p.normalise != 0 {
@@ -54,7 +59,7 @@ impl MacroKernel for Pool {
         // SAFETY: the operands are the slots' and every index is below its extent; no thread writes before the sum is
         // known to all.
         unsafe {
-            let (x, y) = (call.tensor(0), call.tensor(1));
+            let (x, y) = (call.tensor(slot::X), call.tensor(slot::Y));
             let mut rows = call.rows(&x);
             if p.mean == 0 && rows > 1 {
                 rows = 1;
@@ -89,7 +94,7 @@ impl MacroKernel for Pool {
         use crate::cpu::rows::{Row, has_unit_stride};
         use crate::cpu::rowwise::{Squares, SumRows};
         let [x, y] = core::array::from_fn(|i| call.tensor(i));
-        let rows = if p.mean != 0 { call.rows(0) } else { call.rows(0).min(1) };
+        let rows = if p.mean != 0 { call.rows(slot::X) } else { call.rows(slot::X).min(1) };
         if rows == 0 || !has_unit_stride::<2>(&x) || !has_unit_stride::<2>(&y) {
             return Self::reference(p, call);
         }

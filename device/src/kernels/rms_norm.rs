@@ -37,13 +37,13 @@ unsafe fn alone(p: &Params, call: &gpu::Call<'_>, block: &Block, n: u32) {
     let places = [at(0), at(1), at(2), at(3)];
     // SAFETY: the caller's promises; a thread reads and writes its own columns.
     unsafe {
-        let (residual, y) = (call.tensor(3), call.tensor(2));
+        let (residual, y) = (call.tensor(slot::RESIDUAL), call.tensor(slot::Y));
         let mut more = [[0.0; 8]; 4];
         if residual.is_present() {
-            more = call.eights(3, &residual.row([0]), places, n);
+            more = call.eights(slot::RESIDUAL, &residual.row([0]), places, n);
         }
-        let weights = call.tensor(1).row([]).eights(places, n);
-        let values = call.eights(0, &call.tensor(0).row([0]), places, n);
+        let weights = call.tensor(slot::W).row([]).eights(places, n);
+        let values = call.eights(slot::X, &call.tensor(slot::X).row([0]), places, n);
         let mut squares = 0.0;
         each_of_four!(c => squares = squares_of(values[c], squares));
         let scale = rsqrt(block.sum(squares) / n as f32 + p.eps);
@@ -91,19 +91,21 @@ pub(super) fn row(x: &crate::io::Tensor, r: usize, norm: &crate::io::Tensor, eps
     row
 }
 
+slots! {
+    X: read "x",
+    W: read "w",
+    Y: write "y",
+    RESIDUAL: optional "residual",
+    WEIGHTS: optional "weights",
+    WEIGHTED: optional_write "weighted",
+    SQUARES: optional_write "squares",
+}
+
 impl MacroKernel for RmsNorm {
     const NAME: &'static str = "rms_norm";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("x"),
-        Slot::read("w"),
-        Slot::write("y"),
-        Slot::optional("residual"),
-        Slot::optional("weights"),
-        Slot::optional_write("weighted"),
-        Slot::optional_write("squares"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
-    const FLAGGED: &'static [usize] = &[0, 2, 3];
+    const FLAGGED: &'static [usize] = &[slot::X, slot::Y, slot::RESIDUAL];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -139,7 +141,7 @@ impl MacroKernel for RmsNorm {
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [x, w, y, residual, weights, weighted, squares] = core::array::from_fn(|i| call.tensor(i));
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::X) {
             let mut sum = 0.0;
             for (c, value) in row(&x, r, &w, p.eps, false).into_iter().enumerate() {
                 let value = if residual.is_present() { value + residual.get([r, c]) } else { value };
@@ -163,8 +165,8 @@ impl MacroKernel for RmsNorm {
         unsafe {
             // Found here, not kept over all the other kernels of a worker.
             let block = &Block { thread: memory::opaque_word(block.thread), ..*block };
-            let (rows, n) = (call.rows(&call.tensor(0)), call.tensor(0).extent(1));
-            let is_alone = rows == 1 && !call.tensor(5).is_present();
+            let (rows, n) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::X).extent(1));
+            let is_alone = rows == 1 && !call.tensor(slot::WEIGHTED).is_present();
             if is_alone && n <= 4 * 8 * block.threads {
                 alone(p, call, block, n);
                 return Ok(());
@@ -175,8 +177,9 @@ impl MacroKernel for RmsNorm {
             };
             let mut r = block.warp();
             while r < rows {
-                let (x, y, residual) = (call.tensor(0).row([r]), call.tensor(2).row([r]), call.tensor(3));
-                let w = call.tensor(1).row([]);
+                let (x, y, residual) =
+                    (call.tensor(slot::X).row([r]), call.tensor(slot::Y).row([r]), call.tensor(slot::RESIDUAL));
+                let w = call.tensor(slot::W).row([]);
                 let (mut first, mut squares) = (0, 0.0);
                 let mut values = x.eights(at(0), n);
                 loop {
@@ -199,9 +202,9 @@ impl MacroKernel for RmsNorm {
                         each_of_four!(c => values[c] = sum_of(values[c], more[c]));
                     }
                     each_of_four!(c => y.set_eight(places[c], n, values[c]));
-                    let weighted = call.tensor(5);
+                    let weighted = call.tensor(slot::WEIGHTED);
                     if weighted.is_present() {
-                        let weights = call.tensor(4).row([]).eights(places, n);
+                        let weights = call.tensor(slot::WEIGHTS).row([]).eights(places, n);
                         let weighted = weighted.row([r]);
                         each_of_four!(c => squares_of_y = squares_of(values[c], squares_of_y));
                         each_of_four!(c => weighted.set_eight(places[c], n, scaled(values[c], 1.0, weights[c])));
@@ -212,7 +215,7 @@ impl MacroKernel for RmsNorm {
                     first -= AT_ONCE;
                     (values, weights) = (x.eights(at(first), n), w.eights(at(first), n));
                 }
-                let squares = call.tensor(6);
+                let squares = call.tensor(slot::SQUARES);
                 if squares.is_present() {
                     let sum = warp::sum(squares_of_y);
                     if block.lane() == 0 {
@@ -231,7 +234,7 @@ impl MacroKernel for RmsNorm {
         if weighted.is_present() {
             return Self::reference(p, call);
         }
-        scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(0), eps: p.eps, x, residual, w, y });
+        scratch.isa.run(crate::cpu::rowwise::RmsNorm { rows: call.rows(slot::X), eps: p.eps, x, residual, w, y });
         Ok(())
     }
 }

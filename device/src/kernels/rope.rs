@@ -263,11 +263,11 @@ impl Turn {
 pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32, d: u32, lane: u32) {
     // SAFETY: the caller's promises.
     unsafe {
-        let (v, cached) = (call.tensor(2).row([r, h]), call.tensor(7).row([h, pos]));
+        let (v, cached) = (call.tensor(slot::V).row([r, h]), call.tensor(slot::V_CACHE).row([h, pos]));
         let mut first = 0;
         while first < d {
             let at = |n: u32| if first + n * WARP + lane < d { first + n * WARP + lane } else { d - 1 };
-            let values = call.gather(2, &v, [at(0), at(1), at(2), at(3)]);
+            let values = call.gather(slot::V, &v, [at(0), at(1), at(2), at(3)]);
             for n in 0..4 {
                 if first + n * WARP + lane < d {
                     cached.set(first + n * WARP + lane, values[n as usize]);
@@ -278,18 +278,20 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
     }
 }
 
+slots! {
+    Q: update "q",
+    K: read "k",
+    V: read "v",
+    Q_NORM: optional "q_norm",
+    K_NORM: optional "k_norm",
+    FREQUENCIES: read "frequencies",
+    K_CACHE: append "k_cache",
+    V_CACHE: append "v_cache",
+}
+
 impl MacroKernel for Rope {
     const NAME: &'static str = "rope";
-    const SLOTS: &'static [Slot] = &[
-        Slot::update("q"),
-        Slot::read("k"),
-        Slot::read("v"),
-        Slot::optional("q_norm"),
-        Slot::optional("k_norm"),
-        Slot::read("frequencies"),
-        Slot::append("k_cache"),
-        Slot::append("v_cache"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -314,7 +316,7 @@ impl MacroKernel for Rope {
         let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
         let turn = |x: Vec<f32>, norm: &io::Tensor, pos: usize| turned(p, &x, norm, &frequencies, pos);
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::Q) {
             let pos = call.step.first_pos as usize + call.task.row_first as usize + r;
             for h in 0..n_kv {
                 for g in 0..group {
@@ -340,7 +342,7 @@ impl MacroKernel for Rope {
             // Per row and key/value head: its query heads, then the key and the value.
             let mut item = block.warp();
             loop {
-                let q = call.tensor(0);
+                let q = call.tensor(slot::Q);
                 let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
                 if item >= call.rows(&q) * heads {
                     break;
@@ -348,7 +350,7 @@ impl MacroKernel for Rope {
                 let (r, h, half) = (item / heads, item % heads, d / 2);
                 let pos = call.first_pos() + call.row_first() + r;
                 let turn = |norm: usize| {
-                    let (norm, frequencies) = (call.tensor(norm), call.tensor(5));
+                    let (norm, frequencies) = (call.tensor(norm), call.tensor(slot::FREQUENCIES));
                     Turn {
                         norm,
                         frequencies,
@@ -360,19 +362,20 @@ impl MacroKernel for Rope {
                         lane: block.lane(),
                     }
                 };
-                let head = |g: u32| if g == group { call.tensor(1).row([r, h]) } else { q.row([r, h, g]) };
+                let head = |g: u32| if g == group { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
                 // All that is turned by the same angles, and the next one asked for before this one is turned.
-                let mut x = head(0).gather(turn(3).elements(0));
-                let (of_queries, of_key, turns) = (turn(3).factors(0), turn(4).factors(0), turn(3).turns(0));
+                let mut x = head(0).gather(turn(slot::Q_NORM).elements(0));
+                let (of_queries, of_key, turns) =
+                    (turn(slot::Q_NORM).factors(0), turn(slot::K_NORM).factors(0), turn(slot::Q_NORM).turns(0));
                 let mut g = 0;
                 loop {
                     let (is_key, from, of) = (g == group, head(g), x);
                     if !is_key {
-                        x = head(g + 1).gather(turn(3).elements(0));
+                        x = head(g + 1).gather(turn(slot::Q_NORM).elements(0));
                     }
-                    let to = if is_key { call.tensor(6).row([h, pos]) } else { from };
+                    let to = if is_key { call.tensor(slot::K_CACHE).row([h, pos]) } else { from };
                     let ahead = Ahead { turns, factors: if is_key { of_key } else { of_queries } };
-                    turn(if is_key { 4 } else { 3 }).head(
+                    turn(if is_key { slot::K_NORM } else { slot::Q_NORM }).head(
                         of,
                         |at| from.gather(at),
                         ahead,
@@ -398,7 +401,7 @@ impl MacroKernel for Rope {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         let [q, k, v, q_norm, k_norm, frequencies, k_cache, v_cache] = core::array::from_fn(|i| call.tensor(i));
-        let (rows, params, isa) = (call.rows(0), *p, scratch.isa);
+        let (rows, params, isa) = (call.rows(slot::Q), *p, scratch.isa);
         let first = call.step.first_pos as usize + call.task.row_first as usize;
         isa.run(crate::cpu::rowwise::Rope {
             rows,

@@ -23,7 +23,7 @@ use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::gpu::rows::Staging;
-use crate::kernels::linear::{LONG_SUMS, segment_len};
+use crate::kernels::linear::{LONG_SUMS, segment_len, slot};
 use crate::kernels::{MAX_FLAGGED, MAX_FLAGGED_OF_TWO};
 use perpetua_shared::Technique;
 use perpetua_shared::launch::TASK_THREADS;
@@ -125,7 +125,7 @@ pub(crate) unsafe fn form_of<const N: usize>(
 ) -> Option<Kind> {
     // SAFETY: the caller's promise.
     unsafe {
-        let kind = Kind::of(call.tensor(1).dtype())?;
+        let kind = Kind::of(call.tensor(slot::W).dtype())?;
         by_form!(kind, F => is_for::<F, N>(call, row, how, segments, block)).then_some(kind)
     }
 }
@@ -144,7 +144,7 @@ unsafe fn is_for<F: Units, const N: usize>(
 ) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
-        let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
+        let (columns, k) = (call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1));
         let left = call.tiles.map_or(0, Tiles::left);
         let most = if N == 1 { F::MOST } else { F::MOST_OF_TWO };
         let is_fit = call.are_all::<N>(F::DTYPE)
@@ -178,7 +178,7 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
     // SAFETY: the caller's promises. The conditions depend on the task alone; a warp writes its own words, which others read between two barriers.
     unsafe {
         let Some(tiles) = call.tiles else { return };
-        let (columns, k) = (call.tensor(1).extent(0), call.tensor(1).extent(1));
+        let (columns, k) = (call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1));
         let early = if block.thread < columns { ask(block.thread) } else { 0 };
         let (units, per_segment) = (k / F::UNIT, segment_len(k, segments) / F::UNIT);
         // As many rows of weights at once as their sums have room for.

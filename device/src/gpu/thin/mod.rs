@@ -82,6 +82,7 @@ use super::tiles::Tiles;
 use super::{BF16, Call, F32, Q4, Q8};
 use crate::arch::{memory, shared};
 use crate::block::Block;
+use crate::kernels::linear::slot;
 pub(crate) use form::{Brain, Form};
 use held::Held;
 use perpetua_shared::launch::TASK_THREADS;
@@ -142,7 +143,7 @@ impl Kind {
 pub(crate) unsafe fn form_of<const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> Option<Kind> {
     // SAFETY: the caller's promise.
     unsafe {
-        let kind = Kind::of(call.tensor(1).dtype())?;
+        let kind = Kind::of(call.tensor(slot::W).dtype())?;
         by_form!(kind, F => is_for::<F, N>(call, source, how)).then_some(kind)
     }
 }
@@ -155,7 +156,7 @@ pub(crate) unsafe fn form_of<const N: usize>(call: &Call<'_>, source: &impl Sour
 unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
-        let (w, norm) = (call.tensor(1), call.tensor(how.norm));
+        let (w, norm) = (call.tensor(slot::W), call.tensor(how.norm));
         let (columns, k) = (w.extent(0), w.extent(1));
         let left = call.tiles.map_or(0, Tiles::left);
         // Rows longer than a tile are more tiles than there are rows.
@@ -212,7 +213,7 @@ pub(crate) unsafe fn run<F: Form, const N: usize, const H: usize>(
     // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
     unsafe {
         let Some(tiles) = call.tiles else { return Ok(()) };
-        let (norm, k) = (call.tensor(how.norm), call.tensor(1).extent(1));
+        let (norm, k) = (call.tensor(how.norm), call.tensor(slot::W).extent(1));
         if norm.is_present() {
             terms::keep_norm::<F>(tiles, &norm, k, block);
         }
@@ -232,7 +233,7 @@ pub(crate) unsafe fn run<F: Form, const N: usize, const H: usize>(
         let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);
         let pitch = room(parts, warps);
         let own = parts + block.warp() * pitch;
-        let early = if block.thread < call.tensor(1).extent(0) { ask(block.thread) } else { 0 };
+        let early = if block.thread < call.tensor(slot::W).extent(0) { ask(block.thread) } else { 0 };
         // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
         let row = |i: u32| if N == 1 { g + 8 * i } else { g };
         let place =

@@ -11,6 +11,7 @@ use crate::arch::{atomic, bulk, memory, shared};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
 use crate::kernels::attention_merge::Parts;
+use crate::kernels::linear::slot;
 
 /// Where the row starts: pairs of hi, then pairs of lo, in the order of [`term_at`].
 pub(super) const TERMS: u32 = FREE_SHARED;
@@ -115,7 +116,7 @@ impl First<'_> {
     /// What was asked for, or what `again` finds once it is there.
     #[inline(always)]
     pub(super) fn there<T: Read>(&self, asked: T, again: impl Again<T>) -> T {
-        if self.x.is_flagged() { self.call.there(0, asked, again) } else { asked }
+        if self.x.is_flagged() { self.call.there(slot::X, asked, again) } else { asked }
     }
 
     /// What was asked for, which is there.

@@ -50,7 +50,7 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
         // No cache mixes them, no model has such heads, and only attention for GPUs is split.
         return Attention::reference(p, call);
     }
-    let rows = call.rows(0);
+    let rows = call.rows(slot::Q);
     if rows == 0 || q.extent(3) == 0 {
         return Ok(());
     }

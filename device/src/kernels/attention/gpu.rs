@@ -112,7 +112,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
         }
         let lane = block.lane();
         let (items, d) = {
-            let q = call.tensor(0);
+            let q = call.tensor(slot::Q);
             (call.rows(&q) * q.extent(1) * q.extent(2), q.extent(3))
         };
         let warps = if block.warps() < MAX_PARTS { block.warps() } else { MAX_PARTS };
@@ -122,7 +122,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
             let mut unit = block.warp();
             while unit < items * parts {
                 // Fetched anew for every head: held over the loops they would cost them registers.
-                let (q, k, v) = (call.tensor(0), call.tensor(1), call.tensor(2));
+                let (q, k, v) = (call.tensor(slot::Q), call.tensor(slot::K), call.tensor(slot::V));
                 let (heads, group) = (q.extent(1), q.extent(2));
                 let item = unit / parts;
                 let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
@@ -130,7 +130,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 let head = Heads { q: q.row([r, h, g]), k: Head::new(&k, h), v: Head::new(&v, h), d, scale: p.scale };
                 let found = attend(&head, slice, first, end, lane);
                 if parts == 1 {
-                    put(p, (call, &call.tensor(3)), [r, h, g], d, slice, lane, &found);
+                    put(p, (call, &call.tensor(slot::Y)), [r, h, g], d, slice, lane, &found);
                 } else {
                     keep(FREE_SHARED + unit * PART, &found, lane);
                 }
@@ -140,12 +140,12 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
                 block.sync();
                 let item = block.warp();
                 if item < items {
-                    let q = call.tensor(0);
+                    let q = call.tensor(slot::Q);
                     let (heads, group) = (q.extent(1), q.extent(2));
                     let (r, h, g) = (item / (heads * group), item / group % heads, item % group);
                     let at = FREE_SHARED + item * parts * PART;
                     let found = merge(at, parts, share_of(p, call, r), lane);
-                    put(p, (call, &call.tensor(3)), [r, h, g], d, slice, lane, &found);
+                    put(p, (call, &call.tensor(slot::Y)), [r, h, g], d, slice, lane, &found);
                 }
                 block.sync();
             }
@@ -169,7 +169,7 @@ const MANY: u32 = 2;
 unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
     // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise.
     unsafe {
-        let (q, k, v, y) = (call.tensor(0), call.tensor(1), call.tensor(2), call.tensor(3));
+        let (q, k, v, y) = (call.tensor(slot::Q), call.tensor(slot::K), call.tensor(slot::V), call.tensor(slot::Y));
         let (count, heads, group, d) = (call.rows(&q) * q.extent(2), q.extent(1), q.extent(2), q.extent(3));
         let is_free = call.tiles.is_some_and(|tiles| tiles.is_free()) && call.uses(Technique::FlashAttention);
         let are_brains = k.dtype() == BF16 && v.dtype() == BF16;
@@ -184,22 +184,22 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
         let mut h = 0;
         while h < heads {
             // The tensors anew for each row, which the compiler would hold over all loops otherwise: there are no registers for it.
-            let row = |slot, m: u32| {
+            let row = |operand: u32, m: u32| {
                 let r = quotient(m, group, part_of_group);
-                call.tensor(memory::opaque_word(slot) as usize).row([r, h, m - r * group])
+                call.tensor(memory::opaque_word(operand) as usize).row([r, h, m - r * group])
             };
-            let (k, v) = (Head::new(&call.tensor(1), h), Head::new(&call.tensor(2), h));
+            let (k, v) = (Head::new(&call.tensor(slot::K), h), Head::new(&call.tensor(slot::V), h));
             let seen = |m: u32| {
                 let r = quotient(m, group, part_of_group);
                 p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32
             };
             let share = p.share(call.first_pos() + call.pass_rows(), call.block::<1>());
             let positions = if p.splits > 1 { share.1 } else { seen(count - 1) };
-            let queries = &Rows { row: |m| row(0, m), count, columns: d };
+            let queries = &Rows { row: |m| row(slot::Q as u32, m), count, columns: d };
             let keys = &Rows { row: |t| k.row(t), count: positions, columns: d };
             let values = &Rows { row: |t| v.row(t), count: positions, columns: d };
-            let results = &Rows { row: |m| row(3, m), count, columns: d };
-            let found_row = |m| call.tensor(memory::opaque_word(3) as usize).row([h, 0, m]);
+            let results = &Rows { row: |m| row(slot::Y as u32, m), count, columns: d };
+            let found_row = |m| call.tensor(memory::opaque_word(slot::Y as u32) as usize).row([h, 0, m]);
             let found = &Rows { row: found_row, count, columns: FOUND + d };
             let scale = p.scale * core::f32::consts::LOG2_E;
             match (p.splits > 1, d <= 64) {
@@ -262,7 +262,7 @@ pub(in crate::kernels) unsafe fn put(
     // SAFETY: `i` is below the row's length, which is as much more where that holds what a split found; elements are written by
     // one lane each.
     unsafe {
-        let row = if split { y.row([h, 0, r * call.tensor(0).extent(2) + g]) } else { y.row([r, h, g]) };
+        let row = if split { y.row([h, 0, r * call.tensor(slot::Q).extent(2) + g]) } else { y.row([r, h, g]) };
         if split && slice == 0 && lane == 0 {
             call.put_in_row(y, &row, 0, found.max);
             call.put_in_row(y, &row, 1, found.total);

@@ -102,9 +102,16 @@ pub(super) fn attended(
     (max, scores.iter().sum(), (0..q.len()).map(sum).collect())
 }
 
+slots! {
+    Q: read "q",
+    K: read "k",
+    V: read "v",
+    Y: write "y",
+}
+
 impl MacroKernel for Attention {
     const NAME: &'static str = "attention";
-    const SLOTS: &'static [Slot] = &[Slot::read("q"), Slot::read("k"), Slot::read("v"), Slot::write("y")];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     const TOLERANCE: f32 = 1e-4;
 
@@ -149,7 +156,7 @@ impl MacroKernel for Attention {
     fn reference(p: &Params, call: &Call<'_>) -> Result<(), Fault> {
         let [q, k, v, y] = core::array::from_fn(|i| call.tensor(i));
         let (n_kv, group, d) = (q.extent(1), q.extent(2), q.extent(3));
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::Q) {
             let pass = [call.step.first_pos, call.step.rows];
             let (first, end) = p.share_of(pass, call.task.row_first + r as u32, call.task.block[1]);
             let positions = first as usize..end as usize;

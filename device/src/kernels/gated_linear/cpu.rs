@@ -19,7 +19,7 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     }
     let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
     let by = By::of(p.order, &x, &gate, scratch);
-    scratch.isa.run(Gated { rows: call.rows(0), x, gate, up, gate_bias, up_bias, y, activation, by, scratch });
+    scratch.isa.run(Gated { rows: call.rows(slot::X), x, gate, up, gate_bias, up_bias, y, activation, by, scratch });
     Ok(())
 }
 

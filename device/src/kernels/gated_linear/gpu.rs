@@ -8,9 +8,6 @@ use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_
 use crate::gpu::thin::{self, First, Form, by_form, long};
 use crate::gpu::{warpgroup, weighted, wide};
 
-/// What x is normalised by.
-const NORM: usize = 6;
-
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
 #[inline(always)]
@@ -22,14 +19,14 @@ pub(super) unsafe fn run(
 ) -> Result<(), Fault> {
     // SAFETY: as in `linear`.
     unsafe {
-        let rows = call.rows(&call.tensor(0));
+        let rows = call.rows(&call.tensor(slot::X));
         let is_one = rows == 1 && p.is_weighted == 0;
-        let columns = call.tensor(1).extent(0);
-        let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
-        let staged = call.tensor(NORM).is_present() && p.is_weighted == 0 || is_flagged;
-        let how = Staging { norm: NORM, eps: p.eps, merges: false, like: (1, 1) };
+        let columns = call.tensor(slot::GATE).extent(0);
+        let is_flagged = call.tensor(slot::X).is_flagged() && call.tensor(slot::GATE).extent(1) <= MAX_NORMED;
+        let staged = call.tensor(slot::NORM).is_present() && p.is_weighted == 0 || is_flagged;
+        let how = Staging { norm: slot::NORM, eps: p.eps, merges: false, like: (slot::GATE, 1) };
         let outputs = Outputs { p, call };
-        let row = First { call, x: call.tensor(0) };
+        let row = First { call, x: call.tensor(slot::X) };
         let ask = |_: u32| 0;
         let finish = {
             #[inline(always)]
@@ -70,10 +67,10 @@ pub(super) unsafe fn run(
                 while which < 2 {
                     g = u;
                     u = if step == 1 {
-                        let [sum] = dots::<1>(x, 1 + which, n, block.lane());
+                        let [sum] = dots::<1>(x, slot::GATE + which, n, block.lane());
                         sum
                     } else {
-                        pick(dots::<4>(x, 1 + which, n, block.lane()), block.lane())
+                        pick(dots::<4>(x, slot::GATE + which, n, block.lane()), block.lane())
                     };
                     which += 1;
                 }
@@ -101,7 +98,8 @@ impl Outputs<'_> {
     unsafe fn put(&self, r: u32, n: u32, [mut g, mut u]: [f32; 2]) {
         // SAFETY: the operands are the slots', row and column are there (caller).
         unsafe {
-            let (gate_bias, up_bias, y) = (self.call.tensor(3), self.call.tensor(4), self.call.tensor(5));
+            let (gate_bias, up_bias, y) =
+                (self.call.tensor(slot::GATE_BIAS), self.call.tensor(slot::UP_BIAS), self.call.tensor(slot::Y));
             if gate_bias.is_present() {
                 g += gate_bias.get([n]);
             }
@@ -125,7 +123,7 @@ impl Outputs<'_> {
     /// What sums are multiplied with.
     #[inline(always)]
     fn norm(&self) -> weighted::Norm<'_> {
-        weighted::Norm { call: self.call, operand: NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
+        weighted::Norm { call: self.call, operand: slot::NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
     }
 }
 
@@ -140,13 +138,13 @@ impl warpgroup::Finish<2> for Outputs<'_> {
     unsafe fn four(&self, r: u32, n: u32, [g, u]: [[f32; 4]; 2]) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
-            let (y, end) = (self.call.tensor(5), self.call.tensor(5).extent(1));
+            let (y, end) = (self.call.tensor(slot::Y), self.call.tensor(slot::Y).extent(1));
             let factor = self.norm().found(r);
             let bias = |operand: usize| {
                 let bias = self.call.tensor(operand);
                 if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] }
             };
-            let (of_g, of_u) = (bias(3), bias(4));
+            let (of_g, of_u) = (bias(slot::GATE_BIAS), bias(slot::UP_BIAS));
             let one = |i: usize| activate(self.p.activation, g[i] * factor + of_g[i]) * (u[i] * factor + of_u[i]);
             y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
         }

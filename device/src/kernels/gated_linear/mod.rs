@@ -28,23 +28,28 @@ pub struct Params {
     pub is_weighted: u32,
 }
 
+slots! {
+    X: read "x",
+    GATE: read "gate",
+    UP: read "up",
+    GATE_BIAS: optional "gate_bias",
+    UP_BIAS: optional "up_bias",
+    Y: write "y",
+    NORM: optional "norm",
+}
+
+// Products on a GPU find them by `linear`'s numbers.
+const _: () = assert!(slot::X == linear::slot::X && slot::GATE == linear::slot::W && slot::UP == slot::GATE + 1);
+
 impl MacroKernel for GatedLinear {
     const NAME: &'static str = "gated_linear";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("x"),
-        Slot::read("gate"),
-        Slot::read("up"),
-        Slot::optional("gate_bias"),
-        Slot::optional("up_bias"),
-        Slot::write("y"),
-        Slot::optional("norm"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     /// [`Linear`](super::Linear)'s, for a product of two.
     const TOLERANCE: f32 = 2e-3;
-    const TILED: &'static [usize] = &[6, 1, 2];
-    const EARLY_READS: &'static [usize] = &[1, 2];
-    const FLAGGED: &'static [usize] = &[0, 5];
+    const TILED: &'static [usize] = &[slot::NORM, slot::GATE, slot::UP];
+    const EARLY_READS: &'static [usize] = &[slot::GATE, slot::UP];
+    const FLAGGED: &'static [usize] = &[slot::X, slot::Y];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -88,7 +93,7 @@ impl MacroKernel for GatedLinear {
             let sum: f32 = x.iter().enumerate().map(|(k, x)| x * w.get([n, k])).sum();
             if bias.is_present() { sum + bias.get([n]) } else { sum }
         };
-        for r in 0..call.rows(0) {
+        for r in 0..call.rows(slot::X) {
             let x = rms_norm::row(&x, r, &norm, p.eps, p.is_weighted != 0);
             for n in 0..gate.extent(0) {
                 y.set([r, n], activation.apply(dot(&x, &gate, &gate_bias, n)) * dot(&x, &up, &up_bias, n));
@@ -99,7 +104,7 @@ impl MacroKernel for GatedLinear {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        if call.tensor(6).is_present() {
+        if call.tensor(slot::NORM).is_present() {
             return Self::reference(p, call);
         }
         cpu::run(p, call, scratch)

@@ -17,7 +17,7 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     let [x, w, bias, residual, y] = core::array::from_fn(|i| call.tensor(i));
     let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
     let by = By::of(p.order, &x, &w, scratch);
-    scratch.isa.run(Linear { rows: call.rows(0), x, w, bias, residual, y, activation, by, scratch });
+    scratch.isa.run(Linear { rows: call.rows(slot::X), x, w, bias, residual, y, activation, by, scratch });
     Ok(())
 }
 

@@ -11,9 +11,6 @@ use crate::gpu::{warpgroup, weighted, wide};
 use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
 
-/// What x is normalised by.
-const NORM: usize = 5;
-
 /// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
 /// not costs a stack. What is needed once an output they fetch then: held over the loops it would cost registers.
 struct Outputs<'a> {
@@ -39,7 +36,7 @@ impl Outputs<'_> {
     unsafe fn ask(&self, n: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe {
-            let residual = self.call.tensor(3);
+            let residual = self.call.tensor(slot::RESIDUAL);
             if residual.is_present() { self.call.ask(&residual, [0, n]) } else { 0 }
         }
     }
@@ -49,7 +46,7 @@ impl Outputs<'_> {
     unsafe fn activated(&self, n: u32, sum: f32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
-            let bias = self.call.tensor(2);
+            let bias = self.call.tensor(slot::BIAS);
             activate(self.p.activation, if bias.is_present() { sum + bias.get([n]) } else { sum })
         }
     }
@@ -59,8 +56,9 @@ impl Outputs<'_> {
     unsafe fn add(&self, n: u32, sum: f32, asked: u32) {
         // SAFETY: the caller's promise.
         unsafe {
-            let value = self.activated(n, sum) + self.call.told(3, &self.call.tensor(3), [0, n], asked);
-            self.call.put(&self.call.tensor(4), [0, n], value);
+            let value = self.activated(n, sum)
+                + self.call.told(slot::RESIDUAL, &self.call.tensor(slot::RESIDUAL), [0, n], asked);
+            self.call.put(&self.call.tensor(slot::Y), [0, n], value);
             // Always: to ask first would take longer.
             self.best.set(self.best.get().better(Candidate { value, index: n }));
         }
@@ -71,16 +69,16 @@ impl Outputs<'_> {
     unsafe fn finish_one_of_many(&self, r: u32, n: u32, sum: f32) {
         // SAFETY: the caller's promise.
         unsafe {
-            let residual = self.call.tensor(3);
+            let residual = self.call.tensor(slot::RESIDUAL);
             let before = if residual.is_present() { residual.get([r, n]) } else { 0.0 };
-            self.call.tensor(4).set([r, n], self.activated(n, sum * self.norm().of(r)) + before);
+            self.call.tensor(slot::Y).set([r, n], self.activated(n, sum * self.norm().of(r)) + before);
         }
     }
 
     /// What sums are multiplied with.
     #[inline(always)]
     fn norm(&self) -> weighted::Norm<'_> {
-        weighted::Norm { call: self.call, operand: NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
+        weighted::Norm { call: self.call, operand: slot::NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
     }
 
     /// Makes what the product after a norm reads, if this one is before one.
@@ -88,9 +86,13 @@ impl Outputs<'_> {
     unsafe fn weigh(&self, rows: u32, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe {
-            if self.call.tensor(9).is_present() {
-                let (y, squares, weights, weighted) =
-                    (self.call.tensor(4), self.call.tensor(6), self.call.tensor(8), self.call.tensor(9));
+            if self.call.tensor(slot::WEIGHTED).is_present() {
+                let (y, squares, weights, weighted) = (
+                    self.call.tensor(slot::Y),
+                    self.call.tensor(slot::VALUES),
+                    self.call.tensor(slot::WEIGHTS),
+                    self.call.tensor(slot::WEIGHTED),
+                );
                 weighted::weigh(rows, &y, [&weights, &weighted, &squares], block);
             }
         }
@@ -109,13 +111,14 @@ impl warpgroup::Finish<1> for Outputs<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             let call = self.call;
-            let (bias, residual, y) = (call.tensor(2), call.tensor(3), call.tensor(4));
+            let (bias, residual, y) = (call.tensor(slot::BIAS), call.tensor(slot::RESIDUAL), call.tensor(slot::Y));
             let end = y.extent(1);
             let factor = self.norm().found(r);
-            let weighted = call.tensor(9);
+            let weighted = call.tensor(slot::WEIGHTED);
             let bias = if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] };
             let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
-            let weights = if weighted.is_present() { call.tensor(8).row([]).four(n, end) } else { [0.0; 4] };
+            let weights =
+                if weighted.is_present() { call.tensor(slot::WEIGHTS).row([]).four(n, end) } else { [0.0; 4] };
             let one = |i: usize| activate(self.p.activation, sums[i] * factor + bias[i]) + before[i];
             let values = [one(0), one(1), one(2), one(3)];
             y.row([r]).set_four_below(n, end, values);
@@ -134,13 +137,13 @@ impl warpgroup::Finish<1> for Outputs<'_> {
     #[inline(always)]
     unsafe fn adds_up(&self) -> bool {
         // SAFETY: the caller's promise.
-        unsafe { self.call.tensor(9).is_present() }
+        unsafe { self.call.tensor(slot::WEIGHTED).is_present() }
     }
 
     #[inline(always)]
     unsafe fn row(&self, r: u32, sum: f32) {
         // SAFETY: the caller's promise.
-        unsafe { self.call.tensor(6).set([r, 0], sum) };
+        unsafe { self.call.tensor(slot::VALUES).set([r, 0], sum) };
     }
 }
 
@@ -156,12 +159,12 @@ pub(super) unsafe fn run(
     // SAFETY: the operands are the slots'; `n` and `r` stay below the extents that `check` has matched; the conditions
     // around `dots` depend on the warp and the task alone, so whole warps call it.
     unsafe {
-        let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(0)) };
-        let columns = call.tensor(1).extent(0);
-        let is_flagged = call.tensor(0).is_flagged() && call.tensor(1).extent(1) <= MAX_NORMED;
-        let is_normed = call.tensor(NORM).is_present() && p.is_weighted == 0;
+        let rows = if p.merges != 0 { 1 } else { call.rows(&call.tensor(slot::X)) };
+        let columns = call.tensor(slot::W).extent(0);
+        let is_flagged = call.tensor(slot::X).is_flagged() && call.tensor(slot::W).extent(1) <= MAX_NORMED;
+        let is_normed = call.tensor(slot::NORM).is_present() && p.is_weighted == 0;
         let staged = is_normed || p.merges != 0 || is_flagged;
-        let how = Staging { norm: NORM, eps: p.eps, merges: p.merges != 0, like: (1, 1) };
+        let how = Staging { norm: slot::NORM, eps: p.eps, merges: p.merges != 0, like: (slot::W, 1) };
         let outputs = Outputs { p, call, best: Cell::new(Candidate::NONE) };
         let ask_one = {
             #[inline(always)]
@@ -171,7 +174,7 @@ pub(super) unsafe fn run(
             #[inline(always)]
             |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked)
         };
-        let row = First { call, x: call.tensor(0) };
+        let row = First { call, x: call.tensor(slot::X) };
         let unmerged = Parts::new(call, Merge::NONE);
         let (is_merged, is_one) = (p.merges != 0, p.merges == 0 && rows == 1 && p.is_weighted == 0);
         let form = if is_merged {
@@ -182,7 +185,7 @@ pub(super) unsafe fn run(
             None
         };
         if is_merged && let Some(form) = form {
-            let merged = Parts::new(call, Merge::of(&call.tensor(0)));
+            let merged = Parts::new(call, Merge::of(&call.tensor(slot::X)));
             by_form!(form, F => {
                 thin::run::<F, 1, { F::HELD_BESIDE_MERGE }>(call, &merged, how, block, ready, ask_one, finish_one)?
             });
@@ -209,14 +212,14 @@ pub(super) unsafe fn run(
                 let mut n = block.warp();
                 while n < columns {
                     if rows == 1 {
-                        let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, 1, n, block.lane());
+                        let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, slot::W, n, block.lane());
                         if block.lane() == 0 {
                             outputs.finish(n, [sum * outputs.norm().of(0)]);
                         }
                     } else {
                         let mut r = 0;
                         while r < rows {
-                            let sums = dots::<4>(Rows { call, rows, first: r, staged }, 1, n, block.lane());
+                            let sums = dots::<4>(Rows { call, rows, first: r, staged }, slot::W, n, block.lane());
                             let row = r + block.lane();
                             if block.lane() < 4 && row < rows {
                                 outputs.finish_one_of_many(row, n, pick(sums, block.lane()));
@@ -229,10 +232,10 @@ pub(super) unsafe fn run(
                 outputs.weigh(rows, block);
             }
         }
-        if call.tensor(7).is_present() {
+        if call.tensor(slot::INDICES).is_present() {
             let best = block.best(outputs.best.get());
             if block.thread == 0 {
-                argmax::put(&p.best, best, call.block::<0>(), [call.tensor(6), call.tensor(7)]);
+                argmax::put(&p.best, best, call.block::<0>(), [call.tensor(slot::VALUES), call.tensor(slot::INDICES)]);
             }
         }
     }

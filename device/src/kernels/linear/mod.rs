@@ -156,26 +156,28 @@ fn check_segments(p: &Params, [x, w, norm]: [&Operand; 3]) -> Result<(), Violati
     Ok(())
 }
 
+slots! {
+    X: read "x",
+    W: read "w",
+    BIAS: optional "bias",
+    RESIDUAL: optional "residual",
+    Y: write "y",
+    NORM: optional "norm",
+    VALUES: optional_write "values",
+    INDICES: optional_write "indices",
+    WEIGHTS: optional "weights",
+    WEIGHTED: optional_write "weighted",
+}
+
 impl MacroKernel for Linear {
     const NAME: &'static str = "linear";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("x"),
-        Slot::read("w"),
-        Slot::optional("bias"),
-        Slot::optional("residual"),
-        Slot::write("y"),
-        Slot::optional("norm"),
-        Slot::optional_write("values"),
-        Slot::optional_write("indices"),
-        Slot::optional("weights"),
-        Slot::optional_write("weighted"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     /// Sums in another order, and rows of activations as two terms of bf16.
     const TOLERANCE: f32 = 2e-3;
-    const TILED: &'static [usize] = &[5, 1];
-    const EARLY_READS: &'static [usize] = &[1];
-    const FLAGGED: &'static [usize] = &[0, 3, 4];
+    const TILED: &'static [usize] = &[slot::NORM, slot::W];
+    const EARLY_READS: &'static [usize] = &[slot::W];
+    const FLAGGED: &'static [usize] = &[slot::X, slot::RESIDUAL, slot::Y];
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
@@ -244,7 +246,7 @@ impl MacroKernel for Linear {
         let [x, w, bias, residual, y, norm, values, indices, weights, weighted] =
             core::array::from_fn(|i| call.tensor(i));
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        let rows = if p.merges != 0 { 1 } else { call.rows(0) };
+        let rows = if p.merges != 0 { 1 } else { call.rows(slot::X) };
         for r in 0..rows {
             let x = if p.merges != 0 {
                 attention_merge::merged(&x)
@@ -280,7 +282,7 @@ impl MacroKernel for Linear {
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
         // Lowered for workers that read x from afar: CPUs keep the norm, the merge, and the search, an operator of its own.
-        if [5, 6].iter().any(|slot| call.tensor(*slot).is_present()) || p.merges != 0 {
+        if [slot::NORM, slot::VALUES].iter().any(|operand| call.tensor(*operand).is_present()) || p.merges != 0 {
             return Self::reference(p, call);
         }
         cpu::run(p, call, scratch)

@@ -56,7 +56,7 @@ pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
         count(call, block);
         let work = Work::of(call);
         let mut mine = 0;
-        for expert in block.mine(call.tensor(2).extent(0)) {
+        for expert in block.mine(call.tensor(slot::W).extent(0)) {
             mine += work.units_of(expert);
         }
         let units = u64::from(block.sum_u32(mine));
@@ -93,7 +93,7 @@ pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
 unsafe fn is_for(call: &Call<'_>, block: &Block, p: &Params) -> bool {
     // SAFETY: the operands are the slots' (caller).
     unsafe {
-        let (x, w, up) = (call.tensor(0), call.tensor(2), call.tensor(3));
+        let (x, w, up) = (call.tensor(slot::X), call.tensor(slot::W), call.tensor(slot::UP));
         let is_whole = |tensor: &crate::gpu::Tensor, strides: u32| {
             tensor.dtype() == BF16 && tensor.address([0, 0]).addr().is_multiple_of(16) && strides.is_multiple_of(8)
         };
@@ -130,8 +130,8 @@ impl Work {
     unsafe fn of(call: &Call<'_>) -> Work {
         // SAFETY: the operands are the slots' (caller).
         unsafe {
-            let [experts, columns] = [call.tensor(2).extent(0), call.tensor(2).extent(1)];
-            let width = if call.tensor(3).is_present() { HALF } else { COLUMNS };
+            let [experts, columns] = [call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1)];
+            let width = if call.tensor(slot::UP).is_present() { HALF } else { COLUMNS };
             Work { columns, width, parts: columns.div_ceil(width), experts }
         }
     }
@@ -204,7 +204,7 @@ impl Work {
 unsafe fn four_of(call: &Call<'_>, row: u32, slot: u32) -> [(u32, u32); 4] {
     // SAFETY: the operands are the slots', the row is there (caller).
     unsafe {
-        let experts = call.tensor(1);
+        let experts = call.tensor(slot::EXPERTS);
         let (from, last) = (experts.address([row, 0]).cast::<u32>(), experts.extent(1) - 1);
         let there = |slot: u32| if slot < last { slot } else { last };
         let [a, b, c, d] = [there(slot), there(slot + 1), there(slot + 2), there(slot + 3)];
@@ -229,8 +229,8 @@ fn with_bits(masks: [u32; 4], [a, b, c, d]: [u32; 4], four: u32) -> [u32; 4] {
 unsafe fn count(call: &Call<'_>, block: &Block) {
     // SAFETY: a thread writes its own masks, which others read behind a barrier, and the counts of its experts.
     unsafe {
-        let rows = call.rows(&call.tensor(1));
-        let (experts, slots) = (call.tensor(2).extent(0), call.tensor(1).extent(1));
+        let rows = call.rows(&call.tensor(slot::EXPERTS));
+        let (experts, slots) = (call.tensor(slot::W).extent(0), call.tensor(slot::EXPERTS).extent(1));
         for expert in block.mine(experts.next_multiple_of(4)) {
             shared::store(COUNTS + expert, 0);
         }
@@ -276,7 +276,7 @@ unsafe fn count(call: &Call<'_>, block: &Block) {
 unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
     // SAFETY: a thread writes its rows' own words, which others read behind a barrier; a place in the list has one row.
     unsafe {
-        let (rows, slots) = (call.rows(&call.tensor(1)), call.tensor(1).extent(1));
+        let (rows, slots) = (call.rows(&call.tensor(slot::EXPERTS)), call.tensor(slot::EXPERTS).extent(1));
         for row in block.mine(rows.next_multiple_of(4)) {
             let (mut found, mut slot) = (0, 0);
             while row < rows && slot < slots {
@@ -303,11 +303,11 @@ unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
             let of = |one: u32, place: u32| if other + place < row { one } else { 0 };
             before += of(a, 0) + of(b, 1) + of(c, 2);
             let (place, slot) = (before / IS_FOUND, found % IS_FOUND);
-            let x = call.tensor(0);
+            let x = call.tensor(slot::X);
             let elems = row * x.stride(0) + if p.has_slots != 0 { slot * x.stride(1) } else { 0 };
             shared::store(LIST + place, row << SLOT_BITS | slot);
             shared::store(OFFSETS + place, elems * x.elem_bytes() as u32);
-            let weights = call.tensor(4);
+            let weights = call.tensor(slot::WEIGHTS);
             let weight = if weights.is_present() { weights.get([row, slot]) } else { 1.0 };
             shared::store(WEIGHTS + place, weight.to_bits());
         }
@@ -323,8 +323,8 @@ unsafe fn ask(call: &Call<'_>, block: &Block, expert: u32, n0: u32) {
     }
     // SAFETY: the row is there, in whole units on sixteen bytes ([`is_for`]).
     unsafe {
-        let is_second = call.tensor(3).is_present() && block.thread >= HALF;
-        let weights = call.tensor(if is_second { 3 } else { 2 });
+        let is_second = call.tensor(slot::UP).is_present() && block.thread >= HALF;
+        let weights = call.tensor(if is_second { slot::UP } else { slot::W });
         let n = n0 + if is_second { block.thread - HALF } else { block.thread };
         if n < weights.extent(1) {
             let bytes = 2 * weights.extent(2);
@@ -332,6 +332,9 @@ unsafe fn ask(call: &Call<'_>, block: &Block, expert: u32, n0: u32) {
         }
     }
 }
+
+// A pair's second matrix is the next operand.
+const _: () = assert!(slot::UP == slot::W + 1);
 
 /// The matrices of expert `expert`, and the rows of x that are listed.
 #[derive(Clone, Copy)]
@@ -346,21 +349,21 @@ impl Matrices<2> for Routed<'_> {
     #[inline(always)]
     unsafe fn k(self) -> u32 {
         // SAFETY: the caller's promise.
-        unsafe { self.call.tensor(2) }.extent(2)
+        unsafe { self.call.tensor(slot::W) }.extent(2)
     }
 
     #[inline(always)]
     unsafe fn x(self, _: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
-        Rows { from: unsafe { self.call.tensor(0) }.address([0, 0]), apart: 0, count }
+        Rows { from: unsafe { self.call.tensor(slot::X) }.address([0, 0]), apart: 0, count }
     }
 
     #[inline(always)]
     unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
         unsafe {
-            let is_pair = self.call.tensor(3).is_present();
-            let weights = self.call.tensor(if is_pair { 2 + which } else { 2 });
+            let is_pair = self.call.tensor(slot::UP).is_present();
+            let weights = self.call.tensor(if is_pair { slot::W + which } else { slot::W });
             let (all, next) = (weights.extent(1), n + HALF);
             let (n, count) = match which {
                 1 if !is_pair && next < all => (next, within(all, next, HALF)),
@@ -376,7 +379,7 @@ impl Matrices<2> for Routed<'_> {
 #[inline(always)]
 unsafe fn made(call: &Call<'_>, p: &Params, weight: f32, a: f32, b: f32) -> f32 {
     // SAFETY: the operands are the slots' (caller).
-    weight * if unsafe { call.tensor(3) }.is_present() { activate(p.activation, a) * b } else { a }
+    weight * if unsafe { call.tensor(slot::UP) }.is_present() { activate(p.activation, a) * b } else { a }
 }
 
 /// Writes what comes of four columns from `n` on of the row listed at `i`; of one matrix, of those a half further, too.
@@ -385,11 +388,11 @@ unsafe fn finish_four(call: &Call<'_>, p: &Params, i: u32, n: u32, [a, b]: [[f32
     // SAFETY: the row is listed, and has that column (caller).
     unsafe {
         let (entry, weight) = (shared::load(LIST + i), f32::from_bits(shared::load(WEIGHTS + i)));
-        let (y, end) = (call.tensor(5), call.tensor(5).extent(2));
+        let (y, end) = (call.tensor(slot::Y), call.tensor(slot::Y).extent(2));
         let row = y.row([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN]);
         let one = |a: f32, b: f32| made(call, p, weight, a, b);
         row.set_four_below(n, end, [one(a[0], b[0]), one(a[1], b[1]), one(a[2], b[2]), one(a[3], b[3])]);
-        if !call.tensor(3).is_present() && n + HALF < end {
+        if !call.tensor(slot::UP).is_present() && n + HALF < end {
             row.set_four_below(n + HALF, end, b.map(|b| weight * b));
         }
     }
@@ -400,23 +403,23 @@ unsafe fn finish_four(call: &Call<'_>, p: &Params, i: u32, n: u32, [a, b]: [[f32
 unsafe fn plain(call: &Call<'_>, block: &Block, p: &Params, expert: u32, place: &Place, columns: u32) {
     // SAFETY: rows and columns are below their extents; what the loop does whole warps do together.
     unsafe {
-        let is_pair = call.tensor(3).is_present();
+        let is_pair = call.tensor(slot::UP).is_present();
         let width = within(columns, place.n0, if is_pair { HALF } else { COLUMNS });
         let mut at = block.warp();
         while at < place.rows * width {
             let (i, n) = (place.m0 + at / width, place.n0 + at % width);
-            let (x, w) = (call.tensor(0), call.tensor(2).row([expert, n]));
+            let (x, w) = (call.tensor(slot::X), call.tensor(slot::W).row([expert, n]));
             let elems = u64::from(shared::load(OFFSETS + i)) / x.elem_bytes();
-            let (x, k) = (Vector { staged: false, row: x.row([0, 0]).after(elems) }, call.tensor(2).extent(2));
+            let (x, k) = (Vector { staged: false, row: x.row([0, 0]).after(elems) }, call.tensor(slot::W).extent(2));
             let [a, b] = if is_pair {
-                two_dots(x, [w, call.tensor(3).row([expert, n])], k, block.lane())
+                two_dots(x, [w, call.tensor(slot::UP).row([expert, n])], k, block.lane())
             } else {
                 [one_dot(x, w, k, block.lane()), 1.0]
             };
             if block.lane() == 0 {
                 let (entry, weight) = (shared::load(LIST + i), f32::from_bits(shared::load(WEIGHTS + i)));
                 let value = made(call, p, weight, a, b);
-                call.tensor(5).set([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN, n], value);
+                call.tensor(slot::Y).set([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN, n], value);
             }
             at += block.warps();
         }

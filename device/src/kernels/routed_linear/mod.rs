@@ -38,17 +38,19 @@ pub struct Params {
 /// Rows of a pass at most: a block has the list of those that go to an expert in shared memory.
 pub const MAX_ROWS: u32 = 512;
 
+slots! {
+    X: read "x",
+    EXPERTS: read "experts",
+    W: read "w",
+    UP: optional "up",
+    WEIGHTS: optional "weights",
+    // Which of its elements are a task's is known when it runs.
+    Y: append "y",
+}
+
 impl MacroKernel for RoutedLinear {
     const NAME: &'static str = "routed_linear";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("x"),
-        Slot::read("experts"),
-        Slot::read("w"),
-        Slot::optional("up"),
-        Slot::optional("weights"),
-        // Which of its elements are a task's is known when it runs.
-        Slot::append("y"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     /// [`GatedLinear`](super::GatedLinear)'s.
     const TOLERANCE: f32 = 2e-3;
@@ -118,7 +120,7 @@ impl MacroKernel for RoutedLinear {
             return Ok(());
         }
         let activation = Activation::from_u32(p.activation).unwrap_or(Activation::None);
-        for (r, slot) in (0..call.rows(0)).flat_map(|r| (0..y.extent(1)).map(move |slot| (r, slot))) {
+        for (r, slot) in (0..call.rows(slot::X)).flat_map(|r| (0..y.extent(1)).map(move |slot| (r, slot))) {
             let Ok(expert) = usize::try_from(experts.get_i32([r, slot])) else { continue };
             if expert >= w.extent(0) {
                 continue;

@@ -18,8 +18,9 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
     // SAFETY: the operands are the slots' and every index is below its extent; all conditions around block-wide calls
     // depend on the task's data alone, which every thread reads alike.
     unsafe {
-        let (logits, control, tokens) = (call.tensor(0), call.tensor(3), call.tensor(4));
-        let (values, indices) = (call.tensor(1), call.tensor(2));
+        let (logits, control, tokens) =
+            (call.tensor(slot::LOGITS), call.tensor(slot::CONTROL), call.tensor(slot::TOKENS));
+        let (values, indices) = (call.tensor(slot::VALUES), call.tensor(slot::INDICES));
         let position = call.first_pos() + call.pass_rows();
         let mut best = Candidate::NONE;
         for at in block.mine(values.extent(0)) {

@@ -40,15 +40,17 @@ macro_rules! request {
 }
 use request;
 
+slots! {
+    LOGITS: read "logits",
+    VALUES: read "values",
+    INDICES: read "indices",
+    CONTROL: read "control",
+    TOKENS: update "tokens",
+}
+
 impl MacroKernel for Sample {
     const NAME: &'static str = "sample";
-    const SLOTS: &'static [Slot] = &[
-        Slot::read("logits"),
-        Slot::read("values"),
-        Slot::read("indices"),
-        Slot::read("control"),
-        Slot::update("tokens"),
-    ];
+    const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
 
     #[cfg(not(target_arch = "nvptx64"))]
@@ -89,7 +91,7 @@ impl MacroKernel for Sample {
 #[cfg(not(target_arch = "nvptx64"))]
 fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault> {
     // A sequence that has ended, or a row that the pass does not have.
-    if call.rows(0) == 0 {
+    if call.rows(slot::LOGITS) == 0 {
         return Ok(());
     }
     let [logits, values, indices, control, tokens] = core::array::from_fn(|i| call.tensor(i));

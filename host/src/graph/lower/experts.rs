@@ -52,9 +52,11 @@ impl Experts {
         else {
             return Ok(None);
         };
-        let takes = |op: &&Operator| is(op, ExpertsDown::TASK_TYPE) && op.slots[..2] == [Some(y), Some(logits)];
+        let takes = |op: &&Operator| {
+            is(op, ExpertsDown::TASK_TYPE) && op.slots[..experts_down::slot::W] == [Some(y), Some(logits)]
+        };
         let Some(down) = (at + 1..ops.len()).find(|down| takes(&ops[*down])) else { return Ok(None) };
-        let are_bf16 = [Some(gate), Some(second), ops[down].slots[2]];
+        let are_bf16 = [Some(gate), Some(second), ops[down].slots[experts_down::slot::W]];
         let are_bf16 = are_bf16.iter().flatten().all(|t| table[*t].dtype == DType::Bf16);
         let [rows, slots, _] = table[y].shape[..] else { return Ok(None) };
         let span = |t: TensorId| 4 * table[t].strides[0] * rows;
@@ -80,18 +82,21 @@ impl Experts {
                 params: param_words(&expert_routes::Params { normalise }),
                 ..up.kernel
             },
-            slots: vec![up.slots[1], Some(self.experts), Some(self.weights)],
+            slots: vec![up.slots[experts_up::slot::LOGITS], Some(self.experts), Some(self.weights)],
             axes: vec![self.by_rows(3)],
             cut: None,
         };
-        let slots = vec![up.slots[0], Some(self.experts), up.slots[2], up.slots[3], Some(self.weights), up.slots[4]];
+        use experts_up::slot::{GATE, UP, X, Y};
+        let [x, gate, second, y] = [X, GATE, UP, Y].map(|slot| up.slots[slot]);
+        let slots = vec![x, Some(self.experts), gate, second, Some(self.weights), y];
         let params = routed_linear::Params { activation, blocks: target.n_workers, has_slots: 0 };
         [route, shared(up, slots, params)]
     }
 
     /// What comes in the place of `down`: a product for each slot, and their sum.
     fn down(&self, table: &mut TensorTable, down: &Operator, target: &Target) -> Result<[Operator; 2], GraphError> {
-        let (x, w, y) = (down.slots[0], down.slots[2], down.slots[4]);
+        use experts_down::slot::{RESIDUAL, W, X, Y};
+        let [x, w, residual, y] = [X, W, RESIDUAL, Y].map(|slot| down.slots[slot]);
         let n = y.map_or(0, |y| table[y].shape[1]);
         let slots = table[self.experts].shape[1];
         let each =
@@ -106,7 +111,7 @@ impl Experts {
                 params: param_words(&slot_sum::Params {}),
                 ..down.kernel
             },
-            slots: vec![Some(each), down.slots[3], y],
+            slots: vec![Some(each), residual, y],
             axes: vec![self.by_rows(3)],
             cut: None,
         };

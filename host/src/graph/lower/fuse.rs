@@ -15,21 +15,25 @@ use perpetua_device::kernels::{
     experts_up, gated_linear, linear, rms_norm, rope, routing,
 };
 
-/// The slots of a product and of its norm.
-const X: usize = 0;
+// Of every product that normalises its row.
+use linear::slot::X;
 
+const _: () = assert!(X == gated_linear::slot::X && X == experts_up::slot::X);
+
+/// Where such a product has its norm's weights.
 pub(super) fn norm_slot(task_type: u16) -> Option<usize> {
     match task_type {
-        Linear::TASK_TYPE => Some(5),
-        GatedLinear::TASK_TYPE => Some(6),
-        ExpertsUp::TASK_TYPE => Some(5),
+        Linear::TASK_TYPE => Some(linear::slot::NORM),
+        GatedLinear::TASK_TYPE => Some(gated_linear::slot::NORM),
+        ExpertsUp::TASK_TYPE => Some(experts_up::slot::NORM),
         _ => None,
     }
 }
 
 /// Elements of a row that product `op` may normalise first.
 fn most_normed(graph: &KernelGraph, op: &Operator) -> usize {
-    let logits = op.slots.get(1).copied().flatten().filter(|_| op.kernel.task_type == ExpertsUp::TASK_TYPE);
+    let logits = op.slots.get(experts_up::slot::LOGITS).copied().flatten();
+    let logits = logits.filter(|_| op.kernel.task_type == ExpertsUp::TASK_TYPE);
     logits.map_or(MAX_NORMED, |logits| routing::most_staged(graph.table[logits].shape[1] as u32)) as usize
 }
 

@@ -118,7 +118,7 @@ fn share_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: 
 /// Cuts `block`, the attention `op`, as `shares` say. What a share finds goes to a tensor of its own, of which the operator returned makes the result.
 fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Shares) -> Option<BlockOp> {
     let kernel = block.kernel.as_mut()?;
-    let [rows, heads, group, d] = table[op.slots[0]?].shape[..] else { return None };
+    let [rows, heads, group, d] = table[op.slots[attention::slot::Q]?].shape[..] else { return None };
     let shape = [heads, shares.n as usize, rows * group, attention::FOUND as usize + d];
     let parts = table.add(&format!("{} parts", block.name), &shape, DType::F32, BufferKind::Intermediate).ok()?;
     let params = attention::Params { splits: shares.n, ..kernels::params(&kernel.params) };
@@ -224,10 +224,14 @@ impl Before {
     fn of(task_type: u16) -> Option<Before> {
         let (of_part, of_columns) = ([Some(1), Some(0), None], [Some(0), None, None]);
         match task_type {
-            Linear::TASK_TYPE => Some(Before { y: 4, weights: 8, weighted: 9, squares: 6, of_part, of_columns }),
+            Linear::TASK_TYPE => {
+                use linear::slot::{VALUES, WEIGHTED, WEIGHTS, Y};
+                Some(Before { y: Y, weights: WEIGHTS, weighted: WEIGHTED, squares: VALUES, of_part, of_columns })
+            }
             RmsNorm::TASK_TYPE => {
+                use rms_norm::slot::{SQUARES, WEIGHTED, WEIGHTS, Y};
                 let (of_part, of_columns) = ([Some(0), None, None], [None; GRID_AXES]);
-                Some(Before { y: 2, weights: 4, weighted: 5, squares: 6, of_part, of_columns })
+                Some(Before { y: Y, weights: WEIGHTS, weighted: WEIGHTED, squares: SQUARES, of_part, of_columns })
             }
             _ => None,
         }
@@ -249,7 +253,7 @@ impl BetweenProducts {
         let buffer = |t: TensorId| table[t].buffer;
         let is_whole = table[x].shape == table[normed].shape && table[x].dtype == DType::F32;
         if !is_whole
-            || !op.has_weights(table, 1)
+            || !op.has_weights(table, rms_norm::slot::W)
             || table[normed].dtype != DType::Bf16
             || is_output(graph, table, normed)
         {
@@ -262,7 +266,7 @@ impl BetweenProducts {
             let [access] = op.accesses.iter().flatten().filter(is_it).collect::<Vec<_>>()[..] else { return false };
             let slot = op.kernel.filter(|k| k.flags == kernel.flags).and_then(|k| norm_slot(k.task_type));
             other > at
-                && op.accesses[0].as_ref() == Some(access)
+                && op.accesses[X].as_ref() == Some(access)
                 && (access.tensor, access.kind, access.map) == (normed, AccessKind::Read, OF_ROWS)
                 && slot.is_some_and(|slot| op.accesses[slot].is_none())
         };
@@ -278,7 +282,7 @@ impl BetweenProducts {
             let made = Access { tensor: x, kind: AccessKind::Write, map: slots.of_part };
             let columns = table[x].shape.get(1).map_or(0, |n| n.div_ceil(op.grid[0] as usize));
             op.accesses[slots.y] == Some(made)
-                && op.accesses[slots.y.max(3) + 1..].iter().all(Option::is_none)
+                && op.accesses[slots.y.max(rms_norm::slot::RESIDUAL) + 1..].iter().all(Option::is_none)
                 && (k.task_type != Linear::TASK_TYPE || columns <= linear::MOST_WEIGHTED as usize && is_plain(&k))
         };
         let eps = kernels::params::<rms_norm::Params>(&kernel.params).eps;
@@ -320,7 +324,15 @@ impl BetweenProducts {
     }
 }
 
-/// Weight matrices of a product, slots 1 and up; 0 for another operator.
+// Of every product, whose second matrix comes after the first.
+use linear::slot::{W, X};
+
+const _: () = {
+    use gated_linear::slot;
+    assert!(X == slot::X && W == slot::GATE && W + 1 == slot::UP && X == experts_up::slot::X);
+};
+
+/// Weight matrices of a product, from slot `W` on; 0 for another operator.
 fn n_matrices(op: &Operator) -> usize {
     match op.kernel.task_type {
         Linear::TASK_TYPE => 1,
@@ -332,9 +344,9 @@ fn n_matrices(op: &Operator) -> usize {
 /// Whether `op` is a product of as many rows as the pass has with weights that the tensor cores take.
 fn is_product(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
-    let are_all = |dtype| op.slots[1..=n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
+    let are_all = |dtype| op.slots[W..W + n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
     let are_taken = [DType::Bf16, DType::Q8, DType::Q4].into_iter().any(are_all);
-    n > 0 && are_taken && op.slots[0].is_some_and(|x| table[x].shape[0] > 1)
+    n > 0 && are_taken && op.slots[X].is_some_and(|x| table[x].shape[0] > 1)
 }
 
 /// The buffers of f32 that one operator writes and only [products](is_product), experts' too, read, as x.
@@ -347,7 +359,7 @@ fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
         for (slot, tensor) in op.slots.iter().enumerate() {
             let Some(tensor) = *tensor else { continue };
             let buffer = table[tensor].buffer.idx();
-            let as_x = slot == 0 && (is_product(op, table) || experts::is_routed(op));
+            let as_x = slot == X && (is_product(op, table) || experts::is_routed(op));
             let is_made = matches!(spec.slots[slot].usage, Use::Write | Use::Append);
             n_read[buffer] += usize::from(as_x);
             fits[buffer] &= table[tensor].dtype == DType::F32 && (as_x || is_made);
@@ -371,8 +383,8 @@ struct Sizes {
 
 fn sizes(op: &Operator, table: &TensorTable) -> Sizes {
     let shape = |slot: usize| op.slots[slot].map_or([0; 2], |t| [table[t].shape[0] as u64, table[t].shape[1] as u64]);
-    let ([rows, k], [n, _]) = (shape(0), shape(1));
-    let dtype = op.slots[1].map_or(DType::Bf16, |w| table[w].dtype);
+    let ([rows, k], [n, _]) = (shape(X), shape(W));
+    let dtype = op.slots[W].map_or(DType::Bf16, |w| table[w].dtype);
     Sizes { rows, k, n, matrices: n_matrices(op) as u64, dtype }
 }
 

@@ -43,7 +43,7 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
     for (first, group) in side_by_side(&ops, |op| is_matrix(op, table)) {
         let bytes: Vec<u64> = group.iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
         // Those that read a replicated copy must be cut alike.
-        let apart = group.len() > 1 && !is_rowwise(&ops, table, group[0].slots[0]);
+        let apart = group.len() > 1 && !is_rowwise(&ops, table, group[0].slots[linear::slot::X]);
         let (mut workers, mut left) = (target.n_workers, bytes.iter().sum::<u64>());
         for (at, bytes) in (first..).zip(bytes) {
             let share = (u64::from(workers) * bytes + left / 2) / left.max(1);
@@ -189,8 +189,14 @@ pub(super) const MAX_SPLITS: u32 = 16;
 /// The operands of an attention of one row that the cut asks for: query, keys and result.
 fn attention_slots(op: &Operator) -> Option<[usize; 3]> {
     match op.kernel.task_type {
-        Attention::TASK_TYPE => Some([0, 1, 3]),
-        DecodeAttention::TASK_TYPE => Some([0, 6, 8]),
+        Attention::TASK_TYPE => {
+            use attention::slot::{K, Q, Y};
+            Some([Q, K, Y])
+        }
+        DecodeAttention::TASK_TYPE => {
+            use decode_attention::slot::{K_CACHE, Q, Y};
+            Some([Q, K_CACHE, Y])
+        }
         _ => None,
     }
 }
@@ -323,8 +329,11 @@ fn merge_in_readers(
     let is_able = |at: &usize| {
         ops[*at].is_some_and(|op| {
             let reads = |t: Option<TensorId>| t.is_some_and(|t| lowered.table[t].buffer == lowered.table[y].buffer);
-            let others = op.slots[1..].iter().filter(|t| reads(**t)).count();
-            op.kernel.task_type == Linear::TASK_TYPE && reads(op.slots[0]) && !fuse::is_normed(op) && others == 0
+            let others = op.slots[linear::slot::W..].iter().filter(|t| reads(**t)).count();
+            op.kernel.task_type == Linear::TASK_TYPE
+                && reads(op.slots[linear::slot::X])
+                && !fuse::is_normed(op)
+                && others == 0
         })
     };
     if !readers.iter().all(is_able) {
@@ -332,7 +341,8 @@ fn merge_in_readers(
     }
     for at in readers {
         let block = &mut lowered.ops[at];
-        block.accesses[0] = Some(Access { tensor: parts, kind: AccessKind::Read, map: [None; GRID_AXES] });
+        block.accesses[linear::slot::X] =
+            Some(Access { tensor: parts, kind: AccessKind::Read, map: [None; GRID_AXES] });
         // One row, and not the pass's first: the parts' first dimension is heads.
         (block.row_axis, block.rows) = (None, 0);
         if let Some(kernel) = &mut block.kernel {
@@ -342,9 +352,8 @@ fn merge_in_readers(
     true
 }
 
-/// The slots of a product: its result, and where its largest elements go.
-const Y: usize = 4;
-const BEST: [usize; 2] = [6, 7];
+/// Where a product's largest elements go.
+const BEST: [usize; 2] = [linear::slot::VALUES, linear::slot::INDICES];
 
 /// Has products find the largest of what they make, where an operator does nothing else. See the module head.
 fn search_in_products(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
@@ -362,14 +371,15 @@ fn search_in_products(graph: &KernelGraph, lowered: &mut ThreadBlockGraph) {
 fn search_in_product(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, number: usize) -> Option<()> {
     let search = &lowered.ops[number];
     search.kernel.filter(|kernel| kernel.task_type == ArgmaxPartial::TASK_TYPE)?;
-    let [x, values, indices] = [0, 1, 2].map(|slot| search.accesses[slot].as_ref().map(|access| access.tensor));
+    let slots = [argmax::slot::X, argmax::slot::VALUES, argmax::slot::INDICES];
+    let [x, values, indices] = slots.map(|slot| search.accesses[slot].as_ref().map(|access| access.tensor));
     let (row, found) = (lowered.table[x?].clone(), [values?, indices?]);
     let touches = |access: &Access| lowered.table[access.tensor].buffer == row.buffer;
     // Who wrote the row last, and all of it.
     let wrote = |access: &&Access| access.kind.writes() && touches(access);
     let product = lowered.ops[..number].iter().rposition(|op| op.accesses.iter().flatten().any(|a| wrote(&a)))?;
     let op = &lowered.ops[product];
-    let y = op.accesses.get(Y)?.as_ref()?;
+    let y = op.accesses.get(linear::slot::Y)?.as_ref()?;
     let made = &lowered.table[y.tensor];
     let blocks = op.grid[0];
     let is_able = op.kernel.is_some_and(|kernel| kernel.task_type == Linear::TASK_TYPE)
