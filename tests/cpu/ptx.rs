@@ -65,7 +65,7 @@ const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 /// four widths, in gated_linear of two, two each), and arrivals on them, one behind each
 /// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the
 /// next head's elements and all factors, asked for before a head is turned. advance: it
-/// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values. attention, of
+/// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be turned in part. attention, of
 /// many rows: 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 
