@@ -6,7 +6,7 @@ use crate::simt::{model, model_of, recast};
 use perpetua::compile::Source;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::cuda::probe::Prober;
-use perpetua::device::kernels::{elementwise, linear::Activation};
+use perpetua::device::kernels::{attention_merge, elementwise, linear::Activation};
 use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
 use perpetua::graph::kernel::{ExpertArgs, KernelGraph};
@@ -152,7 +152,7 @@ fn attention_shared_along_positions_has_the_cpus_logits() {
         for program in &compiled.programs {
             let merge = program.blocks.ops.iter().find(|op| op.name.ends_with("attention merge"));
             let merge = merge.unwrap_or_else(|| panic!("{}: attention is not shared", program.name));
-            let parts = merge.accesses[0].as_ref().expect("parts").tensor;
+            let parts = merge.accesses[attention_merge::slot::PARTS].as_ref().expect("parts").tensor;
             assert!(program.blocks.table[parts].shape[1] > 1, "{}", program.name);
         }
         // On tensor cores, and row by row.

@@ -13,7 +13,7 @@ use perpetua_device::kernels::elementwise::Function;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::{
     Attention, ExpertRoutes, ExpertsDown, ExpertsUp, GatedLinear, Linear, MacroKernel, Numbered, RoutedLinear, SPECS,
-    Spec, Use,
+    Spec, Use, linear,
 };
 use perpetua_shared::DType;
 
@@ -252,7 +252,7 @@ fn is_read_by_a_product(table: &TensorTable, ops: &[Operator], tensor: TensorId)
     let is_product =
         |op: &&Operator| is_of_experts(op) || matches!(op.kernel.task_type, Linear::TASK_TYPE | GatedLinear::TASK_TYPE);
     let of = table[tensor].buffer;
-    ops.iter().filter(is_product).any(|op| op.slots[0].is_some_and(|x| table[x].buffer == of))
+    ops.iter().filter(is_product).any(|op| op.slots[linear::slot::X].is_some_and(|x| table[x].buffer == of))
 }
 
 /// Whether `op`, one of `ops`, is a product whose result `tensor` is what it wrote at the end of the pass, fused or not: nobody

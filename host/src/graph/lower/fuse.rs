@@ -15,11 +15,6 @@ use perpetua_device::kernels::{
     experts_up, gated_linear, linear, rms_norm, rope, routing,
 };
 
-// Of every product that normalises its row.
-use linear::slot::X;
-
-const _: () = assert!(X == gated_linear::slot::X && X == experts_up::slot::X);
-
 /// Where such a product has its norm's weights.
 pub(super) fn norm_slot(task_type: u16) -> Option<usize> {
     match task_type {

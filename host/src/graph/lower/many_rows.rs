@@ -124,12 +124,12 @@ fn share(table: &mut TensorTable, op: &Operator, block: &mut BlockOp, shares: Sh
     let params = attention::Params { splits: shares.n, ..kernels::params(&kernel.params) };
     kernel.params = param_words(&params);
     let flags = kernel.flags;
-    let y = block.accesses[3].as_ref()?.tensor;
+    let y = block.accesses[attention::slot::Y].as_ref()?.tensor;
     let maps = [[Some(1), None, Some(0)], [Some(0), None, None], [Some(0), None, None], [Some(0), Some(1), Some(2)]];
     for (access, map) in block.accesses.iter_mut().flatten().zip(maps) {
         access.map = map;
     }
-    block.accesses[3].as_mut()?.tensor = parts;
+    block.accesses[attention::slot::Y].as_mut()?.tensor = parts;
     (block.grid[1], block.grid[2]) = (shares.n, shares.blocks);
     block.row_axis = Some(2);
     Some(per_worker::merge_of(block, flags, [parts, y], Some([rows as u32, shares.merges])))
@@ -323,14 +323,6 @@ impl BetweenProducts {
         Some(())
     }
 }
-
-// Of every product, whose second matrix comes after the first.
-use linear::slot::{W, X};
-
-const _: () = {
-    use gated_linear::slot;
-    assert!(X == slot::X && W == slot::GATE && W + 1 == slot::UP && X == experts_up::slot::X);
-};
 
 /// Weight matrices of a product, from slot `W` on; 0 for another operator.
 fn n_matrices(op: &Operator) -> usize {

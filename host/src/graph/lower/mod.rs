@@ -23,8 +23,18 @@ use crate::machine::Machine;
 use perpetua_device::kernels::{
     self, Attention, AttentionMerge, DecodeAttention, ExpertsDown, ExpertsUp, GatedLinear, Linear, MAX_NORMED,
     Numbered, Spec, Use, attention, decode_attention, experts_down, experts_up, gated_linear, linear, param_words,
+    routed_linear,
 };
 use perpetua_shared::{DType, Operand};
+
+// Of every product, whose second matrix comes after the first.
+use linear::slot::{W, X};
+
+const _: () = {
+    use gated_linear::slot;
+    assert!(X == slot::X && W == slot::GATE && W + 1 == slot::UP);
+    assert!(X == experts_up::slot::X && X == experts_down::slot::X && X == routed_linear::slot::X);
+};
 
 /// How operators are cut. See the module head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,11 +250,11 @@ fn cut(op: &Operator, table: &TensorTable, target: &Target) -> BlockOp {
     }
 }
 
-/// The operators of `ops` that are `such`, those of the same first operand that follow each other together, as they run side by side; and
+/// The operators of `ops` that are `such`, products, those of the same x that follow each other together, as they run side by side; and
 /// where the first of them stands.
 fn side_by_side<'a, 'b>(ops: &'a [&'b Operator], such: impl Fn(&Operator) -> bool) -> Vec<(usize, &'a [&'b Operator])> {
     let (mut found, mut first) = (Vec::new(), 0);
-    for group in ops.chunk_by(|a, b| such(a) && such(b) && a.slots[0] == b.slots[0]) {
+    for group in ops.chunk_by(|a, b| such(a) && such(b) && a.slots[X] == b.slots[X]) {
         if such(group[0]) {
             found.push((first, group));
         }
@@ -265,12 +275,12 @@ fn read_bytes(op: &Operator, axis: &Axis, table: &TensorTable) -> u64 {
 
 /// Cuts `op`, whose one axis is its columns, into `row_blocks` and `column_blocks` blocks.
 fn cut_in_two(op: &Operator, table: &TensorTable, cut: &mut BlockOp, [row_blocks, column_blocks]: [u32; 2]) {
-    let ([columns], Some(x)) = (&op.axes[..], op.slots[0]) else { return };
+    let ([columns], Some(x)) = (&op.axes[..], op.slots[X]) else { return };
     cut.grid = [column_blocks, row_blocks, 1];
     (cut.row_axis, cut.rows) = (Some(1), table[x].shape[0] as u32);
     // What has rows of the pass: x, and whatever is cut along its second dimension.
     for (slot, access) in cut.accesses.iter_mut().enumerate() {
-        if let Some(access) = access.as_mut().filter(|_| slot == 0 || columns.dims[slot] == Some(1)) {
+        if let Some(access) = access.as_mut().filter(|_| slot == X || columns.dims[slot] == Some(1)) {
             access.map[1] = Some(0);
         }
     }

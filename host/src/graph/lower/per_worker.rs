@@ -13,7 +13,7 @@
 //! - The search for a row's largest element is made by the product that makes the row: each block finds its own.
 
 use super::*;
-use perpetua_device::kernels::{ArgmaxPartial, MAX_FLAGGED, argmax};
+use perpetua_device::kernels::{ArgmaxPartial, MAX_FLAGGED, argmax, attention_merge};
 
 /// Cuts `graph`, a pass over one row.
 pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockGraph, Vec<Violation>> {
@@ -43,7 +43,7 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
     for (first, group) in side_by_side(&ops, |op| is_matrix(op, table)) {
         let bytes: Vec<u64> = group.iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
         // Those that read a replicated copy must be cut alike.
-        let apart = group.len() > 1 && !is_rowwise(&ops, table, group[0].slots[linear::slot::X]);
+        let apart = group.len() > 1 && !is_rowwise(&ops, table, group[0].slots[X]);
         let (mut workers, mut left) = (target.n_workers, bytes.iter().sum::<u64>());
         for (at, bytes) in (first..).zip(bytes) {
             let share = (u64::from(workers) * bytes + left / 2) / left.max(1);
@@ -307,7 +307,7 @@ pub(super) fn merge_of(
         kernel: Some(KernelCall {
             task_type: AttentionMerge::TASK_TYPE,
             flags,
-            params: param_words(&kernels::attention_merge::Params {}),
+            params: param_words(&attention_merge::Params {}),
         }),
     }
 }
@@ -325,7 +325,10 @@ fn merge_in_readers(
         return false;
     }
     let Some((readers, _)) = only_products(ops, lowered, number, y, &graph.table) else { return false };
-    let Some(parts) = lowered.ops[number].accesses[0].as_ref().map(|access| access.tensor) else { return false };
+    let Some(parts) = lowered.ops[number].accesses[attention_merge::slot::PARTS].as_ref().map(|access| access.tensor)
+    else {
+        return false;
+    };
     let is_able = |at: &usize| {
         ops[*at].is_some_and(|op| {
             let reads = |t: Option<TensorId>| t.is_some_and(|t| lowered.table[t].buffer == lowered.table[y].buffer);

@@ -16,7 +16,7 @@ use crate::graph::task::{Task, TaskGraph, task_operands};
 use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{AccessKind, BlockOp, ThreadBlockGraph};
 use crate::machine::{Machine, part};
-use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention};
+use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, attention, decode_attention, linear};
 use perpetua_shared::{DType, Operand, PrefetchOp, TaskFlags};
 use std::collections::HashSet;
 
@@ -43,7 +43,7 @@ pub(super) fn positions(graph: &ThreadBlockGraph, task: &Task, slot: usize, oper
     let (is_read, splits, window) = match kernel.task_type {
         Attention::TASK_TYPE => {
             let params: attention::Params = kernels::params(&kernel.params);
-            (slot == 1 || slot == 2, params.splits, params.window)
+            ([attention::slot::K, attention::slot::V].contains(&slot), params.splits, params.window)
         }
         DecodeAttention::TASK_TYPE => {
             let params: decode_attention::Params = kernels::params(&kernel.params);
@@ -130,7 +130,8 @@ pub fn reads_of_many_rows(
 /// `gpu::warpgroup`.
 fn early_bytes(graph: &ThreadBlockGraph, op: &BlockOp, operands: &[Operand]) -> u64 {
     let matrices = || op.early_reads(&graph.table).iter().map(|slot| &operands[*slot]);
-    let (x, all_rows) = (&operands[0], matrices().map(|w| u64::from(w.extent[0])).sum::<u64>());
+    // Only products read any early.
+    let (x, all_rows) = (&operands[linear::slot::X], matrices().map(|w| u64::from(w.extent[0])).sum::<u64>());
     if x.dtype() != Some(DType::Bf16) {
         return 0;
     }
