@@ -371,7 +371,7 @@ impl Case {
     /// For a product into f32, now and then: of one row, where the best of its outputs goes, of several, what is made for a product after a norm. Else
     /// nothing.
     fn maybe_best(&mut self, random: &mut Random, rows: u32, n: u32) {
-        let is_f32 = self.operands[4].dtype() == Some(DType::F32);
+        let is_f32 = self.operands[linear::slot::Y].dtype() == Some(DType::F32);
         if rows == 1 && is_f32 && random.flip() {
             self.block = random.below(3);
             let best = argmax::Params { blocks: 3, len_elems: 3 * n };
@@ -865,7 +865,7 @@ fn segmented_linear(random: &mut Random, round: usize) {
     case.step.rows = 1;
     case.tolerance *= ((k as f32).sqrt() / 64.0).max(1.0);
     let capacity = 4 * 2 * len + 16 * random.below(400);
-    case.stream(&[1], 2 * len, capacity);
+    case.stream(&[linear::slot::W], 2 * len, capacity);
     case.counts = true;
     case.compare("segmented linear");
     assert_eq!((case.report.bytes_copied, &case.report.stall), (u64::from(n * k) * 2, &None));
@@ -924,7 +924,8 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
         case.maybe_best(random, 1, n);
     }
     case.step.rows = 1;
-    case.stream(if gated { &[1, 2] } else { &[1] }, tile, capacity);
+    use gated_linear::slot::{GATE, UP};
+    case.stream(if gated { &[GATE, UP] } else { &[linear::slot::W] }, tile, capacity);
     case.counts = true;
     case.compare("tiled linear");
     // Each byte of the weights is read from memory once, as the cost says.
@@ -978,8 +979,8 @@ fn merging_linear(random: &mut Random, round: usize) {
     case.tolerance = 1e-3;
     if from_tiles {
         case.threads = &[96, 224];
-        let row = case.operands[1].dtype().expect("weights").tensor_bytes(&[k as usize]) as u32;
-        case.stream(&[1], row * random.one_to(5), row * 7);
+        let row = case.operands[linear::slot::W].dtype().expect("weights").tensor_bytes(&[k as usize]) as u32;
+        case.stream(&[linear::slot::W], row * random.one_to(5), row * 7);
     }
     case.counts = true;
     case.judge("merging linear");
@@ -1077,7 +1078,7 @@ fn norms(random: &mut Random, round: usize) {
         case.floats(random, dtype, extent);
     }
     case.maybe(random, &[rows, hidden]);
-    if rows > 1 && case.operands[2].dtype() == Some(DType::F32) && random.flip() {
+    if rows > 1 && case.operands[rms_norm::slot::Y].dtype() == Some(DType::F32) && random.flip() {
         let (weights, weighted) = (random.dtype(), random.dtype());
         case.floats(random, weights, &[hidden]);
         case.push(random, weighted, &[rows, hidden], |_| 7.0);
@@ -1648,9 +1649,9 @@ fn routed_linear_in_shares(random: &mut Random, round: usize) {
         // As many rows as the one block has, and no reference but that.
         (case.block, case.threads, case.tolerance) = (block, &[160], if blocks > 1 { 1e30 } else { 0.02 });
         case.compare("routed_linear");
-        let y = case.operands.last().expect("the last slot");
+        let y = &case.operands[routed_linear::slot::Y];
         // SAFETY: the operand's own memory.
-        let y_made = unsafe { Tensor::new(case.made[5].as_mut_ptr().cast(), y) };
+        let y_made = unsafe { Tensor::new(case.made[routed_linear::slot::Y].as_mut_ptr().cast(), y) };
         indices(y).map(|index| y_made.get(index)).collect::<Vec<f32>>()
     };
     let whole = run(1, 0);

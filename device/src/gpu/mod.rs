@@ -24,6 +24,7 @@ pub(crate) mod wide;
 mod conformance;
 
 use crate::arch::{LaunchBlock, memory, param, scalar, thread};
+use crate::kernels::linear::slot;
 use packed::Packed;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
@@ -510,7 +511,7 @@ impl Call<'_> {
         Tensor::of_turn(i)
     }
 
-    /// Whether `N` matrices of weights, from operand 1 on, are of type `dtype`, all of them: a checkpoint may have two that are taken side by
+    /// Whether `N` matrices of weights, from operand `w` on, are of type `dtype`, all of them: a checkpoint may have two that are taken side by
     /// side in two types.
     ///
     /// # Safety
@@ -518,7 +519,7 @@ impl Call<'_> {
     #[inline(always)]
     pub(crate) unsafe fn are_all<const N: usize>(&self, dtype: u16) -> bool {
         let mut are = true;
-        for operand in 1..=N {
+        for operand in slot::W..slot::W + N {
             // SAFETY: the caller's promise.
             are &= unsafe { self.tensor(operand) }.dtype() == dtype;
         }

@@ -114,8 +114,9 @@ impl MacroKernel for ExpertsDown {
         let shape = [x.extent(0), x.extent(2), n];
         let routed = routing::Routed { logits, chosen: x.extent(1), normalise: true, shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
-            let absent = crate::io::Tensor::ABSENT;
-            let tensors = [x, w.part(expert), absent, absent, y, absent, absent, absent, absent, absent];
+            use linear::slot::{W, X, Y};
+            let mut tensors = [crate::io::Tensor::ABSENT; Linear::SLOTS.len()];
+            (tensors[X], tensors[W], tensors[Y]) = (x, w.part(expert), y);
             Linear::cpu(&params, &Call { tensors: &tensors, ..*call }, scratch)
         })
     }

@@ -123,8 +123,9 @@ impl MacroKernel for ExpertsUp {
         let shape = [x.extent(0), x.extent(1), gate.extent(1)];
         let routed = routing::Routed { logits, chosen: y.extent(1), normalise: p.normalise != 0, shape };
         routed.each_expert(call, scratch, take, put, |expert, [x, y], call, scratch| {
-            let absent = crate::io::Tensor::ABSENT;
-            let tensors = [x, gate.part(expert), up.part(expert), absent, absent, y, absent];
+            use gated_linear::slot::{GATE, UP, X, Y};
+            let mut tensors = [crate::io::Tensor::ABSENT; GatedLinear::SLOTS.len()];
+            (tensors[X], tensors[GATE], tensors[UP], tensors[Y]) = (x, gate.part(expert), up.part(expert), y);
             GatedLinear::cpu(&params, &Call { tensors: &tensors, ..*call }, scratch)
         })
     }

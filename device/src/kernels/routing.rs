@@ -7,7 +7,7 @@
 
 use super::{Cost, MAX_NORMED};
 #[cfg(not(target_arch = "nvptx64"))]
-use super::{Violation, rules};
+use super::{Violation, linear, rules};
 use crate::arch::shared;
 use crate::block::Block;
 use crate::gpu::rows::STAGE;
@@ -154,7 +154,7 @@ impl Routed {
         let [rows, k, n] = self.shape;
         // The products have scratch memory of their own.
         let (mut routes, mut memory) = (core::mem::take(&mut scratch.routes), core::mem::take(&mut scratch.gathered));
-        routes_of(&self.logits, call.rows(0), self.chosen, self.normalise, &mut routes);
+        routes_of(&self.logits, call.rows(linear::slot::X), self.chosen, self.normalise, &mut routes);
         if memory.len() < rows * (k + n) {
             memory.resize(rows * (k + n), 0.0);
         }

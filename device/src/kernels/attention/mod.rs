@@ -144,11 +144,13 @@ impl MacroKernel for Attention {
     fn cost(p: &Params, io: &[Operand]) -> Cost {
         // Over the whole context: the length at run time is not known here.
         let [q, k, ..] = io else { return Cost::default() };
-        let mut share = [Operand::ABSENT; 4];
+        let mut share = [Operand::ABSENT; slot::ALL.len()];
         share.copy_from_slice(io);
         let most = |cache: &Operand| p.most_seen(cache.extent[1]).div_ceil(p.splits.max(1));
         let flops = 4 * q.len_elems() * u64::from(most(k));
-        share[1..3].iter_mut().for_each(|cache| cache.extent[1] = most(cache));
+        for cache in [slot::K, slot::V] {
+            share[cache].extent[1] = most(&share[cache]);
+        }
         Cost { flops, ..default_cost(Self::SLOTS, &share) }
     }
 
