@@ -187,12 +187,12 @@ trait Values<const R: usize>: Copy {
 struct Global<X, const R: usize>([*const u8; R], PhantomData<X>);
 
 impl<X: Float + Copy, const R: usize> Global<X, R> {
-    /// Those of operand 0 that count as `x.first` and on, from element `first` on.
+    /// Those of operand `x` that count as `x.first` and on, from element `first` on.
     #[inline(always)]
     unsafe fn new(x: &Rows<'_>, first: u32) -> Global<X, R> {
         let mut rows = [core::ptr::null::<u8>(); R];
         for j in 0..R {
-            // SAFETY: operand 0 is a matrix with that element (caller).
+            // SAFETY: operand `x` is a matrix with that element (caller).
             rows[j] = unsafe { memory::opaque(x.call.tensor(slot::X).address([row(x, j), first])).cast_const() };
         }
         Global(rows, PhantomData)
@@ -284,18 +284,18 @@ pub(crate) struct Staging {
     pub(crate) norm: usize,
     /// Added to its mean square then.
     pub(crate) eps: f32,
-    /// Whether operand 0 is what an attention's splits found, and the row what they make together.
+    /// Whether operand `x` is what an attention's splits found, and the row what they make together.
     pub(crate) merges: bool,
     /// An operand and the dimension of it that has as many elements as the row.
     pub(crate) like: (usize, usize),
 }
 
-/// Calls `ready`; then, if `staged`, puts row 0 of operand 0 into shared memory, normalised, if operand `norm` is there, by its root mean
+/// Calls `ready`; then, if `staged`, puts row 0 of operand `x` into shared memory, normalised, if operand `norm` is there, by its root mean
 /// square and the weights that are operand `norm`: x * rsqrt(mean(x^2) + eps) * weight, as [`RmsNorm`](crate::kernels::RmsNorm) has it. The
 /// weights come from the task's next tile if it has tiles.
 ///
 /// # Safety
-/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand 0 makes one row of as
+/// Every thread of the block makes this same call, no thread reads what was staged before any more; operand `x` makes one row of as
 /// many elements as `like` says, at most [`MAX_NORMED`], and operand `norm` has as many. Where there is a norm it is `staged`.
 ///
 /// # Errors
@@ -329,7 +329,7 @@ pub(crate) unsafe fn ready_and_staged(
     }
 }
 
-/// Puts row 0 of operand 0 into shared memory, as [`ready_and_staged`] does where neither merge nor tiles are.
+/// Puts row 0 of operand `x` into shared memory, as [`ready_and_staged`] does where neither merge nor tiles are.
 ///
 /// # Safety
 /// As [`ready_and_staged`]; the task's waits have been met.
@@ -375,7 +375,7 @@ unsafe fn stage(call: &Call<'_>, how: Staging, tile: Tile, x: &impl Source, bloc
 /// The activations that [`dots`] multiplies: up to R rows from `first` on.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
-    /// Operand 0 of the call: the matrix, each row contiguous.
+    /// Operand `x` of the call: the matrix, each row contiguous.
     pub(crate) call: &'a Call<'a>,
     /// Rows that count.
     pub(crate) rows: u32,
@@ -388,7 +388,7 @@ pub(crate) struct Rows<'a> {
 /// `x[first + j, :] . w[n, :]` with operand `w` of the call, for j below R, the same in every lane; j beyond the rows that count repeat the last one.
 ///
 /// # Safety
-/// Every lane of the warp makes this same call; operands 0 (x) and `w` are matrices of floats with the same number of columns, each
+/// Every lane of the warp makes this same call; operands `x` and `w` are matrices of floats with the same number of columns, each
 /// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
 #[inline(always)]
 pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
@@ -653,7 +653,7 @@ fn row(x: &Rows<'_>, j: usize) -> u32 {
 /// Whether the one row that there is says element by element whether it is there.
 #[inline(always)]
 fn is_flagged<const R: usize>(x: &Rows<'_>) -> bool {
-    // SAFETY: operand 0 is there (caller).
+    // SAFETY: operand `x` is there (caller).
     R == 1 && unsafe { x.call.tensor(slot::X) }.is_flagged()
 }
 
@@ -673,7 +673,7 @@ unsafe fn value<const R: usize>(x: &Rows<'_>, j: usize, at: u32) -> f32 {
 /// A lane's share of [`dots`] for any types and any alignment.
 #[inline(always)]
 unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
-    // SAFETY: operand 0 is a matrix like operand `w` (caller).
+    // SAFETY: operand `x` is a matrix like operand `w` (caller).
     let w = unsafe { x.call.tensor(w) };
     let mut sums = [0f32; R];
     let mut at = lane;
@@ -819,12 +819,12 @@ pub(crate) trait Outputs<const N: usize> {
     unsafe fn finish(&self, n: u32, sums: [f32; N]);
 }
 
-/// Takes the task's tiles, which hold the rows of its N weight matrices (operands 1 and up, all alike), a tile of each in
+/// Takes the task's tiles, which hold the rows of its N weight matrices (operands `w` and up, all alike), a tile of each in
 /// turn: whole rows, or, of rows longer than a tile, pieces. A warp's row is the one whose number it is, and so on by the
 /// number of warps; `outputs.finish(n, sums)` is called on one lane for each row n of the matrices.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; operand 0 is a matrix of floats of one row and the tiles are those of a plan for
+/// Every thread of the block makes this same call; operand `x` is a matrix of floats of one row and the tiles are those of a plan for
 /// this task; `staged` where the row has been [staged](ready_and_staged).
 #[inline(always)]
 pub(crate) unsafe fn tiled<const N: usize>(

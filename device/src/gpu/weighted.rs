@@ -28,7 +28,7 @@ pub(crate) struct Norm<'a> {
 }
 
 impl Norm<'_> {
-    /// Finds the factors of `count` rows of operand 0, from row `m0` on, for [`found`](Norm::found).
+    /// Finds the factors of `count` rows of operand `x`, from row `m0` on, for [`found`](Norm::found).
     ///
     /// # Safety
     /// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a product; `count` is at most [`ROWS`];

@@ -39,7 +39,7 @@ const OWN: u32 = 16 * OWN_PITCH;
 /// Warps at most, since so many tiles fit the words a task has.
 const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PITCH) / (16 * PITCH);
 
-/// Whether [`multiply`] is for this call, of `N` matrices of weights from operand 1 on.
+/// Whether [`multiply`] is for this call, of `N` matrices of weights from operand `w` on.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
@@ -52,11 +52,11 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     are_fit && block.warps() <= MAX_WARPS
 }
 
-/// Calls `finish(r, n, sums)` for every row r of operand 0 and n of the N weight matrices, operands 1 and up, of which the
+/// Calls `finish(r, n, sums)` for every row r of operand `x` and n of the N weight matrices, operands `w` and up, of which the
 /// sums are the products.
 ///
 /// # Safety
-/// Every thread of the block makes this same call; operand 0 is a matrix of floats of at least `rows` rows, the weights are
+/// Every thread of the block makes this same call; operand `x` is a matrix of floats of at least `rows` rows, the weights are
 /// matrices of bf16 or in fewer bits, all alike, with as many columns, each row contiguous.
 #[inline(always)]
 pub(crate) unsafe fn multiply<const N: usize>(

@@ -175,7 +175,7 @@ impl Merge {
     }
 }
 
-/// What splits found, operand 0, to be merged by whoever reads it.
+/// What splits found, operand `parts`, to be merged by whoever reads it.
 #[derive(Clone, Copy)]
 pub(crate) struct Parts<'a> {
     call: &'a gpu::Call<'a>,
@@ -187,7 +187,7 @@ impl Parts<'_> {
     /// Those of `call`, as the module head has them.
     ///
     /// # Safety
-    /// Operand 0 is such parts, which `merge` is [of](Merge::of).
+    /// Operand `parts` is such, which `merge` is [of](Merge::of).
     #[inline(always)]
     pub(crate) unsafe fn new<'a>(call: &'a gpu::Call<'a>, merge: Merge) -> Parts<'a> {
         // SAFETY: the caller's promise.

@@ -255,7 +255,7 @@ impl Turn {
     }
 }
 
-/// Appends the value of row `r` and head `h`, operand 2, to the cache, operand 7: a lane's share.
+/// Appends the value `v` of row `r` and head `h` to `v_cache`: a lane's share.
 ///
 /// # Safety
 /// The operands are [`Rope`]'s, the value is there, and the cache has position `pos`, which nobody else touches.

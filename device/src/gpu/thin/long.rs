@@ -110,7 +110,7 @@ const _: () = {
 };
 const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHARED, "sums have room");
 
-/// The form for which [`run`] does this call, of `N` matrices of weights from operand 1 on, if it does, and `row` is its one row, taken in so many
+/// The form for which [`run`] does this call, of `N` matrices of weights from operand `w` on, if it does, and `row` is its one row, taken in so many
 /// `segments`.
 ///
 /// # Safety
@@ -161,7 +161,7 @@ unsafe fn is_for<F: Units, const N: usize>(
     }
 }
 
-/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights of form `F`, operands 1 and up, of which the sums are
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the `N` matrices of weights of form `F`, operands `w` and up, of which the sums are
 /// the products with `row`, whose `segments` come one after the other.
 ///
 /// # Safety

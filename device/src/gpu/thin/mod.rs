@@ -135,7 +135,7 @@ impl Kind {
     }
 }
 
-/// The form for which [`run`] does this call, of `N` matrices of weights from operand 1 on, if it does, and `source` is its one row.
+/// The form for which [`run`] does this call, of `N` matrices of weights from operand `w` on, if it does, and `source` is its one row.
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
@@ -190,7 +190,7 @@ impl Column {
     }
 }
 
-/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, of form `F`, operands 1 and up, of which the sums are
+/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, of form `F`, operands `w` and up, of which the sums are
 /// the products with the row `source`. What it can it does before `ready`, and asks for before the products; `H`
 /// products' weights it holds in registers by then.
 ///

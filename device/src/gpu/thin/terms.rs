@@ -74,7 +74,7 @@ impl Units {
     }
 }
 
-/// Row 0 of operand 0, a matrix.
+/// Row 0 of operand `x`, a matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct First<'a> {
     pub(crate) call: &'a Call<'a>,

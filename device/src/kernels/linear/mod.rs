@@ -118,7 +118,7 @@ pub const LONG_SUMS: u32 = 625;
 /// Columns of a task that makes `weighted`: those of which the GPU has the sums of a row together.
 pub const MOST_WEIGHTED: u32 = 128;
 
-/// What a task must be that makes of y, operand 4, what a product after a norm reads.
+/// What a task must be that makes of `y` what a product after a norm reads.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check_weighted(p: &Params, y: &Operand, [weights, weighted, values]: [&Operand; 3]) -> Result<(), Violation> {
     let n = y.extent[1];
@@ -128,7 +128,7 @@ fn check_weighted(p: &Params, y: &Operand, [weights, weighted, values]: [&Operan
     rules::weighted(y, [weights, weighted], ("values", values))
 }
 
-/// What a row of x that is taken in segments, operands 0 and 1, must be.
+/// What a row of `x` that is taken in segments, and `w`, must be.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check_segments(p: &Params, [x, w, norm]: [&Operand; 3]) -> Result<(), Violation> {
     use perpetua_shared::DType;
