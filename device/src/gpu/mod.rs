@@ -519,7 +519,8 @@ impl Call<'_> {
     #[inline(always)]
     pub(crate) unsafe fn are_all<const N: usize>(&self, dtype: u16) -> bool {
         let mut are = true;
-        for operand in slot::W..slot::W + N {
+        // A range without its end is other code in `gated_linear`.
+        for operand in slot::W..=slot::W + N - 1 {
             // SAFETY: the caller's promise.
             are &= unsafe { self.tensor(operand) }.dtype() == dtype;
         }
