@@ -58,6 +58,8 @@ const PARTS: u32 = QUERY + MAX_QUERY;
 const MAX_PARTS: u32 = (shared::KEPT - PARTS) / PART;
 
 const _: () = assert!(QUERY.is_multiple_of(4) && MAX_PARTS >= 7);
+// The key is the operand after the query: found so, a choice that branches is none.
+const _: () = assert!(slot::K == slot::Q + 1);
 // `rope::append_value` finds them by its own numbers.
 const _: () = assert!(slot::V == rope::slot::V && slot::V_CACHE == rope::slot::V_CACHE);
 
@@ -212,7 +214,7 @@ impl MacroKernel for DecodeAttention {
                     let from =
                         if is_key { call.tensor(slot::K).row([0, h]) } else { call.tensor(slot::Q).row([0, h, g]) };
                     let to = call.tensor(slot::K_CACHE).row([h, pos]);
-                    let from = |at| call.gather(if is_key { slot::K } else { slot::Q }, &from, at);
+                    let from = |at| call.gather(slot::Q + usize::from(is_key), &from, at);
                     let head = turn(g, lane);
                     head.head(from(head.elements(0)), from, ahead, |i, [low, high]| {
                         // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
