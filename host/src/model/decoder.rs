@@ -6,7 +6,7 @@
 use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope};
 use super::error::ModelError;
 use super::factors;
-use super::layout::{ExpertNames, LAST_NORM};
+use super::layout::{ExpertNames, norm_role};
 use super::quantize::Quantized;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, Pooled, RopeArgs};
@@ -200,9 +200,7 @@ impl<'a> Decoder<'a> {
     fn factors(&mut self, name: &str, n: usize) -> Result<TensorId, BuildError> {
         let name = format!("{name}.weight");
         let stored = self.weights.dtype(&name, &[n])?;
-        let is_divided = self.config.logits_divisor != 1.0 && name == LAST_NORM;
-        let is_made = is_divided || self.config.architecture.has_norms_less_one();
-        let dtype = if is_made { factors::DTYPE } else { stored };
+        let dtype = if norm_role(self.config, &name).is_made() { factors::DTYPE } else { stored };
         Ok(self.graph.weight(&name, &[n], dtype)?)
     }
 

@@ -58,7 +58,18 @@ impl TensorSpec {
 pub(super) const ENCODERS: [&str; 2] = ["bert.", "roberta."];
 
 /// The norm before a decoder's head.
-pub(super) const LAST_NORM: &str = "model.norm.weight";
+const LAST_NORM: &str = "model.norm.weight";
+
+/// What the factors called `name` of a norm of `c` are; those of all layers are alike.
+pub(super) fn norm_role(c: &DecoderConfig, name: &str) -> Role {
+    if c.logits_divisor != 1.0 && name == LAST_NORM {
+        Role::DividedNorm
+    } else if c.architecture.has_norms_less_one() {
+        Role::NormLessOne
+    } else {
+        Role::Norm
+    }
+}
 
 /// Every tensor that a network of this configuration reads.
 pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
@@ -124,7 +135,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
     let mut list = Vec::new();
     let mut add = |name: String, shape: Vec<usize>, role| list.push(TensorSpec::new(name, shape, role));
 
-    let norm = if c.architecture.has_norms_less_one() { Role::NormLessOne } else { Role::Norm };
+    let norm = norm_role(c, "model.layers.*");
     let embedding = if c.tie_word_embeddings { Role::Head } else { Role::Embedding };
     add("model.embed_tokens.weight".into(), vec![c.vocab_size, c.hidden_size], embedding);
     for i in 0..c.n_layers {
@@ -179,8 +190,7 @@ fn decoder(c: &DecoderConfig) -> Vec<TensorSpec> {
             add(format!("{layer}.{which}_layernorm.weight"), vec![c.hidden_size], norm);
         }
     }
-    let divided = if c.logits_divisor == 1.0 { norm } else { Role::DividedNorm };
-    add(LAST_NORM.into(), vec![c.hidden_size], divided);
+    add(LAST_NORM.into(), vec![c.hidden_size], norm_role(c, LAST_NORM));
     if !c.tie_word_embeddings {
         add("lm_head.weight".into(), vec![c.vocab_size, c.hidden_size], Role::Head);
     }
