@@ -228,7 +228,7 @@ const MAX_WITHHELD_CHARS: usize = 3;
 /// Tokens kept as context. The withheld characters come from at most nine tokens (three bytes each, and a token has at
 /// least one), so a window cut to this length still withholds the same.
 const CONTEXT_TOKENS: usize = 16;
-/// A longer window is cut where its text was complete.
+/// A longer window is cut where its text was complete, when it is complete.
 const LONG_WINDOW_TOKENS: usize = 48;
 /// A window this long without such a place holds no text at all, and is cut anywhere.
 const MAX_WINDOW_TOKENS: usize = 4 * LONG_WINDOW_TOKENS;
@@ -283,7 +283,8 @@ impl DecodeStream<'_> {
     /// Keeps the window bounded, so that a step costs the same however long the text is.
     fn shorten(&mut self) -> Result<(), ModelError> {
         let len = self.window.len();
-        if len <= LONG_WINDOW_TOKENS {
+        // What the window shows would not be what it has shown while the decoder takes some of that back (byte fallback).
+        if len <= LONG_WINDOW_TOKENS || !self.is_whole() && len <= MAX_WINDOW_TOKENS {
             return Ok(());
         }
         let cut = match self.clean.iter().rev().find(|&&n| n + CONTEXT_TOKENS <= len) {
@@ -603,6 +604,19 @@ mod tests {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let message = Tokenizer::open(&dir.path().join("tokenizer.json")).expect_err("nothing there").to_string();
         assert!(message.ends_with("no tokenizer.json"), "{message}");
+    }
+
+    /// A window that has become too long between two bytes of a character, while the decoder takes back the character before.
+    #[test]
+    fn nothing_is_given_twice_where_a_window_is_cut() {
+        let tokenizer = byte_fallback();
+        let character = tokenizer.encode("\u{e9}").expect("encodes").len();
+        for before in 0..64 {
+            let text = format!("{}{}", "a".repeat(before), "\u{e9}".repeat(40));
+            let ids = tokenizer.encode(&text).expect("encodes");
+            assert!(character > 1 && ids.len() > LONG_WINDOW_TOKENS);
+            assert_eq!(pieces(&tokenizer, &ids).concat(), text, "{before} before");
+        }
     }
 
     proptest! {
