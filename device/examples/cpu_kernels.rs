@@ -287,7 +287,7 @@ fn attend() {
             bytes as f64 / seconds / 1e9
         }),
     }];
-    let params = param_words(&attention::Params { scale: 0.09, window: attention::CAUSAL, splits: 1, order: 0 });
+    let params = param_words(&attention::Params { scale: 0.09, window: attention::ALL, ahead: 0, splits: 1, order: 0 });
     for isa in Isa::available() {
         for (context, group, dtype) in [
             (512, 2, DType::Bf16),
@@ -319,14 +319,16 @@ fn attend() {
                 }),
             });
         }
-        for (dtype, rows, group, n_kv, d, window) in [
-            (DType::Bf16, 512, 2, 8, 128, attention::CAUSAL),
-            (DType::F32, 128, 1, 12, 32, attention::BIDIRECTIONAL),
-            (DType::F32, 16, 1, 12, 32, attention::BIDIRECTIONAL),
+        for (dtype, rows, group, n_kv, d, window, ahead) in [
+            (DType::Bf16, 512, 2, 8, 128, attention::ALL, 0),
+            (DType::F32, 128, 1, 12, 32, attention::ALL, attention::ALL),
+            (DType::F32, 16, 1, 12, 32, attention::ALL, attention::ALL),
+            (DType::F32, 1024, 1, 12, 64, attention::ALL, attention::ALL),
+            (DType::F32, 1024, 1, 12, 64, 65, 64),
         ] {
             let (cache, q, y) = (&cache, &q, &y);
             lines.push(Line {
-                name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {}", isa.name()),
+                name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {window}+{ahead}, {}", isa.name()),
                 unit: "GFLOP/s",
                 round: Box::new(move || {
                     let seconds = timed(1, |_| {
@@ -336,10 +338,12 @@ fn attend() {
                         let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
                         let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
                         let step = Step { rows: rows as u32, ..Step::default() };
-                        let params = param_words(&attention::Params { scale: 0.09, window, splits: 1, order: 0 });
-                        call::<Attention>(&[q, k, v, y], params, step, &mut scratch);
+                        let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order: 0 };
+                        call::<Attention>(&[q, k, v, y], param_words(&params), step, &mut scratch);
                     });
-                    let seen = if window == attention::CAUSAL { rows * (rows + 1) / 2 } else { rows * rows };
+                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order: 0 };
+                    let of_row = |row| params.seen([0, rows as u32], row as u32);
+                    let seen: usize = (0..rows).map(of_row).map(|(first, end)| (end - first) as usize).sum();
                     (4 * n_kv * group * d * seen) as f64 / seconds / 1e9
                 }),
             });

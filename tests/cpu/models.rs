@@ -3,7 +3,7 @@
 use crate::bad_input::copy;
 use crate::simt::broken_rule;
 use perpetua::image::encode::Parts;
-use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
+use perpetua::model::{ModelConfig, Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Embedder, End, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::{DType, Operand};
 use safetensors::tensor::TensorView;
@@ -364,10 +364,13 @@ fn rows_in_fewer_bits_are_whole_in_every_image() {
     }
 }
 
-/// Sentence models and what `sentence-transformers` makes of texts: an encoder, and a decoder, which reads in passes as it reads prompts.
+/// Sentence models and what `sentence-transformers` makes of texts: encoders, a decoder that sees what comes after a token, too, and one that reads in
+/// passes as it reads prompts.
 #[test]
 fn embeddings_match_sentence_transformers() {
-    for (name, dim) in [("tiny-xlm-roberta", 72), ("tiny-embedding", 64)] {
+    for (name, dim) in
+        [("tiny-xlm-roberta", 72), ("tiny-modernbert", 96), ("tiny-embedding", 64), ("tiny-embeddinggemma", 64)]
+    {
         let model = Model::load(fixture(name)).unwrap();
         let bytes = std::fs::read(fixture(&format!("{name}.expected.safetensors"))).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -377,7 +380,8 @@ fn embeddings_match_sentence_transformers() {
         let texts: serde_json::Value = serde_json::from_slice(&texts).unwrap();
         let texts = texts["cases"].as_array().unwrap();
         assert_eq!(expected.len(), texts.len() * dim);
-        let eight_bits = (name == "tiny-embedding").then(|| model.quantize(Quantize::Q8, |_| {}).unwrap());
+        let eight_bits =
+            matches!(model.config(), ModelConfig::Decoder(_)).then(|| model.quantize(Quantize::Q8, |_| {}).unwrap());
         for (model, device, chunks, bound) in [
             (Some(&model), Device::Reference, &[][..], 2e-5),
             (Some(&model), Device::Cpu, &[], 1e-2),
@@ -431,20 +435,17 @@ fn a_decoders_embeddings_have_the_same_bits_in_any_passes() {
 /// Rows or columns are cut, as workers and lengths have it; nobody can tell.
 #[test]
 fn sentences_have_the_same_bits_on_any_number_of_workers() {
-    let dir = tempfile::tempdir().unwrap();
-    synth(
-        SynthSource::Preset("tiny-bert"),
-        dir.path(),
-        &SynthOptions::default(),
-        &mut |_, _| ControlFlow::Continue(()),
-    )
-    .unwrap();
-    let path = dir.path().join("model.safetensors");
-    for dtype in ["bf16", "f32"] {
+    let temp = tempfile::tempdir().unwrap();
+    let all = ["tiny-bert", "tiny-modernbert"].into_iter().flat_map(|preset| [(preset, "bf16"), (preset, "f32")]);
+    for (preset, dtype) in all {
+        let dir = temp.path().join(preset);
         if dtype == "f32" {
-            widen(&path);
+            widen(&dir.join("model.safetensors"));
+        } else {
+            let options = SynthOptions::default();
+            synth(SynthSource::Preset(preset), &dir, &options, &mut |_, _| ControlFlow::Continue(())).unwrap();
         }
-        let model = Model::load(dir.path()).unwrap();
+        let model = Model::load(&dir).unwrap();
         let vocab = model.config().vocab_size() as u32;
         let embed = |device, threads, n: u32| {
             let config = EngineConfig { device, threads: Some(threads), ..EngineConfig::default() };
@@ -455,12 +456,12 @@ fn sentences_have_the_same_bits_on_any_number_of_workers() {
         for n in [1, 16, 33, 64, 70, 96, 128] {
             let one = embed(Device::Cpu, 1, n);
             for threads in [2, 3, 4] {
-                assert_eq!(embed(Device::Cpu, threads, n), one, "{dtype}, {n} tokens on {threads} workers");
+                assert_eq!(embed(Device::Cpu, threads, n), one, "{preset}, {dtype}, {n} tokens on {threads} workers");
             }
             if n % 16 != 0 {
                 let reference = embed(Device::Reference, 1, n);
                 let cosine: f32 = reference.iter().zip(&one).map(|(a, b)| a * b).sum();
-                assert!(cosine > 0.99999, "{dtype}, {n} tokens: cosine {cosine}");
+                assert!(cosine > 0.99999, "{preset}, {dtype}, {n} tokens: cosine {cosine}");
             }
         }
     }

@@ -516,7 +516,14 @@ fn sentences_are_checked() {
     let (status, record, _) = check(&fixture(""));
     assert_eq!(status, Some(0), "{record}");
     let off = |model: &str, what: &str| record["figures"][model][what].as_f64();
-    for off in [off("tiny-xlm-roberta", "off"), off("tiny-embedding", "off"), off("tiny-embedding", "in_8_bits_off")] {
+    for off in [
+        off("tiny-xlm-roberta", "off"),
+        off("tiny-modernbert", "off"),
+        off("tiny-embedding", "off"),
+        off("tiny-embedding", "in_8_bits_off"),
+        off("tiny-embeddinggemma", "off"),
+        off("tiny-embeddinggemma", "in_8_bits_off"),
+    ] {
         assert!(off.is_some_and(|off| off > 0.0 && off < 6e-2), "{record}");
     }
 

@@ -19,13 +19,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4"]
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe"]
-ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert"]
+ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
+LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.
 BY_TYPE = ["gemma3_text", "olmo3"]
 DTYPES = [torch.bfloat16, torch.bfloat16, torch.float16, torch.float32]
@@ -204,7 +205,13 @@ def sentence_folder(r, kind, dtype, folder):
     layers, hidden = r.choice([1, 2, 3]), heads * head_dim
     c = {"vocab_size": len(vocab) + r.choice([0, 7, 100]), "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     c |= {"intermediate_size": r.choice([32, 96, 100, 257]), "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}
-    if is_encoder:
+    if kind == "modernbert":
+        longest = r.choice([64, 130, 514])
+        c |= {"max_position_embeddings": longest, "local_attention": r.choice([2, 7, 16, 64, 600]), "norm_eps": r.choice([1e-12, 1e-5])}
+        c |= {"cls_token_id": 0, "sep_token_id": 2} | {key: r.random() < 0.3 for key in ["norm_bias", "attention_bias", "mlp_bias"]}
+        c |= r.choice([{"global_attn_every_n_layers": r.choice([1, 2, 3])}, {"layer_types": [r.choice(LAYER_TYPES) for _ in range(layers)]}])
+        c["rope_parameters"] = {key: {"rope_type": "default", "rope_theta": r.choice([77.0, 1e4, 1.6e5])} for key in LAYER_TYPES}
+    elif is_encoder:
         c |= {"max_position_embeddings": r.choice([64, 130, 514]), "type_vocab_size": r.choice([1, 2]), "layer_norm_eps": r.choice([1e-12, 1e-5])}
         c["pad_token_id"] = 1 if kind == "bert" else r.choice([1, 3])
         longest = c["max_position_embeddings"] - (0 if kind == "bert" else c["pad_token_id"] + 1)
@@ -212,7 +219,10 @@ def sentence_folder(r, kind, dtype, folder):
         c |= {"max_position_embeddings": 512, "num_key_value_heads": r.choice([1, heads]), "tie_word_embeddings": r.random() < 0.5}
         c |= {"head_dim": head_dim} if kind != "qwen2" else {}
         if kind == "gemma3_text":
-            c |= {"sliding_window": r.choice([8, 64]), "query_pre_attn_scalar": head_dim}
+            c |= {"sliding_window": r.choice([2, 7, 8, 64]), "query_pre_attn_scalar": head_dim, "use_bidirectional_attention": r.random() < 0.5}
+            c["layer_types"] = [r.choice(LAYER_TYPES) for _ in range(layers)]
+        elif r.random() < 0.3:
+            c["is_causal"] = False
         longest = r.choice([64, 300, 512])
     has_head = r.random() < 0.4
     of = (AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM) if has_head else AutoModel
@@ -223,11 +233,22 @@ def sentence_folder(r, kind, dtype, folder):
     tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 2)])
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<s>", "sep_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, **names).save_pretrained(folder)
-    modules = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if r.random() < 0.6 else {})
-    listed = [{"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"} for at, (kind, path) in enumerate(modules.items())]
+    modules = ["Transformer", "Pooling"] + ["Dense"] * r.choice([0, 0, 1, 2]) + ["Normalize"] * r.randint(0, 1)
+    listed = [{"idx": at, "name": str(at), "path": f"{at}_{kind}" if at else "", "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(modules)]
+    inner = hidden
+    for module in listed:
+        if not module["path"].endswith("Dense"):
+            continue
+        out, bias = r.choice([16, 33, 64, 256]), r.random() < 0.5
+        layer = torch.nn.Linear(inner, out, bias=bias)
+        (folder / module["path"]).mkdir()
+        save_file({f"linear.{name}": each.detach() for name, each in layer.named_parameters()}, folder / module["path"] / "model.safetensors")
+        said = {"in_features": inner, "out_features": out, "bias": bias, "activation_function": "torch.nn.modules.linear.Identity"}
+        (folder / module["path"] / "config.json").write_text(json.dumps(said))
+        inner = out
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
-    pooling = r.choice(["mean_tokens", "cls_token"]) if is_encoder else "lasttoken"
+    pooling = r.choice(["mean_tokens", "cls_token", "lasttoken"])
     keys = {f"pooling_mode_{each}": each == pooling for each in ["mean_tokens", "cls_token", "lasttoken"]}
     (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": hidden, **keys}))
     if r.random() < 0.5:

@@ -696,7 +696,7 @@ mod linear {
 
 mod attention {
     use super::*;
-    use crate::kernels::attention::{Attention, BIDIRECTIONAL, CAUSAL, Params};
+    use crate::kernels::attention::{ALL, Attention, Params};
     use crate::kernels::linear::Order;
 
     struct Case {
@@ -707,7 +707,8 @@ mod attention {
         group: usize,
         d: usize,
         first_pos: usize,
-        window: u32,
+        /// What is seen up to the own position, and after it.
+        seen: [u32; 2],
         /// Multiplies the queries: large ones make one position win.
         sharp: f32,
         /// What stands at positions nobody may see, and sometimes among those that are seen.
@@ -734,12 +735,15 @@ mod attention {
     }
 
     fn params(c: &Case) -> Params {
-        Params { scale: 1.0 / (c.d as f32).sqrt(), window: c.window, splits: 1, order: c.order as u32 }
+        let ([window, ahead], order) = (c.seen, c.order as u32);
+        Params { scale: 1.0 / (c.d as f32).sqrt(), window, ahead, splits: 1, order }
     }
 
-    /// None, all positions, or up to so many.
-    fn windows(most: u32) -> impl Strategy<Value = u32> {
-        prop_oneof![Just(BIDIRECTIONAL), Just(CAUSAL), 1..=most]
+    /// All positions, or up to so many; none after the own, all, or up to so many.
+    fn seen(most: u32) -> impl Strategy<Value = [u32; 2]> {
+        let before = prop_oneof![2 => Just(ALL), 1 => 1..=most];
+        let after = prop_oneof![2 => Just(0), 1 => Just(ALL), 1 => 1..=most];
+        (before, after).prop_map(|(before, after)| [before, after])
     }
 
     proptest! {
@@ -747,11 +751,11 @@ mod attention {
         #[test]
         fn agrees_with_its_reference(
             isa in isas(), dtype in dtypes(), rows in 1..below(40, 5), n_kv in 1usize..3, group in 1..below(10, 4),
-            d in 1..below(150, 24), first_pos in 0..below(200, 70), window in windows(150), sharp in 0.1f32..8.0, kind in 0u32..20,
+            d in 1..below(150, 24), first_pos in 0..below(200, 70), seen in seen(150), sharp in 0.1f32..8.0, kind in 0u32..20,
             seed in any::<u64>(),
         ) {
             let (q_dtype, order) = (DType::F32, Order::Lanes);
-            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, window, sharp, kind, order, seed })?;
+            agrees(isa, Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, seed })?;
         }
     }
 
@@ -761,17 +765,19 @@ mod attention {
         #[test]
         fn of_prompts_agrees_with_its_reference(
             q_dtype in dtypes(), rows in 1..below(40, 4), n_kv in 1..below(3, 2), group in 1..below(5, 3), d in 1..below(4, 2),
-            first_pos in 0..below(600, 10), window in windows(400), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
+            first_pos in 0..below(600, 10), seen in seen(400), sharp in 0.1f32..8.0, kind in 0u32..20, seed in any::<u64>(),
         ) {
             let (dtype, d, order) = (DType::Bf16, 32 * d, Order::Prompt);
-            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, window, sharp, kind, order, seed };
+            let case = Case { dtype, q_dtype, rows, n_kv, group, d, first_pos, seen, sharp, kind, order, seed };
             agrees(Isa::best(), case)?;
         }
     }
 
     fn agrees(isa: Isa, case: Case) -> Result<(), TestCaseError> {
-        // Bidirectional rows see the pass's rows.
-        let case = if case.window != BIDIRECTIONAL { case } else { Case { first_pos: 0, rows: 2 * case.rows, ..case } };
+        // Where they see what comes after them, more rows; and what one does not see, f32's body multiplies with zero.
+        let sees_alike = case.seen[1] == 0 || case.seen == [ALL; 2];
+        let rows = case.rows * if case.seen[1] > 0 { 2 } else { 1 };
+        let case = Case { rows, kind: if sees_alike { case.kind } else { 0 }, ..case };
         let (io, step) = (operands(&case), step(case.first_pos as u32, case.rows as u32));
         let [expected, got] = both::<Attention>(isa, &params(&case), &io, step, 0);
         for (i, (e, g)) in expected[3].values().iter().zip(&got[3].values()).enumerate() {
@@ -785,7 +791,7 @@ mod attention {
         for isa in Isa::available() {
             // On a matrix unit too the bits are the rows' own.
             let orders = [(DType::Bf16, Order::Lanes), (DType::F32, Order::Lanes), (DType::Bf16, Order::Prompt)];
-            for ((dtype, order), window) in orders.into_iter().flat_map(|order| [(order, CAUSAL), (order, 70)]) {
+            for ((dtype, order), window) in orders.into_iter().flat_map(|order| [(order, ALL), (order, 70)]) {
                 let (rows, n_kv, group, d) = if order == Order::Prompt { (270, 2, 3, 32) } else { (150, 2, 3, 48) };
                 let case = Case {
                     dtype,
@@ -795,7 +801,7 @@ mod attention {
                     group,
                     d,
                     first_pos: 0,
-                    window,
+                    seen: [window, 0],
                     sharp: 3.0,
                     kind: 0,
                     order,
@@ -829,7 +835,7 @@ mod attention {
             group: 1,
             d: 4,
             first_pos: 0,
-            window: CAUSAL,
+            seen: [ALL, 0],
             sharp: 1.0,
             kind: 0,
             order: Order::Lanes,

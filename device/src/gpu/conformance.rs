@@ -52,14 +52,15 @@ impl Random {
         [DType::F32, DType::Bf16, DType::F16][self.below(3) as usize]
     }
 
-    /// Of attention: none, all positions, or up to so many.
-    fn window(&mut self, most: u32) -> u32 {
-        if self.below(3) == 0 { attention::BIDIRECTIONAL } else { self.some_window(most) }
+    /// How many positions attention sees up to a row's own, and after it: all, or up to so many.
+    fn seen(&mut self, most: u32) -> [u32; 2] {
+        let window = self.some_window(most);
+        [window, if self.flip() { 0 } else { self.some_window(most) }]
     }
 
     /// All positions, or up to so many.
     fn some_window(&mut self, most: u32) -> u32 {
-        if self.flip() { attention::CAUSAL } else { self.one_to(most) }
+        if self.flip() { attention::ALL } else { self.one_to(most) }
     }
 
     /// How many pairs of a head of `d` elements are turned: all, or some.
@@ -1183,8 +1184,8 @@ fn attention(random: &mut Random, round: usize) {
         if decodes { (1, 1, random.one_to(2)) } else { (random.one_to(3), random.one_to(2), random.one_to(3)) };
     let d = if round.is_multiple_of(6) { 270 } else { [random.one_to(140), 64][round % 2] };
     let context = 120;
-    let window = random.window(40);
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, splits: 1, order: 0 });
+    let [window, ahead] = random.seen(40);
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, ahead, splits: 1, order: 0 });
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, group, d]);
     case.floats(random, dtype, &[heads, context, d]);
@@ -1202,14 +1203,14 @@ fn attention_of_many(random: &mut Random, round: usize) {
     let d = 8 * random.one_to([8, 16][round % 2]);
     let context = [90, 300][round / 2 % 2];
     let splits = if round % 3 == 2 { 1 + random.one_to(9) } else { 1 };
-    let window = if splits > 1 { attention::CAUSAL } else { random.window(150) };
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, splits, order: 0 });
+    let [window, ahead] = if splits > 1 { [attention::ALL, 0] } else { random.seen(150) };
+    let params = attention::Params { scale: 0.3, window, ahead, splits, order: 0 };
+    let mut case = Case::new::<Attention>(params);
     (case.tile_bytes, case.threads) = (TILE_BYTES, &[224, 160, 32]);
     case.row_first = random.below(3);
     case.step.first_pos = random.below(context - rows - 4);
     case.step.rows = case.row_first + random.one_to(rows);
-    let is_bidirectional = window == attention::BIDIRECTIONAL;
-    let visible = if is_bidirectional { case.step.rows } else { case.step.first_pos + case.step.rows };
+    let visible = case.step.first_pos + case.step.rows;
     let dtype = random.dtype();
     case.push_placed(random, dtype, &[rows, heads, group, d], Random::float, true);
     for _ in 0..2 {
@@ -1261,7 +1262,7 @@ fn split_attention(random: &mut Random, round: usize) {
     let visible = random.one_to(context);
     let dtype = random.dtype();
     let window = random.some_window(context);
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, splits, order: 0 });
+    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, ahead: 0, splits, order: 0 });
     case.floats(random, dtype, &[1, heads, group, d]);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
@@ -1343,7 +1344,7 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
     let (visible, rows) = (random.one_to(56), if round.is_multiple_of(2) { 1 } else { random.one_to(5) });
     let mut case =
-        Case::new::<Attention>(attention::Params { scale: 0.5, window: attention::CAUSAL, splits: 1, order: 0 });
+        Case::new::<Attention>(attention::Params { scale: 0.5, window: attention::ALL, ahead: 0, splits: 1, order: 0 });
     case.floats(random, DType::F32, &[rows, heads, group, d]);
     push_cache(&mut case, random, DType::F32, [heads, 64, d], visible + rows - 1, false);
     push_cache(&mut case, random, DType::F32, [heads, 64, d], visible + rows - 1, false);
@@ -1365,7 +1366,7 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     };
     let [attention, merge] = [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
     let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
-    let params = param_words(&attention::Params { scale: 0.5, window: attention::CAUSAL, splits, order: 0 });
+    let params = param_words(&attention::Params { scale: 0.5, window: attention::ALL, ahead: 0, splits, order: 0 });
     let whole = case.operands[4];
     for split in 0..splits {
         case.operands[4].extent[1] = 1;

@@ -45,7 +45,7 @@ impl Params {
 
     #[inline(always)]
     fn attention(&self) -> attention::Params {
-        attention::Params { scale: self.scale, window: self.window, splits: self.splits, order: 0 }
+        attention::Params { scale: self.scale, window: self.window, ahead: 0, splits: self.splits, order: 0 }
     }
 }
 
@@ -87,9 +87,6 @@ impl MacroKernel for DecodeAttention {
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {
         rope::check(p.turned_pairs, io)?;
         p.attention().check()?;
-        if p.window == attention::BIDIRECTIONAL {
-            return Err("a bidirectional row has no cache to append to".to_owned());
-        }
         let [q, .., k_cache, v_cache, y] = io else { unreachable!("slots were counted") };
         rules::extent("q", q, 0, 1)?;
         let [_, heads, group, d] = q.extent;

@@ -2,7 +2,7 @@
 
 use super::{Outcome, QuantizeName, Rows, bytes, plan_graph, print, writable, write_whole};
 use perpetua::compile::{CompileError, Compiled, Config, Program, Source, compile};
-use perpetua::engine::{decoder_sources, pass_name, sentence_sources};
+use perpetua::engine::{decoder_sources, pass_name, passing_dtype, sentence_sources};
 use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
 use perpetua::machine::Machine;
@@ -224,7 +224,10 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         }
         // An encoder's sentences are all it looks at.
         let is_encoder = model.config().architecture().is_encoder();
-        let cache = if is_encoder { Cache::bf16(max) } else { pass(max)?.1 };
+        let mut cache = if is_encoder { Cache::bf16(max) } else { pass(max)?.1 };
+        if model.takes_whole() {
+            cache.dtype = passing_dtype(args.target.has_loaders);
+        }
         return Ok(sentence_sources(&model, &[rows(cache)?], cache)?);
     }
     let (rows, cache, head) = pass(max)?;

@@ -60,7 +60,7 @@ pub fn flash_attention(d: u32, positions: u32) -> Body {
     );
     let (mut body, [q, k, v, y]) = Body::new(&format!("attend_{d}"), &doc, ["q", "k", "v", "y"]);
     let queries = body.tile("queries", Place::Own { columns: d });
-    let Found { sums, total, .. } = attend(&mut body, queries, positions, [q, k, v], Extent::Seen);
+    let Found { sums, total, .. } = attend(&mut body, queries, positions, [q, k, v], Extent::Seen(k));
     let factor = body.tile("factor", Place::PerRow);
     body.op(Op::Map { to: factor, expr: reciprocal(of(total)) });
     body.op(Op::Map { to: sums, expr: of(sums) * of(factor) });

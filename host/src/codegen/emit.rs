@@ -15,7 +15,7 @@ pub fn emit(file: &File, plans: &[Plan]) -> String {
     let mut used = BTreeSet::new();
     for plan in plans {
         let mut emitter =
-            Emitter { plan, text: String::new(), depth: 3, declared: Vec::new(), is_windowed: false, used: &mut used };
+            Emitter { plan, text: String::new(), depth: 3, declared: Vec::new(), seen: None, used: &mut used };
         emitter.function();
         functions.push('\n');
         functions.push_str(&emitter.text);
@@ -55,8 +55,8 @@ struct Emitter<'a, 'b> {
     depth: usize,
     /// Register tiles that have a variable, by scope, outermost first.
     declared: Vec<BTreeSet<TileId>>,
-    /// Rows see a window of positions, whose size is an argument.
-    is_windowed: bool,
+    /// See [`Asks::seen`].
+    seen: Option<(u32, GlobalId)>,
     used: &'b mut BTreeSet<(&'static str, &'static str)>,
 }
 
@@ -99,8 +99,8 @@ impl Emitter<'_, '_> {
         if asks.seen.is_some() || asks.seen_by {
             arguments.push("seen: impl Fn(u32) -> u32".to_owned());
         }
-        self.is_windowed = asks.seen.is_some();
-        if self.is_windowed {
+        self.seen = asks.seen;
+        if self.seen.is_some() {
             arguments.push("window: u32".to_owned());
         }
         if asks.share {
@@ -163,11 +163,14 @@ impl Emitter<'_, '_> {
         self.line(&format!("while first < {rows}.count {{"));
         self.depth = 3;
         self.line(&format!("let lane = &Lane::of(block, first, {rows}.count);"));
-        if let Some(by) = asks.seen {
-            self.uses("gpu::tile", "last_row");
-            self.uses("gpu::tile", "window_from");
+        if let Some((by, seen)) = asks.seen {
+            let seen = self.global(seen).to_owned();
+            for name in ["last_row", "window_from", "within"] {
+                self.uses("gpu::tile", name);
+            }
             self.line(&format!("let seen_from = window_from(seen(first), window, {by});"));
-            self.line(&format!("let seen_end = seen(last_row(block, first, {rows}.count));"));
+            self.line(&format!("let last = last_row(block, first, {rows}.count);"));
+            self.line(&format!("let seen_end = within(&seen, {seen}.count)(last);"));
         }
         if asks.seen_by {
             let seen = if asks.share { "within(&seen, share[1])" } else { "&seen" };
@@ -243,7 +246,7 @@ impl Emitter<'_, '_> {
         match end {
             Extent::Rows(global) => format!("{}.count", self.global(global)),
             Extent::Columns(global) => format!("{}.columns", self.global(global)),
-            Extent::Seen => "seen_end".to_owned(),
+            Extent::Seen(_) => "seen_end".to_owned(),
             Extent::Share => "share[1]".to_owned(),
         }
     }
@@ -438,9 +441,10 @@ impl Emitter<'_, '_> {
             Expr::Visible(id, a) => {
                 let name = loop_name(&self.plan.body.steps, *id).unwrap_or_default();
                 let a = self.expr(a, matrices, 0);
-                if self.is_windowed {
+                if let Some((_, seen)) = self.seen {
                     self.uses("gpu::tile", "where_in_window");
-                    (format!("where_in_window({name} + column, seen_by[row], window, {a})"), 3)
+                    let count = format!("{}.count", self.global(seen));
+                    (format!("where_in_window({name} + column, seen_by[row], window, {count}, {a})"), 3)
                 } else {
                     self.uses("gpu::tile", "where_seen");
                     (format!("where_seen({name} + column, seen_by[row], {a})"), 3)
@@ -467,7 +471,7 @@ fn number(value: f32) -> String {
 fn first_of(end: Extent, n: u32) -> String {
     match end {
         Extent::Share => plus("share[0]", n),
-        Extent::Seen => plus("seen_from", n),
+        Extent::Seen(_) => plus("seen_from", n),
         _ => n.to_string(),
     }
 }
@@ -519,8 +523,8 @@ fn has_stages(plan: &Plan, acts: &[Act]) -> bool {
 /// What `steps` ask for beside operands, as arguments, and of the operand that they write.
 #[derive(Default)]
 struct Asks {
-    /// How far the block's first and last row see, in steps of so many.
-    seen: Option<u32>,
+    /// How far the block's first and last row see, in steps of so many, of the operand whose rows are seen.
+    seen: Option<(u32, GlobalId)>,
     /// How far each row does.
     seen_by: bool,
     share: bool,
@@ -543,7 +547,9 @@ impl Asks {
                 }
                 Step::Op(op) => self.adds |= matches!(op, Op::Write { update: Update::Add, .. }),
                 Step::Loop(inner) => {
-                    self.seen = self.seen.or((inner.end == Extent::Seen).then_some(inner.by));
+                    if let Extent::Seen(of) = inner.end {
+                        self.seen = self.seen.or(Some((inner.by, of)));
+                    }
                     self.share |= inner.end == Extent::Share;
                     self.add(&inner.steps);
                 }

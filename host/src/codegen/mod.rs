@@ -111,9 +111,9 @@ pub enum Extent {
     Rows(GlobalId),
     /// Over its columns.
     Columns(GlobalId),
-    /// Over what the block's rows see: arguments of the body say how much each row does, and that it sees no more than the last `window` of
-    /// these, so that the loop begins with the step in which the first row's begin.
-    Seen,
+    /// Over what the block's rows see of an operand's rows: arguments of the body say how much each row does, which may be more than there are, and
+    /// that it sees no more than the last `window` of these, so that the loop begins with the step in which the first row's begin.
+    Seen(GlobalId),
     /// Over a share of that, from its first to its end: an argument of the body, which other blocks have other shares in.
     Share,
 }

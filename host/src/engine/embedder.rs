@@ -1,10 +1,11 @@
-//! Sentence embedding models: encoders, which see a sentence at once, and decoders, which read it as they read a prompt.
+//! Sentence embedding models: those that see a sentence at once, as encoders do, and decoders that read it as they read a prompt.
 
 use super::resident::Resident;
 use super::{EngineConfig, EngineError, Model, Plan, sentence_sources};
 use crate::exec::RunError;
 use crate::model;
 use crate::model::decoder::Cache;
+use perpetua_shared::DType;
 use perpetua_shared::limits::MAX_PROGRAMS;
 
 /// A sentence embedding model, resident.
@@ -16,7 +17,7 @@ pub struct Embedder {
     context: usize,
 }
 
-/// Rows of an encoder's passes for sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
+/// Rows of passes for whole sentences of at most `max` tokens, ascending: eight lengths, then four to each doubling, so
 /// that what is computed for nothing is a fifth at most of all but the shortest; beyond 1024 one to each, so that an image has
 /// room for all.
 fn sentence_rows(max: usize) -> Vec<usize> {
@@ -33,6 +34,11 @@ fn sentence_rows(max: usize) -> Vec<usize> {
     rows
 }
 
+/// Element type of keys and values that no later pass reads, which are the size of a sentence: for GPUs as tensor cores want them, else as they are made.
+pub fn passing_dtype(for_gpu: bool) -> DType {
+    if for_gpu { DType::Bf16 } else { DType::F32 }
+}
+
 impl Embedder {
     /// Compiles `model` and starts its workers. [`EngineConfig::max_context`] and [`EngineConfig::exact`] are for decoders: an encoder,
     /// which has no KV cache, takes the longest input it was made for, and sees it at once.
@@ -47,8 +53,10 @@ impl Embedder {
             false => config.clone(),
         };
         let Plan { place, context, cache_dtype, chunks } = Plan::of(model, &config)?;
-        let cache = Cache { sequences: 1, context, dtype: cache_dtype };
-        let rows = if is_encoder { &sentence_rows(context)[..] } else { chunks };
+        let takes_whole = model.takes_whole();
+        let dtype = if takes_whole { passing_dtype(place.is_gpu()) } else { cache_dtype };
+        let cache = Cache { sequences: 1, context, dtype };
+        let rows = if takes_whole { &sentence_rows(context)[..] } else { chunks };
         let mut sources = sentence_sources(model, rows, cache)?;
         sources.iter_mut().for_each(|source| source.graph.is_exact = config.exact);
         let resident = Resident::at(sources, model, place, &config.just_in_time, |_| {})?;

@@ -22,7 +22,7 @@ use resident::Place;
 
 pub use crate::exec::Stopper;
 pub use batch::BatchGeneration;
-pub use embedder::Embedder;
+pub use embedder::{Embedder, passing_dtype};
 pub use generation::Generation;
 pub use resident::Resident;
 
@@ -69,7 +69,7 @@ impl Model {
     /// # Errors
     /// An encoder; weights that are missing, misshapen or not finite; too little memory.
     pub fn quantize(&self, how: Quantize, mut progress: impl FnMut(u64)) -> Result<Model, EngineError> {
-        if let ModelConfig::Bert(_) = self.config() {
+        if self.config().architecture().is_encoder() {
             let (given, expected) =
                 (format!("{how} of an encoder"), "a decoder: only these have weights in fewer bits");
             return Err(EngineError::option("quantize", given, expected));
@@ -410,15 +410,20 @@ pub fn decoder_sources(model: &Model, chunks: &[usize], cache: Cache, head: Head
 fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Result<Source, EngineError> {
     let config = match model.config() {
         ModelConfig::Decoder(config) => config,
-        ModelConfig::Bert(_) => model.decoder()?,
+        ModelConfig::Bert(_) | ModelConfig::ModernBert(_) => model.decoder()?,
     };
-    let weights = match model.quantized() {
-        Some(quantized) => Declared::Quantized(model.weights()?, quantized),
-        None => Declared::Checkpoint(model.weights()?),
-    };
-    let graph = model::decoder::build(config, weights, rows, cache, head)?;
-    let in_token_loop = !matches!(head, Head::AllLogits | Head::Embedding { .. });
+    let graph = model::decoder::build(config, declared(model)?, rows, cache, head)?;
+    let in_token_loop = head != Head::AllLogits;
     Ok(Source { name: pass_name(rows, head), graph, in_token_loop })
+}
+
+/// Where a decoder's weights come from.
+fn declared(model: &Model) -> Result<Declared<'_>, ModelError> {
+    let weights = model.weights()?;
+    Ok(match model.quantized() {
+        Some(quantized) => Declared::Quantized(weights, quantized),
+        None => Declared::Checkpoint(weights),
+    })
 }
 
 /// What a decoder's pass over `rows` rows is called.
@@ -426,29 +431,37 @@ pub fn pass_name(rows: usize, head: Head) -> String {
     match (head, rows) {
         (Head::SampleEach, _) => format!("decode of {rows}"),
         (Head::Verify, _) => format!("verify {rows}"),
-        (Head::Embedding { .. }, _) => format!("embed {rows}"),
+        (Head::Embedding, _) => format!("embed {rows}"),
         (_, 1) => "decode".to_owned(),
         _ => format!("prefill {rows}"),
     }
 }
 
-/// The passes of a sentence embedding model, as kernel graphs: one per number of rows. A decoder has a `cache`, by which a sentence may
-/// take several; an encoder sees all of one at once.
+/// The passes of a sentence embedding model, as kernel graphs: one per number of rows. Where it [takes a sentence whole](ModelFolder::takes_whole),
+/// there is no `cache`, but its context and type are those of sentences, and of their keys and values; else a sentence may take several.
 ///
 /// # Errors
 /// What the checkpoint lacks, or an operator that cannot be.
 pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<Vec<Source>, EngineError> {
     let sentence = model.sentence_model()?;
-    let ModelConfig::Bert(bert) = model.config() else {
-        return decoder_sources(model, rows, cache, Head::Embedding { normalize: sentence.normalize });
-    };
-    let weights = model.weights()?;
     let prefix = model.encoder_prefix()?;
-    let source = |rows: &usize| {
-        let graph = model::bert::build(bert, sentence, weights, prefix, *rows)?;
-        Ok(Source { name: format!("embed {rows}"), graph, in_token_loop: false })
+    let source = |rows: usize| {
+        let graph = match model.config() {
+            ModelConfig::Bert(bert) => model::bert::build(bert, sentence, model.weights()?, prefix, rows),
+            ModelConfig::ModernBert(bert) => {
+                let Cache { context, dtype, .. } = cache;
+                model::modern_bert::build(bert, sentence, model.weights()?, rows, context, dtype)
+            }
+            ModelConfig::Decoder(decoder) => {
+                model::decoder::build_embedder(decoder, sentence, declared(model)?, rows, cache)
+            }
+        }?;
+        Ok(Source { name: pass_name(rows, Head::Embedding), graph, in_token_loop: false })
     };
-    rows.iter().map(source).collect()
+    let mut rows: Vec<usize> = rows.iter().map(|rows| (*rows).clamp(1, cache.context)).collect();
+    rows.sort_unstable();
+    rows.dedup();
+    rows.into_iter().map(source).collect()
 }
 
 /// A program may make an engine on one thread and use it on another.

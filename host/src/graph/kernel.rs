@@ -240,6 +240,11 @@ impl KernelGraph {
         self.of_sequence(name, shape, dtype, BufferKind::State)
     }
 
+    /// A tensor of this pass alone, for operators that append to it as they do to one that is kept.
+    pub fn passing(&mut self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorId, GraphError> {
+        self.intermediate(name, shape, dtype)
+    }
+
     fn of_sequence(
         &mut self,
         name: &str,
@@ -580,7 +585,8 @@ impl KernelGraph {
         };
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
-        let params = kernels::attention::Params { scale, window: mask.window(), splits: 1, order: 0 };
+        let [window, ahead] = mask.seen();
+        let params = kernels::attention::Params { scale, window, ahead, splits: 1, order: 0 };
         let slots = vec![Some(q), Some(k), Some(v), Some(y)];
         self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
         Ok(())
@@ -840,11 +846,13 @@ pub enum Pooled {
     First,
 }
 
-/// Which positions a row attends to.
+/// Which positions a row attends to, its own being one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mask {
-    /// The pass's rows.
+    /// All of the pass's rows.
     Bidirectional,
+    /// Of these, those that are at most so far from its own.
+    Around(usize),
     /// All up to its own.
     Causal,
     /// The last so many up to its own, at least 1.
@@ -852,14 +860,15 @@ pub enum Mask {
 }
 
 impl Mask {
-    /// See [`kernels::attention::Params::window`].
-    fn window(self) -> u32 {
+    /// See the macro kernel's `window` and `ahead`.
+    fn seen(self) -> [u32; 2] {
+        use kernels::attention::ALL;
+        let at_most = |n: usize| u32::try_from(n).map_or(ALL, |n| n.min(ALL));
         match self {
-            Mask::Bidirectional => kernels::attention::BIDIRECTIONAL,
-            Mask::Causal => kernels::attention::CAUSAL,
-            Mask::Window(n) => {
-                u32::try_from(n).map_or(kernels::attention::CAUSAL, |n| n.min(kernels::attention::CAUSAL))
-            }
+            Mask::Bidirectional => [ALL, ALL],
+            Mask::Around(n) => [at_most(n.saturating_add(1)), at_most(n)],
+            Mask::Causal => [ALL, 0],
+            Mask::Window(n) => [at_most(n), 0],
         }
     }
 }

@@ -1,10 +1,11 @@
 //! BERT and RoBERTa as sentence embedding models use them: post-norm encoder layers, bidirectional attention, then pooling.
 
 use super::config::BertConfig;
-use super::decoder::{self, BuildError};
+use super::decoder::BuildError;
+use super::embedding;
 use super::sentence::{Pooling, SentenceConfig};
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask, Pooled};
+use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 
@@ -15,8 +16,7 @@ struct Encoder<'a> {
     graph: KernelGraph,
 }
 
-/// Builds the network for passes of at most `rows` tokens. Output `embedding`: `[1, hidden]` f32, or as
-/// much of it as is kept.
+/// Builds the network for passes of at most `rows` tokens. Output `embedding`: `[1, dim]` f32.
 pub fn build(
     config: &BertConfig,
     sentence: &SentenceConfig,
@@ -35,14 +35,10 @@ pub fn build(
         let h = net.linear(&name("output.dense"), h, config.hidden_size, Activation::None)?;
         x = net.norm(&name("output.LayerNorm"), h, Some(x))?;
     }
-    let pooled = match sentence.pooling {
-        Pooling::Mean => Pooled::Mean,
-        Pooling::Cls => Pooled::First,
-        Pooling::LastToken => unreachable!("refused when the folder is opened"),
-    };
-    let embedding = net.graph.pool("pooling", x, pooled, sentence.normalize)?;
-    let kept = decoder::kept(&mut net.graph, embedding, sentence.truncate_dim)?;
-    net.graph.output("embedding", kept);
+    if sentence.pooling == Pooling::LastToken {
+        x = net.graph.select_row("last_row", x)?;
+    }
+    embedding::finish(&mut net.graph, &weights.into(), sentence, x)?;
     Ok(net.graph)
 }
 

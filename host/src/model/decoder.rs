@@ -8,8 +8,9 @@ use super::error::ModelError;
 use super::factors;
 use super::layout::{ExpertNames, norm_role};
 use super::quantize::Quantized;
+use super::sentence::{Pooling, SentenceConfig};
 use super::weights::Weights;
-use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, Pooled, RopeArgs};
+use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_shared::DType;
@@ -38,20 +39,8 @@ pub enum Head {
     SampleEach,
     /// The rows are a sequence's next token and drafts of those after it: every row's logits, and a token chosen from each.
     Verify,
-    /// The last row's vector, on request of length 1: what a sentence means.
-    Embedding {
-        /// Whether it is.
-        normalize: bool,
-    },
-}
-
-/// The first `dim` elements of `pooled`, `[1, hidden]`, where it has more.
-pub(super) fn kept(graph: &mut KernelGraph, pooled: TensorId, dim: Option<usize>) -> Result<TensorId, BuildError> {
-    let hidden = graph.table[pooled].shape[1];
-    match dim.filter(|dim| *dim < hidden) {
-        Some(dim) => Ok(graph.view(pooled, 0, &[1, dim], &[hidden, 1])?),
-        None => Ok(pooled),
-    }
+    /// What a sentence means, by the vectors of its rows: see [`build_embedder`].
+    Embedding,
 }
 
 /// Where element types of weights come from.
@@ -74,7 +63,7 @@ impl<'a> From<&'a Weights> for Declared<'a> {
 }
 
 impl Declared<'_> {
-    fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
+    pub(super) fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
         match self {
             Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
             Declared::Quantized(weights, kept) => {
@@ -117,8 +106,28 @@ pub fn build<'a>(
     cache: Cache,
     head: Head,
 ) -> Result<KernelGraph, BuildError> {
-    let net = Decoder::new(config, weights, rows, cache, head);
-    match config.architecture.norms() {
+    assert_ne!(head, Head::Embedding, "what is done with rows' vectors a sentence's configuration says");
+    build_layers(Decoder::new(config, weights, rows, cache, head))
+}
+
+/// Builds the decoder `config` describes with what `sentence` says is done with its rows' vectors, for passes of at most `rows` tokens. Where
+/// these [take a sentence whole](DecoderConfig::takes_whole), there is no cache, but keys and values of its type.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_embedder<'a>(
+    config: &'a DecoderConfig,
+    sentence: &'a SentenceConfig,
+    weights: impl Into<Declared<'a>>,
+    rows: usize,
+    cache: Cache,
+) -> Result<KernelGraph, BuildError> {
+    let net = Decoder::new(config, weights, rows, cache, Head::Embedding);
+    build_layers(Decoder { sentence: Some(sentence), ..net })
+}
+
+fn build_layers(net: Decoder<'_>) -> Result<KernelGraph, BuildError> {
+    match net.config.architecture.norms() {
         Norms::Before => super::llama::build(net),
         Norms::Around => super::gemma3::build(net),
         Norms::After => super::olmo::build(net),
@@ -135,6 +144,7 @@ pub struct Decoder<'a> {
     weights: Declared<'a>,
     cache: Cache,
     head: Head,
+    sentence: Option<&'a SentenceConfig>,
 }
 
 /// Queries, keys and values of one layer, `[rows, heads * head_dim]` and twice `[rows, kv_heads * head_dim]`.
@@ -157,11 +167,11 @@ impl<'a> Decoder<'a> {
         let graph = match head {
             Head::SampleEach => KernelGraph::batch(cache.sequences),
             Head::Verify => KernelGraph::verify(rows as u32, cache.sequences),
-            Head::Sample | Head::AllLogits | Head::Embedding { .. } => {
+            Head::Sample | Head::AllLogits | Head::Embedding => {
                 KernelGraph::with_sequences(rows as u32, cache.sequences)
             }
         };
-        Decoder { config, graph, weights: weights.into(), cache, head }
+        Decoder { config, graph, weights: weights.into(), cache, head, sentence: None }
     }
 
     /// The checkpoint's tensor `name`, which must have this shape.
@@ -298,17 +308,27 @@ impl<'a> Decoder<'a> {
         // What is not turned is turned by nothing.
         frequencies.resize(head_dim / 2, 0.0);
         let frequencies = self.graph.constant(&name, &frequencies)?;
+        // Of a sentence that is seen at once nobody wants a layer's keys and values later.
+        let takes_whole = self.sentence.is_some_and(|sentence| self.config.takes_whole(sentence));
         let cache_of = |graph: &mut KernelGraph| {
-            let shape = [n_kv_heads, context, head_dim];
-            Ok([
-                graph.state(&format!("{prefix}.k_cache"), &shape, dtype)?,
-                graph.state(&format!("{prefix}.v_cache"), &shape, dtype)?,
-            ])
+            let mut of = |which: &str| {
+                let name = format!("{prefix}.{which}_cache");
+                match takes_whole {
+                    true => graph.passing(&name, &[n_kv_heads, rows, head_dim], dtype),
+                    false => graph.state(&name, &[n_kv_heads, context, head_dim], dtype),
+                }
+            };
+            Ok([of("k")?, of("v")?])
         };
         let (factor, eps) = (rope.factor() as f32, rms_norm_eps as f32);
         let args = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
         let scale = self.config.attention_scale as f32;
-        let mask = self.config.windows[layer].map_or(Mask::Causal, Mask::Window);
+        let mask = match (self.config.is_bidirectional, self.config.windows[layer]) {
+            (false, None) => Mask::Causal,
+            (false, Some(n)) => Mask::Window(n),
+            (true, None) => Mask::Bidirectional,
+            (true, Some(n)) => Mask::Around(n),
+        };
         if self.graph.pass == Pass::Batch {
             return Ok(self.graph.attend_each(&prefix, args, scale, mask, cache_of)?);
         }
@@ -407,22 +427,20 @@ impl<'a> Decoder<'a> {
     }
 
     /// The final norm, the head, and what the pass ends with. Output `logits`: `[1, vocab]` or `[rows, vocab]` f32; or `embedding`:
-    /// `[1, hidden]` f32, or as much of it as is kept.
+    /// `[1, dim]` f32.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
-        if !matches!(self.head, Head::AllLogits | Head::Embedding { .. }) {
-            self.graph.when_sampling();
-        }
-        let x = match self.head {
-            Head::Sample | Head::Embedding { .. } => self.graph.select_row("last_row", x)?,
-            Head::AllLogits | Head::SampleEach | Head::Verify => x,
-        };
-        let h = self.norm("model.norm", x)?;
-        if let Head::Embedding { normalize } = self.head {
-            let pooled = self.graph.pool("pooling", h, Pooled::First, normalize)?;
-            let kept = kept(&mut self.graph, pooled, self.config.embedding_dim)?;
-            self.graph.output("embedding", kept);
+        if let Some(sentence) = self.sentence {
+            let is_last = sentence.pooling == Pooling::LastToken;
+            let x = if is_last { self.graph.select_row("last_row", x)? } else { x };
+            let h = self.norm("model.norm", x)?;
+            super::embedding::finish(&mut self.graph, &self.weights, sentence, h)?;
             return Ok(self.graph);
         }
+        if self.head != Head::AllLogits {
+            self.graph.when_sampling();
+        }
+        let x = if self.head == Head::Sample { self.graph.select_row("last_row", x)? } else { x };
+        let h = self.norm("model.norm", x)?;
         let head = match self.config.tie_word_embeddings {
             true => self.embedding_table()?,
             false => self.weight("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?,
@@ -436,7 +454,7 @@ impl<'a> Decoder<'a> {
             }
             Head::SampleEach => self.graph.sample_each("sample", logits, self.cache.context)?,
             Head::Verify => self.graph.sample_rows("sample", logits)?,
-            Head::AllLogits | Head::Embedding { .. } => {}
+            Head::AllLogits | Head::Embedding => {}
         }
         Ok(self.graph)
     }

@@ -2,7 +2,7 @@
 //!
 //! A list, in the order of the forward pass; what each tensor is for decides how `synth` fills it.
 
-use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, Norms, QkNorm};
+use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, Norms, QkNorm};
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,6 +76,7 @@ pub fn tensors(config: &ModelConfig) -> Vec<TensorSpec> {
     match config {
         ModelConfig::Decoder(config) => decoder(config),
         ModelConfig::Bert(config) => bert(config),
+        ModelConfig::ModernBert(config) => modern_bert(config),
     }
 }
 
@@ -100,6 +101,7 @@ pub fn is_spare(config: &ModelConfig, name: &str) -> bool {
                     .iter()
                     .any(|head| name.starts_with(head))
         }
+        ModelConfig::ModernBert(_) => ["head.", "decoder.", "classifier."].iter().any(|head| name.starts_with(head)),
     }
 }
 
@@ -225,6 +227,42 @@ fn bert(c: &BertConfig) -> Vec<TensorSpec> {
         for part in ["attention.output.LayerNorm", "output.LayerNorm"] {
             add(format!("{layer}.{part}.weight"), vec![c.hidden_size], Role::Norm);
             add(format!("{layer}.{part}.bias"), vec![c.hidden_size], Role::Bias);
+        }
+    }
+    list
+}
+
+fn modern_bert(c: &ModernBertConfig) -> Vec<TensorSpec> {
+    let mut list = Vec::new();
+    let mut add = |name: String, shape: Vec<usize>, role| {
+        list.push(TensorSpec::new(format!("model.{name}"), shape, role));
+    };
+    add("embeddings.tok_embeddings.weight".into(), vec![c.vocab_size, c.hidden_size], Role::Embedding);
+    let mut parts = vec![("embeddings.norm".to_owned(), c.hidden_size, None, c.norm_bias)];
+    for i in 0..c.n_layers {
+        let layer = format!("layers.{i}");
+        if i > 0 {
+            parts.push((format!("{layer}.attn_norm"), c.hidden_size, None, c.norm_bias));
+        }
+        for (part, out, inner, has_bias) in [
+            ("attn.Wqkv", 3 * c.hidden_size, Some(c.hidden_size), c.attention_bias),
+            ("attn.Wo", c.hidden_size, Some(c.hidden_size), c.attention_bias),
+            ("mlp_norm", c.hidden_size, None, c.norm_bias),
+            ("mlp.Wi", 2 * c.intermediate_size, Some(c.hidden_size), c.mlp_bias),
+            ("mlp.Wo", c.hidden_size, Some(c.intermediate_size), c.mlp_bias),
+        ] {
+            parts.push((format!("{layer}.{part}"), out, inner, has_bias));
+        }
+    }
+    parts.push(("final_norm".to_owned(), c.hidden_size, None, c.norm_bias));
+    for (name, out, inner, has_bias) in parts {
+        let (shape, role) = match inner {
+            Some(inner) => (vec![out, inner], Role::Linear),
+            None => (vec![out], Role::Norm),
+        };
+        add(format!("{name}.weight"), shape, role);
+        if has_bias {
+            add(format!("{name}.bias"), vec![out], Role::Bias);
         }
     }
     list

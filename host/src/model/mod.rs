@@ -10,6 +10,7 @@
 //! - Opening is cheap: tokenizer and weights are read when first asked for, and weights are mapped, not copied.
 
 mod declared;
+mod embedding;
 mod error;
 mod factors;
 mod json;
@@ -23,6 +24,7 @@ pub mod gemma3;
 pub mod generation;
 pub mod layout;
 pub mod llama;
+pub mod modern_bert;
 pub mod olmo;
 pub mod quantize;
 pub mod sentence;
@@ -37,15 +39,15 @@ use std::sync::OnceLock;
 
 pub use chat::{ChatMessage, ChatTemplate};
 pub use config::{
-    Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, QkNorm, Rope, RopeScaling,
+    Activation, Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, QkNorm, Rope,
+    RopeScaling,
 };
 pub use error::ModelError;
 use factors::Factors;
 pub use generation::GenerationConfig;
-use json::Fields;
 pub use layout::{Role, TensorSpec};
 pub use quantize::{Quantize, Quantized};
-pub use sentence::{Pooling, SentenceConfig};
+pub use sentence::{Dense, Pooling, SentenceConfig};
 pub use synth::{SynthOptions, SynthSource, SynthSummary, synth};
 pub use tokenizer::{DecodeStream, Tokenizer, check_token_ids};
 pub use weights::{TensorView, Weights};
@@ -80,7 +82,7 @@ impl ModelFolder {
         let value = json::read_value(&path)?;
         let config = ModelConfig::from_value(&path, &value)?;
         match &sentence {
-            Some(sentence) => check_sentence(&path, &value, &config, sentence)?,
+            Some(sentence) => check_sentence(&path, &config, sentence)?,
             None if config.architecture().is_encoder() => sentence = Some(SentenceConfig::open(dir)?),
             None => {}
         }
@@ -104,7 +106,6 @@ impl ModelFolder {
                 // Nobody sees logits.
                 config.logits_divisor = 1.0;
             }
-            config.embedding_dim = folder.sentence.as_ref().and_then(|sentence| sentence.truncate_dim);
         }
         Ok(folder)
     }
@@ -134,14 +135,20 @@ impl ModelFolder {
     /// The configuration of a text generation model; an error for a sentence model.
     pub fn decoder(&self) -> Result<&DecoderConfig, ModelError> {
         match (&self.config, &self.sentence) {
-            (ModelConfig::Decoder(config), None) => Ok(config),
+            (ModelConfig::Decoder(config), None) if !config.is_bidirectional => Ok(config),
+            (ModelConfig::Decoder(_), None) => Err(ModelError::unsupported(
+                &self.transformer_dir.join("config.json"),
+                "is_causal or use_bidirectional_attention",
+                "a model for text generation whose rows attend to those after them",
+                "a causal one",
+            )),
             (ModelConfig::Decoder(_), Some(_)) => Err(ModelError::unsupported(
                 &self.dir.join("modules.json"),
                 "modules",
                 "a sentence model for text generation",
                 "a model without them",
             )),
-            (ModelConfig::Bert(_), _) => Err(ModelError::unsupported(
+            (ModelConfig::Bert(_) | ModelConfig::ModernBert(_), _) => Err(ModelError::unsupported(
                 &self.transformer_dir.join("config.json"),
                 "architectures",
                 format!("{} for text generation", self.config.architecture()),
@@ -167,6 +174,15 @@ impl ModelFolder {
                 encoders.join(", "),
             )
         })
+    }
+
+    /// Whether it is a sentence model that wants a sentence in one pass, and not in as many as it takes.
+    pub fn takes_whole(&self) -> bool {
+        match (&self.config, &self.sentence) {
+            (_, None) => false,
+            (ModelConfig::Decoder(config), Some(sentence)) => config.takes_whole(sentence),
+            (ModelConfig::Bert(_) | ModelConfig::ModernBert(_), Some(_)) => true,
+        }
     }
 
     /// Where a generation ends.
@@ -199,7 +215,10 @@ impl ModelFolder {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
-        let weights = Weights::open(&self.transformer_dir)?;
+        let mut weights = Weights::open(&self.transformer_dir)?;
+        for dense in self.sentence.iter().flat_map(|sentence| &sentence.dense) {
+            weights.add(&dense.folder, &dense.prefix)?;
+        }
         Ok(self.weights.get_or_init(|| weights))
     }
 
@@ -239,7 +258,9 @@ impl ModelFolder {
     /// Names of the tensors that the network reads, as this checkpoint has them.
     fn wanted_tensors(&self) -> Result<Vec<String>, ModelError> {
         let prefix = self.encoder_prefix()?;
-        Ok(layout::tensors(&self.config).iter().map(|spec| format!("{prefix}{}", spec.name)).collect())
+        let of_network = layout::tensors(&self.config).into_iter().map(|spec| format!("{prefix}{}", spec.name));
+        let dense = self.sentence.iter().flat_map(|sentence| &sentence.dense);
+        Ok(of_network.chain(dense.flat_map(Dense::tensors).map(|(name, _)| name)).collect())
     }
 
     /// What stands before the names of an encoder's tensors: `bert.` or `roberta.` where the model was saved with a head on top.
@@ -291,39 +312,24 @@ impl ModelFolder {
     }
 }
 
-/// Whether a sentence model's parts, of which `value` is the config.json at `path`, agree, and are done here.
-fn check_sentence(
-    path: &Path,
-    value: &serde_json::Value,
-    config: &ModelConfig,
-    sentence: &SentenceConfig,
-) -> Result<(), ModelError> {
-    let (hidden_size, is_encoder) = match config {
-        ModelConfig::Decoder(decoder) => (decoder.hidden_size, false),
-        ModelConfig::Bert(bert) => (bert.hidden_size, true),
-    };
-    if let Some(dim) = sentence.dim.filter(|dim| *dim != hidden_size) {
-        let expected = format!("{dim}, the pooling's word_embedding_dimension");
-        return Err(ModelError::key(path, "hidden_size", hidden_size.to_string(), expected));
-    }
-    if is_encoder == (sentence.pooling == Pooling::LastToken) {
-        let (given, expected) =
-            if is_encoder { ("lasttoken of", "mean or cls") } else { ("mean or cls of", "lasttoken") };
-        let given = format!("{given} {}", config.architecture());
-        return Err(ModelError::unsupported(&path.with_file_name("modules.json"), "pooling", given, expected));
-    }
-    let fields = Fields::new(path, value)?;
-    for (key, sees_all) in [("is_causal", false), ("use_bidirectional_attention", true)] {
-        if !is_encoder && fields.flag(key)? == Some(sees_all) {
-            return Err(fields.unsupported(key, format!("{} (a decoder)", !sees_all)));
+/// Whether a sentence model's parts, of which the config.json is at `path`, agree.
+fn check_sentence(path: &Path, config: &ModelConfig, sentence: &SentenceConfig) -> Result<(), ModelError> {
+    let pooled = sentence.dim.map(|dim| (dim, "the pooling's word_embedding_dimension"));
+    let pooled = pooled.or(sentence.dense.first().map(|dense| (dense.in_features, "Dense's in_features")));
+    match pooled.filter(|(dim, _)| *dim != config.hidden_size()) {
+        Some((dim, whose)) => {
+            let given = config.hidden_size().to_string();
+            Err(ModelError::key(path, "hidden_size", given, format!("{dim}, {whose}")))
         }
+        None => Ok(()),
     }
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs;
+
+    use serde_json::json;
 
     use super::*;
 
@@ -484,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sentence_model_has_one_kind_of_attention_and_its_pooling() {
+    fn who_sees_what_comes_after_takes_a_sentence_whole() {
         let dir = tempfile::tempdir().expect("a temporary folder");
         let open = |name: &str, change: &str, pooling: &str| {
             fs::create_dir_all(dir.path().join("1_Pooling")).expect("a folder");
@@ -493,29 +499,67 @@ mod tests {
             fs::write(dir.path().join("config.json"), config.replacen('{', &format!("{{{change}"), 1)).expect("a file");
             let pooling = format!("{{\"pooling_mode\": \"{pooling}\"}}");
             fs::write(dir.path().join("1_Pooling/config.json"), pooling).expect("a file");
-            ModelFolder::open(dir.path()).map(|_| ()).map_err(|error| error.to_string())
+            ModelFolder::open(dir.path()).expect("a model")
         };
-        assert_eq!(open("tiny-embedding", "", "lasttoken"), Ok(()));
-        assert_eq!(open("tiny-embedding", "\"is_causal\": true,", "lasttoken"), Ok(()));
-        assert_eq!(open("tiny-xlm-roberta", "", "cls"), Ok(()));
         for (name, change, pooling, expected) in [
-            (
-                "tiny-embedding",
-                "",
-                "mean",
-                "pooling: mean or cls of Qwen3ForCausalLM is not supported; supported: lasttoken",
-            ),
-            ("tiny-xlm-roberta", "", "lasttoken", "pooling: lasttoken of RobertaModel is not supported"),
-            ("tiny-embedding", "\"is_causal\": false,", "lasttoken", "is_causal: false is not supported"),
-            (
-                "tiny-embedding",
-                "\"use_bidirectional_attention\": true,",
-                "lasttoken",
-                "use_bidirectional_attention: true",
-            ),
+            ("tiny-embedding", "", "lasttoken", false),
+            ("tiny-embedding", "\"is_causal\": true,", "lasttoken", false),
+            ("tiny-embedding", "", "mean", true),
+            ("tiny-embedding", "\"is_causal\": false,", "lasttoken", true),
+            ("tiny-xlm-roberta", "", "lasttoken", true),
         ] {
-            let message = open(name, change, pooling).expect_err(expected);
-            assert!(message.contains(expected) && !message.contains('\n'), "{message}");
+            assert_eq!(open(name, change, pooling).takes_whole(), expected, "{name}, {change}, {pooling}");
+        }
+        let bare = open("tiny-embedding", "\"is_causal\": false,", "mean");
+        fs::remove_file(dir.path().join("modules.json")).expect("there");
+        let text = ModelFolder::open(bare.dir()).expect("a model");
+        let message = text.decoder().expect_err("not causal").to_string();
+        assert!(message.contains("whose rows attend to those after them") && !message.contains('\n'), "{message}");
+    }
+
+    /// A linear layer behind the pooling: its tensors are its folder's.
+    #[test]
+    fn linear_layers_behind_the_pooling() {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let name = "tiny-embeddinggemma";
+        for file in ["config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"] {
+            let to = dir.path().join(file);
+            fs::create_dir_all(to.parent().expect("inside")).expect("a folder");
+            fs::copy(fixture(name).join(file), to).expect("a copy");
+        }
+        let dense = |number: usize, change: serde_json::Value| {
+            let folder = format!("{number}_Dense");
+            fs::create_dir_all(dir.path().join(&folder)).expect("a folder");
+            let mut config = json::read_value(&fixture(name).join(&folder).join("config.json")).expect("JSON");
+            let changes = change.as_object().expect("keys").clone();
+            config.as_object_mut().expect("keys").extend(changes);
+            fs::write(dir.path().join(&folder).join("config.json"), config.to_string()).expect("a file");
+        };
+        dense(2, json!({}));
+        dense(3, json!({}));
+        let folder = ModelFolder::open(dir.path()).expect("a model");
+        let layers = &folder.sentence_model().expect("of sentences").dense;
+        let sizes: Vec<_> = layers.iter().map(|d| (d.in_features, d.out_features, d.has_bias)).collect();
+        assert_eq!(sizes, [(96, 160, true), (160, 64, false)]);
+        let message = folder.weights().expect_err("no file").to_string();
+        assert!(message.contains("2_Dense") && message.contains("no model.safetensors"), "{message}");
+        for number in [2, 3] {
+            let file = format!("{number}_Dense/model.safetensors");
+            fs::copy(fixture(name).join(&file), dir.path().join(&file)).expect("a copy");
+        }
+        let folder = ModelFolder::open(dir.path()).expect("a model");
+        assert_eq!(folder.unused_tensors().expect("weights"), [""; 0]);
+        assert!(folder.weights().expect("weights").contains("3_Dense.linear.weight"));
+        for (change, expected) in [
+            (json!({ "activation_function": "torch.nn.modules.activation.Tanh" }), "Tanh is not supported"),
+            (json!({ "activation_function": null }), "Tanh is not supported"),
+            (json!({ "in_features": 161 }), "in_features: 161, expected 160"),
+            (json!({ "use_residual": true }), "use_residual: true is not supported"),
+            (json!({ "module_input_name": "token_embeddings" }), "module_input_name"),
+        ] {
+            dense(3, change.clone());
+            let found = ModelFolder::open(dir.path()).map(|_| ()).map_err(|error| error.to_string());
+            assert!(found.as_ref().is_err_and(|message| message.contains(expected)), "{change}: {found:?}");
         }
     }
 

@@ -1,7 +1,7 @@
 //! Sentence embedding folders: what is done with the encoder's vectors, one per token.
 //!
 //! In comes a folder as sentence-transformers lays it out: modules.json names the steps (Transformer, Pooling,
-//! Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a plain
+//! Dense, Normalize), each in a folder of its own, the Transformer often in the top one. A folder without modules.json is a plain
 //! BERT: mean pooling over all tokens, not normalised.
 
 use std::path::{Component, Path, PathBuf};
@@ -27,6 +27,8 @@ pub struct SentenceConfig {
     pub transformer_dir: PathBuf,
     /// How the tokens' vectors become one.
     pub pooling: Pooling,
+    /// Linear layers after the pooling, one after the other.
+    pub dense: Vec<Dense>,
     /// Whether the result is scaled to length 1.
     pub normalize: bool,
     /// Longer sentences are cut to this many tokens, special ones included; `None`: the encoder's longest input.
@@ -45,8 +47,33 @@ pub struct SentenceConfig {
     pub dim: Option<usize>,
 }
 
+/// A linear layer after the pooling. Its tensors are in a file of its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dense {
+    /// The folder they are in.
+    pub folder: PathBuf,
+    /// What stands before their names, `linear.weight` and `linear.bias`.
+    pub prefix: String,
+    /// Elements of what it reads.
+    pub in_features: usize,
+    /// Elements of what it makes.
+    pub out_features: usize,
+    /// Whether it has a bias.
+    pub has_bias: bool,
+}
+
+impl Dense {
+    /// Its tensors' names and shapes, the matrix first.
+    pub fn tensors(&self) -> Vec<(String, Vec<usize>)> {
+        let named = |name: &str, shape: &[usize]| (format!("{}linear.{name}", self.prefix), shape.to_vec());
+        let mut tensors = vec![named("weight", &[self.out_features, self.in_features])];
+        tensors.extend(self.has_bias.then(|| named("bias", &[self.out_features])));
+        tensors
+    }
+}
+
 const MODULES: &str = "modules.json";
-const SUPPORTED: &str = "Transformer, Pooling, Normalize, in this order";
+const SUPPORTED: &str = "Transformer, Pooling, any number of Dense, Normalize, in this order";
 /// Where the Transformer's settings are, in the order that sentence-transformers looks for them.
 const SETTINGS: [&str; 7] = [
     "sentence_bert_config.json",
@@ -71,6 +98,7 @@ impl SentenceConfig {
         let mut config = SentenceConfig {
             transformer_dir: dir.to_owned(),
             pooling: Pooling::Mean,
+            dense: Vec::new(),
             normalize: false,
             max_seq_length: None,
             lower_case: false,
@@ -100,7 +128,8 @@ impl SentenceConfig {
             match (kind, seen.as_slice()) {
                 ("Transformer", []) => self.transformer_dir = folder,
                 ("Pooling", ["Transformer"]) => self.read_pooling(&folder.join("config.json"))?,
-                ("Normalize", ["Transformer", "Pooling"]) => self.normalize = true,
+                ("Dense", ["Transformer", "Pooling", ..]) if !self.normalize => self.read_dense(&folder)?,
+                ("Normalize", ["Transformer", "Pooling", ..]) if !self.normalize => self.normalize = true,
                 _ => return Err(ModelError::unsupported(path, "modules", describe(modules), SUPPORTED)),
             }
             seen.push(kind);
@@ -150,6 +179,38 @@ impl SentenceConfig {
             None => fields.whole("embedding_dimension", 1..=1 << 20)?,
         };
         self.pools_prompt = fields.flag("include_prompt")?.unwrap_or(true);
+        Ok(())
+    }
+
+    fn read_dense(&mut self, folder: &Path) -> Result<(), ModelError> {
+        let path = folder.join("config.json");
+        let value = read_value(&path)?;
+        let fields = Fields::new(&path, &value)?;
+        // Where no key says it, it is the hyperbolic tangent.
+        let activation = fields.text("activation_function")?.unwrap_or("Tanh");
+        if activation.rsplit('.').next() != Some("Identity") {
+            return Err(ModelError::unsupported(&path, "activation_function", activation, "Identity"));
+        }
+        for key in ["module_input_name", "module_output_name"] {
+            if fields.text(key)?.is_some_and(|name| name != "sentence_embedding") {
+                return Err(fields.unsupported(key, "\"sentence_embedding\""));
+            }
+        }
+        if fields.flag("use_residual")? == Some(true) {
+            return Err(fields.unsupported("use_residual", "false"));
+        }
+        let in_features = fields.required_whole("in_features", 1..=1 << 20)?;
+        let before = self.dense.last().map_or(self.dim, |dense| Some(dense.out_features));
+        if let Some(before) = before.filter(|before| *before != in_features) {
+            return Err(fields.wrong("in_features", format!("{before}, as the module before has it")));
+        }
+        self.dense.push(Dense {
+            folder: folder.to_owned(),
+            prefix: format!("{}.", folder.file_name().unwrap_or_default().to_string_lossy()),
+            in_features,
+            out_features: fields.required_whole("out_features", 1..=1 << 20)?,
+            has_bias: fields.flag("bias")?.unwrap_or(true),
+        });
         Ok(())
     }
 
@@ -346,6 +407,7 @@ mod tests {
             SentenceConfig {
                 transformer_dir: dir.path().join(""),
                 pooling: Pooling::Mean,
+                dense: Vec::new(),
                 normalize: true,
                 max_seq_length: Some(256),
                 lower_case: false,
@@ -498,9 +560,12 @@ mod tests {
 
     #[test]
     fn what_is_not_done_is_refused_by_name() {
-        let dense = [USUAL[0], USUAL[1], ("Dense", "2_Dense")];
-        let message = refusal(&[modules(&dense), ("1_Pooling/config.json", mean())]);
-        assert!(message.contains("modules: Transformer, Pooling, Dense is not supported"), "{message}");
+        let other = [USUAL[0], USUAL[1], ("LayerNorm", "2_LayerNorm")];
+        let message = refusal(&[modules(&other), ("1_Pooling/config.json", mean())]);
+        assert!(message.contains("modules: Transformer, Pooling, LayerNorm is not supported"), "{message}");
+        let late = [USUAL[0], USUAL[1], USUAL[2], ("Dense", "3_Dense")];
+        let message = refusal(&[modules(&late), ("1_Pooling/config.json", mean())]);
+        assert!(message.contains("modules: Transformer, Pooling, Normalize, Dense is not supported"), "{message}");
         for (pooling, word) in [
             (json!({"pooling_mode_max_tokens": true}), "max"),
             (json!({"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}), "mean and lasttoken"),

@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 50] = [
+pub const PRESETS: [&str; 53] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -115,6 +115,9 @@ pub const PRESETS: [&str; 50] = [
     "tiny-large",
     "tiny-longest",
     "tiny-bert",
+    "tiny-modernbert",
+    "modernbert-base",
+    "modernbert-large",
 ];
 
 /// Sizes that differ between presets; the rest follows from the architecture.
@@ -213,6 +216,21 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-large",        Qwen3,   sizes(269,        4104,   272,  1, (2, 1),  128, true,      256, 1e4, None)),
         ("tiny-longest",      Qwen3,   sizes(269,         264, 14600,  1, (2, 1),  128, true,      256, 1e4, None)),
     ];
+    let modern = match name {
+        "modernbert-base" => Some([50_368, 768, 1152, 22, 12, 8192, 128]),
+        "modernbert-large" => Some([50_368, 1024, 2624, 28, 16, 8192, 128]),
+        "tiny-modernbert" => Some([1024, 96, 144, 4, 6, 128, 8]),
+        _ => None,
+    };
+    if let Some([vocab, hidden, intermediate, layers, heads, context, window]) = modern {
+        return Ok(json!({
+            "architectures": ["ModernBertModel"], "model_type": "modernbert", "vocab_size": vocab, "hidden_size": hidden,
+            "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "max_position_embeddings": context, "local_attention": window, "global_attn_every_n_layers": 3,
+            "global_rope_theta": 160_000.0, "local_rope_theta": 10_000.0, "hidden_activation": "gelu", "norm_eps": 1e-5,
+            "norm_bias": false, "attention_bias": false, "mlp_bias": false, "pad_token_id": 0, "dtype": "bfloat16",
+        }));
+    }
     if name == "tiny-bert" {
         return Ok(json!({
             "architectures": ["BertModel"], "model_type": "bert", "vocab_size": 1024, "hidden_size": 96,
@@ -703,8 +721,8 @@ const CHAT_TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m['role'] }}\
 fn write_texts(dir: &Path, config: &ModelConfig, value: &Value) -> Result<(), ModelError> {
     write_json(&dir.join("config.json"), value)?;
     write_json(&dir.join("tokenizer.json"), &tokenizer_json(config))?;
-    match config {
-        ModelConfig::Decoder(_) => {
+    match config.is_bidirectional() {
+        false => {
             write_json(&dir.join("generation_config.json"), &json!({ "eos_token_id": END }))?;
             write_json(
                 &dir.join("tokenizer_config.json"),
@@ -716,13 +734,13 @@ fn write_texts(dir: &Path, config: &ModelConfig, value: &Value) -> Result<(), Mo
             let path = dir.join("chat_template.jinja");
             std::fs::write(&path, CHAT_TEMPLATE).map_err(|e| ModelError::write(&path, e))
         }
-        ModelConfig::Bert(bert) => {
+        true => {
             write_json(
                 &dir.join("tokenizer_config.json"),
                 &json!({
                     "tokenizer_class": "PreTrainedTokenizerFast", "cls_token": SPECIAL_TOKENS[3],
                     "sep_token": SPECIAL_TOKENS[4], "pad_token": SPECIAL_TOKENS[0],
-                    "model_max_length": bert.max_position_embeddings,
+                    "model_max_length": config.max_position_embeddings(),
                 }),
             )?;
             let module = |idx: usize, path: &str, kind: &str| {
@@ -744,14 +762,14 @@ fn write_texts(dir: &Path, config: &ModelConfig, value: &Value) -> Result<(), Mo
             write_json(
                 &dir.join("1_Pooling/config.json"),
                 &json!({
-                    "word_embedding_dimension": bert.hidden_size, "pooling_mode_cls_token": false,
+                    "word_embedding_dimension": config.hidden_size(), "pooling_mode_cls_token": false,
                     "pooling_mode_mean_tokens": true, "pooling_mode_max_tokens": false,
                     "pooling_mode_mean_sqrt_len_tokens": false,
                 }),
             )?;
             write_json(
                 &dir.join("sentence_bert_config.json"),
-                &json!({ "max_seq_length": bert.max_position_embeddings, "do_lower_case": false }),
+                &json!({ "max_seq_length": config.max_position_embeddings(), "do_lower_case": false }),
             )
         }
     }
@@ -781,9 +799,9 @@ fn tokenizer_json(config: &ModelConfig) -> Value {
     let sequence = json!({ "Sequence": { "id": "A", "type_id": 0 } });
     let token = |id: usize| json!({ "SpecialToken": { "id": SPECIAL_TOKENS[id], "type_id": 0 } });
     let definition = |id: usize| json!({ "id": SPECIAL_TOKENS[id], "ids": [id], "tokens": [SPECIAL_TOKENS[id]] });
-    let (single, special) = match config {
-        ModelConfig::Decoder(_) => (json!([sequence]), json!({})),
-        ModelConfig::Bert(_) => (
+    let (single, special) = match config.is_bidirectional() {
+        false => (json!([sequence]), json!({})),
+        true => (
             json!([token(3), sequence, token(4)]),
             json!({ SPECIAL_TOKENS[3]: definition(3), SPECIAL_TOKENS[4]: definition(4) }),
         ),
@@ -885,6 +903,8 @@ mod tests {
                 "mixtral-8x7b" => 46_702_792_704,
                 "gemma-3-270m" => 268_098_176,
                 "gemma-3-1b" => 999_885_952,
+                "modernbert-base" => 149_014_272,
+                "modernbert-large" => 394_781_696,
                 _ => continue,
             };
             assert_eq!(params, expected, "{name}");

@@ -86,7 +86,7 @@ impl Weights {
                 return Err(no_weights(dir));
             }
             let mut weights = Weights { source: single.clone(), shards: Vec::new(), tensors: BTreeMap::new() };
-            weights.add_shard(&single)?;
+            weights.add_shard(&single, "")?;
             return Ok(weights);
         }
         Weights::open_index(dir, &index)
@@ -95,8 +95,14 @@ impl Weights {
     /// Opens one safetensors file of any name.
     pub fn open_file(path: &Path) -> Result<Weights, ModelError> {
         let mut weights = Weights { source: path.to_owned(), shards: Vec::new(), tensors: BTreeMap::new() };
-        weights.add_shard(path)?;
+        weights.add_shard(path, "")?;
         Ok(weights)
+    }
+
+    /// Adds the tensors of another folder's one file, with `prefix` before their names.
+    pub(super) fn add(&mut self, dir: &Path, prefix: &str) -> Result<(), ModelError> {
+        let path = dir.join(SINGLE);
+        if exists(&path)? { self.add_shard(&path, prefix) } else { Err(no_weights(dir)) }
     }
 
     fn open_index(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
@@ -128,7 +134,7 @@ impl Weights {
                 ));
             }
             let shard = weights.shards.len();
-            weights.add_shard(&path)?;
+            weights.add_shard(&path, "")?;
             for name in tensors {
                 let held = weights.tensors.get(name).is_some_and(|l| l.shard == shard);
                 if !held {
@@ -142,8 +148,8 @@ impl Weights {
         Ok(weights)
     }
 
-    /// Maps a file and enters its tensors into the table.
-    fn add_shard(&mut self, path: &Path) -> Result<(), ModelError> {
+    /// Maps a file and enters its tensors into the table, with `prefix` before their names.
+    fn add_shard(&mut self, path: &Path, prefix: &str) -> Result<(), ModelError> {
         let bytes = map_file(path)?;
         let (header_bytes, metadata) = read_header(path, &bytes)?;
         let data_begin = 8 + header_bytes;
@@ -157,6 +163,7 @@ impl Weights {
                 end: data_begin + info.data_offsets.1,
             };
             assert!(location.end <= bytes.len(), "read_metadata checks that the last tensor ends with the file");
+            let name = format!("{prefix}{name}");
             if let Some(other) = self.tensors.insert(name.clone(), location) {
                 let other = &self.shards[other.shard].path;
                 return Err(ModelError::checkpoint(path, format!("holds {name}, which {} holds too", other.display())));

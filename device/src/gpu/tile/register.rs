@@ -267,11 +267,11 @@ impl<const U: usize> Eights<U> {
     }
 }
 
-/// As [`where_seen`], if of these the row sees the last `window` alone, which is at most 2^30 + 1, as columns are.
+/// As [`where_seen`], if there are `count` columns, and of those seen, which may be more, the row sees the last `window` alone, at most 2^31.
 #[inline(always)]
-pub(crate) fn where_in_window(column: u32, seen: u32, window: u32, value: f32) -> f32 {
-    // Beyond the last it is larger than every window.
-    if seen.wrapping_sub(column + 1) < window { value } else { f32::NEG_INFINITY }
+pub(crate) fn where_in_window(column: u32, seen: u32, window: u32, count: u32, value: f32) -> f32 {
+    // Beyond the last that is seen it is larger than every window.
+    if seen.wrapping_sub(column + 1) < window && column < count { value } else { f32::NEG_INFINITY }
 }
 
 /// `value` where the row sees column `column`, one of the first `seen`; -inf elsewhere.

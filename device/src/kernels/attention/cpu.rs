@@ -54,33 +54,45 @@ pub(super) fn run(p: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<
     if rows == 0 || q.extent(3) == 0 {
         return Ok(());
     }
-    let seen_by = |row: u32| p.visible([call.step.first_pos, call.step.rows], call.task.row_first + row);
-    let visible = seen_by(rows as u32 - 1);
+    let seen = Seen { p: *p, pass: [call.step.first_pos, call.step.rows], row_first: call.task.row_first };
+    let visible = seen.by(rows - 1).end;
     assert!(visible <= k.extent(1), "row sees {visible} positions of {}", k.extent(1));
     assert!(has_unit_stride::<3>(&k) && has_unit_stride::<3>(&v), "positions need unit stride");
     if bidirectional::is_for(p, [&q, &k, &v]) {
-        let (positions, scale) = (visible, p.scale);
-        scratch.isa.run(bidirectional::Attend { rows, positions, scale, q, k, v, y, scratch });
+        scratch.isa.run(bidirectional::Attend { rows, seen, scale: p.scale, q, k, v, y, scratch });
         return Ok(());
     }
-    let first = seen_by(0);
     #[cfg(target_arch = "x86_64")]
     if tiles::is_for(p, [&q, &k, &v], scratch) {
-        let task = tiles::Attend { rows, first, p: *p, q: &q, k: &k, v: &v, y: &y };
+        let task = tiles::Attend { rows, seen, q: &q, k: &k, v: &v, y: &y };
         // SAFETY: the operands are those that were looked at; strides and positions have been above.
         if unsafe { task.run(scratch) } {
             return Ok(());
         }
     }
-    scratch.isa.run(Attend { rows, first, p: *p, q, k, v, y, scratch });
+    scratch.isa.run(Attend { rows, seen, q, k, v, y, scratch });
     Ok(())
+}
+
+/// What a task's rows see.
+#[derive(Clone, Copy)]
+pub(super) struct Seen {
+    pub(super) p: Params,
+    pass: [u32; 2],
+    row_first: u32,
+}
+
+impl Seen {
+    /// The positions that the task's row `row` sees; those of later rows neither begin nor end before.
+    pub(super) fn by(&self, row: usize) -> Range<usize> {
+        let (first, end) = self.p.seen(self.pass, self.row_first + row as u32);
+        first as usize..end as usize
+    }
 }
 
 struct Attend<'a> {
     rows: usize,
-    /// Positions row 0 sees; causal rows see one more each.
-    first: usize,
-    p: Params,
+    seen: Seen,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -117,17 +129,11 @@ struct Tile {
 }
 
 impl Attend<'_> {
-    /// Positions that query `m` of a tile starting at row `row` sees.
-    fn visible(&self, row: usize, group: usize, m: usize) -> usize {
-        if self.p.window == BIDIRECTIONAL { self.first } else { self.first + row + m / group }
-    }
-
-    /// Of the `n` positions from `t` on, those that it sees, counted from there.
+    /// Of the `n` positions from `t` on, those that query `m` of a tile starting at row `row` sees, counted from there.
     fn seen(&self, row: usize, group: usize, m: usize, t: usize, n: usize) -> Range<usize> {
-        let end = self.visible(row, group, m);
-        let first = end.saturating_sub(self.p.window as usize);
+        let Range { start, end } = self.seen.by(row + m / group);
         let end = end.saturating_sub(t).min(n);
-        first.saturating_sub(t).min(end)..end
+        start.saturating_sub(t).min(end)..end
     }
 
     unsafe fn with<S: Simd, D: Dot<S>, E: Storage<Elem = D::Elem>>(self) {
@@ -175,7 +181,7 @@ impl Attend<'_> {
         packed: *const f32,
         mut tile: Tile,
     ) {
-        let all = self.visible(row, group, tile.queries - 1);
+        let all = self.seen.by(row + (tile.queries - 1) / group).end;
         // SAFETY: the tile's areas hold `queries` of everything; positions below `all` are inside K and V.
         unsafe {
             for m in 0..tile.queries {
@@ -202,7 +208,7 @@ impl Attend<'_> {
                 gemm::scores::<S, D>(&keys, ahead(k_stride), known(t), packed, tile.queries, scores, BLOCK);
             };
             // The first query's window begins first.
-            let mut t = self.visible(row, group, 0).saturating_sub(self.p.window as usize) / BLOCK * BLOCK;
+            let mut t = self.seen.by(row).start / BLOCK * BLOCK;
             let mut next_scores = tile.scores.add(tile.queries * BLOCK);
             score(t, 0..BLOCK.min(all - t), tile.scores);
             while t < all {
@@ -214,7 +220,7 @@ impl Attend<'_> {
                 for m in 0..tile.queries {
                     let seen = self.seen(row, group, m, t, n);
                     common = common.start.max(seen.start)..common.end.min(seen.end);
-                    S::call(Softmax::<S> { tile, m, seen, scale: self.p.scale, set: PhantomData });
+                    S::call(Softmax::<S> { tile, m, seen, scale: self.seen.p.scale, set: PhantomData });
                 }
                 common.end = common.end.max(common.start);
                 let alone = |part: &dyn Fn(Range<usize>) -> Range<usize>| {

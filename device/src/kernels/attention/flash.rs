@@ -40,7 +40,8 @@ pub(super) unsafe fn attend_64(
         while first < y.count {
             let lane = &Lane::of(block, first, y.count);
             let seen_from = window_from(seen(first), window, 64);
-            let seen_end = seen(last_row(block, first, y.count));
+            let last = last_row(block, first, y.count);
+            let seen_end = within(&seen, k.count)(last);
             let seen_by = lane.each_row(y.count, &seen);
             warp::sync();
             queries.split(lane, q, 0);
@@ -64,8 +65,8 @@ pub(super) unsafe fn attend_64(
                 }
                 copy::commit();
                 scores.add_rows(lane, queries, &Keys::at(28672, 2, t_round));
-                let scores =
-                    scores.map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, x * scale));
+                let scores = scores
+                    .map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, k.count, x * scale));
                 let found = scores.max();
                 let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));
@@ -117,7 +118,8 @@ pub(super) unsafe fn attend_128(
         while first < y.count {
             let lane = &Lane::of(block, first, y.count);
             let seen_from = window_from(seen(first), window, 32);
-            let seen_end = seen(last_row(block, first, y.count));
+            let last = last_row(block, first, y.count);
+            let seen_end = within(&seen, k.count)(last);
             let seen_by = lane.each_row(y.count, &seen);
             warp::sync();
             queries.split(lane, q, 0);
@@ -141,8 +143,8 @@ pub(super) unsafe fn attend_128(
                 }
                 copy::commit();
                 scores.add_rows(lane, queries, &Keys::at(57344, 2, t_round));
-                let scores =
-                    scores.map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, x * scale));
+                let scores = scores
+                    .map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, k.count, x * scale));
                 let found = scores.max();
                 let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));

@@ -13,7 +13,7 @@ use crate::arch::{WARP, memory, shared, warp};
 use crate::block::FREE_SHARED;
 use crate::gpu::math::{exp, larger};
 use crate::gpu::rows::singles;
-use crate::gpu::tile::Rows;
+use crate::gpu::tile::{Rows, within};
 use crate::gpu::{BF16, F32, Row, Tensor};
 
 /// Dimensions a lane accumulates: a slice is 256 wide.
@@ -189,12 +189,15 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
                 call.tensor(memory::opaque_word(operand) as usize).row([r, h, m - r * group])
             };
             let (k, v) = (Head::new(&call.tensor(slot::K), h), Head::new(&call.tensor(slot::V), h));
+            // As if there were no end of positions.
             let seen = |m: u32| {
                 let r = quotient(m, group, part_of_group);
-                p.visible([call.first_pos(), call.pass_rows()], call.row_first() + r) as u32
+                call.first_pos() + call.row_first() + r + 1 + p.ahead
             };
-            let share = p.share(call.first_pos() + call.pass_rows(), call.block::<1>());
-            let positions = if p.splits > 1 { share.1 } else { seen(count - 1) };
+            let all = call.first_pos() + call.pass_rows();
+            let share = p.share(all, call.block::<1>());
+            let positions = if p.splits > 1 { share.1 } else { within(seen, all)(count - 1) };
+            let window = p.window + p.ahead;
             let queries = &Rows { row: |m| row(slot::Q as u32, m), count, columns: d };
             let keys = &Rows { row: |t| k.row(t), count: positions, columns: d };
             let values = &Rows { row: |t| v.row(t), count: positions, columns: d };
@@ -203,8 +206,8 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
             let found = &Rows { row: found_row, count, columns: FOUND + d };
             let scale = p.scale * core::f32::consts::LOG2_E;
             match (p.splits > 1, d <= 64) {
-                (false, true) => flash::attend_64(block, queries, keys, values, results, seen, p.window, scale),
-                (false, false) => flash::attend_128(block, queries, keys, values, results, seen, p.window, scale),
+                (false, true) => flash::attend_64(block, queries, keys, values, results, seen, window, scale),
+                (false, false) => flash::attend_128(block, queries, keys, values, results, seen, window, scale),
                 (true, true) => flash::attend_share_64(block, queries, keys, values, found, seen, share.into(), scale),
                 (true, false) => {
                     flash::attend_share_128(block, queries, keys, values, found, seen, share.into(), scale)

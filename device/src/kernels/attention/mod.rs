@@ -1,9 +1,9 @@
 //! y[r,h,g,:] = softmax(q[r,h,g,:] . k[h,:,:]^T * scale) . v[h,:,:], over the positions row r may see.
 //!
 //! q, y: [rows, kv_heads, group, d] (`group` query heads share a key/value head); k, v: [kv_heads, context, d]. Row r sees the
-//! last `window` of positions 0..=first_pos + r (causal: all of them), or, bidirectional, the pass's rows. f32 accumulation.
+//! last `window` of positions 0..=first_pos + r, its own included, and of the pass's as many as `ahead` after it. f32 accumulation.
 //!
-//! Split (without a window, unless there is one row), a task attends to an equal share of the positions that the pass's last row sees, block axis
+//! Split (causal, and without a window, unless there is one row), a task attends to an equal share of the positions that the pass's last row sees, block axis
 //! 1 saying which, and y is what it found, for [`attention_merge`](super::attention_merge): [kv_heads, 1, rows * group, [`FOUND`] + d] f32, each
 //! row the largest score, the sum of exp(score - largest), two words that are nobody's, and the values' sum weighted so. Without positions: as
 //! largest score less than any, and zeros.
@@ -27,11 +27,8 @@ pub struct Attention;
 /// Words before the sums in a row of what a split found, so that they begin on 16 bytes.
 pub const FOUND: u32 = 4;
 
-/// A window that holds every position of every context.
-pub const CAUSAL: u32 = 1 << 30;
-
-/// Not a window: a row sees all of the pass's rows.
-pub const BIDIRECTIONAL: u32 = CAUSAL + 1;
+/// As many positions as no context has.
+pub const ALL: u32 = 1 << 30;
 
 /// Parameters.
 #[repr(C)]
@@ -39,8 +36,10 @@ pub const BIDIRECTIONAL: u32 = CAUSAL + 1;
 pub struct Params {
     /// Multiplies the scores; 1/sqrt(d) as a rule.
     pub scale: f32,
-    /// How many positions a row sees, up to its own; [`CAUSAL`]: all of them; [`BIDIRECTIONAL`]: the pass's rows instead.
+    /// How many positions a row sees, up to its own: 1 to [`ALL`].
     pub window: u32,
+    /// How many of the pass's it sees after its own: 0, causal, to [`ALL`].
+    pub ahead: u32,
     /// Tasks that share the positions; 1: not split.
     pub splits: u32,
     /// How CPU bodies may add up: a [`linear::Order`](super::linear::Order).
@@ -48,9 +47,12 @@ pub struct Params {
 }
 
 impl Params {
-    /// How many positions row `row` of a pass of `rows` rows from position `first_pos` on sees.
-    pub fn visible(&self, [first_pos, rows]: [u32; 2], row: u32) -> usize {
-        (if self.window == BIDIRECTIONAL { rows } else { first_pos + row + 1 }) as usize
+    /// The positions that row `row` of a pass of `rows` rows from position `first_pos` on sees: first and end.
+    #[inline(always)]
+    pub fn seen(&self, [first_pos, rows]: [u32; 2], row: u32) -> (u32, u32) {
+        let before = first_pos + row + 1;
+        let (end, all) = (before + self.ahead, first_pos + rows);
+        (before.saturating_sub(self.window), if end < all { end } else { all })
     }
 
     /// The positions, of those before `visible` that the window holds, that split `number` attends to: first and end.
@@ -61,26 +63,29 @@ impl Params {
     /// The positions that split `number` attends to for row `row` of a pass of `rows` rows from position `first_pos` on: first and end.
     #[inline(always)]
     pub(super) fn share_of(&self, [first_pos, rows]: [u32; 2], row: u32, number: u32) -> (u32, u32) {
-        let visible = self.visible([first_pos, rows], row) as u32;
         if self.splits <= 1 {
-            return self.share(visible, 0);
+            return self.seen([first_pos, rows], row);
         }
+        let visible = first_pos + row + 1;
         let (first, end) = self.share(first_pos + rows, number);
         (if first < visible { first } else { visible }, if end < visible { end } else { visible })
     }
 
     /// The cache of `positions` as far as a row sees it at most.
     pub(super) fn most_seen(&self, positions: u32) -> u32 {
-        positions.min(self.window)
+        positions.min(self.window.saturating_add(self.ahead))
     }
 
-    /// See [`window`](Params::window).
+    /// See [`window`](Params::window) and [`ahead`](Params::ahead).
     #[cfg(not(target_arch = "nvptx64"))]
     pub(super) fn check(&self) -> Result<(), Violation> {
-        if (1..=BIDIRECTIONAL).contains(&self.window) {
-            return Ok(());
+        if !(1..=ALL).contains(&self.window) {
+            return Err(format!("a window of {} positions, expected 1 to {ALL}", self.window));
         }
-        Err(format!("a window of {} positions, expected 1 to {CAUSAL}, or {BIDIRECTIONAL} for none", self.window))
+        if self.ahead > ALL {
+            return Err(format!("{} positions ahead, expected at most {ALL}", self.ahead));
+        }
+        Ok(())
     }
 }
 
@@ -133,7 +138,10 @@ impl MacroKernel for Attention {
             return (0..4).try_for_each(|dim| rules::extent("y", y, dim, q.extent[dim]));
         }
         rules::dtype("y", y, &[perpetua_shared::DType::F32])?;
-        if p.window != CAUSAL {
+        if p.ahead > 0 {
+            return Err(format!("{} splits of positions that are not all before, expected 1", p.splits));
+        }
+        if p.window != ALL {
             rules::extent("q", q, 0, 1)?;
         }
         let queries = q.extent[0].saturating_mul(q.extent[2]);

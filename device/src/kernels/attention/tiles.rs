@@ -17,8 +17,8 @@
 //!
 //! Tolerance: as the other bodies'. Scores are off by |q| |k| scale * 2^-16 at most, weighted sums by max |v| * 2^-16.
 
-use super::cpu::{Divide, MAX_HEAD_DIM};
-use super::{BIDIRECTIONAL, Params};
+use super::Params;
+use super::cpu::{Divide, MAX_HEAD_DIM, Seen};
 use crate::cpu::Scratch;
 use crate::cpu::amx::{self, InPlace, TILE, Tiles, Vectors};
 use crate::cpu::outer::{self, Products};
@@ -47,11 +47,10 @@ pub(super) fn is_for(p: &Params, [q, k, v]: [&Tensor; 3], scratch: &Scratch) -> 
         && p.window as usize >= k.extent(1)
 }
 
-/// `rows` rows of queries, of which the first sees `first` positions of k and v; causal ones see one more each.
+/// `rows` rows of queries, all of which see position 0.
 pub(super) struct Attend<'a> {
     pub(super) rows: usize,
-    pub(super) first: usize,
-    pub(super) p: Params,
+    pub(super) seen: Seen,
     pub(super) q: &'a Tensor,
     pub(super) k: &'a Tensor,
     pub(super) v: &'a Tensor,
@@ -108,9 +107,9 @@ impl Attend<'_> {
         (0..n_kv).all(|h| unsafe { self.head(h, areas) })
     }
 
-    /// Positions that query `m` sees.
+    /// Positions that query `m` sees, from 0 on.
     fn visible(&self, m: usize) -> usize {
-        if self.p.window == BIDIRECTIONAL { self.first } else { self.first + m / self.q.extent(2) }
+        self.seen.by(m / self.q.extent(2)).end
     }
 
     unsafe fn head(&self, h: usize, areas: Areas) -> bool {
@@ -201,7 +200,7 @@ impl Attend<'_> {
                     scores: areas.scores.add(m),
                     n: seen,
                     seen: seen_by,
-                    scale: self.p.scale,
+                    scale: self.seen.p.scale,
                     max: areas.max.add(first + m),
                     total: areas.total.add(first + m),
                     factor: areas.factor.add(m),

@@ -528,11 +528,16 @@ impl Check<'_> {
         std::fs::read(&path).map_err(|error| format!("{}: {}", path.display(), plain(&error)))
     }
 
-    /// An encoder, which sees a text at once, and a decoder, which reads it in passes as it reads prompts; this one in 8 bits, too, beside the
+    /// Encoders and a decoder that see a text at once, and one that reads it in passes as it reads prompts; decoders in 8 bits, too, beside the
     /// reference executor with the same weights.
     fn sentences(&self) -> Figures {
         let mut figures = serde_json::Map::new();
-        for (name, bound) in [("tiny-xlm-roberta", KERNEL_TOLERANCE), ("tiny-embedding", ROUNDED_TOLERANCE)] {
+        for (name, bound) in [
+            ("tiny-xlm-roberta", KERNEL_TOLERANCE),
+            ("tiny-embedding", ROUNDED_TOLERANCE),
+            ("tiny-embeddinggemma", ROUNDED_TOLERANCE),
+            ("tiny-modernbert", ROUNDED_TOLERANCE),
+        ] {
             let model = Model::load(self.args.fixtures.join(name))?;
             let bytes = self.expected(name, "safetensors")?;
             let embeddings = floats(&SafeTensors::deserialize(&bytes)?, "embeddings")?;

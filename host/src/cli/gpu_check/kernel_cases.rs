@@ -18,7 +18,7 @@ use perpetua_device::kernels::{
 use perpetua_shared::DType;
 
 /// The networks' sizes and weights: presets of `synth`.
-pub(super) const PRESETS: [&str; 9] = [
+pub(super) const PRESETS: [&str; 10] = [
     "tiny-qwen3",
     "tiny-qwen2",
     "tiny-llama",
@@ -28,6 +28,7 @@ pub(super) const PRESETS: [&str; 9] = [
     "tiny-large",
     "tiny-longest",
     "tiny-bert",
+    "tiny-modernbert",
 ];
 
 /// The ways in which matrices are checked in fewer bits.
@@ -96,7 +97,7 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
     // it is, and so does a pass for the warpgroups.
     let every: &[usize] = if is_simulated { &[7] } else { &[1, 2, 7, 16, 40, 100] };
     let mut cases: Vec<Case> = every.iter().map(|rows| case(whole, *rows, 1, Look::Every)).collect();
-    if preset == "tiny-bert" {
+    if ["tiny-bert", "tiny-modernbert"].contains(&preset) {
         return cases;
     }
     cases.extend(every.iter().flat_map(|rows| quantized(*rows, 1, Look::Every)));

@@ -199,7 +199,7 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
     let fits = (query, keys, values) == (q, k_cache, v_cache)
         && op.cut.is_none()
         && op.kernel.flags == rope.kernel.flags
-        && params.window != attention::BIDIRECTIONAL
+        && params.ahead == 0
         && params.splits == 1
         && rows == 1
         && group * d <= decode_attention::MAX_QUERY as usize

@@ -71,10 +71,10 @@ fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, target: &Target) -
         return None;
     };
     let [rows, heads, group, d] = table[q].shape[..] else { return None };
-    let window = kernels::params::<attention::Params>(&op.kernel.params).window;
+    let attention::Params { window, ahead, .. } = kernels::params(&op.kernel.params);
     let are_bf16 = [k, v].iter().all(|cache| table[*cache].dtype == DType::Bf16);
     // Others are attended to row by row, each by its own way through the positions.
-    if rows < 2 || window != attention::CAUSAL || !are_bf16 || d > 128 || !d.is_multiple_of(8) {
+    if rows < 2 || (window, ahead) != (attention::ALL, 0) || !are_bf16 || d > 128 || !d.is_multiple_of(8) {
         return None;
     }
     let positions = table[k].shape[1];

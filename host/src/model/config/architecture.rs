@@ -41,6 +41,8 @@ pub enum Architecture {
     Bert,
     /// `RobertaModel`, `XLMRobertaModel`, `CamembertModel`, with a head on top or without: BERT that counts positions from another row on.
     Roberta,
+    /// `ModernBertModel`, with a head on top or without: an encoder whose layers turn queries and keys, most of them with a window.
+    ModernBert,
 }
 
 /// Where the norms of a decoder's layer stand.
@@ -134,6 +136,18 @@ pub(super) struct Traits {
     pub(super) window: Option<usize>,
     /// Each type of layer may have a RoPE of its own.
     pub(super) ropes_by_type: bool,
+    /// What the base of the RoPE is called beside all other keys.
+    pub(super) theta_key: &'static str,
+    /// The same of layers with a window, and that base; `None`: as in the others.
+    pub(super) sliding_theta: Option<(&'static str, f64)>,
+    /// The context of the first training, where the file does not say it; `None`: that of all.
+    pub(super) original_context: Option<usize>,
+    /// A part of each head may be turned alone.
+    pub(super) turns_part: bool,
+    /// What older files call LongRoPE.
+    pub(super) longrope_names: &'static [&'static str],
+    /// Where layers have windows, the others do not turn queries and keys.
+    pub(super) is_still_without_window: bool,
     /// Key and value heads; `None`: as many as query heads.
     pub(super) n_kv_heads: Option<usize>,
     /// `None`: `hidden_size / n_heads`.
@@ -161,6 +175,12 @@ const USUAL: Traits = Traits {
     sliding: Sliding::Never,
     window: Some(4096),
     ropes_by_type: false,
+    theta_key: "rope_theta",
+    sliding_theta: None,
+    original_context: None,
+    turns_part: false,
+    longrope_names: &[],
+    is_still_without_window: false,
     n_kv_heads: None,
     head_dim: None,
     max_position_embeddings: 32_768,
@@ -186,7 +206,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 16] = [
+    pub const ALL: [Architecture; 17] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -203,6 +223,7 @@ impl Architecture {
         Architecture::Exaone4,
         Architecture::Bert,
         Architecture::Roberta,
+        Architecture::ModernBert,
     ];
 
     /// See [`Traits`].
@@ -264,6 +285,7 @@ impl Architecture {
                 activation: Activation::GeluTanh,
                 sliding: Sliding::Most { pattern: 6 },
                 ropes_by_type: true,
+                sliding_theta: Some(("rope_local_base_freq", 1e4)),
                 n_kv_heads: Some(4),
                 head_dim: Some(256),
                 max_position_embeddings: 131_072,
@@ -296,6 +318,9 @@ impl Architecture {
                 attention_bias: Biases::Never,
                 sliding: Sliding::All,
                 window: None,
+                original_context: Some(4096),
+                turns_part: true,
+                longrope_names: &["su", "yarn"],
                 max_position_embeddings: 4096,
                 rms_norm_eps: 1e-5,
                 ..USUAL
@@ -330,6 +355,7 @@ impl Architecture {
                 qk_norm: QkNorm::Heads,
                 attention_bias: Biases::Never,
                 sliding: Sliding::Most { pattern: 4 },
+                is_still_without_window: true,
                 n_kv_heads: Some(32),
                 max_position_embeddings: 2048,
                 rms_norm_eps: 1e-5,
@@ -337,6 +363,17 @@ impl Architecture {
             },
             Architecture::Bert => Traits { class_name: "BertModel", model_type: "bert", ..ENCODER },
             Architecture::Roberta => Traits { class_name: "RobertaModel", model_type: "roberta", ..ENCODER },
+            Architecture::ModernBert => Traits {
+                class_name: "ModernBertModel",
+                model_type: "modernbert",
+                ropes_by_type: true,
+                theta_key: "global_rope_theta",
+                sliding_theta: Some(("local_rope_theta", 1e4)),
+                max_position_embeddings: 8192,
+                rms_norm_eps: 1e-5,
+                rope_theta: 1.6e5,
+                ..ENCODER
+            },
         }
     }
 
@@ -391,6 +428,7 @@ impl Architecture {
         match HEADS.iter().find_map(|head| class.strip_suffix(head)) {
             Some("Bert") => Some(Architecture::Bert),
             Some("Roberta" | "XLMRoberta" | "Camembert") => Some(Architecture::Roberta),
+            Some("ModernBert") => Some(Architecture::ModernBert),
             _ if matches!(class, "Gemma3ForConditionalGeneration" | "Gemma3TextModel") => Some(Architecture::Gemma3),
             _ => {
                 let of_text =

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::model::error::ModelError;
 use crate::model::json::Fields;
+use crate::model::sentence::{Pooling, SentenceConfig};
 
 /// A network that predicts the next token.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,14 +58,15 @@ pub struct DecoderConfig {
     pub qk_norm: QkNorm,
     /// The longest context the model was made for.
     pub max_position_embeddings: usize,
-    /// Per layer, `Some(n)`: it attends to the last `n` positions only, and `n < max_position_embeddings`.
+    /// Whether a row attends to those after it, too: then it is for sentences.
+    pub is_bidirectional: bool,
+    /// Per layer, `Some(n)`: it attends to the last `n` positions only, or, bidirectional, to those at most `n` from its own;
+    /// `n < max_position_embeddings`.
     pub windows: Vec<Option<usize>>,
     /// The MLP's function.
     pub hidden_act: Activation,
     /// Mixtures of experts, where there are some.
     pub experts: Option<Experts>,
-    /// Of a sentence model, how many elements of its vectors are kept; `None`: all. The folder says it, no config.json.
-    pub embedding_dim: Option<usize>,
 }
 
 /// The mixtures of experts of a network: each row goes to some of a layer's MLPs.
@@ -87,6 +89,11 @@ impl DecoderConfig {
     pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
     }
+
+    /// Whether what `sentence` says is done with its rows' vectors wants all of them in one pass.
+    pub fn takes_whole(&self, sentence: &SentenceConfig) -> bool {
+        self.is_bidirectional || sentence.pooling != Pooling::LastToken
+    }
 }
 
 /// What would have Gemma 3's layers compute something else.
@@ -96,10 +103,7 @@ fn refuse_other_gemmas(fields: &Fields<'_>) -> Result<(), ModelError> {
             return Err(fields.unsupported(key, "null"));
         }
     }
-    match fields.flag("use_bidirectional_attention")? {
-        Some(true) => Err(fields.unsupported("use_bidirectional_attention", "false (a decoder)")),
-        _ => Ok(()),
-    }
+    Ok(())
 }
 
 /// What a decoder's config.json says, with every default filled in.
@@ -179,6 +183,13 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
     };
     let added = of_granite("residual_multiplier")?;
     let rms_norm_eps = fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
+    // Gemma's windows reach as far to both sides together, others' to each.
+    let sees_all = is_gemma && fields.flag("use_bidirectional_attention")?.unwrap_or(false);
+    let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
+    let mut windows = windows(fields, architecture, &layers, max_position_embeddings)?;
+    if sees_all {
+        windows.iter_mut().flatten().for_each(|window| *window /= 2);
+    }
     let act_key = if is_gemma { "hidden_activation" } else { "hidden_act" };
     Ok(DecoderConfig {
         architecture,
@@ -208,10 +219,10 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
         mlp_bias: has(traits.mlp_bias, "mlp_bias")?,
         qk_norm: traits.qk_norm,
         max_position_embeddings,
-        windows: windows(fields, architecture, &layers, max_position_embeddings)?,
+        is_bidirectional,
+        windows,
         hidden_act: activation(fields, act_key, traits.activation)?,
         experts: experts(fields, architecture, n_layers, intermediate_size)?,
-        embedding_dim: None,
     })
 }
 
@@ -229,7 +240,7 @@ fn layers(fields: &Fields<'_>, architecture: Architecture, n_layers: usize) -> R
     let slides = sliding_layers(fields, architecture, &turns)?;
     let mut layers: Vec<Layer> =
         turns.iter().zip(slides).map(|(turns, slides)| Layer { turns: *turns, slides }).collect();
-    if architecture == Architecture::Exaone4 && window(fields, architecture)?.is_some() {
+    if architecture.traits().is_still_without_window && window(fields, architecture)?.is_some() {
         layers.iter_mut().for_each(|layer| layer.turns = layer.slides);
     }
     Ok(layers)
@@ -255,20 +266,29 @@ fn not_one_a_layer(fields: &Fields<'_>, key: &str, found: usize, n_layers: usize
     ModelError::key(fields.path(), key, format!("{found} entries"), format!("{n_layers}, one a layer"))
 }
 
-/// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
-fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool]) -> Result<Vec<bool>, ModelError> {
-    let n_layers = turns.len();
+/// Which layers have a window, where `layer_types` says it.
+pub(super) fn typed_layers(fields: &Fields<'_>, n_layers: usize) -> Result<Option<Vec<bool>>, ModelError> {
     const SLIDING: &str = "sliding_attention";
     let types = fields.texts("layer_types")?.unwrap_or_default();
+    if types.is_empty() {
+        return Ok(None);
+    }
     if let Some(other) = types.iter().find(|t| !matches!(**t, "full_attention" | SLIDING)) {
         return Err(ModelError::unsupported(fields.path(), "layer_types", *other, "full_attention, sliding_attention"));
     }
-    if !types.is_empty() && types.len() != n_layers {
+    if types.len() != n_layers {
         return Err(not_one_a_layer(fields, "layer_types", types.len(), n_layers));
     }
-    let named = |others: &dyn Fn(usize) -> bool| match types.is_empty() {
-        true => (0..n_layers).map(others).collect(),
-        false => types.iter().map(|kind| *kind == SLIDING).collect(),
+    Ok(Some(types.iter().map(|kind| *kind == SLIDING).collect()))
+}
+
+/// Which layers have a window, if the network has one; `turns` as [`turning_layers`] has it.
+fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool]) -> Result<Vec<bool>, ModelError> {
+    let n_layers = turns.len();
+    let typed = typed_layers(fields, n_layers)?;
+    let named = |others: &dyn Fn(usize) -> bool| match &typed {
+        Some(typed) => typed.clone(),
+        None => (0..n_layers).map(others).collect(),
     };
     Ok(match architecture.traits().sliding {
         Sliding::Never => vec![false; n_layers],
@@ -280,7 +300,7 @@ fn sliding_layers(fields: &Fields<'_>, architecture: Architecture, turns: &[bool
         }
         Sliding::Most { pattern } => {
             // What no other key says decides.
-            let said = if types.is_empty() { fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)? } else { None };
+            let said = if typed.is_none() { fields.whole("sliding_window_pattern", 1..=MAX_LAYERS)? } else { None };
             let pattern = said.unwrap_or(pattern);
             named(&|layer| !(layer + 1).is_multiple_of(pattern))
         }

@@ -12,6 +12,7 @@
 mod architecture;
 mod decoder;
 mod encoder;
+mod modern_bert;
 mod rope;
 
 use std::path::Path;
@@ -24,6 +25,7 @@ pub(crate) use architecture::Norms;
 pub use architecture::{Architecture, QkNorm};
 pub use decoder::{DecoderConfig, Experts};
 pub use encoder::BertConfig;
+pub use modern_bert::ModernBertConfig;
 pub use rope::{Rope, RopeScaling};
 
 /// The function between an MLP's two linear layers.
@@ -55,6 +57,8 @@ pub enum ModelConfig {
     Decoder(DecoderConfig),
     /// Sentence embeddings.
     Bert(BertConfig),
+    /// Sentence embeddings, too.
+    ModernBert(ModernBertConfig),
 }
 
 impl ModelConfig {
@@ -77,6 +81,7 @@ impl ModelConfig {
             refuse_experts(&fields, &["num_experts", "num_local_experts"])?;
         }
         match architecture {
+            Architecture::ModernBert => modern_bert::modern_bert(&fields).map(ModelConfig::ModernBert),
             of if of.is_encoder() => encoder::encoder(&fields, of).map(ModelConfig::Bert),
             of => decoder::decoder(&fields, of).map(ModelConfig::Decoder),
         }
@@ -87,6 +92,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(c) => c.architecture,
             ModelConfig::Bert(c) => c.architecture,
+            ModelConfig::ModernBert(_) => Architecture::ModernBert,
         }
     }
 
@@ -95,6 +101,24 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(c) => c.vocab_size,
             ModelConfig::Bert(c) => c.vocab_size,
+            ModelConfig::ModernBert(c) => c.vocab_size,
+        }
+    }
+
+    /// Elements of a token's vector.
+    pub fn hidden_size(&self) -> usize {
+        match self {
+            ModelConfig::Decoder(c) => c.hidden_size,
+            ModelConfig::Bert(c) => c.hidden_size,
+            ModelConfig::ModernBert(c) => c.hidden_size,
+        }
+    }
+
+    /// Whether a token's vector depends on those after it.
+    pub fn is_bidirectional(&self) -> bool {
+        match self {
+            ModelConfig::Decoder(c) => c.is_bidirectional,
+            ModelConfig::Bert(_) | ModelConfig::ModernBert(_) => true,
         }
     }
 
@@ -103,6 +127,7 @@ impl ModelConfig {
         match self {
             ModelConfig::Decoder(c) => c.max_position_embeddings,
             ModelConfig::Bert(c) => c.max_position_embeddings - c.first_position,
+            ModelConfig::ModernBert(c) => c.max_position_embeddings,
         }
     }
 }

@@ -187,19 +187,15 @@ pub(super) fn ropes(
         }
         None => given,
     };
-    let is_phi = architecture == Architecture::Phi3;
-    let original = original.or(is_phi.then_some(PHI_ORIGINAL));
-    let dim = match is_phi {
+    let original = original.or(traits.original_context);
+    let dim = match traits.turns_part {
         true => turned(fields, given.as_ref(), head_dim)?,
         false => head_dim,
     };
     let shape = Shape { architecture, original, max_position_embeddings, dim };
-    let full = rope(fields, given, ("rope_theta", traits.rope_theta), shape)?;
+    let full = rope(fields, given, (traits.theta_key, traits.rope_theta), shape)?;
     Ok(Ropes { sliding: full.clone(), full, dim })
 }
-
-/// The context of Phi 3's first training, where its file does not say.
-const PHI_ORIGINAL: usize = 4096;
 
 /// How many elements of a head are turned, of `head_dim`: a part of them may be said beside the embedding's keys, `given`, or beside all others.
 fn turned(fields: &Fields<'_>, given: Option<&Fields<'_>>, head_dim: usize) -> Result<usize, ModelError> {
@@ -234,9 +230,9 @@ fn ropes_by_type(
     let of_type = |name| new.as_ref().map_or(Ok(None), |new| new.object(name));
     let shape = Shape { architecture, original: None, max_position_embeddings, dim: head_dim };
     let of = |given, theta| rope(fields, given, theta, shape);
-    let theta = ("rope_theta", architecture.traits().rope_theta);
-    let of_sliding = if architecture == Architecture::Gemma3 { ("rope_local_base_freq", 1e4) } else { theta };
-    let sliding = of(of_type("sliding_attention")?, of_sliding)?;
+    let traits = architecture.traits();
+    let theta = (traits.theta_key, traits.rope_theta);
+    let sliding = of(of_type("sliding_attention")?, traits.sliding_theta.unwrap_or(theta))?;
     let mut full = of_type("full_attention")?;
     let mut merged = Map::new();
     let merged_value;
@@ -273,7 +269,7 @@ fn rope(
 ) -> Result<Rope, ModelError> {
     const KINDS: &str = "default, linear, llama3, yarn, longrope";
     const THETA: std::ops::RangeInclusive<f64> = 1.0..=1e15;
-    let is_phi = architecture == Architecture::Phi3;
+    let traits = architecture.traits();
     let (mut theta, mut scaling) = (None, RopeScaling::Default);
     let mut partial = fields.clone();
     if let Some(given) = given {
@@ -301,9 +297,9 @@ fn rope(
                     original_max_position_embeddings: original()?,
                 }
             }
-            "longrope" => longrope(&given, original()?, max_position_embeddings, dim)?,
-            // The same, as older files of Phi 3's have it.
-            "su" | "yarn" if is_phi => longrope(&given, original()?, max_position_embeddings, dim)?,
+            kind if kind == "longrope" || traits.longrope_names.contains(&kind) => {
+                longrope(&given, original()?, max_position_embeddings, dim)?
+            }
             "yarn" => yarn(&given, original()?, max_position_embeddings)?,
             _ => return Err(given.unsupported(kind_key, KINDS)),
         };
@@ -311,7 +307,7 @@ fn rope(
             partial = given;
         }
     }
-    if !is_phi && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
+    if !traits.turns_part && partial.get("partial_rotary_factor").is_some_and(|v| v.as_f64() != Some(1.0)) {
         return Err(partial.unsupported("partial_rotary_factor", "1 (the whole head is turned)"));
     }
     let theta = match theta {

@@ -120,7 +120,6 @@ fn gemma_3() {
         (json!({ "rope_parameters": of_full }), "expected keys of full_attention and of sliding_attention"),
         (json!({ "final_logit_softcapping": 30.0 }), "final_logit_softcapping: 30.0 is not supported"),
         (json!({ "attn_logit_softcapping": 50.0 }), "attn_logit_softcapping: 50.0 is not supported"),
-        (json!({ "use_bidirectional_attention": true }), "use_bidirectional_attention: true is not supported"),
         (json!({ "hidden_activation": "gelu" }), "hidden_activation: \"gelu\" is not supported"),
         (json!({ "query_pre_attn_scalar": 0 }), "query_pre_attn_scalar: 0, expected"),
     ] {
@@ -269,7 +268,7 @@ fn what_is_not_done_is_refused_by_name() {
         "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
          Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
          SmolLM3ForCausalLM, GraniteForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, \
-         Exaone4ForCausalLM, BertModel, RobertaModel"
+         Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
@@ -418,6 +417,7 @@ fn classes_without_a_head_and_encoders_with_one() {
         ("XLMRobertaModel", Some(Architecture::Roberta)),
         ("RobertaForSequenceClassification", Some(Architecture::Roberta)),
         ("CamembertModel", Some(Architecture::Roberta)),
+        ("ModernBertForMaskedLM", Some(Architecture::ModernBert)),
         ("BertForCausalLM", None),
         ("LlamaForMaskedLM", None),
         ("Model", None),
@@ -465,6 +465,50 @@ fn bert_of_a_sentence_model() {
     }
 }
 
+#[test]
+fn modern_berts_layers() {
+    let layers = |change: Value| match parse(&with(json!({ "architectures": ["ModernBertForMaskedLM"] }), &change)) {
+        Ok(ModelConfig::ModernBert(c)) => {
+            assert_eq!((c.ropes.len(), c.windows.len(), c.head_dim), (c.n_layers, c.n_layers, 64));
+            c.ropes.iter().zip(&c.windows).map(|(rope, window)| (rope.theta, *window)).take(4).collect::<Vec<_>>()
+        }
+        other => panic!("{other:?}"),
+    };
+    let (all, near) = ((1.6e5, None), (1e4, Some(64)));
+    assert_eq!(layers(json!({})), [all, near, near, all]);
+    let older = json!({ "global_attn_every_n_layers": 2, "global_rope_theta": 5e5, "local_rope_theta": 3e4, "local_attention": 9 });
+    assert_eq!(layers(older), [(5e5, None), (3e4, Some(4)), (5e5, None), (3e4, Some(4))]);
+    let newer = json!({ "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+                        "rope_parameters": { "full_attention": { "rope_theta": 7e4 }, "sliding_attention": null } });
+    assert_eq!(layers(newer), [near, (7e4, None)]);
+    for (change, expected) in [
+        (json!({ "hidden_activation": "silu" }), "hidden_activation: \"silu\" is not supported"),
+        (json!({ "layer_types": ["full_attention"] }), "layer_types: 1"),
+        (json!({ "num_attention_heads": 5 }), "num_attention_heads: 5, expected heads of an even number"),
+        (json!({ "local_attention": 1 }), "local_attention: 1"),
+        (json!({ "rope_scaling": { "rope_type": "linear", "factor": 2.0 } }), "rope_scaling: "),
+    ] {
+        let message = parse(&with(json!({ "model_type": "modernbert" }), &change)).expect_err(expected);
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+/// Gemma's window is what it sees to both sides together; that of any other decoder which is told not to be causal, to each.
+#[test]
+fn decoders_that_see_what_comes_after() {
+    let tiny = json!({ "architectures": ["Gemma3TextModel"], "sliding_window": 512, "num_hidden_layers": 6 });
+    for (change, expected) in [
+        (json!({}), (false, Some(512))),
+        (json!({ "use_bidirectional_attention": true }), (true, Some(256))),
+        (json!({ "is_causal": false }), (true, Some(512))),
+        (json!({ "is_causal": true }), (false, Some(512))),
+    ] {
+        let config = decoder_of(&with(tiny.clone(), &change));
+        assert_eq!((config.is_bidirectional, config.windows[0]), expected, "{change}");
+        assert_eq!(config.windows[5], None);
+    }
+}
+
 fn any_value() -> impl Strategy<Value = Value> {
     prop_oneof![
         Just(Value::Null),
@@ -496,7 +540,7 @@ proptest! {
                 prop_assert!(c.n_heads % c.n_kv_heads == 0 && c.head_dim % 2 == 0);
                 prop_assert!(c.ropes[0].inverse_frequencies(c.rotary_dim, 4096).iter().all(|f| f.is_finite()));
             }
-            Ok(ModelConfig::Bert(_)) => {}
+            Ok(ModelConfig::Bert(_) | ModelConfig::ModernBert(_)) => {}
             Err(message) => prop_assert!(!message.contains('\n'), "{}", message),
         }
     }
