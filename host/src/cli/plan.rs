@@ -8,7 +8,7 @@ use perpetua::graph::task::{dot, json, svg};
 use perpetua::machine::Machine;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
 use perpetua::model::synth::{PRESETS, preset_config};
-use perpetua::model::{ModelConfig, Quantize};
+use perpetua::model::{DecoderConfig, ModelConfig, Quantize};
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
 use perpetua::schedule::timeline::{Beside, Run, Timeline};
@@ -204,12 +204,12 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
         };
         let unread = args.quantize.filter(|_| args.target.has_loaders);
         if let Some(what) = unread.and_then(|how| Quantize::from(how).unread_on_gpu(&config)) {
-            let expected = "expected cpu:N: GPU kernels read no experts' matrices in fewer bits";
-            return Err(format!("--target {} {what}, {expected}", args.target.name).into());
+            let why = Quantize::UNREAD_ON_GPU;
+            return Err(format!("--target {} {what}, expected cpu:N: {why}", args.target.name).into());
         }
         let in_fewer_bits = args.quantize.map(|how| Quantize::from(how).dtypes(&config)).unwrap_or_default();
-        let ModelConfig::Decoder(config) = &config else {
-            return Err("an encoder is planned from its folder: use --model".into());
+        let ModelConfig::Decoder(config @ DecoderConfig { is_bidirectional: false, .. }) = &config else {
+            return Err("a model of sentences is planned from its folder: use --model".into());
         };
         let (rows, cache, head) = pass(config.max_position_embeddings)?;
         let graph = build(config, Declared::AssumedBut(DType::Bf16, &in_fewer_bits), rows, cache, head)?;

@@ -500,7 +500,7 @@ impl<'a> Plan<'a> {
         if let Some(given) = unread
             && place.is_gpu()
         {
-            let expected = "cpu or reference: GPU kernels read no experts' matrices in fewer bits";
+            let expected = format!("cpu or reference: {}", Quantize::UNREAD_ON_GPU);
             return Err(EngineError::option("device", given, expected));
         }
         let allowed = model.max_tokens();

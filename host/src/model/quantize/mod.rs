@@ -48,6 +48,9 @@ impl Quantize {
         tensors.into_iter().filter_map(|spec| self.dtype_of(&spec).map(|dtype| (spec.name, dtype))).collect()
     }
 
+    /// Why a GPU is no place for what is [unread there](Quantize::unread_on_gpu).
+    pub const UNREAD_ON_GPU: &str = "GPU kernels read no experts' matrices in fewer bits";
+
     /// What of a network of this configuration GPU kernels do not read when it is kept so.
     pub fn unread_on_gpu(self, config: &ModelConfig) -> Option<String> {
         let has_experts = matches!(config, ModelConfig::Decoder(config) if config.experts.is_some());
