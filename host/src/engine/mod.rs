@@ -431,7 +431,6 @@ pub fn pass_name(rows: usize, head: Head) -> String {
     match (head, rows) {
         (Head::SampleEach, _) => format!("decode of {rows}"),
         (Head::Verify, _) => format!("verify {rows}"),
-        (Head::Embedding, _) => format!("embed {rows}"),
         (_, 1) => "decode".to_owned(),
         _ => format!("prefill {rows}"),
     }
@@ -456,7 +455,7 @@ pub fn sentence_sources(model: &Model, rows: &[usize], cache: Cache) -> Result<V
                 model::decoder::build_embedder(decoder, sentence, declared(model)?, rows, cache)
             }
         }?;
-        Ok(Source { name: pass_name(rows, Head::Embedding), graph, in_token_loop: false })
+        Ok(Source { name: format!("embed {rows}"), graph, in_token_loop: false })
     };
     let mut rows: Vec<usize> = rows.iter().map(|rows| (*rows).clamp(1, cache.context)).collect();
     rows.sort_unstable();

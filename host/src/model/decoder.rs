@@ -39,8 +39,6 @@ pub enum Head {
     SampleEach,
     /// The rows are a sequence's next token and drafts of those after it: every row's logits, and a token chosen from each.
     Verify,
-    /// What a sentence means, by the vectors of its rows: see [`build_embedder`].
-    Embedding,
 }
 
 /// Where element types of weights come from.
@@ -106,7 +104,6 @@ pub fn build<'a>(
     cache: Cache,
     head: Head,
 ) -> Result<KernelGraph, BuildError> {
-    assert_ne!(head, Head::Embedding, "what is done with rows' vectors a sentence's configuration says");
     build_layers(Decoder::new(config, weights, rows, cache, head))
 }
 
@@ -122,7 +119,7 @@ pub fn build_embedder<'a>(
     rows: usize,
     cache: Cache,
 ) -> Result<KernelGraph, BuildError> {
-    let net = Decoder::new(config, weights, rows, cache, Head::Embedding);
+    let net = Decoder::new(config, weights, rows, cache, Head::AllLogits);
     build_layers(Decoder { sentence: Some(sentence), ..net })
 }
 
@@ -144,6 +141,7 @@ pub struct Decoder<'a> {
     weights: Declared<'a>,
     cache: Cache,
     head: Head,
+    /// Instead of the head: what is done with the rows' vectors.
     sentence: Option<&'a SentenceConfig>,
 }
 
@@ -167,9 +165,7 @@ impl<'a> Decoder<'a> {
         let graph = match head {
             Head::SampleEach => KernelGraph::batch(cache.sequences),
             Head::Verify => KernelGraph::verify(rows as u32, cache.sequences),
-            Head::Sample | Head::AllLogits | Head::Embedding => {
-                KernelGraph::with_sequences(rows as u32, cache.sequences)
-            }
+            Head::Sample | Head::AllLogits => KernelGraph::with_sequences(rows as u32, cache.sequences),
         };
         Decoder { config, graph, weights: weights.into(), cache, head, sentence: None }
     }
@@ -454,7 +450,7 @@ impl<'a> Decoder<'a> {
             }
             Head::SampleEach => self.graph.sample_each("sample", logits, self.cache.context)?,
             Head::Verify => self.graph.sample_rows("sample", logits)?,
-            Head::AllLogits | Head::Embedding => {}
+            Head::AllLogits => {}
         }
         Ok(self.graph)
     }
