@@ -331,6 +331,7 @@ fn attend() {
                 name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {window}+{ahead}, {}", isa.name()),
                 unit: "GFLOP/s",
                 round: Box::new(move || {
+                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order: 0 };
                     let seconds = timed(1, |_| {
                         let mut scratch = Scratch::with_isa(*isa);
                         let q = q.tensor(DType::F32, 0, &[rows, n_kv, group, d]);
@@ -338,10 +339,8 @@ fn attend() {
                         let k = cache.tensor(dtype, 0, &[n_kv, rows, d]);
                         let v = cache.tensor(dtype, n_kv * rows * d, &[n_kv, rows, d]);
                         let step = Step { rows: rows as u32, ..Step::default() };
-                        let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order: 0 };
                         call::<Attention>(&[q, k, v, y], param_words(&params), step, &mut scratch);
                     });
-                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order: 0 };
                     let of_row = |row| params.seen([0, rows as u32], row as u32);
                     let seen: usize = (0..rows).map(of_row).map(|(first, end)| (end - first) as usize).sum();
                     (4 * n_kv * group * d * seen) as f64 / seconds / 1e9

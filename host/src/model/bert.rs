@@ -3,7 +3,7 @@
 use super::config::BertConfig;
 use super::decoder::BuildError;
 use super::embedding;
-use super::sentence::{Pooling, SentenceConfig};
+use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask};
 use crate::graph::tensor::TensorId;
@@ -35,9 +35,7 @@ pub fn build(
         let h = net.linear(&name("output.dense"), h, config.hidden_size, Activation::None)?;
         x = net.norm(&name("output.LayerNorm"), h, Some(x))?;
     }
-    if sentence.pooling == Pooling::LastToken {
-        x = net.graph.select_row("last_row", x)?;
-    }
+    let x = embedding::pooled_rows(&mut net.graph, sentence, x)?;
     embedding::finish(&mut net.graph, &weights.into(), sentence, x)?;
     Ok(net.graph)
 }

@@ -4,11 +4,12 @@
 //! `group` = heads / kv_heads, `head_dim`, `context` (positions of the KV cache), `vocab`.
 
 use super::config::{Activation as ConfigActivation, DecoderConfig, Experts, Norms, QkNorm, Rope};
+use super::embedding;
 use super::error::ModelError;
 use super::factors;
 use super::layout::{ExpertNames, norm_role};
 use super::quantize::Quantized;
-use super::sentence::{Pooling, SentenceConfig};
+use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pass, RopeArgs};
 use crate::graph::tensor::TensorId;
@@ -74,6 +75,24 @@ impl Declared<'_> {
     }
 }
 
+/// How layer `layer`, which has that one of `ropes`, turns the first `dim` elements of heads of `head_dim` in a context of so many positions: a
+/// frequency for each pair of a head, `[head_dim / 2]`, one tensor for all layers that are alike, and what is turned is multiplied with.
+pub(super) fn rope_frequencies(
+    graph: &mut KernelGraph,
+    ropes: &[Rope],
+    layer: usize,
+    [dim, head_dim]: [usize; 2],
+    context: usize,
+) -> Result<(TensorId, f32), BuildError> {
+    let rope = &ropes[layer];
+    let alike = ropes.iter().position(|other| other == rope).unwrap_or(layer);
+    let name = if alike == 0 { "rope_frequencies".to_owned() } else { format!("rope_frequencies.{alike}") };
+    let mut frequencies = rope.inverse_frequencies(dim, context);
+    // What is not turned is turned by nothing.
+    frequencies.resize(head_dim / 2, 0.0);
+    Ok((graph.constant(&name, &frequencies)?, rope.factor() as f32))
+}
+
 /// The KV cache of a decoder.
 #[derive(Clone, Copy, Debug)]
 pub struct Cache {
@@ -108,7 +127,7 @@ pub fn build<'a>(
 }
 
 /// Builds the decoder `config` describes with what `sentence` says is done with its rows' vectors, for passes of at most `rows` tokens. Where
-/// these [take a sentence whole](DecoderConfig::takes_whole), there is no cache, but keys and values of its type.
+/// these [take a sentence whole](SentenceConfig::takes_whole), there is no cache, but keys and values of its type.
 ///
 /// # Errors
 /// As [`build`].
@@ -297,15 +316,11 @@ impl<'a> Decoder<'a> {
         let q = self.graph.reshape(p.q, &[rows, n_kv_heads, n_heads / n_kv_heads, head_dim])?;
         let k = self.graph.reshape(p.k, &[rows, n_kv_heads, head_dim])?;
         let v = self.graph.reshape(p.v, &[rows, n_kv_heads, head_dim])?;
-        let (rope, alike) = self.rope_of(layer);
-        let name = if alike == 0 { "rope_frequencies".to_owned() } else { format!("rope_frequencies.{alike}") };
         let Cache { context, dtype, .. } = self.cache;
-        let mut frequencies = rope.inverse_frequencies(rotary_dim, context);
-        // What is not turned is turned by nothing.
-        frequencies.resize(head_dim / 2, 0.0);
-        let frequencies = self.graph.constant(&name, &frequencies)?;
+        let (frequencies, factor) =
+            rope_frequencies(&mut self.graph, &self.config.ropes, layer, [rotary_dim, head_dim], context)?;
         // Of a sentence that is seen at once nobody wants a layer's keys and values later.
-        let takes_whole = self.sentence.is_some_and(|sentence| self.config.takes_whole(sentence));
+        let takes_whole = self.sentence.is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional));
         let cache_of = |graph: &mut KernelGraph| {
             let mut of = |which: &str| {
                 let name = format!("{prefix}.{which}_cache");
@@ -316,7 +331,7 @@ impl<'a> Decoder<'a> {
             };
             Ok([of("k")?, of("v")?])
         };
-        let (factor, eps) = (rope.factor() as f32, rms_norm_eps as f32);
+        let eps = rms_norm_eps as f32;
         let args = RopeArgs { q, k, v, norms, frequencies, turned_pairs: rotary_dim / 2, factor, eps };
         let scale = self.config.attention_scale as f32;
         let mask = match (self.config.is_bidirectional, self.config.windows[layer]) {
@@ -331,13 +346,6 @@ impl<'a> Decoder<'a> {
         let cache = cache_of(&mut self.graph)?;
         self.graph.rope(&format!("{prefix}.rope"), args, cache)?;
         Ok(self.graph.attention(&format!("{prefix}.attention"), q, cache, scale, mask)?)
-    }
-
-    /// How layer `layer` turns queries and keys, and the first layer that does it so.
-    fn rope_of(&self, layer: usize) -> (&'a Rope, usize) {
-        let ropes = &self.config.ropes;
-        let alike = ropes.iter().position(|rope| *rope == ropes[layer]).unwrap_or(layer);
-        (&ropes[layer], alike)
     }
 
     /// attended . o_proj^T (+ x).
@@ -426,10 +434,9 @@ impl<'a> Decoder<'a> {
     /// `[1, dim]` f32.
     pub fn finish(mut self, x: TensorId) -> Result<KernelGraph, BuildError> {
         if let Some(sentence) = self.sentence {
-            let is_last = sentence.pooling == Pooling::LastToken;
-            let x = if is_last { self.graph.select_row("last_row", x)? } else { x };
+            let x = embedding::pooled_rows(&mut self.graph, sentence, x)?;
             let h = self.norm("model.norm", x)?;
-            super::embedding::finish(&mut self.graph, &self.weights, sentence, h)?;
+            embedding::finish(&mut self.graph, &self.weights, sentence, h)?;
             return Ok(self.graph);
         }
         if self.head != Head::AllLogits {

@@ -6,8 +6,19 @@ use crate::graph::kernel::{KernelGraph, Pooled};
 use crate::graph::tensor::TensorId;
 use perpetua_device::kernels::linear::Activation;
 
-/// Adds to `graph`, whose rows' vectors are `x`, `[rows, hidden]`, or of a model that pools the last one that row alone, what `sentence` says is
-/// done with them. Output `embedding`: `[1, dim]` f32.
+/// Of the rows of `x`, `[rows, hidden]`, those that `sentence` pools: the last one where it is that, else all.
+pub(super) fn pooled_rows(
+    graph: &mut KernelGraph,
+    sentence: &SentenceConfig,
+    x: TensorId,
+) -> Result<TensorId, BuildError> {
+    match sentence.pooling {
+        Pooling::LastToken => Ok(graph.select_row("last_row", x)?),
+        Pooling::Mean | Pooling::Cls => Ok(x),
+    }
+}
+
+/// Adds to `graph` what `sentence` says is done with the vectors `x` of its [`pooled_rows`]. Output `embedding`: `[1, dim]` f32.
 pub(super) fn finish(
     graph: &mut KernelGraph,
     weights: &Declared<'_>,

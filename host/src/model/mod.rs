@@ -178,11 +178,7 @@ impl ModelFolder {
 
     /// Whether it is a sentence model that wants a sentence in one pass, and not in as many as it takes.
     pub fn takes_whole(&self) -> bool {
-        match (&self.config, &self.sentence) {
-            (_, None) => false,
-            (ModelConfig::Decoder(config), Some(sentence)) => config.takes_whole(sentence),
-            (ModelConfig::Bert(_) | ModelConfig::ModernBert(_), Some(_)) => true,
-        }
+        self.sentence.as_ref().is_some_and(|sentence| sentence.takes_whole(self.config.is_bidirectional()))
     }
 
     /// Where a generation ends.

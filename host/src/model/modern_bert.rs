@@ -1,9 +1,9 @@
 //! ModernBERT: norms before attention and MLP, queries and keys turned by their positions, windows in most layers, gated MLPs; then pooling.
 
 use super::config::ModernBertConfig;
-use super::decoder::BuildError;
+use super::decoder::{BuildError, rope_frequencies};
 use super::embedding;
-use super::sentence::{Pooling, SentenceConfig};
+use super::sentence::SentenceConfig;
 use super::weights::Weights;
 use crate::graph::kernel::{EmbeddingArgs, KernelGraph, Mask, RopeArgs};
 use crate::graph::tensor::TensorId;
@@ -42,9 +42,7 @@ pub fn build(
         let gated = net.gate(layer, h)?;
         x = net.linear(&format!("layers.{layer}.mlp.Wo"), gated, config.hidden_size, config.mlp_bias, x)?;
     }
-    if sentence.pooling == Pooling::LastToken {
-        x = net.graph.select_row("last_row", x)?;
-    }
+    let x = embedding::pooled_rows(&mut net.graph, sentence, x)?;
     let h = net.norm("final_norm", x)?;
     embedding::finish(&mut net.graph, &weights.into(), sentence, h)?;
     Ok(net.graph)
@@ -116,18 +114,16 @@ impl Encoder<'_> {
         let q = self.graph.reshape(q, &[rows, n_heads, 1, head_dim])?;
         let k = self.graph.reshape(k, &[rows, n_heads, head_dim])?;
         let v = self.graph.reshape(v, &[rows, n_heads, head_dim])?;
-        let ropes = &self.config.ropes;
-        let alike = ropes.iter().position(|rope| *rope == ropes[layer]).unwrap_or(layer);
-        let frequencies = ropes[layer].inverse_frequencies(head_dim, self.context);
-        let frequencies = self.graph.constant(&format!("rope_frequencies.{alike}"), &frequencies)?;
-        let (factor, eps) = (ropes[layer].factor() as f32, norm_eps as f32);
+        let (frequencies, factor) =
+            rope_frequencies(&mut self.graph, &self.config.ropes, layer, [head_dim; 2], self.context)?;
+        let eps = norm_eps as f32;
         let args = RopeArgs { q, k, v, norms: None, frequencies, turned_pairs: head_dim / 2, factor, eps };
         let mut made =
             |which: &str| self.graph.passing(&format!("{name}.{which}"), &[n_heads, rows, head_dim], self.dtype);
         let cache = [made("keys")?, made("values")?];
         self.graph.rope(&format!("{name}.rope"), args, cache)?;
         let mask = self.config.windows[layer].map_or(Mask::Bidirectional, Mask::Around);
-        let scale = f64::from(1.0 / (head_dim as f32).sqrt()) as f32;
+        let scale = 1.0 / (head_dim as f32).sqrt();
         Ok(self.graph.attention(&format!("{name}.attention"), q, cache, scale, mask)?)
     }
 

@@ -325,6 +325,12 @@ impl SentenceConfig {
         Ok(prompt)
     }
 
+    /// Whether a sentence is to be read in one pass: what is done with its tokens' vectors wants more than the last one's, or each depends on all
+    /// tokens.
+    pub fn takes_whole(&self, is_bidirectional: bool) -> bool {
+        is_bidirectional || self.pooling != Pooling::LastToken
+    }
+
     /// The text as the tokenizer is to see it, as a `prompt`, one of [`SentenceConfig::prompts`] by its name; `None`: the default one.
     ///
     /// # Errors

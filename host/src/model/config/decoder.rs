@@ -12,7 +12,6 @@ use super::{
 };
 use crate::model::error::ModelError;
 use crate::model::json::Fields;
-use crate::model::sentence::{Pooling, SentenceConfig};
 
 /// A network that predicts the next token.
 #[derive(Clone, Debug, PartialEq)]
@@ -88,11 +87,6 @@ impl DecoderConfig {
     /// The experts of layer `layer`, if it has some.
     pub fn experts_of(&self, layer: usize) -> Option<&Experts> {
         self.experts.as_ref().filter(|experts| experts.layers[layer])
-    }
-
-    /// Whether what `sentence` says is done with its rows' vectors wants all of them in one pass.
-    pub fn takes_whole(&self, sentence: &SentenceConfig) -> bool {
-        self.is_bidirectional || sentence.pooling != Pooling::LastToken
     }
 }
 
