@@ -506,6 +506,11 @@ mod tests {
         ] {
             assert_eq!(open(name, change, pooling).takes_whole(), expected, "{name}, {change}, {pooling}");
         }
+        let config = fs::read_to_string(fixture("tiny-embedding").join("config.json")).expect("a file");
+        let config = config.replacen('{', "{\"use_bidirectional_attention\": true,", 1);
+        fs::write(dir.path().join("config.json"), config).expect("a file");
+        let message = ModelFolder::open(dir.path()).expect_err("Gemma's").to_string();
+        assert!(message.contains("use_bidirectional_attention: true is not supported"), "{message}");
         let bare = open("tiny-embedding", "\"is_causal\": false,", "mean");
         fs::remove_file(dir.path().join("modules.json")).expect("there");
         let text = ModelFolder::open(bare.dir()).expect("a model");

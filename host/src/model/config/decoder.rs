@@ -178,7 +178,10 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
     let added = of_granite("residual_multiplier")?;
     let rms_norm_eps = fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
     // Gemma's windows reach as far to both sides together, others' to each.
-    let sees_all = is_gemma && fields.flag("use_bidirectional_attention")?.unwrap_or(false);
+    let sees_all = fields.flag("use_bidirectional_attention")?.unwrap_or(false);
+    if sees_all && !is_gemma {
+        return Err(fields.unsupported("use_bidirectional_attention", "false for this architecture"));
+    }
     let is_bidirectional = sees_all || fields.flag("is_causal")? == Some(false);
     let mut windows = windows(fields, architecture, &layers, max_position_embeddings)?;
     if sees_all {
