@@ -56,6 +56,8 @@ pub struct Request {
     pub top_k: u32,
     /// Seed of the draws, low and high word.
     pub seed: [u32; 2],
+    /// f32 bits, above 0: what makes tokens that the text has already less likely, or, below 1, more; 1 changes nothing.
+    pub repetition_penalty: u32,
     /// Which of [`Control::stop_tokens`] end it: bit `i` stands for number `i`.
     pub stops: u32,
 }
@@ -63,7 +65,15 @@ pub struct Request {
 impl Request {
     /// The likeliest tokens, at most so many, whatever they are.
     pub const fn greedy(max_new_tokens: u32) -> Request {
-        Request { max_new_tokens, temperature: 0, top_p: 1.0f32.to_bits(), top_k: 0, seed: [0; 2], stops: 0 }
+        Request {
+            max_new_tokens,
+            temperature: 0,
+            top_p: 1.0f32.to_bits(),
+            top_k: 0,
+            seed: [0; 2],
+            repetition_penalty: 1.0f32.to_bits(),
+            stops: 0,
+        }
     }
 }
 

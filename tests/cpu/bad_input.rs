@@ -326,8 +326,8 @@ fn what_is_not_applied_of_generation_config_is_said() {
         assert!(output.status.success());
         String::from_utf8(output.stderr).unwrap()
     };
-    let line = "perpetua: not applied of generation_config.json: repetition_penalty 1.05, no_repeat_ngram_size 3";
-    let asked = r#"{"no_repeat_ngram_size": 3, "repetition_penalty": 1.05, "temperature": 0.7, "eos_token_id": 2}"#;
+    let line = "perpetua: not applied of generation_config.json: no_repeat_ngram_size 3, min_length 9";
+    let asked = r#"{"no_repeat_ngram_size": 3, "repetition_penalty": 1.05, "min_length": 9, "temperature": 0.7}"#;
     assert_eq!(said(asked).lines().next(), Some(line));
     assert!(!said(r#"{"repetition_penalty": 1.0, "min_length": 0}"#).contains("not applied"));
 }

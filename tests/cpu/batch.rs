@@ -124,6 +124,7 @@ fn draws_go_together(model: &Model) {
     prompts.push(prompts[0].clone());
     let options =
         GenerateOptions { temperature: 3.0, top_k: 40, top_p: 0.9, seed: u64::from(u32::MAX) - 1, ..options(16) };
+    let options = GenerateOptions { repetition_penalty: Some(1.4), ..options };
     let expected = alone(&mut Engine::new(model, &config(Device::Cpu, 2, None)).unwrap(), &prompts, &options);
     let mut engine = Engine::new(model, &config(Device::Cpu, 3, Some(3))).unwrap();
     let (made, _) = together(&mut engine, &prompts, &options);

@@ -99,6 +99,24 @@ fn draws_are_the_same(model: &Model) {
     }
 }
 
+/// Each row knows what the rows before it have read, guesses too. Below 1 texts repeat themselves, so that guesses are right. (What penalties do:
+/// `models::tokens_that_are_there_already_are_penalised`.)
+#[test]
+fn penalties_are_those_without() {
+    let model = fixture("tiny-qwen2");
+    let prompt = prompt(&model, 20);
+    for (device, n) in [(Device::Cpu, 40), (Device::Reference, 12)] {
+        for penalty in [0.8, 1.1, 1.3] {
+            let penalised = GenerateOptions { repetition_penalty: Some(penalty), ..options(n) };
+            let plain = made(&mut engine(&model, device, 2, None), &prompt, &penalised);
+            assert!(
+                made(&mut engine(&model, device, 2, Some(4)), &prompt, &penalised) == plain,
+                "{device:?}, {penalty}"
+            );
+        }
+    }
+}
+
 #[test]
 fn the_reference_verifies_too() {
     let model = fixture("tiny-qwen3");

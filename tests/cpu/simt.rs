@@ -469,7 +469,8 @@ fn the_token_loop_runs_inside_the_kernel() {
     };
     let greedy = GenerateOptions { max_new_tokens: 4, stop_tokens: Some(Vec::new()), ..GenerateOptions::default() };
     assert_eq!(make(Device::Simt, 3, &greedy), make(Device::Cpu, 2, &greedy));
-    let drawn = GenerateOptions { temperature: 0.8, top_p: 0.9, top_k: 20, seed: 9, ..greedy };
+    let repetition_penalty = Some(1.2);
+    let drawn = GenerateOptions { temperature: 0.8, top_p: 0.9, top_k: 20, seed: 9, repetition_penalty, ..greedy };
     assert_eq!(make(Device::Simt, 2, &drawn), make(Device::Cpu, 2, &drawn));
 }
 

@@ -282,6 +282,17 @@ pub(crate) mod shared {
         unsafe { backend::shared_store(at, value) }
     }
 
+    /// Sets those bits of word `at`; which it had before. Of neighbouring threads that do so none is lost.
+    ///
+    /// # Safety
+    /// `at < WORDS`; the word has been [stored](store), and other threads do nothing else with it between the barriers around this call.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn or(at: u32, bits: u32) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { backend::shared_or(at, bits) }
+    }
+
     /// `N` words from word `at` on that stay as they are while a task runs: of those that are not looked at none is loaded, and
     /// none twice.
     ///

@@ -552,6 +552,19 @@ pub(super) unsafe fn shared_store(at: u32, value: u32) {
 }
 
 #[inline(always)]
+pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
+    let was;
+    // SAFETY: the caller promises a word of `perpetua_shared`.
+    unsafe {
+        asm!(
+            "atom.relaxed.cta.shared.or.b32 {}, [{}], {};",
+            out(reg32) was, in(reg32) shared_address(at), in(reg32) bits, options(nostack)
+        );
+    }
+    was
+}
+
+#[inline(always)]
 fn shared_address(at: u32) -> u32 {
     let base: u32;
     // SAFETY: takes an address.

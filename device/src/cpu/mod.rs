@@ -32,6 +32,8 @@ pub struct Scratch {
     pub floats: Vec<f32>,
     /// Candidates of the sampler.
     pub candidates: Vec<(f32, u32)>,
+    /// A bit for each token, which the sampler sets of those that the text has.
+    pub(crate) seen: Vec<u32>,
     /// Rows that go to experts, and what these read and write of them, one after the other.
     pub(crate) routes: Vec<Route>,
     /// See above.

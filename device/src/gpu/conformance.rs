@@ -1423,6 +1423,8 @@ fn sample(random: &mut Random, round: usize) {
     request.top_k = if random.flip() { 0 } else { random.one_to(n + 3) };
     request.top_p = if random.flip() { 1.0f32 } else { 0.05 + random.below(90) as f32 / 100.0 }.to_bits();
     request.seed = [random.next() as u32, random.next() as u32];
+    request.repetition_penalty =
+        if round.is_multiple_of(3) { 1.0f32 } else { 0.6 + random.below(12) as f32 / 8.0 }.to_bits();
     let mut case = Case::new::<Sample>(sample::Params {});
     let mut logits = Vec::new();
     case.push(random, DType::F32, &[1, n], |random| {
@@ -1448,9 +1450,16 @@ fn sample(random: &mut Random, round: usize) {
         if i - 1 == at { best.1 as f32 } else { -1.0 }
     });
     push_control(&mut case, random, &control);
-    // The buffer, or the token alone.
-    let tokens = if random.flip() { 20 } else { 1 };
-    case.push(random, DType::I32, &[tokens], |_| 99.0);
+    // The buffer, or the token alone and the buffer; some tokens twice.
+    let text =
+        |case: &mut Case, random: &mut Random| case.push(random, DType::I32, &[20], |random| random.below(n) as f32);
+    if random.flip() {
+        text(&mut case, random);
+        case.absent();
+    } else {
+        case.push(random, DType::I32, &[1], |_| 99.0);
+        text(&mut case, random);
+    }
     case.step.first_pos = random.below(8);
     case.step.rows = random.one_to(8);
     case.judge("sample");

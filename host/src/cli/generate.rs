@@ -49,6 +49,9 @@ pub(super) struct Choice {
     /// Seed of the draws.
     #[arg(long, value_name = "S", default_value_t = 0, allow_negative_numbers = true)]
     seed: u64,
+    /// Divide the logits of tokens that are there already, the prompt's too, by P (multiply those below 0); 1 does nothing [default: the model's]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    repetition_penalty: Option<f32>,
     /// Guess up to N tokens from where the text repeats itself or its prompt, and verify them in one pass: the same text in less time where it
     /// does (on a GPU but for rounding).
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
@@ -64,6 +67,7 @@ impl Choice {
             top_p: self.top_p,
             top_k: self.top_k,
             seed: self.seed,
+            repetition_penalty: self.repetition_penalty,
             ..GenerateOptions::default()
         }
     }

@@ -32,7 +32,7 @@ use crate::exec::cuda::CudaNewError;
 use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
 use crate::exec::{RunError, cuda, threads};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
-use crate::model::{self, ModelConfig, ModelError, ModelFolder, Quantize, Quantized};
+use crate::model::{self, ModelConfig, ModelError, ModelFolder, PENALTIES, Quantize, Quantized, is_penalty};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request};
 use perpetua_shared::image::{EVERY_SEQUENCE, VERIFIES};
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES, MAX_STOP_TOKENS};
@@ -283,6 +283,9 @@ pub struct GenerateOptions {
     pub top_k: usize,
     /// Seed of the draws.
     pub seed: u64,
+    /// What the logits of tokens that prompt and text have already are divided by, or multiplied with where they are below 0, before all else; 1: nothing
+    /// is done. `None`: that of the model's generation_config.json, as `transformers` takes it, even where the likeliest token is.
+    pub repetition_penalty: Option<f32>,
     /// Token ids that end the text; `None`: those of the model's generation_config.json.
     pub stop_tokens: Option<Vec<u32>>,
     /// Do not read again what the prompt begins with if the generation before, of this engine, has read or made the same: the next turn of a
@@ -320,6 +323,7 @@ impl Default for GenerateOptions {
             top_p: 1.0,
             top_k: 0,
             seed: 0,
+            repetition_penalty: None,
             stop_tokens: None,
             reuse_prefix: false,
             max_time: None,
@@ -339,6 +343,9 @@ impl GenerateOptions {
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return Err(EngineError::option("top-p", self.top_p, "a number above 0, at most 1"));
+        }
+        if let Some(penalty) = self.repetition_penalty.filter(|penalty| !is_penalty(*penalty)) {
+            return Err(EngineError::option("repetition penalty", penalty, PENALTIES));
         }
         Ok(())
     }
@@ -366,6 +373,7 @@ fn request(model: &Model, options: &GenerateOptions) -> Result<(Request, Vec<u32
         top_p: options.top_p.to_bits(),
         top_k: options.top_k.min(u32::MAX as usize) as u32,
         seed: [options.seed as u32, (options.seed >> 32) as u32],
+        repetition_penalty: options.repetition_penalty.unwrap_or(model.generation().repetition_penalty).to_bits(),
         stops: (1 << stop.len()) - 1,
     };
     Ok((request, stop.clone()))

@@ -662,8 +662,19 @@ impl KernelGraph {
     }
 
     /// Chooses the next token from `logits` `[1, vocab]` and appends it to `tokens`: greedy or by the control block's
-    /// temperature, top-k and top-p. The scan for the largest logit is cut into blocks.
+    /// temperature, top-k and top-p, after its repetition penalty. The scan for the largest logit is cut into blocks.
     pub fn sample(&mut self, name: &str, logits: TensorId, tokens: TensorId) -> Result<(), GraphError> {
+        self.choose(name, logits, tokens, None)
+    }
+
+    /// [`KernelGraph::sample`]; `tokens` may be for that token alone where `text` has those before it.
+    fn choose(
+        &mut self,
+        name: &str,
+        logits: TensorId,
+        tokens: TensorId,
+        text: Option<TensorId>,
+    ) -> Result<(), GraphError> {
         let [_, vocab] = self.matrix(name, "logits", logits)?;
         let blocks = vocab.div_ceil(4096).clamp(1, 64);
         let values = self.intermediate("argmax_values", &[blocks], DType::F32)?;
@@ -677,7 +688,7 @@ impl KernelGraph {
             vec![cut],
         )?;
         let control = self.control()?;
-        let slots = vec![Some(logits), Some(values), Some(indices), Some(control), Some(tokens)];
+        let slots = vec![Some(logits), Some(values), Some(indices), Some(control), Some(tokens), text];
         self.add::<kernels::Sample>(name, &kernels::sample::Params {}, slots, Vec::new())?;
         Ok(())
     }
@@ -694,19 +705,20 @@ impl KernelGraph {
     }
 
     /// [`KernelGraph::sample`] from each row of `logits` `[rows, vocab]` in a pass that verifies drafts: for `advance`, which knows how many of
-    /// them count.
-    pub fn sample_rows(&mut self, name: &str, logits: TensorId) -> Result<(), GraphError> {
+    /// them count. `max_context`: see [`KernelGraph::tokens`].
+    pub fn sample_rows(&mut self, name: &str, logits: TensorId, max_context: usize) -> Result<(), GraphError> {
         let [rows, vocab] = self.matrix(name, "logits", logits)?;
         if self.pass != Pass::Verify || rows > MAX_DRAFTS + 1 {
             let what =
                 format!("{rows} rows in a pass of kind {:?}, expected at most {} of drafts", self.pass, MAX_DRAFTS + 1);
             return Err(GraphError::Operator { op: name.to_owned(), what });
         }
+        let text = self.tokens(max_context)?;
         let chosen = self.intermediate("chosen", &[rows], DType::I32)?;
         for row in 0..rows {
             self.part = TaskFlags::of_row(row);
             let (logits, chosen) = (self.row(logits, row, &[1, vocab])?, self.row(chosen, row, &[1])?);
-            self.sample(&format!("{name}.{row}"), logits, chosen)?;
+            self.choose(&format!("{name}.{row}"), logits, chosen, Some(text))?;
         }
         (self.part, self.chosen) = (0, Some(chosen));
         Ok(())

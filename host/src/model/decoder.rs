@@ -456,7 +456,7 @@ impl<'a> Decoder<'a> {
                 self.graph.sample("sample", logits, tokens)?;
             }
             Head::SampleEach => self.graph.sample_each("sample", logits, self.cache.context)?,
-            Head::Verify => self.graph.sample_rows("sample", logits)?,
+            Head::Verify => self.graph.sample_rows("sample", logits, self.cache.context)?,
             Head::AllLogits => {}
         }
         Ok(self.graph)

@@ -1,8 +1,8 @@
-//! generation_config.json: where to stop.
+//! generation_config.json: where to stop, and how not to repeat oneself.
 //!
 //! Temperature and the like in this file are the publisher's taste, not part of the model, and are not taken: decoding
-//! is greedy unless the caller asks otherwise. What would change greedy decoding and is not done is kept by name, to be
-//! said aloud.
+//! is greedy unless the caller asks otherwise. What changes greedy decoding is taken, or, where that is not done, kept by
+//! name, to be said aloud.
 
 use std::path::Path;
 
@@ -11,18 +11,19 @@ use serde_json::{Map, Value};
 use super::error::ModelError;
 use super::json::{Fields, brief, read_value};
 
-/// How a generation ends.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// How a generation goes on and ends.
+#[derive(Clone, Debug, PartialEq)]
 pub struct GenerationConfig {
     /// Any of these ids ends the text; it is not part of the text itself. May be empty.
     pub eos_token_ids: Vec<u32>,
+    /// What tokens that are there already are penalised by, above 0; 1: by nothing.
+    pub repetition_penalty: f32,
     /// What the file asks for beyond that and would change the text, as its keys and values: none of it is applied.
     pub not_applied: Vec<(String, String)>,
 }
 
 /// Keys that change which token is the likeliest, or where the text ends, with the number that changes nothing.
-const CHANGES: [(&str, f64); 16] = [
-    ("repetition_penalty", 1.0),
+const CHANGES: [(&str, f64); 15] = [
     ("encoder_repetition_penalty", 1.0),
     ("no_repeat_ngram_size", 0.0),
     ("encoder_no_repeat_ngram_size", 0.0),
@@ -52,8 +53,23 @@ impl GenerationConfig {
             Some(ids) => ids,
             None => eos(&Fields::new(config_path, config)?)?.unwrap_or_default(),
         };
-        Ok(GenerationConfig { eos_token_ids, not_applied: not_applied(&fields) })
+        let repetition_penalty = penalty(&fields)?;
+        Ok(GenerationConfig { eos_token_ids, repetition_penalty, not_applied: not_applied(&fields) })
     }
+}
+
+/// Whether tokens can be penalised by that.
+pub(crate) fn is_penalty(penalty: f32) -> bool {
+    penalty > 0.0 && penalty.is_finite()
+}
+
+/// What else was expected.
+pub(crate) const PENALTIES: &str = "a number above 0 (1: none)";
+
+fn penalty(fields: &Fields<'_>) -> Result<f32, ModelError> {
+    let Some(value) = fields.get("repetition_penalty") else { return Ok(1.0) };
+    let penalty = value.as_f64().map(|penalty| penalty as f32).filter(|penalty| is_penalty(*penalty));
+    penalty.ok_or_else(|| fields.wrong("repetition_penalty", PENALTIES))
 }
 
 fn not_applied(fields: &Fields<'_>) -> Vec<(String, String)> {
@@ -115,13 +131,12 @@ mod tests {
             let config = GenerationConfig::open(dir.path(), Path::new("config.json"), &json!({})).expect("valid");
             config.not_applied.into_iter().map(|(key, value)| format!("{key} {value}")).collect::<Vec<_>>()
         };
-        let nothing = json!({"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_length": 0, "suppress_tokens": [],
+        let nothing = json!({"repetition_penalty": 1.05, "no_repeat_ngram_size": 0, "min_length": 0, "suppress_tokens": [],
                              "bad_words_ids": null, "num_beams": 1, "temperature": 0.6, "do_sample": true, "use_cache": true});
         assert_eq!(of(nothing), [""; 0]);
         let all = json!({"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "min_new_tokens": 2, "suppress_tokens": [1],
                          "forced_eos_token_id": 0, "stop_strings": "x"});
         let expected = [
-            "repetition_penalty 1.05",
             "no_repeat_ngram_size 3",
             "suppress_tokens [1]",
             "min_new_tokens 2",
@@ -129,6 +144,23 @@ mod tests {
             "forced_eos_token_id 0",
         ];
         assert_eq!(of(all), expected);
+    }
+
+    #[test]
+    fn a_repetition_penalty_is_a_number_above_zero() {
+        let of = |value: Value| {
+            let dir = tempfile::tempdir().expect("a temporary folder");
+            std::fs::write(dir.path().join("generation_config.json"), value.to_string()).expect("a file in it");
+            let config = GenerationConfig::open(dir.path(), Path::new("config.json"), &json!({}));
+            config.map(|config| config.repetition_penalty).map_err(|error| error.to_string())
+        };
+        assert_eq!(of(json!({})), Ok(1.0));
+        assert_eq!(of(json!({"repetition_penalty": null})), Ok(1.0));
+        assert_eq!(of(json!({"repetition_penalty": 1.05})), Ok(1.05));
+        for wrong in [json!(0), json!(-1.0), json!("1.1"), json!(1e300)] {
+            let message = of(json!({"repetition_penalty": wrong})).expect_err("not a penalty");
+            assert!(message.contains("repetition_penalty") && message.contains(PENALTIES), "{message}");
+        }
     }
 
     #[test]

@@ -45,6 +45,7 @@ pub use config::{
 pub use error::ModelError;
 use factors::Factors;
 pub use generation::GenerationConfig;
+pub(crate) use generation::{PENALTIES, is_penalty};
 pub use layout::{Role, TensorSpec};
 pub use quantize::{Quantize, Quantized};
 pub use sentence::{Dense, Pooling, SentenceConfig};

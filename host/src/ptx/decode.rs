@@ -69,6 +69,7 @@ pub(super) enum Atomic {
     /// Of f32, of each of several neighbours.
     AddFloats,
     CompareSwap,
+    Or,
 }
 
 /// What an instruction does.
@@ -668,6 +669,7 @@ impl<'a> Decoder<'a> {
                 "v4" => n = 4,
                 "add" => function = Some(Atomic::Add),
                 "cas" => function = Some(Atomic::CompareSwap),
+                "or" => function = Some(Atomic::Or),
                 "b8" | "u8" | "b16" | "u16" | "b32" | "u32" | "b64" | "u64" | "f32" | "f64" => {}
                 _ => return Err(format!("`.{word}` is not understood")),
             }
@@ -708,6 +710,7 @@ impl<'a> Decoder<'a> {
                 let is_whole = match atomic {
                     Atomic::AddFloats => d.is_none() && values.len() == n,
                     Atomic::Add => values.len() == 1 && n == 1,
+                    Atomic::Or => values.len() == 1 && n == 1 && !is_float,
                     Atomic::CompareSwap => values.len() == 2 && n == 1 && !is_float,
                 };
                 if !is_whole {

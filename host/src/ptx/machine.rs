@@ -1106,6 +1106,7 @@ impl Machine<'_> {
                 Atomic::Add => before[lane].wrapping_add(value(0)),
                 Atomic::CompareSwap if before[lane] == value(0) => value(1),
                 Atomic::CompareSwap => before[lane],
+                Atomic::Or => before[lane] | value(0),
                 Atomic::AddFloats => unreachable!("done above"),
             };
             self.write(b, at.space, addresses[lane], &after.to_le_bytes()[..bytes])?;

@@ -744,6 +744,8 @@ const POISON: u128 = 0x7fc0_dead_7fc0_dead_7fc0_dead_7fc0_dead;
 pub(super) struct Shared {
     words: Vec<u32>,
     cells: Vec<Cell>,
+    /// Per word, whether bits have been set in it since it was stored: then it is for nothing else.
+    are_bits: Vec<bool>,
     /// Per word and warp, who read it last.
     reads: Vec<Epoch>,
     /// Sixteen bytes each.
@@ -778,6 +780,7 @@ impl Shared {
         Shared {
             words: vec![0x7fc0_dead; words as usize],
             cells: vec![Cell::default(); words as usize],
+            are_bits: vec![false; words as usize],
             reads: vec![Epoch::default(); (words * warps) as usize],
             tiles: vec![POISON; n],
             tile_cells: vec![Cell::default(); n],
@@ -980,6 +983,9 @@ impl Shared {
         if store.is_none() && cell.write.time == 0 {
             return Err((Wrong::Poison, format!("a read of shared word {at}, which this task has not written")));
         }
+        if store.is_none() && self.are_bits[at as usize] {
+            return Err((Wrong::Race, format!("a read of shared word {at}, of which threads set bits")));
+        }
         let reads = &mut self.reads[at as usize * self.warps..][..self.warps];
         let judged = match store {
             Some(_) => order.touch_write(cell, reads, thread),
@@ -992,7 +998,20 @@ impl Shared {
         })?;
         if let Some(value) = store {
             self.words[at as usize] = value;
+            self.are_bits[at as usize] = false;
         }
         Ok(self.words[at as usize])
+    }
+
+    /// Judges that `thread` sets `bits` of word `at`, an atomic: as a read, since others may do so at once, but nobody store to the word. What it
+    /// was before.
+    pub(super) fn or(&mut self, order: &mut Order, thread: u32, at: u32, bits: u32) -> Result<u32, (Wrong, String)> {
+        if let Some(are_bits) = self.are_bits.get_mut(at as usize) {
+            *are_bits = false;
+        }
+        let was = self.touch(order, thread, at, None)?;
+        self.words[at as usize] |= bits;
+        self.are_bits[at as usize] = true;
+        Ok(was)
     }
 }

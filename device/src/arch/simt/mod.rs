@@ -416,6 +416,12 @@ pub(super) unsafe fn shared_store(at: u32, value: u32) {
     demand(with(|world| world.shared(at, Some(value), caller)));
 }
 
+#[track_caller]
+pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
+    let caller = Location::caller();
+    demand(with(|world| world.shared_or(at, bits, caller)))
+}
+
 /// Judges an access of `bytes` bytes.
 #[track_caller]
 fn touch(address: usize, bytes: usize, align: usize, kind: Touch) {

@@ -1324,6 +1324,19 @@ impl World {
         judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
     }
 
+    /// Judges that the current thread sets bits of a word of shared memory; gives what it was.
+    pub(super) fn shared_or(
+        &mut self,
+        word: u32,
+        bits: u32,
+        at: &'static Location<'static>,
+    ) -> Result<u32, Box<SimtError>> {
+        let block = self.block_idx() as usize;
+        let thread = self.ordinal();
+        let judged = self.blocks[block].shared.or(&mut self.order, thread, word, bits);
+        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
+    }
+
     /// The current thread has read `word` with relaxed order.
     pub(super) fn polled(&mut self, word: usize) {
         let polled = &mut self.threads[self.current as usize].polled;

@@ -22,17 +22,26 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
             (call.tensor(slot::LOGITS), call.tensor(slot::CONTROL), call.tensor(slot::TOKENS));
         let (values, indices) = (call.tensor(slot::VALUES), call.tensor(slot::INDICES));
         let position = call.first_pos() + call.pass_rows();
+        let word = |offset: usize| control.get_word(offset as u32 / 4);
+        let sequence = call.sequence();
+        let penalty = f32::from_bits(word(request!(repetition_penalty of sequence)));
         let mut best = Candidate::NONE;
-        for at in block.mine(values.extent(0)) {
-            // A part whose logits are all NaN gives the index -1, which is the largest there is.
-            best = best.better(Candidate { value: values.get([at]), index: indices.get_word(at) });
+        if penalty == NO_PENALTY {
+            for at in block.mine(values.extent(0)) {
+                // A part whose logits are all NaN gives the index -1, which is the largest there is.
+                best = best.better(Candidate { value: values.get([at]), index: indices.get_word(at) });
+            }
+        } else {
+            let text = call.tensor(slot::TEXT);
+            penalise(&logits, if text.is_present() { &text } else { &tokens }, position, penalty, block);
+            for index in block.mine(logits.extent(1)) {
+                best = best.better(Candidate { value: logits.get([0, index]), index });
+            }
         }
         let best = block.best(best);
         if best.index == u32::MAX {
             return Err(call.fault(FaultCode::NotANumber, position, 0, 0));
         }
-        let word = |offset: usize| control.get_word(offset as u32 / 4);
-        let sequence = call.sequence();
         let temperature = f32::from_bits(word(request!(temperature of sequence)));
         let mut token = best.index;
         if temperature > 0.0 {
@@ -49,6 +58,45 @@ pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(
         }
     }
     Ok(())
+}
+
+/// Words of shared memory for tokens that the text has, a bit each: of so many at once.
+const SEEN_WORDS: u32 = 4096;
+const SEEN: u32 = FREE_SHARED;
+
+const _: () = assert!(SEEN + SEEN_WORDS <= shared::KEPT, "the tokens' bits have room");
+
+/// See [`penalise`](super::penalise): of the first `n` tokens of `text`.
+///
+/// # Safety
+/// Every thread of the block makes this same call; `logits` is a row of f32, and nobody else touches it.
+#[inline(always)]
+unsafe fn penalise(logits: &Tensor, text: &Tensor, n: u32, penalty: f32, block: &Block) {
+    let vocab = logits.extent(1);
+    let mut first = 0;
+    // SAFETY: words and bits are below their numbers. A logit is that thread's to change which set its token's bit, and all of them are
+    // changed behind one barrier and before another.
+    unsafe {
+        while first < vocab {
+            let here = (vocab - first).min(32 * SEEN_WORDS);
+            for at in block.mine(here.div_ceil(32)) {
+                shared::store(SEEN + at, 0);
+            }
+            block.sync();
+            for at in block.mine(n) {
+                let token = text.get_word(at).wrapping_sub(first);
+                if token < here {
+                    let bit = 1 << (token % 32);
+                    if shared::or(SEEN + token / 32, bit) & bit == 0 {
+                        let at = [0, first + token];
+                        logits.set(at, penalised(logits.get(at), penalty));
+                    }
+                }
+            }
+            block.sync();
+            first += here;
+        }
+    }
 }
 
 struct Draw<'a> {

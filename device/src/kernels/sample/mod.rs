@@ -1,16 +1,33 @@
 //! tokens[first_pos + rows] = the next token: the argmax of the partial results at temperature 0, else a draw from
 //! softmax(logits / temperature) cut to the top k and then to the smallest set of mass top p (the order `transformers`
 //! applies them in). logits: [1, vocab] f32; values, indices: [blocks]; control: the control block; tokens: [capacity] i32, or [1], where
-//! the token alone is wanted.
+//! the token alone is wanted; text: [capacity] i32, the tokens before it, where they are not in `tokens`.
+//!
+//! Before that, where a repetition penalty is asked for, the logits of all tokens that the text has already are [penalised] where they stand, each
+//! once; then the partial results do not count. (Keskar et al. 2019, CTRL, as `transformers` has it: the prompt's tokens, too.)
 //!
 //! The draw is a function of seed and position alone, so a run can be repeated on any executor. Each sequence of a batch has a
 //! [`Request`] of its own.
 
 use super::*;
 mod gpu;
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::{
+    cpu::{rows::Row, rowwise::Largest},
+    io::Tensor,
+};
 use perpetua_shared::control::{Control, Request};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::{DType, FaultCode};
+
+/// A repetition penalty that changes nothing.
+const NO_PENALTY: f32 = 1.0;
+
+/// The logit of a token that the text has already.
+#[inline(always)]
+fn penalised(logit: f32, penalty: f32) -> f32 {
+    if logit < 0.0 { logit * penalty } else { logit / penalty }
+}
 
 /// See the module head.
 #[derive(Debug)]
@@ -41,11 +58,12 @@ macro_rules! request {
 use request;
 
 slots! {
-    LOGITS: read "logits",
+    LOGITS: update "logits",
     VALUES: read "values",
     INDICES: read "indices",
     CONTROL: read "control",
     TOKENS: update "tokens",
+    TEXT: optional "text",
 }
 
 impl MacroKernel for Sample {
@@ -55,7 +73,7 @@ impl MacroKernel for Sample {
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(_: &Params, io: &[Operand]) -> Result<(), Violation> {
-        let [logits, values, indices, control, tokens] = io else { unreachable!("slots were counted") };
+        let [logits, values, indices, control, tokens, text] = io else { unreachable!("slots were counted") };
         rules::dtype("logits", logits, &[DType::F32])?;
         rules::rank("logits", logits, 2)?;
         rules::unit_stride("logits", logits)?;
@@ -67,18 +85,35 @@ impl MacroKernel for Sample {
         rules::unit_stride("control", control)?;
         rules::extent("control", control, 0, (size_of::<Control>() / 4) as u32)?;
         rules::dtype("tokens", tokens, &[DType::I32])?;
-        rules::rank("tokens", tokens, 1)
+        rules::rank("tokens", tokens, 1)?;
+        if !text.is_present() {
+            let is_alone = tokens.extent[0] == 1;
+            return if is_alone { Err("a token alone, and no text beside it".to_owned()) } else { Ok(()) };
+        }
+        rules::dtype("text", text, &[DType::I32])?;
+        rules::rank("text", text, 1)
+    }
+
+    fn cost(_: &Params, io: &[Operand]) -> Cost {
+        // Logits are written by those alone who want a penalty.
+        let [logits, rest @ ..] = io else { return Cost::default() };
+        let mut cost = default_cost(&Self::SLOTS[slot::VALUES..], rest);
+        cost.bytes_read += logits.bytes();
+        cost
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn reference(_: &Params, call: &Call<'_>) -> Result<(), Fault> {
-        let mut candidates = Vec::new();
-        sample(call, &mut candidates)
+        let largest =
+            |logits: &Tensor| (0..logits.extent(1)).map(|i| logits.get([0, i])).fold(f32::NEG_INFINITY, f32::max);
+        sample(call, &mut Scratch::default(), largest)
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn cpu(_: &Params, call: &Call<'_>, scratch: &mut Scratch) -> Result<(), Fault> {
-        sample(call, &mut scratch.candidates)
+        let isa = scratch.isa;
+        let largest = |logits: &Tensor| isa.run(Largest(Row::of(logits, [0, 0], logits.extent(1))));
+        sample(call, scratch, largest)
     }
 
     #[inline(always)]
@@ -88,45 +123,70 @@ impl MacroKernel for Sample {
     }
 }
 
+/// The body; `largest` of the logits, NaN below everything.
 #[cfg(not(target_arch = "nvptx64"))]
-fn sample(call: &Call<'_>, candidates: &mut Vec<(f32, u32)>) -> Result<(), Fault> {
+fn sample(call: &Call<'_>, scratch: &mut Scratch, largest: impl FnOnce(&Tensor) -> f32) -> Result<(), Fault> {
     // A sequence that has ended, or a row that the pass does not have.
     if call.rows(slot::LOGITS) == 0 {
         return Ok(());
     }
-    let [logits, values, indices, control, tokens] = core::array::from_fn(|i| call.tensor(i));
+    let [logits, values, indices, control, tokens, text] = core::array::from_fn(|i| call.tensor(i));
     let word = |offset: usize| super::advance::load(&control, offset / 4);
     let sequence = call.step.sequence;
-    let temperature = f32::from_bits(word(request!(temperature of sequence)));
+    let float = |offset: usize| f32::from_bits(word(offset));
+    let temperature = float(request!(temperature of sequence));
+    let penalty = float(request!(repetition_penalty of sequence));
     let position = call.step.first_pos + call.step.rows;
-    let mut best = (f32::NEG_INFINITY, -1);
-    for b in 0..values.extent(0) {
-        let (value, index) = (values.get([b]), indices.get_i32([b]));
-        if index >= 0 && (best.1 < 0 || value > best.0) {
-            best = (value, index);
+    let vocab = logits.extent(1);
+    let mut best = None;
+    if penalty == NO_PENALTY {
+        for b in 0..values.extent(0) {
+            let (value, index) = (values.get([b]), indices.get_i32([b]));
+            if index >= 0 && best.is_none_or(|(most, _)| value > most) {
+                best = Some((value, index));
+            }
         }
+    } else {
+        let text = if text.is_present() { &text } else { &tokens };
+        let text = text.slice::<i32, 1>([0], position as usize);
+        penalise(logits.slice_mut::<f32, 2>([0, 0], vocab), text, penalty, &mut scratch.seen);
+        let most = largest(&logits);
+        let elements = logits.slice::<f32, 2>([0, 0], vocab);
+        best = elements.iter().position(|logit| *logit == most).map(|at| (most, at as i32));
     }
-    if best.1 < 0 {
-        return Err(Fault::new(FaultCode::NotANumber, position, 0, 0));
-    }
-    let mut token = best.1;
+    let Some((max, mut token)) = best else { return Err(Fault::new(FaultCode::NotANumber, position, 0, 0)) };
     if temperature > 0.0 {
         let top_k = word(request!(top_k of sequence)) as usize;
-        let top_p = f32::from_bits(word(request!(top_p of sequence)));
+        let top_p = float(request!(top_p of sequence));
         let seed_at = request!(seed of sequence);
         token = draw(
-            logits.slice::<f32, 2>([0, 0], logits.extent(1)),
-            best.0,
+            logits.slice::<f32, 2>([0, 0], vocab),
+            max,
             temperature,
             top_k,
             top_p,
             uniform([word(seed_at), word(seed_at + 4)], position),
-            candidates,
+            &mut scratch.candidates,
         ) as i32;
     }
     let at = if tokens.extent(0) == 1 { 0 } else { position as usize };
     tokens.set_i32([at], token);
     Ok(())
+}
+
+/// Penalises those `logits` of which the token is in `text`. `seen` is for a bit of each.
+#[cfg(not(target_arch = "nvptx64"))]
+fn penalise(logits: &mut [f32], text: &[i32], penalty: f32, seen: &mut Vec<u32>) {
+    seen.clear();
+    seen.resize(logits.len().div_ceil(32), 0);
+    for token in text.iter().map(|token| *token as usize) {
+        let Some(logit) = logits.get_mut(token) else { continue };
+        let (word, bit) = (&mut seen[token / 32], 1 << (token % 32));
+        if *word & bit == 0 {
+            *logit = penalised(*logit, penalty);
+        }
+        *word |= bit;
+    }
 }
 
 /// Draws an index of `logits` (the largest of which is `max`) with the uniform number `u`.
