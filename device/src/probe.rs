@@ -151,7 +151,7 @@ pub unsafe fn hop(params: &ProbeParams) {
 #[inline(always)]
 pub unsafe fn hand(params: &ProbeParams) {
     let (block, thread) = (thread::block_idx(), thread::thread_idx());
-    if block > 1 {
+    if block > 1 && params.by_flags == 0 {
         return;
     }
     // A thread's words, four side by side, as bodies read them.
@@ -159,12 +159,23 @@ pub unsafe fn hand(params: &ProbeParams) {
     let flagged = |row: u32| word(params.counters, WORDS_AT + in_row(row));
     let plain = |row: u32| word(params.source, in_row(row));
     let counter = |row: u32| word(params.counters, 128 * u64::from(row));
+    let marked = |round: u32| flag::mark(round as f32, flag::of_run(round));
+    if block > 1 {
+        // SAFETY: the caller's promise; nobody writes the row again after the last round.
+        let has_ended = || unsafe { atomic::load16_relaxed(flagged(0))[0] == marked(params.rounds) };
+        if !poll(params.timeout_ns, has_ended) && thread == 0 {
+            // SAFETY: as above.
+            unsafe { tell(params, GAVE_UP) };
+        }
+        atomic::settled();
+        return;
+    }
     // SAFETY: the caller's promise; a thread writes words of its own, which others read behind a counter or only touch atomically, and
     // writes them again when its block has heard that they have been read. Conditions around barriers are the whole block's.
     let give = |round: u32| unsafe {
         if params.by_flags != 0 {
             for i in 0..ROW_WORDS as usize {
-                atomic::store_relaxed(flagged(block).add(i), flag::mark(1.0, flag::of_run(round)));
+                atomic::store_relaxed(flagged(block).add(i), marked(round));
             }
             return;
         }

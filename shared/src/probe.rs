@@ -13,7 +13,7 @@ pub const MEET: &str = "perpetua_probe_meet";
 
 /// Blocks 0 and 1, of [`TASK_THREADS`] threads, hand each other a row of [`ROW_WORDS`] words a thread, `rounds`
 /// times there and back in `out[0]`: behind a counter, as events have it, or, with `by_flags`, each word with its
-/// [flag](crate::flag).
+/// [flag](crate::flag); then blocks from 2 on ask for block 0's row, too, all the time, as all workers do that wait for one.
 pub const HAND: &str = "perpetua_probe_hand";
 
 /// Threads of the blocks of the probe called `name`.

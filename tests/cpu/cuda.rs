@@ -705,7 +705,7 @@ fn probes_measure_what_they_say() {
         }
         assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
         for by_flags in [false, true] {
-            assert!(prober.hand(5, by_flags).expect("it runs").as_nanos() > 0);
+            assert!(prober.hand(2 + u32::from(by_flags), 5, by_flags).expect("it runs").as_nanos() > 0);
         }
         assert!(prober.meet(N_SMS, 50).expect("it runs").as_nanos() > 0);
         // What is brought, copy by copy: a whole number of those the memory has room for; and pieces, each in parts, once.

@@ -183,7 +183,8 @@ fn the_token_loop_makes_the_cpus_tokens() {
         chunks: vec![4],
         ..EngineConfig::default()
     };
-    let drawn = GenerateOptions { temperature: 0.8, top_p: 0.9, top_k: 20, seed: 9, ..greedy(5) };
+    let repetition_penalty = Some(1.2);
+    let drawn = GenerateOptions { temperature: 0.8, top_p: 0.9, top_k: 20, seed: 9, repetition_penalty, ..greedy(5) };
     let mut cpu = Engine::new(&model, &config).expect("it compiles");
     let expected = [greedy(5), drawn].map(|options| (tokens(&mut cpu, &prompt, &options).expect("it runs"), options));
     for (seed, just_in_time) in [(1, vec![]), (2, vec!["attention".to_owned(), "gated_linear".to_owned()])] {
@@ -586,7 +587,7 @@ fn probes_measure_what_they_say() {
     }
     assert!(prober.hop(20).expect("it runs").as_nanos() > 0);
     for by_flags in [false, true] {
-        assert!(prober.hand(5, by_flags).expect("it runs").as_nanos() > 0);
+        assert!(prober.hand(2 + u32::from(by_flags), 5, by_flags).expect("it runs").as_nanos() > 0);
     }
     assert!(prober.meet(3, 20).expect("it runs").as_nanos() > 0);
 }

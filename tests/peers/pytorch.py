@@ -124,7 +124,8 @@ class Decoder(torch.nn.Module):
         """One token: reads `token` at `position`, leaves the next one there."""
         x = self.w["model.embed_tokens.weight"][self.token]
         cos, sin = self.cos[self.position], self.sin[self.position]
-        mask = (self.at <= self.position).view(1, 1, 1, -1)
+        # Added to the scores: of a mask of booleans every attention would make such a one again.
+        mask = torch.zeros_like(self.at, dtype=x.dtype).masked_fill(self.at > self.position, float("-inf")).view(1, 1, 1, -1)
         for i in range(self.layers):
             p = f"model.layers.{i}."
             h = self.norm(x, p + "input_layernorm.weight")

@@ -12,6 +12,7 @@ use perpetua::exec::cuda::{self, Mode};
 use perpetua::exec::memory::WeightSource;
 use perpetua::exec::operators::operators;
 use perpetua::exec::threads::usable_cores;
+use perpetua::graph::task::bytes_from_memory;
 use perpetua::model::Quantize;
 use perpetua::{Embedder, Engine, EngineConfig, EngineError, Model};
 use perpetua_device::cpu::bandwidth;
@@ -218,9 +219,10 @@ fn first_token(engine: &mut Engine, prompt: &[u32], whole: Duration) -> Result<s
 /// How often each number of rows is measured.
 const VERIFICATIONS: usize = 9;
 
-/// What passes over the token after `prompt` and 1 to `drafts` guesses of those after it take, and how much that is beside a step of that token
-/// alone: the medians of passes in turn.
-fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize) -> Result<serde_json::Value, EngineError> {
+/// What passes over the token after `prompt` and 1 to `drafts` guesses of those after it take beyond a step of that token alone, the medians of
+/// passes in turn, beside such a `step` among others, in seconds: each of these passes is a run of its own, the beginning and the end of which are in
+/// both.
+fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize, step: f64) -> Result<serde_json::Value, EngineError> {
     // Tokens to be read as guesses.
     engine.generate(prompt, &greedy_options(drafts + 1))?.try_for_each(|token| token.map(|_| ()))?;
     let programs = engine.resident().compiled().image.view().programs;
@@ -245,10 +247,10 @@ fn verifying(engine: &mut Engine, prompt: &[u32], drafts: usize) -> Result<serde
     }
     bar.finish_and_clear();
     took.iter_mut().for_each(|took| took.sort_unstable());
-    let step = quantile(&took[0], 0.5).max(1e-12);
+    let alone = quantile(&took[0], 0.5);
     let figure = |(guesses, took): (usize, &Vec<Duration>)| {
-        let ms = quantile(took, 0.5) * 1e3;
-        let text = format!("{ms:.3} ms, {:.2} times a step", ms / 1e3 / step);
+        let pass = step + quantile(took, 0.5) - alone;
+        let text = format!("{:.3} ms, {:.2} times a step", pass * 1e3, pass / step.max(1e-12));
         (format!("{guesses}_guesses"), serde_json::Value::from(text))
     };
     Ok(took.iter().enumerate().skip(1).map(figure).collect::<serde_json::Map<_, _>>().into())
@@ -405,10 +407,11 @@ pub(super) fn generator(
     let read_tokens = n_sequences * (context - usize::from(args.batch.is_some()));
     let programs = &engine.resident().compiled().programs;
     let decode = &programs[decoding(args, engine.resident().compiled())];
-    // The cache is planned in full; a step reads as much of it as there is: half way through the measured tokens.
-    let bytes_at = |position| step_bytes(&programs[0], model, position, engine.context(), n_sequences);
+    // A step of one sequence, and as much more of the others' caches; half way through the measured tokens.
+    let bytes_at = |position| bytes_from_memory(&programs[0].blocks, position);
+    let bytes_of_all = |position| bytes_at(0) + n_sequences as u64 * (bytes_at(position) - bytes_at(0));
     let (read, read_traced) =
-        (bytes_at(context + args.tokens / 2), bytes_at(context + TRACED_TOKENS.min(args.tokens) - 1));
+        (bytes_of_all(context + args.tokens / 2), bytes_of_all(context + TRACED_TOKENS.min(args.tokens) - 1));
     // Where it could not be measured, shares of it are no numbers.
     let bandwidth = before.into_iter().chain(after).fold(f64::NAN, f64::max);
     let (tasks, events) = (decode.tasks.tasks.len(), decode.counted.events.len());
@@ -486,7 +489,7 @@ pub(super) fn generator(
         keep(&measured.figures)?;
         let usual = args.model.config(model, needed.max(context + 1 + drafts).min(model.max_tokens()));
         let found = Engine::new(model, &EngineConfig { prompt_lookup: Some(drafts), ..usual })
-            .and_then(|mut engine| verifying(&mut engine, prompt, drafts));
+            .and_then(|mut engine| verifying(&mut engine, prompt, drafts, alone.unwrap_or(median)));
         measured.add(&["verifying"], found.map_err(Into::into));
     }
     if let Some(quantized) = model.quantized() {
@@ -560,20 +563,6 @@ fn steps(stamps: &[Instant]) -> Vec<Duration> {
     steps
 }
 
-/// Bytes a decode step reads with `position` tokens in each of `sequences` caches: those of `program`, the step of one
-/// sequence over a cache planned for `context`, and as much more of the other caches.
-fn step_bytes(
-    program: &perpetua::compile::Program,
-    model: &Model,
-    position: usize,
-    context: usize,
-    sequences: usize,
-) -> u64 {
-    let all: u64 = program.costs.iter().map(|cost| cost.bytes_read).sum();
-    let cache = model.decoder().map_or(0, |c| 2 * c.n_layers * c.n_kv_heads * c.head_dim * 2) as u64;
-    all.saturating_sub(cache * context as u64) + cache * (sequences * position.min(context)) as u64
-}
-
 fn embedder(args: &Args, model: &Model) -> Result<serde_json::Value, Box<dyn std::error::Error>> {
     args.model.check_sentences(model)?;
     let max = model.max_tokens();
@@ -627,7 +616,12 @@ fn bandwidth(engine: &mut Engine, model: &Model) -> Result<f64, Box<dyn std::err
         // By bulk copies, as loaders read; far more than the second-level cache holds.
         Some(cuda) => {
             let bytes = 40 * u64::from(cuda.gpu().info().l2_bytes);
-            Ok(Prober::new(cuda.gpu().clone(), bytes)?.read(n_workers, 16 << 10, 13)?)
+            let mut prober = Prober::new(cuda.gpu().clone(), bytes)?;
+            // The first one finds the clocks of a GPU that has had nothing to do.
+            let reads = (0..6).map(|_| prober.read(n_workers, 16 << 10, 13));
+            let mut rates = reads.skip(1).collect::<Result<Vec<f64>, _>>()?;
+            rates.sort_unstable_by(f64::total_cmp);
+            Ok(rates[rates.len() / 2])
         }
         None => read_bandwidth(model, n_workers as usize),
     }

@@ -225,8 +225,9 @@ pub unsafe trait Driver: Send + Sync + fmt::Debug {
     fn synchronize(&self, stream: Stream) -> Result<()>;
     /// cuStreamQuery: whether all its work is done.
     fn is_done(&self, stream: Stream) -> Result<bool>;
-    /// cuModuleLoadDataEx of an image: PTX, ended by a zero byte, or a cubin. The JIT compiler's log is part of the error.
-    fn load_module(&self, image: &[u8]) -> Result<Module>;
+    /// cuModuleLoadDataEx of an image: PTX, ended by a zero byte, or a cubin; and what the JIT compiler has to say, be it nothing. What it holds to be
+    /// wrong is part of the error.
+    fn load_module(&self, image: &[u8]) -> Result<(Module, String)>;
     /// cuModuleUnload.
     fn unload_module(&self, module: Module) -> Result<()>;
     /// cuModuleGetFunction.

@@ -562,7 +562,7 @@ unsafe impl Driver for Fake {
         Ok(!self.step("cuStreamQuery", stream)?)
     }
 
-    fn load_module(&self, image: &[u8]) -> Result<Module> {
+    fn load_module(&self, image: &[u8]) -> Result<(Module, String)> {
         let kind = if image.starts_with(b"\x7fELF") { "cubin" } else { "PTX" };
         let mut state = self.begin("cuModuleLoadDataEx", kind, true)?;
         if kind == "PTX" {
@@ -582,7 +582,7 @@ unsafe impl Driver for Fake {
         }
         let handle = state.handle();
         state.modules.insert(handle, loaded);
-        Ok(Module(handle))
+        Ok((Module(handle), String::new()))
     }
 
     fn unload_module(&self, module: Module) -> Result<()> {

@@ -116,8 +116,8 @@ const NON_BLOCKING: c_uint = 1;
 const PORTABLE_MAPPED: c_uint = 1 | 2;
 /// `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`.
 const MAX_DYNAMIC_SHARED: c_int = 8;
-/// `CU_JIT_ERROR_LOG_BUFFER` and its size in bytes.
-const JIT_ERROR_LOG: [c_int; 2] = [5, 6];
+/// `CU_JIT_INFO_LOG_BUFFER`, `CU_JIT_ERROR_LOG_BUFFER` and each one's size in bytes.
+const JIT_LOGS: [c_int; 4] = [3, 4, 5, 6];
 const LOG_BYTES: usize = 16 << 10;
 
 /// Why there is no driver to talk to.
@@ -310,25 +310,30 @@ unsafe impl Driver for LibCuda {
         }
     }
 
-    fn load_module(&self, image: &[u8]) -> Result<Module> {
+    fn load_module(&self, image: &[u8]) -> Result<(Module, String)> {
         let mut module = std::ptr::null_mut();
-        let mut log = vec![0u8; LOG_BYTES];
-        let mut options = JIT_ERROR_LOG;
+        let mut logs = [vec![0u8; LOG_BYTES], vec![0u8; LOG_BYTES]];
+        let mut options = JIT_LOGS;
+        let [info, errors] = &mut logs;
         // Values narrower than a pointer are passed in its place.
-        let mut values = [log.as_mut_ptr().cast(), handle(LOG_BYTES)];
-        // SAFETY: see the impl; the log outlives the call.
+        let (info, errors) = (info.as_mut_ptr().cast(), errors.as_mut_ptr().cast());
+        let mut values = [info, handle(LOG_BYTES), errors, handle(LOG_BYTES)];
+        // SAFETY: see the impl; the logs outlive the call.
         let code = unsafe {
-            let image = image.as_ptr().cast();
-            (self.functions.module_load)(&raw mut module, image, 2, options.as_mut_ptr(), values.as_mut_ptr())
+            let (image, n) = (image.as_ptr().cast(), JIT_LOGS.len() as c_uint);
+            (self.functions.module_load)(&raw mut module, image, n, options.as_mut_ptr(), values.as_mut_ptr())
         };
-        self.check("cuModuleLoadDataEx", code).map_err(|mut error| {
+        let [info, errors] = logs.map(|log| {
             let log: Vec<u8> = log.into_iter().take_while(|byte| *byte != 0).collect();
-            if !log.is_empty() {
-                error.text = Some(format!("the driver's compiler says: {}", String::from_utf8_lossy(&log).trim()));
+            String::from_utf8_lossy(&log).trim().to_owned()
+        });
+        self.check("cuModuleLoadDataEx", code).map_err(|mut error| {
+            if !errors.is_empty() {
+                error.text = Some(format!("the driver's compiler says: {errors}"));
             }
             error
         })?;
-        Ok(Module(module.expose_provenance()))
+        Ok((Module(module.expose_provenance()), info))
     }
 
     fn unload_module(&self, module: Module) -> Result<()> {

@@ -283,28 +283,31 @@ impl Gpu {
     }
 
     fn load(&self, module: &DeviceModule) -> Result<(Module, Loaded), GpuError> {
-        // As a C string: that is how the driver knows where it ends.
-        let compile = || self.driver().load_module(&[module.ptx().as_bytes(), &[0]].concat());
-        let Some(cubin) = module.cubin() else { return Ok((compile()?, Loaded::Ptx { refused: None })) };
-        match self.load_cubin(cubin, module.entry) {
-            Ok(module) => Ok((module, Loaded::Cubin)),
+        let compile = |refused| {
+            // As a C string: that is how the driver knows where it ends.
+            let (loaded, said) = self.load_whole(&[module.ptx().as_bytes(), &[0]].concat(), module.entry)?;
+            Ok((loaded, Loaded::Ptx { refused, said }))
+        };
+        let Some(cubin) = module.cubin() else { return compile(None).map_err(GpuError::Cuda) };
+        // The driver reads its tables where they lie, as words.
+        let mut words = vec![0u64; cubin.len().div_ceil(8)];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
+        bytes[..cubin.len()].copy_from_slice(cubin);
+        match self.load_whole(&bytes[..cubin.len()], module.entry) {
+            Ok((module, _)) => Ok((module, Loaded::Cubin)),
             // A driver older than the ptxas that made it, perhaps; it may know the PTX all the same.
             Err(refused) if refused.code != code::OUT_OF_MEMORY && !refused.is_sticky() => {
-                let module = compile().map_err(|error| error.after(&refused))?;
-                Ok((module, Loaded::Ptx { refused: Some(refused) }))
+                let compiled = compile(Some(refused.clone()));
+                compiled.map_err(|error: CudaError| error.after(&refused).into())
             }
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Loads machine code, kernel and all: a driver may look at that only when it is asked for it.
-    fn load_cubin(&self, cubin: &[u8], entry: &str) -> Result<Module, CudaError> {
-        // The driver reads its tables where they lie, as words.
-        let mut words = vec![0u64; cubin.len().div_ceil(8)];
-        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut words);
-        bytes[..cubin.len()].copy_from_slice(cubin);
-        let module = self.driver().load_module(&bytes[..cubin.len()])?;
-        self.driver().function(module, entry).map(|_| module).inspect_err(|_| {
+    /// Loads GPU code, kernel and all: a driver may look at that only when it is asked for it.
+    fn load_whole(&self, image: &[u8], entry: &str) -> Result<(Module, String), CudaError> {
+        let (module, said) = self.driver().load_module(image)?;
+        self.driver().function(module, entry).map(|_| (module, said)).inspect_err(|_| {
             // The other error is the one to tell.
             let _ = self.driver().unload_module(module);
         })
@@ -329,6 +332,8 @@ pub enum Loaded {
     Ptx {
         /// What it said of the machine code, where this build has some.
         refused: Option<CudaError>,
+        /// What its compiler had to say: that products wait for each other, say.
+        said: String,
     },
 }
 
@@ -336,8 +341,13 @@ impl Display for Loaded {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         match self {
             Loaded::Cubin => write!(f, "cubin"),
-            Loaded::Ptx { refused: None } => write!(f, "PTX"),
-            Loaded::Ptx { refused: Some(error) } => write!(f, "PTX, since the cubin was refused: {error}"),
+            Loaded::Ptx { refused, said } => {
+                write!(f, "PTX")?;
+                if let Some(error) = refused {
+                    write!(f, ", since the cubin was refused: {error}")?;
+                }
+                if said.is_empty() { Ok(()) } else { write!(f, "; the driver's compiler says: {said}") }
+            }
         }
     }
 }

@@ -120,16 +120,17 @@ impl Prober {
     }
 
     /// From one worker's beginning to store a row of some 900 numbers to another's having all of it, and its threads having met:
-    /// behind a counter, as events are; or `by_flags`, as rows of a pass are.
+    /// behind a counter, as events are; or `by_flags`, as rows of a pass are, of `blocks` workers all of which ask for it.
     ///
     /// # Errors
     /// The driver.
     ///
     /// # Panics
     /// If the memory to read is less than two such rows.
-    pub fn hand(&mut self, rounds: u32, by_flags: bool) -> Result<Duration, GpuError> {
+    pub fn hand(&mut self, blocks: u32, rounds: u32, by_flags: bool) -> Result<Duration, GpuError> {
         assert!(self.source_bytes >= 2 * ROW_BYTES, "room for two rows");
-        let times = self.run(HAND, 2, ProbeParams { rounds, by_flags: by_flags.into(), ..ProbeParams::default() })?;
+        let times =
+            self.run(HAND, blocks.max(2), ProbeParams { rounds, by_flags: by_flags.into(), ..ProbeParams::default() })?;
         Ok(times[0] / (2 * rounds))
     }
 

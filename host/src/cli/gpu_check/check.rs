@@ -240,8 +240,10 @@ impl Check<'_> {
         let (hop, hop_spread) = spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
         let figure = |time: f64, spread: f64| json!({"us": time * 1e6, "spread_percent": spread});
         let mut rows = serde_json::Map::new();
-        for (way, by_flags) in [("behind_a_counter", false), ("by_flags", true)] {
-            let (time, spread) = spread(5, || prober.hand(rounds, by_flags).map(|time| time.as_secs_f64()))?;
+        for (way, blocks, by_flags) in
+            [("behind_a_counter", 2, false), ("by_flags", 2, true), ("by_flags_to_all_sms", n_sms, true)]
+        {
+            let (time, spread) = spread(5, || prober.hand(blocks, rounds, by_flags).map(|time| time.as_secs_f64()))?;
             rows.insert(way.to_owned(), figure(time, spread));
         }
         let mut barriers = serde_json::Map::new();
@@ -415,10 +417,21 @@ impl Check<'_> {
         let n = if self.args.simulated { 2 } else { 16 };
         let figure = |(made, same): (usize, usize)| json!({"tokens_made": made, "as_on_the_cpu": same});
         let (mut drawn, mut all) = ((0, 0), (0, 0));
-        let draws = [(0.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 1.0, 20), (0.8, 0.7, 0), (1.5, 0.9, 50)];
-        for (temperature, top_p, top_k) in draws.into_iter().take(if self.args.simulated { 2 } else { usize::MAX }) {
-            let options = GenerateOptions { temperature, top_p, top_k, seed: 7, ..greedy_options(n) };
-            let what = format!("tokens, temperature {temperature}, top-p {top_p}, top-k {top_k}");
+        let draws = [
+            (0.0, 1.0, 0, 1.0),
+            (0.0, 1.0, 0, 1.3),
+            (0.8, 1.0, 0, 1.0),
+            (0.8, 1.0, 20, 1.1),
+            (0.8, 0.7, 0, 1.0),
+            (1.5, 0.9, 50, 0.9),
+        ];
+        for (temperature, top_p, top_k, penalty) in
+            draws.into_iter().take(if self.args.simulated { 3 } else { usize::MAX })
+        {
+            let repetition_penalty = Some(penalty);
+            let options =
+                GenerateOptions { temperature, top_p, top_k, repetition_penalty, seed: 7, ..greedy_options(n) };
+            let what = format!("tokens, temperature {temperature}, top-p {top_p}, top-k {top_k}, penalty {penalty}");
             let prompt: &[u32] = if temperature > 0.0 { &[5] } else { &[5, 6, 7, 8] };
             let same = compare(prompt, &options, &what)?;
             figures.insert(what, figure((n, same)));
@@ -686,14 +699,13 @@ impl Check<'_> {
 
         let hogs = self.hog()?;
         let began = Instant::now();
-        let refused = Engine::new(&model, &config);
+        let refused = match Engine::new(&model, &config) {
+            Err(error @ EngineError::Gpu(_)) => note("too little memory", began, error.to_string()),
+            Err(error) => Err(error.into()),
+            Ok(_) => Err("an engine was made where there is no memory".into()),
+        };
         self.release(hogs)?;
-        match refused {
-            Err(error @ EngineError::Gpu(_)) => note("too little memory", began, error.to_string())?,
-            Err(error) => return Err(error.into()),
-            Ok(_) => return Err("an engine was made where there is no memory".into()),
-        }
-        Ok(times.into())
+        refused.map(|()| times.into())
     }
 
     /// Takes what memory there is, but for crumbs: what the driver says is free it does not give in one piece.

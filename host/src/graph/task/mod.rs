@@ -38,7 +38,7 @@ mod worker;
 
 pub use build::lower;
 pub use check::{Violation, check, waited_and_needed};
-pub use operands::{task_costs, task_operands};
+pub use operands::{bytes_from_memory, task_costs, task_operands};
 pub(crate) use order::{Before, OpSet, Reach};
 pub use worker::{Stall, Stuck, WorkerLists, assign_round_robin, elide, simulate};
 
