@@ -77,7 +77,7 @@ fn divergence(expected: &[f32], found: &[f32]) -> f64 {
     p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q)).sum()
 }
 
-pub(super) const MODELS: [&str; 14] = [
+pub(super) const MODELS: [&str; 15] = [
     "tiny-qwen3",
     "tiny-llama",
     "tiny-qwen2",
@@ -87,6 +87,7 @@ pub(super) const MODELS: [&str; 14] = [
     "tiny-gemma3",
     "tiny-smollm3",
     "tiny-granite",
+    "tiny-granitemoe",
     "tiny-olmoe",
     "tiny-phi3",
     "tiny-olmo2",
@@ -257,6 +258,46 @@ fn a_seeded_draw_repeats_and_respects_top_k() {
     assert_eq!(a, draw(5.0, 0, 1.0, 7), "the same seed draws the same tokens");
     assert_ne!(a, draw(5.0, 0, 1.0, 8), "another seed draws others");
     assert_ne!(a, greedy);
+}
+
+/// The prompt's tokens, and those made, each once, before the likeliest is taken: by the rule, spelt out on logits of the whole text.
+#[test]
+fn tokens_that_are_there_already_are_penalised() {
+    let dir = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(fixture("tiny-qwen2")).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), dir.path().join(entry.file_name())).unwrap();
+    }
+    let config = dir.path().join("generation_config.json");
+    let mut asked: serde_json::Value = serde_json::from_slice(&std::fs::read(&config).unwrap()).unwrap();
+    asked["repetition_penalty"] = 1.3.into();
+    std::fs::write(&config, asked.to_string()).unwrap();
+    let model = Model::load(dir.path()).unwrap();
+    let vocab = model.config().vocab_size();
+    let prompt = &cases("tiny-qwen2")[0].ids;
+    let mut all_logits = engine(&model, Device::Cpu, true, &[32]);
+    let mut engine = engine(&model, Device::Cpu, false, &[32]);
+    // `None` is what the file says.
+    for (asked, penalty) in [(None, 1.3), (Some(0.9), 0.9), (Some(1.05), 1.05), (Some(1.0), 1.0)] {
+        let mut text = prompt.clone();
+        for _ in 0..16 {
+            let mut row = all_logits.logits(&text, |_| ()).unwrap()[(text.len() - 1) * vocab..].to_vec();
+            for token in text.iter().copied().collect::<std::collections::HashSet<u32>>() {
+                let logit: &mut f32 = &mut row[token as usize];
+                *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
+            }
+            let likeliest = (0..vocab).rev().max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+            text.push(likeliest as u32);
+        }
+        let options = GenerateOptions {
+            repetition_penalty: asked,
+            stop_tokens: Some(Vec::new()),
+            max_new_tokens: 16,
+            ..GenerateOptions::default()
+        };
+        let made: Vec<u32> = engine.generate(prompt, &options).unwrap().map(|t| t.unwrap().id).collect();
+        assert_eq!(made, text[prompt.len()..], "{penalty}");
+    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
 
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "smollm3", "granite", "phi3", "olmo2", "olmo3", "exaone4"]
-EXPERTS = ["mixtral", "qwen3_moe", "olmoe"]
+EXPERTS = ["mixtral", "granitemoe", "qwen3_moe", "olmoe"]
 ENCODERS = ["bert", "roberta", "xlm-roberta", "camembert", "modernbert"]
 LAYER_TYPES = ["full_attention", "sliding_attention"]
 # Each type of layer has RoPE's parameters of its own.
@@ -70,10 +70,10 @@ def text_config(r, kind):
     heads = kv_heads * r.choice([1, 2, 3, 4, 5, 7, 8])
     while heads * head_dim > 1024 and heads > kv_heads:
         heads -= kv_heads
-    has_none = ("qwen2", "granite", "phi3", "olmo2", "olmo3", "olmoe")
+    has_none = ("qwen2", "granite", "granitemoe", "phi3", "olmo2", "olmo3", "olmoe")
     has_head_dim = kind not in (*has_none, "llama", "mistral", "smollm3") or kind not in has_none and r.random() < 0.5
     hidden = r.choice([6, 16, 33, 48, 64, 96, 100, 128, 160, 192, 200, 256, 300]) if has_head_dim else heads * head_dim
-    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", "granite"):  # transformers wants it so
+    if kind in ("llama", "gemma3_text", "smollm3", "exaone4", "granite", "granitemoe"):  # transformers wants it so
         hidden = heads * max(1, hidden // heads)
     layers = r.choice([1, 2, 3, 4])
     c = {
@@ -95,7 +95,7 @@ def text_config(r, kind):
         c["head_dim"] = head_dim
     if kind in ("llama", "smollm3", "granite"):
         c |= {"attention_bias": r.random() < 0.4, "mlp_bias": r.random() < 0.4}
-    if kind in ("qwen3", "qwen3_moe"):
+    if kind in ("qwen3", "qwen3_moe", "granitemoe"):
         c["attention_bias"] = r.random() < 0.4
     if kind in ("mistral", "mixtral"):
         c["sliding_window"] = r.choice([None, 1, 3, 7, 16, 40, 4096])
@@ -104,7 +104,7 @@ def text_config(r, kind):
     if kind == "smollm3":
         c |= {"no_rope_layers": [r.choice([0, 1]) for _ in range(layers)]} if r.random() < 0.6 else {"no_rope_layer_interval": r.choice([1, 2, 4])}
         c |= {"use_sliding_window": True, "sliding_window": r.choice([1, 5, 16, 50])} if r.random() < 0.4 else {}
-    if kind == "mixtral":
+    if kind in ("mixtral", "granitemoe"):
         experts = r.choice([1, 2, 4, 8])
         c |= {"num_local_experts": experts, "num_experts_per_tok": r.randint(1, min(experts, 4))}
     if kind == "qwen3_moe":
@@ -115,7 +115,7 @@ def text_config(r, kind):
     if kind == "phi3":
         c |= {"sliding_window": r.choice([None, 1, 7, 40]), "original_max_position_embeddings": r.choice([16, 32, 64, 4096])}
         c["rope_parameters"] = longrope(r, head_dim)
-    if kind == "granite":
+    if kind in ("granite", "granitemoe"):
         c |= {"attention_multiplier": r.choice([1 / head_dim, head_dim ** -0.5]), "embedding_multiplier": r.choice([1.0, 3.0, 12.0])}
         c |= {"residual_multiplier": r.choice([1.0, 0.22, 1.5]), "logits_scaling": r.choice([1.0, 0.5, 8.0])}
     if kind == "olmoe":

@@ -2,6 +2,8 @@
 //!
 //! A list, in the order of the forward pass; what each tensor is for decides how `synth` fills it.
 
+use std::collections::HashMap;
+
 use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfig, ModernBertConfig, Norms, QkNorm};
 
 /// What a tensor is used for.
@@ -114,16 +116,72 @@ pub(crate) struct ExpertNames {
     experts: &'static str,
     /// Gate, up and down, in an expert.
     parts: [&'static str; 3],
+    /// What checkpoints have in place of the experts' matrices: `[experts, 2 * intermediate, hidden]`, gates before ups in each, and
+    /// `[experts, hidden, intermediate]`.
+    stacks: Option<[&'static str; 2]>,
+}
+
+/// A tensor of a checkpoint that is several, one after the other: see [`Weights::take_apart`](super::weights::Weights).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Stack {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    /// Their names, and the shape of each.
+    pub(super) parts: Vec<String>,
+    pub(super) part_shape: [usize; 2],
+}
+
+/// The stacks that a checkpoint of this configuration has, layer by layer.
+pub(super) fn stacks(config: &ModelConfig) -> Vec<Stack> {
+    let ModelConfig::Decoder(c) = config else { return Vec::new() };
+    let names = ExpertNames::of(c.architecture);
+    let (Some(stacks), Some(experts)) = (names.stacks, &c.experts) else { return Vec::new() };
+    let (opens, closes) = ([experts.intermediate_size, c.hidden_size], [c.hidden_size, experts.intermediate_size]);
+    let of_layer = |layer: usize| {
+        let prefix = format!("model.layers.{layer}");
+        let stack = |(stack, parts, [rows, columns]): (&str, &[usize], [usize; 2])| {
+            let of_expert = |number| parts.iter().map(move |part| (*part, number));
+            let matrices = (0..experts.n).flat_map(of_expert);
+            Stack {
+                name: format!("{prefix}.{stack}.weight"),
+                shape: vec![experts.n, parts.len() * rows, columns],
+                parts: matrices.map(|(part, number)| names.matrix(part, &prefix, number)).collect(),
+                part_shape: [rows, columns],
+            }
+        };
+        [(stacks[0], &[0, 1][..], opens), (stacks[1], &[2], closes)].map(stack)
+    };
+    (0..c.n_layers).filter(|layer| experts.layers[*layer]).flat_map(of_layer).collect()
+}
+
+/// [`tensors`], as files have them: stacks in the place of their parts.
+pub(super) fn tensors_of_files(config: &ModelConfig) -> Vec<TensorSpec> {
+    let stacks = stacks(config);
+    let mut stack_of: HashMap<&str, &Stack> = HashMap::new();
+    stacks.iter().for_each(|stack| stack_of.extend(stack.parts.iter().map(|part| (part.as_str(), stack))));
+    let in_file = |spec: TensorSpec| match stack_of.get(spec.name.as_str()) {
+        None => Some(spec),
+        Some(stack) if stack.parts[0] == spec.name => {
+            Some(TensorSpec { name: stack.name.clone(), shape: stack.shape.clone(), ..spec })
+        }
+        Some(_) => None,
+    };
+    tensors(config).into_iter().filter_map(in_file).collect()
 }
 
 impl ExpertNames {
     /// Those of `architecture`.
     pub(crate) fn of(architecture: Architecture) -> ExpertNames {
-        let (router, experts, parts) = match architecture {
-            Architecture::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"]),
-            _ => ("mlp.gate", "mlp.experts", ["gate_proj", "up_proj", "down_proj"]),
+        let usual = ["gate_proj", "up_proj", "down_proj"];
+        let (router, experts, parts, stacks) = match architecture {
+            Architecture::Mixtral => ("block_sparse_moe.gate", "block_sparse_moe.experts", ["w1", "w3", "w2"], None),
+            Architecture::GraniteMoe => {
+                let stacks = ["block_sparse_moe.input_linear", "block_sparse_moe.output_linear"];
+                ("block_sparse_moe.router.layer", "block_sparse_moe.experts", usual, Some(stacks))
+            }
+            _ => ("mlp.gate", "mlp.experts", usual, None),
         };
-        ExpertNames { router, experts, parts }
+        ExpertNames { router, experts, parts, stacks }
     }
 
     /// Matrix `part` (0: gate, 1: up, 2: down) of expert `number` of `layer`; of all, where the number is `*`.

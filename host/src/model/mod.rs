@@ -216,6 +216,9 @@ impl ModelFolder {
         for dense in self.sentence.iter().flat_map(|sentence| &sentence.dense) {
             weights.add(&dense.folder, &dense.prefix)?;
         }
+        for stack in layout::stacks(&self.config) {
+            weights.take_apart(&stack.name, &stack.shape, &stack.parts, &stack.part_shape)?;
+        }
         Ok(self.weights.get_or_init(|| weights))
     }
 

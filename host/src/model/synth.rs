@@ -23,7 +23,7 @@ use serde_json::{Map, Value, json};
 use super::config::{Architecture, ModelConfig};
 use super::error::ModelError;
 use super::json::read_value;
-use super::layout::{Role, TensorSpec, tensors};
+use super::layout::{Role, TensorSpec, tensors_of_files};
 
 /// Where a synthetic model's sizes come from.
 #[derive(Clone, Copy, Debug)]
@@ -64,7 +64,7 @@ pub struct SynthSummary {
 }
 
 /// Names of all presets.
-pub const PRESETS: [&str; 53] = [
+pub const PRESETS: [&str; 55] = [
     "qwen3-110m",
     "qwen3-0.6b",
     "qwen3-1.7b",
@@ -87,6 +87,7 @@ pub const PRESETS: [&str; 53] = [
     "gemma-3-27b",
     "smollm3-3b",
     "granite-3.3-2b",
+    "granite-3.1-1b-a400m",
     "olmoe-1b-7b",
     "phi-3-mini",
     "phi-4",
@@ -104,6 +105,7 @@ pub const PRESETS: [&str; 53] = [
     "tiny-gemma3",
     "tiny-smollm3",
     "tiny-granite",
+    "tiny-granitemoe",
     "tiny-olmoe",
     "tiny-phi3",
     "tiny-olmo2",
@@ -146,7 +148,8 @@ impl Sizes {
 /// The config.json of a preset.
 pub fn preset_config(name: &str) -> Result<Value, ModelError> {
     use Architecture::{
-        Exaone4, Gemma3, Granite, Llama, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen3, Qwen3Moe, SmolLm3,
+        Exaone4, Gemma3, Granite, GraniteMoe, Llama, Mistral, Mixtral, Olmo2, Olmo3, Olmoe, Phi3, Qwen2, Qwen3,
+        Qwen3Moe, SmolLm3,
     };
     const QWEN_VOCAB: usize = 151_936;
     const LLAMA_VOCAB: usize = 128_256;
@@ -180,6 +183,8 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("gemma-3-27b",       Gemma3,  sizes(GEMMA_VOCAB_2, 5376, 21504, 62, (32, 16), 128, true, 131_072, 1e6, None)),
         ("smollm3-3b",        SmolLm3, sizes(LLAMA_VOCAB, 2048, 11008, 36, (16, 4), 128, true,   65_536, 5e6, None)),
         ("granite-3.3-2b",    Granite, sizes(49_159,      2048, 8192,  40, (32, 8),  64, true,  131_072, 1e7, None)),
+        ("granite-3.1-1b-a400m", GraniteMoe, sizes(49_155, 1024, 512,  24, (16, 8),  64, true,  131_072, 1.5e6, None)
+            .with_experts(32, 8, 512)),
         ("olmoe-1b-7b",       Olmoe,   sizes(50_304,      2048, 1024,  16, (16, 16), 128, false,  4_096, 1e4, None)
             .with_experts(64, 8, 1024)),
         ("phi-3-mini",        Phi3,    sizes(32_064,      3072, 8192,  32, (32, 32), 96, false,   4_096, 1e4, None)),
@@ -200,6 +205,8 @@ pub fn preset_config(name: &str) -> Result<Value, ModelError> {
         ("tiny-gemma3",       Gemma3,  sizes(1024,         96,  208,    3, (4, 2),   40, true,    4_096, 1e6, None)),
         ("tiny-smollm3",      SmolLm3, sizes(1024,         96,  208,    4, (6, 2),   16, true,    4_096, 2e6, None)),
         ("tiny-granite",      Granite, sizes(1024,         96,  208,    2, (6, 2),   16, true,    4_096, 1e4, None)),
+        ("tiny-granitemoe",   GraniteMoe, sizes(1024,      96,   80,    2, (6, 2),   16, true,    4_096, 1e4, None)
+            .with_experts(8, 3, 80)),
         ("tiny-olmoe",        Olmoe,   sizes(1024,         96,   80,    2, (4, 2),   24, false,   4_096, 1e4, None)
             .with_experts(8, 3, 80)),
         ("tiny-phi3",         Phi3,    sizes(1024,         128,  208,    2, (4, 2),   32, false,      64, 1e4, None)),
@@ -338,12 +345,15 @@ fn decoder_json(architecture: Architecture, s: &Sizes) -> Value {
             map.insert("no_rope_layer_interval".into(), if s.hidden < 1000 { 2.into() } else { 4.into() });
             map.insert("use_sliding_window".into(), false.into());
         }
-        (Architecture::Granite, Value::Object(map)) => {
+        (Architecture::Granite | Architecture::GraniteMoe, Value::Object(map)) => {
+            let is_mixture = architecture == Architecture::GraniteMoe;
             map.shift_remove("head_dim");
-            map.insert("mlp_bias".into(), false.into());
+            if !is_mixture {
+                map.insert("mlp_bias".into(), false.into());
+            }
             map.insert("attention_multiplier".into(), (1.0 / s.head_dim as f64).into());
             map.insert("embedding_multiplier".into(), 12.0.into());
-            map.insert("logits_scaling".into(), 8.0.into());
+            map.insert("logits_scaling".into(), if is_mixture { 6.0 } else { 8.0 }.into());
             map.insert("residual_multiplier".into(), 0.22.into());
         }
         (Architecture::Phi3, Value::Object(map)) => {
@@ -438,7 +448,7 @@ pub fn synth(
 
     let mut folder = UnfinishedFolder::create(out)?;
     write_texts(folder.path(), &config, &value)?;
-    let summary = write_weights(folder.path(), &tensors(&config), options, progress)?;
+    let summary = write_weights(folder.path(), &tensors_of_files(&config), options, progress)?;
     folder.publish(out)?;
     Ok(summary)
 }
@@ -861,6 +871,7 @@ mod tests {
     use std::fs;
 
     use super::*;
+    use crate::model::layout::tensors;
     use crate::model::{ModelFolder, Weights};
 
     fn quiet(_: u64, _: u64) -> ControlFlow<()> {

@@ -105,6 +105,36 @@ impl Weights {
         if exists(&path)? { self.add_shard(&path, prefix) } else { Err(no_weights(dir)) }
     }
 
+    /// Replaces tensor `name`, which must be there and have this shape, by `parts`, which lie in it one after the other and have as many elements each.
+    ///
+    /// # Panics
+    /// If these are not its elements.
+    pub(super) fn take_apart(
+        &mut self,
+        name: &str,
+        shape: &[usize],
+        parts: &[String],
+        part_shape: &[usize],
+    ) -> Result<(), ModelError> {
+        let whole = self.expect(name, shape)?;
+        let part_bytes = part_shape.iter().product::<usize>() * whole.dtype.size_bytes();
+        assert_eq!(parts.len() * part_bytes, whole.bytes.len(), "the parts of {name}");
+        let Some((key, _)) = self.entry(name) else { unreachable!("`expect` has found it") };
+        let key = key.clone();
+        let Some(Location { shard, dtype, begin, .. }) = self.tensors.remove(&key) else {
+            unreachable!("it has its key")
+        };
+        for (number, part) in parts.iter().enumerate() {
+            let begin = begin + number * part_bytes;
+            let location = Location { shard, dtype, shape: part_shape.to_vec(), begin, end: begin + part_bytes };
+            if self.tensors.insert(part.clone(), location).is_some() {
+                let path = &self.shards[shard].path;
+                return Err(ModelError::checkpoint(path, format!("holds {part}, which is in {name}, too")));
+            }
+        }
+        Ok(())
+    }
+
     fn open_index(dir: &Path, index: &Path) -> Result<Weights, ModelError> {
         let value = read_value(index)?;
         let fields = Fields::new(index, &value)?;
@@ -495,6 +525,33 @@ mod tests {
         );
         assert_eq!(weights.names().count(), weights.len());
         assert!(weights.size_bytes() < 6_430_624);
+    }
+
+    #[test]
+    fn a_tensor_is_taken_apart_where_it_lies() {
+        let header = json!({"other": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]},
+                            "stack": {"dtype": "BF16", "shape": [2, 2, 3], "data_offsets": [2, 26]}});
+        let dir = folder(&[("model.safetensors", &file_bytes(&header.to_string(), &(0..26).collect::<Vec<_>>()))]);
+        let parts = ["a", "b", "c", "d"].map(str::to_owned);
+        let mut weights = Weights::open(dir.path()).expect("sound");
+        let mut refused = |name: &str, shape: &[usize], parts: &[String]| {
+            weights.take_apart(name, shape, parts, &[1, 3]).expect_err("refused").to_string()
+        };
+        assert!(refused("heap", &[2, 2, 3], &parts).contains("heap: no such tensor"));
+        assert_eq!(refused("stack", &[2, 6], &parts), "stack: shape [2, 2, 3], expected [2, 6]");
+        weights.take_apart("stack", &[2, 2, 3], &parts, &[1, 3]).expect("four rows");
+        assert_eq!(weights.names().collect::<Vec<_>>(), ["a", "b", "c", "d", "other"]);
+        for (number, part) in parts.iter().enumerate() {
+            let first = 2 + 6 * number as u8;
+            assert_eq!(weights.expect(part, &[1, 3]).expect("there").bytes, (first..first + 6).collect::<Vec<_>>());
+        }
+        let again = Weights::open(dir.path()).expect("sound").take_apart(
+            "stack",
+            &[2, 2, 3],
+            &["x", "other", "y", "z"].map(str::to_owned),
+            &[1, 3],
+        );
+        assert!(again.expect_err("two of a name").to_string().ends_with("holds other, which is in stack, too"));
     }
 
     #[test]

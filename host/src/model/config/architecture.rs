@@ -26,6 +26,8 @@ pub enum Architecture {
     SmolLm3,
     /// `GraniteForCausalLM`: Llama with numbers that embeddings, scores, logits and what layers add are multiplied with.
     Granite,
+    /// `GraniteMoeForCausalLM`: Granite whose MLPs are mixtures of experts, the matrices of all of them one tensor.
+    GraniteMoe,
     /// `Phi3ForCausalLM`: Llama whose q, k and v are one matrix, as are gate and up. Phi 4 is this too.
     Phi3,
     /// `Olmo2ForCausalLM`: norms after attention and MLP, and on all queries and all keys of a row.
@@ -125,6 +127,8 @@ pub(super) struct Traits {
     pub(super) qk_norm: QkNorm,
     /// q, k and v are one matrix, as are gate and up.
     pub(super) is_fused: bool,
+    /// Embeddings, scores, logits and what layers add are multiplied with numbers of the file's.
+    pub(super) multiplies: bool,
     pub(super) mixture: Option<Mixture>,
     pub(super) attention_bias: Biases,
     /// The attention's output has a bias where q, k and v have.
@@ -167,6 +171,7 @@ const USUAL: Traits = Traits {
     norms_less_one: false,
     qk_norm: QkNorm::None,
     is_fused: false,
+    multiplies: false,
     mixture: None,
     attention_bias: Biases::Said,
     output_bias: true,
@@ -199,6 +204,8 @@ const MISTRAL: Traits = Traits {
     ..USUAL
 };
 
+const GRANITE: Traits = Traits { multiplies: true, max_position_embeddings: 2048, ..USUAL };
+
 const OLMO: Traits =
     Traits { norms: Norms::After, qk_norm: QkNorm::Rows, max_position_embeddings: 2048, rms_norm_eps: 1e-5, ..USUAL };
 
@@ -206,7 +213,7 @@ const ENCODER: Traits = Traits { is_encoder: true, activation: Activation::Gelu,
 
 impl Architecture {
     /// Every architecture.
-    pub const ALL: [Architecture; 17] = [
+    pub const ALL: [Architecture; 18] = [
         Architecture::Qwen3,
         Architecture::Qwen3Moe,
         Architecture::Qwen2,
@@ -216,6 +223,7 @@ impl Architecture {
         Architecture::Gemma3,
         Architecture::SmolLm3,
         Architecture::Granite,
+        Architecture::GraniteMoe,
         Architecture::Phi3,
         Architecture::Olmo2,
         Architecture::Olmo3,
@@ -304,12 +312,14 @@ impl Architecture {
                 tie_word_embeddings: true,
                 ..USUAL
             },
-            Architecture::Granite => Traits {
-                class_name: "GraniteForCausalLM",
-                model_type: "granite",
-                mlp_bias: Biases::Said,
-                max_position_embeddings: 2048,
-                ..USUAL
+            Architecture::Granite => {
+                Traits { class_name: "GraniteForCausalLM", model_type: "granite", mlp_bias: Biases::Said, ..GRANITE }
+            }
+            Architecture::GraniteMoe => Traits {
+                class_name: "GraniteMoeForCausalLM",
+                model_type: "granitemoe",
+                mixture: Some(Mixture { n: 8, chosen: 2, intermediate_size: None, normalises: true, may_lack: false }),
+                ..GRANITE
             },
             Architecture::Phi3 => Traits {
                 class_name: "Phi3ForCausalLM",

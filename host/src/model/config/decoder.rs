@@ -171,11 +171,11 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
     const SCALARS: RangeInclusive<f64> = 1e-6..=1e9;
     let query_scalar =
         if is_gemma { fields.real("query_pre_attn_scalar", SCALARS)?.unwrap_or(256.0) } else { head_dim as f64 };
-    let of_granite = |key| match architecture {
-        Architecture::Granite => Ok::<f64, ModelError>(fields.real(key, SCALARS)?.unwrap_or(1.0)),
-        _ => Ok(1.0),
+    let multiplier = |key| match traits.multiplies {
+        true => Ok::<f64, ModelError>(fields.real(key, SCALARS)?.unwrap_or(1.0)),
+        false => Ok(1.0),
     };
-    let added = of_granite("residual_multiplier")?;
+    let added = multiplier("residual_multiplier")?;
     let rms_norm_eps = fields.real("rms_norm_eps", 0.0..=1.0)?.unwrap_or(traits.rms_norm_eps);
     // Gemma's windows reach as far to both sides together, others' to each.
     let sees_all = fields.flag("use_bidirectional_attention")?.unwrap_or(false);
@@ -200,16 +200,16 @@ pub(super) fn decoder(fields: &Fields<'_>, architecture: Architecture) -> Result
         rms_norm_eps: rms_norm_eps / (added * added),
         ropes: layers.iter().map(rope_of).collect(),
         rotary_dim: ropes.dim,
-        attention_scale: match architecture {
-            Architecture::Granite => of_granite("attention_multiplier")?,
+        attention_scale: match traits.multiplies {
+            true => multiplier("attention_multiplier")?,
             // Rounded as transformers does.
-            _ => f64::from(1.0 / (query_scalar as f32).sqrt()),
+            false => f64::from(1.0 / (query_scalar as f32).sqrt()),
         },
         embedding_scale: match architecture {
             Architecture::Gemma3 => (hidden_size as f64).sqrt(),
-            _ => of_granite("embedding_multiplier")? / added,
+            _ => multiplier("embedding_multiplier")? / added,
         },
-        logits_divisor: of_granite("logits_scaling")?,
+        logits_divisor: multiplier("logits_scaling")?,
         tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(traits.tie_word_embeddings),
         attention_bias,
         output_bias: attention_bias && traits.output_bias,

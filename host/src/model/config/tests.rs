@@ -64,7 +64,10 @@ fn mixtures_of_experts() {
     }
     let message = parse(&with(llama(), &json!({ "num_local_experts": 8 }))).expect_err("experts");
     assert!(message.contains("num_local_experts: 8 is not supported; supported: "), "{message}");
-    assert!(message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM alone"), "{message}");
+    assert!(
+        message.ends_with("Qwen3MoeForCausalLM, MixtralForCausalLM, GraniteMoeForCausalLM, OlmoeForCausalLM alone"),
+        "{message}"
+    );
 }
 
 #[test]
@@ -267,8 +270,8 @@ fn what_is_not_done_is_refused_by_name() {
         refused(json!({"architectures": ["GptOssForCausalLM"]})),
         "config.json: architectures: GptOssForCausalLM is not supported; supported: Qwen3ForCausalLM, \
          Qwen3MoeForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM, \
-         SmolLM3ForCausalLM, GraniteForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, OlmoeForCausalLM, \
-         Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
+         SmolLM3ForCausalLM, GraniteForCausalLM, GraniteMoeForCausalLM, Phi3ForCausalLM, Olmo2ForCausalLM, Olmo3ForCausalLM, \
+         OlmoeForCausalLM, Exaone4ForCausalLM, BertModel, RobertaModel, ModernBertModel"
     );
     for (change, word) in [
         (json!({"hidden_act": "gelu"}), "hidden_act: \"gelu\""),
