@@ -3,8 +3,8 @@
 use super::loss::{self, Loss};
 use super::perplexity::{Divergences, Prediction};
 use super::{
-    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, greedy_options, is_generator, progress, report, say, warm,
-    writable, write_whole,
+    DeviceName, ModelArgs, Outcome, TOKENS_BAR, bytes, greedy_options, is_generator, median_and_spread, progress,
+    report, say, warm, writable, write_whole,
 };
 use perpetua::compile::Compiled;
 use perpetua::cuda::probe::Prober;
@@ -618,10 +618,9 @@ fn bandwidth(engine: &mut Engine, model: &Model) -> Result<f64, Box<dyn std::err
             let bytes = 40 * u64::from(cuda.gpu().info().l2_bytes);
             let mut prober = Prober::new(cuda.gpu().clone(), bytes)?;
             // The first one finds the clocks of a GPU that has had nothing to do.
-            let reads = (0..6).map(|_| prober.read(n_workers, 16 << 10, 13));
-            let mut rates = reads.skip(1).collect::<Result<Vec<f64>, _>>()?;
-            rates.sort_unstable_by(f64::total_cmp);
-            Ok(rates[rates.len() / 2])
+            let mut read = || prober.read(n_workers, 16 << 10, 13);
+            read()?;
+            Ok(median_and_spread(5, read)?.0)
         }
         None => read_bandwidth(model, n_workers as usize),
     }

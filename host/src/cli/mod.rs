@@ -289,6 +289,14 @@ impl ModelArgs {
     }
 }
 
+/// The median of `n` measurements, and the spread of all as a percentage of it.
+fn median_and_spread<E>(n: usize, mut measure: impl FnMut() -> Result<f64, E>) -> Result<(f64, f64), E> {
+    let mut values = (0..n).map(|_| measure()).collect::<Result<Vec<f64>, _>>()?;
+    values.sort_by(f64::total_cmp);
+    let median = values[n / 2];
+    Ok((median, 100.0 * (values[n - 1] - values[0]) / median))
+}
+
 /// Opens the model in `folder`, and names what of its checkpoint is used by nothing for no known reason.
 fn load(folder: &Path) -> Result<Model, ModelError> {
     let model = Model::load(folder)?;

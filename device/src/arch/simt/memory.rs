@@ -761,6 +761,15 @@ pub(super) struct Shared {
     warps: usize,
 }
 
+/// What a thread does with a word of shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum WordTouch {
+    Load,
+    Store(u32),
+    /// Sets these bits of it.
+    Or(u32),
+}
+
 /// Through which proxy a cell of the tiles was written, and whether the other one sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TileState {
@@ -970,48 +979,43 @@ impl Shared {
         }
     }
 
+    /// Judges what `thread` does with word `at`, and does it; what the word was before. Setting bits is an atomic: others may do so at once, as they
+    /// may read, but nobody store to the word.
     pub(super) fn touch(
         &mut self,
         order: &mut Order,
         thread: u32,
         at: u32,
-        store: Option<u32>,
+        touch: WordTouch,
     ) -> Result<u32, (Wrong, String)> {
         let Some(cell) = self.cells.get_mut(at as usize) else {
             return Err((Wrong::OutOfBounds, format!("word {at} of shared memory, which has {}", self.words.len())));
         };
-        if store.is_none() && cell.write.time == 0 {
+        let is_store = matches!(touch, WordTouch::Store(_));
+        if !is_store && cell.write.time == 0 {
             return Err((Wrong::Poison, format!("a read of shared word {at}, which this task has not written")));
         }
-        if store.is_none() && self.are_bits[at as usize] {
+        if touch == WordTouch::Load && self.are_bits[at as usize] {
             return Err((Wrong::Race, format!("a read of shared word {at}, of which threads set bits")));
         }
         let reads = &mut self.reads[at as usize * self.warps..][..self.warps];
-        let judged = match store {
-            Some(_) => order.touch_write(cell, reads, thread),
-            None => order.touch_read(cell, &mut reads[order.warp_in_block(thread)], thread),
+        let judged = if is_store {
+            order.touch_write(cell, reads, thread)
+        } else {
+            order.touch_read(cell, &mut reads[order.warp_in_block(thread)], thread)
         };
         judged.map_err(|(did, who)| {
-            let does = if store.is_some() { "write" } else { "read" };
+            let does = if is_store { "write" } else { "read" };
             let who = order.describe(who);
             (Wrong::Race, format!("a {does} of shared word {at}, {did} by {who}, and nothing between"))
         })?;
-        if let Some(value) = store {
-            self.words[at as usize] = value;
-            self.are_bits[at as usize] = false;
+        let (word, are_bits) = (&mut self.words[at as usize], &mut self.are_bits[at as usize]);
+        let was = *word;
+        match touch {
+            WordTouch::Load => {}
+            WordTouch::Store(value) => (*word, *are_bits) = (value, false),
+            WordTouch::Or(bits) => (*word, *are_bits) = (was | bits, true),
         }
-        Ok(self.words[at as usize])
-    }
-
-    /// Judges that `thread` sets `bits` of word `at`, an atomic: as a read, since others may do so at once, but nobody store to the word. What it
-    /// was before.
-    pub(super) fn or(&mut self, order: &mut Order, thread: u32, at: u32, bits: u32) -> Result<u32, (Wrong, String)> {
-        if let Some(are_bits) = self.are_bits.get_mut(at as usize) {
-            *are_bits = false;
-        }
-        let was = self.touch(order, thread, at, None)?;
-        self.words[at as usize] |= bits;
-        self.are_bits[at as usize] = true;
         Ok(was)
     }
 }

@@ -21,7 +21,7 @@ pub use memory::{Access, Allocation};
 pub use world::{Options, Report, launch, launch_beside};
 
 use bytemuck::Pod;
-use memory::Touch;
+use memory::{Touch, WordTouch};
 use perpetua_shared::launch::LaunchParams;
 use std::panic::Location;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -397,13 +397,13 @@ pub(super) fn sleep_ns(ns: u32) {
 #[track_caller]
 pub(super) unsafe fn shared_load(at: u32) -> u32 {
     let caller = Location::caller();
-    demand(with(|world| world.shared(at, None, caller)))
+    demand(with(|world| world.shared(at, WordTouch::Load, caller)))
 }
 
 #[track_caller]
 pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
     let caller = Location::caller();
-    let word = |world: &mut World, i: usize| world.shared(at + i as u32, None, caller);
+    let word = |world: &mut World, i: usize| world.shared(at + i as u32, WordTouch::Load, caller);
     demand(with(|world| {
         let mut words = [0; N];
         (0..N).try_for_each(|i| word(world, i).map(|word| words[i] = word)).map(|()| words)
@@ -413,13 +413,13 @@ pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
 #[track_caller]
 pub(super) unsafe fn shared_store(at: u32, value: u32) {
     let caller = Location::caller();
-    demand(with(|world| world.shared(at, Some(value), caller)));
+    demand(with(|world| world.shared(at, WordTouch::Store(value), caller)));
 }
 
 #[track_caller]
 pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
     let caller = Location::caller();
-    demand(with(|world| world.shared_or(at, bits, caller)))
+    demand(with(|world| world.shared(at, WordTouch::Or(bits), caller)))
 }
 
 /// Judges an access of `bytes` bytes.

@@ -229,6 +229,43 @@ fn what_nobody_has_written() {
     });
 }
 
+/// Bits of a word are set by all at once, and seen by those who set them; whoever stores it must have met them, and nobody else reads it.
+#[test]
+fn bits_of_a_word() {
+    let set = |has_met: bool, is_read: bool, is_stored: bool| {
+        move |_: Place| {
+            let (me, word) = (thread::thread_idx(), 9);
+            // SAFETY: of the words of this kind all threads set bits, between the barriers that are there.
+            unsafe {
+                if me == 0 {
+                    shared::store(word, 1 << 31);
+                }
+                thread::sync();
+                let bit = 1 << (me % 16);
+                let was = shared::or(word, bit);
+                assert_eq!(was >> 31, 1);
+                if has_met {
+                    thread::sync();
+                }
+                if is_read {
+                    shared::load(word);
+                }
+                if is_stored && me == 63 {
+                    shared::store(word, 0);
+                }
+            }
+        }
+    };
+    passes(1, 64, set(false, false, false));
+    passes(1, 64, set(true, false, true));
+    finds(Wrong::Race, "of which threads set bits", 1, 64, set(true, true, false));
+    finds(Wrong::Race, "of shared word 9", 1, 64, set(false, false, true));
+    finds(Wrong::Poison, "shared word 9", 1, 32, |_| {
+        // SAFETY: see above.
+        unsafe { shared::or(9, 1) };
+    });
+}
+
 #[test]
 fn races_in_a_block() {
     let exchange = |fenced: bool| {

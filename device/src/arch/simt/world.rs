@@ -6,7 +6,7 @@
 //! GPU; when that moves nobody either, it is a deadlock.
 
 use super::error::{SimtError, Wrong};
-use super::memory::{Allocation, COPY_UNIT, Clock, Global, MBARRIERS, Order, Shared, Touch};
+use super::memory::{Allocation, COPY_UNIT, Clock, Global, MBARRIERS, Order, Shared, Touch, WordTouch};
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::cell::Cell;
@@ -1311,29 +1311,16 @@ impl World {
         judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
     }
 
-    /// The current thread reads (`None`) or writes a word of shared memory.
+    /// The current thread touches a word of shared memory: what it was before.
     pub(super) fn shared(
         &mut self,
         word: u32,
-        store: Option<u32>,
+        touch: WordTouch,
         at: &'static Location<'static>,
     ) -> Result<u32, Box<SimtError>> {
         let block = self.block_idx() as usize;
         let thread = self.ordinal();
-        let judged = self.blocks[block].shared.touch(&mut self.order, thread, word, store);
-        judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
-    }
-
-    /// Judges that the current thread sets bits of a word of shared memory; gives what it was.
-    pub(super) fn shared_or(
-        &mut self,
-        word: u32,
-        bits: u32,
-        at: &'static Location<'static>,
-    ) -> Result<u32, Box<SimtError>> {
-        let block = self.block_idx() as usize;
-        let thread = self.ordinal();
-        let judged = self.blocks[block].shared.or(&mut self.order, thread, word, bits);
+        let judged = self.blocks[block].shared.touch(&mut self.order, thread, word, touch);
         judged.map_err(|(wrong, what)| self.error(wrong, what, Some(at)))
     }
 

@@ -4,7 +4,9 @@ use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
 use super::{Args, Section, print_figures};
 use crate::cli::bench::Measured;
 use crate::cli::perplexity::Prediction;
-use crate::cli::{ModelArgs, Outcome, bench, bytes, files, greedy_options, logits, plain, write_whole};
+use crate::cli::{
+    ModelArgs, Outcome, bench, bytes, files, greedy_options, logits, median_and_spread, plain, write_whole,
+};
 use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
 use perpetua::cuda::probe::Prober;
@@ -223,7 +225,7 @@ impl Check<'_> {
                 if n_tiles == 0 || n_tiles > TILE_BARRIERS || in_flight_kib << 10 > TILE_BYTES {
                     continue;
                 }
-                let (median, spread) = spread(5, || prober.read(n_sms, tile_kib << 10, n_tiles))?;
+                let (median, spread) = median_and_spread(5, || prober.read(n_sms, tile_kib << 10, n_tiles))?;
                 best = best.max(median);
                 let key = format!("{tile_kib} KiB x {n_tiles}");
                 rates.insert(key, json!({"gb_per_s": median / 1e9, "spread_percent": spread}));
@@ -237,19 +239,21 @@ impl Check<'_> {
         let n_sms = self.gpu.info().n_sms;
         let rounds = if self.args.simulated { 20 } else { 10_000 };
         let mut prober = self.prober()?;
-        let (hop, hop_spread) = spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
+        let (hop, hop_spread) = median_and_spread(5, || prober.hop(rounds).map(|time| time.as_secs_f64()))?;
         let figure = |time: f64, spread: f64| json!({"us": time * 1e6, "spread_percent": spread});
         let mut rows = serde_json::Map::new();
         for (way, blocks, by_flags) in
             [("behind_a_counter", 2, false), ("by_flags", 2, true), ("by_flags_to_all_sms", n_sms, true)]
         {
-            let (time, spread) = spread(5, || prober.hand(blocks, rounds, by_flags).map(|time| time.as_secs_f64()))?;
+            let (time, spread) =
+                median_and_spread(5, || prober.hand(blocks, rounds, by_flags).map(|time| time.as_secs_f64()))?;
             rows.insert(way.to_owned(), figure(time, spread));
         }
         let mut barriers = serde_json::Map::new();
         for blocks in [2, 16, 64, n_sms] {
             if blocks <= n_sms {
-                let (time, spread) = spread(5, || prober.meet(blocks, rounds).map(|time| time.as_secs_f64()))?;
+                let (time, spread) =
+                    median_and_spread(5, || prober.meet(blocks, rounds).map(|time| time.as_secs_f64()))?;
                 barriers.insert(blocks.to_string(), figure(time, spread));
             }
         }
@@ -271,7 +275,8 @@ impl Check<'_> {
         let n_threads = cuda::upload_threads(cores);
         let mut prober = Prober::new(self.gpu.clone(), all)?;
         // A second's work, at least where a bus has as many lanes as it should.
-        let (bus, bus_spread) = spread(5, || prober.bus(if self.args.simulated { 1 << 20 } else { 8 << 30 }))?;
+        let (bus, bus_spread) =
+            median_and_spread(5, || prober.bus(if self.args.simulated { 1 << 20 } else { 8 << 30 }))?;
         let mut figures = json!({
             "bus_gb_per_s": bus / 1e9,
             "bus_spread_percent": bus_spread,
@@ -285,7 +290,7 @@ impl Check<'_> {
                 _ => files::read_through(&paths, n_threads, LOAD_MOST).map(|_| ()),
             };
             let mut most = all;
-            let (file, file_spread) = spread(3, || {
+            let (file, file_spread) = median_and_spread(3, || {
                 prepare()?;
                 let (bytes, took) = files::read_through(&paths, n_threads, LOAD_MOST)?;
                 // No more is brought to the device than could be read in the time.
@@ -293,7 +298,7 @@ impl Check<'_> {
                 Ok::<_, Box<dyn std::error::Error>>(bytes as f64 / took.as_secs_f64().max(1e-9))
             })?;
             let (mut n_bytes, mut there) = (0, None);
-            let (upload, upload_spread) = spread(3, || {
+            let (upload, upload_spread) = median_and_spread(3, || {
                 prepare()?;
                 there = files::in_memory(&paths)?;
                 // Mapped anew, as for an engine: no page of it is in the page table yet.
@@ -1083,14 +1088,6 @@ fn kept(figures: &Value, more: &[&str]) -> Value {
     let names = ["step_ms_median", "step_ms_of_runs", "tokens_per_s", "share_of_bandwidth_percent"];
     let kept = names.iter().chain(more).map(|name| ((*name).to_owned(), figures[*name].clone()));
     kept.collect::<serde_json::Map<_, _>>().into()
-}
-
-/// The median of `n` measurements, and the spread of all as a percentage of it.
-fn spread<E>(n: usize, mut measure: impl FnMut() -> Result<f64, E>) -> Result<(f64, f64), E> {
-    let mut values = (0..n).map(|_| measure()).collect::<Result<Vec<f64>, _>>()?;
-    values.sort_by(f64::total_cmp);
-    let median = values[n / 2];
-    Ok((median, 100.0 * (values[n - 1] - values[0]) / median))
 }
 
 fn ids(file: &SafeTensors<'_>, case: usize, what: &str) -> Result<Vec<u32>, Box<dyn std::error::Error>> {
