@@ -231,8 +231,6 @@ fn options_without_effect_are_named() {
     let trace = temp.path().join("t.json").to_string_lossy().into_owned();
     let [embed, bench] = ["embed", "bench"].map(|verb| vec![verb, "--device", "cpu", "--model", &bert]);
     let logits = vec!["logits", "--ids", "1", "--out", "/dev/null", "--model", &text];
-    let experts = fixture("tiny-mixtral").to_string_lossy().into_owned();
-    let of_experts = vec!["logits", "--ids", "1", "--out", "/dev/null", "--model", &experts];
     let [words, latin] = [("words.txt", &b"some words"[..]), ("latin.txt", b"caf\xe9")].map(|(name, bytes)| {
         let path = temp.path().join(name);
         std::fs::write(&path, bytes).unwrap();
@@ -260,21 +258,6 @@ fn options_without_effect_are_named() {
         (&bench, &["--trace", &trace], "--compare, --trace and --timeline are for text models"),
         (&bench, &["--compare"], "--compare, --trace and --timeline are for text models"),
         (&logits, &["--exact", "--device", "simt"], "--exact is for --device cpu or reference"),
-        (
-            &of_experts,
-            &["--quantize", "q8", "--device", "simt"],
-            "device of a mixture of experts in q8: expected cpu or reference",
-        ),
-        (
-            &of_experts,
-            &["--quantize", "q4", "--device", "simt"],
-            "device of a mixture of experts in q4: expected cpu or reference",
-        ),
-        (
-            &vec!["plan", "--preset", "tiny-mixtral"],
-            &["--quantize", "q8"],
-            "--target h200 of a mixture of experts in q8, expected cpu:N",
-        ),
         (&logits, &["--exact", "--device", "ptx"], "--exact is for --device cpu or reference"),
         (&logits, &["--exact", "--device", "cuda"], "--exact is for --device cpu or reference"),
         (&vec!["bench", "--model", &text], &["--device", "simt"], "nothing to measure on --device simt"),

@@ -279,8 +279,9 @@ fn a_gpu_decodes_batches_with_experts() {
     if !has_kernel() {
         return;
     }
-    for name in ["tiny-qwen3-moe", "tiny-mixtral"] {
+    for (name, quantize) in [("tiny-qwen3-moe", None), ("tiny-mixtral", None), ("tiny-mixtral", Some(Quantize::Q8))] {
         let model = fixture(name);
+        let model = quantize.map_or(Ok(model.clone()), |how| model.quantize(how, |_| {})).unwrap();
         let config = EngineConfig { max_context: Some(32), ..config(Device::Cpu, 2, Some(4)) };
         let mut cpu = Engine::new(&model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
         let prompts = prompts(&model, &[9, 1, 17]);
@@ -289,7 +290,7 @@ fn a_gpu_decodes_batches_with_experts() {
             let (made, ends) = together(&mut engine, &prompts, &options(3));
             assert_eq!(ends, vec![End::MaxTokens; prompts.len()]);
             let logits = engine.batch_logits().unwrap().unwrap();
-            judge(&mut cpu, &prompts, &made, &logits, 3e-2, &format!("{name}, {at:?}"));
+            judge(&mut cpu, &prompts, &made, &logits, 3e-2, &format!("{name}, {quantize:?}, {at:?}"));
         }
     }
 }

@@ -22,22 +22,22 @@ const COPIES: &str = "perpetua_probe_copy";
 /// warpgroup's products take most of them, or the 120 words of weights that a product of one row holds before its row is there, and what
 /// the loop holds over all bodies the rest. 252 before faults were recorded where they are found, and not handed on; 235 before long rows were two matrices', too; 246
 /// before there were experts, whose bodies alone have 128 and 104; 250 before attention of many rows had an end of positions beside its window, and 254 behind that while waits for tiles counted their looks; 255 while bodies were inlined before they were
-/// simplified: it is what ptxas makes of the whole, and spills nothing.)
-const REGISTERS: u32 = 246;
+/// simplified; 246 before experts' rows were asked for ahead: it is what ptxas makes of the whole, and spills nothing.)
+const REGISTERS: u32 = 254;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
 /// time, 4: the record, and what a batch's sequence sees and has of it; attention 10 (parts 2; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 47 and
 /// gated_linear 37 (a norm 3, likewise, in linear, of what splits found; one row of terms 3, in linear of two kinds, and a long one 2; a warpgroup's
 /// products 26: for each of five shapes, a step's of those who multiply and
 /// those who do not, the last step's of both, the sums' one; and a part's end; and in linear, before what is made for a product after a norm where no warpgroup
-/// has multiplied, 2); layer_norm 4; pool 2; argmax 2; experts_up 9 (a row that is staged 3, the choice of experts 5, and a row's end) and experts_down 4 (3 and 1); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
+/// has multiplied, 2); layer_norm 4; pool 2; argmax 2; experts_up 14 (a row that is staged one by one 3, by eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
 /// are counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one without); sample 52 (the text's tokens 2, the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2.
 /// Votes: waits of linear, three for its kinds of row, gated_linear, two, of either in each of a warpgroup's five shapes, and decode_attention, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
 /// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 5, attention 43 (11, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share), advance 10, decode_attention 22 (a norm 5, neighbours of two pairs 2, a
 /// group's maximum and total 4, one by one 11), linear 178 and gated_linear 108 (of a warpgroup's products the factors of rows, over four lanes, 2 in each of five shapes, and in linear a row's squares 1; from global memory of one row and of four, from tiles of one, of terms 77 and 43, a norm, and of a
-/// long row in each of its widths, four and two, the one before and the last, and in linear the best of its outputs 10), experts_up 20 (a norm, what all experts make together, two products) and experts_down 5, expert_routes 5, routed_linear 20 (units, three products), sample 175. Of terms: 3 and 2 for eight rows and eight more in the loop, linear's for two kinds of row; 13 and 8, and 16,
+/// long row in each of its widths, four and two, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175. Of terms: 3 and 2 for eight rows and eight more in the loop, linear's for two kinds of row; 13 and 8, and 16,
 /// for the eight rows that are held, by how many chunks a warp has of them; and a norm's sum for each of these and without, 25 each.
 ///
 /// With weights in 8 bits linear and gated_linear have all that is of terms, and of long rows, once more: barriers 8 and 5, votes 2 and 1, shuffles
@@ -48,9 +48,9 @@ const REGISTERS: u32 = 246;
 /// the loop 6 and 2, those of what is held, in three widths, 16 and 12, a norm's in these and without 40 and 20, a long row's in its one width 10), warp syncs 22 and
 /// 9 and where the wait fails 3. Products, by two: of the loop 30 for each kind of row, and 18, and of what is held 44, 88 and 88, among them in each those of what sums begin
 /// with, once a chunk.
-const BARRIERS: usize = 212 + 2 * (8 + 5);
+const BARRIERS: usize = 221 + 2 * (8 + 5);
 const BARRIER_VOTES: usize = 22 + 2 * 3;
-const SHUFFLES: usize = 631 + 138 + 90 + 80 + 48;
+const SHUFFLES: usize = 676 + 138 + 90 + 80 + 48;
 const WARP_SYNCS: usize = 76 + 36 + 15 + 3 + 22 + 9 + 3;
 const PRODUCTS: usize = 626;
 const BYTE_PRODUCTS: usize = 124 + 90 + 2 * 30 + 44 + 88 + 18 + 88;
@@ -86,10 +86,10 @@ const KERNELS: &[Figures] = &[
     ("pool", 38, 4, 5, 0, 0, 18816, [0, 0]),
     ("attention_merge", 130, 2, 0, 0, 0, 18816, [0, 0]),
     ("decode_attention", 198, 7, 22, 1, 32, 18816, [0, 0]),
-    ("experts_up", 128, 11, 20, 0, 0, 18816, [0, 0]),
-    ("experts_down", 104, 6, 5, 0, 0, 18816, [0, 0]),
+    ("experts_up", 181, 16, 55, 0, 0, 18816, [0, 0]),
+    ("experts_down", 195, 10, 15, 0, 0, 18816, [0, 0]),
     ("expert_routes", 42, 8, 5, 0, 0, 18816, [0, 0]),
-    ("routed_linear", 184, 20, 20, 0, 0, 18816, [0, 0]),
+    ("routed_linear", 186, 20, 20, 0, 0, 18816, [0, 0]),
     ("slot_sum", 54, 2, 0, 0, 0, 18816, [0, 0]),
 ];
 

@@ -25,7 +25,7 @@ mod conformance;
 
 use crate::arch::{LaunchBlock, memory, param, scalar, thread};
 use crate::kernels::linear::slot;
-use packed::Packed;
+use packed::{Eight, Four, Packed};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
@@ -97,12 +97,18 @@ impl Tensor {
     /// The address of the element at `at`.
     #[inline(always)]
     pub fn address<const N: usize>(&self, at: [u32; N]) -> *mut u8 {
+        self.base.wrapping_add((self.offset(at) * self.elem_bytes()) as usize)
+    }
+
+    /// What strides make of the indices `at`.
+    #[inline(always)]
+    fn offset<const N: usize>(&self, at: [u32; N]) -> u64 {
         let mut offset = 0;
         for dim in 0..N {
             debug_assert!(at[dim] < self.extent[dim], "index {} of dimension {dim}", at[dim]);
             offset += u64::from(at[dim]) * u64::from(self.stride[dim]);
         }
-        self.base.wrapping_add((offset * self.elem_bytes()) as usize)
+        offset
     }
 
     /// The element at `at` of a tensor of floats, widened to f32.
@@ -126,30 +132,24 @@ impl Tensor {
         // SAFETY: the caller's promise.
         unsafe {
             match self.dtype {
-                Q8 => self.packed_weight::<packed::Eight>(at),
-                Q4 => self.packed_weight::<packed::Four>(at),
+                Q8 => Eight::element_of(self.packed_row([at[0]]), at[1]),
+                Q4 => Four::element_of(self.packed_row([at[0]]), at[1]),
                 _ => self.get(at),
             }
         }
     }
 
-    /// That of a matrix in fewer bits.
-    ///
-    /// # Safety
-    /// As [`Tensor::get`].
+    /// Where the row at the indices `at` of weights in fewer bits begins: strides between rows are bytes there.
     #[inline(always)]
-    unsafe fn packed_weight<P: Packed>(&self, [n, i]: [u32; 2]) -> f32 {
-        let row = self.weight_row(n);
-        let (byte, scale) = P::element(i);
-        // SAFETY: of the row (caller), which begins on a line.
-        let word = |at: u32| unsafe { memory::load(row.wrapping_add(at as usize / 4 * 4).cast::<u32>()) };
-        P::one(word(byte), i) * P::scale(word(scale), scale)
+    pub(crate) fn packed_row<const N: usize>(&self, at: [u32; N]) -> *const u8 {
+        self.base.wrapping_add(self.offset(at) as usize)
     }
 
-    /// Where row `n` of a matrix of weights in fewer bits begins: strides between rows are bytes there.
+    /// [`row`](Tensor::row) of weights, of floats or in fewer bits.
     #[inline(always)]
-    pub(crate) fn weight_row(&self, n: u32) -> *const u8 {
-        self.base.wrapping_add((u64::from(n) * u64::from(self.stride[0])) as usize)
+    pub(crate) fn weight_row<const N: usize>(&self, at: [u32; N]) -> Row {
+        let base = if self.is_packed() { self.packed_row(at).cast_mut() } else { self.address(at) };
+        Row { base: memory::opaque(base), dtype: self.dtype }
     }
 
     /// Whether it is a matrix of weights in fewer bits.
@@ -198,7 +198,7 @@ impl Tensor {
     }
 }
 
-/// Contiguous floats: an address and a type, all that a loop over them needs to hold.
+/// Contiguous floats, or a row of weights in fewer bits: an address and a type, all that a loop over them needs to hold.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     base: *mut u8,
@@ -219,6 +219,22 @@ impl Row {
             match self.dtype {
                 F32 => memory::load(self.base.wrapping_add(4 * i as usize).cast::<f32>()),
                 other => load(other, self.base.wrapping_add(2 * i as usize)),
+            }
+        }
+    }
+
+    /// Element `i` of a row of weights, of floats or in fewer bits.
+    ///
+    /// # Safety
+    /// As [`Row::get`].
+    #[inline(always)]
+    pub(crate) unsafe fn weight(&self, i: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match self.dtype {
+                Q8 => Eight::element_of(self.base, i),
+                Q4 => Four::element_of(self.base, i),
+                _ => self.get(i),
             }
         }
     }
@@ -442,7 +458,13 @@ impl Row {
         unsafe { memory::load16(self.at(i)) }
     }
 
-    /// Where element `i` lies.
+    /// Where it begins.
+    #[inline(always)]
+    pub(crate) fn start(&self) -> *const u8 {
+        self.base
+    }
+
+    /// Where element `i`, a float, lies.
     #[inline(always)]
     pub(crate) fn at(&self, i: u32) -> *mut u8 {
         self.base.wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })

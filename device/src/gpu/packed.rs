@@ -3,6 +3,7 @@
 
 use super::math::bytes_less;
 use super::{Q4, Q8};
+use crate::arch::memory;
 use crate::arch::scalar::permute;
 use perpetua_shared::dtype::{self, Lines, Q4_BLOCK, Q4_LEVELS};
 
@@ -35,6 +36,11 @@ pub(crate) trait Packed: Copy {
         [(line + group + 1) * LINE, group * (per_group + 1) * LINE + number * (LINE / per_group)]
     }
 
+    /// Stretches of sixteen elements, each with one scale, that sixteen bytes of a row are, and where stretch `which` of the `unit`th sixteen bytes
+    /// begins.
+    const STRETCHES: u32;
+    fn stretch(unit: u32, which: u32) -> u32;
+
     /// Where element `i` of a row is: its byte, and its scale. Sixteen from a multiple of sixteen on are in bytes that follow, and have one scale.
     fn element(i: u32) -> (u32, u32);
 
@@ -44,6 +50,18 @@ pub(crate) trait Packed: Copy {
     /// The numbers, scaled by nothing yet, of eight elements from `i` on, a multiple of eight, whose bytes these are: as bytes, each
     /// [so many](Packed::MORE) more, from none to 255.
     fn eight(bytes: (u32, u32), i: u32) -> (u32, u32);
+
+    /// Element `i` of the row at `row`.
+    ///
+    /// # Safety
+    /// The row, which begins on a line, has that element.
+    #[inline(always)]
+    unsafe fn element_of(row: *const u8, i: u32) -> f32 {
+        let (byte, scale) = Self::element(i);
+        // SAFETY: of the row (caller).
+        let word = |at: u32| unsafe { memory::load(row.wrapping_add(at as usize / 4 * 4).cast::<u32>()) };
+        Self::one(word(byte), i) * Self::scale(word(scale), scale)
+    }
 
     /// That of element `i`, of the aligned word around its byte.
     #[inline(always)]
@@ -64,6 +82,12 @@ impl Packed for Eight {
     const DTYPE: u16 = Q8;
     const LINES: Lines = dtype::Q8;
     const MORE: f32 = 128.0;
+    const STRETCHES: u32 = 1;
+
+    #[inline(always)]
+    fn stretch(unit: u32, _: u32) -> u32 {
+        16 * unit
+    }
 
     #[inline(always)]
     fn element(i: u32) -> (u32, u32) {
@@ -139,6 +163,12 @@ impl Packed for Four {
     const DTYPE: u16 = Q4;
     const LINES: Lines = dtype::Q4;
     const MORE: f32 = RAISED as f32;
+    const STRETCHES: u32 = 2;
+
+    #[inline(always)]
+    fn stretch(unit: u32, which: u32) -> u32 {
+        unit / 4 * FOUR_ELEMS + unit % 4 * 16 + which * LINE
+    }
 
     #[inline(always)]
     fn element(i: u32) -> (u32, u32) {
@@ -183,6 +213,30 @@ mod tests {
             assert_eq!((found_byte as usize, found_scale as usize), (byte, scale), "element {i}");
             assert_eq!(shift as usize, i / 64 % 2 * 4);
         }
+    }
+
+    /// Every element of whole lines is in one stretch, whose bytes follow each other and have one scale.
+    fn stretches_are_a_row<P: Packed>() {
+        for k in [128, 256, 768, 2176] {
+            let units = k / (16 * P::STRETCHES);
+            let mut found = vec![false; (units * 16 * P::STRETCHES) as usize];
+            for (unit, which) in (0..units).flat_map(|unit| (0..P::STRETCHES).map(move |which| (unit, which))) {
+                let first = P::stretch(unit, which);
+                let ((byte, scale), (first_byte, _)) = (P::element(first), P::element(P::stretch(unit, 0)));
+                assert!(byte == first_byte && byte.is_multiple_of(16) && first + 16 <= k);
+                for i in 0..16 {
+                    assert_eq!(P::element(first + i), (byte + i, scale));
+                    assert!(!std::mem::replace(&mut found[(first + i) as usize], true), "{} comes twice", first + i);
+                }
+            }
+            assert!(found.iter().all(|is| *is), "of {k} elements");
+        }
+    }
+
+    #[test]
+    fn stretches_are_rows() {
+        stretches_are_a_row::<Eight>();
+        stretches_are_a_row::<Four>();
     }
 
     /// All numbers beside all others, in every place.

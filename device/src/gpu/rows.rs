@@ -447,10 +447,9 @@ pub(crate) unsafe fn two_dots(x: Vector, [a, b]: [Row; 2], k: u32, lane: u32) ->
     // SAFETY: the caller's promises; the types are the rows', and whole eights stand on sixteen bytes.
     unsafe {
         let are_whole = k.is_multiple_of(8) && a.is_aligned(16) && b.is_aligned(16) && a.is(BF16) && b.is(BF16);
-        let [a, b] = if are_whole && x.staged {
-            two_of_brains(Staged(STAGE), [a, b], k, lane)
-        } else if are_whole && x.row.is(F32) && x.row.is_aligned(16) {
-            two_of_brains(Global::<Single, 1>([x.row.at(0).cast_const()], PhantomData), [a, b], k, lane)
+        // A staged row goes to `thin::afar` wherever that is possible.
+        let [a, b] = if are_whole && !x.staged && x.row.is(F32) && x.row.is_aligned(16) {
+            two_of_brains(Global::<Single, 1>([x.row.start()], PhantomData), [a, b], k, lane)
         } else {
             [each_of_dot(x, a, k, lane), each_of_dot(x, b, k, lane)]
         };
@@ -513,7 +512,7 @@ unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
         // SAFETY: `at` is below k, the length of both rows.
         unsafe {
             let value = if x.staged { Staged(STAGE).one(0, at as usize) } else { x.row.get(at) };
-            sum = fma(w.get(at), value, sum);
+            sum = fma(w.weight(at), value, sum);
         }
         at += WARP;
     }
@@ -540,7 +539,7 @@ pub(crate) unsafe fn dot_of_parts(
         let k = weights.extent(2);
         let is_whole = |tensor: &Tensor, elem: u32| {
             let apart = tensor.stride(0) | tensor.stride(1);
-            tensor.row([0, 0]).is_aligned(16) && (apart * elem).is_multiple_of(16)
+            tensor.weight_row([0, 0]).is_aligned(16) && (apart * elem).is_multiple_of(16)
         };
         let are_whole = k > 0 && k.is_multiple_of(8) && is_whole(&weights, 2) && is_whole(&rows, 4);
         let mut sum = 0.0;
@@ -566,7 +565,7 @@ pub(crate) unsafe fn dot_of_parts(
             let mut slot = 0;
             while slot < chosen {
                 let x = Vector { staged: false, row: rows.row([r, slot]) };
-                sum += each_of_dot(x, weights.row([found.expert(slot), column]), k, lane);
+                sum += each_of_dot(x, weights.weight_row([found.expert(slot), column]), k, lane);
                 slot += 1;
             }
         }
@@ -753,7 +752,7 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
 unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
-    let (row, k) = (memory::opaque(w.weight_row(n).cast_mut()), w.extent(1));
+    let (row, k) = (memory::opaque(w.packed_row([n]).cast_mut()), w.extent(1));
     if !values.by_eight(0) || !row.addr().is_multiple_of(16) {
         // SAFETY: the caller's promises.
         let [sum] = unsafe { one_by_one(x, w_at, n, lane) };

@@ -602,8 +602,10 @@ impl<const N: usize> Copies<N> {
         // From what the one matrix, or the one half, would have next to what the other has.
         let back = rows as usize * self.row_bytes;
         let to_second = self.w[N - 1].from.addr().wrapping_sub(w.from.addr() + back / 2);
-        let there = |half: u32| if STEP * (halves * step + half) < self.k { w.count } else { 0 };
-        let (count, count_of_second) = (there(0), there(1));
+        let there = |half: u32| if STEP * (halves * step + half) < self.k { u32::MAX } else { 0 };
+        let (is_first, is_next) = (there(0), there(1));
+        // Of one matrix that is two the other may have fewer.
+        let counts = [w.count, self.w[N - 1].count];
         let n = if step < STAGES { per } else { w.count };
         // SAFETY: of the matrix, whose lines are whole, if they are there (caller); the stage is nobody's: see `part`.
         let begin = |row: u32, from: *const u8| unsafe {
@@ -620,7 +622,7 @@ impl<const N: usize> Copies<N> {
             };
             let to = Self::place_of_packed::<M, S>(to, row);
             let is_mine = row < halves * rows && number < n;
-            let is_there = number < if is_half { count_of_second } else { count };
+            let is_there = number < counts[usize::from(is_second)] & if is_half { is_next } else { is_first };
             copy::sixteen_if(is_mine, to, line, is_there);
             copy::sixteen_if(is_mine, to ^ 16, line.wrapping_sub(to_scales), is_there);
         };

@@ -234,7 +234,7 @@ unsafe fn eight_of(x: &Tensor, r: u32, at: u32, k: u32) -> [f32; 8] {
 /// Eight weights in fewer bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are numbers.
 #[inline(always)]
 unsafe fn packed_of<P: Packed>(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
-    let row = w.weight_row(n);
+    let row = w.packed_row([n]);
     let (byte, scale_at) = P::element(at);
     // SAFETY: of the row (caller), whose lines are whole.
     unsafe {

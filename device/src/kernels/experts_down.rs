@@ -7,7 +7,9 @@
 use super::linear::Order;
 use super::routing::Found;
 use super::*;
+use crate::gpu::packed::{Eight, Four};
 use crate::gpu::rows::dot_of_parts;
+use crate::gpu::thin::afar;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -132,17 +134,31 @@ impl MacroKernel for ExpertsDown {
                 if rows == 1 || rows * chosen <= call.tensor(slot::LOGITS).extent(1) {
                     found.ask(call, block, slot::W, chosen);
                 }
-                let n = call.tensor(slot::W).extent(1);
-                let mut column = block.warp();
-                while column < n {
-                    let residual = call.tensor(slot::RESIDUAL);
-                    let asked = if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 };
-                    let sum = dot_of_parts(call, [slot::X, slot::W], [r, column], chosen, found, block.lane());
-                    if block.lane() == 0 {
-                        let value = sum + call.told(slot::RESIDUAL, &residual, [r, column], asked);
-                        call.put(&call.tensor(slot::Y), [r, column], value);
+                let residual = call.tensor(slot::RESIDUAL);
+                let ask = {
+                    #[inline(always)]
+                    |column| if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 }
+                };
+                let finish = |column, sum: f32, asked| {
+                    let value = sum + call.told(slot::RESIDUAL, &residual, [r, column], asked);
+                    call.put(&call.tensor(slot::Y), [r, column], value);
+                };
+                let (operands, row) = ([slot::X, slot::W], (r, found, chosen));
+                if afar::has_parts::<Eight>(call, operands) {
+                    afar::parts::<Eight>(call, operands, row, block, ask, finish);
+                } else if afar::has_parts::<Four>(call, operands) {
+                    afar::parts::<Four>(call, operands, row, block, ask, finish);
+                } else {
+                    let n = call.tensor(slot::W).extent(1);
+                    let mut column = block.warp();
+                    while column < n {
+                        let asked = ask(column);
+                        let sum = dot_of_parts(call, operands, [r, column], chosen, found, block.lane());
+                        if block.lane() == 0 {
+                            finish(column, sum, asked);
+                        }
+                        column += block.warps();
                     }
-                    column += block.warps();
                 }
                 // What was found is read until here.
                 block.sync();

@@ -9,7 +9,8 @@ use super::linear::Order;
 use super::routing::Found;
 use super::*;
 use crate::gpu::math::activate;
-use crate::gpu::rows::{Staging, Vector, stage_first, two_dots};
+use crate::gpu::rows::{Staging, Vector, two_dots};
+use crate::gpu::thin::{First, afar, by_form};
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -138,8 +139,14 @@ impl MacroKernel for ExpertsUp {
             let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::Y).extent(1));
             let staged = call.tensor(slot::NORM).is_present() || call.tensor(slot::X).is_flagged();
             let how = Staging { norm: slot::NORM, eps: p.eps, merges: false, like: (slot::X, 1) };
+            let mut form = None;
             if staged {
-                stage_first(call, how, block);
+                let (first, k) = (First { call, x: call.tensor(slot::X) }, call.tensor(slot::X).extent(1));
+                afar::stage(&first, how, k, block);
+                form = afar::form_of(call, [slot::GATE, slot::UP]);
+                if let Some(kind) = form {
+                    by_form!(kind, F => afar::make::<F>(call.tensor(slot::GATE).extent(2), block));
+                }
             }
             let mut r = 0;
             while r < rows {
@@ -149,19 +156,27 @@ impl MacroKernel for ExpertsUp {
                     found.ask(call, block, slot::GATE, chosen);
                     found.ask(call, block, slot::UP, chosen);
                 }
-                let (n, k) = (call.tensor(slot::GATE).extent(1), call.tensor(slot::GATE).extent(2));
-                let mut at = block.warp();
-                while at < chosen * n {
-                    let (slot, column) = (at / n, at % n);
-                    let (x, expert) = (Vector { staged, row: call.tensor(slot::X).row([r]) }, found.expert(slot));
-                    let rows =
-                        [call.tensor(slot::GATE).row([expert, column]), call.tensor(slot::UP).row([expert, column])];
-                    let [g, u] = two_dots(x, rows, k, block.lane());
-                    if block.lane() == 0 {
-                        let value = found.weight(slot) * activate(p.activation, g) * u;
-                        call.tensor(slot::Y).set([r, slot, column], value);
+                let finish = |slot, column, [g, u]: [f32; 2]| {
+                    let value = found.weight(slot) * activate(p.activation, g) * u;
+                    call.tensor(slot::Y).set([r, slot, column], value);
+                };
+                if let Some(kind) = form {
+                    let operands = [slot::GATE, slot::UP];
+                    by_form!(kind, F => afar::pairs::<F>(call, operands, (found, chosen), block, finish));
+                } else {
+                    let (n, k) = (call.tensor(slot::GATE).extent(1), call.tensor(slot::GATE).extent(2));
+                    let mut at = block.warp();
+                    while at < chosen * n {
+                        let (slot, column) = (at / n, at % n);
+                        let (x, expert) = (Vector { staged, row: call.tensor(slot::X).row([r]) }, found.expert(slot));
+                        let [gate, up] = [call.tensor(slot::GATE), call.tensor(slot::UP)];
+                        let rows = [gate.weight_row([expert, column]), up.weight_row([expert, column])];
+                        let sums = two_dots(x, rows, k, block.lane());
+                        if block.lane() == 0 {
+                            finish(slot, column, sums);
+                        }
+                        at += block.warps();
                     }
-                    at += block.warps();
                 }
                 // What was found is read until here.
                 block.sync();

@@ -10,9 +10,10 @@ use super::{Cost, MAX_NORMED};
 use super::{Violation, linear, rules};
 use crate::arch::shared;
 use crate::block::Block;
+use crate::gpu::packed::{Eight, Four, Packed};
 use crate::gpu::rows::STAGE;
 use crate::gpu::tiles::prefetch_bytes;
-use crate::gpu::{self, math::exp};
+use crate::gpu::{self, Q4, Q8, math::exp};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io};
 #[cfg(not(target_arch = "nvptx64"))]
@@ -233,6 +234,9 @@ pub(crate) struct Found;
 const WEIGHTS: u32 = shared::KEPT - MAX_CHOSEN;
 const EXPERTS: u32 = WEIGHTS - MAX_CHOSEN;
 
+/// Words of shared memory before this are nobody's once the experts have been found.
+pub(crate) const FREE_END: u32 = EXPERTS;
+
 /// Elements of a row that a task may stage where there are `experts` logits.
 pub const fn most_staged(experts: u32) -> u32 {
     let left = (EXPERTS - STAGE).saturating_sub(experts.next_multiple_of(4));
@@ -319,7 +323,7 @@ impl Found {
     /// one row after the other.
     ///
     /// # Safety
-    /// As [`Found::expert`]; the operand is a stack of matrices of floats, one for each expert.
+    /// As [`Found::expert`]; the operand is a stack of matrices, one for each expert.
     #[inline(always)]
     pub(crate) unsafe fn ask(self, call: &gpu::Call<'_>, block: &Block, operand: usize, chosen: u32) {
         if !call.uses(Technique::L2Prefetch) || block.thread >= chosen {
@@ -329,10 +333,15 @@ impl Found {
         unsafe {
             let weights = call.tensor(operand);
             let [n, k] = [weights.extent(1), weights.extent(2)];
-            let rows = weights.row([self.expert(block.thread)]);
-            let bytes = n * k * weights.elem_bytes() as u32;
-            if weights.stride(1) == k && rows.is_aligned(16) && bytes.is_multiple_of(16) {
-                prefetch_bytes(rows.at(0), bytes);
+            let rows = weights.weight_row([self.expert(block.thread)]);
+            let (row, bytes) = match weights.dtype() {
+                Q8 => (Eight::row_bytes(k), Eight::row_bytes(k)),
+                Q4 => (Four::row_bytes(k), Four::row_bytes(k)),
+                _ => (k, k * weights.elem_bytes() as u32),
+            };
+            let bytes = n * bytes;
+            if weights.stride(1) == row && rows.is_aligned(16) && bytes.is_multiple_of(16) {
+                prefetch_bytes(rows.start(), bytes);
             }
         }
     }

@@ -165,7 +165,7 @@ struct ModelArgs {
     /// CPU workers [default: one per core this process may use]; or SMs of a GPU [default: all].
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     threads: Option<usize>,
-    /// Keep a decoder's matrices in fewer bits, in memory of their own (on a GPU not those of experts).
+    /// Keep a decoder's matrices in fewer bits, in memory of their own.
     #[arg(long, value_enum, value_name = "HOW")]
     quantize: Option<QuantizeName>,
     /// Positions of the KV cache [default: what the request needs].

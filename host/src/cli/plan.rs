@@ -202,11 +202,6 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
             (None, Some(file)) => ModelConfig::open(file)?,
             (None, None) => unreachable!("clap asks for one of the four"),
         };
-        let unread = args.quantize.filter(|_| args.target.has_loaders);
-        if let Some(what) = unread.and_then(|how| Quantize::from(how).unread_on_gpu(&config)) {
-            let why = Quantize::UNREAD_ON_GPU;
-            return Err(format!("--target {} {what}, expected cpu:N: {why}", args.target.name).into());
-        }
         let in_fewer_bits = args.quantize.map(|how| Quantize::from(how).dtypes(&config)).unwrap_or_default();
         let ModelConfig::Decoder(config @ DecoderConfig { is_bidirectional: false, .. }) = &config else {
             return Err("a model of sentences is planned from its folder: use --model".into());

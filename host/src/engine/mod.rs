@@ -57,7 +57,7 @@ impl Model {
         Ok(Model { folder: Arc::new(ModelFolder::open(dir)?), quantized: None })
     }
 
-    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory; GPUs read them but for experts'. `progress` is
+    /// The same model with its matrices in fewer bits (see [`model::quantize`]), held in memory. `progress` is
     /// called with the bytes of every matrix read.
     ///
     /// ```no_run
@@ -426,7 +426,10 @@ fn decoder_source(model: &Model, rows: usize, cache: Cache, head: Head) -> Resul
 }
 
 /// Where a decoder's weights come from.
-fn declared(model: &Model) -> Result<Declared<'_>, ModelError> {
+///
+/// # Errors
+/// When the model's checkpoint is gone.
+pub fn declared(model: &Model) -> Result<Declared<'_>, ModelError> {
     let weights = model.weights()?;
     Ok(match model.quantized() {
         Some(quantized) => Declared::Quantized(weights, quantized),
@@ -480,11 +483,6 @@ const _: () = {
     may_change_threads::<BatchGeneration<'static>>();
 };
 
-/// What of `model` no GPU kernel reads, if there is something.
-fn unread_on_gpu(model: &Model) -> Option<String> {
-    model.quantized()?.how().unread_on_gpu(model.config())
-}
-
 /// [`EngineConfig`], looked at for one model.
 struct Plan<'a> {
     place: Place,
@@ -497,19 +495,10 @@ struct Plan<'a> {
 
 impl<'a> Plan<'a> {
     fn of(model: &Model, config: &'a EngineConfig) -> Result<Plan<'a>, EngineError> {
-        let unread = unread_on_gpu(model);
         let place = match config.device {
-            Device::Auto if unread.is_some() || config.exact => {
-                Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() })
-            }
+            Device::Auto if config.exact => Place::of(&EngineConfig { device: Device::Cpu, ..config.clone() }),
             _ => Place::of(config),
         }?;
-        if let Some(given) = unread
-            && place.is_gpu()
-        {
-            let expected = format!("cpu or reference: {}", Quantize::UNREAD_ON_GPU);
-            return Err(EngineError::option("device", given, expected));
-        }
         let allowed = model.max_tokens();
         let context = config.max_context.unwrap_or(allowed.min(DEFAULT_MAX_CONTEXT));
         if context == 0 || context > allowed {

@@ -62,7 +62,11 @@ impl<'a> From<&'a Weights> for Declared<'a> {
 }
 
 impl Declared<'_> {
-    pub(super) fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
+    /// The type of tensor `name`, which has this shape.
+    ///
+    /// # Errors
+    /// When the checkpoint has none, or of another shape.
+    pub fn dtype(&self, name: &str, shape: &[usize]) -> Result<DType, ModelError> {
         match self {
             Declared::Checkpoint(weights) => Ok(weights.expect(name, shape)?.dtype),
             Declared::Quantized(weights, kept) => {

@@ -3,13 +3,14 @@
 //! added to others.
 
 use super::super::packed::{Eight, LINE, Packed};
+use super::afar::{Afar, Numbered, made_numbers, make_numbers};
 use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
 use super::{Column, First};
 use crate::arch::scalar::{dot_bytes, fma};
-use crate::arch::{bulk, shared, warp};
+use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 
 const _: () = assert!(LINE == CHUNK_BYTES, "a chunk is a line");
@@ -126,6 +127,20 @@ pub(crate) struct Numbers {
     scale: f32,
 }
 
+impl Numbers {
+    /// Those of sixteen elements.
+    #[inline(always)]
+    fn of(first: [f32; 8], second: [f32; 8]) -> Numbers {
+        let [scale, inverse] = scale_of(largest(first).max(largest(second)));
+        let [a, b, c, d, e, f, g, h] = first;
+        let [i, j, k, l, m, n, o, p] = second;
+        let in_bytes = |four: [f32; 4]| in_bytes(four, inverse);
+        let [s, t, u, v] =
+            [in_bytes([a, b, c, d]), in_bytes([e, f, g, h]), in_bytes([i, j, k, l]), in_bytes([m, n, o, p])];
+        Numbers { high: [s[0], t[0], u[0], v[0]], low: [s[1], t[1], u[1], v[1]], scale }
+    }
+}
+
 impl Units for Eight {
     const UNIT: u32 = 16;
     const LONG_ROW_MULTIPLE: u32 = 16;
@@ -143,14 +158,7 @@ impl Units for Eight {
 
     #[inline(always)]
     fn unit(row: &First<'_>, asked: (Asked, Asked)) -> Numbers {
-        let (first, second) = (row.values(asked.0), row.values(asked.1));
-        let [scale, inverse] = scale_of(largest(first).max(largest(second)));
-        let [a, b, c, d, e, f, g, h] = first;
-        let [i, j, k, l, m, n, o, p] = second;
-        let in_bytes = |four: [f32; 4]| in_bytes(four, inverse);
-        let [s, t, u, v] =
-            [in_bytes([a, b, c, d]), in_bytes([e, f, g, h]), in_bytes([i, j, k, l]), in_bytes([m, n, o, p])];
-        Numbers { high: [s[0], t[0], u[0], v[0]], low: [s[1], t[1], u[1], v[1]], scale }
+        Numbers::of(row.values(asked.0), row.values(asked.1))
     }
 
     #[inline(always)]
@@ -167,6 +175,61 @@ impl Units for Eight {
             low = dot_bytes(weights.bytes[j], row.low[j], low);
         }
         sums[i % 4] = fma(fma(whole(high), 256.0, whole(low)), weights.scale * row.scale, sums[i % 4]);
+    }
+}
+
+impl Afar for Eight {
+    const AT_ONCE: u32 = 4;
+    type Fetched = Bytes;
+    const IS_MADE: bool = true;
+
+    #[inline(always)]
+    unsafe fn fetch(row: *const u8, unit: u32) -> Bytes {
+        let [bytes, scale] = Eight::line(unit / 4);
+        // SAFETY: the caller's promise.
+        unsafe {
+            Bytes {
+                bytes: memory::load16_stream(row.wrapping_add((bytes + unit % 4 * 16) as usize)),
+                scale: memory::load(row.wrapping_add(scale as usize).cast()),
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fetched(_: u32, fetched: Bytes) -> Bytes {
+        fetched
+    }
+
+    #[inline(always)]
+    unsafe fn make(unit: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { make_numbers::<Eight>(unit) }
+    }
+
+    #[inline(always)]
+    unsafe fn made(unit: u32) -> Numbers {
+        // SAFETY: the caller's promise.
+        unsafe { made_numbers::<Eight>(unit) }
+    }
+}
+
+/// High bytes and low ones.
+impl Numbered for Eight {
+    const FOURS: u32 = 2;
+
+    #[inline(always)]
+    fn of([first, second, ..]: [[f32; 8]; 4]) -> Numbers {
+        Numbers::of(first, second)
+    }
+
+    #[inline(always)]
+    fn in_fours(row: Numbers) -> ([[u32; 4]; 5], f32) {
+        ([row.high, row.low, [0; 4], [0; 4], [0; 4]], row.scale)
+    }
+
+    #[inline(always)]
+    fn of_fours([high, low, ..]: [[u32; 4]; 5], scale: f32) -> Numbers {
+        Numbers { high, low, scale }
     }
 }
 

@@ -14,13 +14,14 @@
 //! 64 times its activations too much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
 
 use super::super::packed::{FOUR_ELEMS, Four, LINE, Packed, RAISED};
+use super::afar::{Afar, Numbered, made_numbers, make_numbers};
 use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
 use super::{Column, First};
 use crate::arch::scalar::{dot_bytes, fma};
-use crate::arch::{bulk, shared, warp};
+use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
 
 const _: () = assert!(LINE == CHUNK_BYTES && FOUR_ELEMS == 128, "a chunk is a line");
@@ -43,6 +44,15 @@ impl Levels {
     fn of(first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
         let (((a, c), (e, g)), ((b, d), (f, h))) = (Four::raised(first), Four::raised(second));
         Levels { low: [a, b, c, d], high: [e, f, g, h], scales }
+    }
+}
+
+impl Levels {
+    /// Those of sixteen bytes in a row, unit `unit`, whose line has these scales: each of two words begins with the unit's.
+    #[inline(always)]
+    fn of_unit(unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
+        let shift = unit % 4 / 2 * 16;
+        Levels::of((a, b), (c, d), (s >> shift, t >> shift))
     }
 }
 
@@ -212,6 +222,28 @@ pub(crate) struct Numbers {
     scale: f32,
 }
 
+impl Numbers {
+    /// Those of sixteen elements, and of the sixteen that are in the same bytes' high halves.
+    #[inline(always)]
+    fn of((a, b): ([f32; 8], [f32; 8]), (c, d): ([f32; 8], [f32; 8])) -> Numbers {
+        let [scale, inverse] = scale_of(largest(a).max(largest(b)).max(largest(c).max(largest(d))));
+        let eight = |values: [f32; 8]| eight_in_bytes(values, inverse);
+        let ([a, b], [c, d], [e, f], [g, h]) = (eight(a), eight(b), eight(c), eight(d));
+        let begins = |at: usize| {
+            let less = |word: u32, sum: i32| dot_bytes(LESS, word, sum);
+            let four = |a: u32, b: u32, c: u32, d: u32| less(a, less(b, less(c, less(d, SHIFT.to_bits() as i32))));
+            (four(a[at], b[at], c[at], d[at]), four(e[at], f[at], g[at], h[at]))
+        };
+        Numbers {
+            high: [a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0]],
+            low: [a[1], b[1], c[1], d[1], e[1], f[1], g[1], h[1]],
+            high_begins: begins(0),
+            low_begins: begins(1),
+            scale,
+        }
+    }
+}
+
 impl Units for Four {
     const UNIT: u32 = 32;
     const LONG_ROW_MULTIPLE: u32 = FOUR_ELEMS;
@@ -230,22 +262,7 @@ impl Units for Four {
 
     #[inline(always)]
     fn unit(row: &First<'_>, (low, high): Self::Asked) -> Numbers {
-        let (a, b, c, d) = (row.values(low.0), row.values(low.1), row.values(high.0), row.values(high.1));
-        let [scale, inverse] = scale_of(largest(a).max(largest(b)).max(largest(c).max(largest(d))));
-        let eight = |values: [f32; 8]| eight_in_bytes(values, inverse);
-        let ([a, b], [c, d], [e, f], [g, h]) = (eight(a), eight(b), eight(c), eight(d));
-        let begins = |at: usize| {
-            let less = |word: u32, sum: i32| dot_bytes(LESS, word, sum);
-            let four = |a: u32, b: u32, c: u32, d: u32| less(a, less(b, less(c, less(d, SHIFT.to_bits() as i32))));
-            (four(a[at], b[at], c[at], d[at]), four(e[at], f[at], g[at], h[at]))
-        };
-        Numbers {
-            high: [a[0], b[0], c[0], d[0], e[0], f[0], g[0], h[0]],
-            low: [a[1], b[1], c[1], d[1], e[1], f[1], g[1], h[1]],
-            high_begins: begins(0),
-            low_begins: begins(1),
-            scale,
-        }
+        Numbers::of((row.values(low.0), row.values(low.1)), (row.values(high.0), row.values(high.1)))
     }
 
     /// Here of sixteen bytes in a row; of their scales each is the first of its two.
@@ -254,9 +271,7 @@ impl Units for Four {
         let [bytes, scales] = Four::line(unit / 4);
         let quarter = unit % 4;
         // SAFETY: the caller's promise.
-        let ([a, b, c, d], [s, t]) = unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) };
-        let shift = quarter / 2 * 16;
-        Levels::of((a, b), (c, d), (s >> shift, t >> shift))
+        Levels::of_unit(unit, unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) })
     }
 
     #[inline(always)]
@@ -274,5 +289,71 @@ impl Units for Four {
         let scale = |word: u32| Four::scale(word, 0) * row.scale;
         sums[i % 2] = fma(of(0), scale(weights.scales.0), sums[i % 2]);
         sums[2 + i % 2] = fma(of(1), scale(weights.scales.1), sums[2 + i % 2]);
+    }
+}
+
+impl Afar for Four {
+    const AT_ONCE: u32 = 2;
+    /// Bytes, and their line's scales.
+    type Fetched = ([u32; 4], [u32; 2]);
+    const IS_MADE: bool = true;
+
+    #[inline(always)]
+    unsafe fn fetch(row: *const u8, unit: u32) -> Self::Fetched {
+        let [bytes, scales] = Four::line(unit / 4);
+        // SAFETY: the caller's promise; a line's scales are eight bytes, and on as many.
+        unsafe {
+            let scales: u64 = memory::load(row.wrapping_add(scales as usize).cast());
+            let bytes = memory::load16_stream(row.wrapping_add((bytes + unit % 4 * 16) as usize));
+            (bytes, [scales as u32, (scales >> 32) as u32])
+        }
+    }
+
+    #[inline(always)]
+    fn fetched(unit: u32, fetched: Self::Fetched) -> Levels {
+        Levels::of_unit(unit, fetched)
+    }
+
+    #[inline(always)]
+    unsafe fn make(unit: u32) {
+        // SAFETY: the caller's promise.
+        unsafe { make_numbers::<Four>(unit) }
+    }
+
+    #[inline(always)]
+    unsafe fn made(unit: u32) -> Numbers {
+        // SAFETY: the caller's promise.
+        unsafe { made_numbers::<Four>(unit) }
+    }
+}
+
+/// High bytes, low ones, and what sums begin with.
+impl Numbered for Four {
+    const FOURS: u32 = 5;
+
+    #[inline(always)]
+    fn of([a, b, c, d]: [[f32; 8]; 4]) -> Numbers {
+        Numbers::of((a, b), (c, d))
+    }
+
+    #[inline(always)]
+    fn in_fours(row: Numbers) -> ([[u32; 4]; 5], f32) {
+        let ([a, b, c, d, e, f, g, h], [i, j, k, l, m, n, o, p]) = (row.high, row.low);
+        let ((s, t), (u, v)) = (row.high_begins, row.low_begins);
+        let begins = [s as u32, t as u32, u as u32, v as u32];
+        ([[a, b, c, d], [e, f, g, h], [i, j, k, l], [m, n, o, p], begins], row.scale)
+    }
+
+    #[inline(always)]
+    fn of_fours([one, two, three, four, begins]: [[u32; 4]; 5], scale: f32) -> Numbers {
+        let ([a, b, c, d], [e, f, g, h], [i, j, k, l], [m, n, o, p]) = (one, two, three, four);
+        let [s, t, u, v] = begins;
+        Numbers {
+            high: [a, b, c, d, e, f, g, h],
+            low: [i, j, k, l, m, n, o, p],
+            high_begins: (s as i32, t as i32),
+            low_begins: (u as i32, v as i32),
+            scale,
+        }
     }
 }

@@ -1,4 +1,5 @@
-//! Products of one row with weights that come in tiles, in bf16 or in 8 bits: what `linear` and `gated_linear` are made of in decoding.
+//! Products of one row with weights that come in tiles, in bf16, 8 bits or 4: what `linear` and `gated_linear` are made of in decoding; and of
+//! experts' weights, which do not ([`afar`]).
 //!
 //! ```text
 //! A   16 rows x 16 of k    8 rows of weights: a lane's sixteen bytes, as they lie in the tile, are four registers of A, words
@@ -66,6 +67,7 @@ macro_rules! by_form {
 }
 pub(crate) use by_form;
 
+pub(crate) mod afar;
 mod eight;
 mod form;
 mod four;

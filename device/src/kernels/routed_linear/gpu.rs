@@ -1,5 +1,5 @@
-//! The GPU body of `routed_linear`: an expert's rows together, by a warpgroup where all is bf16 on sixteen bytes and the tiles' memory is
-//! free, else a warp for each product of two rows.
+//! The GPU body of `routed_linear`: an expert's rows together, by a warpgroup where x is bf16 and the weights are that or in fewer bits, on sixteen
+//! bytes, and the tiles' memory is free, else a warp for each product of two rows.
 //!
 //! ```text
 //! shared memory  [ list: which row and slot | where its x is | rows of each expert | masks, then slots | its weight ]
@@ -14,7 +14,7 @@ use crate::block::FREE_SHARED;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{Vector, one_dot, two_dots};
 use crate::gpu::warpgroup::{self, COLUMNS, Matrices, Place, ROWS, Rows, within};
-use crate::gpu::{BF16, Call};
+use crate::gpu::{BF16, Call, Tensor};
 use perpetua_shared::Technique;
 
 /// Of an expert's rows: row and slot, the slot in the lowest bits; bytes from x's start; how much the slot counts.
@@ -94,12 +94,15 @@ unsafe fn is_for(call: &Call<'_>, block: &Block, p: &Params) -> bool {
     // SAFETY: the operands are the slots' (caller).
     unsafe {
         let (x, w, up) = (call.tensor(slot::X), call.tensor(slot::W), call.tensor(slot::UP));
-        let is_whole = |tensor: &crate::gpu::Tensor, strides: u32| {
-            tensor.dtype() == BF16 && tensor.address([0, 0]).addr().is_multiple_of(16) && strides.is_multiple_of(8)
+        let is_whole = |tensor: &Tensor, strides: u32| {
+            let bytes = if tensor.is_packed() { strides } else { 2 * strides };
+            tensor.weight_row([0, 0]).is_aligned(16) && bytes.is_multiple_of(16)
         };
-        let fits = is_whole(&x, x.stride(0) | if p.has_slots != 0 { x.stride(1) } else { 0 })
+        let fits = x.dtype() == BF16
+            && is_whole(&x, x.stride(0) | if p.has_slots != 0 { x.stride(1) } else { 0 })
+            && (w.dtype() == BF16 || w.is_packed())
             && is_whole(&w, w.stride(0) | w.stride(1))
-            && (!up.is_present() || is_whole(&up, up.stride(0) | up.stride(1)));
+            && (!up.is_present() || up.dtype() == w.dtype() && is_whole(&up, up.stride(0) | up.stride(1)));
         fits && w.extent(2).is_multiple_of(8) && warpgroup::has_room(call, block)
     }
 }
@@ -327,8 +330,10 @@ unsafe fn ask(call: &Call<'_>, block: &Block, expert: u32, n0: u32) {
         let weights = call.tensor(if is_second { slot::UP } else { slot::W });
         let n = n0 + if is_second { block.thread - HALF } else { block.thread };
         if n < weights.extent(1) {
-            let bytes = 2 * weights.extent(2);
-            bulk::prefetch(weights.address([expert, n, 0]), if bytes < AHEAD_BYTES { bytes } else { AHEAD_BYTES });
+            // Of weights in fewer bits rows follow each other.
+            let bytes = if weights.is_packed() { weights.stride(1) } else { 2 * weights.extent(2) };
+            let from = weights.weight_row([expert, n]).start();
+            bulk::prefetch(from, if bytes < AHEAD_BYTES { bytes } else { AHEAD_BYTES });
         }
     }
 }
@@ -353,6 +358,12 @@ impl Matrices<2> for Routed<'_> {
     }
 
     #[inline(always)]
+    unsafe fn dtype(self) -> u16 {
+        // SAFETY: the caller's promise.
+        unsafe { self.call.tensor(slot::W) }.dtype()
+    }
+
+    #[inline(always)]
     unsafe fn x(self, _: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
         Rows { from: unsafe { self.call.tensor(slot::X) }.address([0, 0]), apart: 0, count }
@@ -370,7 +381,8 @@ impl Matrices<2> for Routed<'_> {
                 1 if !is_pair => (n, 0),
                 _ => (n, count),
             };
-            Rows { from: weights.address([self.expert, n, 0]), apart: 2 * weights.stride(1) as usize, count }
+            let apart = weights.stride(1) as usize * if weights.is_packed() { 1 } else { 2 };
+            Rows { from: weights.weight_row([self.expert, n]).start(), apart, count }
         }
     }
 }
@@ -408,11 +420,11 @@ unsafe fn plain(call: &Call<'_>, block: &Block, p: &Params, expert: u32, place: 
         let mut at = block.warp();
         while at < place.rows * width {
             let (i, n) = (place.m0 + at / width, place.n0 + at % width);
-            let (x, w) = (call.tensor(slot::X), call.tensor(slot::W).row([expert, n]));
+            let (x, w) = (call.tensor(slot::X), call.tensor(slot::W).weight_row([expert, n]));
             let elems = u64::from(shared::load(OFFSETS + i)) / x.elem_bytes();
             let (x, k) = (Vector { staged: false, row: x.row([0, 0]).after(elems) }, call.tensor(slot::W).extent(2));
             let [a, b] = if is_pair {
-                two_dots(x, [w, call.tensor(slot::UP).row([expert, n])], k, block.lane())
+                two_dots(x, [w, call.tensor(slot::UP).weight_row([expert, n])], k, block.lane())
             } else {
                 [one_dot(x, w, k, block.lane()), 1.0]
             };

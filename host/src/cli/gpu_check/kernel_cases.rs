@@ -4,7 +4,7 @@
 use perpetua::EngineError;
 use perpetua::Model;
 use perpetua::compile::{Compiled, Source};
-use perpetua::engine::{decoder_sources, sentence_sources};
+use perpetua::engine::{declared, decoder_sources, sentence_sources};
 use perpetua::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Operator};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
 use perpetua::model::Quantize;
@@ -118,6 +118,11 @@ pub(super) fn cases(preset: &str, is_simulated: bool) -> Vec<Case> {
         let of_others = every.iter().chain(is_simulated.then_some(&1));
         cases.extend(of_others.map(|rows| case(Network::Others, *rows, 1, Look::Every)));
         cases.extend(many.iter().map(|rows| case(Network::Others, *rows, 1, Look::Rounded)));
+        // Of experts alone: nothing else there has matrices.
+        for rows in [1].iter().chain(many) {
+            let of = |how| Case { quantize: Some(how), ..case(Network::Others, *rows, 1, Look::Rounded) };
+            cases.extend(FEWER_BITS.map(of));
+        }
     }
     cases
 }
@@ -196,7 +201,9 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
     let (name, config) = ("model.embed_tokens.weight", model.decoder()?);
     let shape = [config.vocab_size, config.hidden_size];
     let (n, k, experts) = (config.intermediate_size, config.hidden_size, config.n_layers);
-    let dtype = model.weights()?.expect(name, &shape)?.dtype;
+    let weights = declared(model)?;
+    let dtype = weights.dtype(name, &shape)?;
+    let of_experts = weights.dtype("model.layers.0.mlp.gate_proj.weight", &[n, k])?;
     let build = || -> Result<KernelGraph, GraphError> {
         let mut graph = KernelGraph::with_rows(rows as u32);
         let tokens = graph.tokens(128)?;
@@ -209,7 +216,7 @@ fn others(model: &Model, rows: usize) -> Result<KernelGraph, EngineError> {
         graph.select_row("last_row", gated)?;
         let logits = graph.view(x, 0, &[rows, experts], &[k, 1])?;
         let mut stack = |part: &str, shape| {
-            graph.weight_stack(&format!("model.layers.*.mlp.{part}_proj.weight"), experts, shape, dtype)
+            graph.weight_stack(&format!("model.layers.*.mlp.{part}_proj.weight"), experts, shape, of_experts)
         };
         let (gate, up, down) = (stack("gate", [n, k])?, stack("up", [n, k])?, stack("down", [k, n])?);
         let (chosen, activation) = (2.min(experts), Activation::Silu);

@@ -12,7 +12,7 @@ use crate::graph::kernel::GraphError;
 use perpetua_device::kernels::linear::Activation;
 use perpetua_device::kernels::{ExpertRoutes, RoutedLinear, SlotSum, expert_routes, routed_linear, slot_sum};
 
-/// `graph`, a pass over several rows, with experts' rows together where their weights are bf16.
+/// `graph`, a pass over several rows, with experts' rows together where their weights are bf16 or in fewer bits.
 ///
 /// # Errors
 /// None that a graph whose operators have been judged can give.
@@ -56,12 +56,16 @@ impl Experts {
             is(op, ExpertsDown::TASK_TYPE) && op.slots[..experts_down::slot::W] == [Some(y), Some(logits)]
         };
         let Some(down) = (at + 1..ops.len()).find(|down| takes(&ops[*down])) else { return Ok(None) };
-        let are_bf16 = [Some(gate), Some(second), ops[down].slots[experts_down::slot::W]];
-        let are_bf16 = are_bf16.iter().flatten().all(|t| table[*t].dtype == DType::Bf16);
+        // Tensor cores take two matrices of one type.
+        let are_taken = table[gate].dtype == table[second].dtype
+            && [Some(gate), ops[down].slots[experts_down::slot::W]]
+                .iter()
+                .flatten()
+                .all(|t| matches!(table[*t].dtype, DType::Bf16 | DType::Q8 | DType::Q4));
         let [rows, slots, _] = table[y].shape[..] else { return Ok(None) };
         let span = |t: TensorId| 4 * table[t].strides[0] * rows;
         let fits = (2..=routed_linear::MAX_ROWS as usize).contains(&rows)
-            && are_bf16
+            && are_taken
             && [x, y].iter().all(|t| span(*t) <= u32::MAX as usize);
         if !fits {
             return Ok(None);

@@ -48,15 +48,6 @@ impl Quantize {
         tensors.into_iter().filter_map(|spec| self.dtype_of(&spec).map(|dtype| (spec.name, dtype))).collect()
     }
 
-    /// Why a GPU is no place for what is [unread there](Quantize::unread_on_gpu).
-    pub const UNREAD_ON_GPU: &str = "GPU kernels read no experts' matrices in fewer bits";
-
-    /// What of a network of this configuration GPU kernels do not read when it is kept so.
-    pub fn unread_on_gpu(self, config: &ModelConfig) -> Option<String> {
-        let has_experts = matches!(config, ModelConfig::Decoder(config) if config.experts.is_some());
-        has_experts.then(|| format!("of a mixture of experts in {self}"))
-    }
-
     /// What the tensor is kept as; none where it stays as it is. A router does: a choice is easily another, and its bytes are few.
     fn dtype_of(self, spec: &TensorSpec) -> Option<DType> {
         if spec.shape.len() != 2 || spec.role == Role::Router {
