@@ -1,21 +1,23 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [behind=N] [q8|q4]`; 132 SMs and a context of 1 unless told
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [behind=N] [code=KIB,CYCLES] [q8|q4]`; 132 SMs and a context of 1 unless told
 //! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the first of the passes that read the context before it; with `behind` that context stands behind so many positions, which nobody
 //! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
 //! before it looks for a row, so while others are waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
-//! what the slowest warp waits for. *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
-//! caches should hold, of which the cycles know nothing. With an operator's name, or its end, the lines of PTX at which it waits longest.
+//! what the slowest warp waits for; `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles (64 and 50
+//! unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
+//! caches should hold. With an operator's name, or its end, the lines of PTX at which it waits longest.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
 use perpetua::device_image::device_image;
 use perpetua::exec::Executor;
 use perpetua::model::Quantize;
+use perpetua::ptx::InstructionCache;
 use perpetua::{Device, Engine, EngineConfig, Model};
 use perpetua_device::advance::step_from;
 use perpetua_shared::WorkerId;
@@ -24,8 +26,11 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// What cycles go by.
-const CAUSES: [&str; 9] =
-    ["L2", "shared", "shuffles", "products", "tiles", "arithmetic", "branches", "its turn", "barriers"];
+const CAUSES: [&str; 10] =
+    ["L2", "shared", "shuffles", "products", "tiles", "arithmetic", "branches", "its turn", "barriers", "code"];
+
+/// The last of them: the instruction itself.
+const CODE: usize = CAUSES.len() - 1;
 
 /// Which of [`CAUSES`] it is when `at` waits for what `by` makes, instructions both; empty where there is none.
 fn cause(at: &str, by: &str) -> usize {
@@ -52,8 +57,8 @@ struct Op {
     warps: Vec<u64>,
     /// After the last event and before it.
     cycles: [u64; 2],
-    /// Of those after it, by two lines of the PTX.
-    spent: BTreeMap<(u32, u32), u64>,
+    /// Of those after it, by two lines of the PTX, and of those before it.
+    spent: [BTreeMap<(u32, u32), u64>; 2],
     /// Which instructions ran, a bit each.
     code: Vec<u64>,
 }
@@ -72,12 +77,19 @@ impl Op {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (words, rest): (Vec<_>, Vec<_>) = std::env::args()
-        .skip(1)
-        .partition(|arg| arg.starts_with("behind=") || ["prompt", "q8", "q4"].contains(&&arg[..]));
+    let (words, rest): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|arg| {
+        ["behind=", "code="].iter().any(|word| arg.starts_with(word)) || ["prompt", "q8", "q4"].contains(&&arg[..])
+    });
     let is_given = |word: &str| words.iter().any(|given| given == word);
     let is_prompt = is_given("prompt");
     let behind = words.iter().find_map(|word| word.strip_prefix("behind=")).map_or(Ok(0), str::parse::<usize>)?;
+    let cache = match words.iter().find_map(|word| word.strip_prefix("code=")) {
+        None => InstructionCache::H200,
+        Some(given) => {
+            let (kib, line_cycles) = given.split_once(',').ok_or("expected code=KIB,CYCLES")?;
+            InstructionCache { kib: kib.parse()?, line_cycles: line_cycles.parse()? }
+        }
+    };
     let mut args = rest.into_iter();
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
@@ -89,8 +101,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     if let Some(how) = how {
         model = model.quantize(how, |_| {})?;
     }
-    let driver =
-        Arc::new(Fake::new(Options { runs: Runs::Ptx, stray: 1 << 12, counts: true, ..Options::new(sms, 1 << 40) }));
+    let driver = Arc::new(Fake::new(Options {
+        runs: Runs::Ptx,
+        stray: 1 << 12,
+        counts: Some(cache),
+        ..Options::new(sms, 1 << 40)
+    }));
     let config = EngineConfig {
         device: Device::Cuda,
         gpu: Some(Gpu::with_driver(driver.clone())?),
@@ -126,8 +142,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let cycles = report.cycles.get(&(id + 1)).copied().unwrap_or_default();
         op.cycles = [op.cycles[0] + cycles[0], op.cycles[1] + cycles[1]];
         report.code.get(&(id + 1)).into_iter().for_each(|code| op.run(code));
-        for (lines, cycles) in report.spent.get(&(id + 1)).into_iter().flatten() {
-            *op.spent.entry(*lines).or_default() += cycles;
+        for (all, spent) in op.spent.iter_mut().zip([&report.spent, &report.spent_ahead]) {
+            for (lines, cycles) in spent.get(&(id + 1)).into_iter().flatten() {
+                *all.entry(*lines).or_default() += cycles;
+            }
         }
     }
     println!(
@@ -160,19 +178,23 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let ptx = device_image().ok_or("this build has no GPU code")?.worker.ptx();
     let lines: Vec<&str> = ptx.lines().map(str::trim).collect();
-    let line = |number: u32| (number as usize).checked_sub(1).map_or("", |at| lines[at]);
-    println!("\n{:32}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());
+    let line = |number: u32| (number as usize).checked_sub(1).and_then(|at| lines.get(at)).map_or("", |line| *line);
+    println!("\n{:40}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());
     for (number, op) in ops {
         let each = |count: u64| count / (op.tasks * passes);
         let name = image.op_name(number);
-        let mut causes = [0; CAUSES.len()];
-        op.spent.iter().for_each(|((at, by), cycles)| causes[cause(line(*at), line(*by))] += cycles);
-        println!("{name:32}{}", causes.map(|cycles| format!(" {:10}", each(cycles))).concat());
-        if wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted)) {
-            let mut longest: Vec<_> = op.spent.into_iter().collect();
-            longest.sort_by_key(|(_, cycles)| std::cmp::Reverse(*cycles));
-            for ((at, by), cycles) in longest.into_iter().filter(|(_, cycles)| each(*cycles) > 9) {
-                println!("  {:6} {at:7}: {:60} <- {by:6}: {}", each(cycles), line(at), line(by));
+        for (spent, when) in op.spent.into_iter().zip(["", ", ahead"]) {
+            let mut causes = [0; CAUSES.len()];
+            for ((at, by), cycles) in &spent {
+                causes[if *by == u32::MAX { CODE } else { cause(line(*at), line(*by)) }] += cycles;
+            }
+            println!("{:40}{}", name.to_owned() + when, causes.map(|cycles| format!(" {:10}", each(cycles))).concat());
+            if wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted)) {
+                let mut longest: Vec<_> = spent.into_iter().collect();
+                longest.sort_by_key(|(_, cycles)| std::cmp::Reverse(*cycles));
+                for ((at, by), cycles) in longest.into_iter().filter(|(_, cycles)| each(*cycles) > 9) {
+                    println!("  {:6} {at:7}: {:60} <- {by:6}: {}", each(cycles), line(at), line(by));
+                }
             }
         }
     }

@@ -173,16 +173,23 @@ impl DeviceImage {
         turns.wrapping_add(id as usize * param!(self, turn_words) as usize)
     }
 
-    /// Makes it the turn of the task numbered `id`, in the pass `pass`.
+    /// Asks for the record of the task numbered `id`, for [`turn_to`](DeviceImage::turn_to) to put where bodies look at it.
+    #[inline(always)]
+    fn ask(&self, id: u32, block: &Block) -> u32 {
+        // SAFETY: see `DeviceImage`.
+        unsafe { turn::ask(self.turn(id), param!(self, turn_words), block) }
+    }
+
+    /// Makes it the turn of the task numbered `id`, whose record has been [asked](DeviceImage::ask) for, in the pass `pass`.
     ///
     /// # Safety
     /// Every thread of the block makes this same call, and none looks at the task before any more.
     #[inline(always)]
-    unsafe fn turn_to(&self, id: u32, pass: Seen, block: &Block) {
+    unsafe fn turn_to(&self, id: u32, asked: u32, pass: Seen, block: &Block) {
         let words = param!(self, turn_words);
         // SAFETY: see `DeviceImage`, and the caller's promise; conditions are the same for all threads.
         unsafe {
-            turn::fetch(self.turn(id), words, pass, block);
+            turn::put(self.turn(id), words, asked, pass, block);
             block.sync();
             let flags = turn::flags();
             if pass.sequence == 0 && !TaskFlags::names_part(flags) {
@@ -287,9 +294,19 @@ struct BlockBody<'a> {
     worker: WorkerId,
     block: Block,
     tiles: Tiles<'a>,
+    /// Of the record of the task that comes next in the worker's list the thread's word.
+    next: u32,
 }
 
 impl BlockBody<'_> {
+    /// Asks for the record of the task that comes next in the list, if the task whose turn it is, of the list or not, has one after it.
+    #[inline(always)]
+    fn ask_for_next(&mut self) {
+        if let Some(next) = turn::next().checked_sub(1) {
+            self.next = self.image.ask(next, &self.block);
+        }
+    }
+
     /// Lets the loader know that the worker has come to a task.
     ///
     /// # Safety
@@ -412,6 +429,11 @@ impl Body for BlockBody<'_> {
             self.begin_pace();
             self.tiles.begin(step, n, self.block.thread == 0);
         }
+        if step.program != NO_PROGRAM
+            && let Some(first) = self.image.at(self.image.first(step.program as usize, self.worker))
+        {
+            self.next = self.image.ask(first, &self.block);
+        }
         let has_scheduler = param!(self.image, n_slots) > 0;
         if has_scheduler && (step.program == NO_PROGRAM || !self.image.just_in_time(step.program as usize).is_empty()) {
             self.schedule(step);
@@ -421,16 +443,20 @@ impl Body for BlockBody<'_> {
     #[inline(always)]
     fn ahead(&mut self, id: TaskId) {
         // SAFETY: the loop brings every thread of the block here, after the last task's end, behind a barrier.
-        unsafe { self.image.turn_to(id.0, self.tiles.pass(), &self.block) };
+        unsafe { self.image.turn_to(id.0, self.next, self.tiles.pass(), &self.block) };
     }
 
     #[inline(always)]
     fn instead(&mut self, id: TaskId) {
-        self.ahead(id);
+        // The list's next task has its turn later, so its record is kept.
+        let asked = self.image.ask(id.0, &self.block);
+        // SAFETY: see `ahead`.
+        unsafe { self.image.turn_to(id.0, asked, self.tiles.pass(), &self.block) };
     }
 
     #[inline(always)]
     fn skip(&mut self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
+        self.ask_for_next();
         self.tiles.begin_task(self.task_tiles());
         // SAFETY: the loop brings every thread of the block here.
         unsafe {
@@ -453,6 +479,7 @@ impl Body for BlockBody<'_> {
         // meets.
         unsafe {
             self.begin_task(id);
+            self.ask_for_next();
             self.step_on();
             thread::at_task(id.0);
             self.tiles.begin_task(self.task_tiles());
@@ -517,7 +544,7 @@ pub unsafe fn worker(params: LaunchBlock) {
             return;
         }
     }
-    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
+    let mut body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     // Whoever faults has recorded it.
     if run(&image, worker, param!(image, iteration), &sync, &mut body).is_err() {
         // SAFETY: faults are the whole block's.
@@ -568,10 +595,10 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
             }
             return;
         }
-        image.turn_to(id, Seen::of(&step), &block);
+        image.turn_to(id, image.ask(id, &block), Seen::of(&step), &block);
     }
     thread::at_task(id);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     body.tiles.expect(body.task_tiles());
     body.tiles.begin_task(body.task_tiles());
     // SAFETY: the caller's promise; every thread of the block is here with the same task. No copy is under way when the block ends.
@@ -594,15 +621,22 @@ pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, 
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
     let sync = gpu_sync(&image);
-    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread) };
+    let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     let step = crate::sync::Sync::step(&sync);
     // SAFETY: the caller's promise.
     let _ = unsafe {
-        image.turn_to(id, Seen::of(&step), &block);
+        image.turn_to(id, image.ask(id, &block), Seen::of(&step), &block);
         body.tiles.begin_task(body.task_tiles());
         let call = body.call(&step);
         let params = crate::kernels::params(&call.params());
-        if K::EARLY { K::gpu_early(&params, &call, &block, || Ok(())) } else { K::gpu(&params, &call, &block) }
+        let product = if K::THIN { crate::gpu::thin::Product::of(&call) } else { None };
+        if let Some(product) = product {
+            product.run(&call, &block, || Ok(()))
+        } else if K::EARLY {
+            K::gpu_early(&params, &call, &block, || Ok(()))
+        } else {
+            K::gpu(&params, &call, &block)
+        }
     };
 }
 

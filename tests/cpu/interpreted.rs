@@ -621,4 +621,8 @@ fn probes_measure_what_they_say() {
         assert!(prober.hand(2 + u32::from(by_flags), 5, by_flags).expect("it runs").as_nanos() > 0);
     }
     assert!(prober.meet(3, 20).expect("it runs").as_nanos() > 0);
+    // What the clock says here is how many instructions there were.
+    let [little, much, more] =
+        [(8, 1), (64, 1), (64, 4)].map(|(kib, rounds)| prober.code(2, kib, rounds).expect("it runs"));
+    assert!(little < much && much < more, "{little:?}, {much:?}, {more:?}");
 }

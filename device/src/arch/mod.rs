@@ -879,6 +879,12 @@ pub(crate) mod memory {
         backend::opaque_word(word)
     }
 
+    /// What has been read is read again: held from here on it would cost registers.
+    #[inline(always)]
+    pub(crate) fn forget() {
+        backend::forget();
+    }
+
     /// At the start of a loop's body: it stays a loop. What turns PTX into instructions unrolls others to ask for several rounds'
     /// operands at once, in registers that there may not be.
     #[inline(always)]

@@ -680,6 +680,12 @@ pub(super) fn opaque_word(mut word: u32) -> u32 {
 }
 
 #[inline(always)]
+pub(super) fn forget() {
+    // SAFETY: does nothing, of which the compiler knows no more than that memory may be another.
+    unsafe { asm!("", options(nostack, preserves_flags)) };
+}
+
+#[inline(always)]
 pub(super) fn rolled() {
     // SAFETY: a hint.
     unsafe { asm!(".pragma \"nounroll\";", options(nostack, preserves_flags)) };

@@ -130,6 +130,28 @@ impl Call<'_> {
         unsafe { self.put_at(tensor, row.at(i), value) }
     }
 
+    /// Sets elements `i` to `i` + 3 of `row`, which is one of `tensor`'s.
+    ///
+    /// # Safety
+    /// As [`Row::set`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn put_four(&self, tensor: &Tensor, row: &Row, i: u32, four: [f32; 4]) {
+        // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
+        unsafe {
+            if tensor.is_flagged() {
+                let flag = self.flag();
+                for j in 0..4 {
+                    atomic::store_relaxed(row.at(i + j as u32).cast(), flag::mark(four[j], flag));
+                }
+            } else {
+                for j in 0..4 {
+                    row.set(i + j as u32, four[j]);
+                }
+            }
+        }
+    }
+
     /// Sets the element of `tensor` that lies at `to`.
     ///
     /// # Safety

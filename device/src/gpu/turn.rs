@@ -1,13 +1,14 @@
 //! The task whose turn it is, in shared memory: its record, which holds what its body, its waits and its triggers want of the image,
-//! fetched before the task's events have fired.
+//! asked for while the task before it runs, a word a thread, so that none waits for memory between two tasks.
 //!
-//! From global memory that would be behind the last event, on every task's path: acquiring it empties L1.
+//! From global memory that would be on every task's path, and what bodies look at behind the last event: acquiring it empties L1.
 
 use super::scheduler;
 use crate::arch::{memory, shared};
 use crate::block::Block;
 use crate::kernels::MAX_SLOTS;
 use core::mem::offset_of;
+use perpetua_shared::launch::TASK_THREADS;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
 use perpetua_shared::turn::TURN_EVENTS;
 use perpetua_shared::{EventDesc, Operand, Step, Turn};
@@ -38,15 +39,30 @@ const SEEN: u32 = scheduler::WORDS_END;
 const TURN: u32 = (SEEN + 3).next_multiple_of(4);
 const OPERANDS: u32 = TURN + TURN_WORDS;
 
-const _: () = assert!(OPERANDS + OPERAND_WORDS * MAX_SLOTS as u32 <= shared::WORDS && MAX_RANK == 4);
+/// Words of a record at most: on a GPU there is a thread for each.
+const MOST_WORDS: u32 = TURN_WORDS + OPERAND_WORDS * MAX_SLOTS as u32;
 
-/// Fetches the record of `words` words at `from`, of a task in the pass `seen`; all threads may look at it after their block's next barrier.
+const _: () = assert!(TURN + MOST_WORDS <= shared::WORDS && MOST_WORDS <= TASK_THREADS && MAX_RANK == 4);
+
+/// Asks for the calling thread's word of the record of `words` words at `from`: long before its task's turn, so that nobody waits for it.
+///
+/// # Safety
+/// The record is one of a checked image's.
+#[inline(always)]
+pub(crate) unsafe fn ask(from: *const u32, words: u32, block: &Block) -> u32 {
+    let at = memory::opaque_word(block.thread);
+    // SAFETY: a word of the record; beyond its end it is the first, which nobody looks at.
+    unsafe { memory::load(from.wrapping_add(if at < words { at as usize } else { 0 })) }
+}
+
+/// Puts the record of `words` words at `from`, of a task in the pass `seen`, where all threads may look at it after their block's next
+/// barrier; `asked` is the calling thread's word of it.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, none looks at the task before any more, and the record is one of a checked
 /// image's.
 #[inline(always)]
-pub(crate) unsafe fn fetch(from: *const u32, words: u32, seen: Seen, block: &Block) {
+pub(crate) unsafe fn put(from: *const u32, words: u32, asked: u32, seen: Seen, block: &Block) {
     // SAFETY: the caller's promise; words of one thread.
     unsafe {
         if block.thread == 0 {
@@ -55,11 +71,30 @@ pub(crate) unsafe fn fetch(from: *const u32, words: u32, seen: Seen, block: &Blo
     }
     // Computed anew every time: what follows from it would be held over all bodies.
     let mut at = memory::opaque_word(block.thread);
-    while at < words {
-        // SAFETY: a record has no more words than there is room for, and a word is written by one thread.
-        unsafe { shared::store(TURN + at, memory::load(from.wrapping_add(at as usize))) };
-        at += block.threads;
+    // SAFETY: a record has no more words than there is room for, and a word is written by one thread.
+    unsafe {
+        if at < words {
+            shared::store(TURN + at, asked);
+        }
+        // Simulated blocks may have fewer threads than a record has words.
+        if MOST_WORDS > block.threads {
+            at += block.threads;
+            while at < words {
+                shared::store(TURN + at, memory::load(from.wrapping_add(at as usize)));
+                at += block.threads;
+            }
+        }
     }
+}
+
+/// [`ask`] and [`put`] at once.
+///
+/// # Safety
+/// As [`put`].
+#[cfg(test)]
+pub(crate) unsafe fn fetch(from: *const u32, words: u32, seen: Seen, block: &Block) {
+    // SAFETY: the caller's promise.
+    unsafe { put(from, words, ask(from, words, block), seen, block) }
 }
 
 /// The task sees `seen`, as all threads may after their block's next barrier.

@@ -68,7 +68,7 @@ pub(super) fn find(p: &Params, call: &Call<'_>, [x, values, indices]: [&crate::i
 /// # Safety
 /// One thread calls it; `values` and `indices` are the operands of those names.
 #[inline(always)]
-pub(super) unsafe fn put(p: &Params, best: Candidate, block: u32, [values, indices]: [gpu::Tensor; 2]) {
+pub(crate) unsafe fn put(p: &Params, best: Candidate, block: u32, [values, indices]: [gpu::Tensor; 2]) {
     // SAFETY: the caller's promise.
     unsafe {
         values.set([0], best.value);

@@ -275,9 +275,7 @@ unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, h: u32, g: u32, i: u32, fou
             call.put_in_row(&y, &row, 1, found.total);
         }
         let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
-        for j in 0..4 {
-            call.put_in_row(&y, &row, at + i + j as u32, found.sums[j] * factor);
-        }
+        call.put_four(&y, &row, at + i, found.sums.map(|sum| sum * factor));
     }
 }
 

@@ -7,7 +7,7 @@ use bytemuck::Pod;
 use perpetua_shared::limits::PARAM_WORDS;
 use perpetua_shared::task::Operand;
 
-use crate::{block::Block, gpu};
+use crate::{arch::memory, block::Block, gpu};
 #[cfg(not(target_arch = "nvptx64"))]
 use crate::{cpu::Scratch, io::Call};
 use perpetua_shared::{Fault, FaultCode, Technique};
@@ -132,6 +132,10 @@ pub trait MacroKernel {
         let _ = (params, block);
         Err(call.fault(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
     }
+
+    /// Whether its tasks may be [products of one row](gpu::thin::Product), which have one body for all kernels that have such: GPU workers ask
+    /// for that first.
+    const THIN: bool = false;
 
     /// Whether GPU workers run [`gpu_early`](MacroKernel::gpu_early) instead.
     const EARLY: bool = false;
@@ -348,6 +352,7 @@ macro_rules! kernels {
             ready: impl Fn() -> Result<(), Fault>,
         ) -> Result<(), Fault> {
             const EARLY: u32 = 0 $(| ($kernel::EARLY as u32) << $number)*;
+            const THIN: u32 = 0 $(| ($kernel::THIN as u32) << $number)*;
             let kind = call.task_type();
             // Most bodies wait here, in one place; the others have it in them.
             if kind >= 32 || EARLY >> kind & 1 == 0 || !call.uses(Technique::EarlyStart) {
@@ -355,6 +360,12 @@ macro_rules! kernels {
             }
             // SAFETY: the caller's promise; of kernels that are not early the waits have been met.
             unsafe {
+                if kind < 32 && THIN >> kind & 1 != 0 {
+                    if let Some(product) = gpu::thin::Product::of(call) {
+                        return product.run(call, block, ready);
+                    }
+                    memory::forget();
+                }
                 match kind {
                     $($number => gpu_body::<$kernel>(call, block, ready),)*
                     other => Err(call.fault(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),

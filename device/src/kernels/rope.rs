@@ -233,17 +233,20 @@ impl Turn {
             loop {
                 // Lanes beyond the last pair have read that one, which may be about to be written.
                 warp::sync();
-                // Written out: in a loop, lanes would find their elements by a number, which registers have not.
-                let one = |n: usize| {
-                    let i = first + n as u32 * WARP + lane;
-                    let (sin, cos) = ahead.turns[n];
-                    let (low, high) = (x[n] * scale * ahead.factors[n], x[n + 2] * scale * ahead.factors[n + 2]);
+                // The code once: what comes second moves to where the first was, since registers have no numbers to be found by.
+                let mut i = first + lane;
+                let end = memory::opaque_word(first + 2 * WARP);
+                while i < end {
+                    let (sin, cos) = ahead.turns[0];
+                    let (low, high) = (x[0] * scale * ahead.factors[0], x[2] * scale * ahead.factors[2]);
                     let turned = [low * cos - high * sin, high * cos + low * sin];
                     put(i, if i < half { turned } else { [0.0; 2] });
-                };
-                one(0);
-                if first + WARP < half {
-                    one(1);
+                    // Turned about: what stayed as it is would have the compiler write the first round by itself.
+                    x = [x[1], x[0], x[3], x[2]];
+                    let [a, b, c, d] = ahead.factors;
+                    ahead.factors = [b, a, d, c];
+                    ahead.turns = [ahead.turns[1], ahead.turns[0]];
+                    i += WARP;
                 }
                 first += 2 * WARP;
                 if first >= half {

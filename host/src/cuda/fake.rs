@@ -42,7 +42,7 @@ pub struct Options {
     /// Of PTX, see [`ptx::Launch::stray`].
     pub stray: u64,
     /// Whether reports of PTX say where slots and cycles went.
-    pub counts: bool,
+    pub counts: Option<ptx::InstructionCache>,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
     /// Launches never end.
@@ -67,7 +67,7 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, runs: Runs::Source, seed: 0, stray: 8, counts: false, fails: None, hangs: false, fatal: None }
+        Options { device, runs: Runs::Source, seed: 0, stray: 8, counts: None, fails: None, hangs: false, fatal: None }
     }
 }
 
@@ -314,13 +314,17 @@ impl Fake {
                 let ran = match module {
                     _ if params.is_some_and(is_fatal) => Err("a technique that is fatal here".to_owned()),
                     Some(module) => {
-                        let counts = self.options.counts && launch.kernel == ENTRY;
+                        let counts = self.options.counts.filter(|_| launch.kernel == ENTRY);
                         run_ptx(
                             &module,
                             memory,
                             &ptx::Launch {
                                 // Where workers say which task they are at.
-                                marks: params.filter(|_| counts).map(|params| (params.positions, params.n_workers)),
+                                marks: params.zip(counts).map(|(params, cache)| ptx::Marks {
+                                    first: params.positions,
+                                    n: params.n_workers,
+                                    cache,
+                                }),
                                 entry: &launch.kernel,
                                 blocks: launch.blocks,
                                 threads: launch.threads,

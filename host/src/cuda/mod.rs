@@ -5,6 +5,7 @@
 //! [`driver`] is the list of calls made, as a trait; [`libcuda`] the real one; [`fake`] keeps a record of them and runs the
 //! kernel on the simulated GPU, so that everything above the trait is tested without a GPU.
 
+mod code_probe;
 pub mod driver;
 pub mod fake;
 pub mod libcuda;

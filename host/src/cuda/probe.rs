@@ -3,7 +3,7 @@
 
 use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::upload::Buffers;
-use super::{Gpu, GpuError, Piece, upload};
+use super::{Gpu, GpuError, Piece, code_probe, upload};
 use crate::device_image::device_image;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, WORDS_AT, threads};
@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 pub struct Prober {
     gpu: Gpu,
     module: Module,
+    /// The one of [`code`](Prober::code), loaded when it is first wanted.
+    code: Option<Module>,
     stream: Stream,
     /// Counters, times, and the bytes to read: allocations of their own.
     memory: Vec<DevicePtr>,
@@ -40,7 +42,8 @@ impl Prober {
         let module = gpu.load_module(&device_image().ok_or(GpuError::NoImage)?.worker)?;
         let stream = driver.create_stream()?;
         let pinned = driver.alloc_pinned(SMALL as usize)?;
-        let mut prober = Prober { gpu: gpu.clone(), module, stream, memory: Vec::new(), source_bytes, pinned };
+        let mut prober =
+            Prober { gpu: gpu.clone(), module, code: None, stream, memory: Vec::new(), source_bytes, pinned };
         // From here on what has been made is given back when the prober is dropped.
         for bytes in [SMALL, SMALL, source_bytes] {
             prober.memory.push(driver.alloc(bytes)?);
@@ -54,10 +57,21 @@ impl Prober {
 
     /// Launches probe `name` with `params` on `blocks` SMs: each block's time.
     fn run(&mut self, name: &str, blocks: u32, params: ProbeParams) -> Result<Vec<Duration>, GpuError> {
+        self.run_of(self.module, (name, threads(name)), blocks, params)
+    }
+
+    /// Likewise, of another module, with so many threads.
+    fn run_of(
+        &mut self,
+        module: Module,
+        (name, threads): (&str, u32),
+        blocks: u32,
+        params: ProbeParams,
+    ) -> Result<Vec<Duration>, GpuError> {
         assert!(u64::from(blocks) * 8 <= SMALL, "a time for every block");
         let _entered = self.gpu.enter()?;
         let driver = self.gpu.driver();
-        let function = driver.function(self.module, name)?;
+        let function = driver.function(module, name)?;
         driver.set_shared_bytes(function, TILE_BYTES)?;
         let [counters, out, source] = self.memory[..] else { unreachable!("three allocations, see `new`") };
         let params = ProbeParams {
@@ -71,7 +85,7 @@ impl Prober {
         let launch = Launch {
             function,
             blocks,
-            threads: threads(name),
+            threads,
             shared_bytes: TILE_BYTES,
             stream: self.stream,
             param: bytemuck::bytes_of(&params),
@@ -143,6 +157,31 @@ impl Prober {
         Ok(times.iter().max().copied().unwrap_or_default() / rounds)
     }
 
+    /// KiB of code that [`code`](Prober::code) can run, from the fewest to the most.
+    pub const CODE_KIB: std::ops::RangeInclusive<u32> = code_probe::STEP_KIB..=code_probe::MOST_KIB;
+
+    /// How long `blocks` SMs take to run `kib` KiB of straight code, a multiple of the fewest, `rounds` times.
+    ///
+    /// # Errors
+    /// The driver, which compiles it.
+    ///
+    /// # Panics
+    /// If it is no such multiple, or more than the most.
+    pub fn code(&mut self, blocks: u32, kib: u32, rounds: u32) -> Result<Duration, GpuError> {
+        assert!(Self::CODE_KIB.contains(&kib) && kib.is_multiple_of(code_probe::STEP_KIB), "{kib} KiB of code");
+        let module = match self.code {
+            Some(module) => module,
+            None => {
+                let _entered = self.gpu.enter()?;
+                let (module, _) = self.gpu.driver().load_module(&[code_probe::ptx().as_bytes(), &[0]].concat())?;
+                *self.code.insert(module)
+            }
+        };
+        let params = ProbeParams { n_tiles: kib / code_probe::STEP_KIB, rounds, ..ProbeParams::default() };
+        let times = self.run_of(module, (code_probe::ENTRY, code_probe::THREADS), blocks, params)?;
+        Ok(times.iter().max().copied().unwrap_or_default())
+    }
+
     /// Bytes a second that the bus brings from pinned memory to the device when nothing else is done: at least `bytes`, in large
     /// copies on several streams.
     ///
@@ -201,7 +240,9 @@ impl Drop for Prober {
         // Nobody is left to hear of errors.
         let _ = driver.synchronize(self.stream);
         let _ = driver.destroy_stream(self.stream);
-        let _ = driver.unload_module(self.module);
+        for module in self.code.take().into_iter().chain([self.module]) {
+            let _ = driver.unload_module(module);
+        }
         // SAFETY: allocated in `new`; the stream that used them is idle.
         unsafe {
             for memory in self.memory.drain(..) {

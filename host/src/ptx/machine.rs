@@ -9,7 +9,7 @@ use super::decode::{
     Access, Atomic, Entry, Instruction, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special,
 };
 use super::matrix::Groups;
-use super::pipeline::{NOBODY, Pipeline, Stretch, shared_accesses};
+use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
 use memmap2::MmapMut;
@@ -19,6 +19,17 @@ use std::collections::{BTreeMap, VecDeque};
 pub(super) const WARP: usize = 32;
 /// All of them.
 pub(super) const ALL: u32 = u32::MAX;
+
+/// Words that a kernel writes to say what its blocks are at; what they do is counted then.
+#[derive(Clone, Copy, Debug)]
+pub struct Marks {
+    /// Address of the first.
+    pub first: u64,
+    /// How many there are.
+    pub n: u32,
+    /// What an SM holds of the code.
+    pub cache: InstructionCache,
+}
 
 /// A launch.
 #[derive(Clone, Debug)]
@@ -41,7 +52,7 @@ pub struct Launch<'a> {
     pub began_ns: u64,
     /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number. With none, nothing
     /// is counted.
-    pub marks: Option<(u64, u32)>,
+    pub marks: Option<Marks>,
     /// Instructions of warps after which it is given up; `u64::MAX`: never.
     pub most_instructions: u64,
 }
@@ -67,6 +78,8 @@ pub struct Report {
     /// Likewise, where the first of these cycles went: until the instruction of the first line could issue, waiting for what that
     /// of the second makes; 0 for the second where it waited for its turn, and for both at barriers.
     pub spent: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
+    /// Likewise of those that were ahead.
+    pub spent_ahead: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
     /// Likewise, which of the entry's instructions ran: bit `i % 64` of word `i / 64` is that of the `i`th.
     pub code: BTreeMap<u32, Vec<u64>>,
     /// How many instructions the entry has.
@@ -124,9 +137,9 @@ pub(super) fn run(
         marks: vec![0; launch.blocks as usize],
         issues: 0,
         before: (0..launch.blocks).map(|_| None).collect(),
-        pipeline: launch
-            .marks
-            .map(|_| Pipeline::new(&entry.code, entry.rows, entry.preds, launch.blocks as usize * warps)),
+        pipeline: launch.marks.map(|Marks { cache, .. }| {
+            Pipeline::new(&entry.code, entry.rows, entry.preds, [launch.blocks as usize, warps], cache)
+        }),
         turn: 0,
         changed: 0,
         leapt_ns: 0,
@@ -686,11 +699,18 @@ impl Machine<'_> {
     /// A block that was at `mark` has come to a barrier.
     fn spend(&mut self, mark: u32, stretch: &Stretch) {
         self.report.cycles.entry(mark).or_default()[0] += stretch.cycles;
-        let line = |pc: Pc| if pc == NOBODY { 0 } else { self.entry.code[pc as usize].line };
-        let lines = self.report.spent.entry(mark).or_default();
-        for spent in &stretch.spent {
-            *lines.entry((line(spent.at), line(spent.by))).or_default() += spent.cycles;
-        }
+        stretch.spent.iter().for_each(|spent| self.spend_on(mark, false, spent));
+    }
+
+    /// Likewise, of one instruction, ahead or not.
+    fn spend_on(&mut self, mark: u32, is_ahead: bool, spent: &Spent) {
+        let line = |pc: Pc| match pc {
+            NOBODY => 0,
+            CODE => u32::MAX,
+            pc => self.entry.code[pc as usize].line,
+        };
+        let lines = if is_ahead { &mut self.report.spent_ahead } else { &mut self.report.spent };
+        *lines.entry(mark).or_default().entry((line(spent.at), line(spent.by))).or_default() += spent.cycles;
     }
 
     /// Those of the lanes that an instruction's guard lets run it.
@@ -1015,7 +1035,7 @@ impl Machine<'_> {
     fn write(&mut self, b: usize, space: Space, at: u64, bytes: &[u8]) -> Result<(), String> {
         self.changed = self.turn;
         if space == Space::Global {
-            let (first, n) = self.launch.marks.unwrap_or_default();
+            let (first, n) = self.launch.marks.map_or((0, 0), |marks| (marks.first, marks.n));
             if at.wrapping_sub(first) < 4 * u64::from(n)
                 && let Ok(word) = bytes.try_into()
             {
@@ -1163,8 +1183,12 @@ impl Machine<'_> {
                     }
                     (false, before) => {
                         if stretch.looks {
-                            let ahead = before.map_or(0, |(_, before)| before.cycles) + stretch.ahead;
+                            let ahead = before.as_ref().map_or(0, |(_, before)| before.cycles) + stretch.ahead;
                             self.report.cycles.entry(mark).or_default()[1] += ahead;
+                            let before = before.map_or(Vec::new(), |(_, before)| before.spent);
+                            for spent in before.iter().chain(&stretch.spent_ahead) {
+                                self.spend_on(mark, true, spent);
+                            }
                         } else if let Some((mark, before)) = before {
                             self.spend(mark, &before);
                         }

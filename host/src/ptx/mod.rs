@@ -24,8 +24,9 @@ mod parse;
 mod pipeline;
 mod rows;
 
-pub use machine::{Launch, Report};
+pub use machine::{Launch, Marks, Report};
 pub use memory::Memory;
+pub use pipeline::InstructionCache;
 
 use decode::{Entry, Layout};
 use std::collections::BTreeMap;

@@ -9,6 +9,9 @@
 //! A warp that looks whether others have written what it wants (a relaxed load), for the first time since a barrier or after it
 //! has slept, begins anew there: what it did before, it did while they worked, *ahead*.
 //!
+//! An instruction that the [cache](InstructionCache) does not hold is waited for, by the warp that comes to it first, and by others until it is
+//! there.
+//!
 //! What this leaves out: ptxas has fewer registers than PTX, and moves instructions across branches too; copies have landed and
 //! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
 //! is a lower bound rather than a forecast.
@@ -16,6 +19,7 @@
 use super::decode::{Access, Instruction, Op, Pc, Pred, Slot, Space};
 use super::machine::{WARP, lanes_of};
 use super::rows::Row;
+use std::collections::VecDeque;
 
 /// What an instruction takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -257,8 +261,9 @@ struct Clock {
     barrier: u64,
     issues_since: u64,
     accesses_since: u64,
-    /// What it has spent since on which instructions.
+    /// What it has spent since on which instructions, and what before it looked first.
     spent: Vec<Spent>,
+    spent_ahead: Vec<Spent>,
     /// It asks whether an mbarrier's phase is over, and it is not: what it does until then is waiting.
     waits: bool,
     /// Whether it has looked for what others write since the last barrier, and between that and the one before, and what it did
@@ -278,6 +283,8 @@ pub(super) struct Spent {
 
 /// No instruction's place.
 pub(super) const NOBODY: Pc = Pc::MAX;
+/// Nor is this: the instruction itself was waited for.
+pub(super) const CODE: Pc = Pc::MAX - 1;
 
 /// What a block's warps did between two barriers.
 #[derive(Debug)]
@@ -287,8 +294,9 @@ pub(super) struct Stretch {
     /// Whether warps looked for what others write, for the first time since the barrier before, and how long they took until then.
     pub(super) looks: bool,
     pub(super) ahead: u64,
-    /// What the slowest warp spent them on.
+    /// What the slowest warp spent them on, and what was ahead.
     pub(super) spent: Vec<Spent>,
+    pub(super) spent_ahead: Vec<Spent>,
 }
 
 impl Clock {
@@ -297,11 +305,14 @@ impl Clock {
         (self.since, self.latest, self.issues) = (at, at, 0);
     }
 
-    /// What it has done since the last barrier it did while others were waited for.
-    fn put_aside(&mut self) {
+    /// What it has done since the last barrier it did while others were waited for; it `counts` unless that was to look once more.
+    fn put_aside(&mut self, counts: bool) {
         let now = self.now();
-        self.ahead += now - self.barrier;
+        self.ahead += if counts { now - self.barrier } else { 0 };
         (self.barrier, self.issues_since, self.accesses_since) = (now, 0, 0);
+        if counts {
+            self.spent_ahead.append(&mut self.spent);
+        }
         self.spent.clear();
     }
 
@@ -315,14 +326,84 @@ impl Clock {
 pub(super) struct Pipeline {
     operands: Vec<Operands>,
     warps: Vec<Clock>,
+    /// Of each block.
+    code: Vec<CodeLines>,
 }
 
 /// Warp schedulers of an SM.
 const SCHEDULERS: usize = 4;
 
+/// Instructions of a line of code: 128 bytes.
+const LINE: usize = 8;
+
+/// What an SM holds of the code, and what it costs to fetch more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InstructionCache {
+    /// KiB that are held: what was used last, at sixteen bytes an instruction.
+    pub kib: usize,
+    /// Cycles that a warp waits for each 128 bytes that are not.
+    pub line_cycles: u64,
+}
+
+impl InstructionCache {
+    /// All of the code is held.
+    pub const ENDLESS: InstructionCache = InstructionCache { kib: usize::MAX / 1024, line_cycles: 0 };
+
+    /// Two numbers that explain the traces of the first run on an H200 (`docs/cycles.md`); of caches behind this one it knows nothing.
+    pub const H200: InstructionCache = InstructionCache { kib: 64, line_cycles: 50 };
+}
+
+/// The lines of code that a block's warps have used last.
+#[derive(Clone, Debug)]
+struct CodeLines {
+    /// When each was used last, counted in uses, 0 if it is not held; and in which cycle it is there.
+    lines: Vec<(u64, u64)>,
+    /// Uses in their order, of which a line's last counts.
+    order: VecDeque<(u32, u64)>,
+    uses: u64,
+    held: usize,
+    cache: InstructionCache,
+}
+
+impl CodeLines {
+    /// None yet, of so many instructions.
+    fn new(instructions: usize, cache: InstructionCache) -> CodeLines {
+        let lines = vec![(0, 0); instructions.div_ceil(LINE)];
+        CodeLines { lines, order: VecDeque::new(), uses: 0, held: 0, cache }
+    }
+
+    /// When the line of the instruction at `pc` is there for a warp that wants it at `now`.
+    fn fetch(&mut self, pc: usize, now: u64) -> u64 {
+        let line = pc / LINE;
+        let (used, there) = self.lines[line];
+        if used == self.uses && used > 0 {
+            return there;
+        }
+        self.uses += 1;
+        let there = if used == 0 { now + self.cache.line_cycles } else { there };
+        self.held += usize::from(used == 0);
+        self.lines[line] = (self.uses, there);
+        self.order.push_back((line as u32, self.uses));
+        while self.held > self.cache.kib * 1024 / (16 * LINE) {
+            let (line, used) = self.order.pop_front().expect("a line that is held has been used");
+            if self.lines[line as usize].0 == used {
+                self.lines[line as usize].0 = 0;
+                self.held -= 1;
+            }
+        }
+        there
+    }
+}
+
 impl Pipeline {
-    /// For `warps` warps that run `code`, with so many registers and predicates.
-    pub(super) fn new(code: &[Instruction], rows: u32, preds: u32, warps: usize) -> Pipeline {
+    /// For `blocks` blocks of `warps` warps that run `code`, with so many registers and predicates.
+    pub(super) fn new(
+        code: &[Instruction],
+        rows: u32,
+        preds: u32,
+        [blocks, warps]: [usize; 2],
+        cache: InstructionCache,
+    ) -> Pipeline {
         let clock = || Clock {
             rows: vec![(0, NOBODY); rows as usize],
             preds: vec![(0, NOBODY); preds as usize],
@@ -334,15 +415,21 @@ impl Pipeline {
             issues_since: 0,
             accesses_since: 0,
             spent: Vec::new(),
+            spent_ahead: Vec::new(),
             waits: false,
             looks: [false; 2],
             ahead: 0,
         };
-        Pipeline { operands: code.iter().map(Operands::of).collect(), warps: (0..warps).map(|_| clock()).collect() }
+        Pipeline {
+            operands: code.iter().map(Operands::of).collect(),
+            warps: (0..blocks * warps).map(|_| clock()).collect(),
+            code: (0..blocks).map(|_| CodeLines::new(code.len(), cache)).collect(),
+        }
     }
 
     /// Warp `number` has run the instruction at `pc`, in vain if `again`; `accesses` to shared memory were in it.
     pub(super) fn ran(&mut self, number: usize, pc: usize, instruction: &Instruction, accesses: u64, again: bool) {
+        let n_warps = self.warps.len();
         let clock = &mut self.warps[number];
         let is_try = matches!(instruction.op, Op::BarrierTry { .. });
         if is_try {
@@ -352,10 +439,19 @@ impl Pipeline {
             return;
         }
         // What is read after what was looked for is there, too, as a rule: a residual beside the row.
-        if instruction.is_look && clock.looks == [false; 2] || matches!(instruction.op, Op::Sleep(_)) {
-            clock.put_aside();
+        if instruction.is_look && clock.looks == [false; 2] {
+            clock.put_aside(true);
+        } else if matches!(instruction.op, Op::Sleep(_)) {
+            clock.put_aside(clock.ahead == 0);
         }
         clock.looks[0] |= instruction.is_look;
+        let wanted = clock.now();
+        let block = number / (n_warps / self.code.len());
+        let there = self.code[block].fetch(pc, wanted);
+        if there > wanted {
+            clock.pass(there);
+            clock.spent.push(Spent { at: pc as Pc, by: CODE, cycles: there - wanted });
+        }
         let operands = &self.operands[pc];
         let before = clock.now();
         // Of a tie, whatever: one of those that it waits for.
@@ -429,6 +525,7 @@ impl Pipeline {
         let rest = took + BARRIER - spent.iter().map(|spent| spent.cycles).sum::<u64>();
         spent.push(Spent { at: NOBODY, by: NOBODY, cycles: rest });
         let ahead = if looks { self.warps[slowest].ahead } else { 0 };
+        let spent_ahead = std::mem::take(&mut self.warps[slowest].spent_ahead);
         for number in numbers {
             let clock = &mut self.warps[*number];
             clock.pass(now + BARRIER);
@@ -436,8 +533,9 @@ impl Pipeline {
             (clock.issues_since, clock.accesses_since, clock.ahead) = (0, 0, 0);
             clock.looks = [false, clock.looks[0]];
             clock.spent.clear();
+            clock.spent_ahead.clear();
         }
-        Stretch { cycles: took + BARRIER, looks, ahead, spent }
+        Stretch { cycles: took + BARRIER, looks, ahead, spent, spent_ahead }
     }
 }
 

@@ -1,12 +1,24 @@
 //! Small kernels in PTX as LLVM writes it, and the whole of what this crate was built with.
 
-use super::{Launch, Memory, Module, PtxError, Report};
+use super::{InstructionCache, Launch, Marks, Memory, Module, PtxError, Report};
 use crate::device_image::{device_image, device_kernels};
 
 const OUT: u64 = 0x10_0000;
 
 /// Runs the one entry of `body`, whose only parameter is the address of `words`, on a block of `threads`.
 fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32]) -> Result<Report, PtxError> {
+    run_with(InstructionCache::ENDLESS, declarations, body, threads, seed, words)
+}
+
+/// Likewise, on an SM that holds so much of the code.
+fn run_with(
+    cache: InstructionCache,
+    declarations: &str,
+    body: &str,
+    threads: u32,
+    seed: u64,
+    words: &mut [u32],
+) -> Result<Report, PtxError> {
     let text = format!(
         ".version 8.6\n.target sm_90a\n.address_size 64\n.shared .align 16 .b8 words[4096];\n.shared .align 8 .b8 phases[64];\n\
          .visible .entry kernel(\n.param .u64 kernel_param_0\n)\n{{\n.reg .pred %p<8>;\n.reg .b16 %rs<8>;\n.reg .b32 %r<200>;\n\
@@ -26,7 +38,7 @@ fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32
         seed,
         stray: 8,
         began_ns: 7,
-        marks: Some((OUT, 1)),
+        marks: Some(Marks { first: OUT, n: 1, cache }),
         most_instructions: 100_000,
     };
     module.launch(&launch, &memory)
@@ -217,6 +229,25 @@ fn a_chain_takes_its_latencies_and_what_stands_beside_it_none() {
         "{load}setp.ne.b32 %p1, %r3, 7;\n@%p1 bra $on;\n$on:\nld.shared.b32 %r4, [%r192];\nadd.s32 %r5, %r4, 1;"
     );
     assert!(cycles(&branch, 32) >= 2 * 29 + 4 + 8, "{}", cycles(&branch, 32));
+}
+
+/// Two rounds of 1,024 instructions, 16 KiB, that wait for nothing else.
+#[test]
+fn code_that_is_not_held_is_waited_for_line_by_line() {
+    let body = "mov.b32 %r199, 7;\nst.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, 64;\nmov.b32 %r2, 0;\n$again:\n"
+        .to_owned()
+        + &"add.s32 %r3, %r1, 1;\n".repeat(1024)
+        + "add.s32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 2;\n@%p1 bra $again;\nbar.sync 0, 64;";
+    let cycles = |kib, line_cycles| {
+        let cache = InstructionCache { kib, line_cycles };
+        run_with(cache, "", &body, 64, 3, &mut [0]).expect("it ends").cycles[&7][0]
+    };
+    let none = cycles(32, 0);
+    assert_eq!(none, cycles(usize::MAX / 1024, 0));
+    // 129 lines or 130, depending on where the first begins: once by the warp that comes first, or in each round.
+    let per_line = |kib| (cycles(kib, 50) - none).div_ceil(50);
+    assert!((128..=131).contains(&per_line(32)), "{}", per_line(32));
+    assert!((256..=262).contains(&per_line(8)), "used last is not what comes next: {}", per_line(8));
 }
 
 #[test]

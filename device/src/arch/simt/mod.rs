@@ -521,6 +521,8 @@ pub(super) fn opaque_word(word: u32) -> u32 {
     word
 }
 
+pub(super) fn forget() {}
+
 pub(super) fn rolled() {}
 
 pub(super) fn opaque(pointer: *mut u8) -> *mut u8 {

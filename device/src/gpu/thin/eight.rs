@@ -8,7 +8,7 @@ use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
-use super::{Column, First};
+use super::{Chunk, Column, First};
 use crate::arch::scalar::{dot_bytes, fma};
 use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
@@ -28,9 +28,6 @@ impl Form for Eight {
     const ROW_MULTIPLE: u32 = 64;
     const CHUNK_TERMS: u32 = 2 * CHUNK_WORDS + 1;
     const LONGEST: u32 = 8192;
-    const HELD: usize = 16;
-    const HELD_BESIDE_MERGE: usize = 8;
-    const MOST_HELD: usize = 24;
     const TOGETHER: bool = true;
     /// Of its bytes, and of its scale.
     type Place = [u32; 2];
@@ -76,15 +73,14 @@ impl Form for Eight {
     }
 
     #[inline(always)]
-    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> (u32, u32, f32) {
-        let is_there = chunk < chunks;
-        let chunk = if is_there { chunk } else { 0 };
+    unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32, f32) {
+        let is_there = chunk.number < chunks;
+        let (place, own) = if is_there { (chunk.column, chunk.own) } else { (column.parity, column.own) };
         // The scale is that of the chunk which the lane's own row has.
-        let scale = TERMS + 2 * CHUNK_WORDS * chunks + (chunk ^ column.own);
+        let scale = TERMS + 2 * CHUNK_WORDS * chunks + own;
         // SAFETY: the caller's promise.
-        let ([first, second], scale) = unsafe {
-            (shared::load8(column.at + (chunk ^ column.parity) * CHUNK_WORDS), f32::from_bits(shared::load(scale)))
-        };
+        let ([first, second], scale) =
+            unsafe { (shared::load8(column.at + place * CHUNK_WORDS), f32::from_bits(shared::load(scale))) };
         (if is_there { first } else { 0 }, if is_there { second } else { 0 }, if is_there { scale } else { 0.0 })
     }
 

@@ -1,8 +1,8 @@
 //! The forms in which rows of weights come, as tensor cores take them: sixteen bytes a lane in each, as they lie.
 
 use super::super::BF16;
-use super::Column;
 use super::terms::{TERMS, place_of, put_terms};
+use super::{Chunk, Column};
 use crate::arch::{bulk, shared, warp};
 use crate::block::Block;
 use crate::kernels::MAX_NORMED;
@@ -26,12 +26,6 @@ pub(crate) trait Form: Copy + Debug {
 
     /// The longest row whose terms have room.
     const LONGEST: u32;
-
-    /// Of how many products a warp holds the weights: of one matrix; where it merges what [splits](crate::kernels::attention_merge) found, which wants
-    /// registers, too; and of two matrices, the most.
-    const HELD: usize;
-    const HELD_BESIDE_MERGE: usize;
-    const MOST_HELD: usize;
 
     /// Whether [`put`](Form::put) is something that a warp does together.
     const TOGETHER: bool;
@@ -117,11 +111,11 @@ pub(crate) trait Form: Copy + Debug {
     /// As [`run`](super::run).
     unsafe fn load(at: u32, place: Self::Place) -> Self::Weights;
 
-    /// The activations of chunk `chunk`, or of its pair's other one, of `chunks`; zeros, where it is not one of those.
+    /// The activations of `chunk`, or of its pair's other one, of `chunks`; zeros, where it is not one of those.
     ///
     /// # Safety
     /// As [`run`](super::run).
-    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> Self::Values;
+    unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values;
 
     /// `sum` with what a chunk adds.
     ///
@@ -168,9 +162,6 @@ impl Form for Brain {
     const ROW_MULTIPLE: u32 = 64;
     const CHUNK_TERMS: u32 = 2 * CHUNK_WORDS;
     const LONGEST: u32 = MAX_NORMED;
-    const HELD: usize = 20;
-    const HELD_BESIDE_MERGE: usize = 10;
-    const MOST_HELD: usize = 30;
     const TOGETHER: bool = false;
     type Place = u32;
     type Weights = [u32; 4];
@@ -236,9 +227,9 @@ impl Form for Brain {
     }
 
     #[inline(always)]
-    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> (u32, u32) {
-        let is_there = chunk < chunks;
-        let place = if is_there { chunk } else { 0 } ^ column.parity;
+    unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32) {
+        let is_there = chunk.number < chunks;
+        let place = if is_there { chunk.column } else { column.parity };
         // SAFETY: the caller's promise.
         let [first, second] = unsafe { shared::load8(column.at + place * CHUNK_WORDS) };
         (if is_there { first } else { 0 }, if is_there { second } else { 0 })

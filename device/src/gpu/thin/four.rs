@@ -19,7 +19,7 @@ use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
-use super::{Column, First};
+use super::{Chunk, Column, First};
 use crate::arch::scalar::{dot_bytes, fma};
 use crate::arch::{bulk, memory, shared, warp};
 use crate::block::Block;
@@ -90,9 +90,6 @@ impl Form for Four {
     // Of an odd number of them there is room for one more.
     const CHUNK_TERMS: u32 = 4 * CHUNK_WORDS + 1;
     const LONGEST: u32 = 8192;
-    const HELD: usize = 12;
-    const HELD_BESIDE_MERGE: usize = 5;
-    const MOST_HELD: usize = 12;
     const TOGETHER: bool = true;
     /// Of its bytes, and of its scales.
     type Place = [u32; 2];
@@ -155,12 +152,12 @@ impl Form for Four {
     }
 
     #[inline(always)]
-    unsafe fn values(column: &Column, chunk: u32, chunks: u32) -> Self::Values {
-        let is_there = chunk < chunks;
-        let chunk = if is_there { chunk } else { 0 };
-        let at = column.at + chunk_at(chunk ^ column.parity);
+    unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
+        let is_there = chunk.number < chunks;
+        let (place, own) = if is_there { (chunk.column, chunk.own) } else { (column.parity, column.own) };
+        let at = column.at + chunk_at(place);
         // The scale is that of the chunk which the lane's own row has.
-        let scale = TERMS + 2 * term_words(chunks) + (chunk ^ column.own);
+        let scale = TERMS + 2 * term_words(chunks) + own;
         const BEGIN: [i32; 4] = [SHIFT.to_bits() as i32, 0, 0, SHIFT.to_bits() as i32];
         // SAFETY: the caller's promise; a product of rows that are all alike has for each what is asked for.
         unsafe {

@@ -183,7 +183,7 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
         let (units, per_segment) = (k / F::UNIT, segment_len(k, segments) / F::UNIT);
         // As many rows of weights at once as their sums have room for.
         let most = (LONG_SUMS / segments - 1) / N as u32;
-        let mut taken = Taken::<N>::none(F::row_bytes(F::UNIT * per_segment));
+        let mut taken = Taken::none(F::row_bytes(F::UNIT * per_segment), N as u32);
         let mut done = 0;
         loop {
             let here = most.min(columns - done);
@@ -195,7 +195,7 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
                 let first = F::unit(row, row.there(F::ask(row, first), || F::ask(row, first)));
                 let sums = segment * (part.rows + 1);
                 if segments > 1 {
-                    taken = Taken::none(F::row_bytes(F::UNIT * part.units));
+                    taken = Taken::none(F::row_bytes(F::UNIT * part.units), N as u32);
                 }
                 match part.units.div_ceil(block.threads) {
                     0..=2 if F::MOST <= 4 => multiply::<F, N, 2>(tiles, &mut taken, row, first, part, sums, block),
@@ -304,7 +304,7 @@ impl<const W: usize> Mine<W> {
     unsafe fn fetch<F: Units, const N: usize>(
         &self,
         matrix: u32,
-        taken: &mut Taken<N>,
+        taken: &mut Taken,
         tiles: &Tiles<'_>,
     ) -> [F::Weights; W] {
         // SAFETY: the caller's promise.
@@ -354,7 +354,7 @@ impl<F: Units, const W: usize> Again<AllAsked<F, W>> for &(Mine<W>, &First<'_>) 
 #[inline(always)]
 unsafe fn multiply<F: Units, const N: usize, const W: usize>(
     tiles: &Tiles<'_>,
-    taken: &mut Taken<N>,
+    taken: &mut Taken,
     row: &First<'_>,
     first: F::Row,
     part: Part,

@@ -71,25 +71,19 @@ pub(crate) mod afar;
 mod eight;
 mod form;
 mod four;
-mod held;
 pub(crate) mod long;
+mod product;
 mod taken;
 mod terms;
 mod whole;
 
-use super::math::{reciprocal, rsqrt};
 use super::packed::{Eight, Four};
-use super::rows::Staging;
-use super::tiles::Tiles;
-use super::{BF16, Call, F32, Q4, Q8};
-use crate::arch::{memory, shared};
+use super::{BF16, Q4, Q8};
+use crate::arch::shared;
 use crate::block::Block;
-use crate::kernels::linear::slot;
 pub(crate) use form::{Brain, Form};
-use held::Held;
 use perpetua_shared::launch::TASK_THREADS;
-use perpetua_shared::{Fault, Technique};
-use taken::Taken;
+pub(crate) use product::Product;
 use terms::TERMS;
 pub(crate) use terms::{First, Source, in_two};
 
@@ -137,38 +131,6 @@ impl Kind {
     }
 }
 
-/// The form for which [`run`] does this call, of `N` matrices of weights from operand `w` on, if it does, and `source` is its one row.
-///
-/// # Safety
-/// The operands are a kernel's that has these.
-#[inline(always)]
-pub(crate) unsafe fn form_of<const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> Option<Kind> {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let kind = Kind::of(call.tensor(slot::W).dtype())?;
-        by_form!(kind, F => is_for::<F, N>(call, source, how)).then_some(kind)
-    }
-}
-
-/// Whether that is form `F`.
-///
-/// # Safety
-/// As [`form_of`].
-#[inline(always)]
-unsafe fn is_for<F: Form, const N: usize>(call: &Call<'_>, source: &impl Source, how: Staging) -> bool {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let (w, norm) = (call.tensor(slot::W), call.tensor(how.norm));
-        let (columns, k) = (w.extent(0), w.extent(1));
-        let left = call.tiles.map_or(0, Tiles::left);
-        // Rows longer than a tile are more tiles than there are rows.
-        let whole = left <= u32::from(norm.is_present()) + N as u32 * columns;
-        let is_fit = call.are_all::<N>(F::DTYPE) && k.is_multiple_of(F::ROW_MULTIPLE) && k <= F::LONGEST;
-        let has_room = !norm.is_present() || F::has_room_for_norm(k, if norm.dtype() == F32 { 4 } else { 2 });
-        left > 0 && whole && is_fit && has_room && source.is_whole() && call.uses(Technique::ThinProducts)
-    }
-}
-
 /// Where a lane finds what it multiplies with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Column {
@@ -192,130 +154,27 @@ impl Column {
     }
 }
 
-/// Calls `finish(n, sums, ask(n))`, on some thread, for every row n of the N weight matrices, of form `F`, operands `w` and up, of which the sums are
-/// the products with the row `source`. What it can it does before `ready`, and asks for before the products; `H`
-/// products' weights it holds in registers by then.
-///
-/// # Safety
-/// Every thread of the block makes this same call; it is of [this form](form_of), and the tiles are those of a plan for this task.
-///
-/// # Errors
-/// Those of `ready`.
-#[inline(always)]
-pub(crate) unsafe fn run<F: Form, const N: usize, const H: usize>(
-    call: &Call<'_>,
-    source: &impl Source,
-    how: Staging,
-    block: &Block,
-    ready: impl Fn() -> Result<(), Fault>,
-    ask: impl Fn(u32) -> u32,
-    finish: impl Fn(u32, [f32; N], u32),
-) -> Result<(), Fault> {
-    // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the tiles alone. A warp writes its
-    // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
-    unsafe {
-        let Some(tiles) = call.tiles else { return Ok(()) };
-        let (norm, k) = (call.tensor(how.norm), call.tensor(slot::W).extent(1));
-        if norm.is_present() {
-            terms::keep_norm::<F>(tiles, &norm, k, block);
-        }
-        let held = Held::<F, N, H>::new(tiles, k, block);
-        let share = if norm.is_present() { reciprocal(k) } else { 0.0 };
-        let outcome = ready();
-        if outcome.is_err() {
-            held.release(tiles);
-            return outcome;
-        }
-        // Found out anew, all that follows from it, too: weights are held where it would be.
-        let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
-        let squares = terms::stage::<F, _>(source, &norm, k, block);
-        let (lane, warps) = (block.lane(), block.warps());
-        let (g, t) = (lane / 4, lane % 4);
-        let per = 16 / N as u32;
-        let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);
-        let pitch = room(parts, warps);
-        let own = parts + block.warp() * pitch;
-        let early = if block.thread < call.tensor(slot::W).extent(0) { ask(block.thread) } else { 0 };
-        // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
-        let row = |i: u32| if N == 1 { g + 8 * i } else { g };
-        let place =
-            |taken: &Taken<N>, i: u32, row: u32| taken.at[i as usize % N] + row * F::row_bytes(k) + F::lane_at(block);
-        let squares = held.multiply(own, k, squares, block);
-        if lane == 0 {
-            shared::store(squares_at + block.warp(), squares.to_bits());
-        }
-        let mut taken = held.taken;
-        // The first row whose sums are kept, and how many are.
-        let (mut first, mut kept) = (0, held.rows);
-        loop {
-            while (taken.done < taken.rows || tiles.left() >= N as u32) && (kept + per) * N as u32 <= pitch {
-                let oldest = taken.oldest(tiles);
-                if taken.done == taken.rows {
-                    taken.take(tiles);
-                }
-                let mut here = per.min(taken.rows - taken.done);
-                let mut at = [0; 2];
-                for i in 0..2 {
-                    at[i as usize] = place(&taken, i, taken.done + row(i).min(here - 1));
-                }
-                taken.done += here;
-                // What these leave empty the next tiles fill, for which those that are held need not be released (`DataOp::after`).
-                if here < per && tiles.left() >= N as u32 {
-                    taken.take(tiles);
-                    taken.done = taken.rows.min(per - here);
-                    for i in 0..2 {
-                        if row(i) >= here {
-                            at[i as usize] = place(&taken, i, (row(i) - here).min(taken.done - 1));
-                        }
-                    }
-                    here += taken.done;
-                }
-                let sums = if N == 2 || here > 8 {
-                    products::<F, true>(at, k, block)
-                } else {
-                    products::<F, false>(at, k, block)
-                };
-                if t == g % 2 * F::swap(k) {
-                    for i in 0..2 {
-                        if row(i) < here {
-                            let to = if N == 1 { row(i) } else { 2 * g + i };
-                            shared::store(own + kept * N as u32 + to, sums[i as usize].to_bits());
-                        }
-                    }
-                }
-                kept += here;
-                taken.release(tiles, oldest);
-            }
-            block.sync();
-            // 1 / root of the mean square, which all of the row has a part in: so every product is multiplied with it, and none waits.
-            let mut scale = 1.0;
-            if norm.is_present() {
-                let mut total = 0.0;
-                for warp in 0..warps {
-                    total += f32::from_bits(shared::load(squares_at + warp));
-                }
-                scale = rsqrt(total * share + how.eps);
-            }
-            for at in block.mine(kept) {
-                let mut sums = [0f32; N];
-                for warp in 0..warps {
-                    for i in 0..N {
-                        sums[i] += f32::from_bits(shared::load(parts + warp * pitch + at * N as u32 + i as u32));
-                    }
-                }
-                for i in 0..N {
-                    sums[i] *= scale;
-                }
-                let n = first + at;
-                finish(n, sums, if n == block.thread { early } else { ask(n) });
-            }
-            first += kept;
-            if taken.done == taken.rows && tiles.left() < N as u32 {
-                return Ok(());
-            }
-            kept = 0;
-            block.sync();
-        }
+/// A chunk of k: a lane's row of weights may have the other one of its pair, and so may its column of activations.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chunk {
+    number: u32,
+    own: u32,
+    column: u32,
+}
+
+impl Chunk {
+    /// Chunk `number`, for a lane with that column.
+    #[inline(always)]
+    fn of(number: u32, column: &Column) -> Chunk {
+        Chunk { number, own: number ^ column.own, column: number ^ column.parity }
+    }
+
+    /// Goes on by so many, an even number, so that pairs stay pairs.
+    #[inline(always)]
+    fn go_on(&mut self, by: u32) {
+        self.number += by;
+        self.own += by;
+        self.column += by;
     }
 }
 
@@ -332,8 +191,9 @@ unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u3
         let column = Column::of::<F>(k, block);
         let fetch = {
             #[inline(always)]
-            |chunk: u32| {
-                let place = F::place(chunk ^ column.own);
+            |chunk: &Chunk| {
+                let is_there = chunk.number < chunks;
+                let place = F::place(if is_there { chunk.own } else { column.own });
                 let low = F::load(low_at, place);
                 let high = if HIGH { F::load(high_at, place) } else { F::NO_WEIGHTS };
                 (low, high, F::values(&column, chunk, chunks))
@@ -350,15 +210,13 @@ unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u3
                 }
             }
         };
-        let mut chunk = block.warp();
-        while chunk + warps < chunks {
-            let (one, other) = (fetch(chunk), fetch(chunk + warps));
-            add(0, one);
-            add(1, other);
-            chunk += 2 * warps;
-        }
-        if chunk < chunks {
-            add(0, fetch(chunk));
+        let (mut one, mut other) = (Chunk::of(block.warp(), &column), Chunk::of(block.warp() + warps, &column));
+        while one.number < chunks {
+            let (first, second) = (fetch(&one), fetch(&other));
+            add(0, first);
+            add(1, second);
+            one.go_on(2 * warps);
+            other.go_on(2 * warps);
         }
         [F::total(sums[0], block), if HIGH { F::total(sums[1], block) } else { 0.0 }]
     }

@@ -4,21 +4,22 @@ use super::super::tiles::Tiles;
 
 /// Tiles that a warp has taken, one of each matrix.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Taken<const N: usize> {
-    /// Where they begin.
-    pub(super) at: [u32; N],
+pub(super) struct Taken {
+    /// Where they begin, and of how many matrices there is one: one or two.
+    at: [u32; 2],
     /// Rows of weights in each, and how many of those have been read.
     pub(super) rows: u32,
     pub(super) done: u32,
+    matrices: u32,
     /// Bytes times this are rows, in the upper word: exactly, for numbers as small as a tile's.
     per_row: u32,
 }
 
-impl<const N: usize> Taken<N> {
+impl Taken {
     /// None yet, of rows of so many bytes.
     #[inline(always)]
-    pub(super) fn none(row_bytes: u32) -> Taken<N> {
-        Taken { at: [0; N], rows: 0, done: 0, per_row: u32::MAX / row_bytes + 1 }
+    pub(super) fn none(row_bytes: u32, matrices: u32) -> Taken {
+        Taken { at: [0; 2], rows: 0, done: 0, matrices, per_row: u32::MAX / row_bytes + 1 }
     }
 
     /// Takes the next ones.
@@ -27,11 +28,14 @@ impl<const N: usize> Taken<N> {
     /// As [`Tiles::take`]; there are so many.
     #[inline(always)]
     pub(super) unsafe fn take(&mut self, tiles: &Tiles<'_>) {
-        for i in 0..N {
+        // The last one's is the second place, whether there is another or not.
+        let mut i = 0;
+        while i < self.matrices {
             // SAFETY: the caller's promise.
             let tile = unsafe { tiles.take() };
-            self.at[i] = tile.at;
+            self.at = [self.at[1], tile.at];
             self.rows = ((u64::from(tile.bytes) * u64::from(self.per_row)) >> 32) as u32;
+            i += 1;
         }
         self.done = 0;
     }
@@ -39,13 +43,13 @@ impl<const N: usize> Taken<N> {
     /// Where the tile of matrix `matrix` begins.
     #[inline(always)]
     pub(super) fn at(&self, matrix: u32) -> u32 {
-        if matrix == 0 { self.at[0] } else { self.at[N - 1] }
+        if matrix + 1 < self.matrices { self.at[0] } else { self.at[1] }
     }
 
     /// The number, in the launch, of the first tile that has not been released, if all that could be have been.
     #[inline(always)]
     pub(super) fn oldest(&self, tiles: &Tiles<'_>) -> u32 {
-        tiles.next().wrapping_sub(if self.done < self.rows { N as u32 } else { 0 })
+        tiles.next().wrapping_sub(if self.done < self.rows { self.matrices } else { 0 })
     }
 
     /// Releases those from number `first` on of which all has been read.

@@ -60,6 +60,22 @@ fn part_words(queries: u32, d: u32) -> u32 {
     queries * (d + MORE)
 }
 
+/// `$body` for the masks by which eight neighbouring lanes come to have what is all theirs.
+macro_rules! each_of_eight_lanes {
+    ($mask:ident => $body:expr) => {
+        each_of_eight_lanes!(@ $mask => $body; 1 2 4)
+    };
+    // Written out: what loops index would be in memory.
+    (@ $mask:ident => $body:expr; $($number:literal)*) => {
+        $({
+            let $mask = $number;
+            $body;
+        })*
+    };
+}
+
+const _: () = assert!(PARTS < 8, "a lane of eight has a part's head");
+
 /// A key/value head and its queries.
 #[derive(Clone, Copy)]
 pub(in crate::kernels) struct Group {
@@ -134,32 +150,36 @@ impl Group {
                 self.find((first, end), (block.warp(), parts), block.lane(), at);
             }
             block.sync();
-            let i = 4 * block.lane();
+            // A lane has the head of one part, of which there are fewer than eight, and four dimensions of all. Those beyond the last
+            // are the last once more, with no weight, and not put.
+            let lane = block.lane();
+            let (own, i) = (lane % 8, 4 * lane);
+            let at = if i < self.d { i } else { 0 };
             let mut g = block.warp();
-            while g < self.queries && i < self.d {
-                let (mut heads, mut of) = ([[0; 4]; PARTS], [[0; 4]; PARTS]);
-                for at in 0..PARTS {
-                    // Those beyond the last are the last once more.
-                    let part = if (at as u32) < parts { at as u32 } else { parts - 1 };
-                    let row = parts_at + part * words + g * (self.d + MORE);
-                    (heads[at], of[at]) = (shared::load16(row + self.d), shared::load16(row + i));
-                }
-                let mut found = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
-                for at in 0..PARTS {
-                    found.max = larger(found.max, f32::from_bits(heads[at][0]));
-                }
-                for at in 0..PARTS {
-                    // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference; without positions
-                    // the total is 0.
-                    let [max, total] = [0, 1].map(|i| f32::from_bits(heads[at][i]));
-                    let is_there = (at as u32) < parts && total != 0.0;
-                    let weight = exp2(if is_there { (max - found.max) * LOG2_E } else { f32::NEG_INFINITY });
-                    found.total = fma(total, weight, found.total);
+            while g < self.queries {
+                let row = |part: u32| parts_at + part * words + g * (self.d + MORE);
+                let [own_max, own_total, ..] =
+                    shared::load16(row(if own < parts { own } else { parts - 1 }) + self.d).map(f32::from_bits);
+                let mut max = own_max;
+                each_of_eight_lanes!(mask => max = larger(max, f32::from_bits(warp::shuffle_xor(max.to_bits(), mask))));
+                // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference; without positions
+                // the total is 0.
+                let is_there = own < parts && own_total != 0.0;
+                let weight = exp2(if is_there { (own_max - max) * LOG2_E } else { f32::NEG_INFINITY });
+                let mut total = if is_there { own_total * weight } else { 0.0 };
+                each_of_eight_lanes!(mask => total += f32::from_bits(warp::shuffle_xor(total.to_bits(), mask)));
+                let (mut part, mut sums) = (0, [0.0; 4]);
+                while part < parts {
+                    let of = shared::load16(row(part) + at);
+                    let weight = f32::from_bits(warp::shuffle(weight.to_bits(), part));
                     for j in 0..4 {
-                        found.sums[j] = fma(f32::from_bits(of[at][j]), weight, found.sums[j]);
+                        sums[j] = fma(f32::from_bits(of[j]), weight, sums[j]);
                     }
+                    part += 1;
                 }
-                put(g, i, found);
+                if i < self.d {
+                    put(g, i, Sums { max, total, sums });
+                }
                 g += block.warps();
             }
         }

@@ -110,6 +110,7 @@ impl MacroKernel for GatedLinear {
         cpu::run(p, call, scratch)
     }
 
+    const THIN: bool = true;
     const EARLY: bool = true;
 
     #[inline(always)]

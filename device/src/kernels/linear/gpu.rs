@@ -6,9 +6,8 @@ use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{self, First, Form, by_form, long};
+use crate::gpu::thin::{First, by_form, long};
 use crate::gpu::{warpgroup, weighted, wide};
-use crate::kernels::attention_merge::{Merge, Parts};
 use core::cell::Cell;
 
 /// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
@@ -175,62 +174,46 @@ pub(super) unsafe fn run(
             |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked)
         };
         let row = First { call, x: call.tensor(slot::X) };
-        let unmerged = Parts::new(call, Merge::NONE);
-        let (is_merged, is_one) = (p.merges != 0, p.merges == 0 && rows == 1 && p.is_weighted == 0);
-        let form = if is_merged {
-            thin::form_of::<1>(call, &unmerged, how)
-        } else if is_one {
-            thin::form_of::<1>(call, &row, how)
-        } else {
-            None
-        };
-        if is_merged && let Some(form) = form {
-            let merged = Parts::new(call, Merge::of(&call.tensor(slot::X)));
-            by_form!(form, F => {
-                thin::run::<F, 1, { F::HELD_BESIDE_MERGE }>(call, &merged, how, block, ready, ask_one, finish_one)?
-            });
-        } else if let Some(form) = form {
-            by_form!(form, F => thin::run::<F, 1, { F::HELD }>(call, &row, how, block, ready, ask_one, finish_one)?);
-        } else if warpgroup::is_for::<1>(call, block, rows) {
+        let is_one = p.merges == 0 && rows == 1 && p.is_weighted == 0;
+        if warpgroup::is_for::<1>(call, block, rows) {
             return warpgroup::multiply::<1>(call, block, rows, ready, &outputs);
+        }
+        let segments = p.segments.max(1);
+        let long_form = if is_one { long::form_of::<1>(call, &row, how, segments, block) } else { None };
+        ready_and_staged(call, how, staged && long_form.is_none(), block, ready)?;
+        if let Some(form) = long_form {
+            by_form!(form, F => long::run::<F, 1>(call, &row, segments, block, ask_one, finish_one));
+        } else if let Some(tiles) = call.tiles
+            && tiles.left() > 0
+            && rows == 1
+        {
+            tiled::<1>(call, tiles, block, staged, &outputs);
+        } else if wide::is_for::<1>(call, block, rows) {
+            wide::multiply::<1>(call, block, rows, |r, n, [sum]| outputs.finish_one_of_many(r, n, sum));
+            outputs.weigh(rows, block);
+            return Ok(());
         } else {
-            let segments = p.segments.max(1);
-            let long_form = if is_one { long::form_of::<1>(call, &row, how, segments, block) } else { None };
-            ready_and_staged(call, how, staged && long_form.is_none(), block, ready)?;
-            if let Some(form) = long_form {
-                by_form!(form, F => long::run::<F, 1>(call, &row, segments, block, ask_one, finish_one));
-            } else if let Some(tiles) = call.tiles
-                && tiles.left() > 0
-                && rows == 1
-            {
-                tiled::<1>(call, tiles, block, staged, &outputs);
-            } else if wide::is_for::<1>(call, block, rows) {
-                wide::multiply::<1>(call, block, rows, |r, n, [sum]| outputs.finish_one_of_many(r, n, sum));
-                outputs.weigh(rows, block);
-                return Ok(());
-            } else {
-                let mut n = block.warp();
-                while n < columns {
-                    if rows == 1 {
-                        let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, slot::W, n, block.lane());
-                        if block.lane() == 0 {
-                            outputs.finish(n, [sum * outputs.norm().of(0)]);
-                        }
-                    } else {
-                        let mut r = 0;
-                        while r < rows {
-                            let sums = dots::<4>(Rows { call, rows, first: r, staged }, slot::W, n, block.lane());
-                            let row = r + block.lane();
-                            if block.lane() < 4 && row < rows {
-                                outputs.finish_one_of_many(row, n, pick(sums, block.lane()));
-                            }
-                            r += 4;
-                        }
+            let mut n = block.warp();
+            while n < columns {
+                if rows == 1 {
+                    let [sum] = dots::<1>(Rows { call, rows, first: 0, staged }, slot::W, n, block.lane());
+                    if block.lane() == 0 {
+                        outputs.finish(n, [sum * outputs.norm().of(0)]);
                     }
-                    n += block.warps();
+                } else {
+                    let mut r = 0;
+                    while r < rows {
+                        let sums = dots::<4>(Rows { call, rows, first: r, staged }, slot::W, n, block.lane());
+                        let row = r + block.lane();
+                        if block.lane() < 4 && row < rows {
+                            outputs.finish_one_of_many(row, n, pick(sums, block.lane()));
+                        }
+                        r += 4;
+                    }
                 }
-                outputs.weigh(rows, block);
+                n += block.warps();
             }
+            outputs.weigh(rows, block);
         }
         if call.tensor(slot::INDICES).is_present() {
             let best = block.best(outputs.best.get());

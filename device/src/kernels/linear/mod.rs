@@ -288,6 +288,7 @@ impl MacroKernel for Linear {
         cpu::run(p, call, scratch)
     }
 
+    const THIN: bool = true;
     const EARLY: bool = true;
 
     #[inline(always)]

@@ -257,7 +257,40 @@ impl Check<'_> {
                 barriers.insert(blocks.to_string(), figure(time, spread));
             }
         }
-        Ok(json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers}))
+        let figures =
+            json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers});
+        // The source has no such kernel.
+        if self.args.simulated && !self.args.interpreted {
+            return Ok(figures);
+        }
+        self.keep(figures.clone())?;
+        let mut figures = figures;
+        figures["code"] = self.code(&mut prober)?;
+        Ok(figures)
+    }
+
+    /// What a line of straight code, 128 bytes, costs by how much of it there is: the first time, and each time after; on one SM, and on all.
+    fn code(&self, prober: &mut Prober) -> Figures {
+        let mut all = serde_json::Map::new();
+        let rounds = if self.args.simulated { 3 } else { 101 };
+        for blocks in [1, self.gpu.info().n_sms] {
+            let mut by_kib = serde_json::Map::new();
+            for kib in Prober::CODE_KIB.step_by(*Prober::CODE_KIB.start() as usize) {
+                let lines = f64::from(kib * 8);
+                let mut ns = |rounds| -> Result<f64, GpuError> {
+                    Ok(median_and_spread(3, || prober.code(blocks, kib, rounds).map(|time| time.as_secs_f64()))?.0
+                        * 1e9)
+                };
+                let (once, often) = (ns(1)?, ns(rounds)?);
+                let again = (often - once) / f64::from(rounds - 1);
+                by_kib.insert(
+                    kib.to_string(),
+                    json!({"first_ns_a_line": once / lines, "again_ns_a_line": again / lines}),
+                );
+            }
+            all.insert(format!("{blocks}_sms"), by_kib.into());
+        }
+        Ok(all.into())
     }
 
     /// How fast a checkpoint comes to the device, from memory and from the disk, and what part that is of the slower of the bus

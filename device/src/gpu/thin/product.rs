@@ -1,0 +1,344 @@
+//! A task of one row whose weights come in tiles: `linear`'s and `gated_linear`'s in one body, whether the row is normalised, merged or
+//! as it is, so that an SM fetches the code for a layer's products once (`docs/cycles.md`).
+
+use super::super::flags::unmarked;
+use super::super::math::{activate, reciprocal, rsqrt};
+use super::super::tiles::Tiles;
+use super::super::{Call, F32, Row, Tensor};
+use super::taken::Taken;
+use super::terms::{self, First, Source, TERMS};
+use super::{Form, Kind, SQUARES, products, room};
+use crate::arch::{atomic, shared, warp};
+use crate::block::{Block, Candidate};
+use crate::kernels::attention_merge::{Merge, Parts};
+use crate::kernels::linear::slot;
+use crate::kernels::{GatedLinear, Numbered, argmax, gated_linear, linear, params};
+use perpetua_shared::{Fault, Technique};
+
+/// Such a task, as it is known when it runs.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Product {
+    kind: Kind,
+    of: Of,
+}
+
+/// What is multiplied with what.
+#[derive(Clone, Copy, Debug)]
+struct Of {
+    /// Two matrices of weights: `gated_linear`'s. Else `linear`'s one.
+    two: bool,
+    /// The row is what the splits of an attention found, to be [merged](crate::kernels::attention_merge).
+    merges: bool,
+}
+
+impl Of {
+    /// How many matrices there are.
+    #[inline(always)]
+    fn matrices(self) -> u32 {
+        1 + u32::from(self.two)
+    }
+
+    /// The operand that is one or the other kernel's.
+    #[inline(always)]
+    fn slot(self, linear: usize, gated: usize) -> usize {
+        if self.two { gated } else { linear }
+    }
+
+    #[inline(always)]
+    fn norm(self) -> usize {
+        self.slot(slot::NORM, gated_linear::slot::NORM)
+    }
+}
+
+impl Product {
+    /// The task of `call`, of one of the two kernels, if it is such.
+    ///
+    /// # Safety
+    /// The operands are the kernel's.
+    #[inline(always)]
+    pub(crate) unsafe fn of(call: &Call<'_>) -> Option<Product> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let left = call.tiles.map_or(0, Tiles::left);
+            if left == 0 || !call.uses(Technique::ThinProducts) {
+                return None;
+            }
+            let two = call.task_type() == GatedLinear::TASK_TYPE;
+            let words = call.params();
+            let p = params::<linear::Params>(&words);
+            let of = Of { two, merges: !two && p.merges != 0 };
+            let is_weighted = if two { params::<gated_linear::Params>(&words).is_weighted } else { p.is_weighted };
+            let (w, norm) = (call.tensor(slot::W), call.tensor(of.norm()));
+            let kind = Kind::of(w.dtype())?;
+            let are_alike = !two || call.tensor(gated_linear::slot::UP).dtype() == w.dtype();
+            let (columns, k) = (w.extent(0), w.extent(1));
+            // Rows longer than a tile are more tiles than there are rows.
+            let are_whole = left <= u32::from(norm.is_present()) + of.matrices() * columns;
+            let bytes = if norm.dtype() == F32 { 4 } else { 2 };
+            let fits = by_form!(kind, F => {
+                let has_room = !norm.is_present() || F::has_room_for_norm(k, bytes);
+                has_room && k.is_multiple_of(F::ROW_MULTIPLE) && k <= F::LONGEST
+            });
+            let is_row = if of.merges {
+                Parts::new(call, Merge::NONE).by_eight()
+            } else {
+                let x = call.tensor(slot::X);
+                call.rows(&x) == 1 && First { call, x }.is_whole()
+            };
+            (are_alike && are_whole && fits && is_row && is_weighted == 0).then_some(Product { kind, of })
+        }
+    }
+
+    /// Runs it. What it can it does before `ready`.
+    ///
+    /// # Safety
+    /// Every thread of the block makes this same call, and the tiles are those of a plan for this task.
+    ///
+    /// # Errors
+    /// Those of `ready`.
+    #[inline(always)]
+    pub(crate) unsafe fn run(
+        self,
+        call: &Call<'_>,
+        block: &Block,
+        ready: impl Fn() -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        // SAFETY: the caller's promise.
+        unsafe { by_form!(self.kind, F => run::<F>(call, self.of, block, ready)) }
+    }
+}
+
+/// A product of weights in form `F`.
+///
+/// # Safety
+/// As [`Product::run`].
+///
+/// # Errors
+/// Those of `ready`.
+#[inline(always)]
+unsafe fn run<F: Form>(
+    call: &Call<'_>,
+    of: Of,
+    block: &Block,
+    ready: impl Fn() -> Result<(), Fault>,
+) -> Result<(), Fault> {
+    // SAFETY: the caller's promises. All conditions but those around what a lane keeps depend on the task alone. A warp writes its
+    // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
+    unsafe {
+        let Some(tiles) = call.tiles else { return Ok(()) };
+        let (norm, k) = (call.tensor(of.norm()), call.tensor(slot::W).extent(1));
+        let (is_normed, columns) = (norm.is_present(), call.tensor(slot::W).extent(0));
+        if is_normed {
+            terms::keep_norm::<F>(tiles, &norm, k, block);
+        }
+        // All that no other task has a part in, so that it is not behind the row: what outputs are made of, and the first tiles' places.
+        let outputs = Outputs::new(call, of);
+        let eps = params::<linear::Params>(&call.params()).eps;
+        let (share, matrices) = (reciprocal(k), of.matrices());
+        let (oldest, mut taken) = (tiles.next(), Taken::none(F::row_bytes(k), matrices));
+        taken.take(tiles);
+        let outcome = ready();
+        if outcome.is_err() {
+            tiles.release_some(oldest, matrices);
+            return outcome;
+        }
+        let squares = if of.merges {
+            let row = Parts::new(call, Merge::of(&call.tensor(slot::X)));
+            terms::stage::<F, _>(&row, &norm, k, block)
+        } else {
+            terms::stage::<F, _>(&First { call, x: call.tensor(slot::X) }, &norm, k, block)
+        };
+        let (lane, warps) = (block.lane(), block.warps());
+        let (g, t) = (lane / 4, lane % 4);
+        let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);
+        let pitch = room(parts, warps);
+        let own = parts + block.warp() * pitch;
+        // Asked for before the products, which take longer.
+        let early = if block.thread < columns { outputs.ask(block.thread) } else { 0 };
+        if is_normed {
+            let squares = warp::sum(squares);
+            if lane == 0 {
+                shared::store(squares_at + block.warp(), squares.to_bits());
+            }
+        }
+        // Of each matrix. Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
+        let per = 16 / matrices;
+        let row = |i: u32| if of.two { g } else { g + 8 * i };
+        let place = |taken: &Taken, i: u32, row: u32| {
+            taken.at(if of.two { i } else { 0 }) + row * F::row_bytes(k) + F::lane_at(block)
+        };
+        // The first row whose sums are kept, and how many are.
+        let (mut first, mut kept) = (0, 0);
+        let mut best = Candidate::NONE;
+        loop {
+            while (taken.done < taken.rows || tiles.left() >= matrices) && (kept + per) * matrices <= pitch {
+                let oldest = taken.oldest(tiles);
+                if taken.done == taken.rows {
+                    taken.take(tiles);
+                }
+                let mut here = per.min(taken.rows - taken.done);
+                let mut at = [0; 2];
+                for i in 0..2 {
+                    at[i as usize] = place(&taken, i, taken.done + row(i).min(here - 1));
+                }
+                taken.done += here;
+                // What these leave empty the next tiles fill, for which those before need not be released (`DataOp::after`).
+                if here < per && tiles.left() >= matrices {
+                    taken.take(tiles);
+                    taken.done = taken.rows.min(per - here);
+                    for i in 0..2 {
+                        if row(i) >= here {
+                            at[i as usize] = place(&taken, i, (row(i) - here).min(taken.done - 1));
+                        }
+                    }
+                    here += taken.done;
+                }
+                let sums = if of.two || here > 8 {
+                    products::<F, true>(at, k, block)
+                } else {
+                    products::<F, false>(at, k, block)
+                };
+                if t == g % 2 * F::swap(k) {
+                    for i in 0..2 {
+                        if row(i) < here {
+                            let to = if of.two { 2 * g + i } else { row(i) };
+                            shared::store(own + kept * matrices + to, sums[i as usize].to_bits());
+                        }
+                    }
+                }
+                kept += here;
+                taken.release(tiles, oldest);
+            }
+            block.sync();
+            // 1 / root of the mean square, which all of the row has a part in: so every product is multiplied with it, and none waits.
+            let mut scale = 1.0;
+            if is_normed {
+                let mut total = 0.0;
+                for warp in 0..warps {
+                    total += f32::from_bits(shared::load(squares_at + warp));
+                }
+                scale = rsqrt(total * share + eps);
+            }
+            for at in block.mine(kept) {
+                // The sums of one matrix, or of the first and then of the second.
+                let (mut before, mut sum) = (0.0, 0.0);
+                let mut i = 0;
+                while i < matrices {
+                    before = sum;
+                    sum = 0.0;
+                    for warp in 0..warps {
+                        sum += f32::from_bits(shared::load(parts + warp * pitch + at * matrices + i));
+                    }
+                    sum *= scale;
+                    i += 1;
+                }
+                let n = first + at;
+                let asked = if n == block.thread { early } else { outputs.ask(n) };
+                let value = outputs.finish(n, if of.two { [before, sum] } else { [sum, 0.0] }, asked);
+                // Always: to ask first would take longer.
+                best = best.better(Candidate { value, index: n });
+            }
+            first += kept;
+            if taken.done == taken.rows && tiles.left() < matrices {
+                break;
+            }
+            kept = 0;
+            block.sync();
+        }
+        if !of.two && call.tensor(slot::INDICES).is_present() {
+            let best = block.best(best);
+            if block.thread == 0 {
+                let place = params::<linear::Params>(&call.params()).best;
+                argmax::put(&place, best, call.block::<0>(), [call.tensor(slot::VALUES), call.tensor(slot::INDICES)]);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where sums become outputs: found out before the row is there.
+struct Outputs<'a> {
+    call: &'a Call<'a>,
+    of: Of,
+    activation: u32,
+    /// What is added to a sum, of the first matrix and of the second.
+    biases: [Option<Row>; 2],
+    /// What is added at last; and whether it is flagged.
+    residual: Option<Row>,
+    is_told: bool,
+    y: Tensor,
+    row: Row,
+}
+
+impl<'a> Outputs<'a> {
+    /// Those of the task.
+    ///
+    /// # Safety
+    /// The operands are the kernel's.
+    #[inline(always)]
+    unsafe fn new(call: &'a Call<'a>, of: Of) -> Outputs<'a> {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let row_of = |tensor: Tensor| tensor.is_present().then(|| tensor.row([]));
+            let bias = call.tensor(of.slot(slot::BIAS, gated_linear::slot::GATE_BIAS));
+            let (other, residual) = (call.tensor(gated_linear::slot::UP_BIAS), call.tensor(slot::RESIDUAL));
+            let y = call.tensor(of.slot(slot::Y, gated_linear::slot::Y));
+            Outputs {
+                call,
+                of,
+                activation: params::<linear::Params>(&call.params()).activation,
+                biases: [row_of(bias), if of.two { row_of(other) } else { None }],
+                residual: if of.two { None } else { row_of(residual) },
+                is_told: residual.is_flagged(),
+                row: y.row([]),
+                y,
+            }
+        }
+    }
+
+    /// Asks for what is added to output `n`.
+    ///
+    /// # Safety
+    /// There is such an output.
+    #[inline(always)]
+    unsafe fn ask(&self, n: u32) -> u32 {
+        // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
+        unsafe {
+            match &self.residual {
+                None => 0,
+                Some(row) if self.is_told => atomic::load_relaxed(row.at(n).cast_const().cast()),
+                Some(row) => row.get(n).to_bits(),
+            }
+        }
+    }
+
+    /// Writes output `n`, of which these are the sums, and to which is added what was [asked](Outputs::ask) for; and returns it.
+    ///
+    /// # Safety
+    /// As [`ask`](Outputs::ask).
+    #[inline(always)]
+    unsafe fn finish(&self, n: u32, [sum, other]: [f32; 2], asked: u32) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let with = |sum: f32, bias: &Option<Row>| bias.as_ref().map_or(sum, |bias| sum + bias.get(n));
+            let first = activate(self.activation, with(sum, &self.biases[0]));
+            let value = if self.of.two {
+                first * with(other, &self.biases[1])
+            } else if self.is_told {
+                let [before] = unmarked(self.call.there(slot::RESIDUAL, [asked], || [self.ask(n)]));
+                first + before
+            } else {
+                first + f32::from_bits(asked)
+            };
+            self.call.put_in_row(&self.y, &self.row, n, value);
+            value
+        }
+    }
+}
+
+// Both have these parameters first.
+const _: () = {
+    use core::mem::offset_of;
+    assert!(offset_of!(linear::Params, activation) == offset_of!(gated_linear::Params, activation));
+    assert!(offset_of!(linear::Params, eps) == offset_of!(gated_linear::Params, eps));
+};
