@@ -59,20 +59,20 @@ struct Op {
     cycles: [u64; 2],
     /// Of those after it, by two lines of the PTX, and of those before it.
     spent: [BTreeMap<(u32, u32), u64>; 2],
-    /// Which instructions ran, a bit each.
+    /// Which lines of code ran, a bit each.
     code: Vec<u64>,
 }
 
 impl Op {
-    /// Adds the instructions of `code`.
+    /// Adds the lines of `code`.
     fn run(&mut self, code: &[u64]) {
         self.code.resize(self.code.len().max(code.len()), 0);
         self.code.iter_mut().zip(code).for_each(|(all, more)| *all |= more);
     }
 
-    /// KiB of instruction cache that they take, if each is one of sixteen bytes: lines of eight.
+    /// KiB of instruction cache that they take.
     fn code_kib(&self) -> usize {
-        self.code.iter().flat_map(|word| word.to_le_bytes()).filter(|eight| *eight != 0).count() * 128 / 1024
+        self.code.iter().map(|word| word.count_ones() as usize).sum::<usize>() * 128 / 1024
     }
 }
 
@@ -173,8 +173,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         code.code_kib()
     };
     let most = (0..view.n_workers).map(ran_by).max().unwrap_or(0);
-    let (ran, len) = (all_code.code_kib(), report.code_len);
-    println!("of the entry's code, {len} instructions, {ran} KiB ran, on no worker more than {most} KiB");
+    let (ran, all) = (all_code.code_kib(), report.code_lines / 8);
+    println!("of the entry's code, {all} KiB, {ran} KiB ran, on no worker more than {most} KiB");
 
     let ptx = device_image().ok_or("this build has no GPU code")?.worker.ptx();
     let lines: Vec<&str> = ptx.lines().map(str::trim).collect();

@@ -45,13 +45,13 @@ const BARRIERS: usize = 212 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 19 + 3;
 const SHUFFLES: usize = 642 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 50 + 3 * 3;
-const PRODUCTS: usize = 416 + 6;
-const BYTE_PRODUCTS: usize = 6 + 20;
+const PRODUCTS: usize = 416 + 12;
+const BYTE_PRODUCTS: usize = 12 + 40;
 
 /// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and the best output's 2); shuffles (a
 /// norm's sum 5, the best output 10, totals of eight rows and of sixteen 3; and a scale's maximum, of either kind of row, over eight lanes 3 and over sixteen 4); warp syncs where none fails; products, of two chunks for eight rows and for
-/// sixteen (in 4 bits by two, and those of what sums begin with, once a chunk); looks at tiles' mbarriers, two where some are taken: a norm's, the first ones, and the loop's two; and arrivals.
-const OF_ONE_ROW: [usize; 6] = [3 * 6, 18 + 24 + 26, 3 * 2, 6 + 6 + 20, 3 * 8, 3 * 2];
+/// sixteen, in the loop and of the last ones (in 4 bits by two, and those of what sums begin with, once for each chunk that is asked for); looks at tiles' mbarriers, two where some are taken: a norm's, the first ones, and the loop's two; and arrivals.
+const OF_ONE_ROW: [usize; 6] = [3 * 6, 18 + 24 + 26, 3 * 2, 12 + 12 + 40, 3 * 8, 3 * 2];
 /// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of narrower ones, of which a step has two
 /// fours of columns, eight, in linear and in gated_linear; in routed_linear the first alone.
 const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
@@ -71,9 +71,9 @@ type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 const KERNELS: &[Figures] = &[
     ("embedding", 64, 2, 0, 0, 0, 18816, [0, 0]),
     ("rms_norm", 159, 4, 15, 0, 0, 18816, [0, 0]),
-    ("linear", 233, 65, 209, 26, 48, 19328, [60, 24]),
-    ("gated_linear", 172, 58, 173, 17, 48, 19328, [78, 15]),
-    ("rope", 104, 2, 5, 1, 0, 18816, [0, 0]),
+    ("linear", 233, 65, 209, 26, 80, 19328, [60, 24]),
+    ("gated_linear", 172, 58, 173, 17, 80, 19328, [78, 15]),
+    ("rope", 106, 2, 5, 1, 0, 18816, [0, 0]),
     ("attention", 189, 12, 43, 12, 352, 18816, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, 18816, [0, 0]),
     ("elementwise", 36, 2, 0, 0, 0, 18816, [0, 0]),
@@ -155,8 +155,7 @@ fn barriers_are_neither_copied_nor_lost() {
         "barriers, votes and shuffles of {WORKER}: does the source explain the change?"
     );
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
-    // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one row two chunks of eight
-    // rows of weights, or of sixteen.
+    // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one row see `OF_ONE_ROW`.
     // In decode_attention four for each 32 dimensions of queries and keys, one for each eight
     // of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in the loop, and 64 for the
     // sums; of 128 16, for 32 scores, and 64; and all of that once more of a share of the positions.

@@ -9,7 +9,7 @@ use super::decode::{
     Access, Atomic, Entry, Instruction, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special,
 };
 use super::matrix::Groups;
-use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, shared_accesses};
+use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, lines_of, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
 use memmap2::MmapMut;
@@ -80,10 +80,10 @@ pub struct Report {
     pub spent: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
     /// Likewise of those that were ahead.
     pub spent_ahead: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
-    /// Likewise, which of the entry's instructions ran: bit `i % 64` of word `i / 64` is that of the `i`th.
+    /// Likewise, which lines of the entry's code ran, 128 bytes each (see `ptx/pipeline.rs`): bit `i % 64` of word `i / 64` is that of the `i`th.
     pub code: BTreeMap<u32, Vec<u64>>,
-    /// How many instructions the entry has.
-    pub code_len: usize,
+    /// How many lines the entry has.
+    pub code_lines: usize,
 }
 
 /// Runs `launch` of `entry`.
@@ -123,6 +123,7 @@ pub(super) fn run(
         Ok(blocks) => blocks,
         Err(error) => return refuse(format!("no memory for the registers of {} blocks: {error}", launch.blocks)),
     };
+    let (lines, code_lines) = lines_of(&entry.code);
     let mut machine = Machine {
         entry,
         layout,
@@ -144,7 +145,8 @@ pub(super) fn run(
         changed: 0,
         leapt_ns: 0,
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
-        report: Report { code_len: entry.code.len(), ..Report::default() },
+        report: Report { code_lines, ..Report::default() },
+        lines,
     };
     machine.run(host)?;
     for (mark, stretch) in std::mem::take(&mut machine.before).into_iter().flatten() {
@@ -396,6 +398,8 @@ pub(super) struct Machine<'a> {
     leapt_ns: u64,
     random: u64,
     pub(super) report: Report,
+    /// In which line of code each instruction is.
+    lines: Vec<u32>,
 }
 
 /// What an instruction leads to.
@@ -675,9 +679,10 @@ impl Machine<'_> {
         if matches!(next, Next::Wait(_)) || matches!(instruction.op, Op::Barrier { .. }) {
             return;
         }
-        let words = self.entry.code.len().div_ceil(64);
+        let line = self.lines[pc as usize];
+        let words = self.report.code_lines / 64 + 1;
         let code = self.report.code.entry(self.marks[b]).or_insert_with(|| vec![0; words]);
-        code[pc as usize / 64] |= 1 << (pc % 64);
+        code[line as usize / 64] |= 1 << (line % 64);
         self.issues += u64::from(instruction.cost.issues);
         let access = match &instruction.op {
             Op::Load { d, from } => Some((from, d.len())),

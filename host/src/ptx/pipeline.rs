@@ -326,7 +326,8 @@ impl Clock {
 pub(super) struct Pipeline {
     operands: Vec<Operands>,
     warps: Vec<Clock>,
-    /// Of each block.
+    /// Where each instruction is, and what each block has of the code.
+    lines: Vec<u32>,
     code: Vec<CodeLines>,
 }
 
@@ -334,7 +335,19 @@ pub(super) struct Pipeline {
 const SCHEDULERS: usize = 4;
 
 /// Instructions of a line of code: 128 bytes.
-const LINE: usize = 8;
+const LINE: u32 = 8;
+
+/// In which line of code each instruction of `code` is, and how many lines there are, if what issues has sixteen bytes and all else none.
+pub(super) fn lines_of(code: &[Instruction]) -> (Vec<u32>, usize) {
+    let mut slots = 0;
+    let lines = code.iter().map(|instruction| {
+        let line = slots / LINE;
+        slots += instruction.cost.issues;
+        line
+    });
+    let lines = lines.collect();
+    (lines, slots.div_ceil(LINE) as usize)
+}
 
 /// What an SM holds of the code, and what it costs to fetch more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -366,15 +379,14 @@ struct CodeLines {
 }
 
 impl CodeLines {
-    /// None yet, of so many instructions.
-    fn new(instructions: usize, cache: InstructionCache) -> CodeLines {
-        let lines = vec![(0, 0); instructions.div_ceil(LINE)];
-        CodeLines { lines, order: VecDeque::new(), uses: 0, held: 0, cache }
+    /// None yet, of so many.
+    fn new(n_lines: usize, cache: InstructionCache) -> CodeLines {
+        // An instruction that issues nothing may stand behind the last.
+        CodeLines { lines: vec![(0, 0); n_lines + 1], order: VecDeque::new(), uses: 0, held: 0, cache }
     }
 
-    /// When the line of the instruction at `pc` is there for a warp that wants it at `now`.
-    fn fetch(&mut self, pc: usize, now: u64) -> u64 {
-        let line = pc / LINE;
+    /// When line `line` is there for a warp that wants it at `now`.
+    fn fetch(&mut self, line: usize, now: u64) -> u64 {
         let (used, there) = self.lines[line];
         if used == self.uses && used > 0 {
             return there;
@@ -384,7 +396,7 @@ impl CodeLines {
         self.held += usize::from(used == 0);
         self.lines[line] = (self.uses, there);
         self.order.push_back((line as u32, self.uses));
-        while self.held > self.cache.kib * 1024 / (16 * LINE) {
+        while self.held > self.cache.kib * 1024 / (16 * LINE as usize) {
             let (line, used) = self.order.pop_front().expect("a line that is held has been used");
             if self.lines[line as usize].0 == used {
                 self.lines[line as usize].0 = 0;
@@ -420,10 +432,12 @@ impl Pipeline {
             looks: [false; 2],
             ahead: 0,
         };
+        let (lines, n_lines) = lines_of(code);
         Pipeline {
+            lines,
             operands: code.iter().map(Operands::of).collect(),
             warps: (0..blocks * warps).map(|_| clock()).collect(),
-            code: (0..blocks).map(|_| CodeLines::new(code.len(), cache)).collect(),
+            code: (0..blocks).map(|_| CodeLines::new(n_lines, cache)).collect(),
         }
     }
 
@@ -447,7 +461,7 @@ impl Pipeline {
         clock.looks[0] |= instruction.is_look;
         let wanted = clock.now();
         let block = number / (n_warps / self.code.len());
-        let there = self.code[block].fetch(pc, wanted);
+        let there = self.code[block].fetch(self.lines[pc] as usize, wanted);
         if there > wanted {
             clock.pass(there);
             clock.spent.push(Spent { at: pc as Pc, by: CODE, cycles: there - wanted });

@@ -211,12 +211,20 @@ unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u3
             }
         };
         let (mut one, mut other) = (Chunk::of(block.warp(), &column), Chunk::of(block.warp() + warps, &column));
-        while one.number < chunks {
-            let (first, second) = (fetch(&one), fetch(&other));
-            add(0, first);
-            add(1, second);
+        // What comes next is asked for before the products. A warp without chunks multiplies with nothing.
+        let (mut first, mut second) = (fetch(&one), fetch(&other));
+        loop {
             one.go_on(2 * warps);
             other.go_on(2 * warps);
+            if one.number >= chunks {
+                add(0, first);
+                add(1, second);
+                break;
+            }
+            let next = (fetch(&one), fetch(&other));
+            add(0, first);
+            add(1, second);
+            (first, second) = next;
         }
         [F::total(sums[0], block), if HIGH { F::total(sums[1], block) } else { 0.0 }]
     }

@@ -1,6 +1,6 @@
 //! What each section does.
 
-use super::kernel_cases::{Case, Named, PRESETS, cases, uncovered};
+use super::kernel_cases::{Case, KERNEL_TOLERANCE, Named, PRESETS, ROUNDED_TOLERANCE, cases, uncovered};
 use super::{Args, Section, print_figures};
 use crate::cli::bench::Measured;
 use crate::cli::perplexity::Prediction;
@@ -1030,11 +1030,7 @@ impl Pass {
 
     /// The first of the intermediates `found` that is not as `expected`.
     fn first_wrong(&self, expected: &[Vec<f32>], found: &[Vec<f32>]) -> Option<usize> {
-        let tolerance = match self.case.rows {
-            1 => KERNEL_TOLERANCE,
-            _ if self.case.quantize.is_some() => TWICE_ROUNDED_TOLERANCE,
-            _ => ROUNDED_TOLERANCE,
-        };
+        let tolerance = self.case.tolerance();
         expected.iter().zip(found).position(|(expected, found)| off(expected, found) > tolerance)
     }
 }
@@ -1072,16 +1068,6 @@ const LOAD_BAR_PERCENT: f64 = 80.0;
 
 /// The longest that a file is read at a time: a slow disk shows its rate with a part of it.
 const LOAD_MOST: Duration = Duration::from_secs(4);
-
-/// The most an intermediate may be off, as a part of the largest value of its tensor: the cache is bf16, and differences
-/// grow from operator to operator.
-const KERNEL_TOLERANCE: f64 = 2e-2;
-
-/// The same where products round their input to bf16: those of many rows. The most that the PTX is off is 3.4e-2.
-const ROUNDED_TOLERANCE: f64 = 6e-2;
-
-/// The same where weights in fewer bits are rounded to bf16, too. The most that the PTX is off is 5.7e-2, where without that it is 3.4e-2.
-const TWICE_ROUNDED_TOLERANCE: f64 = 1e-1;
 
 /// `operand` with all its dimensions but the first as one; those the compiler makes are dense.
 fn flat(operand: &Operand) -> Operand {
