@@ -50,11 +50,8 @@ pub struct Machine {
     pub load_latency_s: f64,
     /// Bytes per second at which a worker works through tiles that have arrived.
     pub tile_bytes_per_s: f64,
-    /// Likewise of weights in 4 bits, whose levels have to be found first; and of a task's first so many bytes they are before the row is there
-    /// that they are multiplied with.
+    /// Likewise of weights in 4 bits, whose levels have to be found first.
     pub fours_per_s: f64,
-    /// See above.
-    pub fours_held_bytes: u64,
     /// Bytes per second at which a worker reads and writes activations (L2 on a GPU).
     pub near_bytes_per_s: f64,
     /// Floating-point operations per second of one worker.
@@ -78,7 +75,7 @@ impl Machine {
     /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
     /// L2, half a poll and a poll), to be measured; tiles at
     /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; weights in 4 bits at 17.6 bytes a clock, by the counter of
-    /// docs/cycles.md, but for 32 KiB, about as many as warps hold; 6 TFLOP/s dense bf16. A dispatch is two
+    /// docs/cycles.md; 6 TFLOP/s dense bf16. A dispatch is two
     /// hops, from trigger to scheduler and from scheduler to worker.
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
@@ -91,7 +88,6 @@ impl Machine {
         load_latency_s: 0.8e-6,
         tile_bytes_per_s: 16384.0 / 0.15e-6,
         fours_per_s: 31e9,
-        fours_held_bytes: 32 << 10,
         near_bytes_per_s: 100e9,
         flops_per_s: 6.0e12,
         hop_s: 1.5e-6,
@@ -115,7 +111,6 @@ impl Machine {
         load_latency_s: 0.1e-6,
         tile_bytes_per_s: 50e9,
         fours_per_s: 50e9,
-        fours_held_bytes: 0,
         near_bytes_per_s: 50e9,
         flops_per_s: 100e9,
         hop_s: 0.2e-6,

@@ -493,8 +493,7 @@ impl Pass<'_> {
         let task = number_of_task as usize;
         let (cost, streamed) = (&self.costs[task], self.streamed[task]);
         let are_fours = self.reads[task].tiles.iter().any(|stream| stream.operand.dtype() == Some(DType::Q4));
-        // Bytes of the task that are yet to be read at the usual rate, whatever they are.
-        let mut held = if are_fours { machine.fours_held_bytes } else { u64::MAX };
+        let rate = if are_fours { machine.fours_per_s } else { machine.tile_bytes_per_s };
         worker.turned_s.push(worker.free_s);
         let read_early = match self.prefetch {
             Prefetch::AcrossTasks => {
@@ -544,10 +543,7 @@ impl Pass<'_> {
                 start_s = start_s.max(arrived_s);
             }
             let part = if streamed > 0 { bytes as f64 / streamed as f64 } else { 1.0 };
-            let usual = bytes.min(held);
-            held -= usual;
-            let read_s = usual as f64 / machine.tile_bytes_per_s + (bytes - usual) as f64 / machine.fours_per_s;
-            let mut busy_s = read_s.max(part * cost.flops as f64 / machine.flops_per_s);
+            let mut busy_s = (bytes as f64 / rate).max(part * cost.flops as f64 / machine.flops_per_s);
             if worker.next == first {
                 let near = (cost.bytes_read + cost.bytes_written).saturating_sub(streamed);
                 let near_s = (near as f64 - read_early) / machine.near_bytes_per_s;
