@@ -17,8 +17,8 @@
 //! the same in both, hence the columns. B's columns are such that half a warp, which is given eight bytes a lane at a time,
 //! finds all of a pair of chunks in one term.
 //!
-//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its row is there: the first rows of weights
-//! are in registers by then ([`held`]), others in shared memory, and every instruction stands between two hops. 256 weights cost a
+//! What counts is not the rate, which FMAs would keep up with, but how long a task takes once its row is there, since every instruction stands
+//! between two hops, and how much code that is, which an SM has to have at hand ([`product`]). 256 weights cost a
 //! warp 27 instructions one by one, as `rows` does it, and sums over lanes for every row; this way some 3, and a sum over warps for all
 //! rows together.
 //!
@@ -26,15 +26,8 @@
 //! f32. With those of 8 bits ([`eight`]) hi and lo are bytes, and sixteen bytes are as many elements, so that a product has 16 x 32 and 32 x 8; all
 //! else is the same, and [`Form`] says what is not.
 
-/// `$body` for every chunk, group of rows or unit `$i` below `$n`, written out: what loops index the compiler does not always keep in
-/// registers.
+/// `$body` for every unit `$i` below `$n`, written out: what loops index the compiler does not always keep in registers.
 macro_rules! each {
-    (chunk $i:ident below $n:expr => $body:block) => {
-        each!($i below $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13)
-    };
-    (group $i:ident below $n:expr => $body:block) => {
-        each!($i below $n => $body; 0 1 2 3 4 5)
-    };
     (unit $i:ident below $n:expr => $body:block) => {
         each!($i below $n => $body; 0 1 2 3 4 5 6 7)
     };

@@ -5,18 +5,19 @@ use super::super::tiles::Tiles;
 /// Tiles that a warp has taken, one of each matrix.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken {
-    /// Where they begin, and of how many matrices there is one: one or two.
+    /// Where they begin: of one matrix at the second place.
     at: [u32; 2],
     /// Rows of weights in each, and how many of those have been read.
     pub(super) rows: u32,
     pub(super) done: u32,
+    /// One or two.
     matrices: u32,
     /// Bytes times this are rows, in the upper word: exactly, for numbers as small as a tile's.
     per_row: u32,
 }
 
 impl Taken {
-    /// None yet, of rows of so many bytes.
+    /// None yet, of rows of so many bytes in each of so many matrices.
     #[inline(always)]
     pub(super) fn none(row_bytes: u32, matrices: u32) -> Taken {
         Taken { at: [0; 2], rows: 0, done: 0, matrices, per_row: u32::MAX / row_bytes + 1 }

@@ -171,7 +171,7 @@ impl Source for Parts<'_> {
     unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
         let (mut unit, units) = (block.thread, Units::of(k, together, block));
         while units.go_on(unit) {
-            // SAFETY: the caller's promise. One at a time: two have no registers, beside weights that are held.
+            // SAFETY: the caller's promise. One at a time: another on its way would be as much code again.
             unsafe {
                 let (here, is_there) = units.there(unit);
                 let place = self.place(8 * here);
