@@ -648,6 +648,7 @@ unsafe impl Driver for Fake {
         }
         let (expected, param_bytes) = match name.as_str() {
             ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
+            code_probe::ENTRY => ((shared_bytes, code_probe::THREADS), size_of::<ProbeParams>()),
             _ => ((shared_bytes, probe::threads(name)), size_of::<ProbeParams>()),
         };
         if shared_bytes > *most || (shared_bytes, threads) != expected {
