@@ -9,7 +9,7 @@ use super::decode::{
     Access, Atomic, Entry, Instruction, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special,
 };
 use super::matrix::Groups;
-use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, lines_of, shared_accesses};
+use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
 use memmap2::MmapMut;
@@ -82,7 +82,7 @@ pub struct Report {
     pub spent_ahead: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
     /// Likewise, which lines of the entry's code ran, 128 bytes each (see `ptx/pipeline.rs`): bit `i % 64` of word `i / 64` is that of the `i`th.
     pub code: BTreeMap<u32, Vec<u64>>,
-    /// How many lines the entry has.
+    /// How many lines the entry has, where anything is counted.
     pub code_lines: usize,
 }
 
@@ -123,7 +123,6 @@ pub(super) fn run(
         Ok(blocks) => blocks,
         Err(error) => return refuse(format!("no memory for the registers of {} blocks: {error}", launch.blocks)),
     };
-    let (lines, code_lines) = lines_of(&entry.code);
     let mut machine = Machine {
         entry,
         layout,
@@ -145,14 +144,14 @@ pub(super) fn run(
         changed: 0,
         leapt_ns: 0,
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
-        report: Report { code_lines, ..Report::default() },
-        lines,
+        report: Report::default(),
     };
     machine.run(host)?;
     for (mark, stretch) in std::mem::take(&mut machine.before).into_iter().flatten() {
         machine.spend(mark, &stretch);
     }
     machine.report.ended_ns = machine.now_ns();
+    machine.report.code_lines = machine.pipeline.as_ref().map_or(0, |pipeline| pipeline.n_lines);
     Ok(machine.report)
 }
 
@@ -398,8 +397,6 @@ pub(super) struct Machine<'a> {
     leapt_ns: u64,
     random: u64,
     pub(super) report: Report,
-    /// In which line of code each instruction is.
-    lines: Vec<u32>,
 }
 
 /// What an instruction leads to.
@@ -679,10 +676,6 @@ impl Machine<'_> {
         if matches!(next, Next::Wait(_)) || matches!(instruction.op, Op::Barrier { .. }) {
             return;
         }
-        let line = self.lines[pc as usize];
-        let words = self.report.code_lines / 64 + 1;
-        let code = self.report.code.entry(self.marks[b]).or_insert_with(|| vec![0; words]);
-        code[line as usize / 64] |= 1 << (line % 64);
         self.issues += u64::from(instruction.cost.issues);
         let access = match &instruction.op {
             Op::Load { d, from } => Some((from, d.len())),
@@ -697,6 +690,9 @@ impl Machine<'_> {
         });
         let again = matches!(next, Next::Yield(State::Ready));
         if let Some(pipeline) = &mut self.pipeline {
+            let code = self.report.code.entry(self.marks[b]).or_insert_with(|| vec![0; pipeline.n_lines / 64 + 1]);
+            let line = pipeline.lines[pc as usize];
+            code[line as usize / 64] |= 1 << (line % 64);
             pipeline.ran(b * self.warps + w, pc as usize, instruction, accesses, again);
         }
     }

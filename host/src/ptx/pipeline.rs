@@ -326,8 +326,10 @@ impl Clock {
 pub(super) struct Pipeline {
     operands: Vec<Operands>,
     warps: Vec<Clock>,
-    /// Where each instruction is, and what each block has of the code.
-    lines: Vec<u32>,
+    /// In which line of code each instruction is, and how many lines there are.
+    pub(super) lines: Vec<u32>,
+    pub(super) n_lines: usize,
+    /// What each block has of them.
     code: Vec<CodeLines>,
 }
 
@@ -338,7 +340,7 @@ const SCHEDULERS: usize = 4;
 const LINE: u32 = 8;
 
 /// In which line of code each instruction of `code` is, and how many lines there are, if what issues has sixteen bytes and all else none.
-pub(super) fn lines_of(code: &[Instruction]) -> (Vec<u32>, usize) {
+fn lines_of(code: &[Instruction]) -> (Vec<u32>, usize) {
     let mut slots = 0;
     let lines = code.iter().map(|instruction| {
         let line = slots / LINE;
@@ -435,6 +437,7 @@ impl Pipeline {
         let (lines, n_lines) = lines_of(code);
         Pipeline {
             lines,
+            n_lines,
             operands: code.iter().map(Operands::of).collect(),
             warps: (0..blocks * warps).map(|_| clock()).collect(),
             code: (0..blocks).map(|_| CodeLines::new(n_lines, cache)).collect(),

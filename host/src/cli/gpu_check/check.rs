@@ -257,14 +257,13 @@ impl Check<'_> {
                 barriers.insert(blocks.to_string(), figure(time, spread));
             }
         }
-        let figures =
+        let mut figures =
             json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers});
         // The source has no such kernel.
         if self.args.simulated && !self.args.interpreted {
             return Ok(figures);
         }
         self.keep(figures.clone())?;
-        let mut figures = figures;
         figures["code"] = self.code(&mut prober)?;
         Ok(figures)
     }
