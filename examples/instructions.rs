@@ -10,7 +10,7 @@
 //! before it looks for a row, so while others are waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
 //! what the slowest warp waits for; `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles (64 and 50
 //! unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
-//! caches should hold. With an operator's name, or its end, the lines of PTX at which it waits longest.
+//! caches should hold. With an operator's name, or its end, the lines of PTX at which it waits longest, and those that it runs.
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
@@ -68,6 +68,19 @@ impl Op {
     fn run(&mut self, code: &[u64]) {
         self.code.resize(self.code.len().max(code.len()), 0);
         self.code.iter_mut().zip(code).for_each(|(all, more)| *all |= more);
+    }
+
+    /// From which line to before which one all of them ran.
+    fn stretches(&self) -> Vec<(usize, usize)> {
+        let ran = |line: &usize| self.code[line / 64] >> (line % 64) & 1 == 1;
+        let mut stretches: Vec<(usize, usize)> = Vec::new();
+        for line in (0..64 * self.code.len()).filter(ran) {
+            match stretches.last_mut() {
+                Some((_, end)) if *end == line => *end += 1,
+                _ => stretches.push((line, line + 1)),
+            }
+        }
+        stretches
     }
 
     /// KiB of instruction cache that they take.
@@ -173,7 +186,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         code.code_kib()
     };
     let most = (0..view.n_workers).map(ran_by).max().unwrap_or(0);
-    let (ran, all) = (all_code.code_kib(), report.code_lines / 8);
+    let (ran, all) = (all_code.code_kib(), report.code_lines.len() / 8);
     println!("of the entry's code, {all} KiB, {ran} KiB ran, on no worker more than {most} KiB");
 
     let ptx = device_image().ok_or("this build has no GPU code")?.worker.ptx();
@@ -183,19 +196,28 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     for (number, op) in ops {
         let each = |count: u64| count / (op.tasks * passes);
         let name = image.op_name(number);
+        let is_wanted = wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted));
+        let code = if is_wanted { op.stretches() } else { Vec::new() };
         for (spent, when) in op.spent.into_iter().zip(["", ", ahead"]) {
             let mut causes = [0; CAUSES.len()];
             for ((at, by), cycles) in &spent {
                 causes[if *by == u32::MAX { CODE } else { cause(line(*at), line(*by)) }] += cycles;
             }
             println!("{:40}{}", name.to_owned() + when, causes.map(|cycles| format!(" {:10}", each(cycles))).concat());
-            if wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted)) {
+            if is_wanted {
                 let mut longest: Vec<_> = spent.into_iter().collect();
                 longest.sort_by_key(|(_, cycles)| std::cmp::Reverse(*cycles));
-                for ((at, by), cycles) in longest.into_iter().filter(|(_, cycles)| each(*cycles) > 9) {
+                for ((at, by), cycles) in longest
+                    .into_iter()
+                    .filter(|(_, cycles)| each(*cycles) > std::env::var("LEAST").map_or(9, |x| x.parse().unwrap()))
+                {
                     println!("  {:6} {at:7}: {:60} <- {by:6}: {}", each(cycles), line(at), line(by));
                 }
             }
+        }
+        for (first, end) in code {
+            let at = |line: usize| report.code_lines.get(line).copied().unwrap_or(u32::MAX);
+            println!("  {:6} bytes of code: lines {} to {}", (end - first) * 128, at(first), at(end));
         }
     }
     Ok(())

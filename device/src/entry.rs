@@ -127,6 +127,10 @@ impl Image for DeviceImage {
     #[inline(always)]
     fn is_left_out(&self, _: u32, step: &Step) -> bool {
         let flags = turn::flags();
+        // Of most tasks one question, since each is waited for.
+        if flags & !(TaskFlags::JUST_IN_TIME | TaskFlags::READS_EARLY) == 0 {
+            return false;
+        }
         // The tasks of a sequence that has ended have no rows, and nothing to do; nor have those of a row that the pass does not have.
         let has_none = TaskFlags::names_part(flags) && turn::seen().rows == 0;
         has_none || step.sampling == 0 && flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
@@ -342,7 +346,8 @@ impl BlockBody<'_> {
 
     #[inline(always)]
     fn task_tiles(&self) -> u32 {
-        if self.image.uses(Technique::Tiles) { turn::tiles() } else { 0 }
+        // No choice, which would be waited for.
+        turn::tiles() * u32::from(self.image.uses(Technique::Tiles))
     }
 
     /// The call of the task whose turn it is.

@@ -1,5 +1,6 @@
 //! The records that workers on a GPU fetch tasks by ([`Turn`]), made on the host.
 
+use crate::gpu::thin::Product;
 use crate::worker::ImageView;
 use core::mem::offset_of;
 use perpetua_shared::turn::TURN_EVENTS;
@@ -35,6 +36,7 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
             waits: [[0; 2]; TURN_EVENTS],
             task: number,
             data_first: 0,
+            product: [0; 4],
         };
         for (to, event) in turn.triggers.iter_mut().zip(view.triggers(task)) {
             *to = *event;
@@ -43,11 +45,18 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
             *to = [*event, view.events[*event as usize].num_triggers];
         }
         let (head, rest) = record.split_at_mut(size_of::<Turn>() / 4);
+        let operands: Vec<Operand> = view
+            .operands(task)
+            .iter()
+            .map(|operand| {
+                let offset_bytes = bindings[operand.binding.idx()] + operand.offset_bytes;
+                Operand { offset_bytes, ..*operand }
+            })
+            .collect();
+        turn.product = Product::words(task, &operands);
         head.copy_from_slice(bytemuck::cast_slice(&[turn]));
-        for (to, operand) in rest.chunks_exact_mut(size_of::<Operand>() / 4).zip(view.operands(task)) {
-            let offset_bytes = bindings[operand.binding.idx()] + operand.offset_bytes;
-            to.copy_from_slice(bytemuck::cast_slice(&[Operand { offset_bytes, ..*operand }]));
-        }
+        let words: &[u32] = bytemuck::cast_slice(&operands);
+        rest[..words.len()].copy_from_slice(words);
     }
     // Just-in-time tasks, in lists of their own, have none after them, and no tiles. Those of the others stand in the lists' order.
     let mut tiles = 0;

@@ -23,8 +23,8 @@ pub const BLOCK_THREADS: u32 = 256;
 /// Those of them that run tasks and meet at the block's barrier. The last warp is the loader's.
 pub const TASK_THREADS: u32 = BLOCK_THREADS - 32;
 
-/// Dynamic shared memory of a block, all of it tiles. With 18.2 KiB of static shared memory that is what a block may have on
-/// sm_90, 227 KiB, but for 0.8.
+/// Dynamic shared memory of a block, all of it tiles. With 18.9 KiB of static shared memory that is what a block may have on
+/// sm_90, 227 KiB, but for 0.1.
 pub const TILE_BYTES: u32 = 208 << 10;
 
 /// Barriers of tiles: as many are under way or unread at most. They take turns.

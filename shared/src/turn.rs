@@ -9,7 +9,7 @@ use bytemuck::{Pod, Zeroable};
 /// Triggers and waits in a record; those of few tasks are more.
 pub const TURN_EVENTS: usize = 8;
 
-/// The head of a record. The task's [`Operand`](crate::Operand)s follow, each with its address in place of its offset. 176 bytes.
+/// The head of a record. The task's [`Operand`](crate::Operand)s follow, each with its address in place of its offset. 192 bytes.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct Turn {
@@ -43,6 +43,8 @@ pub struct Turn {
     pub task: u32,
     /// The first of the image's data ops that are the task's tiles, if it has any.
     pub data_first: u32,
+    /// What its body would else find out of its operands each time: of a product of one row what it is, all zeros if it is none.
+    pub product: [u32; 4],
 }
 
-const _: () = assert!(size_of::<Turn>() == 176 && size_of::<Turn>().is_multiple_of(16));
+const _: () = assert!(size_of::<Turn>() == 192 && size_of::<Turn>().is_multiple_of(16));

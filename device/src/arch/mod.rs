@@ -255,10 +255,10 @@ pub(crate) mod shared {
     use super::backend;
 
     /// How many words there are.
-    pub(crate) const WORDS: u32 = 4684;
+    pub(crate) const WORDS: u32 = 4688;
 
     /// Words from here on outlive a task; those below are a task's own.
-    pub(crate) const KEPT: u32 = WORDS - 244;
+    pub(crate) const KEPT: u32 = WORDS - 248;
 
     /// Word `at`.
     ///
@@ -698,6 +698,17 @@ pub(crate) mod atomic {
     pub(crate) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { backend::load16_relaxed(words) }
+    }
+
+    /// Writes the four words from `words` on, each as [`store_relaxed`] does.
+    ///
+    /// # Safety
+    /// As [`load16_relaxed`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store16_relaxed(words: *mut u32, values: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::store16_relaxed(words, values) }
     }
 
     /// What this thread has polled it has found: for a simulated GPU, which lets a thread that polls sleep until a word changes.

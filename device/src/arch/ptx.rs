@@ -14,10 +14,10 @@ use core::arch::{asm, global_asm};
 use perpetua_shared::launch::LaunchParams;
 
 // The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
-global_asm!(".shared .align 16 .b8 perpetua_shared[18736];");
+global_asm!(".shared .align 16 .b8 perpetua_shared[18752];");
 global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
 global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
-const _: () = assert!(super::shared::WORDS * 4 == 18736 && super::mbarrier::COUNT * 8 == 576);
+const _: () = assert!(super::shared::WORDS * 4 == 18752 && super::mbarrier::COUNT * 8 == 576);
 
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
@@ -605,6 +605,17 @@ pub(super) fn settled() {}
 pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
     // SAFETY: the caller promises a word of global memory.
     unsafe { asm!("st.relaxed.gpu.global.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
+}
+
+#[inline(always)]
+pub(super) unsafe fn store16_relaxed(words: *mut u32, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
+    unsafe {
+        asm!(
+            "st.relaxed.gpu.global.v4.u32 [{}], {{{}, {}, {}, {}}};",
+            in(reg64) words, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+        );
+    }
 }
 
 #[inline(always)]

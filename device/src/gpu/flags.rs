@@ -140,9 +140,15 @@ impl Call<'_> {
         // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
         unsafe {
             if tensor.is_flagged() {
-                let flag = self.flag();
-                for j in 0..4 {
-                    atomic::store_relaxed(row.at(i + j as u32).cast(), flag::mark(four[j], flag));
+                let (flag, to) = (self.flag(), row.at(i).cast::<u32>());
+                let [a, b, c, d] = four;
+                let words = [flag::mark(a, flag), flag::mark(b, flag), flag::mark(c, flag), flag::mark(d, flag)];
+                if to.addr().is_multiple_of(16) {
+                    atomic::store16_relaxed(to, words);
+                } else {
+                    for j in 0..4 {
+                        atomic::store_relaxed(to.wrapping_add(j), words[j]);
+                    }
                 }
             } else {
                 for j in 0..4 {
@@ -265,28 +271,39 @@ impl Call<'_> {
 
     /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
     #[inline(always)]
-    pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Again<T>) -> T {
+    pub(crate) fn there<T: Read>(&self, operand: usize, found: T, again: impl Again<T>) -> T {
+        // First `again`, since what is looked at may have been asked for long ago.
+        self.if_there(found).unwrap_or_else(|| self.once_there(operand, again))
+    }
+
+    /// `found`, flagged elements, if they are there.
+    #[inline(always)]
+    pub(crate) fn if_there<T: Read>(&self, found: T) -> Option<T> {
+        if found.lacks(self.flag()) != 0 {
+            return None;
+        }
+        atomic::settled();
+        Some(found)
+    }
+
+    /// What `again` finds, flagged elements of operand `operand`, once they are there.
+    #[inline(always)]
+    pub(crate) fn once_there<T: Read>(&self, operand: usize, again: impl Again<T>) -> T {
         let flag = self.flag();
-        let mut lacks = found.lacks(flag);
-        if lacks != 0
-            && let Some(tiles) = self.tiles
-        {
-            let began_ns = tiles.now_ns();
-            let mut patience = Patience::default();
-            loop {
-                // First, since what is looked at may have been asked for long ago.
-                found = again.again();
-                lacks = found.lacks(flag);
-                if lacks == 0 {
-                    break;
+        let began_ns = self.tiles.map_or(0, |tiles| tiles.now_ns());
+        let mut patience = Patience::default();
+        let found = loop {
+            let found = again.again();
+            let lacks = found.lacks(flag);
+            let Some(tiles) = self.tiles.filter(|_| lacks != 0) else { break found };
+            if let Some(code) = patience.ends(tiles.sync()) {
+                if code as u32 == FaultCode::Timeout as u32 {
+                    self.fault(FaultCode::NotWritten, operand as u32, lacks, flag);
                 }
-                if let Some(code) = patience.ends(tiles.sync()) {
-                    if code as u32 == FaultCode::Timeout as u32 {
-                        self.fault(FaultCode::NotWritten, operand as u32, lacks, flag);
-                    }
-                    break;
-                }
+                break found;
             }
+        };
+        if let Some(tiles) = self.tiles {
             tiles.waited(Waited::Tasks, began_ns);
         }
         atomic::settled();

@@ -246,28 +246,49 @@ impl Row {
     #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn gather<const N: usize>(&self, at: [u32; N]) -> [f32; N] {
-        let mut values = [0.0; N];
+        // SAFETY: the caller's promise.
+        self.floats(unsafe { self.words(at) })
+    }
+
+    /// Elements `at` as they lie, a word for each, for [`floats`](Row::floats) to be made of.
+    ///
+    /// # Safety
+    /// As [`Row::get`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn words<const N: usize>(&self, at: [u32; N]) -> [u32; N] {
+        let mut words = [0; N];
         // SAFETY: the elements are there (caller).
         unsafe {
             if self.dtype == F32 {
                 for i in 0..N {
-                    values[i] = memory::load(self.base.wrapping_add(4 * at[i] as usize).cast::<f32>());
-                }
-                return values;
-            }
-            let mut halves = [0; N];
-            for i in 0..N {
-                halves[i] = memory::load(self.base.wrapping_add(2 * at[i] as usize).cast::<u16>());
-            }
-            // One branch for all: with one for each, one would be waited for after the other.
-            if self.dtype == BF16 {
-                for i in 0..N {
-                    values[i] = f32::from_bits(u32::from(halves[i]) << 16);
+                    words[i] = memory::load(self.base.wrapping_add(4 * at[i] as usize).cast::<u32>());
                 }
             } else {
                 for i in 0..N {
-                    values[i] = scalar::f16_to_f32(halves[i]);
+                    words[i] = memory::load(self.base.wrapping_add(2 * at[i] as usize).cast::<u16>()).into();
                 }
+            }
+        }
+        words
+    }
+
+    /// What [`words`](Row::words) are, widened to f32.
+    #[inline(always)]
+    pub(crate) fn floats<const N: usize>(&self, words: [u32; N]) -> [f32; N] {
+        let mut values = [0.0; N];
+        // One branch for all: with one for each, one would be waited for after the other.
+        if self.dtype == F32 {
+            for i in 0..N {
+                values[i] = f32::from_bits(words[i]);
+            }
+        } else if self.dtype == BF16 {
+            for i in 0..N {
+                values[i] = f32::from_bits(words[i] << 16);
+            }
+        } else {
+            for i in 0..N {
+                values[i] = scalar::f16_to_f32(words[i] as u16);
             }
         }
         values
@@ -400,6 +421,26 @@ impl Row {
             match self.dtype {
                 F32 => memory::store(self.base.wrapping_add(4 * i as usize).cast::<f32>(), value),
                 other => store(other, self.base.wrapping_add(2 * i as usize), value),
+            }
+        }
+    }
+
+    /// Sets elements `i` and `i` + 1, `i` even, as [`set`](Row::set) does.
+    ///
+    /// # Safety
+    /// As [`set`](Row::set), and the row starts on eight bytes.
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn set_two(&self, i: u32, [one, other]: [f32; 2]) {
+        // SAFETY: the elements are there (caller), on eight bytes or four.
+        unsafe {
+            if self.dtype == F32 {
+                memory::store(self.at(i).cast(), u64::from(one.to_bits()) | u64::from(other.to_bits()) << 32);
+            } else if self.dtype == BF16 {
+                memory::store(self.at(i).cast(), scalar::f32_to_bf16_pair(one, other));
+            } else {
+                let [one, other] = [one, other].map(|value| u32::from(scalar::f32_to_f16(value)));
+                memory::store(self.at(i).cast(), one | other << 16);
             }
         }
     }

@@ -272,7 +272,7 @@ impl Source for Parts<'_> {
     unsafe fn one(&self, at: u32) -> f32 {
         let place = Parts::place(self, at);
         // SAFETY: the caller's promise.
-        let [merged] = unsafe { self.merged(place, self.fetch(place, 0)) };
+        let [merged] = unsafe { self.merged(place) };
         merged
     }
 }

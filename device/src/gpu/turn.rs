@@ -243,6 +243,14 @@ pub(crate) unsafe fn trigger(at: u32, all: *const u32) -> u32 {
     }
 }
 
+/// [`Turn::product`].
+#[inline(always)]
+#[track_caller]
+pub(crate) fn product() -> [u32; 4] {
+    // SAFETY: see `word`.
+    unsafe { shared::constant(TURN + offset_of!(Turn, product) as u32 / 4) }
+}
+
 /// Its index along axis `AXIS` of the operator's grid.
 #[inline(always)]
 #[track_caller]

@@ -103,7 +103,7 @@ impl MacroKernel for AttentionMerge {
                         continue;
                     }
                     let place = parts.place(8 * unit);
-                    let merged = parts.merged::<8>(place, parts.fetch(place, 0));
+                    let merged = parts.merged::<8>(place);
                     let y = call.tensor(slot::Y);
                     let row = y.row(at);
                     for j in 0..8 {
@@ -118,7 +118,7 @@ impl MacroKernel for AttentionMerge {
                     continue;
                 }
                 let place = parts.place(unit);
-                let [merged] = parts.merged::<1>(place, parts.fetch(place, 0));
+                let [merged] = parts.merged::<1>(place);
                 call.put(&call.tensor(slot::Y), [r, h, g, i], merged);
             }
         }
@@ -160,7 +160,7 @@ pub(super) fn merged(parts: &crate::io::Tensor) -> Vec<f32> {
 
 /// What an element's head and query are found with: 2^32 over elements of a query, and over queries of a head.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Merge([u32; 2]);
+pub(crate) struct Merge(pub(crate) [u32; 2]);
 
 impl Merge {
     /// Of nothing.
@@ -169,9 +169,15 @@ impl Merge {
     /// Of `parts` as the module head has them.
     #[inline(always)]
     pub(crate) fn of(parts: &gpu::Tensor) -> Merge {
+        Merge::new(parts.extent(3) - FOUND, parts.extent(2))
+    }
+
+    /// Of queries of `d` elements, `group` to a head.
+    #[inline(always)]
+    pub(crate) fn new(d: u32, group: u32) -> Merge {
         // Products with these have quotients in their upper words, exactly, of numbers as small as a row's elements.
         let per = |n: u32| if n > 1 { u32::MAX / n + 1 } else { 0 };
-        Merge([per(parts.extent(3) - FOUND), per(parts.extent(2))])
+        Merge([per(d), per(group)])
     }
 }
 
@@ -196,9 +202,9 @@ impl Parts<'_> {
 
     /// Whether eight elements may be merged at once, from every eighth on.
     #[inline(always)]
-    pub(crate) fn by_eight(&self) -> bool {
-        let strides = self.of.stride(0) | self.of.stride(1) | self.of.stride(2);
-        strides.is_multiple_of(4) && (self.of.extent(3) - FOUND).is_multiple_of(8) && self.of.row([0]).is_aligned(16)
+    fn by_eight(&self) -> bool {
+        let strides = [self.of.stride(0), self.of.stride(1), self.of.stride(2)];
+        are_in_eights(self.of.row([0]).start().addr() as u64, strides, self.of.extent(3))
     }
 
     /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
@@ -211,13 +217,27 @@ impl Parts<'_> {
         Place { row: self.of.row([head, 0, item - head * group]).at(0), i: at - item * d }
     }
 
+    /// Waits until the first split has begun to write what it found of elements `place`. All of it, asked for by every block again and again,
+    /// would be more than L2 gives beside what attention itself wants.
+    ///
+    /// # Safety
+    /// As [`Tensor::get`](gpu::Tensor::get).
+    #[inline(always)]
+    pub(crate) unsafe fn await_first(&self, place: Place) {
+        if self.of.is_flagged() {
+            let part = self.part(place, 0);
+            // SAFETY: the caller's promise.
+            self.call.once_there(slot::PARTS, || unsafe { [atomic::load_relaxed(part)] });
+        }
+    }
+
     /// What splits `first` to `first + AHEAD - 1` found of elements `place` and the next N - 1, asked for: N is 1, or,
     /// [by eight](Parts::by_eight), 8.
     ///
     /// # Safety
-    /// They are there, and nobody writes the parts.
+    /// As [`Tensor::get`](gpu::Tensor::get).
     #[inline(always)]
-    pub(crate) unsafe fn fetch<const N: usize>(&self, place: Place, first: u32) -> Found<N> {
+    unsafe fn fetch<const N: usize>(&self, place: Place, first: u32) -> Found<N> {
         // SAFETY: the caller's promise.
         unsafe {
             if self.of.is_flagged() {
@@ -267,67 +287,144 @@ impl Parts<'_> {
         place.row.wrapping_add((u64::from(split) * u64::from(4 * step)) as usize).cast_const().cast()
     }
 
-    /// Elements `place` and the next N - 1, of which the first `AHEAD` splits' `found` has been fetched.
+    /// Elements `place` and the next N - 1.
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch).
     #[inline(always)]
-    pub(crate) unsafe fn merged<const N: usize>(&self, place: Place, mut found: Found<N>) -> [f32; N] {
-        let splits = self.of.extent(1);
-        let (mut max, mut total, mut sums) = (f32::NEG_INFINITY, 0.0, [0.0; N]);
-        let mut first = 0;
-        // Without a flag, which is in no word then, a word is the number.
-        let number = if self.of.is_flagged() { !flag::MASK } else { u32::MAX };
-        let number = |word: u32| f32::from_bits(word & number);
+    pub(crate) unsafe fn merged<const N: usize>(&self, place: Place) -> [f32; N] {
+        let (mut all, mut first) = (Merged::nothing(), 0);
         loop {
-            if self.of.is_flagged() {
-                // Until the first split's maximum is there it asks for that alone: all of it, asked for by every block again and
-                // again, is more than L2 gives beside what attention itself wants.
-                let part = self.part(place, first);
-                // SAFETY: the caller's promise, for both.
-                [found.heads[0][0]] =
-                    self.call.there(slot::PARTS, [found.heads[0][0]], || unsafe { [atomic::load_relaxed(part)] });
-                // SAFETY: see above.
-                found = self.call.there(slot::PARTS, found, || unsafe { self.fetch(place, first) });
-            }
-            let mut largest = max;
-            for ahead in 0..AHEAD {
-                // Without positions the maximum is -inf, which makes no other smaller.
-                let max = number(found.heads[ahead][0]);
-                largest = if max > largest { max } else { largest };
-            }
-            if first > 0 {
-                let shrink = if total != 0.0 { exp2((max - largest) * LOG2_E) } else { 0.0 };
-                total *= shrink;
-                for j in 0..N {
-                    sums[j] *= shrink;
-                }
-            }
-            max = largest;
-            for ahead in 0..AHEAD {
-                let [largest, of] = found.heads[ahead].map(number);
-                // A split of nothing but -inf counts nothing beside others, and alone makes 0 of 0.
-                let is_there = first + (ahead as u32) < splits && of != 0.0 && largest > f32::NEG_INFINITY;
-                // A power for each, 0 for what is not there: around a choice of powers there would be branches.
-                let weight = exp2(if is_there { (largest - max) * LOG2_E } else { f32::NEG_INFINITY });
-                total = fma(weight, of, total);
-                for j in 0..N {
-                    sums[j] = fma(weight, number(found.values[ahead][j]), sums[j]);
-                }
-            }
-            first += AHEAD as u32;
-            if first >= splits {
-                break;
-            }
             // SAFETY: the caller's promise.
-            found = unsafe { self.fetch(place, first) };
+            all.add(self, first, unsafe { self.there(None, place, first) });
+            first += AHEAD as u32;
+            if first >= self.of.extent(1) {
+                return all.elements();
+            }
         }
-        let factor = reciprocal(total);
-        for j in 0..N {
-            sums[j] *= factor;
-        }
-        sums
     }
+
+    /// Calls `put(unit, merged)` for units `unit`, `unit` + `step` and so on of eight elements each, as long as `go_on` says so of one; those that
+    /// `clamped` makes of them are there. What comes next is asked for before what is there is merged.
+    ///
+    /// # Safety
+    /// As [`fetch`](Parts::fetch); eight elements may be [merged at once](are_in_eights).
+    #[inline(always)]
+    pub(crate) unsafe fn each_eight(
+        &self,
+        mut unit: u32,
+        step: u32,
+        go_on: impl Fn(u32) -> bool,
+        clamped: impl Fn(u32) -> u32,
+        mut put: impl FnMut(u32, [f32; 8]),
+    ) {
+        let splits = self.of.extent(1);
+        let place = |unit: u32| self.place(8 * clamped(unit));
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.await_first(place(unit));
+            let (mut all, mut first, mut asked) = (Merged::nothing(), 0, None);
+            loop {
+                let found = self.there(asked, place(unit), first);
+                let (here, of) = (unit, first);
+                let is_whole = first + AHEAD as u32 >= splits;
+                (unit, first) = if is_whole { (unit + step, 0) } else { (unit, first + AHEAD as u32) };
+                let goes_on = go_on(unit);
+                asked = if goes_on { Some(self.fetch(place(unit), first)) } else { None };
+                all.add(self, of, found);
+                if is_whole {
+                    put(here, all.elements());
+                    all = Merged::nothing();
+                }
+                if !goes_on {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// What has been `asked` for, see [`fetch`](Parts::fetch), or, if that was nothing or too early, is there now.
+    ///
+    /// # Safety
+    /// As [`fetch`](Parts::fetch).
+    #[inline(always)]
+    unsafe fn there<const N: usize>(&self, asked: Option<Found<N>>, place: Place, first: u32) -> Found<N> {
+        // SAFETY: the caller's promise.
+        let fetch = || unsafe { self.fetch(place, first) };
+        match asked.and_then(|asked| if self.of.is_flagged() { self.call.if_there(asked) } else { Some(asked) }) {
+            Some(found) => found,
+            None if self.of.is_flagged() => self.call.once_there(slot::PARTS, fetch),
+            None => fetch(),
+        }
+    }
+
+    /// A word as a number: without its flag, which is in no word where there are none.
+    #[inline(always)]
+    fn number(&self, word: u32) -> f32 {
+        f32::from_bits(word & if self.of.is_flagged() { !flag::MASK } else { u32::MAX })
+    }
+}
+
+/// What some splits found of N elements, together.
+#[derive(Clone, Copy)]
+struct Merged<const N: usize> {
+    max: f32,
+    total: f32,
+    sums: [f32; N],
+}
+
+impl<const N: usize> Merged<N> {
+    #[inline(always)]
+    fn nothing() -> Merged<N> {
+        Merged { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; N] }
+    }
+
+    /// Adds what `AHEAD` splits of `parts`, from split `first` on, have found; those that are not there count nothing.
+    #[inline(always)]
+    fn add(&mut self, parts: &Parts<'_>, first: u32, found: Found<N>) {
+        let mut max = self.max;
+        for ahead in 0..AHEAD {
+            // Without positions the maximum is -inf, which makes no other smaller.
+            let of = parts.number(found.heads[ahead][0]);
+            max = if of > max { of } else { max };
+        }
+        if first > 0 {
+            let shrink = if self.total != 0.0 { exp2((self.max - max) * LOG2_E) } else { 0.0 };
+            self.total *= shrink;
+            for j in 0..N {
+                self.sums[j] *= shrink;
+            }
+        }
+        self.max = max;
+        for ahead in 0..AHEAD {
+            let [largest, of] = [parts.number(found.heads[ahead][0]), parts.number(found.heads[ahead][1])];
+            // A split of nothing but -inf counts nothing beside others, and alone makes 0 of 0.
+            let is_there = first + (ahead as u32) < parts.of.extent(1) && of != 0.0 && largest > f32::NEG_INFINITY;
+            // A power for each, 0 for what is not there: around a choice of powers there would be branches.
+            let weight = exp2(if is_there { (largest - max) * LOG2_E } else { f32::NEG_INFINITY });
+            self.total = fma(weight, of, self.total);
+            for j in 0..N {
+                self.sums[j] = fma(weight, parts.number(found.values[ahead][j]), self.sums[j]);
+            }
+        }
+    }
+
+    /// The elements.
+    #[inline(always)]
+    fn elements(&self) -> [f32; N] {
+        let (factor, mut elements) = (reciprocal(self.total), self.sums);
+        for j in 0..N {
+            elements[j] *= factor;
+        }
+        elements
+    }
+}
+
+/// Whether eight elements of parts at `address`, their rows of `width` elements apart by `strides`, may be merged at once, from every
+/// eighth on.
+#[inline(always)]
+pub(crate) fn are_in_eights(address: u64, [a, b, c]: [u32; 3], width: u32) -> bool {
+    (a | b | c).is_multiple_of(4) && (width - FOUND).is_multiple_of(8) && address.is_multiple_of(16)
 }
 
 /// Where elements of a head lie, see [`Parts::place`].
@@ -347,6 +444,11 @@ pub(crate) struct Found<const N: usize> {
 impl<const N: usize> Read for Found<N> {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
-        self.heads.lacks(flag) | self.values.lacks(flag)
+        let mut lacks = 0;
+        for ahead in 0..AHEAD {
+            // By split, and those together at last: all in a row would wait for each other.
+            lacks |= memory::opaque_word(self.heads[ahead].lacks(flag) | self.values[ahead].lacks(flag));
+        }
+        lacks
     }
 }

@@ -12,7 +12,7 @@ use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge,
 use super::attention::group::{self, Group, Sums};
 use super::*;
 use crate::arch::scalar::reciprocal;
-use crate::arch::{memory, shared, warp};
+use crate::arch::{memory, shared};
 use crate::block::FREE_SHARED;
 
 /// See the module head.
@@ -190,8 +190,8 @@ impl MacroKernel for DecodeAttention {
                     }
                 }
             };
-            // How it is turned is known before the query is there.
-            let mut ahead = turn(block.warp(), block.lane()).ahead(0);
+            // How it is turned is asked for before the query is there.
+            let mut asked = turn(block.warp(), block.lane()).ask(0);
             ready()?;
             let mut h = 0;
             loop {
@@ -204,47 +204,60 @@ impl MacroKernel for DecodeAttention {
                     Group { k: Head::new(&k, h), v: Head::new(&v, h), queries, d, scale: p.scale }
                 };
                 let is_fit = group_of().is_fit() && call.uses(Technique::GroupAttention);
+                // The queries, and then the key and the value.
                 let mut g = block.warp();
-                let heads_here = queries + u32::from(appends);
-                while g < heads_here {
+                let rows = queries + if appends { 2 } else { 0 };
+                while g < rows {
                     let is_key = g == queries;
+                    if g > queries {
+                        rope::append_value(call, 0, h, pos, d, lane);
+                        break;
+                    }
                     let from =
                         if is_key { call.tensor(slot::K).row([0, h]) } else { call.tensor(slot::Q).row([0, h, g]) };
                     let to = call.tensor(slot::K_CACHE).row([h, pos]);
                     let from = |at| call.gather(slot::Q + usize::from(is_key), &from, at);
                     let head = turn(g, lane);
-                    head.head(from(head.elements(0)), from, ahead, |i, [low, high]| {
-                        // Neighbours are staged in one word: the even lane has the lower two, the odd lane the upper two.
-                        let is_odd = lane % 2 == 1;
-                        let other = warp::shuffle_xor((if is_odd { low } else { high }).to_bits(), 1);
-                        let other = f32::from_bits(other);
-                        if i >= half {
-                            return;
+                    let ahead = head.told(0, asked);
+                    head.head(from(head.elements(0)), from, ahead, |i, one, other| match (is_key, is_fit) {
+                        (false, true) => {
+                            group::stage(queries, d, g, i, [one[0], other[0]]);
+                            group::stage(queries, d, g, i + half, [one[1], other[1]]);
                         }
-                        if is_key {
-                            to.set(i, low);
-                            to.set(i + half, high);
-                        } else if !is_fit {
-                            shared::store(QUERY + g * d + i, low.to_bits());
-                            shared::store(QUERY + g * d + i + half, high.to_bits());
-                        } else if is_odd {
-                            group::stage(queries, d, g, i - 1 + half, [other, high]);
-                        } else {
-                            group::stage(queries, d, g, i, [low, other]);
+                        (true, true) => {
+                            to.set_two(i, [one[0], other[0]]);
+                            to.set_two(i + half, [one[1], other[1]]);
+                        }
+                        (_, false) => {
+                            let put = {
+                                #[inline(always)]
+                                |i: u32, value: f32| {
+                                    if is_key {
+                                        to.set(i, value);
+                                    } else {
+                                        shared::store(QUERY + g * d + i, value.to_bits());
+                                    }
+                                }
+                            };
+                            put(i, one[0]);
+                            put(i + half, one[1]);
+                            if i + 1 < half {
+                                put(i + 1, other[0]);
+                                put(i + 1 + half, other[1]);
+                            }
                         }
                     });
-                    if is_key {
-                        rope::append_value(call, 0, h, pos, d, lane);
-                    }
                     g += block.warps();
-                    if g < heads_here {
-                        ahead = turn(g, lane).ahead(0);
+                    if g <= queries {
+                        asked = turn(g, lane).ask(0);
                     }
                 }
                 block.sync();
                 if is_fit {
                     let block = Block { thread: memory::opaque_word(block.thread), threads: block.threads };
-                    group_of().attend((first, end), &block, |g, i, found| put_sums(p, call, h, g, i, found));
+                    let y = call.tensor(slot::Y);
+                    let row = |g| if p.splits > 1 { y.row([h, 0, g]) } else { y.row([0, h, g]) };
+                    group_of().attend((first, end), &block, row, |row, i, found| put_sums(p, call, row, i, found));
                 } else {
                     one_by_one(p, call, block, h, (first, end));
                 }
@@ -253,29 +266,28 @@ impl MacroKernel for DecodeAttention {
                     return Ok(());
                 }
                 block.sync();
-                ahead = turn(block.warp(), lane).ahead(0);
+                asked = turn(block.warp(), lane).ask(0);
             }
         }
     }
 }
 
-/// Writes dimensions i to i + 3 of query `g` of head `h`, or what a split found of them.
+/// Writes dimensions i to i + 3 of the row of a query in `y`, or what a split found of them.
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; the query has them, and they are the calling thread's.
 #[inline(always)]
-unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, h: u32, g: u32, i: u32, found: Sums) {
+unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, row: &gpu::Row, i: u32, found: Sums) {
     // SAFETY: the caller's promises; a split's row has `FOUND` more.
     unsafe {
         let y = call.tensor(slot::Y);
         let split = p.splits > 1;
-        let row = if split { y.row([h, 0, g]) } else { y.row([0, h, g]) };
         if split && i == 0 {
-            call.put_in_row(&y, &row, 0, found.max);
-            call.put_in_row(&y, &row, 1, found.total);
+            call.put_in_row(&y, row, 0, found.max);
+            call.put_in_row(&y, row, 1, found.total);
         }
         let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
-        call.put_four(&y, &row, at + i, found.sums.map(|sum| sum * factor));
+        call.put_four(&y, row, at + i, found.sums.map(|sum| sum * factor));
     }
 }
 

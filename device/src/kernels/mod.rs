@@ -352,20 +352,19 @@ macro_rules! kernels {
             ready: impl Fn() -> Result<(), Fault>,
         ) -> Result<(), Fault> {
             const EARLY: u32 = 0 $(| ($kernel::EARLY as u32) << $number)*;
-            const THIN: u32 = 0 $(| ($kernel::THIN as u32) << $number)*;
             let kind = call.task_type();
-            // Most bodies wait here, in one place; the others have it in them.
-            if kind >= 32 || EARLY >> kind & 1 == 0 || !call.uses(Technique::EarlyStart) {
-                ready()?;
-            }
             // SAFETY: the caller's promise; of kernels that are not early the waits have been met.
             unsafe {
-                if kind < 32 && THIN >> kind & 1 != 0 {
-                    if let Some(product) = gpu::thin::Product::of(call) {
-                        return product.run(call, block, ready);
-                    }
-                    memory::forget();
+                let product = gpu::thin::Product::of(call);
+                // Most bodies wait here, in one place; the others have it in them. One question: each is waited for.
+                let is_early = product.is_some() | (EARLY >> (kind % 32) & 1 != 0);
+                if !(is_early & call.uses(Technique::EarlyStart)) {
+                    ready()?;
                 }
+                if let Some(product) = product {
+                    return product.run(call, block, ready);
+                }
+                memory::forget();
                 match kind {
                     $($number => gpu_body::<$kernel>(call, block, ready),)*
                     other => Err(call.fault(FaultCode::NoSuchKernel, u32::from(other), 0, 0)),

@@ -121,7 +121,7 @@ pub(super) fn turned(p: &Params, head: &[f32], norm: &io::Tensor, frequencies: &
     turned
 }
 
-/// How a warp turns heads as position `pos` wants it: two pairs of elements a lane at a time, of `half`, the first `turned` of which are turned.
+/// How a warp turns heads as position `pos` wants it: two neighbouring pairs of elements a lane at a time, of `half`, the first `turned` of which are turned.
 #[derive(Clone, Copy)]
 pub(super) struct Turn {
     pub(super) norm: gpu::Tensor,
@@ -134,6 +134,13 @@ pub(super) struct Turn {
     pub(super) lane: u32,
 }
 
+/// What has been asked for of a lane's next two pairs: frequencies, and the norm's weights as words.
+#[derive(Clone, Copy)]
+pub(super) struct Asked {
+    frequencies: [f32; 2],
+    weights: [u32; 4],
+}
+
 /// What is known of a lane's next two pairs without the head: sines and cosines, and what the elements are multiplied by.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
@@ -144,12 +151,15 @@ pub(super) struct Ahead {
 type Turns = [(f32, f32); 2];
 type Factors = [f32; 4];
 
+/// Pairs that a warp has at a time.
+const AT_ONCE: u32 = 2 * WARP;
+
 impl Turn {
     /// The lane's pairs from `first` on; lanes beyond the last have that one.
     #[inline(always)]
     fn pairs(&self, first: u32) -> [u32; 2] {
         let pair = |i: u32| if i < self.half { i } else { self.half - 1 };
-        [pair(first + self.lane), pair(first + self.lane + WARP)]
+        [pair(first + 2 * self.lane), pair(first + 2 * self.lane + 1)]
     }
 
     /// Their elements.
@@ -159,22 +169,43 @@ impl Turn {
         [i[0], j[0], i[1], j[1]]
     }
 
-    /// Of the pairs from `first` on.
+    /// Asks for what is known of the pairs from `first` on.
     ///
     /// # Safety
     /// There are `half` frequencies, and twice as many weights, if any.
     #[inline(always)]
-    pub(super) unsafe fn ahead(&self, first: u32) -> Ahead {
+    pub(super) unsafe fn ask(&self, first: u32) -> Asked {
         // SAFETY: the caller's promise.
-        unsafe { Ahead { turns: self.turns(first), factors: self.factors(first) } }
+        unsafe {
+            let frequencies = self.frequencies.row([]).gather(self.pairs(first));
+            let is_normed = self.norm.is_present();
+            Asked {
+                frequencies,
+                weights: if is_normed { self.norm.row([]).words(self.elements(first)) } else { [0; 4] },
+            }
+        }
     }
 
-    /// Their sines and cosines, with what multiplies them.
+    /// That, of which it has been asked for.
     #[inline(always)]
-    unsafe fn turns(&self, first: u32) -> Turns {
-        let pairs = self.pairs(first);
-        // SAFETY: as `ahead`.
-        let of = unsafe { self.frequencies.row([]).gather(pairs) };
+    pub(super) fn told(&self, first: u32, asked: Asked) -> Ahead {
+        Ahead { turns: self.turns(first, asked), factors: self.factors(asked) }
+    }
+
+    /// Both at once.
+    ///
+    /// # Safety
+    /// As [`ask`](Turn::ask).
+    #[inline(always)]
+    unsafe fn ahead(&self, first: u32) -> Ahead {
+        // SAFETY: the caller's promise.
+        self.told(first, unsafe { self.ask(first) })
+    }
+
+    /// The pairs' sines and cosines, with what multiplies them.
+    #[inline(always)]
+    pub(super) fn turns(&self, first: u32, asked: Asked) -> Turns {
+        let (pairs, of) = (self.pairs(first), asked.frequencies);
         let turn = {
             #[inline(always)]
             |i: u32, frequency: f32| {
@@ -188,28 +219,26 @@ impl Turn {
 
     /// What their elements are multiplied by.
     #[inline(always)]
-    unsafe fn factors(&self, first: u32) -> Factors {
-        let is_normed = self.norm.is_present();
-        // SAFETY: as `ahead`.
-        if is_normed { unsafe { self.norm.row([]).gather(self.elements(first)) } } else { [1.0; 4] }
+    fn factors(&self, asked: Asked) -> Factors {
+        if self.norm.is_present() { self.norm.row([]).floats(asked.weights) } else { [1.0; 4] }
     }
 
-    /// A warp's [`turned`]: gives `put` what becomes elements i and i + half of the head of which `from` gets some, on
-    /// one lane each, and on lanes beyond the last, so that all call it alike, zeros. A lane has read its elements
+    /// A warp's [`turned`]: gives `put` what becomes elements i and i + half, and i + 1 and i + 1 + half, of the head of which `from`
+    /// gets some, on one lane each; where i + 1 is half, of an odd half, nobody wants the second. A lane has read its elements
     /// before it puts them, and with a norm every lane has. `x` are the first pairs' elements, `ahead` theirs.
     ///
     /// # Safety
-    /// Every lane of the warp makes this same call; the head is there, and see [`ahead`](Turn::ahead).
+    /// Every lane of the warp makes this same call; the head is there, and see [`ask`](Turn::ask).
     #[inline(always)]
     pub(super) unsafe fn head(
         &self,
         mut x: [f32; 4],
         from: impl Fn([u32; 4]) -> [f32; 4],
         mut ahead: Ahead,
-        put: impl Fn(u32, [f32; 2]),
+        put: impl Fn(u32, [f32; 2], [f32; 2]),
     ) {
         let (half, lane) = (self.half, self.lane);
-        // SAFETY: the caller's promises; the conditions around the shuffles, and around `put`, are the same for all lanes.
+        // SAFETY: the caller's promises; the conditions around the shuffles are the same for all lanes.
         unsafe {
             let mut scale = 1.0;
             if self.norm.is_present() {
@@ -217,11 +246,11 @@ impl Turn {
                 let share = reciprocal(2 * half);
                 loop {
                     for n in 0..2 {
-                        let is_there = first + n as u32 * WARP + lane < half;
+                        let is_there = first + 2 * lane + (n as u32) < half;
                         let (low, high) = if is_there { (of[n], of[n + 2]) } else { (0.0, 0.0) };
                         squares = fma(high, high, fma(low, low, squares));
                     }
-                    first += 2 * WARP;
+                    first += AT_ONCE;
                     if first >= half {
                         break;
                     }
@@ -233,22 +262,18 @@ impl Turn {
             loop {
                 // Lanes beyond the last pair have read that one, which may be about to be written.
                 warp::sync();
-                // The code once: what comes second moves to where the first was, since registers have no numbers to be found by.
-                let mut i = first + lane;
-                let end = memory::opaque_word(first + 2 * WARP);
-                while i < end {
-                    let (sin, cos) = ahead.turns[0];
-                    let (low, high) = (x[0] * scale * ahead.factors[0], x[2] * scale * ahead.factors[2]);
-                    let turned = [low * cos - high * sin, high * cos + low * sin];
-                    put(i, if i < half { turned } else { [0.0; 2] });
-                    // Turned about: what stayed as it is would have the compiler write the first round by itself.
-                    x = [x[1], x[0], x[3], x[2]];
-                    let [a, b, c, d] = ahead.factors;
-                    ahead.factors = [b, a, d, c];
-                    ahead.turns = [ahead.turns[1], ahead.turns[0]];
-                    i += WARP;
+                let turned = {
+                    #[inline(always)]
+                    |(sin, cos): (f32, f32), low: f32, high: f32| [low * cos - high * sin, high * cos + low * sin]
+                };
+                let ([a, b, c, d], [of_a, of_b, of_c, of_d]) = (x, ahead.factors);
+                let one = turned(ahead.turns[0], a * scale * of_a, c * scale * of_c);
+                let other = turned(ahead.turns[1], b * scale * of_b, d * scale * of_d);
+                let i = first + 2 * lane;
+                if i < half {
+                    put(i, one, other);
                 }
-                first += 2 * WARP;
+                first += AT_ONCE;
                 if first >= half {
                     return;
                 }
@@ -267,15 +292,10 @@ pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32
     // SAFETY: the caller's promises.
     unsafe {
         let (v, cached) = (call.tensor(slot::V).row([r, h]), call.tensor(slot::V_CACHE).row([h, pos]));
-        let mut first = 0;
+        let mut first = 4 * lane;
         while first < d {
-            let at = |n: u32| if first + n * WARP + lane < d { first + n * WARP + lane } else { d - 1 };
-            let values = call.gather(slot::V, &v, [at(0), at(1), at(2), at(3)]);
-            for n in 0..4 {
-                if first + n * WARP + lane < d {
-                    cached.set(first + n * WARP + lane, values[n as usize]);
-                }
-            }
+            let at = |n: u32| if first + n < d { first + n } else { d - 1 };
+            cached.set_four_below(first, d, call.gather(slot::V, &v, [at(0), at(1), at(2), at(3)]));
             first += 4 * WARP;
         }
     }
@@ -368,8 +388,10 @@ impl MacroKernel for Rope {
                 let head = |g: u32| if g == group { call.tensor(slot::K).row([r, h]) } else { q.row([r, h, g]) };
                 // All that is turned by the same angles, and the next one asked for before this one is turned.
                 let mut x = head(0).gather(turn(slot::Q_NORM).elements(0));
-                let (of_queries, of_key, turns) =
-                    (turn(slot::Q_NORM).factors(0), turn(slot::K_NORM).factors(0), turn(slot::Q_NORM).turns(0));
+                let (of_queries, of_key) = (turn(slot::Q_NORM), turn(slot::K_NORM));
+                let (asked, asked_of_key) = (of_queries.ask(0), of_key.ask(0));
+                let turns = of_queries.turns(0, asked);
+                let (of_queries, of_key) = (of_queries.factors(asked), of_key.factors(asked_of_key));
                 let mut g = 0;
                 loop {
                     let (is_key, from, of) = (g == group, head(g), x);
@@ -382,10 +404,12 @@ impl MacroKernel for Rope {
                         of,
                         |at| from.gather(at),
                         ahead,
-                        |i, [low, high]| {
-                            if i < half {
-                                to.set(i, low);
-                                to.set(i + half, high);
+                        |i, one, other| {
+                            to.set(i, one[0]);
+                            to.set(i + half, one[1]);
+                            if i + 1 < half {
+                                to.set(i + 1, other[0]);
+                                to.set(i + 1 + half, other[1]);
                             }
                         },
                     );

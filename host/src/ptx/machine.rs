@@ -82,8 +82,8 @@ pub struct Report {
     pub spent_ahead: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
     /// Likewise, which lines of the entry's code ran, 128 bytes each (see `ptx/pipeline.rs`): bit `i % 64` of word `i / 64` is that of the `i`th.
     pub code: BTreeMap<u32, Vec<u64>>,
-    /// How many lines the entry has, where anything is counted.
-    pub code_lines: usize,
+    /// With which line of the PTX each line of code begins, where anything is counted.
+    pub code_lines: Vec<u32>,
 }
 
 /// Runs `launch` of `entry`.
@@ -151,7 +151,9 @@ pub(super) fn run(
         machine.spend(mark, &stretch);
     }
     machine.report.ended_ns = machine.now_ns();
-    machine.report.code_lines = machine.pipeline.as_ref().map_or(0, |pipeline| pipeline.n_lines);
+    if let Some(pipeline) = &machine.pipeline {
+        machine.report.code_lines = pipeline.first_of_lines(&entry.code);
+    }
     Ok(machine.report)
 }
 

@@ -444,6 +444,18 @@ impl Pipeline {
         }
     }
 
+    /// With which line of the PTX each line of code begins.
+    pub(super) fn first_of_lines(&self, code: &[Instruction]) -> Vec<u32> {
+        let mut first = vec![0; self.n_lines];
+        // From behind, so that the first of a line is what stays; what issues nothing may stand behind the last.
+        for (line, instruction) in self.lines.iter().zip(code).rev() {
+            if let Some(first) = first.get_mut(*line as usize) {
+                *first = instruction.line;
+            }
+        }
+        first
+    }
+
     /// Warp `number` has run the instruction at `pc`, in vain if `again`; `accesses` to shared memory were in it.
     pub(super) fn ran(&mut self, number: usize, pc: usize, instruction: &Instruction, accesses: u64, again: bool) {
         let n_warps = self.warps.len();

@@ -462,6 +462,15 @@ pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
 }
 
 #[track_caller]
+pub(super) unsafe fn store16_relaxed(words: *mut u32, values: [u32; 4]) {
+    touch(words.addr(), 16, 16, Touch::Atomic);
+    for (at, value) in values.into_iter().enumerate() {
+        // SAFETY: four words of a live allocation, as has been judged.
+        unsafe { store_relaxed(words.add(at), value) };
+    }
+}
+
+#[track_caller]
 pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
     let value = atomic(word, Touch::Poll).load(Ordering::Acquire);
     with(|world| world.acquire(word.addr()));

@@ -4,7 +4,7 @@
 
 use super::super::packed::{Eight, LINE, Packed};
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
-use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
+use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
@@ -50,13 +50,6 @@ impl Form for Eight {
     #[inline(always)]
     fn words(k: u32) -> u32 {
         (k / 2 + k / CHUNK_BYTES).next_multiple_of(4)
-    }
-
-    #[inline(always)]
-    fn own(unit: u32, k: u32) -> [u32; 4] {
-        // Of each four words the first and the third come first, as a product takes them.
-        let at = TERMS + unit / 2 * 4 + unit % 2;
-        [at, at + 2, at + k / 4, at + k / 4 + 2]
     }
 
     #[inline(always)]
@@ -106,7 +99,12 @@ impl Form for Eight {
             let ([high, low], [next_high, next_low]) =
                 (in_bytes([a, b, c, d], inverse), in_bytes([e, f, g, h], inverse));
             if is_there {
-                put_words(Self::own(unit, k), [high, next_high, low, next_low]);
+                // Of each four words the first and the third come first, as a product takes them.
+                let at = TERMS + unit / 2 * 4 + unit % 2;
+                shared::store(at, high);
+                shared::store(at + 2, next_high);
+                shared::store(at + k / 4, low);
+                shared::store(at + k / 4 + 2, next_low);
                 if unit.is_multiple_of(8) {
                     shared::store(TERMS + k / 2 + unit / 8, scale.to_bits());
                 }

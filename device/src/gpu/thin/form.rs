@@ -1,7 +1,7 @@
 //! The forms in which rows of weights come, as tensor cores take them: sixteen bytes a lane in each, as they lie.
 
 use super::super::BF16;
-use super::terms::{TERMS, place_of, put_terms};
+use super::terms::put_terms;
 use super::{Chunk, Column};
 use crate::arch::{bulk, shared, warp};
 use crate::block::Block;
@@ -53,42 +53,6 @@ pub(crate) trait Form: Copy + Debug {
     /// Words that the terms of a row of `k` take, a multiple of four.
     fn words(k: u32) -> u32;
 
-    /// Four words of the terms of unit `unit` of `k`: where those of bytes stand, high ones and low ones, two words of either; or the first ones.
-    fn own(unit: u32, k: u32) -> [u32; 4];
-
-    /// Keeps the first sixteen bytes of the weights of a norm that unit `unit` of `k` has, where its terms will stand.
-    ///
-    /// # Safety
-    /// The thread's own unit, whose terms are not there yet.
-    #[inline(always)]
-    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
-        // SAFETY: the caller's promise.
-        unsafe { put_words(Self::own(unit, k), weights) }
-    }
-
-    /// What [was kept](Form::keep_norm).
-    ///
-    /// # Safety
-    /// As there.
-    #[inline(always)]
-    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
-        let [a, b, c, d] = Self::own(unit, k);
-        // SAFETY: the caller's promise.
-        unsafe { [shared::load(a), shared::load(b), shared::load(c), shared::load(d)] }
-    }
-
-    /// Where the next sixteen bytes of them wait, if they are as many.
-    #[inline(always)]
-    fn norm_rest(unit: u32, k: u32) -> u32 {
-        TERMS + Self::words(k) + 4 * unit
-    }
-
-    /// Whether there is room for those, of weights of `bytes` bytes each.
-    #[inline(always)]
-    fn has_room_for_norm(k: u32, bytes: u32) -> bool {
-        bytes <= 2 || TERMS + Self::words(k) + k / 2 <= shared::KEPT
-    }
-
     /// Where chunk `chunk` is.
     fn place(chunk: u32) -> Self::Place;
 
@@ -137,21 +101,6 @@ pub(crate) trait Form: Copy + Debug {
     unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32);
 }
 
-/// Puts four words where a unit's [stand](Form::own).
-///
-/// # Safety
-/// They are the thread's own.
-#[inline(always)]
-pub(super) unsafe fn put_words(at: [u32; 4], words: [u32; 4]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        shared::store(at[0], words[0]);
-        shared::store(at[1], words[1]);
-        shared::store(at[2], words[2]);
-        shared::store(at[3], words[3]);
-    }
-}
-
 /// bf16, by activations in two terms of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Brain;
@@ -183,36 +132,6 @@ impl Form for Brain {
     #[inline(always)]
     fn words(k: u32) -> u32 {
         k
-    }
-
-    #[inline(always)]
-    fn own(unit: u32, k: u32) -> [u32; 4] {
-        let (at, _) = place_of(unit, k);
-        [at, at + 1, at + 2, at + 3]
-    }
-
-    // The words follow each other.
-    #[inline(always)]
-    unsafe fn keep_norm(unit: u32, k: u32, weights: [u32; 4]) {
-        // SAFETY: the caller's promise.
-        unsafe { shared::store16(Self::own(unit, k)[0], weights) }
-    }
-
-    #[inline(always)]
-    unsafe fn kept_norm(unit: u32, k: u32) -> [u32; 4] {
-        // SAFETY: the caller's promise.
-        unsafe { shared::load16(Self::own(unit, k)[0]) }
-    }
-
-    #[inline(always)]
-    fn norm_rest(unit: u32, k: u32) -> u32 {
-        // Of the unit's terms the low ones' place.
-        place_of(unit, k).1
-    }
-
-    #[inline(always)]
-    fn has_room_for_norm(_: u32, _: u32) -> bool {
-        true
     }
 
     #[inline(always)]

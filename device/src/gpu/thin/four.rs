@@ -15,7 +15,7 @@
 
 use super::super::packed::{FOUR_ELEMS, Four, LINE, Packed, RAISED};
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
-use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form, put_words};
+use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
 use super::long::Units;
 use super::terms::{Asked, TERMS};
 use super::whole::{self, SHIFT, in_bytes, largest, largest_of, scale_of, whole};
@@ -116,13 +116,6 @@ impl Form for Four {
     }
 
     #[inline(always)]
-    fn own(unit: u32, k: u32) -> [u32; 4] {
-        let (within, term) = (unit % 16, term_words(k / FOUR_ELEMS));
-        let at = TERMS + chunk_at(unit / 16) + within / 8 * 2 * CHUNK_WORDS + within % 8 * 2;
-        [at, at + 1, at + term, at + term + 1]
-    }
-
-    #[inline(always)]
     fn place(chunk: u32) -> [u32; 2] {
         Four::line(chunk)
     }
@@ -198,7 +191,12 @@ impl Form for Four {
             let [scale, inverse] = scale_of(largest_of::<16>(values));
             let [[high, low], [next_high, next_low]] = eight_in_bytes(values, inverse);
             if is_there {
-                put_words(Self::own(unit, k), [high, next_high, low, next_low]);
+                let (within, term) = (unit % 16, term_words(k / FOUR_ELEMS));
+                let at = TERMS + chunk_at(unit / 16) + within / 8 * 2 * CHUNK_WORDS + within % 8 * 2;
+                shared::store(at, high);
+                shared::store(at + 1, next_high);
+                shared::store(at + term, low);
+                shared::store(at + term + 1, next_low);
                 if unit.is_multiple_of(16) {
                     let chunks = k / FOUR_ELEMS;
                     shared::store(TERMS + 2 * term_words(chunks) + unit / 16, scale.to_bits());

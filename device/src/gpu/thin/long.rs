@@ -18,7 +18,7 @@ use super::super::rows::widen_brain;
 use super::super::tiles::Tiles;
 use super::taken::Taken;
 use super::terms::Asked;
-use super::{Brain, Eight, First, Form, Four, Kind, Source};
+use super::{Brain, Eight, First, Form, Four, Kind};
 use crate::arch::scalar::fma;
 use crate::arch::{bulk, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -183,7 +183,7 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
         let (units, per_segment) = (k / F::UNIT, segment_len(k, segments) / F::UNIT);
         // As many rows of weights at once as their sums have room for.
         let most = (LONG_SUMS / segments - 1) / N as u32;
-        let mut taken = Taken::none(F::row_bytes(F::UNIT * per_segment), N as u32);
+        let mut taken = Taken::none(Taken::per_row(F::row_bytes(F::UNIT * per_segment)), N as u32);
         let mut done = 0;
         loop {
             let here = most.min(columns - done);
@@ -195,7 +195,7 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
                 let first = F::unit(row, row.there(F::ask(row, first), || F::ask(row, first)));
                 let sums = segment * (part.rows + 1);
                 if segments > 1 {
-                    taken = Taken::none(F::row_bytes(F::UNIT * part.units), N as u32);
+                    taken = Taken::none(Taken::per_row(F::row_bytes(F::UNIT * part.units)), N as u32);
                 }
                 match part.units.div_ceil(block.threads) {
                     0..=2 if F::MOST <= 4 => multiply::<F, N, 2>(tiles, &mut taken, row, first, part, sums, block),

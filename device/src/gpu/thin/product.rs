@@ -4,22 +4,27 @@
 use super::super::flags::unmarked;
 use super::super::math::{activate, reciprocal, rsqrt};
 use super::super::tiles::Tiles;
-use super::super::{Call, F32, Row, Tensor};
+use super::super::{Call, F32, Row, Tensor, turn};
 use super::taken::Taken;
-use super::terms::{self, First, Source, TERMS};
+use super::terms::{self, First, Norm, TERMS};
 use super::{Form, Kind, SQUARES, products, room};
 use crate::arch::{atomic, shared, warp};
 use crate::block::{Block, Candidate};
-use crate::kernels::attention_merge::{Merge, Parts};
+use crate::kernels::attention::FOUND;
+use crate::kernels::attention_merge::{Merge, Parts, are_in_eights};
 use crate::kernels::linear::slot;
-use crate::kernels::{GatedLinear, Numbered, argmax, gated_linear, linear, params};
-use perpetua_shared::{Fault, Technique};
+use crate::kernels::{GatedLinear, Linear, Numbered, argmax, gated_linear, linear, params};
+use perpetua_shared::{Fault, Operand, TaskDesc, Technique};
 
 /// Such a task, as it is known when it runs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Product {
     kind: Kind,
     of: Of,
+    /// See [`Taken::per_row`].
+    per_row: u32,
+    /// Where the row is to be merged, what for.
+    merge: Merge,
 }
 
 /// What is multiplied with what.
@@ -51,42 +56,65 @@ impl Of {
 }
 
 impl Product {
-    /// The task of `call`, of one of the two kernels, if it is such.
-    ///
-    /// # Safety
-    /// The operands are the kernel's.
-    #[inline(always)]
-    pub(crate) unsafe fn of(call: &Call<'_>) -> Option<Product> {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let left = call.tiles.map_or(0, Tiles::left);
-            if left == 0 || !call.uses(Technique::ThinProducts) {
-                return None;
-            }
-            let two = call.task_type() == GatedLinear::TASK_TYPE;
-            let words = call.params();
-            let p = params::<linear::Params>(&words);
-            let of = Of { two, merges: !two && p.merges != 0 };
-            let is_weighted = if two { params::<gated_linear::Params>(&words).is_weighted } else { p.is_weighted };
-            let (w, norm) = (call.tensor(slot::W), call.tensor(of.norm()));
-            let kind = Kind::of(w.dtype())?;
-            let are_alike = !two || call.tensor(gated_linear::slot::UP).dtype() == w.dtype();
-            let (columns, k) = (w.extent(0), w.extent(1));
-            // Rows longer than a tile are more tiles than there are rows.
-            let are_whole = left <= u32::from(norm.is_present()) + of.matrices() * columns;
-            let bytes = if norm.dtype() == F32 { 4 } else { 2 };
-            let fits = by_form!(kind, F => {
-                let has_room = !norm.is_present() || F::has_room_for_norm(k, bytes);
-                has_room && k.is_multiple_of(F::ROW_MULTIPLE) && k <= F::LONGEST
-            });
-            let is_row = if of.merges {
-                Parts::new(call, Merge::NONE).by_eight()
-            } else {
-                let x = call.tensor(slot::X);
-                call.rows(&x) == 1 && First { call, x }.is_whole()
-            };
-            (are_alike && are_whole && fits && is_row && is_weighted == 0).then_some(Product { kind, of })
+    /// What a record says of such a task ([`Turn::product`](perpetua_shared::Turn::product)): its kind and [what it is of](Of), then what it
+    /// divides by. Zeros, if `task`, whose `operands` have addresses, is none.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(crate) fn words(task: &TaskDesc, operands: &[Operand]) -> [u32; 4] {
+        let two = task.task_type == GatedLinear::TASK_TYPE;
+        if task.tiles == 0 || !two && task.task_type != Linear::TASK_TYPE {
+            return [0; 4];
         }
+        let p = params::<linear::Params>(&task.params);
+        let of = Of { two, merges: !two && p.merges != 0 };
+        let is_weighted = if two { params::<gated_linear::Params>(&task.params).is_weighted } else { p.is_weighted };
+        let [x, w, norm, up] =
+            [slot::X, slot::W, of.norm(), of.slot(slot::W, gated_linear::slot::UP)].map(|i| operands[i]);
+        let Some(kind) = Kind::of(w.dtype) else { return [0; 4] };
+        let [columns, k, ..] = w.extent;
+        // Rows longer than a tile are more tiles than there are rows.
+        let are_whole = task.tiles <= u32::from(norm.is_present()) + of.matrices() * columns;
+        let fits = by_form!(kind, F => k.is_multiple_of(F::ROW_MULTIPLE) && k <= F::LONGEST);
+        let is_row = if of.merges {
+            let [a, b, c, _] = x.stride_elems;
+            are_in_eights(x.offset_bytes, [a, b, c], x.extent[3])
+        } else {
+            x.dtype == F32 && x.offset_bytes.is_multiple_of(16)
+        };
+        if up.dtype != w.dtype || !are_whole || !fits || !is_row || is_weighted != 0 {
+            return [0; 4];
+        }
+        let Merge(merge) = if of.merges { Merge::new(x.extent[3] - FOUND, x.extent[2]) } else { Merge::NONE };
+        let bits = [(of.two, Self::TWO), (of.merges, Self::MERGES), (x.extent[0] == 1, Self::ONE)];
+        let form = 1 + kind as u32 + bits.map(|(is_so, bit)| u32::from(is_so) * bit).iter().sum::<u32>();
+        [form, by_form!(kind, F => Taken::per_row(F::row_bytes(k))), merge[0], merge[1]]
+    }
+
+    // Beside the kind in its word.
+    const TWO: u32 = 4;
+    const MERGES: u32 = 8;
+    /// The task has no other row.
+    const ONE: u32 = 16;
+
+    /// The task of `call`, if it is such, in a pass of one row. One question, since each is waited for.
+    #[inline(always)]
+    pub(crate) fn of(call: &Call<'_>) -> Option<Product> {
+        let [form, per_row, merge @ ..] = turn::product();
+        let of = Of { two: form & Self::TWO != 0, merges: form & Self::MERGES != 0 };
+        let rows = call.pass_rows().saturating_sub(call.row_first());
+        let is_row = of.merges | (rows == 1) | ((rows != 0) & (form & Self::ONE != 0));
+        // None are left where nobody brings tiles.
+        let left = call.tiles.map_or(0, Tiles::left);
+        let kind = match form % 4 {
+            1 => Kind::Brain,
+            2 => Kind::Eight,
+            _ => Kind::Four,
+        };
+        ((form != 0) & is_row & (left != 0) & call.uses(Technique::ThinProducts)).then_some(Product {
+            kind,
+            of,
+            per_row,
+            merge: Merge(merge),
+        })
     }
 
     /// Runs it. What it can it does before `ready`.
@@ -104,7 +132,7 @@ impl Product {
         ready: impl Fn() -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
-        unsafe { by_form!(self.kind, F => run::<F>(call, self.of, block, ready)) }
+        unsafe { by_form!(self.kind, F => run::<F>(call, self, block, ready)) }
     }
 }
 
@@ -118,7 +146,7 @@ impl Product {
 #[inline(always)]
 unsafe fn run<F: Form>(
     call: &Call<'_>,
-    of: Of,
+    Product { of, per_row, merge, .. }: Product,
     block: &Block,
     ready: impl Fn() -> Result<(), Fault>,
 ) -> Result<(), Fault> {
@@ -126,28 +154,27 @@ unsafe fn run<F: Form>(
     // own sums, which others read between two barriers; lanes of rows that are not there read weights of others.
     unsafe {
         let Some(tiles) = call.tiles else { return Ok(()) };
-        let (norm, k) = (call.tensor(of.norm()), call.tensor(slot::W).extent(1));
-        let (is_normed, columns) = (norm.is_present(), call.tensor(slot::W).extent(0));
-        if is_normed {
-            terms::keep_norm::<F>(tiles, &norm, k, block);
-        }
+        let (columns, k) = (call.tensor(slot::W).extent(0), call.tensor(slot::W).extent(1));
+        let oldest = tiles.next();
+        let norm = Norm::take(tiles, &call.tensor(of.norm()));
         // All that no other task has a part in, so that it is not behind the row: what outputs are made of, and the first tiles' places.
         let outputs = Outputs::new(call, of);
         let eps = params::<linear::Params>(&call.params()).eps;
         let (share, matrices) = (reciprocal(k), of.matrices());
-        let (oldest, mut taken) = (tiles.next(), Taken::none(F::row_bytes(k), matrices));
+        let mut taken = Taken::none(per_row, matrices);
         taken.take(tiles);
         let outcome = ready();
         if outcome.is_err() {
-            tiles.release_some(oldest, matrices);
+            tiles.release_some(oldest, tiles.next().wrapping_sub(oldest));
             return outcome;
         }
         let squares = if of.merges {
-            let row = Parts::new(call, Merge::of(&call.tensor(slot::X)));
-            terms::stage::<F, _>(&row, &norm, k, block)
+            terms::stage::<F, _>(&Parts::new(call, merge), &norm, k, block)
         } else {
             terms::stage::<F, _>(&First { call, x: call.tensor(slot::X) }, &norm, k, block)
         };
+        norm.release(tiles);
+        let is_normed = norm.is_present();
         let (lane, warps) = (block.lane(), block.warps());
         let (g, t) = (lane / 4, lane % 4);
         let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);

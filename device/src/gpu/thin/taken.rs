@@ -12,15 +12,21 @@ pub(super) struct Taken {
     pub(super) done: u32,
     /// One or two.
     matrices: u32,
-    /// Bytes times this are rows, in the upper word: exactly, for numbers as small as a tile's.
+    /// See [`Taken::per_row`].
     per_row: u32,
 }
 
 impl Taken {
-    /// None yet, of rows of so many bytes in each of so many matrices.
+    /// What bytes are multiplied with to be rows of `row_bytes`, in the upper word: exactly, for numbers as small as a tile's.
     #[inline(always)]
-    pub(super) fn none(row_bytes: u32, matrices: u32) -> Taken {
-        Taken { at: [0; 2], rows: 0, done: 0, matrices, per_row: u32::MAX / row_bytes + 1 }
+    pub(super) fn per_row(row_bytes: u32) -> u32 {
+        u32::MAX / row_bytes + 1
+    }
+
+    /// None yet, of rows of which there are so many [per](Taken::per_row) byte, in each of so many matrices.
+    #[inline(always)]
+    pub(super) fn none(per_row: u32, matrices: u32) -> Taken {
+        Taken { at: [0; 2], rows: 0, done: 0, matrices, per_row }
     }
 
     /// Takes the next ones.

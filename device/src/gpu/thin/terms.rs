@@ -3,7 +3,7 @@
 
 use super::super::flags::{Again, Read, unmarked};
 use super::super::rows::{singles, widen_brain, widen_half};
-use super::super::tiles::Tiles;
+use super::super::tiles::{Tile, Tiles};
 use super::super::{BF16, Call, F32, Tensor};
 use super::form::Form;
 use crate::arch::scalar::{f32_to_bf16_pair, fma};
@@ -35,14 +35,11 @@ pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
 
 /// The row to be staged.
 pub(crate) trait Source: Copy {
-    /// Whether elements may be asked for by eight.
-    fn is_whole(&self) -> bool;
-
     /// Calls `put(unit, true, values)` for every unit of eight of the `k` elements, on some thread; where warps do it `together`, all lanes of
     /// one call it, neighbours with neighbouring units, and those for which there is none with `false` and the last one.
     ///
     /// # Safety
-    /// Every thread of the block makes this same call; they are there, or will be, and the row [is whole](Source::is_whole).
+    /// Every thread of the block makes this same call; they are there, or will be, and elements may be asked for by eight.
     unsafe fn each(&self, k: u32, together: bool, block: &Block, put: impl FnMut(u32, bool, [f32; 8]));
 }
 
@@ -85,10 +82,16 @@ pub(crate) struct First<'a> {
 pub(super) type Asked = ([u32; 4], [u32; 4]);
 
 impl First<'_> {
+    /// Whether elements may be asked for by eight.
+    #[inline(always)]
+    pub(super) fn is_whole(&self) -> bool {
+        self.x.dtype() == F32 && self.x.address([0, 0]).addr().is_multiple_of(16)
+    }
+
     /// Asks for unit `unit`.
     ///
     /// # Safety
-    /// It is there, and the row [is whole](Source::is_whole).
+    /// It is there, and the row [is whole](First::is_whole).
     #[inline(always)]
     pub(super) unsafe fn ask(&self, unit: u32) -> Asked {
         let place = self.x.address([0, 0]).wrapping_add(32 * unit as usize);
@@ -132,11 +135,6 @@ impl First<'_> {
 
 impl Source for First<'_> {
     #[inline(always)]
-    fn is_whole(&self) -> bool {
-        self.x.dtype() == F32 && self.x.address([0, 0]).addr().is_multiple_of(16)
-    }
-
-    #[inline(always)]
     unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
         let (mut unit, units) = (block.thread, Units::of(k, together, block));
         if !units.go_on(unit) {
@@ -163,44 +161,73 @@ impl Source for First<'_> {
 /// What the splits of an attention found, merged.
 impl Source for Parts<'_> {
     #[inline(always)]
-    fn is_whole(&self) -> bool {
-        self.by_eight()
-    }
-
-    #[inline(always)]
     unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
-        let (mut unit, units) = (block.thread, Units::of(k, together, block));
-        while units.go_on(unit) {
-            // SAFETY: the caller's promise. One at a time: another on its way would be as much code again.
+        let units = Units::of(k, together, block);
+        if units.go_on(block.thread) {
+            let (go_on, clamped) = (|unit| units.go_on(unit), |unit| units.there(unit).0);
+            // SAFETY: the caller's promise.
             unsafe {
-                let (here, is_there) = units.there(unit);
-                let place = self.place(8 * here);
-                put(here, !together || is_there, self.merged(place, self.fetch(place, 0)));
+                self.each_eight(block.thread, block.threads, go_on, clamped, |unit, merged| {
+                    let (here, is_there) = units.there(unit);
+                    put(here, !together || is_there, merged);
+                });
             }
-            unit += block.threads;
         }
     }
 }
 
-/// Puts the weights of the norm, which come in the task's next tile, where they wait for the elements that they belong to: the tile need
-/// not be held until the row is there.
-///
-/// # Safety
-/// As [`stage`]; the task has a tile of the weights next.
-#[inline(always)]
-pub(super) unsafe fn keep_norm<F: Form>(tiles: &Tiles<'_>, norm: &Tensor, k: u32, block: &Block) {
-    // SAFETY: the caller's promise; a thread writes the words that it stages.
-    unsafe {
-        let tile = tiles.take();
-        for unit in block.mine(k / 8) {
-            if norm.dtype() == F32 {
-                F::keep_norm(unit, k, bulk::load16(tile.at + 32 * unit));
-                shared::store16(F::norm_rest(unit, k), bulk::load16(tile.at + 32 * unit + 16));
-            } else {
-                F::keep_norm(unit, k, bulk::load16(tile.at + 16 * unit));
+/// The weights of a norm, in a tile.
+#[derive(Clone, Copy)]
+pub(super) struct Norm {
+    /// 0: there is none.
+    dtype: u16,
+    tile: Tile,
+}
+
+impl Norm {
+    /// Those of operand `norm`, if it is there, which are the task's next tile.
+    ///
+    /// # Safety
+    /// As [`Tiles::take`].
+    #[inline(always)]
+    pub(super) unsafe fn take(tiles: &Tiles<'_>, norm: &Tensor) -> Norm {
+        // SAFETY: the caller's promise.
+        Norm { dtype: norm.dtype(), tile: if norm.is_present() { unsafe { tiles.take() } } else { Tile::NONE } }
+    }
+
+    /// Whether there are any.
+    #[inline(always)]
+    pub(super) fn is_present(&self) -> bool {
+        self.dtype != 0
+    }
+
+    /// Those of unit `unit`.
+    ///
+    /// # Safety
+    /// There are some, and the tile has not been [released](Norm::release).
+    #[inline(always)]
+    unsafe fn unit(&self, unit: u32) -> [f32; 8] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            if self.dtype == F32 {
+                let at = self.tile.at + 32 * unit;
+                return singles(bulk::load16(at), bulk::load16(at + 16));
             }
+            let words = bulk::load16(self.tile.at + 16 * unit);
+            if self.dtype == BF16 { widen_brain(words) } else { widen_half(words) }
         }
-        tiles.release(tile);
+    }
+
+    /// Releases the tile, if there is one.
+    ///
+    /// # Safety
+    /// As [`Tiles::release`].
+    #[inline(always)]
+    pub(super) unsafe fn release(&self, tiles: &Tiles<'_>) {
+        if self.is_present() {
+            // SAFETY: the caller's promise.
+            unsafe { tiles.release(self.tile) }
+        }
     }
 }
 
@@ -230,13 +257,13 @@ pub(super) unsafe fn put_terms(unit: u32, values: [f32; 8], k: u32) {
 }
 
 /// Puts the `k` elements of row `x` into shared memory, as the terms that weights of form `F` are multiplied with; before that each is
-/// multiplied with its weight of the norm, if there is one, which [`keep_norm`] has kept. The sum of the squares of those that this thread had.
+/// multiplied with its weight of the norm, if there is one. The sum of the squares of those that this thread had.
 ///
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k` elements, at most
-/// [`Form::LONGEST`], in [whole](Source::is_whole) units.
+/// [`Form::LONGEST`], in whole units of eight that may be asked for at once, and so has the norm.
 #[inline(always)]
-pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Tensor, k: u32, block: &Block) -> f32 {
+pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Norm, k: u32, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let mut squares = 0.0;
@@ -244,12 +271,7 @@ pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Tensor, k: u32, blo
             #[inline(always)]
             |unit: u32, is_there: bool, mut values: [f32; 8]| {
                 if norm.is_present() && is_there {
-                    let first = F::kept_norm(unit, k);
-                    let weight = match norm.dtype() {
-                        F32 => singles(first, shared::load16(F::norm_rest(unit, k))),
-                        BF16 => widen_brain(first),
-                        _ => widen_half(first),
-                    };
+                    let weight = norm.unit(unit);
                     for i in 0..8 {
                         squares = fma(values[i], values[i], squares);
                         values[i] *= weight[i];

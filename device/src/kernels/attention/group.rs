@@ -18,9 +18,9 @@ use super::gpu::Head;
 use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
 use crate::arch::{each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
-use crate::gpu::BF16;
 use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
+use crate::gpu::{BF16, Row};
 use core::f32::consts::LOG2_E;
 use perpetua_shared::launch::TASK_THREADS;
 
@@ -36,7 +36,7 @@ const DIMENSIONS: u32 = 128;
 /// Parts at most: a warp's each.
 const PARTS: usize = TASK_THREADS as usize / 32;
 
-/// Words of a row of a part after its sums: the maximum, the total and two zeros, since rows begin on 16 bytes.
+/// Words of a row of a part before its sums: the maximum, the total and two zeros, since sums begin on 16 bytes.
 const MORE: u32 = 4;
 
 /// Where queries are staged: rows of hi, then rows of lo, [`pitch`] words each; parts come after them.
@@ -60,21 +60,19 @@ fn part_words(queries: u32, d: u32) -> u32 {
     queries * (d + MORE)
 }
 
-/// `$body` for the masks by which eight neighbouring lanes come to have what is all theirs.
-macro_rules! each_of_eight_lanes {
-    ($mask:ident => $body:expr) => {
-        each_of_eight_lanes!(@ $mask => $body; 1 2 4)
+/// `$body` for each part there may be, written out: what loops index would be in memory.
+macro_rules! each_part {
+    ($part:ident => $body:expr) => {
+        each_part!(@ $part => $body; 0 1 2 3 4 5 6)
     };
-    // Written out: what loops index would be in memory.
-    (@ $mask:ident => $body:expr; $($number:literal)*) => {
+    (@ $part:ident => $body:expr; $($number:literal)*) => {{
+        const _: () = assert!([$($number),*].len() == PARTS);
         $({
-            let $mask = $number;
+            const $part: usize = $number;
             $body;
         })*
-    };
+    }};
 }
-
-const _: () = assert!(PARTS < 8, "a lane of eight has a part's head");
 
 /// A key/value head and its queries.
 #[derive(Clone, Copy)]
@@ -122,7 +120,7 @@ impl Group {
             && fits(&self.v)
     }
 
-    /// Attends to positions `first..end`, and calls `put(g, i, found)`, on some thread, for dimensions i to i + 3 of each query g.
+    /// Attends to positions `first..end`, and calls `put(row(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g.
     ///
     /// # Safety
     /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
@@ -132,7 +130,8 @@ impl Group {
         &self,
         (first, end): (u32, u32),
         block: &Block,
-        put: impl Fn(u32, u32, Sums),
+        row: impl Fn(u32) -> Row,
+        put: impl Fn(&Row, u32, Sums),
     ) {
         let (parts_at, words) = (parts_at(self.queries, self.d), part_words(self.queries, self.d));
         // As many as have work, are there, and have room; counted, since a division takes longer.
@@ -150,35 +149,36 @@ impl Group {
                 self.find((first, end), (block.warp(), parts), block.lane(), at);
             }
             block.sync();
-            // A lane has the head of one part, of which there are fewer than eight, and four dimensions of all. Those beyond the last
-            // are the last once more, with no weight, and not put.
-            let lane = block.lane();
-            let (own, i) = (lane % 8, 4 * lane);
+            // A lane has four dimensions, of all parts; those beyond the last are the last once more, with no weight, and not put.
+            let i = 4 * block.lane();
             let at = if i < self.d { i } else { 0 };
             let mut g = block.warp();
             while g < self.queries {
-                let row = |part: u32| parts_at + part * words + g * (self.d + MORE);
-                let [own_max, own_total, ..] =
-                    shared::load16(row(if own < parts { own } else { parts - 1 }) + self.d).map(f32::from_bits);
-                let mut max = own_max;
-                each_of_eight_lanes!(mask => max = larger(max, f32::from_bits(warp::shuffle_xor(max.to_bits(), mask))));
-                // With every score at -inf (a NaN or an overflow upstream) it is NaN, as in the reference; without positions
-                // the total is 0.
-                let is_there = own < parts && own_total != 0.0;
-                let weight = exp2(if is_there { (own_max - max) * LOG2_E } else { f32::NEG_INFINITY });
-                let mut total = if is_there { own_total * weight } else { 0.0 };
-                each_of_eight_lanes!(mask => total += f32::from_bits(warp::shuffle_xor(total.to_bits(), mask)));
-                let (mut part, mut sums) = (0, [0.0; 4]);
-                while part < parts {
-                    let of = shared::load16(row(part) + at);
-                    let weight = f32::from_bits(warp::shuffle(weight.to_bits(), part));
-                    for j in 0..4 {
-                        sums[j] = fma(f32::from_bits(of[j]), weight, sums[j]);
-                    }
-                    part += 1;
-                }
+                // Found before the parts are, which takes as long.
+                let to = row(g);
+                // Looked for anew for each query: the places of all, found before, would be as much code.
+                let from = memory::opaque_word(parts_at + g * (self.d + MORE));
+                let (mut heads, mut sums) = ([[0.0; 2]; PARTS], [[0.0; 4]; PARTS]);
+                each_part!(PART => {
+                    let is_there = (PART as u32) < parts;
+                    let from = from + if is_there { PART as u32 * words } else { 0 };
+                    let [max, total] = shared::load8(from).map(f32::from_bits);
+                    heads[PART] = [if is_there { max } else { f32::NEG_INFINITY }, total];
+                    sums[PART] = shared::load16(from + MORE + at).map(f32::from_bits);
+                });
+                let mut all = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
+                each_part!(PART => all.max = larger(all.max, heads[PART][0]));
+                // With every score at -inf (a NaN or an overflow upstream) weights are NaN, as in the reference; without positions, where
+                // the total is 0, they are 0.
+                let origin = if heads[0][1] == 0.0 { 0.0 } else { all.max };
+                each_part!(PART => {
+                    let weight = exp2((heads[PART][0] - origin) * LOG2_E);
+                    all.total = fma(heads[PART][1], weight, all.total);
+                    let ([a, b, c, d], [e, f, g, h]) = (sums[PART], all.sums);
+                    all.sums = [fma(a, weight, e), fma(b, weight, f), fma(c, weight, g), fma(d, weight, h)];
+                });
                 if i < self.d {
-                    put(g, i, Sums { max, total, sums });
+                    put(&to, i, all);
                 }
                 g += block.warps();
             }
@@ -300,13 +300,13 @@ impl Group {
                             let sum = sums[(8 * chunk + j) as usize];
                             (sum[side as usize] + sum[side as usize + 2]).to_bits()
                         };
-                        shared::store16(to + i, [sum(0), sum(1), sum(2), sum(3)]);
-                        shared::store16(to + i + 4, [sum(4), sum(5), sum(6), sum(7)]);
+                        shared::store16(to + MORE + i, [sum(0), sum(1), sum(2), sum(3)]);
+                        shared::store16(to + MORE + i + 4, [sum(4), sum(5), sum(6), sum(7)]);
                     }
                 }
             }
             if t == 0 {
-                shared::store16(to + d, [max.to_bits(), total.to_bits(), 0, 0]);
+                shared::store16(to, [max.to_bits(), total.to_bits(), 0, 0]);
             }
         }
     }
