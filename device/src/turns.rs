@@ -1,10 +1,11 @@
 //! The records that workers on a GPU fetch tasks by ([`Turn`]), made on the host.
 
 use crate::gpu::thin::Product;
+use crate::kernels::{DecodeAttention, Numbered, decode_attention};
 use crate::worker::ImageView;
 use core::mem::offset_of;
 use perpetua_shared::turn::TURN_EVENTS;
-use perpetua_shared::{Operand, Turn};
+use perpetua_shared::{Operand, TaskDesc, Turn};
 
 /// Words of each record of `view`.
 pub fn words(view: &ImageView<'_>) -> usize {
@@ -12,11 +13,19 @@ pub fn words(view: &ImageView<'_>) -> usize {
     (size_of::<Turn>() + operands * size_of::<Operand>()) / 4
 }
 
-/// The records of all tasks of `view`, one after the other, with binding `i` at address `bindings[i]`.
+/// [`Turn::known`] of `task`, whose `operands` have addresses; `is_aligned` says whether one lies on sixteen bytes, whatever the sequence.
+fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
+    match task.task_type {
+        DecodeAttention::TASK_TYPE => decode_attention::known(task, operands, is_aligned),
+        _ => Product::words(task, operands, is_aligned),
+    }
+}
+
+/// The records of all tasks of `view`, one after the other, with binding `i` at address `bindings[i]`, of which a sequence has `parts[i]` bytes.
 ///
 /// # Panics
 /// When the image has more bindings.
-pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
+pub fn records(view: &ImageView<'_>, bindings: &[u64], parts: &[u64]) -> Vec<u32> {
     let words = words(view);
     let mut all = vec![0; words * view.tasks.len()];
     for (number, (record, task)) in (0..).zip(all.chunks_exact_mut(words).zip(view.tasks)) {
@@ -36,7 +45,7 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
             waits: [[0; 2]; TURN_EVENTS],
             task: number,
             data_first: 0,
-            product: [0; 4],
+            known: [0; 4],
         };
         for (to, event) in turn.triggers.iter_mut().zip(view.triggers(task)) {
             *to = *event;
@@ -53,7 +62,8 @@ pub fn records(view: &ImageView<'_>, bindings: &[u64]) -> Vec<u32> {
                 Operand { offset_bytes, ..*operand }
             })
             .collect();
-        turn.product = Product::words(task, &operands);
+        let part = |operand: &Operand| parts[operand.binding.idx()];
+        turn.known = known(task, &operands, |operand| (operand.offset_bytes | part(operand)).is_multiple_of(16));
         head.copy_from_slice(bytemuck::cast_slice(&[turn]));
         let words: &[u32] = bytemuck::cast_slice(&operands);
         rest[..words.len()].copy_from_slice(words);

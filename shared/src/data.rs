@@ -2,6 +2,7 @@
 
 #[cfg(doc)]
 use crate::TaskFlags;
+use crate::divisor::Divisor;
 use bytemuck::{Pod, Zeroable};
 
 /// One copy of contiguous bytes into a worker's shared memory, in the order its loader issues them. 32 bytes.
@@ -86,7 +87,22 @@ pub const fn share(visible: u32, window: u32, splits: u32, number: u32) -> (u32,
     if splits <= 1 {
         return (before, visible);
     }
-    let len = (visible - before).div_ceil(splits);
+    share_of((visible - before).div_ceil(splits), before, visible, number)
+}
+
+/// [`share`], where `by` divides by `splits`: of fewer than 2^26 positions and up to 64 splits.
+#[inline(always)]
+pub const fn share_by(visible: u32, window: u32, splits: u32, by: Divisor, number: u32) -> (u32, u32) {
+    let before = visible.saturating_sub(window);
+    if splits <= 1 {
+        return (before, visible);
+    }
+    share_of(by.divide(visible - before + (splits - 1)), before, visible, number)
+}
+
+/// Of positions `before..visible` the `number`th `len`.
+#[inline(always)]
+const fn share_of(len: u32, before: u32, visible: u32, number: u32) -> (u32, u32) {
     let (first, end) = (before + number * len, before + (number + 1) * len);
     (if first < visible { first } else { visible }, if end < visible { end } else { visible })
 }
@@ -103,7 +119,11 @@ mod tests {
         for visible in 0..40 {
             for window in [1, 2, 7, 39, 40, u32::MAX] {
                 for splits in 1..9 {
-                    let shares = (0..splits).map(|number| share(visible, window, splits, number));
+                    let shares = (0..splits).map(|number| {
+                        let by = share_by(visible, window, splits, Divisor::of(splits), number);
+                        assert_eq!(by, share(visible, window, splits, number), "{visible} {window} {splits}");
+                        by
+                    });
                     let mut end = visible.saturating_sub(window);
                     for (from, to) in shares.filter(|(from, to)| from < to) {
                         assert_eq!(from, end, "{visible} {window} {splits}");

@@ -9,6 +9,7 @@
 pub mod body;
 pub mod control;
 pub mod data;
+pub mod divisor;
 pub mod dtype;
 pub mod event;
 pub mod fault;

@@ -43,8 +43,8 @@ pub struct Turn {
     pub task: u32,
     /// The first of the image's data ops that are the task's tiles, if it has any.
     pub data_first: u32,
-    /// What its body would else find out of its operands each time: of a product of one row what it is, all zeros if it is none.
-    pub product: [u32; 4],
+    /// What its body would else find out of its operands each time: its kernel's own words, zeros where it has none.
+    pub known: [u32; 4],
 }
 
 const _: () = assert!(size_of::<Turn>() == 192 && size_of::<Turn>().is_multiple_of(16));

@@ -86,7 +86,7 @@ fn turn_of(task: &TaskDesc, operands: &[Operand], bindings: &[u64]) -> Vec<u32> 
         lists: &[0],
         n_workers: 1,
     };
-    records(&view, bindings)
+    records(&view, bindings, &vec![0; bindings.len()])
 }
 
 /// What a launch has to know of to fetch a task by its record.

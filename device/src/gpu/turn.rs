@@ -243,12 +243,12 @@ pub(crate) unsafe fn trigger(at: u32, all: *const u32) -> u32 {
     }
 }
 
-/// [`Turn::product`].
+/// [`Turn::known`].
 #[inline(always)]
 #[track_caller]
-pub(crate) fn product() -> [u32; 4] {
+pub(crate) fn known() -> [u32; 4] {
     // SAFETY: see `word`.
-    unsafe { shared::constant(TURN + offset_of!(Turn, product) as u32 / 4) }
+    unsafe { shared::constant(TURN + offset_of!(Turn, known) as u32 / 4) }
 }
 
 /// Its index along axis `AXIS` of the operator's grid.

@@ -12,6 +12,7 @@ use crate::arch::scalar::{exp2, fma, reciprocal};
 use crate::arch::{atomic, memory};
 use crate::gpu::flags::Read;
 use core::f32::consts::LOG2_E;
+use perpetua_shared::divisor::Divisor;
 use perpetua_shared::flag;
 
 /// See the module head.
@@ -158,13 +159,13 @@ pub(super) fn merged(parts: &crate::io::Tensor) -> Vec<f32> {
     row
 }
 
-/// What an element's head and query are found with: 2^32 over elements of a query, and over queries of a head.
+/// What an element's head and query are found with: the elements of a query, and the queries of a head, to divide by.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Merge(pub(crate) [u32; 2]);
+pub(crate) struct Merge(pub(crate) [Divisor; 2]);
 
 impl Merge {
     /// Of nothing.
-    pub(crate) const NONE: Merge = Merge([0; 2]);
+    pub(crate) const NONE: Merge = Merge([Divisor(0); 2]);
 
     /// Of `parts` as the module head has them.
     #[inline(always)]
@@ -175,9 +176,7 @@ impl Merge {
     /// Of queries of `d` elements, `group` to a head.
     #[inline(always)]
     pub(crate) fn new(d: u32, group: u32) -> Merge {
-        // Products with these have quotients in their upper words, exactly, of numbers as small as a row's elements.
-        let per = |n: u32| if n > 1 { u32::MAX / n + 1 } else { 0 };
-        Merge([per(d), per(group)])
+        Merge([Divisor::of(d), Divisor::of(group)])
     }
 }
 
@@ -204,16 +203,16 @@ impl Parts<'_> {
     #[inline(always)]
     fn by_eight(&self) -> bool {
         let strides = [self.of.stride(0), self.of.stride(1), self.of.stride(2)];
-        are_in_eights(self.of.row([0]).start().addr() as u64, strides, self.of.extent(3))
+        are_in_eights(strides, self.of.extent(3)) && self.of.row([0]).is_aligned(16)
     }
 
     /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
     #[inline(always)]
     pub(crate) fn place(&self, at: u32) -> Place {
         let (group, d) = (self.of.extent(2), self.of.extent(3) - FOUND);
-        let divided = |n: u32, per: u32| if per == 0 { n } else { ((u64::from(n) * u64::from(per)) >> 32) as u32 };
-        let item = divided(at, self.merge.0[0]);
-        let head = divided(item, self.merge.0[1]);
+        let Merge([by_d, by_group]) = self.merge;
+        let item = by_d.divide(at);
+        let head = by_group.divide(item);
         Place { row: self.of.row([head, 0, item - head * group]).at(0), i: at - item * d }
     }
 
@@ -318,19 +317,27 @@ impl Parts<'_> {
         clamped: impl Fn(u32) -> u32,
         mut put: impl FnMut(u32, [f32; 8]),
     ) {
-        let splits = self.of.extent(1);
-        let place = |unit: u32| self.place(8 * clamped(unit));
+        let place_of = |unit: u32| self.place(8 * clamped(unit));
         // SAFETY: the caller's promise.
         unsafe {
-            self.await_first(place(unit));
-            let (mut all, mut first, mut asked) = (Merged::nothing(), 0, None);
+            let (mut place, mut all, mut first, mut asked) = (place_of(unit), Merged::nothing(), 0, None);
+            self.await_first(place);
             loop {
-                let found = self.there(asked, place(unit), first);
+                let found = self.there(asked, place, first);
                 let (here, of) = (unit, first);
-                let is_whole = first + AHEAD as u32 >= splits;
-                (unit, first) = if is_whole { (unit + step, 0) } else { (unit, first + AHEAD as u32) };
+                first += AHEAD as u32;
+                let is_whole = first >= self.of.extent(1);
+                if is_whole {
+                    (unit, first) = (unit + step, 0);
+                }
                 let goes_on = go_on(unit);
-                asked = if goes_on { Some(self.fetch(place(unit), first)) } else { None };
+                asked = None;
+                if goes_on {
+                    if is_whole {
+                        place = place_of(unit);
+                    }
+                    asked = Some(self.fetch(place, first));
+                }
                 all.add(self, of, found);
                 if is_whole {
                     put(here, all.elements());
@@ -420,11 +427,11 @@ impl<const N: usize> Merged<N> {
     }
 }
 
-/// Whether eight elements of parts at `address`, their rows of `width` elements apart by `strides`, may be merged at once, from every
+/// Whether eight elements of parts on sixteen bytes, their rows of `width` elements apart by `strides`, may be merged at once, from every
 /// eighth on.
 #[inline(always)]
-pub(crate) fn are_in_eights(address: u64, [a, b, c]: [u32; 3], width: u32) -> bool {
-    (a | b | c).is_multiple_of(4) && (width - FOUND).is_multiple_of(8) && address.is_multiple_of(16)
+pub(crate) fn are_in_eights([a, b, c]: [u32; 3], width: u32) -> bool {
+    (a | b | c).is_multiple_of(4) && (width - FOUND).is_multiple_of(8)
 }
 
 /// Where elements of a head lie, see [`Parts::place`].

@@ -14,6 +14,11 @@ use super::*;
 use crate::arch::scalar::reciprocal;
 use crate::arch::{memory, shared};
 use crate::block::FREE_SHARED;
+use crate::gpu::turn;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::TaskDesc;
+use perpetua_shared::data::share_by;
+use perpetua_shared::divisor::Divisor;
 
 /// See the module head.
 #[derive(Debug)]
@@ -74,6 +79,19 @@ slots! {
     V_CACHE: append "v_cache",
     Y: write "y",
 }
+
+/// What a record says of a task ([`Turn::known`](perpetua_shared::Turn::known)): whether its queries are taken as a [`Group`], and its splits, to
+/// divide by.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(crate) fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
+    let [q, k, v] = [slot::Q, slot::K_CACHE, slot::V_CACHE].map(|slot| &operands[slot]);
+    let is_fit = Group::is_fit(q.extent[2], [k, v]) && is_aligned(k) && is_aligned(v);
+    let by_splits = Divisor::of(params::<Params>(&task.params).splits.max(1));
+    [if is_fit { FITS } else { 0 }, by_splits.0, 0, 0]
+}
+
+/// No [`Product`](crate::gpu::thin::Product)'s, whose lowest bits are not 0.
+const FITS: u32 = 4;
 
 impl MacroKernel for DecodeAttention {
     const NAME: &'static str = "decode_attention";
@@ -166,12 +184,14 @@ impl MacroKernel for DecodeAttention {
         unsafe {
             let heads = call.tensor(slot::Q).extent(1);
             let pos = call.first_pos();
-            let (first, end) = p.attention().share(pos + 1, call.block::<1>());
+            let [is_fit, by_splits, ..] = turn::known();
+            let (first, end) = share_by(pos + 1, p.window, p.splits, Divisor(by_splits), call.block::<1>());
+            let is_fit = (is_fit == FITS) & call.uses(Technique::GroupAttention);
             let appends = first <= pos && pos < end;
             let queries = memory::opaque_word(call.tensor(slot::Q).extent(2));
             let d = memory::opaque_word(call.tensor(slot::Q).extent(3));
             let half = d / 2;
-            let turn = {
+            let turn_of = {
                 #[inline(always)]
                 |g: u32, lane: u32| {
                     let (norm, frequencies) = (
@@ -191,7 +211,7 @@ impl MacroKernel for DecodeAttention {
                 }
             };
             // How it is turned is asked for before the query is there.
-            let mut asked = turn(block.warp(), block.lane()).ask(0);
+            let mut asked = turn_of(block.warp(), block.lane()).ask(0);
             ready()?;
             let mut h = 0;
             loop {
@@ -203,7 +223,6 @@ impl MacroKernel for DecodeAttention {
                     let (queries, d) = (memory::opaque_word(q.extent(2)), memory::opaque_word(q.extent(3)));
                     Group { k: Head::new(&k, h), v: Head::new(&v, h), queries, d, scale: p.scale }
                 };
-                let is_fit = group_of().is_fit() && call.uses(Technique::GroupAttention);
                 // The queries, and then the key and the value.
                 let mut g = block.warp();
                 let rows = queries + if appends { 2 } else { 0 };
@@ -217,7 +236,7 @@ impl MacroKernel for DecodeAttention {
                         if is_key { call.tensor(slot::K).row([0, h]) } else { call.tensor(slot::Q).row([0, h, g]) };
                     let to = call.tensor(slot::K_CACHE).row([h, pos]);
                     let from = |at| call.gather(slot::Q + usize::from(is_key), &from, at);
-                    let head = turn(g, lane);
+                    let head = turn_of(g, lane);
                     let ahead = head.told(0, asked);
                     head.head(from(head.elements(0)), from, ahead, |i, one, other| match (is_key, is_fit) {
                         (false, true) => {
@@ -249,7 +268,7 @@ impl MacroKernel for DecodeAttention {
                     });
                     g += block.warps();
                     if g <= queries {
-                        asked = turn(g, lane).ask(0);
+                        asked = turn_of(g, lane).ask(0);
                     }
                 }
                 block.sync();
@@ -266,7 +285,7 @@ impl MacroKernel for DecodeAttention {
                     return Ok(());
                 }
                 block.sync();
-                asked = turn(block.warp(), lane).ask(0);
+                asked = turn_of(block.warp(), lane).ask(0);
             }
         }
     }

@@ -46,7 +46,7 @@ impl<'a> Sections<'a> {
     /// The image's bindings lie at `addresses`.
     pub(super) fn bind(&mut self, addresses: Vec<u64>) {
         assert_eq!(addresses.len(), self.bindings.len(), "an address for each binding");
-        self.turns = turns::records(&self.view, &addresses);
+        self.turns = turns::records(&self.view, &addresses, &self.parts);
         self.bindings = addresses;
     }
 

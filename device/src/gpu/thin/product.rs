@@ -8,12 +8,13 @@ use super::super::{Call, F32, Row, Tensor, turn};
 use super::taken::Taken;
 use super::terms::{self, First, Norm, TERMS};
 use super::{Form, Kind, SQUARES, products, room};
-use crate::arch::{atomic, shared, warp};
+use crate::arch::{atomic, memory, shared, warp};
 use crate::block::{Block, Candidate};
 use crate::kernels::attention::FOUND;
 use crate::kernels::attention_merge::{Merge, Parts, are_in_eights};
 use crate::kernels::linear::slot;
 use crate::kernels::{GatedLinear, Linear, Numbered, argmax, gated_linear, linear, params};
+use perpetua_shared::divisor::Divisor;
 use perpetua_shared::{Fault, Operand, TaskDesc, Technique};
 
 /// Such a task, as it is known when it runs.
@@ -56,10 +57,10 @@ impl Of {
 }
 
 impl Product {
-    /// What a record says of such a task ([`Turn::product`](perpetua_shared::Turn::product)): its kind and [what it is of](Of), then what it
-    /// divides by. Zeros, if `task`, whose `operands` have addresses, is none.
+    /// What a record says of such a task ([`Turn::known`](perpetua_shared::Turn::known)): one more than its kind, in the lowest two bits, and
+    /// [what it is of](Of), then what it divides by. Zeros, if `task`, whose `operands` have addresses, is none.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub(crate) fn words(task: &TaskDesc, operands: &[Operand]) -> [u32; 4] {
+    pub(crate) fn words(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
         let two = task.task_type == GatedLinear::TASK_TYPE;
         if task.tiles == 0 || !two && task.task_type != Linear::TASK_TYPE {
             return [0; 4];
@@ -76,17 +77,17 @@ impl Product {
         let fits = by_form!(kind, F => k.is_multiple_of(F::ROW_MULTIPLE) && k <= F::LONGEST);
         let is_row = if of.merges {
             let [a, b, c, _] = x.stride_elems;
-            are_in_eights(x.offset_bytes, [a, b, c], x.extent[3])
+            are_in_eights([a, b, c], x.extent[3])
         } else {
-            x.dtype == F32 && x.offset_bytes.is_multiple_of(16)
+            x.dtype == F32
         };
-        if up.dtype != w.dtype || !are_whole || !fits || !is_row || is_weighted != 0 {
+        if up.dtype != w.dtype || !are_whole || !fits || !is_row || !is_aligned(&x) || is_weighted != 0 {
             return [0; 4];
         }
-        let Merge(merge) = if of.merges { Merge::new(x.extent[3] - FOUND, x.extent[2]) } else { Merge::NONE };
+        let Merge([d, group]) = if of.merges { Merge::new(x.extent[3] - FOUND, x.extent[2]) } else { Merge::NONE };
         let bits = [(of.two, Self::TWO), (of.merges, Self::MERGES), (x.extent[0] == 1, Self::ONE)];
         let form = 1 + kind as u32 + bits.map(|(is_so, bit)| u32::from(is_so) * bit).iter().sum::<u32>();
-        [form, by_form!(kind, F => Taken::per_row(F::row_bytes(k))), merge[0], merge[1]]
+        [form, by_form!(kind, F => Taken::per_row(F::row_bytes(k))), d.0, group.0]
     }
 
     // Beside the kind in its word.
@@ -98,7 +99,7 @@ impl Product {
     /// The task of `call`, if it is such, in a pass of one row. One question, since each is waited for.
     #[inline(always)]
     pub(crate) fn of(call: &Call<'_>) -> Option<Product> {
-        let [form, per_row, merge @ ..] = turn::product();
+        let [form, per_row, d, group] = turn::known();
         let of = Of { two: form & Self::TWO != 0, merges: form & Self::MERGES != 0 };
         let rows = call.pass_rows().saturating_sub(call.row_first());
         let is_row = of.merges | (rows == 1) | ((rows != 0) & (form & Self::ONE != 0));
@@ -109,11 +110,11 @@ impl Product {
             2 => Kind::Eight,
             _ => Kind::Four,
         };
-        ((form != 0) & is_row & (left != 0) & call.uses(Technique::ThinProducts)).then_some(Product {
+        ((form % 4 != 0) & is_row & (left != 0) & call.uses(Technique::ThinProducts)).then_some(Product {
             kind,
             of,
             per_row,
-            merge: Merge(merge),
+            merge: Merge([Divisor(d), Divisor(group)]),
         })
     }
 
@@ -161,6 +162,12 @@ unsafe fn run<F: Form>(
         let outputs = Outputs::new(call, of);
         let eps = params::<linear::Params>(&call.params()).eps;
         let (share, matrices) = (reciprocal(k), of.matrices());
+        // Where a warp keeps its sums, of how many rows of each matrix at most, and of how many at a time.
+        let (warps, second) = (block.warps(), u32::from(of.two));
+        let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);
+        let pitch = room(parts, warps);
+        let own = memory::opaque_word(parts + block.warp() * pitch);
+        let (most, per) = (memory::opaque_word(pitch >> second), 16 >> second);
         let mut taken = Taken::none(per_row, matrices);
         taken.take(tiles);
         let outcome = ready();
@@ -175,21 +182,16 @@ unsafe fn run<F: Form>(
         };
         norm.release(tiles);
         let is_normed = norm.is_present();
-        let (lane, warps) = (block.lane(), block.warps());
-        let (g, t) = (lane / 4, lane % 4);
-        let (squares_at, parts) = (TERMS + F::words(k), TERMS + F::words(k) + SQUARES);
-        let pitch = room(parts, warps);
-        let own = parts + block.warp() * pitch;
         // Asked for before the products, which take longer.
         let early = if block.thread < columns { outputs.ask(block.thread) } else { 0 };
         if is_normed {
             let squares = warp::sum(squares);
-            if lane == 0 {
+            if block.lane() == 0 {
                 shared::store(squares_at + block.warp(), squares.to_bits());
             }
         }
-        // Of each matrix. Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
-        let per = 16 / matrices;
+        // Where a lane finds its two rows of weights: of one matrix the second is eight further on, of two it is the other's.
+        let (g, t) = (block.lane() / 4, block.lane() % 4);
         let row = |i: u32| if of.two { g } else { g + 8 * i };
         let place = |taken: &Taken, i: u32, row: u32| {
             taken.at(if of.two { i } else { 0 }) + row * F::row_bytes(k) + F::lane_at(block)
@@ -198,7 +200,8 @@ unsafe fn run<F: Form>(
         let (mut first, mut kept) = (0, 0);
         let mut best = Candidate::NONE;
         loop {
-            while (taken.done < taken.rows || tiles.left() >= matrices) && (kept + per) * matrices <= pitch {
+            // One question, since each is waited for.
+            while ((taken.done < taken.rows) | (tiles.left() >= matrices)) & (kept + per <= most) {
                 let oldest = taken.oldest(tiles);
                 if taken.done == taken.rows {
                     taken.take(tiles);

@@ -22,6 +22,8 @@ use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
 use crate::gpu::{BF16, Row};
 use core::f32::consts::LOG2_E;
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::Operand;
 use perpetua_shared::launch::TASK_THREADS;
 
 /// Queries at most: half of A's rows.
@@ -108,16 +110,20 @@ pub(in crate::kernels) unsafe fn stage(queries: u32, d: u32, g: u32, i: u32, val
 }
 
 impl Group {
-    /// Whether its keys and values can be read as tensor cores want them, and there is room for its queries.
-    #[inline(always)]
-    pub(in crate::kernels) fn is_fit(&self) -> bool {
-        let fits = |head: &Head| head.first.is(BF16) && head.step.is_multiple_of(8) && head.first.is_aligned(16);
-        self.queries <= QUERIES
-            && self.d.is_multiple_of(32)
-            && self.d <= DIMENSIONS
-            && parts_at(self.queries, self.d) + part_words(self.queries, self.d) <= shared::KEPT
-            && fits(&self.k)
-            && fits(&self.v)
+    /// Whether keys and values `caches`, [heads, positions, d] on sixteen bytes, can be read as tensor cores want them, and there is room for
+    /// `queries` queries.
+    #[cfg(not(target_arch = "nvptx64"))]
+    pub(in crate::kernels) fn is_fit(queries: u32, caches: [&Operand; 2]) -> bool {
+        let fits = |cache: &Operand| {
+            let [head, step, ..] = cache.stride_elems;
+            cache.dtype == BF16 && step.is_multiple_of(8) && (cache.extent[0] == 1 || head.is_multiple_of(8))
+        };
+        let d = caches[0].extent[2];
+        queries <= QUERIES
+            && d.is_multiple_of(32)
+            && d <= DIMENSIONS
+            && parts_at(queries, d) + part_words(queries, d) <= shared::KEPT
+            && caches.into_iter().all(fits)
     }
 
     /// Attends to positions `first..end`, and calls `put(row(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g.
