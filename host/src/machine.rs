@@ -39,6 +39,8 @@ pub struct Machine {
     /// What the rows of a step may be, one of each matrix that a kernel takes a tile of, to be a tile each although they are longer. Longer
     /// ones come in pieces.
     pub row_bytes: u64,
+    /// Rows that a body multiplies at once: a tile of more of them has a multiple.
+    pub rows_at_once: u64,
     /// Barriers for copies in flight or not yet used.
     pub n_barriers: u32,
     /// What of the cache that all workers share one may have asked for without having begun the task that reads it, where nothing comes in
@@ -69,8 +71,8 @@ pub struct Machine {
 
 impl Machine {
     /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 208 KiB remain, in tiles of up to
-    /// 24 KiB: with fewer rows of weights in a tile more of a tensor core's product is empty, with more the last tile is waited
-    /// for longer; a longer row whole, if a body may hold one while the next is on its way and as much again;
+    /// 32 KiB and of eights of rows, as a tensor core's product takes them: with fewer a worker spends more on taking tiles than it can, with
+    /// more the last one is waited for longer; a longer row whole, if a body may hold one while the next is on its way and as much again;
     /// 96 KiB an SM, 12.7 MB in all, of 50 MB of L2, in which the tasks at work have as much again, and activations;
     /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
     /// L2, half a poll and a poll), to be measured; tiles at
@@ -80,8 +82,9 @@ impl Machine {
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
         reserve_bytes: 19 << 10,
-        tile_bytes: 24 << 10,
+        tile_bytes: 32 << 10,
         row_bytes: 52 << 10,
+        rows_at_once: 8,
         n_barriers: 32,
         near_ahead_bytes: 96 << 10,
         bytes_per_s: 4.3e12 / 132.0,
@@ -105,6 +108,7 @@ impl Machine {
         reserve_bytes: 1 << 20,
         tile_bytes: 16 << 10,
         row_bytes: 16 << 10,
+        rows_at_once: 1,
         n_barriers: 1 << 10,
         near_ahead_bytes: 0,
         bytes_per_s: 16.5e9,

@@ -30,6 +30,9 @@ pub const MAX_SPLITS: u32 = 32;
 /// Splits of which a thread has the loads under way: memory answers long after it is asked.
 const AHEAD: usize = 4;
 
+/// Splits that it asks for while it merges as many others: there are no registers for more.
+const AT_ONCE: usize = AHEAD / 2;
+
 /// Bytes of `parts` that nobody reads: two words of each, see the [`FOUND`] words.
 pub(super) fn unread_bytes(parts: &Operand) -> u64 {
     let [heads, splits, group, _] = parts.extent.map(u64::from);
@@ -230,13 +233,13 @@ impl Parts<'_> {
         }
     }
 
-    /// What splits `first` to `first + AHEAD - 1` found of elements `place` and the next N - 1, asked for: N is 1, or,
+    /// What splits `first` to `first + S - 1` found of elements `place` and the next N - 1, asked for: N is 1, or,
     /// [by eight](Parts::by_eight), 8.
     ///
     /// # Safety
     /// As [`Tensor::get`](gpu::Tensor::get).
     #[inline(always)]
-    unsafe fn fetch<const N: usize>(&self, place: Place, first: u32) -> Found<N> {
+    unsafe fn fetch<const S: usize, const N: usize>(&self, place: Place, first: u32) -> Found<S, N> {
         // SAFETY: the caller's promise.
         unsafe {
             if self.of.is_flagged() {
@@ -253,15 +256,15 @@ impl Parts<'_> {
     /// # Safety
     /// As [`fetch`](Parts::fetch).
     #[inline(always)]
-    unsafe fn fetch_by<const N: usize>(
+    unsafe fn fetch_by<const S: usize, const N: usize>(
         &self,
         place: Place,
         first: u32,
         one: impl Fn(*const u32) -> u32,
         four: impl Fn(*const u32) -> [u32; 4],
-    ) -> Found<N> {
-        let mut found = Found { heads: [[0; 2]; AHEAD], values: [[0; N]; AHEAD] };
-        for ahead in 0..AHEAD {
+    ) -> Found<S, N> {
+        let mut found = Found { heads: [[0; 2]; S], values: [[0; N]; S] };
+        for ahead in 0..S {
             // Rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
             let part = self.part(place, first + ahead as u32);
             found.heads[ahead] = [one(part), one(part.wrapping_add(1))];
@@ -295,7 +298,7 @@ impl Parts<'_> {
         let (mut all, mut first) = (Merged::nothing(), 0);
         loop {
             // SAFETY: the caller's promise.
-            all.add(self, first, unsafe { self.there(None, place, first) });
+            all.add(self, first, unsafe { self.there::<AHEAD, N>(None, place, first) });
             first += AHEAD as u32;
             if first >= self.of.extent(1) {
                 return all.elements();
@@ -323,9 +326,9 @@ impl Parts<'_> {
             let (mut place, mut all, mut first, mut asked) = (place_of(unit), Merged::nothing(), 0, None);
             self.await_first(place);
             loop {
-                let found = self.there(asked, place, first);
+                let found = self.there::<AT_ONCE, 8>(asked, place, first);
                 let (here, of) = (unit, first);
-                first += AHEAD as u32;
+                first += AT_ONCE as u32;
                 let is_whole = first >= self.of.extent(1);
                 if is_whole {
                     (unit, first) = (unit + step, 0);
@@ -355,7 +358,12 @@ impl Parts<'_> {
     /// # Safety
     /// As [`fetch`](Parts::fetch).
     #[inline(always)]
-    unsafe fn there<const N: usize>(&self, asked: Option<Found<N>>, place: Place, first: u32) -> Found<N> {
+    unsafe fn there<const S: usize, const N: usize>(
+        &self,
+        asked: Option<Found<S, N>>,
+        place: Place,
+        first: u32,
+    ) -> Found<S, N> {
         // SAFETY: the caller's promise.
         let fetch = || unsafe { self.fetch(place, first) };
         match asked.and_then(|asked| if self.of.is_flagged() { self.call.if_there(asked) } else { Some(asked) }) {
@@ -386,11 +394,11 @@ impl<const N: usize> Merged<N> {
         Merged { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; N] }
     }
 
-    /// Adds what `AHEAD` splits of `parts`, from split `first` on, have found; those that are not there count nothing.
+    /// Adds what S splits of `parts`, from split `first` on, have found; those that are not there count nothing.
     #[inline(always)]
-    fn add(&mut self, parts: &Parts<'_>, first: u32, found: Found<N>) {
+    fn add<const S: usize>(&mut self, parts: &Parts<'_>, first: u32, found: Found<S, N>) {
         let mut max = self.max;
-        for ahead in 0..AHEAD {
+        for ahead in 0..S {
             // Without positions the maximum is -inf, which makes no other smaller.
             let of = parts.number(found.heads[ahead][0]);
             max = if of > max { of } else { max };
@@ -403,7 +411,7 @@ impl<const N: usize> Merged<N> {
             }
         }
         self.max = max;
-        for ahead in 0..AHEAD {
+        for ahead in 0..S {
             let [largest, of] = [parts.number(found.heads[ahead][0]), parts.number(found.heads[ahead][1])];
             // A split of nothing but -inf counts nothing beside others, and alone makes 0 of 0.
             let is_there = first + (ahead as u32) < parts.of.extent(1) && of != 0.0 && largest > f32::NEG_INFINITY;
@@ -441,18 +449,18 @@ pub(crate) struct Place {
     i: u32,
 }
 
-/// What some splits found, as words: maxima and totals, and of N elements the sums.
+/// What S splits found, as words: maxima and totals, and of N elements the sums.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Found<const N: usize> {
-    heads: [[u32; 2]; AHEAD],
-    values: [[u32; N]; AHEAD],
+pub(crate) struct Found<const S: usize, const N: usize> {
+    heads: [[u32; 2]; S],
+    values: [[u32; N]; S],
 }
 
-impl<const N: usize> Read for Found<N> {
+impl<const S: usize, const N: usize> Read for Found<S, N> {
     #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;
-        for ahead in 0..AHEAD {
+        for ahead in 0..S {
             // By split, and those together at last: all in a row would wait for each other.
             lacks |= memory::opaque_word(self.heads[ahead].lacks(flag) | self.values[ahead].lacks(flag));
         }

@@ -244,8 +244,9 @@ fn is_carried(operand: &Operand) -> bool {
 }
 
 /// The contiguous pieces of `stream`, as offset and bytes in its source: parts of rows where it is taken in segments; otherwise none larger
-/// than `tile_bytes`, but for whole rows of at most `row_bytes`, and rows in lines, which are never cut.
-fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
+/// than the `machine`'s tiles, in as many rows as it multiplies at once where that are more, but for whole rows of at most `row_bytes`, and
+/// rows in lines, which are never cut.
+fn tiles(stream: &Stream, machine: &Machine, row_bytes: u64, out: &mut Vec<(u64, u32)>) {
     out.clear();
     let is_in_lines = stream.operand.lines().is_some();
     let operand = &stream.operand.strided();
@@ -276,9 +277,11 @@ fn tiles(stream: &Stream, tile_bytes: u64, row_bytes: u64, out: &mut Vec<(u64, u
         inner = dim;
     }
     let row = row.unwrap_or(elem);
+    let Machine { tile_bytes, rows_at_once, .. } = *machine;
     let tile_bytes = if row <= row_bytes || is_in_lines { tile_bytes.max(row) } else { tile_bytes };
     let piece = match tile_bytes / row {
         0 => row.div_ceil(row.div_ceil(tile_bytes)).next_multiple_of(TILE_ALIGN_BYTES).min(tile_bytes),
+        rows if rows > rows_at_once => rows / rows_at_once * rows_at_once * row,
         rows => rows * row,
     };
     let outer: u64 = operand.extent[..inner].iter().map(|n| u64::from(*n)).product();
@@ -366,7 +369,7 @@ pub(crate) fn plan_list(
         plan.prefetches.extend(reads[task as usize].near.iter().map(|op| PrefetchOp { before, used_by, ..*op }));
         cut.resize_with(cut.len().max(streams.len()), Vec::new);
         for (stream, tiles_of) in streams.iter().zip(&mut cut) {
-            tiles(stream, machine.tile_bytes, machine.row_bytes / streams.len() as u64, tiles_of);
+            tiles(stream, machine, machine.row_bytes / streams.len() as u64, tiles_of);
         }
         let steps = cut[..streams.len()].iter().map(Vec::len).max().unwrap_or(0).max(1);
         for step in 0..steps {
@@ -531,7 +534,7 @@ mod tests {
                 ..Operand::ABSENT
             };
             let (stream, mut taken) = (Stream { source: 0, operand, segments: 1 }, Vec::new());
-            tiles(&stream, 16 << 10, 16 << 10, &mut taken);
+            tiles(&stream, &Machine::CPU, Machine::CPU.row_bytes, &mut taken);
             let end = taken.iter().fold(64, |at, (offset, bytes)| {
                 assert_eq!(
                     (*offset, u64::from(*bytes) % row_bytes),
