@@ -17,7 +17,7 @@ pub fn words(view: &ImageView<'_>) -> usize {
 fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
     match task.task_type {
         DecodeAttention::TASK_TYPE => decode_attention::known(task, operands, is_aligned),
-        _ => Product::words(task, operands, is_aligned),
+        _ => Product::known(task, operands, is_aligned),
     }
 }
 

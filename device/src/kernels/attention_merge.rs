@@ -298,7 +298,7 @@ impl Parts<'_> {
         let (mut all, mut first) = (Merged::nothing(), 0);
         loop {
             // SAFETY: the caller's promise.
-            all.add(self, first, unsafe { self.there::<AHEAD, N>(None, place, first) });
+            all.add(self, first, unsafe { self.there::<AHEAD, N>(false, Found::NONE, place, first) });
             first += AHEAD as u32;
             if first >= self.of.extent(1) {
                 return all.elements();
@@ -323,10 +323,11 @@ impl Parts<'_> {
         let place_of = |unit: u32| self.place(8 * clamped(unit));
         // SAFETY: the caller's promise.
         unsafe {
-            let (mut place, mut all, mut first, mut asked) = (place_of(unit), Merged::nothing(), 0, None);
+            let (mut place, mut all, mut first, mut asked) = (place_of(unit), Merged::nothing(), 0, Found::NONE);
+            let mut is_asked = false;
             self.await_first(place);
             loop {
-                let found = self.there::<AT_ONCE, 8>(asked, place, first);
+                let found = self.there::<AT_ONCE, 8>(is_asked, asked, place, first);
                 let (here, of) = (unit, first);
                 first += AT_ONCE as u32;
                 let is_whole = first >= self.of.extent(1);
@@ -334,12 +335,12 @@ impl Parts<'_> {
                     (unit, first) = (unit + step, 0);
                 }
                 let goes_on = go_on(unit);
-                asked = None;
                 if goes_on {
                     if is_whole {
                         place = place_of(unit);
                     }
-                    asked = Some(self.fetch(place, first));
+                    asked = self.fetch(place, first);
+                    is_asked = true;
                 }
                 all.add(self, of, found);
                 if is_whole {
@@ -353,22 +354,25 @@ impl Parts<'_> {
         }
     }
 
-    /// What has been `asked` for, see [`fetch`](Parts::fetch), or, if that was nothing or too early, is there now.
+    /// What has been `asked` for, if anything `is_asked` for, see [`fetch`](Parts::fetch), or, if that was too early, is there now.
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch).
     #[inline(always)]
     unsafe fn there<const S: usize, const N: usize>(
         &self,
-        asked: Option<Found<S, N>>,
+        is_asked: bool,
+        asked: Found<S, N>,
         place: Place,
         first: u32,
     ) -> Found<S, N> {
         // SAFETY: the caller's promise.
         let fetch = || unsafe { self.fetch(place, first) };
-        match asked.and_then(|asked| if self.of.is_flagged() { self.call.if_there(asked) } else { Some(asked) }) {
+        let is_flagged = self.of.is_flagged();
+        let found = if is_flagged { self.call.if_there(asked) } else { Some(asked) };
+        match found.filter(|_| is_asked) {
             Some(found) => found,
-            None if self.of.is_flagged() => self.call.once_there(slot::PARTS, fetch),
+            None if is_flagged => self.call.once_there(slot::PARTS, fetch),
             None => fetch(),
         }
     }
@@ -454,6 +458,11 @@ pub(crate) struct Place {
 pub(crate) struct Found<const S: usize, const N: usize> {
     heads: [[u32; 2]; S],
     values: [[u32; N]; S],
+}
+
+impl<const S: usize, const N: usize> Found<S, N> {
+    /// Nothing. Zeros, since what nobody has written on some way would be held in registers over all bodies.
+    const NONE: Found<S, N> = Found { heads: [[0; 2]; S], values: [[0; N]; S] };
 }
 
 impl<const S: usize, const N: usize> Read for Found<S, N> {

@@ -60,7 +60,7 @@ impl Product {
     /// What a record says of such a task ([`Turn::known`](perpetua_shared::Turn::known)): one more than its kind, in the lowest two bits, and
     /// [what it is of](Of), then what it divides by. Zeros, if `task`, whose `operands` have addresses, is none.
     #[cfg(not(target_arch = "nvptx64"))]
-    pub(crate) fn words(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
+    pub(crate) fn known(task: &TaskDesc, operands: &[Operand], is_aligned: impl Fn(&Operand) -> bool) -> [u32; 4] {
         let two = task.task_type == GatedLinear::TASK_TYPE;
         if task.tiles == 0 || !two && task.task_type != Linear::TASK_TYPE {
             return [0; 4];
