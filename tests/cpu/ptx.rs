@@ -34,8 +34,8 @@ const REGISTERS: u32 = 250;
 /// in 8 bits, and in 4; and [those of a product of one row](OF_ONE_ROW).
 /// Votes: waits of linear and gated_linear, of either in each of a warpgroup's five shapes, of decode_attention, of a product of one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
-/// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 5, attention 43 (11, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share), advance 10, decode_attention 28 (a norm 5, neighbours of a pair 1, a
-/// group's maximum and total 4, those of its parts, over eight lanes, 6, and a part's weight 1, one by one 11), linear 141 and gated_linear 105 (of a warpgroup's products the factors of rows, over four lanes, 2 in each of five shapes, and in linear a row's squares 1; from global memory of one row and of four, from tiles of one, a norm, and of a
+/// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 5, attention 43 (11, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share), advance 10, decode_attention 20 (a norm 5, a
+/// group's maximum and total 4, one by one 11), linear 141 and gated_linear 105 (of a warpgroup's products the factors of rows, over four lanes, 2 in each of five shapes, and in linear a row's squares 1; from global memory of one row and of four, from tiles of one, a norm, and of a
 /// long row in each of its widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175.
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a
@@ -43,7 +43,7 @@ const REGISTERS: u32 = 250;
 /// around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put: rope 1, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all positions and of a share.
 const BARRIERS: usize = 212 + 2 * (2 + 2) + OF_ONE_ROW[0];
 const BARRIER_VOTES: usize = 19 + 3;
-const SHUFFLES: usize = 642 + OF_ONE_ROW[1];
+const SHUFFLES: usize = 634 + OF_ONE_ROW[1];
 const WARP_SYNCS: usize = 50 + 3 * 3;
 const PRODUCTS: usize = 416 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
@@ -69,26 +69,26 @@ type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 
 /// Of all of them.
 const KERNELS: &[Figures] = &[
-    ("embedding", 64, 2, 0, 0, 0, 18816, [0, 0]),
-    ("rms_norm", 159, 4, 15, 0, 0, 18816, [0, 0]),
+    ("embedding", 64, 2, 0, 0, 0, 18832, [0, 0]),
+    ("rms_norm", 159, 4, 15, 0, 0, 18832, [0, 0]),
     ("linear", 233, 65, 209, 26, 80, 19328, [60, 24]),
     ("gated_linear", 184, 58, 173, 17, 80, 19328, [78, 15]),
-    ("rope", 106, 2, 5, 1, 0, 18816, [0, 0]),
-    ("attention", 189, 12, 43, 12, 352, 18816, [0, 0]),
-    ("layer_norm", 60, 6, 10, 0, 0, 18816, [0, 0]),
-    ("elementwise", 36, 2, 0, 0, 0, 18816, [0, 0]),
-    ("select_row", 22, 2, 0, 0, 0, 18816, [0, 0]),
-    ("argmax", 28, 4, 10, 0, 0, 18816, [0, 0]),
-    ("sample", 56, 54, 175, 0, 0, 18816, [0, 0]),
-    ("advance", 40, 6, 10, 0, 0, 18816, [0, 0]),
-    ("pool", 38, 4, 5, 0, 0, 18816, [0, 0]),
-    ("attention_merge", 130, 2, 0, 0, 0, 18816, [0, 0]),
-    ("decode_attention", 206, 7, 28, 1, 32, 18816, [0, 0]),
-    ("experts_up", 181, 16, 55, 0, 0, 18816, [0, 0]),
-    ("experts_down", 133, 10, 15, 0, 0, 18816, [0, 0]),
-    ("expert_routes", 42, 8, 5, 0, 0, 18816, [0, 0]),
-    ("routed_linear", 186, 20, 20, 0, 0, 18816, [0, 0]),
-    ("slot_sum", 54, 2, 0, 0, 0, 18816, [0, 0]),
+    ("rope", 106, 2, 5, 1, 0, 18832, [0, 0]),
+    ("attention", 189, 12, 43, 12, 352, 18832, [0, 0]),
+    ("layer_norm", 60, 6, 10, 0, 0, 18832, [0, 0]),
+    ("elementwise", 36, 2, 0, 0, 0, 18832, [0, 0]),
+    ("select_row", 22, 2, 0, 0, 0, 18832, [0, 0]),
+    ("argmax", 28, 4, 10, 0, 0, 18832, [0, 0]),
+    ("sample", 56, 54, 175, 0, 0, 18832, [0, 0]),
+    ("advance", 40, 6, 10, 0, 0, 18832, [0, 0]),
+    ("pool", 38, 4, 5, 0, 0, 18832, [0, 0]),
+    ("attention_merge", 130, 2, 0, 0, 0, 18832, [0, 0]),
+    ("decode_attention", 206, 7, 20, 1, 32, 18832, [0, 0]),
+    ("experts_up", 181, 16, 55, 0, 0, 18832, [0, 0]),
+    ("experts_down", 133, 10, 15, 0, 0, 18832, [0, 0]),
+    ("expert_routes", 42, 8, 5, 0, 0, 18832, [0, 0]),
+    ("routed_linear", 186, 20, 20, 0, 0, 18832, [0, 0]),
+    ("slot_sum", 54, 2, 0, 0, 0, 18832, [0, 0]),
 ];
 
 fn image() -> Option<&'static DeviceImage> {

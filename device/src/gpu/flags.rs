@@ -273,17 +273,17 @@ impl Call<'_> {
     #[inline(always)]
     pub(crate) fn there<T: Read>(&self, operand: usize, found: T, again: impl Again<T>) -> T {
         // First `again`, since what is looked at may have been asked for long ago.
-        self.if_there(found).unwrap_or_else(|| self.once_there(operand, again))
+        if self.is_there(&found) { found } else { self.once_there(operand, again) }
     }
 
-    /// `found`, flagged elements, if they are there.
+    /// Whether `found`, flagged elements, are there.
     #[inline(always)]
-    pub(crate) fn if_there<T: Read>(&self, found: T) -> Option<T> {
-        if found.lacks(self.flag()) != 0 {
-            return None;
+    pub(crate) fn is_there(&self, found: &impl Read) -> bool {
+        let is_there = found.lacks(self.flag()) == 0;
+        if is_there {
+            atomic::settled();
         }
-        atomic::settled();
-        Some(found)
+        is_there
     }
 
     /// What `again` finds, flagged elements of operand `operand`, once they are there.

@@ -369,11 +369,12 @@ impl Parts<'_> {
         // SAFETY: the caller's promise.
         let fetch = || unsafe { self.fetch(place, first) };
         let is_flagged = self.of.is_flagged();
-        let found = if is_flagged { self.call.if_there(asked) } else { Some(asked) };
-        match found.filter(|_| is_asked) {
-            Some(found) => found,
-            None if is_flagged => self.call.once_there(slot::PARTS, fetch),
-            None => fetch(),
+        // No `Option`, whose words would be nobody's on some ways, and so held in registers over all bodies.
+        let is_there = is_asked && (!is_flagged || self.call.is_there(&asked));
+        match (is_there, is_flagged) {
+            (true, _) => asked,
+            (false, true) => self.call.once_there(slot::PARTS, fetch),
+            (false, false) => fetch(),
         }
     }
 
@@ -461,7 +462,7 @@ pub(crate) struct Found<const S: usize, const N: usize> {
 }
 
 impl<const S: usize, const N: usize> Found<S, N> {
-    /// Nothing. Zeros, since what nobody has written on some way would be held in registers over all bodies.
+    /// Nothing yet. Zeros, for the same reason as there is no `Option` in [`there`](Parts::there).
     const NONE: Found<S, N> = Found { heads: [[0; 2]; S], values: [[0; N]; S] };
 }
 
