@@ -476,6 +476,15 @@ impl Row {
         Row { base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }), dtype: self.dtype }
     }
 
+    /// The row of a tensor that is not there.
+    pub(crate) const NONE: Row = Row { base: core::ptr::null_mut(), dtype: 0 };
+
+    /// Whether there is one.
+    #[inline(always)]
+    pub(crate) fn is_present(&self) -> bool {
+        self.dtype != 0
+    }
+
     /// Whether its elements are of type `dtype`.
     #[inline(always)]
     pub(crate) fn is(&self, dtype: u16) -> bool {

@@ -291,10 +291,11 @@ struct Outputs<'a> {
     call: &'a Call<'a>,
     of: Of,
     activation: u32,
-    /// What is added to a sum, of the first matrix and of the second.
-    biases: [Option<Row>; 2],
+    /// What is added to a sum, of the first matrix and of the second. Rows of no type are not there: no `Option`s, whose words would be
+    /// nobody's on some ways, and so held in registers over all bodies.
+    biases: [Row; 2],
     /// What is added at last; and whether it is flagged.
-    residual: Option<Row>,
+    residual: Row,
     is_told: bool,
     y: Tensor,
     row: Row,
@@ -309,7 +310,7 @@ impl<'a> Outputs<'a> {
     unsafe fn new(call: &'a Call<'a>, of: Of) -> Outputs<'a> {
         // SAFETY: the caller's promise.
         unsafe {
-            let row_of = |tensor: Tensor| tensor.is_present().then(|| tensor.row([]));
+            let row_if = |is_there: bool, tensor: Tensor| if is_there { tensor.row([]) } else { Row::NONE };
             let bias = call.tensor(of.slot(slot::BIAS, gated_linear::slot::GATE_BIAS));
             let (other, residual) = (call.tensor(gated_linear::slot::UP_BIAS), call.tensor(slot::RESIDUAL));
             let y = call.tensor(of.slot(slot::Y, gated_linear::slot::Y));
@@ -317,8 +318,8 @@ impl<'a> Outputs<'a> {
                 call,
                 of,
                 activation: params::<linear::Params>(&call.params()).activation,
-                biases: [row_of(bias), if of.two { row_of(other) } else { None }],
-                residual: if of.two { None } else { row_of(residual) },
+                biases: [bias.row([]), row_if(of.two, other)],
+                residual: row_if(!of.two, residual),
                 is_told: residual.is_flagged(),
                 row: y.row([]),
                 y,
@@ -335,9 +336,9 @@ impl<'a> Outputs<'a> {
         // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
         unsafe {
             match &self.residual {
-                None => 0,
-                Some(row) if self.is_told => atomic::load_relaxed(row.at(n).cast_const().cast()),
-                Some(row) => row.get(n).to_bits(),
+                row if !row.is_present() => 0,
+                row if self.is_told => atomic::load_relaxed(row.at(n).cast_const().cast()),
+                row => row.get(n).to_bits(),
             }
         }
     }
@@ -350,7 +351,7 @@ impl<'a> Outputs<'a> {
     unsafe fn finish(&self, n: u32, [sum, other]: [f32; 2], asked: u32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
-            let with = |sum: f32, bias: &Option<Row>| bias.as_ref().map_or(sum, |bias| sum + bias.get(n));
+            let with = |sum: f32, bias: &Row| if bias.is_present() { sum + bias.get(n) } else { sum };
             let first = activate(self.activation, with(sum, &self.biases[0]));
             let value = if self.of.two {
                 first * with(other, &self.biases[1])
