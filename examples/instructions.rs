@@ -207,10 +207,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             if is_wanted {
                 let mut longest: Vec<_> = spent.into_iter().collect();
                 longest.sort_by_key(|(_, cycles)| std::cmp::Reverse(*cycles));
-                for ((at, by), cycles) in longest
-                    .into_iter()
-                    .filter(|(_, cycles)| each(*cycles) > std::env::var("LEAST").map_or(9, |x| x.parse().unwrap()))
-                {
+                for ((at, by), cycles) in longest.into_iter().filter(|(_, cycles)| each(*cycles) > 9) {
                     println!("  {:6} {at:7}: {:60} <- {by:6}: {}", each(cycles), line(at), line(by));
                 }
             }

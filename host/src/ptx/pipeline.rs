@@ -453,6 +453,12 @@ impl Pipeline {
                 *first = instruction.line;
             }
         }
+        // A line in the middle of an instruction is that one's.
+        for line in 1..first.len() {
+            if first[line] == 0 {
+                first[line] = first[line - 1];
+            }
+        }
         first
     }
 
