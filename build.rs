@@ -27,15 +27,15 @@ const PTXAS: &str = "PERPETUA_PTXAS";
 /// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx81` the ISA version that they and additions of vectors want, old enough for every
 /// driver since CUDA 12.1; `-JumpThreading` because that MIR pass copies a barrier into both arms of a branch
 /// (rust-lang/rust#137086), after which a warp waits at two different ones; `immediate-abort` because a panic's message
-/// has no reader on the device, and the calls that would build it cost the whole kernel a stack; `inline-threshold` because nothing may be called: what is not
-/// `inline(always)` is inlined however large it is.
+/// has no reader on the device, and the calls that would build it cost the whole kernel a stack; the thresholds because nothing may be called: what is not
+/// `inline(always)` is inlined however large it is, and where it is seldom run (`cold_path`), too.
 const RUSTFLAGS: &[&str] = &[
     "-Ctarget-cpu={arch}",
     "-Ctarget-feature=+ptx81",
     "-Zmir-enable-passes=-JumpThreading",
     "-Zunstable-options",
     "-Cpanic=immediate-abort",
-    "-Cllvm-args=-inline-threshold=100000000",
+    "-Cllvm-args=-inline-threshold=100000000 -inline-cold-callsite-threshold=100000000",
 ];
 
 /// Threads of the entry's block, as `shared/src/launch.rs` has them: see [`with_directives`].

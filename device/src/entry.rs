@@ -23,6 +23,7 @@ use crate::gpu::tiles::{self, Lists, Tiles, Waited};
 use crate::gpu::turn::{self, Seen};
 use crate::kernels::run_gpu;
 use crate::worker::{Body, Image, await_task, run};
+use core::hint::cold_path;
 use core::mem::offset_of;
 use perpetua_shared::control::{Control, NO_PROGRAM, Sequence};
 use perpetua_shared::launch::TaskTrace;
@@ -199,6 +200,7 @@ impl DeviceImage {
             if pass.sequence == 0 && !TaskFlags::names_part(flags) {
                 return;
             }
+            cold_path();
             if pass.sequence != 0 {
                 let parts = core::ptr::with_exposed_provenance(param!(self, parts) as usize);
                 turn::shift(parts, pass.sequence, words, block);
@@ -388,6 +390,7 @@ impl BlockBody<'_> {
         let is_traced = self.tiles.n_timed() < param!(self.image, n_trace);
         self.tiles.time(is_traced);
         if is_traced {
+            cold_path();
             // SAFETY: see `trace_entry`. It is there and not in a register, which would be held over all bodies.
             unsafe { memory::store_volatile(&raw mut (*self.trace_entry()).began_ns, thread::timer_ns()) };
         }
@@ -500,6 +503,7 @@ impl Body for BlockBody<'_> {
             let outcome = run_gpu(&self.call(&fresh), &block, ready);
             self.tiles.drain();
             if self.tiles.is_timed() {
+                cold_path();
                 self.trace(id, step);
             }
             outcome

@@ -27,6 +27,7 @@
 //!   triggers; `n` is part of the step, so a worker holds no state of its own but the iteration number.
 
 use crate::sync::Sync;
+use core::hint::cold_path;
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::event::{EVENT_ARRIVED, EVENT_ITERATION, EventDesc, FIRST_PROGRAM_EVENT};
 use perpetua_shared::image::ProgramDesc;
@@ -254,11 +255,15 @@ pub fn run<I: Image, S: Sync, B: Body>(
             } else {
                 match await_next(image, next, &step, pass, iteration, sync) {
                     Ok(taken) => taken,
-                    Err(fault) => return Err(Fault { worker: worker.0, task: next.unwrap_or(fault.task), ..fault }),
+                    Err(fault) => {
+                        cold_path();
+                        return Err(Fault { worker: worker.0, task: next.unwrap_or(fault.task), ..fault });
+                    }
                 }
             };
             let id = match (taken, next) {
                 (Some(taken), _) => {
+                    cold_path();
                     body.instead(taken);
                     taken.0
                 }
@@ -269,6 +274,7 @@ pub fn run<I: Image, S: Sync, B: Body>(
                 (None, None) => break,
             };
             run_task(image, TaskId(id), &step, iteration, sync, body).map_err(|mut fault| {
+                cold_path();
                 fault.worker = worker.0;
                 fault.task = id;
                 fault
@@ -323,6 +329,8 @@ fn await_next<I: Image, S: Sync>(
         return sync.wait(event, target(image, event.0, step, iteration), pass);
     };
     for at in 0..image.wait_count(id) {
+        // Most tasks of a decoding step wait for flags, and tell by them.
+        cold_path();
         let (event, triggers) = image.wait(id, at);
         let taken = sync.wait(event, nth(event.0, step, iteration).wrapping_mul(triggers), pass)?;
         if taken.is_some() {
@@ -342,6 +350,7 @@ fn run_task<I: Image, S: Sync, B: Body>(
     body: &mut B,
 ) -> Result<(), Fault> {
     if image.is_left_out(id.0, step) {
+        cold_path();
         body.skip(id, step, iteration)?;
     } else {
         body.run(id, image.task(id.0), step, iteration)?;
@@ -351,6 +360,7 @@ fn run_task<I: Image, S: Sync, B: Body>(
         body.untold();
     }
     for at in 0..triggers {
+        cold_path();
         sync.trigger(image.trigger(id.0, at));
     }
     Ok(())

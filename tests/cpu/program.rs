@@ -458,7 +458,7 @@ fn gpu_check_says_that_there_is_no_gpu_and_tries_what_it_can_without() {
         let number = |path: &str| record.pointer(path).and_then(serde_json::Value::as_f64).expect(path);
         if section == "load" {
             let bus = number("/figures/bus_gb_per_s");
-            assert!(bus > 0.0 && number("/figures/threads") >= 4.0, "{text}");
+            assert!(bus > 0.0 && number("/figures/threads") >= 4.0 && number("/figures/buffers_ms") > 0.0, "{text}");
             for from in ["from_memory", "from_disk"] {
                 let figure = |name: &str| number(&format!("/figures/{from}/{name}"));
                 let (upload, file) = (figure("upload_gb_per_s"), figure("file_gb_per_s"));

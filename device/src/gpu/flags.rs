@@ -8,6 +8,7 @@ use super::sync::Patience;
 use super::tiles::Waited;
 use super::{Call, Row, Tensor};
 use crate::arch::atomic;
+use core::hint::cold_path;
 use perpetua_shared::FaultCode;
 use perpetua_shared::flag::{self, MASK};
 
@@ -146,11 +147,13 @@ impl Call<'_> {
                 if to.addr().is_multiple_of(16) {
                     atomic::store16_relaxed(to, words);
                 } else {
+                    cold_path();
                     for j in 0..4 {
                         atomic::store_relaxed(to.wrapping_add(j), words[j]);
                     }
                 }
             } else {
+                cold_path();
                 for j in 0..4 {
                     row.set(i + j as u32, four[j]);
                 }
@@ -170,6 +173,7 @@ impl Call<'_> {
             if tensor.is_flagged() {
                 atomic::store_relaxed(to.cast(), flag::mark(value, self.flag()));
             } else {
+                cold_path();
                 super::store(tensor.dtype(), to, value);
             }
         }
@@ -200,6 +204,7 @@ impl Call<'_> {
     #[track_caller]
     pub(crate) unsafe fn told<const N: usize>(&self, operand: usize, tensor: &Tensor, at: [u32; N], asked: u32) -> f32 {
         if !tensor.is_flagged() {
+            cold_path();
             return f32::from_bits(asked);
         }
         // SAFETY: the caller's promise.
@@ -217,6 +222,7 @@ impl Call<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             if !self.tensor(operand).is_flagged() {
+                cold_path();
                 return row.gather(at);
             }
             let ask = || {
@@ -240,6 +246,7 @@ impl Call<'_> {
         // SAFETY: the caller's promise; what is beyond the row is its beginning, which is not looked at.
         unsafe {
             if !self.tensor(operand).is_flagged() {
+                cold_path();
                 return row.eights(at, n);
             }
             let place = |at: u32| row.at(if at < n { at } else { 0 }).cast_const().cast();
@@ -273,7 +280,12 @@ impl Call<'_> {
     #[inline(always)]
     pub(crate) fn there<T: Read>(&self, operand: usize, found: T, again: impl Again<T>) -> T {
         // First `again`, since what is looked at may have been asked for long ago.
-        if self.is_there(&found) { found } else { self.once_there(operand, again) }
+        if self.is_there(&found) {
+            return found;
+        }
+        // Where one waits anyway.
+        cold_path();
+        self.once_there(operand, again)
     }
 
     /// Whether `found`, flagged elements, are there.
@@ -297,6 +309,7 @@ impl Call<'_> {
             let lacks = found.lacks(flag);
             let Some(tiles) = self.tiles.filter(|_| lacks != 0) else { break found };
             if let Some(code) = patience.ends(tiles.sync()) {
+                cold_path();
                 if code as u32 == FaultCode::Timeout as u32 {
                     self.fault(FaultCode::NotWritten, operand as u32, lacks, flag);
                 }

@@ -3,6 +3,7 @@
 use crate::arch::memory;
 use crate::arch::scalar::{self, exp2, fma, fma64, with_byte};
 use crate::kernels::linear::Activation;
+use core::hint::cold_path;
 
 /// e^x to about 3 ulp; 0 below 2^-126. The power of two is split off in two steps (Cody and Waite), so that the error
 /// does not grow with |x|.
@@ -128,7 +129,11 @@ pub(crate) fn activate(activation: u32, x: f32) -> f32 {
     const RELU: u32 = Activation::Relu as u32;
     const GELU_TANH: u32 = Activation::GeluTanh as u32;
     match activation {
-        GELU => 0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2)),
+        GELU => {
+            // Encoders have it, which do not decode.
+            cold_path();
+            0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2))
+        }
         SILU => x * scalar::reciprocal(1.0 + exp(-x)),
         RELU => {
             if x < 0.0 {

@@ -25,6 +25,7 @@ mod conformance;
 
 use crate::arch::{LaunchBlock, memory, param, scalar, thread};
 use crate::kernels::linear::slot;
+use core::hint::cold_path;
 use packed::{Eight, Four, Packed};
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::Mail;
@@ -206,6 +207,9 @@ pub(crate) struct Row {
 }
 
 impl Row {
+    /// The row of a tensor that is not there.
+    pub(crate) const NONE: Row = Row { base: core::ptr::null_mut(), dtype: 0 };
+
     /// Element `i`, widened to f32.
     ///
     /// # Safety
@@ -287,6 +291,7 @@ impl Row {
                 values[i] = f32::from_bits(words[i] << 16);
             }
         } else {
+            cold_path();
             for i in 0..N {
                 values[i] = scalar::f16_to_f32(words[i] as u16);
             }
@@ -439,6 +444,7 @@ impl Row {
             } else if self.dtype == BF16 {
                 memory::store(self.at(i).cast(), scalar::f32_to_bf16_pair(one, other));
             } else {
+                cold_path();
                 let [one, other] = [one, other].map(|value| u32::from(scalar::f32_to_f16(value)));
                 memory::store(self.at(i).cast(), one | other << 16);
             }
@@ -464,6 +470,7 @@ impl Row {
                 let pair = scalar::f32_to_bf16_pair;
                 memory::store(to, both(pair(four[0], four[1]), pair(four[2], four[3])));
             } else {
+                cold_path();
                 let pair = |a, b| u32::from(scalar::f32_to_f16(a)) | u32::from(scalar::f32_to_f16(b)) << 16;
                 memory::store(to, both(pair(four[0], four[1]), pair(four[2], four[3])));
             }
@@ -475,9 +482,6 @@ impl Row {
     pub(crate) fn after(&self, elems: u64) -> Row {
         Row { base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }), dtype: self.dtype }
     }
-
-    /// The row of a tensor that is not there.
-    pub(crate) const NONE: Row = Row { base: core::ptr::null_mut(), dtype: 0 };
 
     /// Whether there is one.
     #[inline(always)]
@@ -539,7 +543,10 @@ unsafe fn load(dtype: u16, from: *const u8) -> f32 {
         match dtype {
             F32 => memory::load(from.cast::<f32>()),
             BF16 => f32::from_bits(u32::from(memory::load(from.cast::<u16>())) << 16),
-            _ => scalar::f16_to_f32(memory::load(from.cast::<u16>())),
+            _ => {
+                cold_path();
+                scalar::f16_to_f32(memory::load(from.cast::<u16>()))
+            }
         }
     }
 }
@@ -553,7 +560,10 @@ unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
         match dtype {
             F32 => memory::store(to.cast::<f32>(), value),
             BF16 => memory::store(to.cast::<u16>(), scalar::f32_to_bf16(value)),
-            _ => memory::store(to.cast::<u16>(), scalar::f32_to_f16(value)),
+            _ => {
+                cold_path();
+                memory::store(to.cast::<u16>(), scalar::f32_to_f16(value));
+            }
         }
     }
 }

@@ -10,6 +10,7 @@ use super::turn;
 use crate::arch::{LaunchBlock, atomic, memory, param, shared, thread};
 use crate::queue::{Words, take};
 use crate::sync::Sync;
+use core::hint::cold_path;
 use perpetua_shared::event::{EVENT_ITERATION, reached};
 use perpetua_shared::{EventId, Fault, FaultCode, Step, TaskId};
 
@@ -50,6 +51,7 @@ impl Gpu {
         let mut patience = Patience::default();
         loop {
             if let Some(task) = pass.and_then(|step| take(self, &anew(step))) {
+                cold_path();
                 return Ok(Some(task));
             }
             let count = self.load(event.0);
@@ -59,6 +61,7 @@ impl Gpu {
                 return Ok(None);
             }
             if let Some(code) = patience.ends(self) {
+                cold_path();
                 if code as u32 == FaultCode::Timeout as u32 {
                     // At a list's end it is no task's turn.
                     let task = if event.0 == EVENT_ITERATION.0 { u32::MAX } else { turn::task() };
@@ -130,6 +133,7 @@ impl Patience {
     #[inline(always)]
     pub(crate) fn ends(&mut self, sync: &Gpu) -> Option<FaultCode> {
         if self.polls % POLLS_PER_LOOK == FIRST_LOOK {
+            cold_path();
             let now = thread::timer_ns();
             if self.polls == FIRST_LOOK {
                 self.started = now;
@@ -212,11 +216,13 @@ impl Sync for Gpu {
                 is_gone = outcome.is_err();
             }
             if thread::sync_or(is_gone) {
+                cold_path();
                 return Err(Fault::RECORDED);
             }
             if pass.is_none() {
                 return Ok(None);
             }
+            cold_path();
             let taken = shared::load(TAKEN_TASK).checked_sub(1).map(TaskId);
             thread::sync();
             Ok(taken)

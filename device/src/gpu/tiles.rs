@@ -29,6 +29,7 @@ use crate::arch::{WARP, atomic, bulk, mbarrier, memory, shared, thread, trap, wa
 use crate::gpu::sync::{Gpu, Patience};
 use crate::gpu::turn::Seen;
 use core::cell::Cell;
+use core::hint::cold_path;
 use perpetua_shared::control::NO_PROGRAM;
 use perpetua_shared::data::share;
 use perpetua_shared::event::reached;
@@ -89,6 +90,7 @@ pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
     let mut started = 0;
     // SAFETY: `init` has made the barrier.
     while !unsafe { mbarrier::try_wait(barrier, parity) } {
+        cold_path();
         // It has waited as long as the system lets it, which nobody says: the clock is looked at each time.
         let now = thread::timer_ns();
         if started == 0 {
@@ -563,6 +565,7 @@ impl<'a> Tiles<'a> {
     pub(crate) fn time(&self, is_timed: bool) {
         self.is_timed.set(is_timed);
         if is_timed {
+            cold_path();
             // SAFETY: words of one thread alone.
             unsafe {
                 shared::store(WAITED + Waited::Tiles as u32, 0);
@@ -581,13 +584,19 @@ impl<'a> Tiles<'a> {
     // The two ends of a wait and no closure between, which the compiler would not always take for part of its caller.
     #[inline(always)]
     pub(crate) fn now_ns(&self) -> u64 {
-        if self.is_timed() { thread::timer_ns() } else { 0 }
+        if self.is_timed() {
+            cold_path();
+            thread::timer_ns()
+        } else {
+            0
+        }
     }
 
     /// This thread has waited for `what` since `began_ns`.
     #[inline(always)]
     pub(crate) fn waited(&self, what: Waited, began_ns: u64) {
         if began_ns != 0 {
+            cold_path();
             let ns = (thread::timer_ns() - began_ns) as u32;
             // SAFETY: a word of one thread alone.
             unsafe { shared::store(WAITED + what as u32, shared::load(WAITED + what as u32).wrapping_add(ns)) };

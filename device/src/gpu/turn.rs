@@ -7,6 +7,7 @@ use super::scheduler;
 use crate::arch::{memory, shared};
 use crate::block::Block;
 use crate::kernels::MAX_SLOTS;
+use core::hint::cold_path;
 use core::mem::offset_of;
 use perpetua_shared::launch::TASK_THREADS;
 use perpetua_shared::limits::{MAX_RANK, PARAM_WORDS};
@@ -214,6 +215,7 @@ pub(crate) unsafe fn wait(at: u32, all: *const u32, events: *const EventDesc) ->
         if at < TURN_EVENTS as u32 {
             return shared::constant(TURN + offset_of!(Turn, waits) as u32 / 4 + 2 * at);
         }
+        cold_path();
         let event = memory::load(all.add((word::<{ offset_of!(Turn, wait_first) }>() + at) as usize));
         [event, memory::load(&raw const (*events.add(event as usize)).num_triggers)]
     }
@@ -239,6 +241,7 @@ pub(crate) unsafe fn trigger(at: u32, all: *const u32) -> u32 {
             let [event] = shared::constant(TURN + offset_of!(Turn, triggers) as u32 / 4 + at);
             return event;
         }
+        cold_path();
         memory::load(all.add((word::<{ offset_of!(Turn, trigger_first) }>() + at) as usize))
     }
 }

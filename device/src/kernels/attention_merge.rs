@@ -12,6 +12,7 @@ use crate::arch::scalar::{exp2, fma, reciprocal};
 use crate::arch::{atomic, memory};
 use crate::gpu::flags::Read;
 use core::f32::consts::LOG2_E;
+use core::hint::cold_path;
 use perpetua_shared::divisor::Divisor;
 use perpetua_shared::flag;
 
@@ -219,15 +220,15 @@ impl Parts<'_> {
         Place { row: self.of.row([head, 0, item - head * group]).at(0), i: at - item * d }
     }
 
-    /// Waits until the first split has begun to write what it found of elements `place`. All of it, asked for by every block again and again,
+    /// Waits until split `split` has begun to write what it found of elements `place`. All of it, asked for by every block again and again,
     /// would be more than L2 gives beside what attention itself wants.
     ///
     /// # Safety
     /// As [`Tensor::get`](gpu::Tensor::get).
     #[inline(always)]
-    pub(crate) unsafe fn await_first(&self, place: Place) {
+    unsafe fn await_split(&self, place: Place, split: u32) {
         if self.of.is_flagged() {
-            let part = self.part(place, 0);
+            let part = self.part(place, split);
             // SAFETY: the caller's promise.
             self.call.once_there(slot::PARTS, || unsafe { [atomic::load_relaxed(part)] });
         }
@@ -246,6 +247,7 @@ impl Parts<'_> {
                 let (one, four) = (|at| atomic::load_relaxed(at), |at| atomic::load16_relaxed(at));
                 self.fetch_by(place, first, one, four)
             } else {
+                cold_path();
                 self.fetch_by(place, first, |at| memory::load(at), |at: *const u32| memory::load16(at.cast()))
             }
         }
@@ -298,7 +300,11 @@ impl Parts<'_> {
         let (mut all, mut first) = (Merged::nothing(), 0);
         loop {
             // SAFETY: the caller's promise.
-            all.add(self, first, unsafe { self.there::<AHEAD, N>(false, Found::NONE, place, first) });
+            let found = unsafe {
+                self.await_split(place, first);
+                self.there(&Asked::<AHEAD, N>::NOTHING, place, first)
+            };
+            all.add(self, first, found);
             first += AHEAD as u32;
             if first >= self.of.extent(1) {
                 return all.elements();
@@ -323,11 +329,11 @@ impl Parts<'_> {
         let place_of = |unit: u32| self.place(8 * clamped(unit));
         // SAFETY: the caller's promise.
         unsafe {
-            let (mut place, mut all, mut first, mut asked) = (place_of(unit), Merged::nothing(), 0, Found::NONE);
-            let mut is_asked = false;
-            self.await_first(place);
+            let (mut place, mut all, mut first) = (place_of(unit), Merged::nothing(), 0);
+            let mut asked = Asked::<AT_ONCE, 8>::NOTHING;
+            self.await_split(place, 0);
             loop {
-                let found = self.there::<AT_ONCE, 8>(is_asked, asked, place, first);
+                let found = self.there(&asked, place, first);
                 let (here, of) = (unit, first);
                 first += AT_ONCE as u32;
                 let is_whole = first >= self.of.extent(1);
@@ -339,8 +345,7 @@ impl Parts<'_> {
                     if is_whole {
                         place = place_of(unit);
                     }
-                    asked = self.fetch(place, first);
-                    is_asked = true;
+                    asked = Asked { is_asked: true, found: self.fetch(place, first) };
                 }
                 all.add(self, of, found);
                 if is_whole {
@@ -354,25 +359,23 @@ impl Parts<'_> {
         }
     }
 
-    /// What has been `asked` for, if anything `is_asked` for, see [`fetch`](Parts::fetch), or, if that was too early, is there now.
+    /// What has been `asked` for, see [`fetch`](Parts::fetch), or, if nothing was or too early, is there now.
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch).
     #[inline(always)]
     unsafe fn there<const S: usize, const N: usize>(
         &self,
-        is_asked: bool,
-        asked: Found<S, N>,
+        asked: &Asked<S, N>,
         place: Place,
         first: u32,
     ) -> Found<S, N> {
         // SAFETY: the caller's promise.
         let fetch = || unsafe { self.fetch(place, first) };
         let is_flagged = self.of.is_flagged();
-        // No `Option`, whose words would be nobody's on some ways, and so held in registers over all bodies.
-        let is_there = is_asked && (!is_flagged || self.call.is_there(&asked));
+        let is_there = asked.is_asked && (!is_flagged || self.call.is_there(&asked.found));
         match (is_there, is_flagged) {
-            (true, _) => asked,
+            (true, _) => asked.found,
             (false, true) => self.call.once_there(slot::PARTS, fetch),
             (false, false) => fetch(),
         }
@@ -456,14 +459,21 @@ pub(crate) struct Place {
 
 /// What S splits found, as words: maxima and totals, and of N elements the sums.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Found<const S: usize, const N: usize> {
+struct Found<const S: usize, const N: usize> {
     heads: [[u32; 2]; S],
     values: [[u32; N]; S],
 }
 
-impl<const S: usize, const N: usize> Found<S, N> {
-    /// Nothing yet. Zeros, for the same reason as there is no `Option` in [`there`](Parts::there).
-    const NONE: Found<S, N> = Found { heads: [[0; 2]; S], values: [[0; N]; S] };
+/// What has been asked for, if anything is. No `Option`, whose words would be nobody's on some ways, and so held in registers over all
+/// bodies: where nothing is, they are zeros.
+#[derive(Clone, Copy, Debug)]
+struct Asked<const S: usize, const N: usize> {
+    is_asked: bool,
+    found: Found<S, N>,
+}
+
+impl<const S: usize, const N: usize> Asked<S, N> {
+    const NOTHING: Asked<S, N> = Asked { is_asked: false, found: Found { heads: [[0; 2]; S], values: [[0; N]; S] } };
 }
 
 impl<const S: usize, const N: usize> Read for Found<S, N> {

@@ -15,6 +15,7 @@ use crate::arch::scalar::reciprocal;
 use crate::arch::{memory, shared};
 use crate::block::FREE_SHARED;
 use crate::gpu::turn;
+use core::hint::cold_path;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::TaskDesc;
 use perpetua_shared::data::share_by;
@@ -248,6 +249,7 @@ impl MacroKernel for DecodeAttention {
                             to.set_two(i + half, [one[1], other[1]]);
                         }
                         (_, false) => {
+                            cold_path();
                             let put = {
                                 #[inline(always)]
                                 |i: u32, value: f32| {
@@ -278,6 +280,7 @@ impl MacroKernel for DecodeAttention {
                     let row = |g| if p.splits > 1 { y.row([h, 0, g]) } else { y.row([0, h, g]) };
                     group_of().attend((first, end), &block, row, |row, i, found| put_sums(p, call, row, i, found));
                 } else {
+                    cold_path();
                     one_by_one(p, call, block, h, (first, end));
                 }
                 h += 1;

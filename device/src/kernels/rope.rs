@@ -15,6 +15,7 @@ use crate::{
     arch::{WARP, memory, scalar::fma, warp},
     gpu::math::{reciprocal, rsqrt, sin_cos},
 };
+use core::hint::cold_path;
 #[cfg(not(target_arch = "nvptx64"))]
 use perpetua_shared::DType;
 
@@ -254,6 +255,7 @@ impl Turn {
                     if first >= half {
                         break;
                     }
+                    cold_path();
                     of = from(self.elements(first));
                 }
                 scale = rsqrt(warp::sum(squares) * share + self.eps);
@@ -277,6 +279,8 @@ impl Turn {
                 if first >= half {
                     return;
                 }
+                // Heads of more than 128 elements.
+                cold_path();
                 (x, ahead) = (from(self.elements(first)), self.ahead(first));
             }
         }

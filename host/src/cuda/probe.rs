@@ -2,8 +2,8 @@
 //! bytes come to it from the host.
 
 use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
-use super::upload::Buffers;
-use super::{Gpu, GpuError, Piece, code_probe, upload};
+use super::upload::{self, BUFFER_BYTES, Buffers, upload, upload_threads};
+use super::{Gpu, GpuError, Piece, code_probe};
 use crate::device_image::device_image;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, WORDS_AT, threads};
@@ -191,21 +191,30 @@ impl Prober {
         let copy_bytes = BUS_COPY_BYTES.min(self.source_bytes);
         let _entered = self.gpu.enter()?;
         let driver = self.gpu.driver();
-        let mut buffers = Buffers::new(&self.gpu);
-        for _ in 0..BUS_STREAMS {
-            buffers.make(copy_bytes as usize)?;
-        }
+        let buffers = Buffers::new(&self.gpu, BUS_STREAMS, 1, copy_bytes as usize)?;
         let n_copies = bytes.div_ceil(copy_bytes);
         let n_places = self.source_bytes / copy_bytes;
         let began = Instant::now();
         for copy in 0..n_copies {
-            let (buffer, stream) = buffers.made[copy as usize % BUS_STREAMS];
+            let number = copy as usize % BUS_STREAMS;
+            let (buffer, stream) = (buffers.buffer(number, 0), buffers.streams[number]);
             let to = self.memory[2].offset(copy % n_places * copy_bytes);
             // SAFETY: the buffer has as many bytes and nobody writes it; so has the place, of which nobody wants what it holds.
-            unsafe { driver.copy_in(to, buffer.host, copy_bytes as usize, stream)? };
+            unsafe { driver.copy_in(to, buffer, copy_bytes as usize, stream)? };
         }
         buffers.synchronize()?;
         Ok((n_copies * copy_bytes) as f64 / began.elapsed().as_secs_f64().max(1e-9))
+    }
+
+    /// How long it takes to make, and to give back, what a host of `cores` cores [uploads](Prober::upload) through, however much that is.
+    ///
+    /// # Errors
+    /// The driver.
+    pub fn upload_buffers(&self, cores: usize) -> Result<Duration, GpuError> {
+        let _entered = self.gpu.enter()?;
+        let began = Instant::now();
+        drop(upload::buffers(&self.gpu, upload_threads(cores), BUFFER_BYTES)?);
+        Ok(began.elapsed())
     }
 
     /// How long `pieces` take to come to the device, one after the other, as weights do when an engine is made on a host of

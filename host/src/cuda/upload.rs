@@ -2,8 +2,9 @@
 //! while the next are copied. Memory of the host stays bounded, whatever the size of the model.
 //!
 //! The floor is the slower of the disk and the bus. One thread reads a mapped file slower than either; so there are several,
-//! each with two buffers and a stream for each: while one is under way the other is filled. And the system is told what is going
-//! to be read ([`ask_for`]), as else it reads little more from the disk than a thread waits for.
+//! each with a stream and two buffers: while one is under way the other is filled. Their memory is one allocation, since pinning takes the
+//! driver time for every call and every page. And the system is told what is going to be read ([`ask_for`]), as else it reads little more from
+//! the disk than a thread waits for.
 
 use super::Gpu;
 use super::driver::{CudaError, DevicePtr, Pinned, Stream};
@@ -19,19 +20,23 @@ pub(crate) struct Piece<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// A buffer's bytes. Large enough that a copy's start costs little beside it, and no larger: pinning takes the driver time for
-/// every page, and what a core has just written is best still in its cache when the device reads it.
+/// A buffer's bytes. Large enough that a copy's start costs little beside it (a bus of 55 GB/s takes 19 us for it), and no larger: pinning
+/// takes the driver time for every page, and what a core has just written is best still in its cache when the device reads it.
 ///
-/// PERF: two threads fill buffers of 8 MiB from the page cache at 4.8 to 5.9 GB/s of a core's time, and these at 6.4 to 7.3 (Xeon,
-/// Emerald Rapids, 2 cores of it, Linux 6.18, 2026-11-22). As much as `read` into them, 6.5 to 7.6, and as with pages entered into the
-/// page table ahead (`MADV_POPULATE_READ`), 7.0 to 7.4: faults are a small part of the time.
-pub(super) const BUFFER_BYTES: usize = 2 << 20;
+/// PERF: an H200's host, whose threads had two of 2 MiB each, allocated one by one, brought 2.47 GB in 99 ms, where the bus takes 46
+/// (2026-11-27). Two threads fill buffers of 8 MiB from the page cache at 4.8 to 5.9 GB/s of a core's time, and of 2 MiB at 6.4 to 7.3 (Xeon,
+/// Emerald Rapids, 2 cores of it, Linux 6.18, 2026-11-22), of 1 MiB not more slowly. As much as `read` into them, 6.5 to 7.6, and as with pages
+/// entered into the page table ahead (`MADV_POPULATE_READ`), 7.0 to 7.4: faults are a small part of the time.
+pub(super) const BUFFER_BYTES: usize = 1 << 20;
+
+/// Buffers of a thread.
+const BUFFERS: usize = 2;
 
 /// How many threads bring bytes to a device, on a host of which the process has `cores` cores: one for each, but no fewer than 4,
 /// which wait for the disk for most of their time where it is slow, and no more than 12.
 ///
 /// PERF: a core fills buffers from the page cache at 6.5 GB/s (as above; two at 13), so 9 of them do for the 55 GB/s of 16 lanes of
-/// PCIe 5, and 12 where they take memory's bandwidth from each other. That is 48 MiB of pinned memory at most.
+/// PCIe 5, and 12 where they take memory's bandwidth from each other. That is 24 MiB of pinned memory at most.
 pub fn upload_threads(cores: usize) -> usize {
     cores.clamp(4, 12)
 }
@@ -57,14 +62,20 @@ pub(crate) unsafe fn upload(
             chunks.map(|(i, bytes)| Piece { to: piece.to.offset((i * BUFFER_BYTES) as u64), bytes })
         })
         .collect();
+    let largest = parts.iter().map(|part| part.bytes.len()).max().unwrap_or(0);
+    let n_threads = upload_threads(cores).min(parts.len());
+    if n_threads == 0 {
+        return Ok(());
+    }
+    let _entered = gpu.enter()?;
+    let buffers = buffers(gpu, n_threads, largest)?;
     let next = AtomicUsize::new(0);
     let (sender, receiver) = mpsc::channel();
-    let largest = parts.iter().map(|part| part.bytes.len()).max().unwrap_or(0);
     std::thread::scope(|scope| {
-        for _ in 0..upload_threads(cores).min(parts.len()) {
-            let (parts, next, sender) = (&parts, &next, sender.clone());
+        for number in 0..n_threads {
+            let (parts, next, sender, buffers) = (&parts, &next, sender.clone(), &buffers);
             scope.spawn(move || {
-                let outcome = worker(gpu, parts, next, largest, &sender);
+                let outcome = worker(parts, next, buffers, number, &sender);
                 if let Err(error) = outcome {
                     // The others stop at their next part; the receiver is there as long as any sender.
                     next.store(parts.len(), Ordering::Relaxed);
@@ -85,83 +96,86 @@ pub(crate) unsafe fn upload(
     })
 }
 
-/// Pinned buffers with a stream each, given back when dropped.
+/// What so many threads upload through, of `bytes` each buffer. As for [`Buffers::new`].
+pub(super) fn buffers(gpu: &Gpu, n_threads: usize, bytes: usize) -> Result<Buffers<'_>, CudaError> {
+    Buffers::new(gpu, n_threads, BUFFERS, bytes)
+}
+
+/// Streams with pinned buffers, as many each, given back when dropped.
 pub(super) struct Buffers<'a> {
     gpu: &'a Gpu,
-    pub(super) made: Vec<(Pinned, Stream)>,
+    pub(super) streams: Vec<Stream>,
+    memory: Pinned,
+    /// Buffers of a stream, and bytes of one.
+    each: usize,
+    bytes: usize,
 }
 
 impl<'a> Buffers<'a> {
-    /// None yet. `gpu`'s context is current whenever one is made, and when they are dropped.
-    pub(super) fn new(gpu: &'a Gpu) -> Buffers<'a> {
-        Buffers { gpu, made: Vec::new() }
+    /// `each` of `bytes` for every one of `n_streams`. `gpu`'s context is current, and when they are dropped.
+    pub(super) fn new(gpu: &'a Gpu, n_streams: usize, each: usize, bytes: usize) -> Result<Buffers<'a>, CudaError> {
+        let driver = gpu.driver();
+        let memory = driver.alloc_pinned(n_streams * each * bytes)?;
+        let mut buffers = Buffers { gpu, streams: Vec::with_capacity(n_streams), memory, each, bytes };
+        for _ in 0..n_streams {
+            buffers.streams.push(driver.create_stream()?);
+        }
+        Ok(buffers)
     }
 
-    /// One more, of `bytes`.
-    pub(super) fn make(&mut self, bytes: usize) -> Result<(), CudaError> {
-        let driver = self.gpu.driver();
-        let stream = driver.create_stream()?;
-        match driver.alloc_pinned(bytes) {
-            Ok(buffer) => self.made.push((buffer, stream)),
-            Err(error) => {
-                // The allocation's error is the one to tell.
-                let _ = driver.destroy_stream(stream);
-                return Err(error);
-            }
-        }
-        Ok(())
+    /// Buffer `which` of stream `stream`.
+    pub(super) fn buffer(&self, stream: usize, which: usize) -> *mut u8 {
+        assert!(stream < self.streams.len() && which < self.each, "buffer {which} of stream {stream}");
+        self.memory.host.wrapping_add((stream * self.each + which) * self.bytes)
     }
 
     /// Waits until no copy is under way.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
-        self.made.iter().try_for_each(|(_, stream)| self.gpu.driver().synchronize(*stream))
+        self.streams.iter().try_for_each(|stream| self.gpu.driver().synchronize(*stream))
     }
 }
 
 impl Drop for Buffers<'_> {
     fn drop(&mut self) {
         let driver = self.gpu.driver();
-        for (buffer, stream) in self.made.drain(..) {
-            // On the way out of an error there is nobody to hear of another. The stream is idle before its buffer goes.
+        // On the way out of an error there is nobody to hear of another. The streams are idle before the memory goes.
+        for stream in self.streams.drain(..) {
             let _ = driver.synchronize(stream);
             let _ = driver.destroy_stream(stream);
-            // SAFETY: allocated in `make`, and no copy is under way.
-            let _ = unsafe { driver.free_pinned(buffer) };
         }
+        // SAFETY: allocated in `new`, and no copy is under way.
+        let _ = unsafe { driver.free_pinned(self.memory) };
     }
 }
 
+/// Brings parts, whichever are next, by stream `number`.
 fn worker(
-    gpu: &Gpu,
     parts: &[Piece<'_>],
     next: &AtomicUsize,
-    buffer_bytes: usize,
+    buffers: &Buffers<'_>,
+    number: usize,
     sender: &mpsc::Sender<Result<u64, CudaError>>,
 ) -> Result<(), CudaError> {
-    let _entered = gpu.enter()?;
-    let driver = gpu.driver();
-    let mut buffers = Buffers::new(gpu);
-    buffers.make(buffer_bytes)?;
+    let _entered = buffers.gpu.enter()?;
+    let (driver, stream) = (buffers.gpu.driver(), buffers.streams[number]);
     for turn in 0.. {
         let Some(part) = parts.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-        if turn == 1 {
-            buffers.make(buffer_bytes)?;
-        }
         ask_for(part.bytes);
-        let (buffer, stream) = buffers.made[turn % buffers.made.len()];
-        // The buffer's last copy may still be under way.
-        driver.synchronize(stream)?;
-        // SAFETY: the buffer has room for the largest part and is this thread's; the stream is idle, so nobody reads it;
-        // the part has room on the device (the promise of `upload`'s caller).
+        let buffer = buffers.buffer(number, turn % BUFFERS);
+        // SAFETY: the buffer has room for the largest part and is this thread's. Its last copy was the one before the stream's last, and
+        // when that began the stream was idle, so nobody reads it. The part has room on the device (the promise of `upload`'s caller).
         unsafe {
-            buffer.host.copy_from_nonoverlapping(part.bytes.as_ptr(), part.bytes.len());
-            driver.copy_in(part.to, buffer.host, part.bytes.len(), stream)?;
+            buffer.copy_from_nonoverlapping(part.bytes.as_ptr(), part.bytes.len());
+            driver.synchronize(stream)?;
+            driver.copy_in(part.to, buffer, part.bytes.len(), stream)?;
         }
         // The receiver outlives the threads.
         let _ = sender.send(Ok(part.bytes.len() as u64));
     }
-    buffers.synchronize()
+    driver.synchronize(stream)
 }
+
+const _: () = assert!(BUFFERS == 2, "a buffer's last copy was the one before the stream's last");
 
 /// Asks the disk for all of `bytes` at once, where they are a mapped file's and not in memory: whoever reads them then waits for the
 /// first only. It is advice: where the system does not take it, it reads ahead as it does for everybody. Of other memory it does no
@@ -209,7 +223,7 @@ mod tests {
         let gpu = Gpu::with_driver(driver.clone()).expect("a device of the right kind");
         let total: usize = parts.iter().map(Vec::len).sum();
         let entered = gpu.enter().expect("a context");
-        let base = gpu.driver().alloc(total as u64).expect("room");
+        let base = gpu.driver().alloc(total.max(1) as u64).expect("room");
         let mut at = 0;
         let pieces = parts.iter().map(|bytes| {
             at += bytes.len() as u64;
@@ -243,10 +257,9 @@ mod tests {
         for (cores, n_threads) in [(1, 4), (7, 7), (64, 12)] {
             let calls = brought(&parts, cores);
             let of = |name: &str| calls.iter().filter(|call| call.starts_with(name)).count();
-            // One or two each.
             assert_eq!(upload_threads(cores), n_threads);
-            assert!((n_threads..=2 * n_threads).contains(&of("cuMemHostAlloc")), "{} buffers", of("cuMemHostAlloc"));
-            assert_eq!(of("cuMemHostAlloc"), of(&format!("cuMemHostAlloc {BUFFER_BYTES}")), "none is larger");
+            assert_eq!(of("cuStreamCreate"), n_threads);
+            assert_eq!([of("cuMemHostAlloc"), of(&format!("cuMemHostAlloc {}", 2 * n_threads * BUFFER_BYTES))], [1, 1]);
         }
     }
 
@@ -255,8 +268,8 @@ mod tests {
     fn what_is_small_takes_little() {
         let calls = brought(&[vec![7; 1000], vec![8; 10]], 64);
         let of = |name: &str| calls.iter().filter(|call| call.starts_with(name)).count();
-        assert!((2..=3).contains(&of("cuMemHostAlloc")), "{} buffers", of("cuMemHostAlloc"));
-        assert_eq!(of("cuMemHostAlloc"), of("cuMemHostAlloc 1000"));
+        assert_eq!([of("cuStreamCreate"), of("cuMemHostAlloc"), of("cuMemHostAlloc 4000")], [2, 1, 1]);
+        assert!(brought(&[], 64).is_empty() && brought(&[Vec::new()], 64).is_empty());
     }
 
     /// What is asked for comes into memory from the disk, all of it, and nobody has to read it for that.

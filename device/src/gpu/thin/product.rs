@@ -14,6 +14,7 @@ use crate::kernels::attention::FOUND;
 use crate::kernels::attention_merge::{Merge, Parts, are_in_eights};
 use crate::kernels::linear::slot;
 use crate::kernels::{GatedLinear, Linear, Numbered, argmax, gated_linear, linear, params};
+use core::hint::cold_path;
 use perpetua_shared::divisor::Divisor;
 use perpetua_shared::{Fault, Operand, TaskDesc, Technique};
 
@@ -44,10 +45,10 @@ impl Of {
         1 + u32::from(self.two)
     }
 
-    /// The operand that is one or the other kernel's.
+    /// The operand that is one or the other kernel's: computed, since a choice of two places would branch.
     #[inline(always)]
     fn slot(self, linear: usize, gated: usize) -> usize {
-        if self.two { gated } else { linear }
+        linear.wrapping_add(usize::from(self.two).wrapping_mul(gated.wrapping_sub(linear)))
     }
 
     #[inline(always)]
@@ -172,6 +173,7 @@ unsafe fn run<F: Form>(
         taken.take(tiles);
         let outcome = ready();
         if outcome.is_err() {
+            cold_path();
             tiles.release_some(oldest, tiles.next().wrapping_sub(oldest));
             return outcome;
         }
@@ -338,7 +340,10 @@ impl<'a> Outputs<'a> {
             match &self.residual {
                 row if !row.is_present() => 0,
                 row if self.is_told => atomic::load_relaxed(row.at(n).cast_const().cast()),
-                row => row.get(n).to_bits(),
+                row => {
+                    cold_path();
+                    row.get(n).to_bits()
+                }
             }
         }
     }
@@ -351,7 +356,14 @@ impl<'a> Outputs<'a> {
     unsafe fn finish(&self, n: u32, [sum, other]: [f32; 2], asked: u32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
-            let with = |sum: f32, bias: &Row| if bias.is_present() { sum + bias.get(n) } else { sum };
+            let with = |sum: f32, bias: &Row| {
+                if bias.is_present() {
+                    cold_path();
+                    sum + bias.get(n)
+                } else {
+                    sum
+                }
+            };
             let first = activate(self.activation, with(sum, &self.biases[0]));
             let value = if self.of.two {
                 first * with(other, &self.biases[1])

@@ -12,6 +12,7 @@ use crate::block::{Block, FREE_SHARED};
 use crate::kernels::MAX_NORMED;
 use crate::kernels::attention_merge::Parts;
 use crate::kernels::linear::slot;
+use core::hint::cold_path;
 
 /// Where the row starts: pairs of hi, then pairs of lo, in the order of [`term_at`].
 pub(super) const TERMS: u32 = FREE_SHARED;
@@ -101,6 +102,7 @@ impl First<'_> {
             if self.x.is_flagged() {
                 (atomic::load16_relaxed(place.cast()), atomic::load16_relaxed(next.cast()))
             } else {
+                cold_path();
                 (memory::load16(place), memory::load16(next))
             }
         }
@@ -126,6 +128,7 @@ impl First<'_> {
     #[inline(always)]
     pub(super) fn values(&self, asked: Asked) -> [f32; 8] {
         if !self.x.is_flagged() {
+            cold_path();
             return singles(asked.0, asked.1);
         }
         let ([a, b, c, d], [e, f, g, h]) = (unmarked(asked.0), unmarked(asked.1));
@@ -210,11 +213,17 @@ impl Norm {
         // SAFETY: the caller's promise.
         unsafe {
             if self.dtype == F32 {
+                cold_path();
                 let at = self.tile.at + 32 * unit;
                 return singles(bulk::load16(at), bulk::load16(at + 16));
             }
             let words = bulk::load16(self.tile.at + 16 * unit);
-            if self.dtype == BF16 { widen_brain(words) } else { widen_half(words) }
+            if self.dtype == BF16 {
+                widen_brain(words)
+            } else {
+                cold_path();
+                widen_half(words)
+            }
         }
     }
 

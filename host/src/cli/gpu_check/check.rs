@@ -309,10 +309,15 @@ impl Check<'_> {
         // A second's work, at least where a bus has as many lanes as it should.
         let (bus, bus_spread) =
             median_and_spread(5, || prober.bus(if self.args.simulated { 1 << 20 } else { 8 << 30 }))?;
+        // What a load begins and ends with, be it of much or little.
+        let (buffers, buffers_spread) =
+            median_and_spread(3, || Ok::<_, GpuError>(prober.upload_buffers(cores)?.as_secs_f64()))?;
         let mut figures = json!({
             "bus_gb_per_s": bus / 1e9,
             "bus_spread_percent": bus_spread,
             "threads": n_threads,
+            "buffers_ms": buffers * 1e3,
+            "buffers_spread_percent": buffers_spread,
         });
         self.keep(figures.clone())?;
         for from in ["memory", "disk"] {
