@@ -369,13 +369,18 @@ impl BlockBody<'_> {
     /// That there has been a fault.
     #[inline(always)]
     fn ready(&self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
+        if turn::wait_count() == 0 {
+            return Ok(());
+        }
+        // Most tasks of a decoding step wait for flags.
+        cold_path();
         let began_ns = self.tiles.now_ns();
         let outcome = await_task(&self.image, id, step, iteration, self.tiles.sync());
         self.tiles.waited(Waited::Tasks, began_ns);
         outcome
     }
 
-    /// Says where the worker is, and notes when the task began if the block's first thread, which alone is asked for it, has room for that.
+    /// Says where the worker is, its loader too, and notes when the task began if the block's first thread, which alone is asked for it, has room for that.
     ///
     /// # Safety
     /// See [`DeviceImage`].
@@ -386,7 +391,10 @@ impl BlockBody<'_> {
         }
         let positions = core::ptr::with_exposed_provenance_mut::<u32>(param!(self.image, positions) as usize);
         // SAFETY: a word for every worker, which it alone writes.
-        unsafe { memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1) };
+        unsafe {
+            memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1);
+            self.step_on();
+        }
         let is_traced = self.tiles.n_timed() < param!(self.image, n_trace);
         self.tiles.time(is_traced);
         if is_traced {
@@ -488,7 +496,6 @@ impl Body for BlockBody<'_> {
         unsafe {
             self.begin_task(id);
             self.ask_for_next();
-            self.step_on();
             thread::at_task(id.0);
             self.tiles.begin_task(self.task_tiles());
             // What bodies compute from who they are stays in them; how many they are the compiler is told once more, so that it

@@ -85,7 +85,8 @@ pub unsafe fn read(params: &ProbeParams) {
     let bytes = params.bytes;
     let source = params.source + u64::from(thread::block_idx()) * bytes;
     let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
-    let n = (bytes / u64::from(tile_bytes)) as u32;
+    let n = (bytes / u64::from(tile_bytes)) as u32 * params.rounds;
+    let mut next = 0;
     // SAFETY: the caller's promise; one thread makes the barriers and uses them. A tile's next copy begins after its last
     // has landed, and nobody reads any.
     unsafe {
@@ -106,7 +107,11 @@ pub unsafe fn read(params: &ProbeParams) {
             }
             if at < n {
                 mbarrier::arrive_expect(tile, tile_bytes);
-                bulk::copy(tile * tile_bytes, source.add(at as usize * tile_bytes as usize), tile_bytes, tile);
+                bulk::copy(tile * tile_bytes, source.add(next as usize), tile_bytes, tile);
+                next += u64::from(tile_bytes);
+                if next == bytes {
+                    next = 0;
+                }
             }
         }
         tell(params, thread::timer_ns() - began);

@@ -3,8 +3,8 @@
 use crate::launch::TASK_THREADS;
 use bytemuck::{Pod, Zeroable};
 
-/// Every block streams its own bytes into shared memory by bulk copies and looks at none of them: the ceiling of what a
-/// loader can reach. A block's time is `out[block]`.
+/// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the ceiling of what a
+/// loader can reach, of memory or, where all of them are few, of L2. A block's time is `out[block]`.
 pub const READ: &str = "perpetua_probe_read";
 /// Blocks 0 and 1 count to each other through two counters: `rounds` times there and back take `out[0]`.
 pub const HOP: &str = "perpetua_probe_hop";
@@ -53,7 +53,7 @@ pub struct ProbeParams {
     pub n_tiles: u32,
     /// Blocks.
     pub blocks: u32,
-    /// How often blocks meet.
+    /// How often blocks meet, or read their bytes.
     pub rounds: u32,
     /// See [`HAND`].
     pub by_flags: u32,

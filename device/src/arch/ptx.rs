@@ -14,10 +14,10 @@ use core::arch::{asm, global_asm};
 use perpetua_shared::launch::LaunchParams;
 
 // The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
-global_asm!(".shared .align 16 .b8 perpetua_shared[18752];");
+global_asm!(".shared .align 16 .b8 perpetua_shared[18768];");
 global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
 global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
-const _: () = assert!(super::shared::WORDS * 4 == 18752 && super::mbarrier::COUNT * 8 == 576);
+const _: () = assert!(super::shared::WORDS * 4 == 18768 && super::mbarrier::COUNT * 8 == 576);
 
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]

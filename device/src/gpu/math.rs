@@ -124,17 +124,21 @@ pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
 /// The activation numbered `activation` (see [`Activation`]) of `x`.
 #[inline(always)]
 pub(crate) fn activate(activation: u32, x: f32) -> f32 {
+    const NONE: u32 = Activation::None as u32;
     const GELU: u32 = Activation::Gelu as u32;
     const SILU: u32 = Activation::Silu as u32;
     const RELU: u32 = Activation::Relu as u32;
     const GELU_TANH: u32 = Activation::GeluTanh as u32;
+    // One question after the other, and few for those that most models have.
+    if activation == NONE {
+        return x;
+    }
+    if activation == SILU {
+        return x * scalar::reciprocal(1.0 + exp(-x));
+    }
+    cold_path();
     match activation {
-        GELU => {
-            // Encoders have it, which do not decode.
-            cold_path();
-            0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2))
-        }
-        SILU => x * scalar::reciprocal(1.0 + exp(-x)),
+        GELU => 0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2)),
         RELU => {
             if x < 0.0 {
                 0.0

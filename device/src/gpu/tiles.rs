@@ -43,9 +43,11 @@ const EMPTY: u32 = TILE_BARRIERS;
 const STEP: u32 = 2 * TILE_BARRIERS;
 const TAKEN: u32 = STEP + 1;
 
-// Words of shared memory: place and bytes of each barrier's tile, then the program of the pass and its position, then how long
+// Words of shared memory: four zeros, place and bytes of each barrier's tile, then the program of the pass and its position, then how long
 // the first thread has waited, while it measures that, for what `Waited` names.
-const PLACES: u32 = shared::KEPT;
+/// What is read where nothing is: to read elsewhere takes no longer, to choose between a number that has been read and zero waits for it.
+pub(super) const ZEROS: u32 = shared::KEPT;
+const PLACES: u32 = ZEROS + 4;
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
 const WAITED: u32 = POSITION + 3;
@@ -63,6 +65,7 @@ pub(super) const BARRIERS: u32 = TAKEN + 1;
 pub(super) const WORDS_END: u32 = TIMED + 1;
 
 const _: () = assert!(TAKEN < mbarrier::COUNT && WORDS_END <= shared::WORDS && TILE_BARRIERS == 32);
+const _: () = assert!(ZEROS.is_multiple_of(4));
 
 /// Makes the barriers, for `task_threads` threads that take tiles.
 ///
@@ -78,6 +81,7 @@ pub(crate) unsafe fn init(task_threads: u32) {
         mbarrier::init(STEP, 1);
         mbarrier::init(TAKEN, 1);
         mbarrier::fence();
+        shared::store16(ZEROS, [0; 4]);
         shared::store(PASSES, 0);
         shared::store(TIMED, 0);
     }

@@ -28,11 +28,8 @@ pub struct Params {}
 /// Splits there may be.
 pub const MAX_SPLITS: u32 = 32;
 
-/// Splits of which a thread has the loads under way: memory answers long after it is asked.
+/// Splits of which a thread has the loads under way, and the next ones' while it merges these: memory answers long after it is asked.
 const AHEAD: usize = 4;
-
-/// Splits that it asks for while it merges as many others: there are no registers for more.
-const AT_ONCE: usize = AHEAD / 2;
 
 /// Bytes of `parts` that nobody reads: two words of each, see the [`FOUND`] words.
 pub(super) fn unread_bytes(parts: &Operand) -> u64 {
@@ -330,12 +327,12 @@ impl Parts<'_> {
         // SAFETY: the caller's promise.
         unsafe {
             let (mut place, mut all, mut first) = (place_of(unit), Merged::nothing(), 0);
-            let mut asked = Asked::<AT_ONCE, 8>::NOTHING;
+            let mut asked = Asked::<AHEAD, 8>::NOTHING;
             self.await_split(place, 0);
             loop {
                 let found = self.there(&asked, place, first);
                 let (here, of) = (unit, first);
-                first += AT_ONCE as u32;
+                first += AHEAD as u32;
                 let is_whole = first >= self.of.extent(1);
                 if is_whole {
                     (unit, first) = (unit + step, 0);

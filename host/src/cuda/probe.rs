@@ -107,7 +107,7 @@ impl Prober {
         Ok(times.into_iter().map(Duration::from_nanos).collect())
     }
 
-    /// Bytes a second that loaders on `blocks` SMs bring into shared memory by copies of `tile_bytes`, `n_tiles` under way
+    /// Bytes a second that loaders on `blocks` SMs bring from memory into shared memory by copies of `tile_bytes`, `n_tiles` under way
     /// at once on each. By the slowest block's time, which is shorter than the launch's.
     ///
     /// # Errors
@@ -116,12 +116,36 @@ impl Prober {
     /// # Panics
     /// If the tiles do not fit an SM, or the memory to read is less than a tile for every SM.
     pub fn read(&mut self, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
+        self.read_of(self.source_bytes, 1, blocks, tile_bytes, n_tiles)
+    }
+
+    /// Likewise from L2: a quarter of what it holds, `rounds` times, since its halves may each hold what both want.
+    ///
+    /// # Errors
+    /// The driver.
+    ///
+    /// # Panics
+    /// As [`read`](Prober::read); if L2 is less than four tiles for every SM.
+    pub fn read_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
+        let bytes = self.source_bytes.min(u64::from(self.gpu.info().l2_bytes) / 4);
+        self.read_of(bytes, rounds, blocks, tile_bytes, n_tiles)
+    }
+
+    fn read_of(
+        &mut self,
+        bytes: u64,
+        rounds: u32,
+        blocks: u32,
+        tile_bytes: u32,
+        n_tiles: u32,
+    ) -> Result<f64, GpuError> {
         assert!(tile_bytes.is_multiple_of(16) && n_tiles <= TILE_BARRIERS && tile_bytes * n_tiles <= TILE_BYTES);
-        let bytes = self.source_bytes / u64::from(blocks) / u64::from(tile_bytes) * u64::from(tile_bytes);
+        let bytes = bytes / u64::from(blocks) / u64::from(tile_bytes) * u64::from(tile_bytes);
         assert!(bytes > 0, "less than a tile for every SM");
-        let times = self.run(READ, blocks, ProbeParams { bytes, tile_bytes, n_tiles, ..ProbeParams::default() })?;
+        let params = ProbeParams { bytes, tile_bytes, n_tiles, rounds, ..ProbeParams::default() };
+        let times = self.run(READ, blocks, params)?;
         let slowest = times.iter().max().copied().unwrap_or_default();
-        Ok((bytes * u64::from(blocks)) as f64 / slowest.as_secs_f64().max(1e-9))
+        Ok((bytes * u64::from(blocks) * u64::from(rounds)) as f64 / slowest.as_secs_f64().max(1e-9))
     }
 
     /// From one worker's trigger to another's seeing it.

@@ -3,6 +3,7 @@
 //! added to others.
 
 use super::super::packed::{Eight, LINE, Packed};
+use super::super::tiles::ZEROS;
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
 use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
 use super::long::Units;
@@ -68,13 +69,12 @@ impl Form for Eight {
     #[inline(always)]
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32, f32) {
         let is_there = chunk.number < chunks;
-        let (place, own) = if is_there { (chunk.column, chunk.own) } else { (column.parity, column.own) };
+        let at = if is_there { column.at + chunk.column * CHUNK_WORDS } else { ZEROS };
         // The scale is that of the chunk which the lane's own row has.
-        let scale = TERMS + 2 * CHUNK_WORDS * chunks + own;
+        let scale = if is_there { TERMS + 2 * CHUNK_WORDS * chunks + chunk.own } else { ZEROS };
         // SAFETY: the caller's promise.
-        let ([first, second], scale) =
-            unsafe { (shared::load8(column.at + place * CHUNK_WORDS), f32::from_bits(shared::load(scale))) };
-        (if is_there { first } else { 0 }, if is_there { second } else { 0 }, if is_there { scale } else { 0.0 })
+        let ([first, second], scale) = unsafe { (shared::load8(at), f32::from_bits(shared::load(scale))) };
+        (first, second, scale)
     }
 
     #[inline(always)]

@@ -1,6 +1,7 @@
 //! The forms in which rows of weights come, as tensor cores take them: sixteen bytes a lane in each, as they lie.
 
 use super::super::BF16;
+use super::super::tiles::ZEROS;
 use super::terms::put_terms;
 use super::{Chunk, Column};
 use crate::arch::{bulk, shared, warp};
@@ -147,11 +148,10 @@ impl Form for Brain {
 
     #[inline(always)]
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32) {
-        let is_there = chunk.number < chunks;
-        let place = if is_there { chunk.column } else { column.parity };
+        let at = if chunk.number < chunks { column.at + chunk.column * CHUNK_WORDS } else { ZEROS };
         // SAFETY: the caller's promise.
-        let [first, second] = unsafe { shared::load8(column.at + place * CHUNK_WORDS) };
-        (if is_there { first } else { 0 }, if is_there { second } else { 0 })
+        let [first, second] = unsafe { shared::load8(at) };
+        (first, second)
     }
 
     #[inline(always)]

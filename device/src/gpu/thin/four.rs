@@ -14,6 +14,7 @@
 //! 64 times its activations too much, and begins with as much less: what the same product makes of rows of nothing but -64, once for all rows.
 
 use super::super::packed::{FOUR_ELEMS, Four, LINE, Packed, RAISED};
+use super::super::tiles::ZEROS;
 use super::afar::{Afar, Numbered, made_numbers, make_numbers};
 use super::form::{CHUNK_BYTES, CHUNK_WORDS, Form};
 use super::long::Units;
@@ -147,10 +148,9 @@ impl Form for Four {
     #[inline(always)]
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
         let is_there = chunk.number < chunks;
-        let (place, own) = if is_there { (chunk.column, chunk.own) } else { (column.parity, column.own) };
-        let at = column.at + chunk_at(place);
+        let at = column.at + chunk_at(if is_there { chunk.column } else { column.parity });
         // The scale is that of the chunk which the lane's own row has.
-        let scale = TERMS + 2 * term_words(chunks) + own;
+        let scale = if is_there { TERMS + 2 * term_words(chunks) + chunk.own } else { ZEROS };
         const BEGIN: [i32; 4] = [SHIFT.to_bits() as i32, 0, 0, SHIFT.to_bits() as i32];
         // SAFETY: the caller's promise; a product of rows that are all alike has for each what is asked for.
         unsafe {
@@ -159,7 +159,7 @@ impl Form for Four {
             let less = (warp::mma_bytes([LESS; 4], low, BEGIN), warp::mma_bytes([LESS; 4], high, BEGIN));
             let begin = ((less.0[0], less.0[3]), (less.1[0], less.1[3]));
             // Of a chunk that is not there what is multiplied is nothing, whatever the numbers are.
-            (low.into(), high.into(), begin.0, begin.1, if is_there { scale } else { 0.0 })
+            (low.into(), high.into(), begin.0, begin.1, scale)
         }
     }
 

@@ -232,7 +232,16 @@ impl Check<'_> {
             }
             self.keep(rates.clone())?;
         }
-        Ok(json!({ "best_gb_per_s": best / 1e9, "by_tile_and_number_in_flight": rates }))
+        let rounds = if self.args.simulated { 2 } else { 64 };
+        let mut of_l2 = serde_json::Map::new();
+        for (tile_kib, n_tiles) in [(2, 32), (4, 32), (16, 8)] {
+            let (median, spread) = median_and_spread(5, || prober.read_l2(rounds, n_sms, tile_kib << 10, n_tiles))?;
+            of_l2.insert(
+                format!("{tile_kib} KiB x {n_tiles}"),
+                json!({"gb_per_s": median / 1e9, "spread_percent": spread}),
+            );
+        }
+        Ok(json!({ "best_gb_per_s": best / 1e9, "by_tile_and_number_in_flight": rates, "l2": of_l2 }))
     }
 
     fn latency(&self) -> Figures {
