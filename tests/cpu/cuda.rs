@@ -694,12 +694,17 @@ fn probes_measure_what_they_say() {
     if !has_kernel() {
         return;
     }
-    let driver = fake();
+    // Of an L2 with less than four tiles for every SM.
+    let mut options = Options::new(N_SMS, MEMORY);
+    options.device.l2_bytes = 64 << 10;
+    let driver = Arc::new(Fake::new(options));
     {
         let mut prober = Prober::new(gpu(&driver), 1 << 20).expect("resident");
         for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
             assert!(prober.read(N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
+            assert!(prober.read_l2(2, N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
         }
+        assert!(prober.upload_buffers(2).expect("it runs").as_nanos() > 0);
         assert!(prober.hop(50).expect("it runs").as_nanos() > 0);
         for by_flags in [false, true] {
             assert!(prober.hand(2 + u32::from(by_flags), 5, by_flags).expect("it runs").as_nanos() > 0);

@@ -119,16 +119,18 @@ impl Prober {
         self.read_of(self.source_bytes, 1, blocks, tile_bytes, n_tiles)
     }
 
-    /// Likewise from L2: a quarter of what it holds, `rounds` times, since its halves may each hold what both want.
+    /// Likewise from L2: a quarter of what it holds, since its halves may each hold what both want, or a tile for every SM where that is more;
+    /// `rounds` times.
     ///
     /// # Errors
     /// The driver.
     ///
     /// # Panics
-    /// As [`read`](Prober::read); if L2 is less than four tiles for every SM.
+    /// As [`read`](Prober::read).
     pub fn read_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
-        let bytes = self.source_bytes.min(u64::from(self.gpu.info().l2_bytes) / 4);
-        self.read_of(bytes, rounds, blocks, tile_bytes, n_tiles)
+        let quarter = u64::from(self.gpu.info().l2_bytes) / 4;
+        let bytes = quarter.max(u64::from(blocks) * u64::from(tile_bytes));
+        self.read_of(bytes.min(self.source_bytes), rounds, blocks, tile_bytes, n_tiles)
     }
 
     fn read_of(
