@@ -422,6 +422,8 @@ impl Case {
             row_first: self.row_first,
             block: [self.block, self.split, 0],
             operand_count: self.operands.len() as u32,
+            // Without which no record would say that the task is a product of one row.
+            tiles: self.data.len() as u32,
             ..TaskDesc::zeroed()
         };
         let program = |max_rows, kind| ProgramDesc { max_rows, kind, ..ProgramDesc::zeroed() };
