@@ -25,7 +25,7 @@ pub(crate) struct Piece<'a> {
 ///
 /// PERF: an H200's host, whose threads had two of 2 MiB each, allocated one by one, brought 2.47 GB in 99 ms, where the bus takes 46
 /// (2026-11-27). Two threads fill buffers of 8 MiB from the page cache at 4.8 to 5.9 GB/s of a core's time, and of 2 MiB at 6.4 to 7.3 (Xeon,
-/// Emerald Rapids, 2 cores of it, Linux 6.18, 2026-11-22), of 1 MiB not more slowly. As much as `read` into them, 6.5 to 7.6, and as with pages
+/// Emerald Rapids, 2 cores of it, Linux 6.18, 2026-11-22), of 1 MiB as fast (2026-11-27). As much as `read` into them, 6.5 to 7.6, and as with pages
 /// entered into the page table ahead (`MADV_POPULATE_READ`), 7.0 to 7.4: faults are a small part of the time.
 pub(super) const BUFFER_BYTES: usize = 1 << 20;
 
