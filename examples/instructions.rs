@@ -2,8 +2,10 @@
 //! by the operator whose task a worker was at.
 //!
 //! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [behind=N] [code=KIB,CYCLES] [q8|q4]`; 132 SMs and a context of 1 unless told
-//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the first of the passes that read the context before it; with `behind` that context stands behind so many positions, which nobody
+//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the last pass that the first of the prompt's programs makes; with `behind` that context stands behind so many positions, which nobody
 //! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
+//!
+//! What is counted is the last step, whose code has been fetched by those before it.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
 //! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
@@ -108,7 +110,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
     let wanted = args.next();
-    let steps = 2;
+    // The first of the steps behind a prompt fetches code that the others find. The last counts.
+    let steps = if is_prompt { 1 } else { 3 };
     let mut model = Model::load(&folder)?;
     let how = [Quantize::Q8, Quantize::Q4].into_iter().find(|how| is_given(&how.to_string()));
     if let Some(how) = how {
@@ -165,18 +168,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         "{:32} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}",
         "operator", "tasks", "cycles", "ahead", "warp 1", "all warps", "code, KiB", "so far"
     );
-    let prompt_passes = (context / program.max_rows as usize).max(1);
-    let passes = if is_prompt { prompt_passes } else { steps - usize::from(context > 1) } as u64;
     let (mut path, mut total, mut all_code) = (0, 0, Op::default());
     for (number, op) in &ops {
-        let each = |count: u64| count / (op.tasks * passes);
+        let each = |count: u64| count / op.tasks;
         let (name, [cycles, ahead]) = (image.op_name(*number), op.cycles.map(each));
         let (warp, all) = (each(op.warps[1]), each(op.warps.iter().sum()));
         all_code.run(&op.code);
         let code = [op.code_kib(), all_code.code_kib()];
         println!("{name:32} {:6} {cycles:9} {ahead:9} {warp:9} {all:9} {:9} {:9}", op.tasks, code[0], code[1]);
         path += cycles;
-        total += op.warps.iter().sum::<u64>() / passes;
+        total += op.warps.iter().sum::<u64>();
     }
     println!("one after another: {path} cycles; in all {total} issue slots of all warps a step");
     let ran_by = |worker: u32| {
@@ -194,7 +195,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let line = |number: u32| (number as usize).checked_sub(1).and_then(|at| lines.get(at)).map_or("", |line| *line);
     println!("\n{:40}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());
     for (number, op) in ops {
-        let each = |count: u64| count / (op.tasks * passes);
+        let each = |count: u64| count / op.tasks;
         let name = image.op_name(number);
         let is_wanted = wanted.as_ref().is_some_and(|wanted| name.ends_with(wanted));
         let code = if is_wanted { op.stretches() } else { Vec::new() };

@@ -313,18 +313,6 @@ impl BlockBody<'_> {
         }
     }
 
-    /// Lets the loader know that the worker has come to a task.
-    ///
-    /// # Safety
-    /// Every thread of the block makes this same call.
-    #[inline(always)]
-    unsafe fn step_on(&self) {
-        if self.block.thread == 0 {
-            // SAFETY: thread 0.
-            unsafe { tiles::step_on(&(self.image, self.worker)) };
-        }
-    }
-
     /// Lets the loader know that a pass begins, before it hears which, or that the worker leaves.
     ///
     /// # Safety
@@ -372,7 +360,7 @@ impl BlockBody<'_> {
         if turn::wait_count() == 0 {
             return Ok(());
         }
-        // Most tasks of a decoding step wait for flags.
+        // As in `await_task`.
         cold_path();
         let began_ns = self.tiles.now_ns();
         let outcome = await_task(&self.image, id, step, iteration, self.tiles.sync());
@@ -393,7 +381,7 @@ impl BlockBody<'_> {
         // SAFETY: a word for every worker, which it alone writes.
         unsafe {
             memory::store_volatile(positions.add(self.worker.idx()), id.0 + 1);
-            self.step_on();
+            tiles::step_on(&(self.image, self.worker));
         }
         let is_traced = self.tiles.n_timed() < param!(self.image, n_trace);
         self.tiles.time(is_traced);
@@ -476,7 +464,9 @@ impl Body for BlockBody<'_> {
         self.tiles.begin_task(self.task_tiles());
         // SAFETY: the loop brings every thread of the block here.
         unsafe {
-            self.step_on();
+            if self.block.thread == 0 {
+                tiles::step_on(&(self.image, self.worker));
+            }
             self.tiles.drain();
         }
         self.ready(id, step, iteration)

@@ -327,6 +327,17 @@ pub(crate) mod shared {
         unsafe { backend::shared_load8(at) }
     }
 
+    /// Sets two words from word `at` on, a multiple of two.
+    ///
+    /// # Safety
+    /// As [`store`].
+    #[inline(always)]
+    #[track_caller]
+    pub(crate) unsafe fn store8(at: u32, value: [u32; 2]) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::shared_store8(at, value) }
+    }
+
     /// Sets four words from word `at` on, a multiple of four.
     ///
     /// # Safety

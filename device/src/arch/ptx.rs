@@ -479,6 +479,17 @@ pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
 }
 
 #[inline(always)]
+pub(super) unsafe fn shared_store8(at: u32, [a, b]: [u32; 2]) {
+    // SAFETY: the caller promises eight aligned bytes of shared memory.
+    unsafe {
+        asm!(
+            "st.shared.v2.u32 [{}], {{{}, {}}};",
+            in(reg32) shared_address(at), in(reg32) a, in(reg32) b, options(nostack)
+        );
+    }
+}
+
+#[inline(always)]
 pub(super) unsafe fn tile_store16(at: u32, value: [u32; 4]) {
     // SAFETY: the caller's promise.
     unsafe { store16_at(tile_address(at), value) }

@@ -924,8 +924,8 @@ fn judge_tiled(random: &mut Random, dtype: DType, [n, k]: [u32; 2], tile: u32, g
         let norm = case.operands.last_mut().expect("just pushed");
         (norm.rank, norm.extent, norm.stride_elems) = (1, [k, 1, 1, 1], [1, 1, 1, 1]);
         norm_bytes = k * dtype.size_bytes() as u32;
-        // The whole of it is one tile.
-        capacity = capacity.max(norm_bytes);
+        // The whole of it is one tile, which is there until the row is, beside the first of each matrix.
+        capacity = capacity.max(norm_bytes + 2 * tile);
         case.stream(&[case.operands.len() - 1], norm_bytes, capacity);
     } else {
         case.absent();

@@ -232,7 +232,7 @@ impl Call<'_> {
                 }
                 words
             };
-            unmarked(self.there(operand, ask(), ask))
+            unmarked(self.once_there(operand, ask))
         }
     }
 
@@ -251,7 +251,7 @@ impl Call<'_> {
             }
             let place = |at: u32| row.at(if at < n { at } else { 0 }).cast_const().cast();
             let eights = Eights([place(at[0]), place(at[1]), place(at[2]), place(at[3])]);
-            let [a, b, c, d] = self.there(operand, eights.ask(), &eights);
+            let [a, b, c, d] = self.once_there(operand, &eights);
             [numbers(a, at[0] < n), numbers(b, at[1] < n), numbers(c, at[2] < n), numbers(d, at[3] < n)]
         }
     }
@@ -277,49 +277,75 @@ impl Call<'_> {
     }
 
     /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
+    ///
+    /// PERF: looked at in one place, whether found at once or later: by two a layer had 4 KiB more of code.
     #[inline(always)]
-    pub(crate) fn there<T: Read>(&self, operand: usize, found: T, again: impl Again<T>) -> T {
+    pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Again<T>) -> T {
+        let mut wait = Wait::default();
         // First `again`, since what is looked at may have been asked for long ago.
-        if self.is_there(&found) {
-            return found;
+        loop {
+            let lacks = self.lacks(&found);
+            if lacks == 0 || !self.goes_on(operand, lacks, &mut wait) {
+                break;
+            }
+            found = again.again();
         }
-        // Where one waits anyway.
-        cold_path();
-        self.once_there(operand, again)
-    }
-
-    /// Whether `found`, flagged elements, are there.
-    #[inline(always)]
-    pub(crate) fn is_there(&self, found: &impl Read) -> bool {
-        let is_there = found.lacks(self.flag()) == 0;
-        if is_there {
-            atomic::settled();
-        }
-        is_there
+        self.ends(&wait);
+        found
     }
 
     /// What `again` finds, flagged elements of operand `operand`, once they are there.
     #[inline(always)]
     pub(crate) fn once_there<T: Read>(&self, operand: usize, again: impl Again<T>) -> T {
-        let flag = self.flag();
-        let began_ns = self.tiles.map_or(0, |tiles| tiles.now_ns());
-        let mut patience = Patience::default();
+        let mut wait = Wait::default();
         let found = loop {
             let found = again.again();
-            let lacks = found.lacks(flag);
-            let Some(tiles) = self.tiles.filter(|_| lacks != 0) else { break found };
-            if let Some(code) = patience.ends(tiles.sync()) {
-                cold_path();
-                if code as u32 == FaultCode::Timeout as u32 {
-                    self.fault(FaultCode::NotWritten, operand as u32, lacks, flag);
-                }
+            let lacks = self.lacks(&found);
+            if lacks == 0 || !self.goes_on(operand, lacks, &mut wait) {
                 break found;
             }
         };
-        if let Some(tiles) = self.tiles {
-            tiles.waited(Waited::Tasks, began_ns);
-        }
-        atomic::settled();
+        self.ends(&wait);
         found
     }
+
+    /// 0 if `found`, flagged elements, are there.
+    #[inline(always)]
+    pub(crate) fn lacks(&self, found: &impl Read) -> u32 {
+        found.lacks(self.flag())
+    }
+
+    /// Whether to look once more for elements of operand `operand`, of which [some are not there](Call::lacks): after a while of sleep. When it has been
+    /// too long, which is reported, or when there has been a fault, it is not.
+    #[inline(always)]
+    pub(crate) fn goes_on(&self, operand: usize, lacks: u32, wait: &mut Wait) -> bool {
+        let Some(tiles) = self.tiles else { return false };
+        if wait.began_ns == 0 {
+            wait.began_ns = tiles.now_ns();
+        }
+        let too_long = || {
+            self.fault(FaultCode::NotWritten, operand as u32, lacks, self.flag());
+        };
+        !wait.patience.ends(tiles.sync(), too_long)
+    }
+
+    /// What was looked for is there, or [will not be](Call::goes_on).
+    #[inline(always)]
+    pub(crate) fn ends(&self, wait: &Wait) {
+        if wait.began_ns != 0
+            && let Some(tiles) = self.tiles
+        {
+            cold_path();
+            tiles.waited(Waited::Tasks, wait.began_ns);
+        }
+        atomic::settled();
+    }
+}
+
+/// A wait for flagged elements.
+#[derive(Default)]
+pub(crate) struct Wait {
+    patience: Patience,
+    /// When it began, if that is measured, else 0.
+    began_ns: u64,
 }

@@ -99,11 +99,11 @@ pub(crate) unsafe fn schedule<I: Image>(image: &I, worker: WorkerId, n_workers: 
                 patience = Patience::default();
                 continue;
             };
-            if let Some(code) = patience.ends(sync) {
-                if code as u32 == FaultCode::Timeout as u32 {
-                    let fault = Fault::new(code, pending.event.0, pending.count, pending.target);
-                    sync.report(&Fault { task: pending.task.0, worker: worker.0, ..fault });
-                }
+            let too_long = || {
+                let fault = Fault::new(FaultCode::Timeout, pending.event.0, pending.count, pending.target);
+                sync.report(&Fault { task: pending.task.0, worker: worker.0, ..fault });
+            };
+            if patience.ends(sync, too_long) {
                 break;
             }
         }

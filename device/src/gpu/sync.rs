@@ -60,14 +60,14 @@ impl Gpu {
                 self.acquire(event.0);
                 return Ok(None);
             }
-            if let Some(code) = patience.ends(self) {
+            let too_long = || {
+                // At a list's end it is no task's turn.
+                let task = if event.0 == EVENT_ITERATION.0 { u32::MAX } else { turn::task() };
+                let fault = Fault::new(FaultCode::Timeout, event.0, count, target);
+                self.report(&Fault { task, worker: thread::block_idx(), ..fault });
+            };
+            if patience.ends(self, too_long) {
                 cold_path();
-                if code as u32 == FaultCode::Timeout as u32 {
-                    // At a list's end it is no task's turn.
-                    let task = if event.0 == EVENT_ITERATION.0 { u32::MAX } else { turn::task() };
-                    let fault = Fault::new(code, event.0, count, target);
-                    self.report(&Fault { task, worker: thread::block_idx(), ..fault });
-                }
                 return Err(Gone);
             }
         }
@@ -129,24 +129,26 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, and why.
+    /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, since it has been `too_long`, which is called,
+    /// or since a fault has been recorded.
     #[inline(always)]
-    pub(crate) fn ends(&mut self, sync: &Gpu) -> Option<FaultCode> {
+    pub(crate) fn ends(&mut self, sync: &Gpu, too_long: impl FnOnce()) -> bool {
         if self.polls % POLLS_PER_LOOK == FIRST_LOOK {
             cold_path();
             let now = thread::timer_ns();
             if self.polls == FIRST_LOOK {
                 self.started = now;
             } else if now.wrapping_sub(self.started) > sync.timeout_ns {
-                return Some(FaultCode::Timeout);
+                too_long();
+                return true;
             }
             if sync.has_fault() {
-                return Some(FaultCode::Aborted);
+                return true;
             }
         }
         self.polls = self.polls.wrapping_add(1);
         thread::sleep_ns(SLEEP_NS);
-        None
+        false
     }
 }
 

@@ -36,7 +36,7 @@ use perpetua_shared::event::reached;
 #[cfg(doc)]
 use perpetua_shared::launch::LaunchParams;
 use perpetua_shared::launch::{PACE_PASS, TILE_BARRIERS};
-use perpetua_shared::{DataOp, FaultCode, PrefetchOp, Step};
+use perpetua_shared::{DataOp, PrefetchOp, Step};
 
 const FULL: u32 = 0;
 const EMPTY: u32 = TILE_BARRIERS;
@@ -369,14 +369,13 @@ unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32, after: u32) -> bo
             atomic::settled();
             return !reached(found, pace.wrapping_add(PACE_PASS));
         }
-        match patience.ends(sync) {
-            None => {}
-            Some(FaultCode::Timeout) => {
-                sync.give_up();
-                trap();
-            }
+        let too_long = || {
+            sync.give_up();
+            trap();
+        };
+        if patience.ends(sync, too_long) {
             // The worker takes leave.
-            Some(_) => return false,
+            return false;
         }
     }
 }

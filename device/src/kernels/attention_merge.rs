@@ -10,7 +10,7 @@ use super::attention::FOUND;
 use super::*;
 use crate::arch::scalar::{exp2, fma, reciprocal};
 use crate::arch::{atomic, memory};
-use crate::gpu::flags::Read;
+use crate::gpu::flags::{Read, Wait};
 use core::f32::consts::LOG2_E;
 use core::hint::cold_path;
 use perpetua_shared::divisor::Divisor;
@@ -262,7 +262,7 @@ impl Parts<'_> {
         one: impl Fn(*const u32) -> u32,
         four: impl Fn(*const u32) -> [u32; 4],
     ) -> Found<S, N> {
-        let mut found = Found { heads: [[0; 2]; S], values: [[0; N]; S] };
+        let mut found = Found::NOTHING;
         for ahead in 0..S {
             // Rows are of splits that are there, f32, and of `FOUND` elements and as many more as y's (caller).
             let part = self.part(place, first + ahead as u32);
@@ -288,6 +288,17 @@ impl Parts<'_> {
         place.row.wrapping_add((u64::from(split) * u64::from(4 * step)) as usize).cast_const().cast()
     }
 
+    /// [`fetch`](Parts::fetch), once all is there.
+    ///
+    /// # Safety
+    /// As [`fetch`](Parts::fetch).
+    #[inline(always)]
+    unsafe fn there<const S: usize, const N: usize>(&self, place: Place, first: u32) -> Found<S, N> {
+        // SAFETY: the caller's promise.
+        let fetch = || unsafe { self.fetch(place, first) };
+        if self.of.is_flagged() { self.call.once_there(slot::PARTS, fetch) } else { fetch() }
+    }
+
     /// Elements `place` and the next N - 1.
     ///
     /// # Safety
@@ -299,7 +310,7 @@ impl Parts<'_> {
             // SAFETY: the caller's promise.
             let found = unsafe {
                 self.await_split(place, first);
-                self.there(&Asked::<AHEAD, N>::NOTHING, place, first)
+                self.there::<AHEAD, N>(place, first)
             };
             all.add(self, first, found);
             first += AHEAD as u32;
@@ -310,7 +321,10 @@ impl Parts<'_> {
     }
 
     /// Calls `put(unit, merged)` for units `unit`, `unit` + `step` and so on of eight elements each, as long as `go_on` says so of one; those that
-    /// `clamped` makes of them are there. What comes next is asked for before what is there is merged.
+    /// `clamped` makes of them are there.
+    ///
+    /// PERF: what comes next is asked for before what is there is merged, both in one place: elsewhere once more, for what was asked for too
+    /// early, it was as much code again.
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch); eight elements may be [merged at once](are_in_eights).
@@ -324,57 +338,47 @@ impl Parts<'_> {
         mut put: impl FnMut(u32, [f32; 8]),
     ) {
         let place_of = |unit: u32| self.place(8 * clamped(unit));
+        // What is there, of which unit and from which split on; nothing as yet. No `Option`, whose words would be nobody's on some ways, and so
+        // held in registers over all bodies.
+        let (mut found, mut here, mut of, mut is_found) = (Found::<AHEAD, 8>::NOTHING, 0, 0, false);
+        let (mut asked, mut wait, mut goes_on) = (Found::NOTHING, Wait::default(), true);
         // SAFETY: the caller's promise.
         unsafe {
             let (mut place, mut all, mut first) = (place_of(unit), Merged::nothing(), 0);
-            let mut asked = Asked::<AHEAD, 8>::NOTHING;
             self.await_split(place, 0);
             loop {
-                let found = self.there(&asked, place, first);
-                let (here, of) = (unit, first);
-                first += AHEAD as u32;
-                let is_whole = first >= self.of.extent(1);
-                if is_whole {
-                    (unit, first) = (unit + step, 0);
-                }
-                let goes_on = go_on(unit);
                 if goes_on {
-                    if is_whole {
+                    asked = self.fetch(place, first);
+                }
+                if is_found {
+                    all.add(self, of, found);
+                    if of + AHEAD as u32 >= self.of.extent(1) {
+                        put(here, all.elements());
+                        all = Merged::nothing();
+                    }
+                    if !goes_on {
+                        return;
+                    }
+                }
+                if self.of.is_flagged() {
+                    let lacks = self.call.lacks(&asked);
+                    if lacks != 0 && self.call.goes_on(slot::PARTS, lacks, &mut wait) {
+                        is_found = false;
+                        continue;
+                    }
+                    self.call.ends(&wait);
+                    wait = Wait::default();
+                }
+                (found, here, of, is_found) = (asked, unit, first, true);
+                first += AHEAD as u32;
+                if first >= self.of.extent(1) {
+                    (unit, first) = (unit + step, 0);
+                    goes_on = go_on(unit);
+                    if goes_on {
                         place = place_of(unit);
                     }
-                    asked = Asked { is_asked: true, found: self.fetch(place, first) };
-                }
-                all.add(self, of, found);
-                if is_whole {
-                    put(here, all.elements());
-                    all = Merged::nothing();
-                }
-                if !goes_on {
-                    return;
                 }
             }
-        }
-    }
-
-    /// What has been `asked` for, see [`fetch`](Parts::fetch), or, if nothing was or too early, is there now.
-    ///
-    /// # Safety
-    /// As [`fetch`](Parts::fetch).
-    #[inline(always)]
-    unsafe fn there<const S: usize, const N: usize>(
-        &self,
-        asked: &Asked<S, N>,
-        place: Place,
-        first: u32,
-    ) -> Found<S, N> {
-        // SAFETY: the caller's promise.
-        let fetch = || unsafe { self.fetch(place, first) };
-        let is_flagged = self.of.is_flagged();
-        let is_there = asked.is_asked && (!is_flagged || self.call.is_there(&asked.found));
-        match (is_there, is_flagged) {
-            (true, _) => asked.found,
-            (false, true) => self.call.once_there(slot::PARTS, fetch),
-            (false, false) => fetch(),
         }
     }
 
@@ -461,16 +465,8 @@ struct Found<const S: usize, const N: usize> {
     values: [[u32; N]; S],
 }
 
-/// What has been asked for, if anything is. No `Option`, whose words would be nobody's on some ways, and so held in registers over all
-/// bodies: where nothing is, they are zeros.
-#[derive(Clone, Copy, Debug)]
-struct Asked<const S: usize, const N: usize> {
-    is_asked: bool,
-    found: Found<S, N>,
-}
-
-impl<const S: usize, const N: usize> Asked<S, N> {
-    const NOTHING: Asked<S, N> = Asked { is_asked: false, found: Found { heads: [[0; 2]; S], values: [[0; N]; S] } };
+impl<const S: usize, const N: usize> Found<S, N> {
+    const NOTHING: Found<S, N> = Found { heads: [[0; 2]; S], values: [[0; N]; S] };
 }
 
 impl<const S: usize, const N: usize> Read for Found<S, N> {

@@ -241,8 +241,8 @@ impl MacroKernel for DecodeAttention {
                     let ahead = head.told(0, asked);
                     head.head(from(head.elements(0)), from, ahead, |i, one, other| match (is_key, is_fit) {
                         (false, true) => {
-                            group::stage(queries, d, g, i, [one[0], other[0]]);
-                            group::stage(queries, d, g, i + half, [one[1], other[1]]);
+                            group::stage(d, g, i, [one[0], other[0]]);
+                            group::stage(d, g, i + half, [one[1], other[1]]);
                         }
                         (true, true) => {
                             to.set_two(i, [one[0], other[0]]);

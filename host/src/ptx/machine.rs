@@ -13,7 +13,7 @@ use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, 
 use super::rows::Row;
 use super::{Memory, PtxError};
 use memmap2::MmapMut;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Lanes of a warp.
 pub(super) const WARP: usize = 32;
@@ -69,7 +69,7 @@ pub struct Report {
     /// What the clock says at the end.
     pub ended_ns: u64,
     /// For each value that a block wrote to one of [`Launch::marks`]: the issue slots that each of its warps took until it wrote
-    /// another, of all blocks together.
+    /// another, of all blocks together; of a block that writes it again those of the last time.
     pub phases: BTreeMap<u32, Vec<u64>>,
     /// Likewise, how many cycles it took, see `ptx/pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
     /// what the fastest did before one that votes, until which some warp asks again and again for what others do, or a warp before it
@@ -135,6 +135,7 @@ pub(super) fn run(
         copies: VecDeque::new(),
         warps,
         marks: vec![0; launch.blocks as usize],
+        marked: vec![BTreeSet::new(); launch.blocks as usize],
         issues: 0,
         before: (0..launch.blocks).map(|_| None).collect(),
         pipeline: launch.marks.map(|Marks { cache, .. }| {
@@ -387,6 +388,8 @@ pub(super) struct Machine<'a> {
     warps: usize,
     /// What each block wrote last to a mark.
     marks: Vec<u32>,
+    /// All that it has written there.
+    marked: Vec<BTreeSet<u32>>,
     /// Issue slots so far.
     issues: u64,
     /// Of each block, what it was at between the last two of its barriers 0, unless the second voted, and how that went.
@@ -1035,6 +1038,16 @@ impl Machine<'_> {
         }
     }
 
+    /// Block `b` has written `mark`. What has been counted of an earlier time is forgotten, in which there was code to fetch, perhaps, that is held now.
+    fn mark(&mut self, b: usize, mark: u32) {
+        if std::mem::replace(&mut self.marks[b], mark) != mark && !self.marked[b].insert(mark) {
+            self.report.phases.remove(&mark);
+            self.report.cycles.remove(&mark);
+            self.report.spent.remove(&mark);
+            self.report.spent_ahead.remove(&mark);
+        }
+    }
+
     fn write(&mut self, b: usize, space: Space, at: u64, bytes: &[u8]) -> Result<(), String> {
         self.changed = self.turn;
         if space == Space::Global {
@@ -1042,7 +1055,7 @@ impl Machine<'_> {
             if at.wrapping_sub(first) < 4 * u64::from(n)
                 && let Ok(word) = bytes.try_into()
             {
-                self.marks[b] = u32::from_le_bytes(word);
+                self.mark(b, u32::from_le_bytes(word));
             }
             return self.memory.write(at, bytes);
         }

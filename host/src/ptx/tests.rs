@@ -231,6 +231,19 @@ fn a_chain_takes_its_latencies_and_what_stands_beside_it_none() {
     assert!(cycles(&branch, 32) >= 2 * 29 + 4 + 8, "{}", cycles(&branch, 32));
 }
 
+#[test]
+fn of_what_a_block_comes_to_again_the_last_time_counts() {
+    let mark = |mark: u32| format!("mov.b32 %r199, {mark};\nst.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, 32;\n");
+    let chain = "add.s32 %r2, %r1, 1;\n".to_owned() + &"add.s32 %r2, %r2, 1;\n".repeat(9) + "bar.sync 0, 32;\n";
+    let first_and_last = |first: &str, last: &str| {
+        let text = [mark(7), first.to_owned(), mark(8), mark(7), last.to_owned()].concat();
+        run("", &text, 32, 3, &mut [0]).expect("it ends").cycles[&7][0]
+    };
+    let end = "bar.sync 0, 32;\n";
+    assert_eq!(first_and_last(&chain, end), first_and_last(end, end));
+    assert!(first_and_last(end, &chain) >= first_and_last(end, end) + 9 * 4);
+}
+
 /// Two rounds of 1,024 instructions, 16 KiB, that wait for nothing else.
 #[test]
 fn code_that_is_not_held_is_waited_for_line_by_line() {

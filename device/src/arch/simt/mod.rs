@@ -353,6 +353,16 @@ pub(super) unsafe fn shared_load8(at: u32) -> [u32; 2] {
 }
 
 #[track_caller]
+pub(super) unsafe fn shared_store8(at: u32, [a, b]: [u32; 2]) {
+    assert!(at.is_multiple_of(2), "eight bytes at word {at}");
+    // SAFETY: judged.
+    unsafe {
+        shared_store(at, a);
+        shared_store(at + 1, b);
+    }
+}
+
+#[track_caller]
 pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
     assert!(at.is_multiple_of(4), "sixteen bytes at word {at}");
     for (i, word) in value.into_iter().enumerate() {

@@ -34,7 +34,7 @@ impl Form for Eight {
     type Place = [u32; 2];
     type Weights = Bytes;
     const NO_WEIGHTS: Bytes = Bytes { bytes: [0; 4], scale: 0.0 };
-    type Values = (u32, u32, f32);
+    type Values = ((u32, u32), f32);
     type Sum = f32;
     const ZERO: f32 = 0.0;
 
@@ -67,20 +67,19 @@ impl Form for Eight {
     }
 
     #[inline(always)]
-    unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32, f32) {
+    unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
         let is_there = chunk.number < chunks;
         let at = if is_there { column.at + chunk.column * CHUNK_WORDS } else { ZEROS };
         // The scale is that of the chunk which the lane's own row has.
         let scale = if is_there { TERMS + 2 * CHUNK_WORDS * chunks + chunk.own } else { ZEROS };
         // SAFETY: the caller's promise.
-        let ([first, second], scale) = unsafe { (shared::load8(at), f32::from_bits(shared::load(scale))) };
-        (first, second, scale)
+        unsafe { (shared::load8(at).into(), f32::from_bits(shared::load(scale))) }
     }
 
     #[inline(always)]
-    unsafe fn add(sum: f32, weights: Bytes, (first, second, scale): (u32, u32, f32)) -> f32 {
+    unsafe fn add(sum: f32, weights: Bytes, (row, scale): Self::Values) -> f32 {
         // SAFETY: the caller's promise.
-        let sums = unsafe { warp::mma_bytes(weights.bytes, [first, second], [SHIFT.to_bits() as i32, 0, 0, 0]) };
+        let sums = unsafe { warp::mma_bytes(weights.bytes, row.into(), [SHIFT.to_bits() as i32, 0, 0, 0]) };
         fma(whole(sums[0] + sums[3]), weights.scale * scale, sum)
     }
 

@@ -150,8 +150,7 @@ impl Form for Brain {
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32) {
         let at = if chunk.number < chunks { column.at + chunk.column * CHUNK_WORDS } else { ZEROS };
         // SAFETY: the caller's promise.
-        let [first, second] = unsafe { shared::load8(at) };
-        (first, second)
+        unsafe { shared::load8(at).into() }
     }
 
     #[inline(always)]

@@ -41,19 +41,19 @@ const PARTS: usize = TASK_THREADS as usize / 32;
 /// Words of a row of a part before its sums: the maximum, the total and two zeros, since sums begin on 16 bytes.
 const MORE: u32 = 4;
 
-/// Where queries are staged: rows of hi, then rows of lo, [`pitch`] words each; parts come after them.
+/// Where queries are staged: rows of [`pitch`] words, each word of hi before its lo, as the tensor core takes them; parts come after them.
 const STAGE: u32 = FREE_SHARED;
 
 /// Words from one staged query to the next, so that those that lanes read at once lie in different banks.
 #[inline(always)]
 fn pitch(d: u32) -> u32 {
-    (d / 2 + 15) / 32 * 32 + 16
+    d + 4
 }
 
 /// Where parts begin.
 #[inline(always)]
 fn parts_at(queries: u32, d: u32) -> u32 {
-    STAGE + 2 * queries * pitch(d)
+    STAGE + queries * pitch(d)
 }
 
 /// Words of a part.
@@ -94,19 +94,14 @@ pub(in crate::kernels) struct Sums {
     pub(in crate::kernels) sums: [f32; 4],
 }
 
-/// Stages elements `i` and `i + 1` of query `g` of `queries`, of `d` elements each, `i` even.
+/// Stages elements `i` and `i + 1` of query `g`, of `d` elements, `i` even.
 ///
 /// # Safety
 /// The words are nobody else's until the block's next barrier; the group [fits](Group::is_fit).
 #[inline(always)]
-pub(in crate::kernels) unsafe fn stage(queries: u32, d: u32, g: u32, i: u32, values: [f32; 2]) {
-    let at = STAGE + g * pitch(d) + i / 2;
-    let [high, low] = in_two(values);
+pub(in crate::kernels) unsafe fn stage(d: u32, g: u32, i: u32, values: [f32; 2]) {
     // SAFETY: the caller's promise.
-    unsafe {
-        shared::store(at, high);
-        shared::store(at + queries * pitch(d), low);
-    }
+    unsafe { shared::store8(STAGE + g * pitch(d) + i, in_two(values)) }
 }
 
 impl Group {
@@ -200,8 +195,7 @@ impl Group {
         let (queries, d) = (self.queries, self.d);
         let (g, t) = (lane / 4, lane % 4);
         // Rows of A beyond the last query are that query again, and nobody looks at what comes of them.
-        let high_at = STAGE + (if g < queries { g } else { queries - 1 }) * pitch(d) + 4 * t;
-        let low_at = high_at + queries * pitch(d);
+        let query_at = STAGE + (if g < queries { g } else { queries - 1 }) * pitch(d) + 8 * t;
         // So are columns of B beyond the last dimensions.
         let column = |chunk: u32| {
             let i = 64 * chunk + 8 * g;
@@ -224,17 +218,17 @@ impl Group {
                 let mut scores = [[[0f32; 4]; 2]; 2];
                 let (mut fetched, mut held) = ([[[0; 4]; 2]; 4], [[0; 4]; 4]);
                 // Memory answers long after it is asked: all keys, and half of the values, before the first is used.
-                each_of_four!(c => if 32 * c < d {
+                each_of_four!(c => if c == 0 || 32 * c < d {
                     for tile in 0..2 {
                         let at = keys[tile].wrapping_add(16 * t as usize + 64 * c as usize);
                         fetched[c as usize][tile] = memory::load16(at);
                     }
                 });
                 each_of_four!(row => held[row] = memory::load16(values(rows[row]).wrapping_add(columns[0])));
-                each_of_four!(c => if 32 * c < d {
-                    let (high, low) = (shared::load16(high_at + 16 * c), shared::load16(low_at + 16 * c));
+                each_of_four!(c => if c == 0 || 32 * c < d {
+                    let at = query_at + 32 * c;
+                    let (even, odd) = (shared::load16(at), shared::load16(at + 4));
                     let [one, other] = fetched[c as usize];
-                    let (even, odd) = ([high[0], low[0], high[1], low[1]], [high[2], low[2], high[3], low[3]]);
                     scores[0][0] = warp::mma(even, [one[0], one[1]], scores[0][0]);
                     scores[1][0] = warp::mma(even, [other[0], other[1]], scores[1][0]);
                     scores[0][1] = warp::mma(odd, [one[2], one[3]], scores[0][1]);
