@@ -692,6 +692,14 @@ mod ptx_of_workers {
     }
 
     /// # Safety
+    /// As [`probe::copy`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_sixteen(params: ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::copy(&params) }
+    }
+
+    /// # Safety
     /// As [`probe::hop`].
     #[unsafe(no_mangle)]
     pub unsafe extern "ptx-kernel" fn perpetua_probe_hop(params: ProbeParams) {

@@ -1,8 +1,8 @@
 //! The bodies of the [probes](perpetua_shared::probe).
 
-use crate::arch::{atomic, bulk, mbarrier, memory, thread};
+use crate::arch::{atomic, bulk, copy, mbarrier, memory, thread};
 use perpetua_shared::flag;
-use perpetua_shared::probe::{GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, WORDS_AT};
+use perpetua_shared::probe::{COPYING, GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, UNDER_WAY, WORDS_AT};
 
 fn word(address: u64, at: u64) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut((address + at) as usize)
@@ -115,6 +115,44 @@ pub unsafe fn read(params: &ProbeParams) {
             }
         }
         tell(params, thread::timer_ns() - began);
+    }
+}
+
+/// See [`COPY`](perpetua_shared::probe::COPY).
+///
+/// # Safety
+/// As [`read`], of blocks of `COPYING` threads.
+#[inline(always)]
+pub unsafe fn copy(params: &ProbeParams) {
+    let (tile_bytes, n_tiles, bytes) = (params.tile_bytes, params.n_tiles, params.bytes);
+    let own = 16 * thread::thread_idx();
+    let source = params.source + u64::from(thread::block_idx()) * bytes + u64::from(own);
+    let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
+    let n = (bytes / u64::from(tile_bytes)) as u32 * params.rounds;
+    let (mut tile, mut next) = (0, 0);
+    let began = thread::timer_ns();
+    // SAFETY: the caller's promise. A thread copies to places of its own, to each again once its last copy there, more than `UNDER_WAY` tiles
+    // before, has landed, and nobody reads them.
+    unsafe {
+        for _ in 0..n {
+            let mut at = 0;
+            while at < tile_bytes {
+                copy::sixteen(tile * tile_bytes + at + own, source.add((next + at) as usize), true);
+                at += 16 * COPYING;
+            }
+            copy::commit();
+            copy::wait::<UNDER_WAY>();
+            tile = if tile + 1 == n_tiles { 0 } else { tile + 1 };
+            next += tile_bytes;
+            if u64::from(next) == bytes {
+                next = 0;
+            }
+        }
+        copy::wait::<0>();
+        thread::sync();
+        if thread::thread_idx() == 0 {
+            tell(params, thread::timer_ns() - began);
+        }
     }
 }
 

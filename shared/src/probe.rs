@@ -6,6 +6,8 @@ use bytemuck::{Pod, Zeroable};
 /// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the ceiling of what a
 /// loader can reach, of memory or, where all of them are few, of L2. A block's time is `out[block]`.
 pub const READ: &str = "perpetua_probe_read";
+/// As [`READ`], by copies of sixteen bytes a thread, of [`COPYING`] threads, as bodies for many rows copy: [`UNDER_WAY`] tiles at once.
+pub const COPY: &str = "perpetua_probe_sixteen";
 /// Blocks 0 and 1 count to each other through two counters: `rounds` times there and back take `out[0]`.
 pub const HOP: &str = "perpetua_probe_hop";
 /// All blocks meet `rounds` times at one counter: `out[block]`.
@@ -18,8 +20,18 @@ pub const HAND: &str = "perpetua_probe_hand";
 
 /// Threads of the blocks of the probe called `name`.
 pub fn threads(name: &str) -> u32 {
-    if name == HAND { TASK_THREADS } else { 32 }
+    match name {
+        HAND => TASK_THREADS,
+        COPY => COPYING,
+        _ => 32,
+    }
 }
+
+/// Threads of a block of [`COPY`], and the tiles whose copies are under way at once: there is room for one more at least, and each is as many times
+/// sixteen bytes for every thread.
+pub const COPYING: u32 = 128;
+/// See [`COPYING`].
+pub const UNDER_WAY: u32 = 4;
 
 /// See [`HAND`].
 pub const ROW_WORDS: u32 = 4;
@@ -49,7 +61,7 @@ pub struct ProbeParams {
     pub timeout_ns: u64,
     /// Bytes of a copy: a multiple of 16.
     pub tile_bytes: u32,
-    /// Copies under way at once: at most [`TILE_BARRIERS`](crate::launch::TILE_BARRIERS), and no more than fit.
+    /// Copies under way at once: at most [`TILE_BARRIERS`](crate::launch::TILE_BARRIERS), and no more than fit. Of [`COPY`] the tiles there are.
     pub n_tiles: u32,
     /// Blocks.
     pub blocks: u32,

@@ -278,7 +278,7 @@ impl Call<'_> {
 
     /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
     ///
-    /// PERF: looked at in one place, whether found at once or later: by two a layer had 4 KiB more of code.
+    /// PERF: looked at in one place, whether found at once or later: with a second one, for later, it was as much code again.
     #[inline(always)]
     pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Again<T>) -> T {
         let mut wait = Wait::default();

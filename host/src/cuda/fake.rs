@@ -459,6 +459,7 @@ fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, h
                 let params: ProbeParams = bytemuck::pod_read_unaligned(params);
                 return match launch.kernel.as_str() {
                     probe::READ => perpetua_device::probe::read(&params),
+                    probe::COPY => perpetua_device::probe::copy(&params),
                     probe::HOP => perpetua_device::probe::hop(&params),
                     probe::HAND => perpetua_device::probe::hand(&params),
                     _ => perpetua_device::probe::meet(&params),
@@ -604,7 +605,8 @@ unsafe impl Driver for Fake {
             .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
         let has_name = image.image.windows(name.len()).any(|window| window == name.as_bytes());
         if !has_name
-            || ![ENTRY, OPERATOR, probe::READ, probe::HOP, probe::HAND, probe::MEET, code_probe::ENTRY].contains(&name)
+            || ![ENTRY, OPERATOR, probe::READ, probe::COPY, probe::HOP, probe::HAND, probe::MEET, code_probe::ENTRY]
+                .contains(&name)
         {
             return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
         }

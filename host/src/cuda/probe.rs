@@ -6,7 +6,9 @@ use super::upload::{self, BUFFER_BYTES, Buffers, upload, upload_threads};
 use super::{Gpu, GpuError, Piece, code_probe};
 use crate::device_image::device_image;
 use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
-use perpetua_shared::probe::{GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, WORDS_AT, threads};
+use perpetua_shared::probe::{
+    COPY, COPYING, GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, UNDER_WAY, WORDS_AT, threads,
+};
 use std::time::{Duration, Instant};
 
 /// A device with the probes loaded, and memory for them.
@@ -116,7 +118,7 @@ impl Prober {
     /// # Panics
     /// If the tiles do not fit an SM, or the memory to read is less than a tile for every SM.
     pub fn read(&mut self, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
-        self.read_of(self.source_bytes, 1, blocks, tile_bytes, n_tiles)
+        self.read_of(READ, self.source_bytes, 1, blocks, tile_bytes, n_tiles)
     }
 
     /// Likewise from L2: a quarter of what it holds, since its halves may each hold what both want, or a tile for every SM where that is more;
@@ -128,13 +130,29 @@ impl Prober {
     /// # Panics
     /// As [`read`](Prober::read).
     pub fn read_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
+        self.read_of(READ, self.quarter_of_l2(blocks, tile_bytes), rounds, blocks, tile_bytes, n_tiles)
+    }
+
+    /// Likewise, by copies of sixteen bytes a thread, as bodies for many rows copy, [`UNDER_WAY`] tiles of `tile_bytes` at once.
+    ///
+    /// # Errors
+    /// The driver.
+    ///
+    /// # Panics
+    /// As [`read`](Prober::read), or if a tile is no multiple of sixteen bytes for each thread.
+    pub fn copy_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32) -> Result<f64, GpuError> {
+        assert!(tile_bytes.is_multiple_of(16 * COPYING), "sixteen bytes a thread");
+        self.read_of(COPY, self.quarter_of_l2(blocks, tile_bytes), rounds, blocks, tile_bytes, UNDER_WAY + 1)
+    }
+
+    fn quarter_of_l2(&self, blocks: u32, tile_bytes: u32) -> u64 {
         let quarter = u64::from(self.gpu.info().l2_bytes) / 4;
-        let bytes = quarter.max(u64::from(blocks) * u64::from(tile_bytes));
-        self.read_of(bytes.min(self.source_bytes), rounds, blocks, tile_bytes, n_tiles)
+        quarter.max(u64::from(blocks) * u64::from(tile_bytes)).min(self.source_bytes)
     }
 
     fn read_of(
         &mut self,
+        probe: &str,
         bytes: u64,
         rounds: u32,
         blocks: u32,
@@ -145,7 +163,7 @@ impl Prober {
         let bytes = bytes / u64::from(blocks) / u64::from(tile_bytes) * u64::from(tile_bytes);
         assert!(bytes > 0, "less than a tile for every SM");
         let params = ProbeParams { bytes, tile_bytes, n_tiles, rounds, ..ProbeParams::default() };
-        let times = self.run(READ, blocks, params)?;
+        let times = self.run(probe, blocks, params)?;
         let slowest = times.iter().max().copied().unwrap_or_default();
         Ok((bytes * u64::from(blocks) * u64::from(rounds)) as f64 / slowest.as_secs_f64().max(1e-9))
     }

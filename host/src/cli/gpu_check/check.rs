@@ -241,7 +241,14 @@ impl Check<'_> {
                 json!({"gb_per_s": median / 1e9, "spread_percent": spread}),
             );
         }
-        Ok(json!({ "best_gb_per_s": best / 1e9, "by_tile_and_number_in_flight": rates, "l2": of_l2 }))
+        let (median, spread) = median_and_spread(5, || prober.copy_l2(rounds, n_sms, 32 << 10))?;
+        let by_threads = json!({"gb_per_s": median / 1e9, "spread_percent": spread});
+        Ok(json!({
+            "best_gb_per_s": best / 1e9,
+            "by_tile_and_number_in_flight": rates,
+            "l2": of_l2,
+            "l2_by_threads": by_threads,
+        }))
     }
 
     fn latency(&self) -> Figures {
