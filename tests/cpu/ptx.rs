@@ -21,7 +21,8 @@ const COPIES: &str = "perpetua_probe_copy";
 /// compiler that copies barriers. Change a number together with the source that explains it. (The 128 sums of a
 /// warpgroup's products take most of them, and what the loop holds over all bodies the rest. 252 before faults were recorded where they are found, and
 /// not handed on; 255 while bodies were inlined before they were simplified; 254 while products of one row held their first rows of weights, in 120 words; 250
-/// before those that merge asked for splits of an attention while they merge others, 253 before what is seldom run lay elsewhere.)
+/// before those that merge asked for splits of an attention while they merge others, 253 before what is seldom run lay elsewhere, 250 before flagged elements were looked at in one place,
+/// which is less code.)
 const REGISTERS: u32 = 255;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
@@ -66,15 +67,15 @@ const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 /// next head's elements and all factors, asked for before a head is turned. advance: it
 /// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be turned in part. attention, of
 /// many rows: 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233 before it asked for splits of an attention
-/// while it merges others.)
+/// while it merges others. Before flagged elements were looked at in one place, linear 242, gated_linear 205, decode_attention 204, and experts_up 181.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 
 /// Of all of them.
 const KERNELS: &[Figures] = &[
     ("embedding", 64, 2, 0, 0, 0, 18816, [0, 0]),
     ("rms_norm", 161, 4, 15, 0, 0, 18816, [0, 0]),
-    ("linear", 242, 65, 209, 26, 80, 19456, [60, 24]),
-    ("gated_linear", 205, 58, 173, 17, 80, 19456, [78, 15]),
+    ("linear", 246, 65, 209, 26, 80, 19456, [60, 24]),
+    ("gated_linear", 217, 58, 173, 17, 80, 19456, [78, 15]),
     ("rope", 108, 2, 5, 1, 0, 18816, [0, 0]),
     ("attention", 189, 12, 43, 12, 352, 18816, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, 18816, [0, 0]),
@@ -85,10 +86,10 @@ const KERNELS: &[Figures] = &[
     ("advance", 40, 6, 10, 0, 0, 18816, [0, 0]),
     ("pool", 38, 4, 5, 0, 0, 18816, [0, 0]),
     ("attention_merge", 116, 2, 0, 0, 0, 18816, [0, 0]),
-    ("decode_attention", 204, 7, 20, 1, 32, 18816, [0, 0]),
-    ("experts_up", 181, 16, 55, 0, 0, 18816, [0, 0]),
-    ("experts_down", 133, 10, 15, 0, 0, 18816, [0, 0]),
-    ("expert_routes", 42, 8, 5, 0, 0, 18816, [0, 0]),
+    ("decode_attention", 212, 7, 20, 1, 32, 18816, [0, 0]),
+    ("experts_up", 168, 16, 55, 0, 0, 18816, [0, 0]),
+    ("experts_down", 127, 10, 15, 0, 0, 18816, [0, 0]),
+    ("expert_routes", 44, 8, 5, 0, 0, 18816, [0, 0]),
     ("routed_linear", 186, 20, 20, 0, 0, 18816, [0, 0]),
     ("slot_sum", 56, 2, 0, 0, 0, 18816, [0, 0]),
 ];
@@ -359,6 +360,7 @@ fn each_kernel_keeps_to_its_figures() {
     names.sort_unstable();
     names.dedup();
     assert_eq!(names.len(), entries, "a kernel has two rows");
+    let mut over = Vec::new();
     for &(name, registers, block_barriers, shuffles, warp_syncs, products, shared, tiles) in KERNELS {
         let name = format!("perpetua_kernel_{name}");
         let (_, body) = entry(ptx, &name);
@@ -373,10 +375,11 @@ fn each_kernel_keeps_to_its_figures() {
         assert_eq!(of_tiles, tiles, "{name}: looks at barriers of tiles, and arrivals");
         assert_eq!(count(body, &["ld.global.nc", "ldu.", "call", "ld.local", "st.local"]), 0, "{name}");
         if report.is_some() {
-            assert!(used <= registers, "{name}: {used} registers, {registers} before");
+            over.extend((used > registers).then(|| format!("{name}: {used} registers, {registers} before")));
             assert_eq!(bytes, shared, "{name}");
         }
     }
+    assert!(over.is_empty(), "{over:#?}");
     let Some(report) = report else { return };
     let frames = report.lines().filter(|line| line.contains("bytes stack frame"));
     for line in frames {
