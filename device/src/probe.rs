@@ -1,8 +1,8 @@
 //! The bodies of the [probes](perpetua_shared::probe).
 
-use crate::arch::{atomic, bulk, copy, mbarrier, memory, thread};
+use crate::arch::{WARP, atomic, bulk, copy, mbarrier, memory, thread};
 use perpetua_shared::flag;
-use perpetua_shared::probe::{COPYING, GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, UNDER_WAY, WORDS_AT};
+use perpetua_shared::probe::{GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, UNDER_WAY, WORDS_AT};
 
 fn word(address: u64, at: u64) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut((address + at) as usize)
@@ -121,14 +121,15 @@ pub unsafe fn read(params: &ProbeParams) {
 /// See [`COPY`](perpetua_shared::probe::COPY).
 ///
 /// # Safety
-/// As [`read`], of blocks of `COPYING` threads.
+/// As [`read`], of blocks of `TASK_THREADS` threads.
 #[inline(always)]
 pub unsafe fn copy(params: &ProbeParams) {
     let (tile_bytes, n_tiles, bytes) = (params.tile_bytes, params.n_tiles, params.bytes);
-    let own = 16 * thread::thread_idx();
+    let (own, of_all) = (16 * thread::thread_idx(), 16 * WARP * params.warps);
     let source = params.source + u64::from(thread::block_idx()) * bytes + u64::from(own);
     let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
-    let n = (bytes / u64::from(tile_bytes)) as u32 * params.rounds;
+    // None, of threads that do not copy.
+    let n = if own < of_all { (bytes / u64::from(tile_bytes)) as u32 * params.rounds } else { 0 };
     let (mut tile, mut next) = (0, 0);
     let began = thread::timer_ns();
     // SAFETY: the caller's promise. A thread copies to places of its own, to each again once its last copy there, more than `UNDER_WAY` tiles
@@ -138,7 +139,7 @@ pub unsafe fn copy(params: &ProbeParams) {
             let mut at = 0;
             while at < tile_bytes {
                 copy::sixteen(tile * tile_bytes + at + own, source.add((next + at) as usize), true);
-                at += 16 * COPYING;
+                at += of_all;
             }
             copy::commit();
             copy::wait::<UNDER_WAY>();

@@ -6,7 +6,7 @@ use bytemuck::{Pod, Zeroable};
 /// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the ceiling of what a
 /// loader can reach, of memory or, where all of them are few, of L2. A block's time is `out[block]`.
 pub const READ: &str = "perpetua_probe_read";
-/// As [`READ`], by copies of sixteen bytes a thread, of [`COPYING`] threads, as bodies for many rows copy: [`UNDER_WAY`] tiles at once.
+/// As [`READ`], by copies of sixteen bytes a thread, as bodies for many rows copy: [`UNDER_WAY`] tiles at once, by some of [`TASK_THREADS`] threads.
 pub const COPY: &str = "perpetua_probe_sixteen";
 /// Blocks 0 and 1 count to each other through two counters: `rounds` times there and back take `out[0]`.
 pub const HOP: &str = "perpetua_probe_hop";
@@ -21,16 +21,12 @@ pub const HAND: &str = "perpetua_probe_hand";
 /// Threads of the blocks of the probe called `name`.
 pub fn threads(name: &str) -> u32 {
     match name {
-        HAND => TASK_THREADS,
-        COPY => COPYING,
+        HAND | COPY => TASK_THREADS,
         _ => 32,
     }
 }
 
-/// Threads of a block of [`COPY`], and the tiles whose copies are under way at once: there is room for one more at least, and each is as many times
-/// sixteen bytes for every thread.
-pub const COPYING: u32 = 128;
-/// See [`COPYING`].
+/// Tiles whose copies are under way at once in [`COPY`]: there is room for one more at least.
 pub const UNDER_WAY: u32 = 4;
 
 /// See [`HAND`].
@@ -59,7 +55,7 @@ pub struct ProbeParams {
     pub bytes: u64,
     /// The longest a block waits for another.
     pub timeout_ns: u64,
-    /// Bytes of a copy: a multiple of 16.
+    /// Bytes of a copy: a multiple of 16, and in [`COPY`] of 16 for each thread that copies.
     pub tile_bytes: u32,
     /// Copies under way at once: at most [`TILE_BARRIERS`](crate::launch::TILE_BARRIERS), and no more than fit. Of [`COPY`] the tiles there are.
     pub n_tiles: u32,
@@ -69,8 +65,8 @@ pub struct ProbeParams {
     pub rounds: u32,
     /// See [`HAND`].
     pub by_flags: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Warps that copy in [`COPY`].
+    pub warps: u32,
 }
 
 const _: () = assert!(ROW_WORDS == 4 && ROW_WORDS as u64 * 4 * TASK_THREADS as u64 <= ROW_BYTES);

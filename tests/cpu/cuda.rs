@@ -703,7 +703,7 @@ fn probes_measure_what_they_say() {
         for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
             assert!(prober.read(N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
             assert!(prober.read_l2(2, N_SMS, tile_bytes, n_tiles).expect("it runs") > 0.0);
-            assert!(prober.copy_l2(2, N_SMS, 4096).expect("it runs") > 0.0);
+            assert!(prober.copy_l2(2, N_SMS, 3072, 3).expect("it runs") > 0.0);
         }
         assert!(prober.upload_buffers(2).expect("it runs").as_nanos() > 0);
         assert!(prober.hop(50).expect("it runs").as_nanos() > 0);

@@ -616,7 +616,9 @@ fn probes_measure_what_they_say() {
     for (tile_bytes, n_tiles) in [(4096, 32), (16 << 10, 13), (4096, 1)] {
         assert!(prober.read(3, tile_bytes, n_tiles).expect("it runs") > 0.0);
     }
-    assert!(prober.copy_l2(7, 3, 4096).expect("it runs") > 0.0);
+    for warps in [3, 7] {
+        assert!(prober.copy_l2(7, 3, 512 * 21, warps).expect("it runs") > 0.0);
+    }
     assert!(prober.hop(20).expect("it runs").as_nanos() > 0);
     for by_flags in [false, true] {
         assert!(prober.hand(2 + u32::from(by_flags), 5, by_flags).expect("it runs").as_nanos() > 0);

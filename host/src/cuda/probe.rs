@@ -5,9 +5,9 @@ use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::upload::{self, BUFFER_BYTES, Buffers, upload, upload_threads};
 use super::{Gpu, GpuError, Piece, code_probe};
 use crate::device_image::device_image;
-use perpetua_shared::launch::{TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::launch::{TASK_THREADS, TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{
-    COPY, COPYING, GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, UNDER_WAY, WORDS_AT, threads,
+    COPY, GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, UNDER_WAY, WORDS_AT, threads,
 };
 use std::time::{Duration, Instant};
 
@@ -118,7 +118,8 @@ impl Prober {
     /// # Panics
     /// If the tiles do not fit an SM, or the memory to read is less than a tile for every SM.
     pub fn read(&mut self, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
-        self.read_of(READ, self.source_bytes, 1, blocks, tile_bytes, n_tiles)
+        let params = ProbeParams { tile_bytes, n_tiles, rounds: 1, ..ProbeParams::default() };
+        self.read_of(READ, self.source_bytes, blocks, params)
     }
 
     /// Likewise from L2: a quarter of what it holds, since its halves may each hold what both want, or a tile for every SM where that is more;
@@ -130,19 +131,25 @@ impl Prober {
     /// # Panics
     /// As [`read`](Prober::read).
     pub fn read_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32, n_tiles: u32) -> Result<f64, GpuError> {
-        self.read_of(READ, self.quarter_of_l2(blocks, tile_bytes), rounds, blocks, tile_bytes, n_tiles)
+        let params = ProbeParams { tile_bytes, n_tiles, rounds, ..ProbeParams::default() };
+        self.read_of(READ, self.quarter_of_l2(blocks, tile_bytes), blocks, params)
     }
 
-    /// Likewise, by copies of sixteen bytes a thread, as bodies for many rows copy, [`UNDER_WAY`] tiles of `tile_bytes` at once.
+    /// Likewise, by copies of sixteen bytes a thread of `warps` warps, as bodies for many rows copy, [`UNDER_WAY`] tiles of `tile_bytes` at once.
     ///
     /// # Errors
     /// The driver.
     ///
     /// # Panics
     /// As [`read`](Prober::read), or if a tile is no multiple of sixteen bytes for each thread.
-    pub fn copy_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32) -> Result<f64, GpuError> {
-        assert!(tile_bytes.is_multiple_of(16 * COPYING), "sixteen bytes a thread");
-        self.read_of(COPY, self.quarter_of_l2(blocks, tile_bytes), rounds, blocks, tile_bytes, UNDER_WAY + 1)
+    pub fn copy_l2(&mut self, rounds: u32, blocks: u32, tile_bytes: u32, warps: u32) -> Result<f64, GpuError> {
+        assert!(
+            (1..=TASK_THREADS / 32).contains(&warps) && tile_bytes.is_multiple_of(16 * 32 * warps),
+            "a tile's threads"
+        );
+        let bytes = self.quarter_of_l2(blocks, tile_bytes);
+        let params = ProbeParams { tile_bytes, n_tiles: UNDER_WAY + 1, rounds, warps, ..ProbeParams::default() };
+        self.read_of(COPY, bytes, blocks, params)
     }
 
     fn quarter_of_l2(&self, blocks: u32, tile_bytes: u32) -> u64 {
@@ -150,20 +157,13 @@ impl Prober {
         quarter.max(u64::from(blocks) * u64::from(tile_bytes)).min(self.source_bytes)
     }
 
-    fn read_of(
-        &mut self,
-        probe: &str,
-        bytes: u64,
-        rounds: u32,
-        blocks: u32,
-        tile_bytes: u32,
-        n_tiles: u32,
-    ) -> Result<f64, GpuError> {
+    /// The rate at which `probe` reads `bytes`, whole tiles of them for each of `blocks` blocks.
+    fn read_of(&mut self, probe: &str, bytes: u64, blocks: u32, params: ProbeParams) -> Result<f64, GpuError> {
+        let ProbeParams { tile_bytes, n_tiles, rounds, .. } = params;
         assert!(tile_bytes.is_multiple_of(16) && n_tiles <= TILE_BARRIERS && tile_bytes * n_tiles <= TILE_BYTES);
         let bytes = bytes / u64::from(blocks) / u64::from(tile_bytes) * u64::from(tile_bytes);
         assert!(bytes > 0, "less than a tile for every SM");
-        let params = ProbeParams { bytes, tile_bytes, n_tiles, rounds, ..ProbeParams::default() };
-        let times = self.run(probe, blocks, params)?;
+        let times = self.run(probe, blocks, ProbeParams { bytes, ..params })?;
         let slowest = times.iter().max().copied().unwrap_or_default();
         Ok((bytes * u64::from(blocks) * u64::from(rounds)) as f64 / slowest.as_secs_f64().max(1e-9))
     }

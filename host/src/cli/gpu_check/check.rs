@@ -241,8 +241,12 @@ impl Check<'_> {
                 json!({"gb_per_s": median / 1e9, "spread_percent": spread}),
             );
         }
-        let (median, spread) = median_and_spread(5, || prober.copy_l2(rounds, n_sms, 32 << 10))?;
-        let by_threads = json!({"gb_per_s": median / 1e9, "spread_percent": spread});
+        // A tile of products of many rows, nearly, and as many warps as copy it; and all.
+        let mut by_threads = serde_json::Map::new();
+        for warps in [3, 7] {
+            let (median, spread) = median_and_spread(5, || prober.copy_l2(rounds, n_sms, 63 << 9, warps))?;
+            by_threads.insert(format!("{warps} warps"), json!({"gb_per_s": median / 1e9, "spread_percent": spread}));
+        }
         Ok(json!({
             "best_gb_per_s": best / 1e9,
             "by_tile_and_number_in_flight": rates,
