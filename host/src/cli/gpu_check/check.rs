@@ -217,6 +217,7 @@ impl Check<'_> {
     fn ceiling(&self) -> Figures {
         let n_sms = self.gpu.info().n_sms;
         let mut prober = self.prober()?;
+        let rate = |median: f64, spread: f64| json!({"gb_per_s": median / 1e9, "spread_percent": spread});
         let mut rates = serde_json::Map::new();
         let mut best = 0f64;
         for tile_kib in [4, 8, 16, 32] {
@@ -228,7 +229,7 @@ impl Check<'_> {
                 let (median, spread) = median_and_spread(5, || prober.read(n_sms, tile_kib << 10, n_tiles))?;
                 best = best.max(median);
                 let key = format!("{tile_kib} KiB x {n_tiles}");
-                rates.insert(key, json!({"gb_per_s": median / 1e9, "spread_percent": spread}));
+                rates.insert(key, rate(median, spread));
             }
             self.keep(rates.clone())?;
         }
@@ -236,16 +237,13 @@ impl Check<'_> {
         let mut of_l2 = serde_json::Map::new();
         for (tile_kib, n_tiles) in [(2, 32), (4, 32), (16, 8)] {
             let (median, spread) = median_and_spread(5, || prober.read_l2(rounds, n_sms, tile_kib << 10, n_tiles))?;
-            of_l2.insert(
-                format!("{tile_kib} KiB x {n_tiles}"),
-                json!({"gb_per_s": median / 1e9, "spread_percent": spread}),
-            );
+            of_l2.insert(format!("{tile_kib} KiB x {n_tiles}"), rate(median, spread));
         }
         // A tile of products of many rows, nearly, and as many warps as copy it; and all.
         let mut by_threads = serde_json::Map::new();
         for warps in [3, 7] {
             let (median, spread) = median_and_spread(5, || prober.copy_l2(rounds, n_sms, 63 << 9, warps))?;
-            by_threads.insert(format!("{warps} warps"), json!({"gb_per_s": median / 1e9, "spread_percent": spread}));
+            by_threads.insert(format!("{warps} warps"), rate(median, spread));
         }
         Ok(json!({
             "best_gb_per_s": best / 1e9,
