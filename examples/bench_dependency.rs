@@ -4,7 +4,7 @@
 
 use AccessKind::{Read, ReadWrite, Write};
 use perpetua::graph::task::{Config, TaskGraph, check, lower, waited_and_needed};
-use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
+use perpetua::graph::tensor::{BufferKind, TensorId};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use perpetua_shared::DType;
 use std::collections::HashSet;
@@ -109,7 +109,7 @@ const ROWS: [i8; 3] = [0, -1, -1];
 /// One pass over `tokens` rows on `workers` workers: MPK's operators, every linear cut by columns into one block per
 /// worker. `shared` reuses one set of activations in all layers, as MPK's demos do.
 fn model(m: Shape, tokens: usize, workers: u32, shared: bool) -> ThreadBlockGraph {
-    let mut b = Builder { graph: ThreadBlockGraph { table: TensorTable::default(), ops: Vec::new() } };
+    let mut b = Builder { graph: ThreadBlockGraph::default() };
     let rows = tokens.min(8) as u32;
     let (q_width, kv_width) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
     let qkv_width = q_width + 2 * kv_width;

@@ -1,8 +1,8 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [behind=N] [code=KIB,CYCLES] [q8|q4]`; 132 SMs and a context of 1 unless told
-//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the last pass that the first of the prompt's programs makes; with `behind` that context stands behind so many positions, which nobody
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [guesses=N] [behind=N] [code=KIB,CYCLES] [q8|q4]`; 132 SMs and a context of 1 unless told
+//! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the last pass that the first of the prompt's programs makes; with `guesses` those of a pass that verifies so many of the context's last tokens; with `behind` that context stands behind so many positions, which nobody
 //! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
 //! What is counted is the last step, whose code has been fetched by those before it.
@@ -23,7 +23,7 @@ use perpetua::ptx::InstructionCache;
 use perpetua::{Device, Engine, EngineConfig, Model};
 use perpetua_device::advance::step_from;
 use perpetua_shared::WorkerId;
-use perpetua_shared::control::{Control, Request};
+use perpetua_shared::control::{Control, Request, Step};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -93,11 +93,13 @@ impl Op {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (words, rest): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|arg| {
-        ["behind=", "code="].iter().any(|word| arg.starts_with(word)) || ["prompt", "q8", "q4"].contains(&&arg[..])
+        ["behind=", "guesses=", "code="].iter().any(|word| arg.starts_with(word))
+            || ["prompt", "q8", "q4"].contains(&&arg[..])
     });
     let is_given = |word: &str| words.iter().any(|given| given == word);
     let is_prompt = is_given("prompt");
     let behind = words.iter().find_map(|word| word.strip_prefix("behind=")).map_or(Ok(0), str::parse::<usize>)?;
+    let guesses = words.iter().find_map(|word| word.strip_prefix("guesses=")).map(str::parse::<usize>).transpose()?;
     let cache = match words.iter().find_map(|word| word.strip_prefix("code=")) {
         None => InstructionCache::H200,
         Some(given) => {
@@ -111,7 +113,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let context: usize = args.next().map_or(Ok(1), |arg| arg.parse())?;
     let wanted = args.next();
     // The first of the steps behind a prompt fetches code that the others find. The last counts.
-    let steps = if is_prompt { 1 } else { 3 };
+    let steps = if is_prompt || guesses.is_some() { 1 } else { 3 };
     let mut model = Model::load(&folder)?;
     let how = [Quantize::Q8, Quantize::Q4].into_iter().find(|how| is_given(&how.to_string()));
     if let Some(how) = how {
@@ -127,6 +129,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         device: Device::Cuda,
         gpu: Some(Gpu::with_driver(driver.clone())?),
         max_context: Some(behind + context + steps),
+        prompt_lookup: guesses,
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(&model, &config)?;
@@ -137,7 +140,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         requests: [Request::greedy(steps as u32); _],
         ..bytemuck::Zeroable::zeroed()
     };
-    control.step = step_from(&control, engine.resident().compiled().image.view().programs, behind as u32, 0);
+    let programs = engine.resident().compiled().image.view().programs;
+    control.step = step_from(&control, programs, behind as u32, 0);
+    if let Some(guesses) = guesses {
+        let rows = guesses as u32 + 1;
+        let program = programs.iter().position(|program| program.max_rows == rows).ok_or("no such pass")? as u32;
+        control.n_tokens = (ids.len() - guesses) as u32;
+        (control.max_drafts, control.n_drafts) = (guesses as u32, guesses as u32);
+        control.step = Step { program, first_pos: control.n_tokens - 1, rows, sampling: 1, ..Step::default() };
+    }
     engine.resident_mut().cuda().ok_or("not on a GPU")?.set_tokens(0, &ids);
     engine.resident_mut().start(control);
     engine.resident_mut().finish()?;
@@ -146,7 +157,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let image = engine.resident().compiled().image.clone();
     let view = image.view();
     // The program of the passes that follow the prompt is the first.
-    let number = if is_prompt { control.step.program as usize } else { 0 };
+    let number = if is_prompt || guesses.is_some() { control.step.program as usize } else { 0 };
     let program = view.programs[number];
     let mut ops: BTreeMap<u32, Op> = BTreeMap::new();
     for id in program.task_first..program.task_first + program.task_count {

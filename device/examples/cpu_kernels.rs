@@ -287,7 +287,13 @@ fn attend() {
             bytes as f64 / seconds / 1e9
         }),
     }];
-    let params = param_words(&attention::Params { scale: 0.09, window: attention::ALL, ahead: 0, splits: 1, order: 0 });
+    let params = param_words(&attention::Params {
+        scale: 0.09,
+        window: attention::ALL,
+        ahead: 0,
+        splits: 1,
+        ..Default::default()
+    });
     for isa in Isa::available() {
         for (context, group, dtype) in [
             (512, 2, DType::Bf16),
@@ -331,7 +337,7 @@ fn attend() {
                 name: format!("attention {dtype}, {rows} rows, {n_kv}x{group}x{d}, {window}+{ahead}, {}", isa.name()),
                 unit: "GFLOP/s",
                 round: Box::new(move || {
-                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, order: 0 };
+                    let params = attention::Params { scale: 0.09, window, ahead, splits: 1, ..Default::default() };
                     let seconds = timed(1, |_| {
                         let mut scratch = Scratch::with_isa(*isa);
                         let q = q.tensor(DType::F32, 0, &[rows, n_kv, group, d]);

@@ -237,10 +237,13 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
     let costs = task::task_costs(&blocks, &tasks);
-    // Several rows' products have the tiles' memory for themselves.
-    let has_tiles = target.has_loaders && source.graph.rows == Some(1);
+    // Many rows' products have the tiles' memory for themselves.
+    let has_tiles = target.has_loaders && blocks.has_tiles;
+    let machine = lower::machine_of(&blocks, target);
     let reads = reads_of(&blocks, &tasks, &costs, has_tiles, target);
-    let lists = lists_of(&blocks, &tasks, &costs, has_tiles.then_some(&reads), target);
+    // Without tiles nobody does anything before its turn.
+    let in_tiles = has_tiles.then(|| (&reads[..], machine.capacity_bytes()));
+    let lists = lists_of(&blocks, &tasks, &costs, in_tiles, target);
     clock.lap("workers");
     // Before the arena: what `advance` does not wait for would have to be kept to the end.
     end_with_last_task(&mut tasks, None);
@@ -257,7 +260,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     clock.lap("last");
     let is_repeated = source.in_token_loop && source.graph.rows == Some(1);
     let plan = match target.has_loaders {
-        true => tiles_of(&blocks, &tasks, &lists, &reads, is_repeated, &target.machine)?,
+        true => tiles_of(&blocks, &tasks, &lists, &reads, is_repeated, &machine)?,
         false => prefetch::Plan::default(),
     };
     clock.lap("tiles");
@@ -312,12 +315,12 @@ fn reads_of(
     }
 }
 
-/// Every worker's tasks; `in_tiles` is what each task reads, if that comes in tiles.
+/// Every worker's tasks; `in_tiles` is what each task reads, if that comes in tiles, and the room for these.
 fn lists_of(
     blocks: &ThreadBlockGraph,
     tasks: &TaskGraph,
     costs: &[Cost],
-    in_tiles: Option<&Vec<prefetch::Reads>>,
+    in_tiles: Option<(&[prefetch::Reads], u64)>,
     target: &Target,
 ) -> WorkerLists {
     match target.cut {
@@ -327,11 +330,9 @@ fn lists_of(
             assign::assign(tasks, &weight, target.n_workers)
         }
         Cut::PerWorker => {
-            let bytes = |task: usize| in_tiles.map_or(costs[task].bytes_read, |reads| reads[task].bytes());
+            let bytes = |task: usize| in_tiles.map_or(costs[task].bytes_read, |(reads, _)| reads[task].bytes());
             let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
-            // Without tiles nobody does anything before its turn.
-            let ahead = if in_tiles.is_some() { target.machine.capacity_bytes() } else { 0 };
-            assign::balance(blocks, tasks, &weight, target.n_workers, ahead)
+            assign::balance(blocks, tasks, &weight, target.n_workers, in_tiles.map_or(0, |(_, room)| room))
         }
     }
 }

@@ -27,6 +27,16 @@ pub(crate) mod part {
     pub(crate) const PRODUCTS: u64 = 2048;
 }
 
+/// Rows of weights of which a tile has as many at least beside bodies that take memory for several rows of activations: these are read from shared memory
+/// for each two tiles' rows anew.
+///
+/// PERF: with a row a tile `down` of Llama-3.2-1B took 29,400 cycles of 4 rows, with two 16,800; of Qwen3-8B, one a tile, 84,000, as with many rows 37,600
+/// (docs/cycles.md).
+pub(crate) const LEAST_ROWS: u64 = 2;
+
+/// Where bodies end, tiles begin at a multiple of this.
+const TILES_BEGIN_AT: u64 = 1 << 10;
+
 /// Sizes, rates and latencies of one worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Machine {
@@ -34,10 +44,13 @@ pub struct Machine {
     pub shared_bytes: u64,
     /// What of it tiles do not get: barriers, reductions between warps, activations in flight.
     pub reserve_bytes: u64,
+    /// What of it tiles leave, at its beginning, to bodies that take some beside them.
+    pub bodies_bytes: u64,
     /// Largest tile, one copy, where rows are no longer.
     pub tile_bytes: u64,
-    /// What the rows of a step may be, one of each matrix that a kernel takes a tile of, to be a tile each although they are longer. Longer
-    /// ones come in pieces.
+    /// What the tiles of a step may be together, one of each matrix that a kernel takes a tile of.
+    pub step_bytes: u64,
+    /// What the rows of a step may be, one of each matrix, to be a tile each although they are longer. Longer ones come in pieces.
     pub row_bytes: u64,
     /// Rows that a body multiplies at once: a tile of more of them has a multiple.
     pub rows_at_once: u64,
@@ -82,7 +95,9 @@ impl Machine {
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
         reserve_bytes: 19 << 10,
+        bodies_bytes: 0,
         tile_bytes: 32 << 10,
+        step_bytes: 64 << 10,
         row_bytes: 52 << 10,
         rows_at_once: 8,
         n_barriers: 32,
@@ -106,7 +121,9 @@ impl Machine {
     pub const CPU: Machine = Machine {
         shared_bytes: 2 << 20,
         reserve_bytes: 1 << 20,
+        bodies_bytes: 0,
         tile_bytes: 16 << 10,
+        step_bytes: 32 << 10,
         row_bytes: 16 << 10,
         rows_at_once: 1,
         n_barriers: 1 << 10,
@@ -125,6 +142,18 @@ impl Machine {
 
     /// Bytes that tiles may occupy.
     pub fn capacity_bytes(&self) -> u64 {
-        self.shared_bytes - self.reserve_bytes
+        self.shared_bytes - self.reserve_bytes - self.bodies_bytes
+    }
+
+    /// The same machine, whose tiles leave so much to bodies: of what they have left a step's are a third at most, so that some may be held while the next
+    /// are on their way. None, if that would be no room for [`LEAST_ROWS`] rows of `row_bytes`, all matrices'.
+    pub fn beside(self, bodies_bytes: u64, row_bytes: u64) -> Option<Machine> {
+        let bodies_bytes = bodies_bytes.next_multiple_of(TILES_BEGIN_AT);
+        if self.reserve_bytes + bodies_bytes + 3 * LEAST_ROWS * row_bytes > self.shared_bytes {
+            return None;
+        }
+        let left = Machine { bodies_bytes, ..self };
+        let third = left.capacity_bytes() / 3;
+        Some(Machine { step_bytes: self.step_bytes.min(third), row_bytes: self.row_bytes.min(third), ..left })
     }
 }

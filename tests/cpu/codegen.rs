@@ -7,6 +7,7 @@ use perpetua::codegen::plan::{Act, Plan, plan};
 use perpetua::codegen::{
     Body, By, CAPACITY, Extent, GlobalId, LoopId, Op, Place, Start, Step, TileId, Update, Whose, check, of,
 };
+use perpetua_device::kernels::attention::FLASH_BYTES;
 use proptest::prelude::*;
 use std::path::Path;
 
@@ -33,6 +34,21 @@ fn generated_files_are_those_that_are_committed() {
             "{} is not what its bodies make; BLESS=1 writes it anew:\n{text}",
             file.path
         );
+    }
+}
+
+/// What attention says that it takes beside tiles is what its bodies are made with.
+#[test]
+fn attention_takes_the_memory_that_it_says() {
+    for (bodies, bytes) in [("_64", FLASH_BYTES[0]), ("_128", FLASH_BYTES[1])] {
+        let flash = &files()[0];
+        let mut n = 0;
+        for body in flash.bodies.iter().filter(|body| body.name.ends_with(bodies)) {
+            let taken: u64 = (0..body.tiles.len()).map(|tile| u64::from(body.bytes(TileId(tile)))).sum();
+            assert_eq!(taken, bytes, "{}", body.name);
+            n += 1;
+        }
+        assert_eq!(n, 2, "alone, and in shares");
     }
 }
 

@@ -5,9 +5,11 @@ use perpetua::graph::task::{
     simulate, waited_and_needed,
 };
 use perpetua::graph::tensor::{BufferId, BufferKind, DTensor, TensorId, TensorTable};
-use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph, part};
+use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, KernelCall, ThreadBlockGraph, part};
 use perpetua::schedule::assign::balance;
+use perpetua_device::kernels::{Linear, Numbered};
 use perpetua_shared::DType;
+use perpetua_shared::limits::PARAM_WORDS;
 use proptest::prelude::*;
 use std::ops::Range;
 
@@ -412,7 +414,7 @@ fn pair(len: usize, producers: u32, consumers: u32) -> ThreadBlockGraph {
         op("write", [producers, 1, 1], vec![cut(x, Write, [1, -1, -1])]),
         op("read", [1, consumers, 1], vec![cut(x, Read, [-1, 1, -1])]),
     ];
-    ThreadBlockGraph { table, ops }
+    ThreadBlockGraph { table, ops, ..Default::default() }
 }
 
 #[test]
@@ -460,7 +462,7 @@ fn orderings_that_follow_from_nearer_ones_are_dropped_and_joins_share_an_event()
         op("right", [8, 1, 1], vec![cut(h, Read, whole), cut(b, Write, by_x)]),
         op("join", [6, 1, 1], vec![cut(a, Read, whole), cut(b, Read, whole), cut(h, Read, by_x), cut(y, Write, by_x)]),
     ];
-    let graph = ThreadBlockGraph { table, ops };
+    let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     let tasks = lower(&graph, &Config::default()).unwrap();
     assert_eq!(tasks.events, [4, 16]);
     assert_eq!(tasks.stats.implied_edges, 1);
@@ -481,7 +483,7 @@ fn a_residual_that_reads_everything_stays_beside_an_aligned_path() {
         op("w", [8, 1, 1], vec![cut(u, Read, by_x), cut(w, Write, by_x)]),
         op("v", [8, 1, 1], vec![cut(w, Read, by_x), cut(u, Read, [-1, -1, -1]), cut(v, Write, by_x)]),
     ];
-    let graph = ThreadBlockGraph { table, ops };
+    let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     assert_eq!(keeps_laws(&graph, &Config::default()), Ok(()));
     let config = Config { defect: Some(Defect::StripResiduals), ..Config::default() };
     let tasks = lower(&graph, &config).unwrap();
@@ -504,7 +506,7 @@ fn an_aligned_chain_implies_its_ends() {
         op("skip", [8, 1, 1], vec![cut(u, Read, by_x), cut(v, ReadWrite, by_x)]),
         op("again", [8, 1, 1], vec![cut(v, Read, by_x), cut(u, Write, by_x)]),
     ];
-    let graph = ThreadBlockGraph { table, ops };
+    let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     assert_eq!(keeps_laws(&graph, &Config::default()), Ok(()));
     let tasks = lower(&graph, &Config::default()).unwrap();
     assert_eq!((tasks.stats.max_waits, tasks.stats.waits), (1, 24));
@@ -596,7 +598,11 @@ fn grouped_heads_and_transposed_views_are_exact() {
     ] {
         let grid = [8, 4, 3];
         let read = op("read", grid, vec![access]);
-        let graph = ThreadBlockGraph { table: table.clone(), ops: vec![linear.clone(), read, linear.clone()] };
+        let graph = ThreadBlockGraph {
+            table: table.clone(),
+            ops: vec![linear.clone(), read, linear.clone()],
+            ..Default::default()
+        };
         let tasks = lower(&graph, &Config::default()).unwrap();
         assert_eq!(tasks.stats.oversync, 1.0);
         assert_eq!(check(&graph, &tasks, None), Ok(()));
@@ -616,7 +622,7 @@ fn additions_are_free_among_themselves() {
         op("second", [4, 2, 1], vec![cut(x, ReduceAdd, [-1, 1, -1])]),
         op("read", [1, 1, 1], vec![cut(x, Read, [-1, -1, -1])]),
     ];
-    let graph = ThreadBlockGraph { table, ops };
+    let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     assert_eq!(keeps_laws(&graph, &Config::default()), Ok(()));
     let tasks = lower(&graph, &Config::default()).unwrap();
     assert_eq!(tasks.events, [1, 16], "one event after clearing, one when all have added");
@@ -645,13 +651,20 @@ fn who_had_nothing_to_do_does_not_keep_the_others_waiting() {
     let x = table.add("x", &[2], DType::F32, BufferKind::Intermediate).unwrap();
     let next = |name| op(name, [1, 1, 1], vec![cut(x, Read, [-1, -1, -1])]);
     let ops = vec![op("large", [2, 1, 1], vec![cut(x, Write, [0, -1, -1])]), next("q"), next("k"), next("v")];
-    let graph = ThreadBlockGraph { table, ops };
+    let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     let tasks = lower(&graph, &Config::default()).unwrap();
     let cost = [1000, 1000, 100, 100, 100];
     let lists = |ahead| balance(&graph, &tasks, &cost, 3, ahead).lists;
     assert_eq!(lists(u64::MAX), [vec![0], vec![1], vec![2, 3, 4]]);
     assert_eq!(lists(150), [vec![0, 4], vec![1], vec![2, 3]]);
     assert_eq!(lists(50), [vec![0, 3], vec![1, 4], vec![2]]);
+
+    // Products of one x run side by side: none makes another wait for its worker.
+    let mut products = graph.clone();
+    for op in &mut products.ops[1..] {
+        op.kernel = Some(KernelCall { task_type: Linear::TASK_TYPE, flags: 0, params: [0; PARAM_WORDS] });
+    }
+    assert_eq!(balance(&products, &tasks, &cost, 3, u64::MAX).lists, [vec![0, 3], vec![1, 4], vec![2]]);
 }
 
 #[test]

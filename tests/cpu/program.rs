@@ -256,7 +256,7 @@ fn plan_decodes_batches() {
     let tasks = temp.path().join("t.json").to_string_lossy().into_owned();
     let plan = ["plan", "--preset", "qwen3-0.6b", "--batch", "5", "--check", "--tasks-json", &tasks];
     let text = String::from_utf8(perpetua(&plan).stdout).unwrap();
-    for words in ["decode of 5 for h200", "prefetches of", "predicted step", "every overlap ordered"] {
+    for words in ["decode of 5 for h200", "copies of", "predicted step", "every overlap ordered"] {
         assert!(text.contains(words), "{text}");
     }
     let tasks: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&tasks).unwrap()).unwrap();

@@ -26,28 +26,28 @@ const COPIES: &str = "perpetua_probe_copy";
 const REGISTERS: u32 = 255;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
-/// time, 4: the record, and what a batch's sequence sees and has of it; attention 10 (parts 2; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 41 and
-/// gated_linear 34 (a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's
+/// time, 4: the record, and what a batch's sequence sees and has of it; attention 13 (parts 2; of few queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 45 and
+/// gated_linear 37 (a few rows', their activations, the sums' two and, in linear, a row's squares; a norm 3, likewise, in linear, of what splits found; a long row 2; a warpgroup's
 /// products 26: for each of five shapes, a step's of those who multiply and
 /// those who do not, the last step's of both, the sums' one; and a part's end; and in linear, before what is made for a product after a norm where no warpgroup
 /// has multiplied, 2); layer_norm 4; pool 2; argmax 2; experts_up 14 (a row that is staged one by one 3, by eight 3, what is made of it in 8 bits and in 4, the choice of experts 5, and a row's end) and experts_down 8 (3 and 1, and a group's two in 8 bits and in 4); expert_routes 6 (the choice 5, a row's end); routed_linear 18 (rows
 /// are counted 2, units 2, an expert's listed 2; of a warpgroup's products two shapes 10 and a part's end; the end of one without); sample 52 (the text's tokens 2, the best 2, nine sums
 /// of count and mass 4 each, walks 4 and 8). After a vote of those that wait before bodies, in a pass with just-in-time tasks, 2. In linear and gated_linear 2 each for long rows
 /// in 8 bits, and in 4; and [those of a product of one row](OF_ONE_ROW).
-/// Votes: waits of linear and gated_linear, of either in each of a warpgroup's five shapes, of decode_attention, of a product of one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a
+/// Votes: waits of linear and gated_linear, of either in each of a warpgroup's five shapes and of a few rows, of decode_attention, of a product of one row in three forms, of all other bodies, of a task that is left out, and, before bodies, for a
 /// task and for the iteration; of tiles in vain where a pass begins, or the worker leaves. Shuffles, five to a sum, twice that for two words:
-/// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 5, attention 43 (11, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share), advance 10, decode_attention 20 (a norm 5, a
-/// group's maximum and total 4, one by one 11), linear 141 and gated_linear 105 (of a warpgroup's products the factors of rows, over four lanes, 2 in each of five shapes, and in linear a row's squares 1; from global memory of one row and of four, from tiles of one, a norm, and of a
+/// rms_norm 15 (three sums), layer_norm 10, pool 5, argmax 10, rope 5, attention 47 (11, of few queries a maximum and a total 4, and of many rows a maximum and a sum, over four lanes and of two rows, 8, for two sizes, of all positions and of a share), advance 10, decode_attention 20 (a norm 5, a
+/// group's maximum and total 4, one by one 11), linear 140 and gated_linear 102 (of a warpgroup's products the factors of rows, a loop over lanes, in each of five shapes, and in linear a row's squares 1; of a few rows' the factors 2, and in linear a row's squares 2; from global memory of one row and of four, from tiles of one, a norm, and of a
 /// long row in each of its widths, by its form four, two or three, and one, the one before and the last, and in linear the best of its outputs 10), experts_up 55 (a norm, one by one and by eight, what all experts make together, two products, and those of three forms of rows afar 30) and experts_down 15 (one by one, in 8 bits and in 4), expert_routes 5, routed_linear 20 (units, three products), sample 175.
 ///
 /// Warp syncs: where tiles are released, of a product of one row in each form a norm's weights, the loop's, and where the wait fails; other rows of linear and gated_linear 2 each, and a norm's weights, 1, and a
-/// long one's first row of weights and the next, of each width, in gated_linear the second matrix's, too: 18 and 9; what takes the tiles that a body left, or that came in vain, 5;
+/// long one's first row of weights and the next, of each width, in gated_linear the second matrix's, too: 18 and 9; what takes the tiles that a body left, or that came in vain, 5; of a few rows the loop's, and where the wait fails, in linear and in gated_linear;
 /// around outputs that lanes exchange, linear and gated_linear 2 each; before turned elements are put: rope 1, decode_attention 1; around what a warp has of queries and results: attention 12, for two sizes, of all positions and of a share.
-const BARRIERS: usize = 212 + 2 * (2 + 2) + OF_ONE_ROW[0];
-const BARRIER_VOTES: usize = 19 + 3;
+const BARRIERS: usize = 222 + 2 * (2 + 2) + OF_ONE_ROW[0];
+const BARRIER_VOTES: usize = 21 + 3;
 const SHUFFLES: usize = 634 + OF_ONE_ROW[1];
-const WARP_SYNCS: usize = 50 + 3 * 3;
-const PRODUCTS: usize = 416 + 12;
+const WARP_SYNCS: usize = 54 + 3 * 3;
+const PRODUCTS: usize = 464 + 12;
 const BYTE_PRODUCTS: usize = 12 + 40;
 
 /// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and the best output's 2); shuffles (a
@@ -66,7 +66,7 @@ const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 /// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the
 /// next head's elements and all factors, asked for before a head is turned. advance: it
 /// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be turned in part. attention, of
-/// many rows: 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233 before it asked for splits of an attention
+/// few queries: as decode_attention; 189 when they were taken as many rows are, with 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233 before it asked for splits of an attention
 /// while it merges others. Before flagged elements were looked at in one place, linear 242, gated_linear 205, decode_attention 204, and experts_up 181.)
 type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 
@@ -74,10 +74,10 @@ type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
 const KERNELS: &[Figures] = &[
     ("embedding", 64, 2, 0, 0, 0, 18816, [0, 0]),
     ("rms_norm", 161, 4, 15, 0, 0, 18816, [0, 0]),
-    ("linear", 246, 65, 209, 26, 80, 19456, [60, 24]),
-    ("gated_linear", 217, 58, 173, 17, 80, 19456, [78, 15]),
+    ("linear", 244, 69, 208, 27, 88, 19456, [66, 25]),
+    ("gated_linear", 217, 61, 170, 18, 88, 19456, [90, 16]),
     ("rope", 108, 2, 5, 1, 0, 18816, [0, 0]),
-    ("attention", 189, 12, 43, 12, 352, 18816, [0, 0]),
+    ("attention", 213, 15, 47, 12, 384, 18816, [0, 0]),
     ("layer_norm", 60, 6, 10, 0, 0, 18816, [0, 0]),
     ("elementwise", 36, 2, 0, 0, 0, 18816, [0, 0]),
     ("select_row", 22, 2, 0, 0, 0, 18816, [0, 0]),
@@ -159,7 +159,7 @@ fn barriers_are_neither_copied_nor_lost() {
     );
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
     // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one row see `OF_ONE_ROW`.
-    // In decode_attention four for each 32 dimensions of queries and keys, one for each eight
+    // Of a few rows four of two chunks, in the loop and of the last ones, in either. In decode_attention, and in attention of few queries, four for each 32 dimensions of queries and keys, one for each eight
     // of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in the loop, and 64 for the
     // sums; of 128 16, for 32 scores, and 64; and all of that once more of a share of the positions.
     assert_eq!(count(body, &["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"]), PRODUCTS);

@@ -9,7 +9,7 @@ use perpetua::exec::simt::{Options, Simt};
 use perpetua::exec::{Executor, RunError, Stopper};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::BufferKind;
-use perpetua::graph::threadblock::BlockOp;
+use perpetua::graph::threadblock::{BlockOp, KernelCall};
 use perpetua::image::encode::{Parts, encode};
 use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
@@ -18,7 +18,7 @@ use perpetua::model::synth::preset_config;
 use perpetua::model::{Quantize, SynthOptions, SynthSource, synth};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::advance::step_from;
-use perpetua_device::kernels::{Attention, Numbered, Spec, Use};
+use perpetua_device::kernels::{self, Attention, Numbered, Spec, Use, attention};
 use perpetua_shared::control::{Control, End, Request, Step};
 use perpetua_shared::image::BindingKind;
 use perpetua_shared::launch::TILE_BYTES;
@@ -772,6 +772,35 @@ fn broken_loads_are_named() {
     let without = whole.tasks.iter().position(|task| task.tiles == 0).expect("the embedding");
     says(&|parts| parts.tasks[without].tiles = 1, "takes none");
     says(&|parts| parts.tasks.iter_mut().for_each(|task| task.tiles = 0), "that no task takes");
+}
+
+/// Passes of a few rows take their weights from tiles, and attend to a head's queries as in decoding, a few at a time; where these are more, tensor cores
+/// take memory that tiles leave. Weights in fewer bits, or more rows, have no tiles.
+#[test]
+fn a_few_rows_have_tiles_that_leave_bodies_their_memory() {
+    let (_dir, wide) = model(WIDE);
+    let many_queries = [("num_attention_heads", 18), ("num_key_value_heads", 2)];
+    let (_other_dir, shared) = model([WIDE, &many_queries].concat().leak());
+    let verified = |model: &Model, rows: usize| {
+        let sources = decoder_sources(model, &[rows], Cache::bf16(64), Head::Verify).expect("a sound model");
+        compile(sources, &Config::new(Target { split_positions: 8, ..Target::gpu(4) })).expect("it compiles")
+    };
+    let in_fewer_bits = wide.quantize(Quantize::Q8, |_| {}).expect("quantized");
+    let n_tiles = |compiled: &Compiled| compiled.image.view().tasks.iter().filter(|task| task.tiles > 0).count();
+    assert_eq!((n_tiles(&verified(&in_fewer_bits, 4)), n_tiles(&verified(&wide, 9))), (0, 0));
+    for (model, is_beside) in [(&wide, false), (&shared, true)] {
+        let compiled = verified(model, 4);
+        let blocks = &compiled.programs[0].blocks;
+        let mut attentions =
+            blocks.ops.iter().filter_map(|op| op.kernel).filter(|k| k.task_type == Attention::TASK_TYPE);
+        assert!(attentions.clone().count() == 2 && n_tiles(&compiled) > 8);
+        let params = |kernel: KernelCall| kernels::params::<attention::Params>(&kernel.params);
+        assert!(attentions.all(|kernel| (params(kernel).is_beside_tiles != 0) == is_beside));
+        let whole = Parts::of(&compiled.image);
+        assert!(encode(&whole).is_ok() && whole.data.iter().all(|op| op.dest_offset_bytes >= 1 << 10));
+        let broken = broken_rule(&whole, &|parts| parts.data[0].dest_offset_bytes = 0);
+        assert!(broken.contains("bytes beside tiles, of which one lies at 0"), "{broken}");
+    }
 }
 
 /// Heads that share a key/value head are too large together to be turned where they attend, so that attention is an operator of its own; with

@@ -736,7 +736,7 @@ mod attention {
 
     fn params(c: &Case) -> Params {
         let ([window, ahead], order) = (c.seen, c.order as u32);
-        Params { scale: 1.0 / (c.d as f32).sqrt(), window, ahead, splits: 1, order }
+        Params { scale: 1.0 / (c.d as f32).sqrt(), window, ahead, splits: 1, order, ..Default::default() }
     }
 
     /// All positions, or up to so many; none after the own, all, or up to so many.

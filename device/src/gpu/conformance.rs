@@ -111,6 +111,8 @@ struct Case {
     /// What a loader brings of the operands, if one does, and the memory there is for it.
     data: Vec<DataOp>,
     tile_bytes: u32,
+    /// Of it what the body has for itself, at the beginning.
+    beside: u32,
     /// Threads of the blocks to run it with.
     threads: &'static [u32],
     report: Report,
@@ -164,6 +166,7 @@ impl Case {
             seed: 0,
             data: Vec::new(),
             tile_bytes: 0,
+            beside: 0,
             threads: &[64, 32, 96],
             report: Report::default(),
             counts: false,
@@ -264,7 +267,7 @@ impl Case {
     /// Plans a ring of `capacity` bytes, or of as many as it takes for a step to be under way while the one before is held,
     /// through which matrices `slots` go, `tile` bytes at most of each at a time.
     fn stream(&mut self, slots: &[usize], tile: u32, capacity: u32) {
-        let capacity = capacity.max(3 * tile * slots.len() as u32);
+        let capacity = self.beside + capacity.max(3 * tile * slots.len() as u32);
         self.tile_bytes = capacity;
         let first = &self.operands[slots[0]];
         let (rows, k) = if first.rank == 1 { (1, first.extent[0]) } else { (first.extent[0], first.extent[1]) };
@@ -285,12 +288,13 @@ impl Case {
                 pieces.extend((0..row).step_by(tile as usize).map(|at| (start + at, tile.min(row - at))));
             }
         }
-        let (mut head, mut after) = self.data.last().map_or((0, 0), |op| (op.dest_offset_bytes + op.bytes, op.after));
+        let last = self.data.last().map(|op| (op.dest_offset_bytes + op.bytes, op.after));
+        let (mut head, mut after) = last.unwrap_or((self.beside, 0));
         let steps = self.data.last().map_or(0, |op| op.used_by + 1);
         for (used_by, (at, bytes)) in (steps..).zip(pieces) {
             for slot in slots {
                 if head + bytes > capacity {
-                    head = 0;
+                    head = self.beside;
                 }
                 // Everything as old as the youngest copy whose bytes or barrier this one takes must have been read.
                 let taken =
@@ -674,6 +678,7 @@ judged! {
     gated_linear: 30,
     tiled_linear: 40,
     thin_linear: 24,
+    few_linear: 32,
     eight_linear: 64,
     four_linear: 64,
     packed_linear_of_rows: 40,
@@ -687,6 +692,7 @@ judged! {
     elementwise_select_pool: 40,
     rope: 30,
     attention: 24,
+    attention_of_few: 40,
     attention_of_many: 16,
     split_attention: 40,
     decode_attention: 40,
@@ -766,6 +772,52 @@ fn thin_linear(random: &mut Random, round: usize) {
     let n = if k > 1000 { n.min(40) } else { n };
     let tile = 2 * k * random.one_to(20);
     judge_tiled(random, DType::Bf16, [n, k], tile, round % 2 == 1, &[96, 224, 32]);
+}
+
+/// A few rows and bf16 weights in whole rows: the tensor cores', more rows of weights than sums have room for among them, in tiles that are no eights;
+/// normed, weighted for the next norm or neither.
+fn few_linear(random: &mut Random, round: usize) {
+    let rows = 1 + random.one_to(linear::MOST_FEW - 1);
+    let k = 32 * random.one_to(if round.is_multiple_of(6) { 128 } else { 20 });
+    let n = random.one_to(if round % 4 == 1 { 300 } else { 60 });
+    let n = if k > 1000 { n.min(40) } else { n };
+    let tile = 2 * k * random.one_to(20);
+    let gated = round % 2 == 1;
+    let mut case = if gated {
+        Case::new::<GatedLinear>(gated_linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+    } else {
+        Case::new::<Linear>(linear::Params { activation: random.below(5), eps: 1e-5, ..Default::default() })
+    };
+    case.threads = &[224, 160];
+    if gated {
+        case.tolerance *= ((k as f32).sqrt() / 8.0).max(1.0);
+    }
+    case.push_carried(random, DType::Bf16, rows, k);
+    for _ in 0..1 + u32::from(gated) {
+        case.push_carried(random, DType::Bf16, n, k);
+    }
+    case.maybe(random, &[n]);
+    if gated {
+        case.maybe(random, &[n]);
+    } else {
+        case.maybe(random, &[rows, n]);
+    }
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, n], |_| 7.0);
+    case.maybe_norm(random, rows, k);
+    if !gated {
+        case.maybe_best(random, rows, n);
+    }
+    case.step.rows = random.one_to(rows);
+    let spec = Spec::of(case.task_type).expect("a kernel of the list");
+    case.beside = (spec.beside_tiles)(&case.params, &case.operands) as u32;
+    let capacity = 4 * tile + 16 * random.below(400);
+    use gated_linear::slot::{GATE, UP};
+    case.stream(if gated { &[GATE, UP] } else { &[linear::slot::W] }, tile, capacity);
+    case.compare("few linear");
+    let weights = DType::Bf16.tensor_bytes(&[n as usize, k as usize]) * (1 + u64::from(gated));
+    assert_eq!((case.report.bytes_copied, &case.report.stall), (weights, &None));
+    assert!(case.report.warp_products > 0, "the tensor cores'");
 }
 
 /// One row and weights in 8 bits: the tensor cores', by lines in pairs or not; in registers, where it is long; one by one, where its lines are not
@@ -1194,7 +1246,8 @@ fn attention(random: &mut Random, round: usize) {
     let d = if round.is_multiple_of(6) { 270 } else { [random.one_to(140), 64][round % 2] };
     let context = 120;
     let [window, ahead] = random.seen(40);
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, ahead, splits: 1, order: 0 });
+    let mut case =
+        Case::new::<Attention>(attention::Params { scale: 0.3, window, ahead, splits: 1, ..Default::default() });
     let dtype = random.dtype();
     case.floats(random, dtype, &[rows, heads, group, d]);
     case.floats(random, dtype, &[heads, context, d]);
@@ -1213,9 +1266,14 @@ fn attention_of_many(random: &mut Random, round: usize) {
     let context = [90, 300][round / 2 % 2];
     let splits = if round % 3 == 2 { 1 + random.one_to(9) } else { 1 };
     let [window, ahead] = if splits > 1 { [attention::ALL, 0] } else { random.seen(150) };
-    let params = attention::Params { scale: 0.3, window, ahead, splits, order: 0 };
+    // Among tiles of others, or none.
+    let is_beside_tiles = random.below(2);
+    let params = attention::Params { scale: 0.3, window, ahead, splits, is_beside_tiles, ..Default::default() };
     let mut case = Case::new::<Attention>(params);
     (case.tile_bytes, case.threads) = (TILE_BYTES, &[224, 160, 32]);
+    if is_beside_tiles != 0 {
+        case.tile_bytes = (1 << 10) + attention::FLASH_BYTES[usize::from(d > 64)] as u32;
+    }
     case.row_first = random.below(3);
     case.step.first_pos = random.below(context - rows - 4);
     case.step.rows = case.row_first + random.one_to(rows);
@@ -1246,6 +1304,47 @@ fn attention_of_many(random: &mut Random, round: usize) {
     assert!(case.report.warp_products > 0 || !is_for_tensor_cores, "share {first}..{end}");
 }
 
+/// A few rows whose queries of a head are as few as those of one row in decoding: windows, shares of the positions of which rows see a part or nothing.
+fn attention_of_few(random: &mut Random, round: usize) {
+    let group = random.one_to(4);
+    let (rows, heads) = (2 + random.below(8 / group - 1), random.one_to(2));
+    let d = 32 * random.one_to(4);
+    let context = [40, 300][round % 2];
+    let splits = if round.is_multiple_of(3) { 1 } else { 1 + random.one_to(9) };
+    let window = if splits > 1 || random.flip() { attention::ALL } else { random.one_to(60) };
+    let is_beside_tiles = random.below(2);
+    let params = attention::Params { scale: 0.3, window, splits, is_beside_tiles, ..Default::default() };
+    let mut case = Case::new::<Attention>(params);
+    case.threads = &[224, 96];
+    case.row_first = random.below(3);
+    case.step.first_pos = random.below(context - rows - 4);
+    case.step.rows = case.row_first + random.one_to(rows);
+    let visible = case.step.first_pos + case.step.rows;
+    let dtype = random.dtype();
+    case.push(random, dtype, &[rows, heads, group, d], Random::float);
+    for _ in 0..2 {
+        push_cache(&mut case, random, DType::Bf16, [heads, context, d], visible, true);
+    }
+    // Queries and weights of values as two terms of bf16.
+    case.tolerance = 2e-3;
+    if splits > 1 {
+        case.tolerance *= (context / splits) as f32;
+        case.split = random.below(splits);
+        let (width, is_whole) = (attention::FOUND + d, random.below(4) > 0);
+        case.push_placed(random, DType::F32, &[heads, 1, rows * group * width], |_| 7.0, is_whole);
+        let y = case.operands.last_mut().expect("just pushed");
+        (y.rank, y.extent) = (4, [heads, 1, rows * group, width]);
+        (y.stride_elems[2], y.stride_elems[3]) = (width * y.stride_elems[2], y.stride_elems[2]);
+    } else {
+        let dtype = random.dtype();
+        case.push(random, dtype, &[rows, heads, group, d], |_| 7.0);
+    }
+    case.compare("attention of few");
+    let (first, end) = perpetua_shared::data::share(visible, window, splits, case.split);
+    let is_for_tensor_cores = first < end && (case.step.rows - case.row_first) * group >= 2;
+    assert!(case.report.warp_products > 0 || !is_for_tensor_cores, "share {first}..{end}");
+}
+
 /// A cache of `heads`, NaN from position `visible` on, its rows on sixteen bytes where `whole`.
 fn push_cache(
     case: &mut Case,
@@ -1271,7 +1370,8 @@ fn split_attention(random: &mut Random, round: usize) {
     let visible = random.one_to(context);
     let dtype = random.dtype();
     let window = random.some_window(context);
-    let mut case = Case::new::<Attention>(attention::Params { scale: 0.3, window, ahead: 0, splits, order: 0 });
+    let mut case =
+        Case::new::<Attention>(attention::Params { scale: 0.3, window, ahead: 0, splits, ..Default::default() });
     case.floats(random, dtype, &[1, heads, group, d]);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
     push_cache(&mut case, random, dtype, [heads, context, d], visible, false);
@@ -1352,8 +1452,13 @@ fn attention_merge(random: &mut Random, round: usize) {
 fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     let (heads, group, splits, d) = (random.one_to(2), random.one_to(3), 1 + random.one_to(15), random.one_to(20));
     let (visible, rows) = (random.one_to(56), if round.is_multiple_of(2) { 1 } else { random.one_to(5) });
-    let mut case =
-        Case::new::<Attention>(attention::Params { scale: 0.5, window: attention::ALL, ahead: 0, splits: 1, order: 0 });
+    let mut case = Case::new::<Attention>(attention::Params {
+        scale: 0.5,
+        window: attention::ALL,
+        ahead: 0,
+        splits: 1,
+        ..Default::default()
+    });
     case.floats(random, DType::F32, &[rows, heads, group, d]);
     push_cache(&mut case, random, DType::F32, [heads, 64, d], visible + rows - 1, false);
     push_cache(&mut case, random, DType::F32, [heads, 64, d], visible + rows - 1, false);
@@ -1375,7 +1480,8 @@ fn splits_merged_are_the_whole(random: &mut Random, round: usize) {
     };
     let [attention, merge] = [Attention::TASK_TYPE, AttentionMerge::TASK_TYPE].map(|n| Spec::of(n).expect("listed"));
     let expected = run(attention, case.params, &[0, 1, 2, 3], &mut case.memory, [0; 3], &case.operands);
-    let params = param_words(&attention::Params { scale: 0.5, window: attention::ALL, ahead: 0, splits, order: 0 });
+    let params =
+        param_words(&attention::Params { scale: 0.5, window: attention::ALL, ahead: 0, splits, ..Default::default() });
     let whole = case.operands[4];
     for split in 0..splits {
         case.operands[4].extent[1] = 1;

@@ -153,7 +153,7 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
 
 /// Bytes from a row of `matrix`, of bf16 or in fewer bits, to the next.
 #[inline(always)]
-fn bytes_apart(matrix: &Tensor) -> usize {
+pub(crate) fn bytes_apart(matrix: &Tensor) -> usize {
     matrix.stride(0) as usize * if matrix.is_packed() { 1 } else { 2 }
 }
 

@@ -2,7 +2,7 @@
 //! row, the sums of squares of its parts, the one after it makes a factor of, while its first copies are on their way.
 
 use super::math::{reciprocal, rsqrt};
-use super::warpgroup::{COLUMNS, ROWS};
+use super::warpgroup::{self, COLUMNS, ROWS};
 use super::{Call, Tensor};
 use crate::arch::{each_of_four, shared, warp};
 use crate::block::{Block, FREE_SHARED};
@@ -14,8 +14,9 @@ const FACTORS: u32 = FREE_SHARED;
 const _: () = assert!(FACTORS + ROWS <= shared::KEPT);
 const _: () = assert!(crate::kernels::linear::MOST_WEIGHTED == COLUMNS, "a row's squares are one part's");
 
-/// Lanes that add up a row's parts.
-const LANES: u32 = 4;
+/// How many lanes add up a row's parts, as a power of two: of so few rows as there are then side by side all parts are asked for at once.
+const LANES_OF_FEW: u32 = 4;
+const LANES: u32 = 2;
 
 /// What the sums of a product are multiplied with where the norm's weights are in its x (`Params::is_weighted`): 1 / root of the mean square of a row, whose
 /// parts' sums of squares are operand `operand`. Where they are not, it is 1.
@@ -42,7 +43,9 @@ impl Norm<'_> {
         unsafe {
             let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(slot::W).extent(1));
             let (parts, share) = (norm.extent(1), reciprocal(k));
-            let (own, lane) = (block.thread / LANES, block.thread % LANES);
+            let log_lanes = if count <= warpgroup::THREADS >> LANES_OF_FEW { LANES_OF_FEW } else { LANES };
+            let lanes = 1 << log_lanes;
+            let (own, lane) = (block.thread >> log_lanes, block.thread & (lanes - 1));
             let mut first = 0;
             while first < count {
                 let row = first + own;
@@ -52,16 +55,19 @@ impl Norm<'_> {
                 let mut at = 0;
                 while at < parts {
                     let mut fours = [[0.0; 4]; 4];
-                    each_of_four!(i => fours[i] = squares.four(at + 4 * (lane + LANES * i as u32), parts));
+                    each_of_four!(i => fours[i] = squares.four(at + 4 * (lane + lanes * i as u32), parts));
                     each_of_four!(i => sum += (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]));
-                    at += 16 * LANES;
+                    at += 16 * lanes;
                 }
-                sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), 1));
-                sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), 2));
+                let mut mask = 1;
+                while mask < lanes {
+                    sum += f32::from_bits(warp::shuffle_xor(sum.to_bits(), mask));
+                    mask *= 2;
+                }
                 if is_there && lane == 0 {
                     shared::store(FACTORS + (m0 + row) % ROWS, rsqrt(sum * share + self.eps).to_bits());
                 }
-                first += threads / LANES;
+                first += threads >> log_lanes;
             }
         }
     }

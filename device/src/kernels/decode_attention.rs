@@ -7,11 +7,11 @@
 //! task's, y is [kv_heads, 1, group, 4 + d] for [`attention_merge`](super::attention_merge); the task whose share ends with
 //! the pass's position appends. f32 accumulation; keys and values count as the cache keeps them.
 
+#[cfg(not(target_arch = "nvptx64"))]
 use super::attention::FOUND;
-use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put};
-use super::attention::group::{self, Group, Sums};
+use super::attention::gpu::{Head, Heads, Kept, PART, SLICE, attend, keep, merge, part, put, put_sums};
+use super::attention::group::{self, Group};
 use super::*;
-use crate::arch::scalar::reciprocal;
 use crate::arch::{memory, shared};
 use crate::block::FREE_SHARED;
 use crate::gpu::turn;
@@ -51,7 +51,13 @@ impl Params {
 
     #[inline(always)]
     fn attention(&self) -> attention::Params {
-        attention::Params { scale: self.scale, window: self.window, ahead: 0, splits: self.splits, order: 0 }
+        attention::Params {
+            scale: self.scale,
+            window: self.window,
+            ahead: 0,
+            splits: self.splits,
+            ..Default::default()
+        }
     }
 }
 
@@ -278,7 +284,9 @@ impl MacroKernel for DecodeAttention {
                     let block = Block { thread: memory::opaque_word(block.thread), threads: block.threads };
                     let y = call.tensor(slot::Y);
                     let row = |g| if p.splits > 1 { y.row([h, 0, g]) } else { y.row([0, h, g]) };
-                    group_of().attend((first, end), &block, row, |row, i, found| put_sums(p, call, row, i, found));
+                    group_of().attend((first, end), &group::All, &block, row, |row, i, found| {
+                        put_sums(p.splits, (call, &call.tensor(slot::Y)), row, i, found);
+                    });
                 } else {
                     cold_path();
                     one_by_one(p, call, block, h, (first, end));
@@ -291,25 +299,6 @@ impl MacroKernel for DecodeAttention {
                 asked = turn_of(block.warp(), lane).ask(0);
             }
         }
-    }
-}
-
-/// Writes dimensions i to i + 3 of the row of a query in `y`, or what a split found of them.
-///
-/// # Safety
-/// As [`MacroKernel::gpu`]; the query has them, and they are the calling thread's.
-#[inline(always)]
-unsafe fn put_sums(p: &Params, call: &gpu::Call<'_>, row: &gpu::Row, i: u32, found: Sums) {
-    // SAFETY: the caller's promises; a split's row has `FOUND` more.
-    unsafe {
-        let y = call.tensor(slot::Y);
-        let split = p.splits > 1;
-        if split && i == 0 {
-            call.put_in_row(&y, row, 0, found.max);
-            call.put_in_row(&y, row, 1, found.total);
-        }
-        let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
-        call.put_four(&y, row, at + i, found.sums.map(|sum| sum * factor));
     }
 }
 

@@ -106,6 +106,14 @@ pub trait MacroKernel {
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(params: &Self::Params, io: &[Operand]) -> Result<(), Violation>;
 
+    /// Bytes, the first of those that tiles may have, that the GPU body takes for itself in passes of several rows whose tiles leave it some: none of
+    /// these may land there.
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn beside_tiles(params: &Self::Params, io: &[Operand]) -> u64 {
+        let _ = (params, io);
+        0
+    }
+
     /// Bytes and flops of one task over all its rows.
     fn cost(params: &Self::Params, io: &[Operand]) -> Cost {
         let _ = params;
@@ -188,6 +196,19 @@ pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     cost
 }
 
+/// The operands of a task of kernel `spec`, with parameters `words`, that come in [tiles](MacroKernel::TILED): not what a product's x is normalised by
+/// where that is [weighted](linear::Params::is_weighted).
+#[cfg(not(target_arch = "nvptx64"))]
+pub fn tiled(spec: &Spec, words: &[u32; PARAM_WORDS]) -> &'static [usize] {
+    const { assert!(Linear::TILED[0] == linear::slot::NORM && GatedLinear::TILED[0] == gated_linear::slot::NORM) };
+    let is_weighted = match spec.task_type {
+        Linear::TASK_TYPE => params::<linear::Params>(words).is_weighted != 0,
+        GatedLinear::TASK_TYPE => params::<gated_linear::Params>(words).is_weighted != 0,
+        _ => false,
+    };
+    &spec.tiled[usize::from(is_weighted)..]
+}
+
 /// Whether the GPU body of a kernel of type `task_type` may take the tiles' memory for itself even in a pass of one row: attention does where a
 /// key/value head has queries enough. So nothing may be on its way there by then, not even for the pass after.
 #[cfg(not(target_arch = "nvptx64"))]
@@ -233,6 +254,8 @@ pub struct Spec {
     /// See [`MacroKernel::TOLERANCE`].
     pub tolerance: f32,
     check: fn(&[u32; PARAM_WORDS], &[Operand]) -> Result<(), Violation>,
+    /// See [`MacroKernel::beside_tiles`].
+    pub beside_tiles: fn(&[u32; PARAM_WORDS], &[Operand]) -> u64,
     /// See [`MacroKernel::cost`].
     pub cost: fn(&[u32; PARAM_WORDS], &[Operand]) -> Cost,
     /// See [`MacroKernel::reference`].
@@ -322,6 +345,7 @@ macro_rules! kernels {
             flagged: $kernel::FLAGGED,
             tolerance: $kernel::TOLERANCE,
             check: |words, io| $kernel::check(&params(words), io),
+            beside_tiles: |words, io| $kernel::beside_tiles(&params(words), io),
             cost: |words, io| $kernel::cost(&params(words), io),
             reference: |call| $kernel::reference(&params(&call.task.params), call),
             cpu: |call, scratch| $kernel::cpu(&params(&call.task.params), call, scratch),

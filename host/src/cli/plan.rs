@@ -144,7 +144,8 @@ struct Planned<'a> {
 impl<'a> Planned<'a> {
     fn new(program: &'a Program, target: &Target, check: bool) -> Result<Planned<'a>, Box<dyn std::error::Error>> {
         let machine = target.machine;
-        let is_long = target.has_loaders && program.blocks.ops.iter().any(|op| op.rows > 1);
+        let is_long =
+            target.has_loaders && !program.blocks.has_tiles && program.blocks.ops.iter().any(|op| op.rows > 1);
         let (reads, plan, took) = if target.has_loaders {
             let (_, took) =
                 program.stages.iter().find(|(stage, _)| *stage == "tiles").expect("a stage that compile times");
@@ -266,7 +267,11 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: 
     let took = format!("planned in {:.2} ms", took.as_secs_f64() * 1e3);
     if multiply_s.is_none() {
         let copied = format!("{} copies of {}", plan.n_data(), bytes(plan.bytes()));
-        let most = format!("at most {} of {} a worker", bytes(plan.peak_bytes()), bytes(plan.capacity_bytes));
+        let most = format!(
+            "at most {} of {} a worker",
+            bytes(plan.peak_bytes().saturating_sub(plan.first_byte)),
+            bytes(plan.capacity_bytes)
+        );
         row("shared memory", format!("{copied}, {most}, {took}"));
     } else {
         let asked = format!("{} prefetches of {}", plan.n_prefetches(), bytes(plan.bytes()));

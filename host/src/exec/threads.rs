@@ -29,7 +29,7 @@ use perpetua_device::advance::step_of;
 use perpetua_device::cpu::Scratch;
 use perpetua_device::cpu::ahead::Ahead;
 use perpetua_device::io::{Call, Tensor};
-use perpetua_device::kernels::{Advance, Numbered, Spec};
+use perpetua_device::kernels::{self, Advance, Numbered, Spec};
 use perpetua_device::queue::{self, Words};
 use perpetua_device::scheduler::Scheduler;
 use perpetua_device::sync::Sync as WorkerSync;
@@ -504,7 +504,8 @@ fn plan_ahead(image: &Image, memory: &Memory) -> Box<[Ahead]> {
     let view = image.view();
     let machine = Machine::CPU;
     let matrices = |task: &TaskDesc| {
-        let (operands, tiled) = (view.operands(task), Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled));
+        let operands = view.operands(task);
+        let tiled = Spec::of(task.task_type).map_or(&[][..], |spec| kernels::tiled(spec, &task.params));
         tiled.iter().map(move |slot| operands[*slot]).filter(|operand| operand.rank == 2)
     };
     let stream = |operand: Operand| Stream { source: operand.binding.0, operand, segments: 1 };

@@ -586,7 +586,7 @@ impl KernelGraph {
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
         let [window, ahead] = mask.seen();
-        let params = kernels::attention::Params { scale, window, ahead, splits: 1, order: 0 };
+        let params = kernels::attention::Params { scale, window, ahead, splits: 1, ..Default::default() };
         let slots = vec![Some(q), Some(k), Some(v), Some(y)];
         self.add::<kernels::Attention>(name, &params, slots, vec![heads, rows_axis])?;
         Ok(())

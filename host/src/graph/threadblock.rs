@@ -117,6 +117,12 @@ impl BlockOp {
         if early.iter().all(|slot| self.has_weights(table, *slot)) { early } else { &[] }
     }
 
+    /// The slots whose operands come in tiles, if they do: see [`kernels::tiled`].
+    pub fn tiled(&self) -> &'static [usize] {
+        let kernel = self.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?)));
+        kernel.map_or(&[][..], |(kernel, spec)| kernels::tiled(spec, &kernel.params))
+    }
+
     /// See [`kernels::takes_memory_for_one_row`].
     pub fn takes_memory_for_one_row(&self) -> bool {
         self.kernel.is_some_and(|kernel| kernels::takes_memory_for_one_row(kernel.task_type))
@@ -136,6 +142,8 @@ pub struct ThreadBlockGraph {
     pub table: TensorTable,
     /// Operators, indexed by [`OpId`](super::tensor::OpId).
     pub ops: Vec<BlockOp>,
+    /// Whether its tasks take their weights from tiles, where workers have loaders: in passes of one row, and of a few.
+    pub has_tiles: bool,
 }
 
 /// The half-open range block `block` of `blocks` has of `len` elements.

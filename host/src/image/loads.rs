@@ -51,6 +51,7 @@ fn of_worker(image: &Image, number: usize, worker: WorkerId) -> Result<(), (Stri
     memory(image, data).map_err(place)?;
     let list = view.list(number, worker);
     ahead(program, data).map_err(place)?;
+    list.iter().chain(view.just_in_time(number)).try_for_each(|id| beside(image, *id, data))?;
     near(image, list.len(), data.len(), prefetches).map_err(place)?;
     let mut left = data;
     let has_ahead = data.first().is_some_and(|op| op.ahead > 0);
@@ -68,7 +69,7 @@ fn of_worker(image: &Image, number: usize, worker: WorkerId) -> Result<(), (Stri
         let Some((own, rest)) = left.split_at_checked(task.tiles as usize) else {
             return Err((image.task_name(id), format!("{} tiles, {worker} has {}", task.tiles, left.len())));
         };
-        tiles(image, program, task, own).map_err(|what| (image.task_name(id), what))?;
+        tiles(image, task, own).map_err(|what| (image.task_name(id), what))?;
         left = rest;
         is_in_the_way(id, left)?;
     }
@@ -76,6 +77,20 @@ fn of_worker(image: &Image, number: usize, worker: WorkerId) -> Result<(), (Stri
         return Err(place(format!("{} data ops that no task takes", left.len())));
     }
     Ok(())
+}
+
+/// The memory that a task takes beside tiles is no tile's, whenever it comes.
+fn beside(image: &Image, id: u32, data: &[DataOp]) -> Result<(), (String, String)> {
+    let task = &image.view().tasks[id as usize];
+    let Some(spec) = Spec::of(task.task_type) else { return Ok(()) };
+    let bytes = (spec.beside_tiles)(&task.params, image.view().operands(task));
+    match data.iter().find(|op| u64::from(op.dest_offset_bytes) < bytes) {
+        Some(op) => Err((
+            image.task_name(id),
+            format!("takes {bytes} bytes beside tiles, of which one lies at {}", op.dest_offset_bytes),
+        )),
+        None => Ok(()),
+    }
 }
 
 /// Copies are issued in order, each when as many compute ops as it says have retired; what it overwrites must be one of theirs.
@@ -194,15 +209,15 @@ fn inside(image: &Image, source: u32, first: u64, bytes: u64, kinds: &[BindingKi
 /// turn, whole rows or, of longer rows, pieces, one after the other until all are there; where a row is taken in segments, one segment
 /// of every row after the other. Each may arrive while those of the compute
 /// op before it, if that is the task's, too, have not been released.
-fn tiles(image: &Image, program: &ProgramDesc, task: &TaskDesc, data: &[DataOp]) -> Result<(), String> {
+fn tiles(image: &Image, task: &TaskDesc, data: &[DataOp]) -> Result<(), String> {
     if data.is_empty() {
         return Ok(());
     }
     let view = image.view();
-    let slots = Spec::of(task.task_type).map_or(&[][..], |spec| spec.tiled);
+    let slots = Spec::of(task.task_type).map_or(&[][..], |spec| kernels::tiled(spec, &task.params));
     let operands: Vec<&Operand> =
         slots.iter().map(|slot| &view.operands(task)[*slot]).filter(|operand| operand.is_present()).collect();
-    if operands.is_empty() || program.max_rows > 1 {
+    if operands.is_empty() {
         return Err("has tiles, but its kernel takes none here".to_owned());
     }
     let (vectors, matrices): (Vec<&Operand>, Vec<&Operand>) = operands.into_iter().partition(|o| o.rank < 2);

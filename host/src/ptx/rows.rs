@@ -155,6 +155,7 @@ pub(super) fn unary(opcode: &str) -> Option<Unary> {
         "cvt.rn.f32.u16" | "cvt.rn.f32.u32" | "cvt.rn.f32.u64" => row!(|a| of_f32(a as f32)),
         // Towards zero, to the nearest number there is; 0 for a NaN, as Rust has it.
         "cvt.rzi.u32.f32" => row!(|a| u64::from(f32_of(a) as u32)),
+        "cvt.rzi.f32.f32" => row!(|a| of_f32(f32_of(a).trunc())),
         "cvt.s8.s32" | "cvt.s8.s64" => row!(|a| u64::from(i16::from(a as u8 as i8).cast_unsigned())),
         "cvt.rn.f32.s8" => row!(|a| of_f32(f32::from(a as u8 as i8))),
         "cvt.rn.f32.s16" => row!(|a| of_f32(f32::from(a as u16 as i16))),

@@ -7,8 +7,8 @@
 use crate::graph::task::{TaskClass, TaskGraph, WorkerLists};
 use crate::graph::tensor::{DTensor, row_major};
 use crate::graph::threadblock::{Access, ThreadBlockGraph};
+use perpetua_device::kernels::{GatedLinear, Linear, Numbered, linear};
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 
 /// Gives the tasks of `graph` to `n_workers` workers; `cost[t]` is what task `t` costs, in any unit.
 pub fn assign(graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
@@ -66,6 +66,16 @@ fn leaders(blocks: &ThreadBlockGraph, graph: &TaskGraph) -> Vec<usize> {
     leaders
 }
 
+/// Whether operators `a` and `b` are products of the same activations.
+fn are_side_by_side(blocks: &ThreadBlockGraph, a: usize, b: usize) -> bool {
+    let x_of = |op: usize| {
+        let is_product = |task_type: u16| [Linear::TASK_TYPE, GatedLinear::TASK_TYPE].contains(&task_type);
+        let op = &blocks.ops[op];
+        op.kernel.filter(|kernel| is_product(kernel.task_type)).and_then(|_| op.accesses[linear::slot::X].as_ref())
+    };
+    x_of(a).zip(x_of(b)).is_some_and(|(a, b)| a.tensor == b.tensor)
+}
+
 /// Whether two accesses with the same map give a block the same bytes: of one tensor, or of two whose first dimension alone
 /// is cut, over all of one buffer.
 fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
@@ -91,7 +101,7 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
         graph.tasks_of(op).zip(of_leader).for_each(|(task, sum)| *sum += cost[task as usize]);
     }
     let mut lists = vec![Vec::new(); n_workers as usize];
-    let mut load: BinaryHeap<Reverse<(u64, u32)>> = (0..n_workers).map(|worker| Reverse((0, worker))).collect();
+    let (mut load, mut has_one) = (vec![0u64; n_workers as usize], vec![false; n_workers as usize]);
     let mut places: Vec<Vec<u32>> = vec![Vec::new(); leaders.len()];
     let (mut order, mut most) = (Vec::new(), 0u64);
     for (op, &leader) in leaders.iter().enumerate().filter(|(op, _)| !is_launched(graph, *op)) {
@@ -102,14 +112,19 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
             order.sort_by_key(|block| Reverse(group_cost[op][*block]));
             places[op].resize(n, 0);
             let least = most.saturating_sub(ahead);
-            // No worker gets a second block before each has one.
+            if op == 0 || !are_side_by_side(blocks, op - 1, op) {
+                has_one.fill(false);
+            }
+            // No worker gets a second block before each has one, of all that run side by side.
             for round in order.chunks(n_workers as usize) {
-                let taken: Vec<_> = round.iter().filter_map(|block| load.pop().map(|next| (*block, next))).collect();
-                for (block, Reverse((sum, worker))) in taken {
-                    places[op][block] = worker;
-                    let sum = sum.max(least) + group_cost[op][block];
-                    most = most.max(sum);
-                    load.push(Reverse((sum, worker)));
+                let mut turns: Vec<u32> = (0..n_workers).collect();
+                turns.sort_by_key(|worker| (has_one[*worker as usize], load[*worker as usize], *worker));
+                for (block, worker) in round.iter().zip(turns) {
+                    places[op][*block] = worker;
+                    has_one[worker as usize] = true;
+                    let sum = &mut load[worker as usize];
+                    *sum = (*sum).max(least) + group_cost[op][*block];
+                    most = most.max(*sum);
                 }
             }
         }

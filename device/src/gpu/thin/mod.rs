@@ -62,6 +62,7 @@ pub(crate) use by_form;
 
 pub(crate) mod afar;
 mod eight;
+pub(crate) mod few;
 mod form;
 mod four;
 pub(crate) mod long;

@@ -7,6 +7,7 @@
 //! scores anew for each. Parts of the positions meet in shared memory: a part that found maximum m and total l counts
 //! exp(m - M) times, M the largest of the maxima.
 
+use super::group::{self, Group, Sums};
 use super::*;
 use crate::arch::scalar::{fma, reciprocal};
 use crate::arch::{WARP, memory, shared, warp};
@@ -107,7 +108,7 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
     // the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is the same for
     // all lanes, and those around a barrier for all threads. A part's words are one warp's until the barrier.
     unsafe {
-        if many_rows(p, call, block) {
+        if few_queries(p, call, block) || many_rows(p, call, block) {
             return Ok(());
         }
         let lane = block.lane();
@@ -161,6 +162,73 @@ fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
     p.share_of([call.first_pos(), call.pass_rows()], call.row_first() + r, call.block::<1>())
 }
 
+/// Attends to keys and values of bf16 where a head's queries, of several rows, are as few as those of one row may be in decoding, and [as](Group) there. Whether it
+/// has.
+#[inline(always)]
+unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
+    // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise. Queries are staged by one thread
+    // each eight elements, between two barriers.
+    unsafe {
+        let (q, k, v) = (call.tensor(slot::Q), call.tensor(slot::K), call.tensor(slot::V));
+        let (heads, group, d) = (q.extent(1), q.extent(2), q.extent(3));
+        let count = call.rows(&q) * group;
+        let are_brains = (k.dtype() == BF16) & (v.dtype() == BF16) & is_whole(&k, 2, 8) & is_whole(&v, 2, 8);
+        let is_fit = are_brains && count >= MANY && group::has_room(count, d) && call.uses(Technique::GroupAttention);
+        if !is_fit || p.ahead > 0 {
+            return false;
+        }
+        // Positions that some row sees; those of row 0 are the first.
+        let all = call.first_pos() + call.pass_rows();
+        let (first, end) = if p.splits > 1 {
+            p.share(all, call.block::<1>())
+        } else {
+            (share_of(p, call, 0).0, share_of(p, call, count / group - 1).1)
+        };
+        let part_of_group = reciprocal(group as f32);
+        let mut h = 0;
+        while h < heads {
+            let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };
+            // Fours of a query.
+            let (fours, part_of_fours) = (d / 4, reciprocal((d / 4) as f32));
+            let of_unit = |unit: u32| {
+                let m = quotient(unit, fours, part_of_fours);
+                (m, 4 * (unit - m * fours))
+            };
+            let q = call.tensor(slot::Q);
+            for unit in block.mine(count * fours) {
+                let (m, i) = of_unit(unit);
+                let r = quotient(m, group, part_of_group);
+                let [one, two, three, four] = q.row([r, h, m - r * group]).four(i, d);
+                group::stage(d, m, i, [one, two]);
+                group::stage(d, m, i + 2, [three, four]);
+            }
+            block.sync();
+            let y = call.tensor(slot::Y);
+            let row = |m: u32| {
+                let r = quotient(m, group, part_of_group);
+                if p.splits > 1 { y.row([h, 0, m]) } else { y.row([r, h, m - r * group]) }
+            };
+            let seen = |m: u32| share_of(p, call, quotient(m, group, part_of_group));
+            let (k, v) = (Head::new(&call.tensor(slot::K), h), Head::new(&call.tensor(slot::V), h));
+            let own = Group { k, v, queries: count, d, scale: p.scale };
+            if first < end {
+                own.attend((first, end), &seen, block, row, |row, i, found| {
+                    put_sums(p.splits, (call, &call.tensor(slot::Y)), row, i, found);
+                });
+            } else {
+                // A share of few positions among many workers.
+                for unit in block.mine(count * fours) {
+                    let (m, i) = of_unit(unit);
+                    put_sums(p.splits, (call, &y), &row(m), i, Sums::NONE);
+                }
+            }
+            block.sync();
+            h += 1;
+        }
+        true
+    }
+}
+
 /// Rows of queries from which on tensor cores are worth it.
 const MANY: u32 = 2;
 
@@ -171,9 +239,9 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
     unsafe {
         let (q, k, v, y) = (call.tensor(slot::Q), call.tensor(slot::K), call.tensor(slot::V), call.tensor(slot::Y));
         let (count, heads, group, d) = (call.rows(&q) * q.extent(2), q.extent(1), q.extent(2), q.extent(3));
-        let is_free = call.tiles.is_some_and(|tiles| tiles.is_free()) && call.uses(Technique::FlashAttention);
+        let is_free = p.is_beside_tiles != 0 || call.tiles.is_some_and(|tiles| tiles.is_free());
         let are_brains = k.dtype() == BF16 && v.dtype() == BF16;
-        let is_fit = is_free && are_brains && d <= 128 && d.is_multiple_of(8);
+        let is_fit = is_free && call.uses(Technique::FlashAttention) && are_brains && d <= 128 && d.is_multiple_of(8);
         // Of any type, but that what a share finds is f32.
         let y_chunk = if p.splits > 1 { 4 } else { 8 };
         let are_whole = is_whole(&q, 3, 8) && is_whole(&k, 2, 8) && is_whole(&v, 2, 8) && is_whole(&y, 3, y_chunk);
@@ -287,6 +355,30 @@ pub(in crate::kernels) unsafe fn put(
                 row.set(at + i, found.sums[step] * factor);
             }
         }
+    }
+}
+
+/// Writes dimensions i to i + 3 of `row`, a query's in `y`, or what a split of `splits` found of them.
+///
+/// # Safety
+/// As [`MacroKernel::gpu`]; the query has them, and they are the calling thread's.
+#[inline(always)]
+pub(in crate::kernels) unsafe fn put_sums(
+    splits: u32,
+    (call, y): (&crate::gpu::Call<'_>, &Tensor),
+    row: &Row,
+    i: u32,
+    found: Sums,
+) {
+    // SAFETY: the caller's promises; a split's row has `FOUND` more.
+    unsafe {
+        let split = splits > 1;
+        if split && i == 0 {
+            call.put_in_row(y, row, 0, found.max);
+            call.put_in_row(y, row, 1, found.total);
+        }
+        let (factor, at) = if split { (1.0, FOUND) } else { (reciprocal(found.total), 0) };
+        call.put_four(y, row, at + i, found.sums.map(|sum| sum * factor));
     }
 }
 

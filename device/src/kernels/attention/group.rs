@@ -86,12 +86,47 @@ pub(in crate::kernels) struct Group {
     pub(in crate::kernels) scale: f32,
 }
 
+/// Which positions each query sees.
+pub(in crate::kernels) trait Seen {
+    /// Those that query `g` sees, first and end; none, where all see all: the same for every query.
+    fn by(&self, g: u32) -> Option<(u32, u32)>;
+}
+
+/// All of them.
+pub(in crate::kernels) struct All;
+
+impl Seen for All {
+    #[inline(always)]
+    fn by(&self, _: u32) -> Option<(u32, u32)> {
+        None
+    }
+}
+
+impl<F: Fn(u32) -> (u32, u32)> Seen for F {
+    #[inline(always)]
+    fn by(&self, g: u32) -> Option<(u32, u32)> {
+        Some(self(g))
+    }
+}
+
 /// What was found of four dimensions of a query.
 #[derive(Clone, Copy)]
 pub(in crate::kernels) struct Sums {
     pub(in crate::kernels) max: f32,
     pub(in crate::kernels) total: f32,
     pub(in crate::kernels) sums: [f32; 4],
+}
+
+impl Sums {
+    /// What is found where there is no position.
+    pub(in crate::kernels) const NONE: Sums = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
+}
+
+/// Whether there is room for `queries` queries of `d` dimensions, and these are as many as a warp takes.
+#[inline(always)]
+pub(in crate::kernels) fn has_room(queries: u32, d: u32) -> bool {
+    let has_room = parts_at(queries, d) + part_words(queries, d) <= shared::KEPT;
+    queries <= QUERIES && d.is_multiple_of(32) && d <= DIMENSIONS && has_room
 }
 
 /// Stages elements `i` and `i + 1` of query `g`, of `d` elements, `i` even.
@@ -113,15 +148,11 @@ impl Group {
             let [head, step, ..] = cache.stride_elems;
             cache.dtype == BF16 && step.is_multiple_of(8) && (cache.extent[0] == 1 || head.is_multiple_of(8))
         };
-        let d = caches[0].extent[2];
-        queries <= QUERIES
-            && d.is_multiple_of(32)
-            && d <= DIMENSIONS
-            && parts_at(queries, d) + part_words(queries, d) <= shared::KEPT
-            && caches.into_iter().all(fits)
+        has_room(queries, caches[0].extent[2]) && caches.into_iter().all(fits)
     }
 
-    /// Attends to positions `first..end`, and calls `put(row(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g.
+    /// Attends to positions `first..end`, and calls `put(row(g), i, found)`, on some thread, for dimensions i to i + 3 of each query g. Of those positions
+    /// a query may see some alone: from the first one's unit on, [as](Seen) `seen` says.
     ///
     /// # Safety
     /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
@@ -130,6 +161,7 @@ impl Group {
     pub(in crate::kernels) unsafe fn attend(
         &self,
         (first, end): (u32, u32),
+        seen: &impl Seen,
         block: &Block,
         row: impl Fn(u32) -> Row,
         put: impl Fn(&Row, u32, Sums),
@@ -147,7 +179,7 @@ impl Group {
         unsafe {
             if block.warp() < parts {
                 let at = parts_at + block.warp() * words;
-                self.find((first, end), (block.warp(), parts), block.lane(), at);
+                self.find((first, end), seen, (block.warp(), parts), block.lane(), at);
             }
             block.sync();
             // A lane has four dimensions, of all parts; those beyond the last are the last once more, with no weight, and not put.
@@ -167,7 +199,7 @@ impl Group {
                     heads[PART] = [if is_there { max } else { f32::NEG_INFINITY }, total];
                     sums[PART] = shared::load16(from + MORE + at).map(f32::from_bits);
                 });
-                let mut all = Sums { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; 4] };
+                let mut all = Sums::NONE;
                 each_part!(PART => all.max = larger(all.max, heads[PART][0]));
                 // With every score at -inf (a NaN or an overflow upstream) weights are NaN, as in the reference; without positions, where
                 // the total is 0, they are 0.
@@ -191,11 +223,13 @@ impl Group {
     /// # Safety
     /// As [`attend`](Group::attend); every lane of the warp makes this same call, whose words those are.
     #[inline(always)]
-    unsafe fn find(&self, (first, end): (u32, u32), (number, parts): (u32, u32), lane: u32, to: u32) {
+    unsafe fn find(&self, (first, end): (u32, u32), seen: &impl Seen, (number, parts): (u32, u32), lane: u32, to: u32) {
         let (queries, d) = (self.queries, self.d);
         let (g, t) = (lane / 4, lane % 4);
         // Rows of A beyond the last query are that query again, and nobody looks at what comes of them.
-        let query_at = STAGE + (if g < queries { g } else { queries - 1 }) * pitch(d) + 8 * t;
+        let query = if g < queries { g } else { queries - 1 };
+        let query_at = STAGE + query * pitch(d) + 8 * t;
+        let seen = seen.by(query);
         // So are columns of B beyond the last dimensions.
         let column = |chunk: u32| {
             let i = 64 * chunk + 8 * g;
@@ -241,11 +275,14 @@ impl Group {
                         more[row] = memory::load16(values(memory::opaque_word(rows[row])).wrapping_add(columns[1]));
                     });
                 }
+                let is_there = |tile: usize, i: usize| {
+                    let at = at + 8 * tile as u32 + 2 * t + i as u32;
+                    at < end && seen.is_none_or(|(first, end)| first <= at && at < end)
+                };
                 let score = |tile: usize, i: usize| {
-                    let is_there = at + 8 * tile as u32 + 2 * t + (i as u32) < end;
                     let [even, odd] = scores[tile];
                     let sum = (even[i] + odd[i]) + (even[i + 2] + odd[i + 2]);
-                    if is_there { sum * self.scale } else { f32::NEG_INFINITY }
+                    if is_there(tile, i) { sum * self.scale } else { f32::NEG_INFINITY }
                 };
                 let scores = [score(0, 0), score(0, 1), score(1, 0), score(1, 1)];
                 let mut largest = max;
@@ -264,7 +301,18 @@ impl Group {
                     }
                 }
                 max = largest;
-                let weights = scores.map(|score| exp2((score - max) * LOG2_E));
+                let mut weights = scores.map(|score| exp2((score - max) * LOG2_E));
+                // Who has seen none yet has no maximum, either.
+                if seen.is_some() {
+                    let only = |is_there: bool, weight: f32| if is_there { weight } else { 0.0 };
+                    let [a, b, c, d] = weights;
+                    weights = [
+                        only(is_there(0, 0), a),
+                        only(is_there(0, 1), b),
+                        only(is_there(1, 0), c),
+                        only(is_there(1, 1), d),
+                    ];
+                }
                 total += (weights[0] + weights[1]) + (weights[2] + weights[3]);
                 let [near, near_rest] = in_two([weights[0], weights[1]]);
                 let [far, far_rest] = in_two([weights[2], weights[3]]);

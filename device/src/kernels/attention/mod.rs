@@ -32,7 +32,7 @@ pub const ALL: u32 = 1 << 30;
 
 /// Parameters.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Clone, Copy, Debug, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
     /// Multiplies the scores; 1/sqrt(d) as a rule.
     pub scale: f32,
@@ -44,7 +44,12 @@ pub struct Params {
     pub splits: u32,
     /// How CPU bodies may add up: a [`linear::Order`](super::linear::Order).
     pub order: u32,
+    /// 1: the pass has tiles, which leave the memory that tensor cores attend in ([`FLASH_BYTES`]).
+    pub is_beside_tiles: u32,
 }
+
+/// Bytes of the tiles' memory that tensor cores take to attend to heads of up to 64 dimensions, and of up to 128: what `flash`'s bodies are made with.
+pub const FLASH_BYTES: [u64; 2] = [60 << 10, 88 << 10];
 
 impl Params {
     /// The positions that row `row` of a pass of `rows` rows from position `first_pos` on sees: first and end.
@@ -119,6 +124,12 @@ impl MacroKernel for Attention {
     const SLOTS: &'static [Slot] = slot::ALL;
     type Params = Params;
     const TOLERANCE: f32 = 1e-4;
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn beside_tiles(p: &Params, io: &[Operand]) -> u64 {
+        let flash = FLASH_BYTES[usize::from(io[slot::Q].extent[3] > 64)];
+        if p.is_beside_tiles != 0 { u64::from(crate::arch::warpgroup::ALIGN) + flash } else { 0 }
+    }
 
     #[cfg(not(target_arch = "nvptx64"))]
     fn check(p: &Params, io: &[Operand]) -> Result<(), Violation> {

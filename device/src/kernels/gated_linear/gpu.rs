@@ -1,11 +1,11 @@
 //! The GPU body of `gated_linear`: a warp per pair of weight rows, over up to four rows of x at a time; the weights from
-//! tiles where the worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin` before it comes here, many rows go to
-//! `gpu::warpgroup` or `gpu::wide`: tensor cores all.
+//! tiles where the worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin` before it comes here, a few go to
+//! `gpu::thin::few`, many to `gpu::warpgroup` or `gpu::wide`: tensor cores all.
 
 use super::*;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{First, by_form, long};
+use crate::gpu::thin::{First, by_form, few, long};
 use crate::gpu::{warpgroup, weighted, wide};
 
 /// # Safety
@@ -32,6 +32,9 @@ pub(super) unsafe fn run(
             #[inline(always)]
             |n: u32, sums: [f32; 2], _: u32| outputs.finish(n, sums)
         };
+        if few::is_for::<2>(call, rows) {
+            return few::multiply::<2>(call, block, rows, ready, &outputs);
+        }
         if warpgroup::is_for::<2>(call, block, rows) {
             return warpgroup::multiply::<2>(call, block, rows, ready, &outputs);
         }

@@ -79,6 +79,11 @@ impl MacroKernel for GatedLinear {
         rules::extent("y", y, 1, gate.extent[0])
     }
 
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn beside_tiles(_: &Params, io: &[Operand]) -> u64 {
+        linear::beside_tiles(&io[slot::X])
+    }
+
     fn cost(_: &Params, io: &[Operand]) -> Cost {
         let [x, gate, up, ..] = io else { return Cost::default() };
         let flops = 2 * u64::from(x.extent[0]) * (gate.len_elems() + up.len_elems());

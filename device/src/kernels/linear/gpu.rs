@@ -1,12 +1,12 @@
 //! The GPU body of `linear`: a warp per weight row, over up to four rows of x at a time; the weights from tiles where the
-//! worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin`, many rows go to `gpu::warpgroup` or
-//! `gpu::wide`: tensor cores all.
+//! worker's loader brings them, else from global memory. One row with tiles of weights goes to `gpu::thin`, a few to `gpu::thin::few`, many go to
+//! `gpu::warpgroup` or `gpu::wide`: tensor cores all.
 
 use super::*;
 use crate::block::Candidate;
 use crate::gpu::math::activate;
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
-use crate::gpu::thin::{First, by_form, long};
+use crate::gpu::thin::{First, by_form, few, long};
 use crate::gpu::{warpgroup, weighted, wide};
 use core::cell::Cell;
 
@@ -175,6 +175,9 @@ pub(super) unsafe fn run(
         };
         let row = First { call, x: call.tensor(slot::X) };
         let is_one = p.merges == 0 && rows == 1 && p.is_weighted == 0;
+        if few::is_for::<1>(call, rows) {
+            return few::multiply::<1>(call, block, rows, ready, &outputs);
+        }
         if warpgroup::is_for::<1>(call, block, rows) {
             return warpgroup::multiply::<1>(call, block, rows, ready, &outputs);
         }

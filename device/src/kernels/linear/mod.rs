@@ -118,6 +118,22 @@ pub const LONG_SUMS: u32 = 625;
 /// Columns of a task that makes `weighted`: those of which the GPU has the sums of a row together.
 pub const MOST_WEIGHTED: u32 = 128;
 
+/// Rows of activations at most that are multiplied with weights in tiles where they are several: see the device's `gpu::thin::few`.
+pub const MOST_FEW: u32 = 8;
+
+/// Bytes from one of them, of `k` elements, to the next, in the memory that tiles leave.
+pub(crate) const fn few_pitch(k: u32) -> u32 {
+    (2 * k).next_multiple_of(128) + 64
+}
+
+/// Bytes of that memory that a product of `x` takes beside its tiles, if it may come in tiles.
+#[cfg(not(target_arch = "nvptx64"))]
+pub(super) fn beside_tiles(x: &Operand) -> u64 {
+    let [rows, k, ..] = x.extent;
+    let are_few = x.dtype() == Some(perpetua_shared::DType::Bf16) && (2..=MOST_FEW).contains(&rows);
+    if are_few { u64::from(crate::arch::warpgroup::ALIGN) + u64::from(rows) * u64::from(few_pitch(k)) } else { 0 }
+}
+
 /// What a task must be that makes of `y` what a product after a norm reads.
 #[cfg(not(target_arch = "nvptx64"))]
 fn check_weighted(p: &Params, y: &Operand, [weights, weighted, values]: [&Operand; 3]) -> Result<(), Violation> {
@@ -231,6 +247,11 @@ impl MacroKernel for Linear {
                 "of `values`, `indices`, `weights` and `weighted` {are_present:?} are present, expected the first two, all but the second, or none"
             )),
         }
+    }
+
+    #[cfg(not(target_arch = "nvptx64"))]
+    fn beside_tiles(_: &Params, io: &[Operand]) -> u64 {
+        beside_tiles(&io[slot::X])
     }
 
     fn cost(p: &Params, io: &[Operand]) -> Cost {

@@ -2,7 +2,8 @@
 //! through a cache.
 //!
 //! - An activation that only products with weights in bf16 or fewer bits read is bf16: they round it anyway, and then copy it as it is.
-//! - Such products are cut along rows and columns, a block for each part: see [`shape`].
+//! - Such products are cut along rows and columns, a block for each part: see [`shape`]; those of [a few rows](super::few_rows), whose weights come in
+//!   tiles, along columns alone.
 //! - [Experts](super::experts) have all their rows together.
 //! - A norm between two such products goes [into both](norms_into_products).
 //! - In the pass over a batch each sequence's attention is [one operator](super::fuse), and cut along positions, too, as that of passes over
@@ -34,9 +35,15 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
         rounded.table.buffers[buffer].bytes /= 2;
     }
     let mut lowered = cut_all(&rounded, target);
+    lowered.has_tiles = few_rows::take_tiles(&rounded, &mut lowered, target);
     let ops: Vec<&Operator> = rounded.ops().collect();
     for (first, group) in side_by_side(&ops, |op| op.cut.is_none() && is_product(op, &rounded.table)) {
-        let height_and_width = shape(group, &rounded.table, u64::from(target.n_workers));
+        let workers = u64::from(target.n_workers);
+        let height_and_width = if lowered.has_tiles {
+            few_rows::shape(group, &rounded.table, workers)
+        } else {
+            shape(group, &rounded.table, workers)
+        };
         for (op, cut) in group.iter().zip(&mut lowered.ops[first..]) {
             cut_in_two(op, &rounded.table, cut, sizes(op, &rounded.table).parts(height_and_width).map(|n| n as u32));
         }
@@ -64,8 +71,8 @@ struct Shares {
 
 /// How `op`, an attention that is cut into `blocks` blocks of rows, is better cut along positions, too: so that the bytes read and written one after
 /// the other are fewest, a share's keys and values, what it found, and what a merge reads of all shares, behind a hop. The body takes
-/// [`QUERIES_AT_ONCE`] queries with the keys and values of one.
-fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, target: &Target) -> Option<Shares> {
+/// [`QUERIES_AT_ONCE`] queries with the keys and values of one; or, if rows are in so many blocks at least, `few`, a few, and does not keep these waiting.
+fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, few: Option<u32>, target: &Target) -> Option<Shares> {
     let (Attention::TASK_TYPE, None, &[Some(q), Some(k), Some(v), _]) = (op.kernel.task_type, &op.cut, &op.slots[..])
     else {
         return None;
@@ -85,13 +92,15 @@ fn shares_of(table: &TensorTable, op: &Operator, blocks: u32, target: &Target) -
     let merges = cut_evenly(workers).next().unwrap_or(1);
     let read = |blocks: u32, n: u32| {
         let rows = rows as u64 / u64::from(blocks);
-        let ways = (rows * group as u64).div_ceil(QUERIES_AT_ONCE);
-        head_bytes * WAITED * ways / u64::from(n) + if n > 1 { rows * found_bytes } else { 0 }
+        let [at_once, waited] = if few.is_some() { [few_rows::QUERIES_AT_ONCE, 1] } else { [QUERIES_AT_ONCE, WAITED] };
+        let ways = (rows * group as u64).div_ceil(at_once);
+        head_bytes * waited * ways / u64::from(n) + if n > 1 { rows * found_bytes } else { 0 }
     };
     let merge = |n: u32| u64::from(n) * found_bytes * rows as u64 / u64::from(merges) + target.hop_bytes;
     let most =
         |blocks: u32| (workers / blocks).min(positions as u32 / target.split_positions).min(per_worker::MAX_SPLITS);
-    let ways = cut_evenly(workers).flat_map(|blocks| (2..=most(blocks)).map(move |n| Shares { n, blocks, merges }));
+    let row_blocks = cut_evenly(workers).filter(|blocks| few.is_none_or(|least| *blocks >= least));
+    let ways = row_blocks.flat_map(|blocks| (2..=most(blocks)).map(move |n| Shares { n, blocks, merges }));
     let best = ways.min_by_key(|shares| read(shares.blocks, shares.n) + merge(shares.n))?;
     (read(best.blocks, best.n) + merge(best.n) < read(blocks, 1)).then_some(best)
 }
@@ -107,7 +116,8 @@ const QUERIES_AT_ONCE: u64 = 16 * (TASK_THREADS / 32) as u64;
 fn share_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
     let mut ops = Vec::with_capacity(lowered.ops.len());
     for (op, mut block) in graph.ops().zip(std::mem::take(&mut lowered.ops)) {
-        let merge = shares_of(&graph.table, op, block.grid[1], target)
+        let few = lowered.has_tiles.then(|| few_rows::row_blocks(op, &graph.table)).flatten();
+        let merge = shares_of(&graph.table, op, block.grid[1], few, target)
             .and_then(|shares| share(&mut lowered.table, op, &mut block, shares));
         ops.push(block);
         ops.extend(merge);
@@ -325,7 +335,7 @@ impl BetweenProducts {
 }
 
 /// Weight matrices of a product, from slot `W` on; 0 for another operator.
-fn n_matrices(op: &Operator) -> usize {
+pub(super) fn n_matrices(op: &Operator) -> usize {
     match op.kernel.task_type {
         Linear::TASK_TYPE => 1,
         GatedLinear::TASK_TYPE => 2,
@@ -334,7 +344,7 @@ fn n_matrices(op: &Operator) -> usize {
 }
 
 /// Whether `op` is a product of as many rows as the pass has with weights that the tensor cores take.
-fn is_product(op: &Operator, table: &TensorTable) -> bool {
+pub(super) fn is_product(op: &Operator, table: &TensorTable) -> bool {
     let n = n_matrices(op);
     let are_all = |dtype| op.slots[W..W + n].iter().all(|t| t.is_some_and(|t| table[t].dtype == dtype));
     let are_taken = [DType::Bf16, DType::Q8, DType::Q4].into_iter().any(are_all);
@@ -364,16 +374,16 @@ fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
 }
 
 /// Of a product: rows of x, columns of all, rows of each of so many matrices.
-struct Sizes {
-    rows: u64,
-    k: u64,
-    n: u64,
-    matrices: u64,
+pub(super) struct Sizes {
+    pub(super) rows: u64,
+    pub(super) k: u64,
+    pub(super) n: u64,
+    pub(super) matrices: u64,
     /// The weights' type.
-    dtype: DType,
+    pub(super) dtype: DType,
 }
 
-fn sizes(op: &Operator, table: &TensorTable) -> Sizes {
+pub(super) fn sizes(op: &Operator, table: &TensorTable) -> Sizes {
     let shape = |slot: usize| op.slots[slot].map_or([0; 2], |t| [table[t].shape[0] as u64, table[t].shape[1] as u64]);
     let ([rows, k], [n, _]) = (shape(X), shape(W));
     let dtype = op.slots[W].map_or(DType::Bf16, |w| table[w].dtype);

@@ -9,6 +9,7 @@
 //! [`whole_pass`].
 
 mod experts;
+mod few_rows;
 mod fuse;
 mod many_rows;
 mod per_worker;
@@ -149,6 +150,15 @@ impl Target {
     }
 }
 
+/// The machine of `target` as the tiles of `graph` find it: less what bodies take beside them.
+pub(crate) fn machine_of(graph: &ThreadBlockGraph, target: &Target) -> Machine {
+    let [bodies_bytes, row_bytes] = few_rows::room(graph);
+    if bodies_bytes == 0 || !graph.has_tiles {
+        return target.machine;
+    }
+    target.machine.beside(bodies_bytes, row_bytes).expect("passes of a few rows have tiles where there is room")
+}
+
 /// Rows from which on [`Target::packs_rows`] counts.
 const PACKED_ROWS: u32 = 8;
 
@@ -188,7 +198,7 @@ fn cut_all(graph: &KernelGraph, target: &Target) -> ThreadBlockGraph {
     if !decodes(graph) {
         whole_pass::lower(graph, target, &mut ops);
     }
-    ThreadBlockGraph { table: graph.table.clone(), ops }
+    ThreadBlockGraph { table: graph.table.clone(), ops, has_tiles: graph.rows == Some(1) }
 }
 
 /// Rows from which on a pass that reads a prompt may sum as matrix units do.

@@ -101,8 +101,10 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
     for (i, tensor) in file.tensors.iter().enumerate() {
         by_name.insert(tensor.name.as_str(), TensorId(i as u32));
     }
-    let mut out =
-        Described { graph: ThreadBlockGraph { table, ops: Vec::with_capacity(file.ops.len()) }, classes: Vec::new() };
+    let mut out = Described {
+        graph: ThreadBlockGraph { table, ops: Vec::with_capacity(file.ops.len()), has_tiles: false },
+        classes: Vec::new(),
+    };
     for (i, op) in file.ops.iter().enumerate() {
         let fail = |what: String| GraphError::Op { op: op.name.clone(), what };
         let Some(grid) = &op.grid else {

@@ -47,17 +47,21 @@ pub enum Violation {
     },
     /// A tile leaves shared memory, or its barrier does not exist.
     #[error(
-        "w{worker}: data op {data} ends at {end} with barrier {barrier}; there are {capacity_bytes} bytes and {n_barriers} barriers"
+        "w{worker}: data op {data} is at {start}..{end} with barrier {barrier}; there are {capacity_bytes} bytes from {first_byte} on and {n_barriers} barriers"
     )]
     Bounds {
         /// The worker.
         worker: usize,
         /// Its data op.
         data: usize,
+        /// Its beginning.
+        start: u64,
         /// Its end.
         end: u64,
         /// Its barrier.
         barrier: u16,
+        /// Where what there is begins.
+        first_byte: u64,
         /// What there is.
         capacity_bytes: u64,
         /// What there is.
@@ -376,9 +380,20 @@ fn memory(worker: usize, plan: &Plan, own: &WorkerPlan, broken: &mut Vec<Violati
     let mut retired = 0;
     for (data, op) in own.data.iter().enumerate() {
         let (start, end) = (u64::from(op.dest_offset_bytes), u64::from(op.dest_offset_bytes) + u64::from(op.bytes));
-        if end > plan.capacity_bytes || u32::from(op.barrier) >= plan.n_barriers {
-            let (capacity_bytes, n_barriers) = (plan.capacity_bytes, plan.n_barriers);
-            broken.push(Violation::Bounds { worker, data, end, barrier: op.barrier, capacity_bytes, n_barriers });
+        let Plan { first_byte, capacity_bytes, n_barriers, .. } = *plan;
+        let is_inside = start >= first_byte && end <= first_byte + capacity_bytes;
+        if !is_inside || u32::from(op.barrier) >= n_barriers {
+            let barrier = op.barrier;
+            broken.push(Violation::Bounds {
+                worker,
+                data,
+                start,
+                end,
+                barrier,
+                first_byte,
+                capacity_bytes,
+                n_barriers,
+            });
             continue;
         }
         // Copies are issued in order: one that waits makes all after it wait.

@@ -41,7 +41,7 @@ use crate::graph::tensor::BufferKind;
 use crate::graph::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
 use crate::machine::Machine;
 use crate::parallel::{LISTS, side_by_side};
-use perpetua_device::kernels::{Cost, Numbered, RoutedLinear, Spec, linear};
+use perpetua_device::kernels::{Cost, Numbered, RoutedLinear, linear};
 use perpetua_shared::limits::MAX_RANK;
 use perpetua_shared::{DType, DataOp, Operand, PrefetchOp};
 use std::collections::VecDeque;
@@ -75,6 +75,8 @@ pub struct WorkerPlan {
 /// The shared memory of every worker, over time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
+    /// Where on a worker they may begin.
+    pub first_byte: u64,
     /// Bytes tiles may occupy on a worker.
     pub capacity_bytes: u64,
     /// Barriers a worker has.
@@ -176,7 +178,7 @@ fn task_reads(graph: &ThreadBlockGraph, task: &Task, cost: &Cost, buffer: &mut V
         read && source(*slot).is_some_and(|(_, kind)| *kind == BufferKind::Weight)
     };
     let mut reads = Reads::default();
-    let tiled = op.kernel.and_then(|kernel| Spec::of(kernel.task_type)).map_or(&[][..], |spec| spec.tiled);
+    let tiled = op.tiled();
     let present = || tiled.iter().copied().filter(|slot| op.accesses[*slot].is_some());
     // What a body takes side by side is cut alike: of matrices in two types neither comes in tiles.
     let matrices = present().map(|slot| &operands[slot]).filter(|operand| operand.rank == 2);
@@ -308,7 +310,8 @@ fn tiles(stream: &Stream, machine: &Machine, row_bytes: u64, out: &mut Vec<(u64,
 
 /// Memory of one worker while its plan is made.
 struct Ring {
-    capacity_bytes: u64,
+    first_byte: u64,
+    end: u64,
     head: u64,
     /// Start, end and reader of tiles that may still be live, oldest first.
     live: VecDeque<(u64, u64, u32)>,
@@ -318,8 +321,8 @@ struct Ring {
 impl Ring {
     /// Room for `bytes`: where, and how many compute ops must have retired before.
     fn place(&mut self, bytes: u64, used_by: u32) -> (u64, u32) {
-        if self.head + bytes > self.capacity_bytes {
-            self.head = 0;
+        if self.head + bytes > self.end {
+            self.head = self.first_byte;
         }
         let (start, end) = (self.head, self.head + bytes);
         // Tiles are freed in order, so all that are older than the youngest one overwritten go with it.
@@ -347,8 +350,8 @@ pub fn plan(
     let name = |task: u32| graph.ops[tasks.tasks[task as usize].op as usize].name.clone();
     let planned = side_by_side(lists.lists.iter().collect(), LISTS, |_, list| plan_list(list, reads, machine, &name));
     let workers = planned.into_iter().collect::<Result<_, _>>()?;
-    let Machine { n_barriers, near_ahead_bytes, .. } = *machine;
-    Ok(Plan { capacity_bytes: machine.capacity_bytes(), n_barriers, near_ahead_bytes, workers })
+    let Machine { n_barriers, near_ahead_bytes, bodies_bytes: first_byte, .. } = *machine;
+    Ok(Plan { first_byte, capacity_bytes: machine.capacity_bytes(), n_barriers, near_ahead_bytes, workers })
 }
 
 /// Plans the shared memory of the worker whose tasks are `list`; `name` says a task's operator for the error.
@@ -361,7 +364,9 @@ pub(crate) fn plan_list(
     let capacity_bytes = machine.capacity_bytes();
     let barriers = machine.n_barriers as usize;
     let mut plan = WorkerPlan::default();
-    let mut ring = Ring { capacity_bytes, head: 0, live: VecDeque::new(), after: 0 };
+    let first_byte = machine.bodies_bytes;
+    let end = first_byte + capacity_bytes;
+    let mut ring = Ring { first_byte, end, head: first_byte, live: VecDeque::new(), after: 0 };
     let mut cut: Vec<Vec<(u64, u32)>> = Vec::new();
     for &task in list {
         let streams = &reads[task as usize].tiles;
@@ -369,7 +374,11 @@ pub(crate) fn plan_list(
         plan.prefetches.extend(reads[task as usize].near.iter().map(|op| PrefetchOp { before, used_by, ..*op }));
         cut.resize_with(cut.len().max(streams.len()), Vec::new);
         for (stream, tiles_of) in streams.iter().zip(&mut cut) {
-            tiles(stream, machine, machine.row_bytes / streams.len() as u64, tiles_of);
+            // A norm's weights come with the first step's alone.
+            let matrices = streams.iter().filter(|stream| stream.operand.rank == 2).count().max(1) as u64;
+            let tile_bytes = machine.tile_bytes.min(machine.step_bytes / matrices);
+            let row_bytes = machine.row_bytes / streams.len() as u64;
+            tiles(stream, &Machine { tile_bytes, ..*machine }, row_bytes, tiles_of);
         }
         let steps = cut[..streams.len()].iter().map(Vec::len).max().unwrap_or(0).max(1);
         for step in 0..steps {
@@ -384,8 +393,8 @@ pub(crate) fn plan_list(
             }
             let used_by = plan.computes.len() as u32;
             // Tiles read together may not overwrite each other: where they would, they start at the start of memory.
-            if ring.head + needed > capacity_bytes && 2 * needed > capacity_bytes {
-                ring.head = 0;
+            if ring.head + needed > end && 2 * needed > capacity_bytes {
+                ring.head = first_byte;
             }
             let data_first = plan.data.len();
             for (stream, (source_offset_bytes, bytes)) in own {
@@ -479,7 +488,8 @@ impl WorkerPlan {
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "capacity {} bytes, {} barriers", self.capacity_bytes, self.n_barriers)?;
+        let from = if self.first_byte > 0 { format!(" from {}", self.first_byte) } else { String::new() };
+        writeln!(f, "capacity {} bytes{from}, {} barriers", self.capacity_bytes, self.n_barriers)?;
         for (number, worker) in self.workers.iter().enumerate() {
             writeln!(f, "w{number}")?;
             let mut prefetches = worker.prefetches.iter().peekable();
