@@ -10,8 +10,8 @@
 //! As with [one row](super) a product takes k as they lie, so nothing is moved between registers. A tile is read once for all rows; a quarter of a warp,
 //! two rows of weights, wants the same banks twice, which is half of what shared memory gives and three times what memory brings.
 //!
-//! The activations lie in the memory that the pass's tiles leave at its beginning ([`MacroKernel::beside_tiles`](crate::kernels::MacroKernel::beside_tiles)), rows apart by half a line more than whole ones, so that
-//! neighbours have other banks.
+//! The activations lie in the memory that the pass's tiles [leave](crate::kernels::MacroKernel::beside_tiles) at its beginning, rows apart by half a
+//! line more than whole ones, so that neighbours have other banks.
 //!
 //! Floor: the weights' bytes, as for one row; the activations', which come from L2, are as many as those of so many rows of weights.
 

@@ -2,8 +2,9 @@
 //! [one row's](super::per_worker) do, so that these are on their way while workers wait for each other.
 //!
 //! A product is cut into as many blocks of columns as there are workers, or nearly: by eights, since four columns are finished at once. What else uses
-//! the tiles' memory has [a part of it for itself](perpetua_device::kernels::MacroKernel::beside_tiles): the activations of each product, and the blocks of keys and
-//! values that attention takes where a head's queries are more than those of one row may be; else rows are cut so that they are not. Where too little is left for tiles, rows are too many, or weights are in fewer bits, all is done as with many.
+//! the tiles' memory has [a part of it](perpetua_device::kernels::MacroKernel::beside_tiles) for itself: the activations of each product, and the
+//! blocks of keys and values that attention takes where a head's queries are more than those of one row may be; else rows are cut so that they are
+//! not. Where too little is left for tiles, rows are too many or too long, or weights are in fewer bits, all is done as with many.
 
 use super::many_rows::{Sizes, is_product, n_matrices, sizes};
 use super::*;
