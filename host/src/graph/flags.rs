@@ -5,10 +5,10 @@
 //! embedding to the last layer. What a flagged element orders is itself. So events are found for the graph
 //! [without](without_flagged) these buffers, as if nobody touched them, and they share their bytes with none.
 
-use super::lower::{COPY, block_operand};
+use super::lower::{COPY, block_operands};
 use super::task::TaskGraph;
 use super::tensor::{BufferKind, OpId};
-use super::threadblock::{Access, AccessKind, BlockOp, ThreadBlockGraph};
+use super::threadblock::{Access, AccessKind, BlockOp, GRID_AXES, ThreadBlockGraph};
 use perpetua_device::kernels::Spec;
 use perpetua_shared::{DType, Operand, TaskFlags};
 
@@ -98,8 +98,6 @@ fn is_taken(graph: &ThreadBlockGraph, op: usize) -> bool {
     let Some((kernel, spec)) = block_op.kernel.and_then(|kernel| Some((kernel, Spec::of(kernel.task_type)?))) else {
         return true;
     };
-    let operand = |access: &Option<Access>| {
-        access.as_ref().map_or(Operand::ABSENT, |access| block_operand(graph, OpId(op as u32), access, [0; 3]))
-    };
-    spec.check(&kernel.params, &block_op.accesses.iter().map(operand).collect::<Vec<_>>()).is_ok()
+    let operands: Vec<Operand> = block_operands(graph, OpId(op as u32), [0; GRID_AXES]).collect();
+    spec.check(&kernel.params, &operands).is_ok()
 }

@@ -84,10 +84,7 @@ pub(super) fn room(graph: &ThreadBlockGraph) -> [u64; 2] {
         let kernel = op.kernel?;
         let spec = Spec::of(kernel.task_type)?;
         let id = crate::graph::tensor::OpId(number as u32);
-        let operand = |access: &Option<Access>| {
-            access.as_ref().map_or(Operand::ABSENT, |access| block_operand(graph, id, access, [0; GRID_AXES]))
-        };
-        let operands: Vec<Operand> = op.accesses.iter().map(operand).collect();
+        let operands: Vec<Operand> = block_operands(graph, id, [0; GRID_AXES]).collect();
         let matrices = op.tiled().iter().map(|slot| &operands[*slot]).filter(|operand| operand.rank == 2);
         let row_bytes = matrices.map(|matrix| matrix.bytes() / u64::from(matrix.extent[0].max(1))).sum();
         Some([(spec.beside_tiles)(&kernel.params, &operands), row_bytes])

@@ -342,6 +342,18 @@ fn row_blocks(op: &Operator, axis: &Axis, table: &TensorTable, target: &Target, 
     (elems / ROW_TASK_ELEMS).clamp(1, workers).min(axis.len) as u32
 }
 
+/// The operands of block `block` of operator `op`, slot by slot, each as [`block_operand`] has it.
+pub fn block_operands(
+    graph: &ThreadBlockGraph,
+    op: super::tensor::OpId,
+    block: [u32; GRID_AXES],
+) -> impl Iterator<Item = Operand> {
+    let operand = move |access: &Option<Access>| {
+        access.as_ref().map_or(Operand::ABSENT, |access| block_operand(graph, op, access, block))
+    };
+    graph.ops[op.idx()].accesses.iter().map(operand)
+}
+
 /// The operand of a block: `access`'s box of its tensor, without an address (binding 0, offset from the buffer's start).
 pub fn block_operand(
     graph: &ThreadBlockGraph,

@@ -2,7 +2,7 @@
 
 use super::{Task, TaskGraph};
 use crate::graph::kernel::whole_operand;
-use crate::graph::lower::block_operand;
+use crate::graph::lower::block_operands;
 use crate::graph::tensor::{BufferKind, OpId};
 use crate::graph::threadblock::{Access, BlockOp, ThreadBlockGraph};
 use perpetua_device::kernels::{self, Attention, Cost, DecodeAttention, Numbered, Spec, attention, decode_attention};
@@ -10,11 +10,8 @@ use perpetua_shared::Operand;
 
 /// What `task` touches, operand by operand, without addresses (offsets count from the buffers' starts), in `buffer`.
 pub fn task_operands<'a>(blocks: &ThreadBlockGraph, task: &Task, buffer: &'a mut Vec<Operand>) -> &'a [Operand] {
-    let operand = |access: &Option<Access>| {
-        access.as_ref().map_or(Operand::ABSENT, |access| block_operand(blocks, OpId(task.op), access, task.block))
-    };
     buffer.clear();
-    buffer.extend(blocks.ops[task.op as usize].accesses.iter().map(operand));
+    buffer.extend(block_operands(blocks, OpId(task.op), task.block));
     buffer
 }
 
