@@ -314,7 +314,8 @@ fn entry_of(module: &str) -> String {
 }
 
 /// What the entry must promise about its launch, from the constant that the host launches with. Without both directives
-/// ptxas would not know how many registers a thread may use.
+/// ptxas would not know how many registers a thread may use. And that its loops stay loops: what LLVM has not unrolled ptxas would, by four, for as
+/// many rounds as most of them never have, and an SM would have that code to fetch (docs/cycles.md).
 fn entry_directives(device: &Path) -> Result<String, String> {
     let path = device.join("..").join(LAUNCH_RS);
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -323,7 +324,7 @@ fn entry_directives(device: &Path) -> Result<String, String> {
         .and_then(|(_, rest)| rest.split_once(';'))
         .ok_or_else(|| format!("{}: BLOCK_THREADS is not where build.rs expects it", path.display()))?
         .0;
-    Ok(format!(".maxntid {threads}, 1, 1\n.minnctapersm 1\n"))
+    Ok(format!(".maxntid {threads}, 1, 1\n.minnctapersm 1\n.pragma \"nounroll\";\n"))
 }
 
 /// `ptx` with each entry's own first parameter where its body says `perpetua_launch_block`: assembly in Rust cannot know which

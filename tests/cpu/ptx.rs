@@ -251,6 +251,7 @@ fn the_entry_promises_its_launch() {
         let (head, _) = entry(module.ptx(), name);
         assert!(head.contains(&format!(".maxntid {threads}, 1, 1")), "{head}");
         assert!(head.contains(".minnctapersm 1"), "{head}");
+        assert!(head.contains(".pragma \"nounroll\";"), "{head}");
         // The launch block, by value.
         let bytes = size_of::<perpetua_shared::launch::LaunchParams>();
         assert!(head.contains(&format!(".b8 {name}_param_0[{bytes}]")), "{head}");

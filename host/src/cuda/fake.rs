@@ -44,6 +44,8 @@ pub struct Options {
     pub stray: u64,
     /// Whether reports of PTX say where slots and cycles went.
     pub counts: Option<ptx::InstructionCache>,
+    /// Likewise: of the machine code that this is.
+    pub assembled: Option<Arc<ptx::Assembled>>,
     /// A call that fails, the first time it is made, and with which code.
     pub fails: Option<(&'static str, i32)>,
     /// Launches never end.
@@ -68,7 +70,17 @@ impl Options {
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
         };
-        Options { device, runs: Runs::Source, seed: 0, stray: 8, counts: None, fails: None, hangs: false, fatal: None }
+        Options {
+            device,
+            runs: Runs::Source,
+            seed: 0,
+            stray: 8,
+            counts: None,
+            assembled: None,
+            fails: None,
+            hangs: false,
+            fatal: None,
+        }
     }
 }
 
@@ -325,6 +337,7 @@ impl Fake {
                                     first: params.positions,
                                     n: params.n_workers,
                                     cache,
+                                    assembled: self.options.assembled.as_deref(),
                                 }),
                                 entry: &launch.kernel,
                                 blocks: launch.blocks,

@@ -5,6 +5,7 @@
 //! the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a chip; of several parts the one that
 //! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest.
 
+use super::assembled::Assembled;
 use super::decode::{
     Access, Atomic, Entry, Instruction, Layout, Op, POLICY, Pc, Pred, RESERVED, Shuffle, Slot, Space, Special,
 };
@@ -22,13 +23,15 @@ pub(super) const ALL: u32 = u32::MAX;
 
 /// Words that a kernel writes to say what its blocks are at; what they do is counted then.
 #[derive(Clone, Copy, Debug)]
-pub struct Marks {
+pub struct Marks<'a> {
     /// Address of the first.
     pub first: u64,
     /// How many there are.
     pub n: u32,
     /// What an SM holds of the code.
     pub cache: InstructionCache,
+    /// The entry's machine code, if that is to be counted.
+    pub assembled: Option<&'a Assembled>,
 }
 
 /// A launch.
@@ -52,7 +55,7 @@ pub struct Launch<'a> {
     pub began_ns: u64,
     /// Words that the kernel writes to say what its blocks are at, see [`Report::phases`]: address and number. With none, nothing
     /// is counted.
-    pub marks: Option<Marks>,
+    pub marks: Option<Marks<'a>>,
     /// Instructions of warps after which it is given up; `u64::MAX`: never.
     pub most_instructions: u64,
 }
@@ -138,8 +141,8 @@ pub(super) fn run(
         marked: vec![BTreeSet::new(); launch.blocks as usize],
         issues: 0,
         before: (0..launch.blocks).map(|_| None).collect(),
-        pipeline: launch.marks.map(|Marks { cache, .. }| {
-            Pipeline::new(&entry.code, entry.rows, entry.preds, [launch.blocks as usize, warps], cache)
+        pipeline: launch.marks.map(|Marks { cache, assembled, .. }| {
+            Pipeline::new(&entry.code, entry.rows, entry.preds, [launch.blocks as usize, warps], cache, assembled)
         }),
         turn: 0,
         changed: 0,
@@ -696,8 +699,9 @@ impl Machine<'_> {
         let again = matches!(next, Next::Yield(State::Ready));
         if let Some(pipeline) = &mut self.pipeline {
             let code = self.report.code.entry(self.marks[b]).or_insert_with(|| vec![0; pipeline.n_lines / 64 + 1]);
-            let line = pipeline.lines[pc as usize];
-            code[line as usize / 64] |= 1 << (line % 64);
+            for line in pipeline.lines_of(pc) {
+                code[*line as usize / 64] |= 1 << (line % 64);
+            }
             pipeline.ran(b * self.warps + w, pc as usize, instruction, accesses, again);
         }
     }

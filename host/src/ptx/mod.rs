@@ -15,6 +15,7 @@
 //! (barriers that the compiler copied stop here); barriers' counts and phases; that somebody can go on. What is not: races
 //! and the order of memory accesses, which are one after another here; the simulated GPU judges those.
 
+mod assembled;
 mod decode;
 mod machine;
 mod matrix;
@@ -24,6 +25,7 @@ mod parse;
 mod pipeline;
 mod rows;
 
+pub use assembled::{Assembled, MachineInstruction};
 pub use machine::{Launch, Marks, Report};
 pub use memory::Memory;
 pub use pipeline::InstructionCache;

@@ -16,10 +16,11 @@
 //! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
 //! is a lower bound rather than a forecast.
 
+use super::assembled::{Assembled, LINE, Placed, place};
 use super::decode::{Access, Instruction, Op, Pc, Pred, Slot, Space};
 use super::machine::{WARP, lanes_of};
 use super::rows::Row;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 /// What an instruction takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,6 +46,8 @@ const SHARED: u32 = 29;
 const L2: u32 = 270;
 const SHUFFLE: u32 = 24;
 const PRODUCT: Cost = cost(2, 33);
+/// Of 16 x 8 x 16, and of twice as many bytes: what keeps a scheduler's tensor core (62 % of its rate go to instructions of one warp).
+const KEEPS: u64 = 7;
 const TRY_WAIT: u32 = 30;
 const PARAM: Cost = cost(1, 8);
 /// From the branch to what follows it.
@@ -261,6 +264,9 @@ struct Clock {
     barrier: u64,
     issues_since: u64,
     accesses_since: u64,
+    products_since: u64,
+    /// Instructions since the last branch, with their accesses to shared memory, where machine code has another order.
+    pending: Vec<(Pc, u64)>,
     /// What it has spent since on which instructions, and what before it looked first.
     spent: Vec<Spent>,
     spent_ahead: Vec<Spent>,
@@ -309,7 +315,7 @@ impl Clock {
     fn put_aside(&mut self, counts: bool) {
         let now = self.now();
         self.ahead += if counts { now - self.barrier } else { 0 };
-        (self.barrier, self.issues_since, self.accesses_since) = (now, 0, 0);
+        (self.barrier, self.issues_since, self.accesses_since, self.products_since) = (now, 0, 0, 0);
         if counts {
             self.spent_ahead.append(&mut self.spent);
         }
@@ -325,6 +331,11 @@ impl Clock {
 #[derive(Debug)]
 pub(super) struct Pipeline {
     operands: Vec<Operands>,
+    /// What each instruction is in machine code, if that is known.
+    placed: Option<Vec<Placed>>,
+    /// How long each one's result takes, and whether that is for its readers to wait for; and how long it keeps the tensor cores.
+    latencies: Vec<(u64, bool)>,
+    products: Vec<u64>,
     warps: Vec<Clock>,
     /// In which line of code each instruction is, and how many lines there are.
     pub(super) lines: Vec<u32>,
@@ -335,9 +346,6 @@ pub(super) struct Pipeline {
 
 /// Warp schedulers of an SM.
 const SCHEDULERS: usize = 4;
-
-/// Instructions of a line of code: 128 bytes.
-const LINE: u32 = 8;
 
 /// In which line of code each instruction of `code` is, and how many lines there are, if what issues has sixteen bytes and all else none.
 fn lines_of(code: &[Instruction]) -> (Vec<u32>, usize) {
@@ -417,6 +425,7 @@ impl Pipeline {
         preds: u32,
         [blocks, warps]: [usize; 2],
         cache: InstructionCache,
+        assembled: Option<&Assembled>,
     ) -> Pipeline {
         let clock = || Clock {
             rows: vec![(0, NOBODY); rows as usize],
@@ -428,14 +437,34 @@ impl Pipeline {
             barrier: 0,
             issues_since: 0,
             accesses_since: 0,
+            products_since: 0,
+            pending: Vec::new(),
             spent: Vec::new(),
             spent_ahead: Vec::new(),
             waits: false,
             looks: [false; 2],
             ahead: 0,
         };
-        let (lines, n_lines) = lines_of(code);
+        let (lines, mut n_lines) = lines_of(code);
+        let placed = assembled.map(|assembled| place(code, assembled));
+        if let Some(assembled) = assembled {
+            n_lines = assembled.instructions.len().div_ceil(LINE as usize);
+        }
+        let latency = |one: &Instruction| {
+            let is_variable = matches!(
+                one.op,
+                Op::Load { .. }
+                    | Op::LoadMatrices { .. }
+                    | Op::Atomic { .. }
+                    | Op::Shuffle { .. }
+                    | Op::BarrierTry { .. }
+            );
+            (u64::from(one.cost.latency), is_variable || one.cost.latency == SPECIAL.latency)
+        };
         Pipeline {
+            latencies: code.iter().map(latency).collect(),
+            products: code.iter().map(|one| u64::from(matches!(one.op, Op::Product { .. })) * KEEPS).collect(),
+            placed,
             lines,
             n_lines,
             operands: code.iter().map(Operands::of).collect(),
@@ -444,9 +473,26 @@ impl Pipeline {
         }
     }
 
+    /// In which lines of code the instruction at `pc` is.
+    pub(super) fn lines_of(&self, pc: Pc) -> &[u32] {
+        match &self.placed {
+            Some(placed) => &placed[pc as usize].lines,
+            None => std::slice::from_ref(&self.lines[pc as usize]),
+        }
+    }
+
     /// With which line of the PTX each line of code begins.
     pub(super) fn first_of_lines(&self, code: &[Instruction]) -> Vec<u32> {
         let mut first = vec![0; self.n_lines];
+        if let Some(placed) = &self.placed {
+            for (one, instruction) in placed.iter().zip(code) {
+                for line in &one.lines {
+                    let first = &mut first[*line as usize];
+                    *first = if *first == 0 { instruction.line } else { instruction.line.min(*first) };
+                }
+            }
+            return first;
+        }
         // From behind, so that the first of a line is what stays; what issues nothing may stand behind the last.
         for (line, instruction) in self.lines.iter().zip(code).rev() {
             if let Some(first) = first.get_mut(*line as usize) {
@@ -464,7 +510,6 @@ impl Pipeline {
 
     /// Warp `number` has run the instruction at `pc`, in vain if `again`; `accesses` to shared memory were in it.
     pub(super) fn ran(&mut self, number: usize, pc: usize, instruction: &Instruction, accesses: u64, again: bool) {
-        let n_warps = self.warps.len();
         let clock = &mut self.warps[number];
         let is_try = matches!(instruction.op, Op::BarrierTry { .. });
         if is_try {
@@ -473,13 +518,35 @@ impl Pipeline {
         if clock.waits {
             return;
         }
+        let is_sleep = matches!(instruction.op, Op::Sleep(_));
+        if instruction.is_look || is_sleep {
+            self.catch_up(number);
+        }
+        let clock = &mut self.warps[number];
         // What is read after what was looked for is there, too, as a rule: a residual beside the row.
         if instruction.is_look && clock.looks == [false; 2] {
             clock.put_aside(true);
-        } else if matches!(instruction.op, Op::Sleep(_)) {
+        } else if is_sleep {
             clock.put_aside(clock.ahead == 0);
         }
         clock.looks[0] |= instruction.is_look;
+        if self.placed.is_none() {
+            self.issue(number, pc, instruction, accesses);
+            return;
+        }
+        clock.pending.push((pc as Pc, accesses));
+        let goes_on = |op: &Op| {
+            !matches!(op, Op::Branch(_) | Op::BranchIndex(..) | Op::BarrierTry { .. } | Op::WarpSync(_) | Op::Exit)
+        };
+        if !goes_on(&instruction.op) {
+            self.catch_up(number);
+        }
+    }
+
+    /// Warp `number` issues the instruction at `pc`, in whatever order operands allow.
+    fn issue(&mut self, number: usize, pc: usize, instruction: &Instruction, accesses: u64) {
+        let n_warps = self.warps.len();
+        let clock = &mut self.warps[number];
         let wanted = clock.now();
         let block = number / (n_warps / self.code.len());
         let there = self.code[block].fetch(self.lines[pc] as usize, wanted);
@@ -532,9 +599,68 @@ impl Pipeline {
         }
     }
 
+    /// Warp `number` issues what is pending, in machine code's order, and after each instruction waits for as long as the assembler has it wait. What that
+    /// does not know, loads, shuffles, special functions, their readers wait for.
+    fn catch_up(&mut self, number: usize) {
+        let Some(placed) = &self.placed else { return };
+        let block = number / (self.warps.len() / self.code.len());
+        let clock = &mut self.warps[number];
+        let mut pending = std::mem::take(&mut clock.pending);
+        // Those that are nothing of their own follow what they read: they are other names of it.
+        let mut made: BTreeMap<Slot, u32> = BTreeMap::new();
+        let mut in_order: Vec<(u32, Pc, u64)> = Vec::with_capacity(pending.len());
+        for (pc, accesses) in pending.drain(..) {
+            let (one, operands) = (&placed[pc as usize], &self.operands[pc as usize]);
+            let behind = || operands.reads.iter().filter_map(|read| made.get(read)).max().copied().unwrap_or(0);
+            let last = if one.issues > 0 { one.last } else { behind() };
+            made.extend(operands.writes.iter().map(|write| (*write, last)));
+            in_order.push((last, pc, accesses));
+        }
+        in_order.sort_by_key(|(last, ..)| *last);
+        for (_, pc, accesses) in in_order {
+            let (one, operands) = (&placed[pc as usize], &self.operands[pc as usize]);
+            let mut now = clock.now();
+            for line in &one.lines {
+                let there = self.code[block].fetch(*line as usize, now);
+                if there > now {
+                    clock.spent.push(Spent { at: pc, by: CODE, cycles: there - now });
+                    now = there;
+                }
+            }
+            let mut last = (0, NOBODY);
+            for read in &operands.reads {
+                last = last.max(clock.rows.get(*read as usize).copied().unwrap_or_default());
+            }
+            for pred in &operands.reads_preds {
+                last = last.max(clock.preds[*pred as usize]);
+            }
+            if one.issues > 0 && last.0 > now {
+                clock.spent.push(Spent { at: pc, by: last.1, cycles: last.0 - now });
+                now = last.0;
+            }
+            let (latency, waits) = self.latencies[pc as usize];
+            let there = match (waits, one.issues) {
+                (true, _) => (now.max(last.0) + latency + accesses.saturating_sub(1), pc),
+                (false, 0) => last,
+                (false, _) => (0, NOBODY),
+            };
+            operands.writes.iter().for_each(|write| clock.rows[*write as usize] = there);
+            operands.writes_preds.iter().for_each(|write| clock.preds[*write as usize] = there);
+            if one.cycles > 0 {
+                clock.spent.push(Spent { at: pc, by: pc, cycles: one.cycles });
+            }
+            clock.issues_since += u64::from(one.issues);
+            clock.accesses_since += accesses;
+            clock.products_since += self.products[pc as usize];
+            clock.pass(now + one.cycles);
+        }
+        self.warps[number].pending = pending;
+    }
+
     /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest took since its
     /// last one. Where some looked for what others write, they count alone, from then on.
     pub(super) fn meet(&mut self, numbers: &[usize], warps: usize, is_wait: bool) -> Stretch {
+        numbers.iter().for_each(|number| self.catch_up(*number));
         let clocks = || numbers.iter().map(|number| (&self.warps[*number], *number));
         let now = clocks().map(|(clock, _)| clock.now()).max().unwrap_or(0);
         let looks = !is_wait && clocks().any(|(clock, _)| clock.looks == [true, false]);
@@ -546,14 +672,15 @@ impl Pipeline {
         });
         let took = if is_wait { took.min() } else { took.max() };
         let (took, slowest) = took.expect("somebody has come to the barrier");
-        let mut slots = [0; SCHEDULERS];
+        let (mut slots, mut products) = ([0; SCHEDULERS], [0; SCHEDULERS]);
         let mut accesses = 0;
         for number in &counted {
             let clock = &self.warps[*number];
             slots[number % warps % SCHEDULERS] += clock.issues_since;
+            products[number % warps % SCHEDULERS] += clock.products_since;
             accesses += clock.accesses_since;
         }
-        let busy = slots.into_iter().max().unwrap_or(0).max(accesses);
+        let busy = slots.into_iter().chain(products).max().unwrap_or(0).max(accesses);
         let took = if is_wait { took } else { took.max(busy) };
         let mut spent = std::mem::take(&mut self.warps[slowest].spent);
         // The barrier's own, and what other warps' instructions and banks took.
@@ -565,7 +692,7 @@ impl Pipeline {
             let clock = &mut self.warps[*number];
             clock.pass(now + BARRIER);
             clock.barrier = now + BARRIER;
-            (clock.issues_since, clock.accesses_since, clock.ahead) = (0, 0, 0);
+            (clock.issues_since, clock.accesses_since, clock.products_since, clock.ahead) = (0, 0, 0, 0);
             clock.looks = [false, clock.looks[0]];
             clock.spent.clear();
             clock.spent_ahead.clear();

@@ -38,7 +38,7 @@ fn run_with(
         seed,
         stray: 8,
         began_ns: 7,
-        marks: Some(Marks { first: OUT, n: 1, cache }),
+        marks: Some(Marks { first: OUT, n: 1, cache, assembled: None }),
         most_instructions: 100_000,
     };
     module.launch(&launch, &memory)

@@ -1,7 +1,7 @@
 //! Where a decoding step's instructions go: a model's PTX, run instruction by instruction on as many SMs as a GPU has, counted
 //! by the operator whose task a worker was at.
 //!
-//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [guesses=N] [behind=N] [code=KIB,CYCLES] [q8|q4]`; 132 SMs and a context of 1 unless told
+//! `cargo run --release --example instructions -- MODEL_DIR [SMS [CONTEXT [OPERATOR]]] [prompt] [guesses=N] [behind=N] [code=KIB,CYCLES] [ptxas=PATH] [q8|q4]`; 132 SMs and a context of 1 unless told
 //! otherwise; with `q8` or `q4` of weights in 8 bits or 4; with `prompt` not the step's cycles, but those of the last pass that the first of the prompt's programs makes; with `guesses` those of a pass that verifies so many of the context's last tokens; with `behind` that context stands behind so many positions, which nobody
 //! has read: zeros. `perpetua synth` makes a folder of the sizes you want; a layer or two say what there is to see.
 //!
@@ -13,6 +13,8 @@
 //! what the slowest warp waits for; `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles (64 and 50
 //! unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
 //! caches should hold. With an operator's name, or its end, the lines of PTX at which it waits longest, and those that it runs.
+
+mod cubin;
 
 use perpetua::cuda::Gpu;
 use perpetua::cuda::fake::{Fake, Options, Runs};
@@ -93,7 +95,7 @@ impl Op {
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (words, rest): (Vec<_>, Vec<_>) = std::env::args().skip(1).partition(|arg| {
-        ["behind=", "guesses=", "code="].iter().any(|word| arg.starts_with(word))
+        ["behind=", "guesses=", "code=", "ptxas="].iter().any(|word| arg.starts_with(word))
             || ["prompt", "q8", "q4"].contains(&&arg[..])
     });
     let is_given = |word: &str| words.iter().any(|given| given == word);
@@ -107,6 +109,13 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             InstructionCache { kib: kib.parse()?, line_cycles: line_cycles.parse()? }
         }
     };
+    let worker = &device_image().ok_or("this build has no GPU code")?.worker;
+    let ptx = worker.ptx();
+    let assembled = words.iter().find_map(|word| word.strip_prefix("ptxas=")).map(|ptxas| {
+        let arch = ptx.lines().find_map(|line| line.strip_prefix(".target ")).ok_or("PTX for nothing")?;
+        cubin::assembled(ptxas.as_ref(), arch.trim(), &ptx, worker.entry).map(Arc::new)
+    });
+    let assembled = assembled.transpose()?;
     let mut args = rest.into_iter();
     let folder = args.next().ok_or("expected a model folder")?;
     let sms: u32 = args.next().map_or(Ok(132), |arg| arg.parse())?;
@@ -123,6 +132,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         runs: Runs::Ptx,
         stray: 1 << 12,
         counts: Some(cache),
+        assembled,
         ..Options::new(sms, 1 << 40)
     }));
     let config = EngineConfig {
@@ -201,7 +211,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (ran, all) = (all_code.code_kib(), report.code_lines.len() / 8);
     println!("of the entry's code, {all} KiB, {ran} KiB ran, on no worker more than {most} KiB");
 
-    let ptx = device_image().ok_or("this build has no GPU code")?.worker.ptx();
     let lines: Vec<&str> = ptx.lines().map(str::trim).collect();
     let line = |number: u32| (number as usize).checked_sub(1).and_then(|at| lines.get(at)).map_or("", |line| *line);
     println!("\n{:40}{}", "cycles by what they wait for", CAUSES.map(|cause| format!(" {cause:>10}")).concat());
