@@ -15,6 +15,10 @@
 //! What this leaves out: ptxas has fewer registers than PTX, and moves instructions across branches too; copies have landed and
 //! whatever global loads want is in L2. So it says which of two programs is shorter and where one spends its time, and
 //! is a lower bound rather than a forecast.
+//!
+//! Of [machine code](Assembled) its own instructions issue, in their order, each after the cycles that the assembler has put behind the one before; loads,
+//! shuffles and special functions are waited for as above. Tensor cores then take as long for a product as one warp's products do. That knows ptxas's
+//! registers, moves and order; still not copies' way into shared memory, and what takes and releases tiles (`docs/cycles.md`).
 
 use super::assembled::{Assembled, LINE, Placed, place};
 use super::decode::{Access, Instruction, Op, Pc, Pred, Slot, Space};
@@ -46,7 +50,7 @@ const SHARED: u32 = 29;
 const L2: u32 = 270;
 const SHUFFLE: u32 = 24;
 const PRODUCT: Cost = cost(2, 33);
-/// Of 16 x 8 x 16, and of twice as many bytes: what keeps a scheduler's tensor core (62 % of its rate go to instructions of one warp).
+/// For how long a scheduler's tensor core has such a product, of machine code: measurements of the H100 have 62 % of its rate for a warp's products.
 const KEEPS: u64 = 7;
 const TRY_WAIT: u32 = 30;
 const PARAM: Cost = cost(1, 8);

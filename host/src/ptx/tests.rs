@@ -1,18 +1,18 @@
 //! Small kernels in PTX as LLVM writes it, and the whole of what this crate was built with.
 
-use super::{InstructionCache, Launch, Marks, Memory, Module, PtxError, Report};
+use super::{Assembled, InstructionCache, Launch, MachineInstruction, Marks, Memory, Module, PtxError, Report};
 use crate::device_image::{device_image, device_kernels};
 
 const OUT: u64 = 0x10_0000;
 
 /// Runs the one entry of `body`, whose only parameter is the address of `words`, on a block of `threads`.
 fn run(declarations: &str, body: &str, threads: u32, seed: u64, words: &mut [u32]) -> Result<Report, PtxError> {
-    run_with(InstructionCache::ENDLESS, declarations, body, threads, seed, words)
+    run_with((InstructionCache::ENDLESS, None), declarations, body, threads, seed, words)
 }
 
-/// Likewise, on an SM that holds so much of the code.
+/// Likewise, on an SM that holds so much of the code, and of this machine code.
 fn run_with(
-    cache: InstructionCache,
+    (cache, assembled): (InstructionCache, Option<&Assembled>),
     declarations: &str,
     body: &str,
     threads: u32,
@@ -38,7 +38,7 @@ fn run_with(
         seed,
         stray: 8,
         began_ns: 7,
-        marks: Some(Marks { first: OUT, n: 1, cache, assembled: None }),
+        marks: Some(Marks { first: OUT, n: 1, cache, assembled }),
         most_instructions: 100_000,
     };
     module.launch(&launch, &memory)
@@ -179,12 +179,17 @@ fn everything_that_is_embedded_is_understood() {
 
 /// A launch of `body` between two barriers of `threads` threads, behind the mark 7. Its first line is [`FIRST`].
 fn between(body: &str, threads: u32) -> Report {
+    assembled_between(None, body, threads)
+}
+
+/// Likewise, as this machine code.
+fn assembled_between(assembled: Option<&Assembled>, body: &str, threads: u32) -> Report {
     let text = format!(
         "mov.u32 %r190, words;\nshl.b32 %r191, %r1, 2;\nadd.s32 %r192, %r190, %r191;\nshl.b32 %r193, %r1, 4;\n\
          add.s32 %r194, %r190, %r193;\nshl.b32 %r195, %r1, 7;\nadd.s32 %r196, %r190, %r195;\nmov.b32 %r199, 7;\n\
          st.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, {threads};\n{body}\nbar.sync 0, {threads};"
     );
-    run("", &text, threads, 3, &mut [0]).expect("it ends")
+    run_with((InstructionCache::ENDLESS, assembled), "", &text, threads, 3, &mut [0]).expect("it ends")
 }
 
 const FIRST: u32 = 29;
@@ -231,6 +236,51 @@ fn a_chain_takes_its_latencies_and_what_stands_beside_it_none() {
     assert!(cycles(&branch, 32) >= 2 * 29 + 4 + 8, "{}", cycles(&branch, 32));
 }
 
+/// The cycles that a warp takes for `body` as machine code whose instructions come from these lines of it, and wait for so long.
+fn assembled_cycles(body: &str, instructions: &[(u32, u32)], threads: u32) -> u64 {
+    let placed = |(line, cycles): &(u32, u32)| MachineInstruction { line: FIRST + line, cycles: *cycles };
+    let assembled = Assembled { instructions: instructions.iter().map(placed).collect() };
+    let report = assembled_between(Some(&assembled), body, threads);
+    assert_eq!(report.spent[&7].values().sum::<u64>(), report.cycles[&7][0]);
+    // A barrier's.
+    report.cycles[&7][0] - cycles_of_nothing()
+}
+
+fn cycles_of_nothing() -> u64 {
+    assembled_between(Some(&Assembled::default()), "", 32).cycles[&7][0]
+}
+
+#[test]
+fn machine_code_goes_in_its_order_and_waits_as_it_says() {
+    let body = "ld.shared.b32 %r2, [%r192];\nadd.s32 %r3, %r2, 1;\nadd.s32 %r4, %r1, 1;";
+    assert_eq!(
+        assembled_cycles(body, &[(0, 2), (2, 4), (1, 5)], 32),
+        29 + 5,
+        "what is beside the load, then what waits for it"
+    );
+    assert_eq!(assembled_cycles(body, &[(0, 2), (1, 5), (2, 4)], 32), 29 + 5 + 4, "one after the other");
+    assert_eq!(
+        assembled_cycles(body, &[(0, 2), (2, 15), (2, 15), (1, 5)], 32),
+        2 + 30 + 5,
+        "two for one, and nothing to wait for"
+    );
+    // A name for what has been loaded is no instruction, and to be waited for like it.
+    let named = "ld.shared.b32 %r2, [%r192];\nmov.b32 %r5, %r2;\nadd.s32 %r3, %r5, 1;";
+    assert_eq!(assembled_cycles(named, &[(0, 2), (2, 4)], 32), 29 + 4);
+    // Sums of arithmetic are there when the assembler says so. Of a scheduler's two warps one waits while the other issues.
+    let chain = "add.s32 %r2, %r1, 1;\nadd.s32 %r2, %r2, 1;";
+    assert_eq!(assembled_cycles(chain, &[(0, 6), (1, 6)], 32), 12);
+    assert_eq!(assembled_cycles(chain, &[(0, 6), (1, 6)], 256), 12);
+    assert_eq!(assembled_cycles(chain, &[(0, 1); 20], 256), 40, "but both issue");
+    // Nine instructions of which eight are a line of code.
+    let lines = |instructions: usize| {
+        let instructions = vec![MachineInstruction { line: FIRST, cycles: 1 }; instructions];
+        let report = assembled_between(Some(&Assembled { instructions }), chain, 32);
+        report.code[&7].iter().map(|word| word.count_ones()).sum::<u32>()
+    };
+    assert_eq!([lines(8), lines(9)], [1, 2]);
+}
+
 #[test]
 fn of_what_a_block_comes_to_again_the_last_time_counts() {
     let mark = |mark: u32| format!("mov.b32 %r199, {mark};\nst.volatile.global.b32 [%rd1], %r199;\nbar.sync 0, 32;\n");
@@ -253,7 +303,7 @@ fn code_that_is_not_held_is_waited_for_line_by_line() {
         + "add.s32 %r2, %r2, 1;\nsetp.lt.u32 %p1, %r2, 2;\n@%p1 bra $again;\nbar.sync 0, 64;";
     let cycles = |kib, line_cycles| {
         let cache = InstructionCache { kib, line_cycles };
-        run_with(cache, "", &body, 64, 3, &mut [0]).expect("it ends").cycles[&7][0]
+        run_with((cache, None), "", &body, 64, 3, &mut [0]).expect("it ends").cycles[&7][0]
     };
     let none = cycles(32, 0);
     assert_eq!(none, cycles(usize::MAX / 1024, 0));
