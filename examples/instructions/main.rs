@@ -113,7 +113,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ptx = worker.ptx();
     let assembled = words.iter().find_map(|word| word.strip_prefix("ptxas=")).map(|ptxas| {
         let arch = ptx.lines().find_map(|line| line.strip_prefix(".target ")).ok_or("PTX for nothing")?;
-        cubin::assembled(ptxas.as_ref(), arch.trim(), &ptx, worker.entry).map(Arc::new)
+        cubin::assembled(ptxas.as_ref(), arch.trim(), ptx, worker.entry).map(Arc::new)
     });
     let assembled = assembled.transpose()?;
     let mut args = rest.into_iter();
