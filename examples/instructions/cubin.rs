@@ -21,8 +21,11 @@ const LINES: &str = ".nv_debug_line_sass";
 pub(crate) fn assembled(ptxas: &Path, arch: &str, ptx: &str, entry: &str) -> Result<Assembled, Box<dyn Error>> {
     let mut hasher = DefaultHasher::new();
     (ptxas, arch, ptx).hash(&mut hasher);
-    let made = |what: &str| std::env::temp_dir().join(format!("perpetua-{:016x}.{what}", hasher.finish()));
-    let [text, unfinished, cubin] = ["ptx", "tmp", "cubin"].map(made);
+    let name = format!("perpetua-{:016x}", hasher.finish());
+    let cubin = std::env::temp_dir().join(&name).with_extension("cubin");
+    // Two of these may run at once.
+    let [text, unfinished] =
+        ["ptx", "tmp"].map(|what| std::env::temp_dir().join(format!("{name}-{}.{what}", std::process::id())));
     if !cubin.is_file() {
         eprintln!("{} assembles the kernel", ptxas.display());
         std::fs::write(&text, ptx)?;

@@ -13,6 +13,9 @@
 //! what the slowest warp waits for; `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles (64 and 50
 //! unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction
 //! caches should hold. With an operator's name, or its end, the lines of PTX at which it waits longest, and those that it runs.
+//!
+//! With `ptxas=PATH` the machine code that this ptxas makes is what counts: its instructions' order, the waits that stand in it, and its lines of code, which is nearer to what a
+//! chip does (`docs/cycles.md`); issue slots are the PTX's still. Without, an instruction of the PTX is one of machine code, and waits for what it reads alone.
 
 mod cubin;
 

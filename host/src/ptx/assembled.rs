@@ -24,7 +24,7 @@ pub struct MachineInstruction {
     pub cycles: u32,
 }
 
-/// What an instruction of the PTX is in machine code.
+/// What an instruction of the PTX is in machine code; of PTX that has not been assembled, in which line of code it would be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Placed {
     /// Machine instructions, and the cycles for which the warp waits after them, together.

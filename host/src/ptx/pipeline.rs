@@ -326,6 +326,19 @@ impl Clock {
         self.spent.clear();
     }
 
+    /// When the last of what `operands` read is there, and by which instruction: of a tie, whatever.
+    fn last_of(&self, operands: &Operands) -> (u64, Pc) {
+        let rows = operands.reads.iter().map(|read| self.rows.get(*read as usize).copied().unwrap_or_default());
+        let preds = operands.reads_preds.iter().map(|pred| self.preds[*pred as usize]);
+        rows.chain(preds).fold((0, NOBODY), Ord::max)
+    }
+
+    /// What `operands` write is there from then on, by that instruction.
+    fn make(&mut self, operands: &Operands, made: (u64, Pc)) {
+        operands.writes.iter().for_each(|write| self.rows[*write as usize] = made);
+        operands.writes_preds.iter().for_each(|write| self.preds[*write as usize] = made);
+    }
+
     fn now(&self) -> u64 {
         self.latest.max(self.since + self.issues)
     }
@@ -335,14 +348,14 @@ impl Clock {
 #[derive(Debug)]
 pub(super) struct Pipeline {
     operands: Vec<Operands>,
-    /// What each instruction is in machine code, if that is known.
-    placed: Option<Vec<Placed>>,
-    /// How long each one's result takes, and whether that is for its readers to wait for; and how long it keeps the tensor cores.
-    latencies: Vec<(u64, bool)>,
+    /// Where in the code each instruction is and, if that is machine code, what it is there.
+    placed: Vec<Placed>,
+    is_assembled: bool,
+    /// Of machine code: how long each one's result takes, if that is for its readers to wait for; and how long it keeps the tensor cores.
+    latencies: Vec<Option<u64>>,
     products: Vec<u64>,
     warps: Vec<Clock>,
-    /// In which line of code each instruction is, and how many lines there are.
-    pub(super) lines: Vec<u32>,
+    /// How many lines of code there are.
     pub(super) n_lines: usize,
     /// What each block has of them.
     code: Vec<CodeLines>,
@@ -352,15 +365,15 @@ pub(super) struct Pipeline {
 const SCHEDULERS: usize = 4;
 
 /// In which line of code each instruction of `code` is, and how many lines there are, if what issues has sixteen bytes and all else none.
-fn lines_of(code: &[Instruction]) -> (Vec<u32>, usize) {
+fn lines_of(code: &[Instruction]) -> (Vec<Placed>, usize) {
     let mut slots = 0;
-    let lines = code.iter().map(|instruction| {
-        let line = slots / LINE;
+    let placed = code.iter().map(|instruction| {
+        let lines = vec![slots / LINE];
         slots += instruction.cost.issues;
-        line
+        Placed { lines, ..Placed::default() }
     });
-    let lines = lines.collect();
-    (lines, slots.div_ceil(LINE) as usize)
+    let placed = placed.collect();
+    (placed, slots.div_ceil(LINE) as usize)
 }
 
 /// What an SM holds of the code, and what it costs to fetch more.
@@ -449,13 +462,12 @@ impl Pipeline {
             looks: [false; 2],
             ahead: 0,
         };
-        let (lines, mut n_lines) = lines_of(code);
-        let placed = assembled.map(|assembled| place(code, assembled));
-        if let Some(assembled) = assembled {
-            n_lines = assembled.instructions.len().div_ceil(LINE as usize);
-        }
+        let (placed, n_lines) = assembled.map_or_else(
+            || lines_of(code),
+            |assembled| (place(code, assembled), assembled.instructions.len().div_ceil(LINE as usize)),
+        );
         let latency = |one: &Instruction| {
-            let is_variable = matches!(
+            let is_waited_for = matches!(
                 one.op,
                 Op::Load { .. }
                     | Op::LoadMatrices { .. }
@@ -463,13 +475,13 @@ impl Pipeline {
                     | Op::Shuffle { .. }
                     | Op::BarrierTry { .. }
             );
-            (u64::from(one.cost.latency), is_variable || one.cost.latency == SPECIAL.latency)
+            (is_waited_for || one.cost == SPECIAL).then_some(u64::from(one.cost.latency))
         };
         Pipeline {
+            placed,
+            is_assembled: assembled.is_some(),
             latencies: code.iter().map(latency).collect(),
             products: code.iter().map(|one| u64::from(matches!(one.op, Op::Product { .. })) * KEEPS).collect(),
-            placed,
-            lines,
             n_lines,
             operands: code.iter().map(Operands::of).collect(),
             warps: (0..blocks * warps).map(|_| clock()).collect(),
@@ -479,28 +491,20 @@ impl Pipeline {
 
     /// In which lines of code the instruction at `pc` is.
     pub(super) fn lines_of(&self, pc: Pc) -> &[u32] {
-        match &self.placed {
-            Some(placed) => &placed[pc as usize].lines,
-            None => std::slice::from_ref(&self.lines[pc as usize]),
-        }
+        &self.placed[pc as usize].lines
     }
 
     /// With which line of the PTX each line of code begins.
     pub(super) fn first_of_lines(&self, code: &[Instruction]) -> Vec<u32> {
         let mut first = vec![0; self.n_lines];
-        if let Some(placed) = &self.placed {
-            for (one, instruction) in placed.iter().zip(code) {
-                for line in &one.lines {
-                    let first = &mut first[*line as usize];
-                    *first = if *first == 0 { instruction.line } else { instruction.line.min(*first) };
+        for (one, instruction) in self.placed.iter().zip(code) {
+            for line in &one.lines {
+                // What issues nothing may stand behind the last.
+                if let Some(first) = first.get_mut(*line as usize)
+                    && (*first == 0 || instruction.line < *first)
+                {
+                    *first = instruction.line;
                 }
-            }
-            return first;
-        }
-        // From behind, so that the first of a line is what stays; what issues nothing may stand behind the last.
-        for (line, instruction) in self.lines.iter().zip(code).rev() {
-            if let Some(first) = first.get_mut(*line as usize) {
-                *first = instruction.line;
             }
         }
         // A line in the middle of an instruction is that one's.
@@ -534,40 +538,41 @@ impl Pipeline {
             clock.put_aside(clock.ahead == 0);
         }
         clock.looks[0] |= instruction.is_look;
-        if self.placed.is_none() {
-            self.issue(number, pc, instruction, accesses);
+        if !self.is_assembled {
+            self.issue(number, pc as Pc, instruction, accesses);
             return;
         }
         clock.pending.push((pc as Pc, accesses));
-        let goes_on = |op: &Op| {
-            !matches!(op, Op::Branch(_) | Op::BranchIndex(..) | Op::BarrierTry { .. } | Op::WarpSync(_) | Op::Exit)
-        };
-        if !goes_on(&instruction.op) {
+        let ends_block = matches!(
+            instruction.op,
+            Op::Branch(_) | Op::BranchIndex(..) | Op::BarrierTry { .. } | Op::WarpSync(_) | Op::Exit
+        );
+        if ends_block {
             self.catch_up(number);
         }
     }
 
-    /// Warp `number` issues the instruction at `pc`, in whatever order operands allow.
-    fn issue(&mut self, number: usize, pc: usize, instruction: &Instruction, accesses: u64) {
-        let n_warps = self.warps.len();
+    /// Warp `number` has the code of the instruction at `pc`, once it is there.
+    fn fetch(&mut self, number: usize, pc: Pc) {
+        let block = number / (self.warps.len() / self.code.len());
         let clock = &mut self.warps[number];
-        let wanted = clock.now();
-        let block = number / (n_warps / self.code.len());
-        let there = self.code[block].fetch(self.lines[pc] as usize, wanted);
-        if there > wanted {
-            clock.pass(there);
-            clock.spent.push(Spent { at: pc as Pc, by: CODE, cycles: there - wanted });
+        for line in &self.placed[pc as usize].lines {
+            let wanted = clock.now();
+            let there = self.code[block].fetch(*line as usize, wanted);
+            if there > wanted {
+                clock.pass(there);
+                clock.spent.push(Spent { at: pc, by: CODE, cycles: there - wanted });
+            }
         }
-        let operands = &self.operands[pc];
+    }
+
+    /// Warp `number` issues the instruction at `pc`, in whatever order operands allow.
+    fn issue(&mut self, number: usize, pc: Pc, instruction: &Instruction, accesses: u64) {
+        self.fetch(number, pc);
+        let clock = &mut self.warps[number];
+        let operands = &self.operands[pc as usize];
         let before = clock.now();
-        // Of a tie, whatever: one of those that it waits for.
-        let mut last = (clock.since, NOBODY);
-        for read in &operands.reads {
-            last = last.max(clock.rows.get(*read as usize).copied().unwrap_or_default());
-        }
-        for pred in &operands.reads_preds {
-            last = last.max(clock.preds[*pred as usize]);
-        }
+        let mut last = clock.last_of(operands).max((clock.since, NOBODY));
         if let Some((_, guard)) = instruction.guard {
             let (there, by) = clock.preds[guard as usize];
             last = last.max((there + GUARD, by));
@@ -583,8 +588,7 @@ impl Pipeline {
         clock.issues_since += u64::from(issues);
         clock.accesses_since += accesses;
         let there = at + u64::from(latency) + accesses.saturating_sub(1);
-        operands.writes.iter().for_each(|write| clock.rows[*write as usize] = (there, pc as Pc));
-        operands.writes_preds.iter().for_each(|write| clock.preds[*write as usize] = (there, pc as Pc));
+        clock.make(operands, (there, pc));
         if issues > 0 {
             clock.latest = clock.latest.max(at);
         }
@@ -599,22 +603,18 @@ impl Pipeline {
         let cycles = clock.now() - before;
         if cycles > 0 {
             let by = if at > before { by } else { NOBODY };
-            clock.spent.push(Spent { at: pc as Pc, by, cycles });
+            clock.spent.push(Spent { at: pc, by, cycles });
         }
     }
 
     /// Warp `number` issues what is pending, in machine code's order, and after each instruction waits for as long as the assembler has it wait. What that
     /// does not know, loads, shuffles, special functions, their readers wait for.
     fn catch_up(&mut self, number: usize) {
-        let Some(placed) = &self.placed else { return };
-        let block = number / (self.warps.len() / self.code.len());
-        let clock = &mut self.warps[number];
-        let mut pending = std::mem::take(&mut clock.pending);
         // Those that are nothing of their own follow what they read: they are other names of it.
         let mut made: BTreeMap<Slot, u32> = BTreeMap::new();
-        let mut in_order: Vec<(u32, Pc, u64)> = Vec::with_capacity(pending.len());
-        for (pc, accesses) in pending.drain(..) {
-            let (one, operands) = (&placed[pc as usize], &self.operands[pc as usize]);
+        let mut in_order = Vec::new();
+        for (pc, accesses) in std::mem::take(&mut self.warps[number].pending) {
+            let (one, operands) = (&self.placed[pc as usize], &self.operands[pc as usize]);
             let behind = || operands.reads.iter().filter_map(|read| made.get(read)).max().copied().unwrap_or(0);
             let last = if one.issues > 0 { one.last } else { behind() };
             made.extend(operands.writes.iter().map(|write| (*write, last)));
@@ -622,34 +622,20 @@ impl Pipeline {
         }
         in_order.sort_by_key(|(last, ..)| *last);
         for (_, pc, accesses) in in_order {
-            let (one, operands) = (&placed[pc as usize], &self.operands[pc as usize]);
-            let mut now = clock.now();
-            for line in &one.lines {
-                let there = self.code[block].fetch(*line as usize, now);
-                if there > now {
-                    clock.spent.push(Spent { at: pc, by: CODE, cycles: there - now });
-                    now = there;
-                }
+            self.fetch(number, pc);
+            let (one, operands) = (&self.placed[pc as usize], &self.operands[pc as usize]);
+            let clock = &mut self.warps[number];
+            let (mut now, (last, by)) = (clock.now(), clock.last_of(operands));
+            if one.issues > 0 && last > now {
+                clock.spent.push(Spent { at: pc, by, cycles: last - now });
+                now = last;
             }
-            let mut last = (0, NOBODY);
-            for read in &operands.reads {
-                last = last.max(clock.rows.get(*read as usize).copied().unwrap_or_default());
-            }
-            for pred in &operands.reads_preds {
-                last = last.max(clock.preds[*pred as usize]);
-            }
-            if one.issues > 0 && last.0 > now {
-                clock.spent.push(Spent { at: pc, by: last.1, cycles: last.0 - now });
-                now = last.0;
-            }
-            let (latency, waits) = self.latencies[pc as usize];
-            let there = match (waits, one.issues) {
-                (true, _) => (now.max(last.0) + latency + accesses.saturating_sub(1), pc),
-                (false, 0) => last,
-                (false, _) => (0, NOBODY),
+            let made = match self.latencies[pc as usize] {
+                Some(latency) => (now.max(last) + latency + accesses.saturating_sub(1), pc),
+                None if one.issues == 0 => (last, by),
+                None => (0, NOBODY),
             };
-            operands.writes.iter().for_each(|write| clock.rows[*write as usize] = there);
-            operands.writes_preds.iter().for_each(|write| clock.preds[*write as usize] = there);
+            clock.make(operands, made);
             if one.cycles > 0 {
                 clock.spent.push(Spent { at: pc, by: pc, cycles: one.cycles });
             }
@@ -658,7 +644,6 @@ impl Pipeline {
             clock.products_since += self.products[pc as usize];
             clock.pass(now + one.cycles);
         }
-        self.warps[number].pending = pending;
     }
 
     /// The `numbers` of warps of a block have come to a barrier; how long the slowest, or, if `is_wait`, the fastest took since its
