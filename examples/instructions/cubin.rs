@@ -5,6 +5,7 @@ use object::read::elf::ElfFile64;
 use object::{Object, ObjectSection, ObjectSymbol, RelocationTarget};
 use perpetua::ptx::{Assembled, MachineInstruction};
 use std::error::Error;
+use std::fmt::Display;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::Command;
@@ -31,12 +32,14 @@ pub(crate) fn assembled(ptxas: &Path, arch: &str, ptx: &str, entry: &str) -> Res
         std::fs::write(&text, ptx)?;
         let mut command = Command::new(ptxas);
         command.arg("-lineinfo").arg(format!("-arch={arch}")).arg(&text).arg("-o").arg(&unfinished);
-        let output = command.output().map_err(|e| format!("{}: {e}", ptxas.display()))?;
+        let output = command.output();
         std::fs::remove_file(&text)?;
+        let refuse = |what: &dyn Display| format!("{}: {what}", ptxas.display());
+        let output = output.map_err(|e| refuse(&e))?;
         if !output.status.success() {
-            return Err(format!("{}: {}", ptxas.display(), String::from_utf8_lossy(&output.stderr)).into());
+            return Err(refuse(&format!("{}: {}", output.status, String::from_utf8_lossy(&output.stderr))).into());
         }
-        std::fs::rename(&unfinished, &cubin)?;
+        std::fs::rename(&unfinished, &cubin).map_err(|e| refuse(&format!("what it should have made: {e}")))?;
     }
     read(&std::fs::read(&cubin)?, entry).map_err(|e| format!("{}: {e}", cubin.display()).into())
 }
