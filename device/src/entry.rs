@@ -4,7 +4,7 @@
 //! **Launch**: the grid is `n_workers` blocks, all resident (cooperative launch); a block is
 //! [`BLOCK_THREADS`](perpetua_shared::launch::BLOCK_THREADS) threads, of which the first
 //! [`TASK_THREADS`](perpetua_shared::launch::TASK_THREADS) run tasks, the next is the loader ([`tiles`]) and the one after it, where
-//! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`TILE_BYTES`](perpetua_shared::launch::TILE_BYTES) of dynamic shared memory; the one
+//! the image has just-in-time tasks, a scheduler ([`scheduler`]), with [`SHARED_BYTES`](perpetua_shared::launch::SHARED_BYTES) of dynamic shared memory; the one
 //! parameter is a [`LaunchParams`], by value. `data_heads` and `data` say which
 //! weights the loader brings, `prefetch_heads` and `prefetches` what it asks the L2 cache for; `without` what is not done.
 //!
@@ -14,7 +14,7 @@
 
 use crate::advance::step_of;
 pub use crate::arch::LaunchBlock;
-use crate::arch::{memory, thread};
+use crate::arch::{memory, shared, thread, trap};
 use crate::block::Block;
 use crate::gpu::Call;
 use crate::gpu::scheduler;
@@ -519,6 +519,14 @@ fn gpu_sync(image: &DeviceImage) -> Gpu {
     }
 }
 
+/// Ends the kernel where shared memory is not where its code takes it to be, which the host has made sure of.
+#[inline(always)]
+fn begin_block() {
+    if !shared::is_in_place() {
+        trap();
+    }
+}
+
 /// The worker whose number is the block's index.
 ///
 /// # Safety
@@ -535,6 +543,7 @@ pub unsafe fn worker(params: LaunchBlock) {
     // task threads' are no task's: the first of their lanes is the loader, the second the scheduler.
     unsafe {
         if thread == 0 {
+            begin_block();
             tiles::init(block.threads);
             if param!(image, n_slots) > 0 {
                 scheduler::init();
@@ -588,6 +597,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     // threads' are no task's; those come to the second barrier with the same task.
     unsafe {
         if thread == 0 {
+            begin_block();
             tiles::init(block.threads);
             tiles::tell(if sync.has_fault() { NO_PROGRAM } else { step.program });
         }

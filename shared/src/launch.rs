@@ -3,7 +3,7 @@
 //! The kernel's only parameter is one of these, by value: constant memory, which costs its readers neither registers nor a trip to
 //! any cache but their own. Addresses are device addresses. The host
 //! launches one block of [`BLOCK_THREADS`] threads per worker, all of them resident at once (a cooperative launch), with
-//! [`TILE_BYTES`] of dynamic shared memory (which is more than a kernel gets unasked: set its attribute).
+//! [`SHARED_BYTES`] of dynamic shared memory (which is more than a kernel gets unasked: set its attribute).
 
 use crate::technique::Techniques;
 use bytemuck::{Pod, Zeroable};
@@ -23,8 +23,15 @@ pub const BLOCK_THREADS: u32 = 256;
 /// Those of them that run tasks and meet at the block's barrier. The last warp is the loader's.
 pub const TASK_THREADS: u32 = BLOCK_THREADS - 32;
 
-/// Dynamic shared memory of a block, all of it tiles. With 18.9 KiB of static shared memory that is what a block may have on
-/// sm_90, 227 KiB, but for 0.1.
+/// Where the shared memory that a block asks for begins: what is before it the driver keeps for itself. The host refuses a device whose driver
+/// keeps another number of bytes (`CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK`), and a kernel traps.
+pub const RESERVED_SHARED_BYTES: u32 = 1024;
+
+/// Dynamic shared memory of a block: the words and mbarriers that bodies share, and the [tiles](TILE_BYTES), which are its end. It is what a block
+/// may have on sm_90, and kernels have no other, so that each of its bytes has an address that is known when they are compiled.
+pub const SHARED_BYTES: u32 = 227 << 10;
+
+/// Those of them that are tiles.
 pub const TILE_BYTES: u32 = 208 << 10;
 
 /// Barriers of tiles: as many are under way or unread at most. They take turns.

@@ -9,7 +9,7 @@ use perpetua_device::gpu::bodies;
 use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::DType;
 use perpetua_shared::body::{BodyParams, MAX_OPERANDS, Matrix, PREFIX};
-use perpetua_shared::launch::{TASK_THREADS, TILE_BYTES};
+use perpetua_shared::launch::{SHARED_BYTES, TASK_THREADS, TILE_BYTES};
 use proptest::prelude::*;
 use std::sync::LazyLock;
 
@@ -179,7 +179,7 @@ fn run(runs: Runs, name: &str, seed: u64, operands: &mut [Operand<'_>], index: &
                 entry: &format!("{PREFIX}{name}"),
                 blocks: 1,
                 threads: TASK_THREADS,
-                shared_bytes: TILE_BYTES,
+                shared_bytes: SHARED_BYTES,
                 params: &[bytemuck::bytes_of(&params)],
                 seed,
                 stray: 8,

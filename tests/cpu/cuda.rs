@@ -14,7 +14,7 @@ use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model
 use perpetua_device::{queue, turns};
 use perpetua_shared::control::{Control, End, Step};
 use perpetua_shared::image::BindingKind;
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, TILE_BYTES};
+use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, Mail, SHARED_BYTES};
 use perpetua_shared::{EventId, Fault, ProgramId, TaskId};
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
@@ -95,7 +95,7 @@ fn tokens_come_through_the_mailbox_and_nothing_is_left_behind() {
         // What a run is, call by call: the prompt and the control block go in; the kernel is launched; the control block and the fault record come out.
         let calls = driver.calls();
         let run: Vec<&str> = calls[loaded..].iter().map(String::as_str).collect();
-        let launch = format!("cuLaunchCooperativeKernel blocks {N_SMS} threads {BLOCK_THREADS} shared {TILE_BYTES}");
+        let launch = format!("cuLaunchCooperativeKernel blocks {N_SMS} threads {BLOCK_THREADS} shared {SHARED_BYTES}");
         let control = size_of::<perpetua_shared::control::Control>();
         let expected = [
             format!("cuMemcpyHtoDAsync {}", 4 * PROMPT.len()),
@@ -167,8 +167,8 @@ fn loading_is_so_many_calls_in_this_order() {
         // Of a cubin once more, to see that the driver takes it.
         format!("cuModuleGetFunction {ENTRY}"),
         format!("cuModuleGetFunction {ENTRY}"),
-        format!("cuFuncSetAttribute MAX_DYNAMIC_SHARED_SIZE_BYTES {TILE_BYTES}"),
-        format!("cuOccupancyMaxActiveBlocksPerMultiprocessor threads {BLOCK_THREADS} shared {TILE_BYTES}"),
+        format!("cuFuncSetAttribute MAX_DYNAMIC_SHARED_SIZE_BYTES {SHARED_BYTES}"),
+        format!("cuOccupancyMaxActiveBlocksPerMultiprocessor threads {BLOCK_THREADS} shared {SHARED_BYTES}"),
         format!("cuMemAlloc {needed}"),
         // The one beside the kernel's, and the kernel's.
         "cuStreamCreate".into(),
@@ -310,7 +310,7 @@ fn operators_in_graphs_make_the_same_tokens() {
                 let op = view.tasks[at as usize].op;
                 let blocks = view.tasks[at as usize..].iter().take_while(|task| task.op == op).count() as u32;
                 wanted.push(format!(
-                    "cuGraphAddKernelNode {place}: blocks {blocks} threads {BLOCK_THREADS} shared {TILE_BYTES} program \
+                    "cuGraphAddKernelNode {place}: blocks {blocks} threads {BLOCK_THREADS} shared {SHARED_BYTES} program \
                      {number} task {at}"
                 ));
                 at += blocks;
@@ -448,6 +448,10 @@ fn devices_that_will_not_do_are_refused() {
         "Fake H200 has compute capability 8.0: this build's GPU code is for 9.0 (H100, H200, GH200)"
     );
     assert!(with(|options| options.device.has_cooperative_launch = false).contains("no cooperative launch"));
+    assert_eq!(
+        with(|options| options.device.reserved_shared_bytes = 2048),
+        "the driver of Fake H200 keeps 2048 bytes of each block's shared memory: this build's GPU code is for 1024"
+    );
     let no_driver = with(|options| options.fails = Some(("cuDeviceGetCount", 100)));
     assert!(
         no_driver.starts_with("cuDeviceGetCount failed") && no_driver.contains("CUDA_VISIBLE_DEVICES"),

@@ -59,8 +59,7 @@ const OF_ONE_ROW: [usize; 6] = [3 * 6, 18 + 24 + 26, 3 * 2, 12 + 12 + 40, 3 * 8,
 const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 
 /// Of each macro kernel alone, which is an entry of its own in `kernels.ptx`: registers at most; and, counted in the source,
-/// block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; bytes of shared memory (words,
-/// and mbarriers where tiles are taken); and looks at tiles' mbarriers, two where one is taken (a norm's, those of products not in
+/// block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; and looks at tiles' mbarriers, two where one is taken (a norm's, those of products not in
 /// terms, and of those in terms a step's and the next one's, which in gated_linear are two each; of a long row's the first and the next, of
 /// four widths, in gated_linear of two, two each), and arrivals on them, one behind each
 /// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the
@@ -68,30 +67,30 @@ const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 /// tells the host, too, goes on with a batch, and looks for what the text said before. decode_attention: 64 sums, and 48 words of keys and values; 196 before heads could be turned in part. attention, of
 /// few queries: as decode_attention; 189 when they were taken as many rows are, with 64 sums and a tile of scores. linear: 230 before it asked once, for all its ways, which form its weights have; 233 before it asked for splits of an attention
 /// while it merges others. Before flagged elements were looked at in one place, linear 242, gated_linear 205, decode_attention 204, and experts_up 181.)
-type Figures = (&'static str, u32, usize, usize, usize, usize, u32, [usize; 2]);
+type Figures = (&'static str, u32, usize, usize, usize, usize, [usize; 2]);
 
 /// Of all of them.
 const KERNELS: &[Figures] = &[
-    ("embedding", 64, 2, 0, 0, 0, 18816, [0, 0]),
-    ("rms_norm", 161, 4, 15, 0, 0, 18816, [0, 0]),
-    ("linear", 244, 69, 208, 27, 88, 19456, [66, 25]),
-    ("gated_linear", 217, 61, 170, 18, 88, 19456, [90, 16]),
-    ("rope", 108, 2, 5, 1, 0, 18816, [0, 0]),
-    ("attention", 213, 15, 47, 12, 384, 18816, [0, 0]),
-    ("layer_norm", 60, 6, 10, 0, 0, 18816, [0, 0]),
-    ("elementwise", 36, 2, 0, 0, 0, 18816, [0, 0]),
-    ("select_row", 22, 2, 0, 0, 0, 18816, [0, 0]),
-    ("argmax", 28, 4, 10, 0, 0, 18816, [0, 0]),
-    ("sample", 56, 54, 175, 0, 0, 18816, [0, 0]),
-    ("advance", 40, 6, 10, 0, 0, 18816, [0, 0]),
-    ("pool", 38, 4, 5, 0, 0, 18816, [0, 0]),
-    ("attention_merge", 116, 2, 0, 0, 0, 18816, [0, 0]),
-    ("decode_attention", 212, 7, 20, 1, 32, 18816, [0, 0]),
-    ("experts_up", 168, 16, 55, 0, 0, 18816, [0, 0]),
-    ("experts_down", 127, 10, 15, 0, 0, 18816, [0, 0]),
-    ("expert_routes", 44, 8, 5, 0, 0, 18816, [0, 0]),
-    ("routed_linear", 186, 20, 20, 0, 0, 18816, [0, 0]),
-    ("slot_sum", 56, 2, 0, 0, 0, 18816, [0, 0]),
+    ("embedding", 64, 2, 0, 0, 0, [0, 0]),
+    ("rms_norm", 161, 4, 15, 0, 0, [0, 0]),
+    ("linear", 244, 69, 208, 27, 88, [66, 25]),
+    ("gated_linear", 217, 61, 170, 18, 88, [90, 16]),
+    ("rope", 108, 2, 5, 1, 0, [0, 0]),
+    ("attention", 213, 15, 47, 12, 384, [0, 0]),
+    ("layer_norm", 60, 6, 10, 0, 0, [0, 0]),
+    ("elementwise", 36, 2, 0, 0, 0, [0, 0]),
+    ("select_row", 22, 2, 0, 0, 0, [0, 0]),
+    ("argmax", 28, 4, 10, 0, 0, [0, 0]),
+    ("sample", 56, 54, 175, 0, 0, [0, 0]),
+    ("advance", 40, 6, 10, 0, 0, [0, 0]),
+    ("pool", 38, 4, 5, 0, 0, [0, 0]),
+    ("attention_merge", 116, 2, 0, 0, 0, [0, 0]),
+    ("decode_attention", 212, 7, 20, 1, 32, [0, 0]),
+    ("experts_up", 168, 16, 55, 0, 0, [0, 0]),
+    ("experts_down", 127, 10, 15, 0, 0, [0, 0]),
+    ("expert_routes", 44, 8, 5, 0, 0, [0, 0]),
+    ("routed_linear", 186, 20, 20, 0, 0, [0, 0]),
+    ("slot_sum", 56, 2, 0, 0, 0, [0, 0]),
 ];
 
 fn image() -> Option<&'static DeviceImage> {
@@ -186,7 +185,7 @@ fn an_operator_alone_has_the_bodies_and_no_more() {
     let (_, body) = entry(image.operator.ptx(), OPERATOR);
     // Behind two of each kernel's barriers a task is fetched: one fetches for all of them, behind the barrier that all threads come to.
     let of_kernels = KERNELS.iter().fold([3, 0, 0, 0, 0, 0], |sum, kernel| {
-        let &(_, _, barriers, shuffles, warp_syncs, products, _, [looks, arrivals]) = kernel;
+        let &(_, _, barriers, shuffles, warp_syncs, products, [looks, arrivals]) = kernel;
         let of_one = [barriers - 2, shuffles, warp_syncs, products, looks, arrivals];
         std::array::from_fn(|i| sum[i] + of_one[i])
     });
@@ -362,22 +361,19 @@ fn each_kernel_keeps_to_its_figures() {
     names.dedup();
     assert_eq!(names.len(), entries, "a kernel has two rows");
     let mut over = Vec::new();
-    for &(name, registers, block_barriers, shuffles, warp_syncs, products, shared, tiles) in KERNELS {
+    for &(name, registers, block_barriers, shuffles, warp_syncs, products, tiles) in KERNELS {
         let name = format!("perpetua_kernel_{name}");
         let (_, body) = entry(ptx, &name);
         let mma = count(body, &["mma.sync"]);
         let got = (barriers(body), count(body, &["shfl.sync"]), count(body, &["bar.warp.sync"]), mma);
-        let (used, bytes) = report
-            .as_ref()
-            .map_or((0, 0), |report| (figure(report, &name, " registers"), figure(report, &name, " bytes smem")));
-        println!("(\"{}\", {used}, {}, {}, {}, {}, {bytes}, ..),", &name[16..], got.0, got.1, got.2, got.3);
+        let used = report.as_ref().map_or(0, |report| figure(report, &name, " registers"));
+        println!("(\"{}\", {used}, {}, {}, {}, {}, ..),", &name[16..], got.0, got.1, got.2, got.3);
         assert_eq!(got, (block_barriers, shuffles, warp_syncs, products), "{name}");
         let of_tiles = [count(body, &["mbarrier.try_wait"]), count(body, &["mbarrier.arrive"])];
         assert_eq!(of_tiles, tiles, "{name}: looks at barriers of tiles, and arrivals");
         assert_eq!(count(body, &["ld.global.nc", "ldu.", "call", "ld.local", "st.local"]), 0, "{name}");
         if report.is_some() {
             over.extend((used > registers).then(|| format!("{name}: {used} registers, {registers} before")));
-            assert_eq!(bytes, shared, "{name}");
         }
     }
     assert!(over.is_empty(), "{over:#?}");
@@ -476,9 +472,10 @@ fn ptxas_accepts_it_without_spills() {
         functions, 9,
         "the kernel, its operators alone, five probes, two entries that nobody launches, and nothing else: {report}"
     );
-    // What a block may have on sm_90 when it asks: 227 KiB.
-    let shared = figure(&report, WORKER, " bytes smem");
-    assert!(shared + perpetua_shared::launch::TILE_BYTES <= 227 << 10, "{shared} bytes beside the tiles");
+    assert!(
+        !report.contains(" bytes smem"),
+        "shared memory is what the launch gives, so that its addresses are known: {report}"
+    );
     let registers = figure(&report, WORKER, " registers");
     assert!(registers <= REGISTERS, "{registers} registers, {REGISTERS} before");
 }

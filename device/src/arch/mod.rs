@@ -257,6 +257,12 @@ pub(crate) mod shared {
     /// How many words there are.
     pub(crate) const WORDS: u32 = 4692;
 
+    /// Whether shared memory lies where this code takes it to be: nothing else is done before that is known.
+    #[inline(always)]
+    pub(crate) fn is_in_place() -> bool {
+        backend::shared_is_in_place()
+    }
+
     /// Words from here on outlive a task; those below are a task's own.
     pub(crate) const KEPT: u32 = WORDS - 252;
 
@@ -570,18 +576,12 @@ pub(crate) mod warpgroup {
     /// Threads of a warpgroup.
     pub(crate) const THREADS: u32 = 128;
 
-    /// Bytes that a row of a matrix in the tiles has, and what a matrix starts at a multiple of.
+    /// Bytes that a row of a matrix in the tiles has, and what a matrix, and the first tile, starts at a multiple of.
     pub(crate) const ROW: u32 = 128;
     pub(crate) const ALIGN: u32 = 1024;
 
     /// Rows of a in one product. Of b there are twice as many as [`Sums`] a thread has: 16, 32, 64 or 128.
     pub(crate) const M: u32 = 64;
-
-    /// The first tile byte at which a matrix may start.
-    #[inline(always)]
-    pub(crate) fn first() -> u32 {
-        backend::first_aligned()
-    }
 
     /// Where sixteen bytes `chunk`, `0..8`, of row `row` stand, counted from the matrix's start.
     #[inline(always)]
@@ -598,7 +598,7 @@ pub(crate) mod warpgroup {
         /// The one that starts at tile byte `at`.
         #[inline(always)]
         pub(crate) fn at(at: u32) -> Matrix {
-            // Of the address 18 bits; the block's number in its cluster stands above them.
+            // Of the address 18 bits.
             let units = (backend::tile_address(at) as u64 / 16) & 0x3fff;
             Matrix(units | 1 << 16 | (8 * ROW as u64 / 16) << 32 | 1 << 62)
         }

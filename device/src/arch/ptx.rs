@@ -11,13 +11,18 @@
 
 use bytemuck::Pod;
 use core::arch::{asm, global_asm};
-use perpetua_shared::launch::LaunchParams;
+use perpetua_shared::launch::{LaunchParams, RESERVED_SHARED_BYTES, SHARED_BYTES, TILE_BYTES};
 
-// The block's scratch words (`shared::WORDS`) and mbarriers, and the tiles, whose size the launch says.
-global_asm!(".shared .align 16 .b8 perpetua_shared[18768];");
-global_asm!(".shared .align 8 .b8 perpetua_mbarriers[576];");
-global_asm!(".extern .shared .align 128 .b8 perpetua_tiles[];");
-const _: () = assert!(super::shared::WORDS * 4 == 18768 && super::mbarrier::COUNT * 8 == 576);
+// A block's shared memory, whose size the launch says. Its variables are numbers: from a name ptxas makes an address of the block's cluster, for
+// which it reads a special register and waits wherever it is wanted. Without clusters, numbers are the same.
+global_asm!(".extern .shared .align 128 .b8 perpetua_block[];");
+const WORDS_AT: u32 = RESERVED_SHARED_BYTES;
+const MBARRIERS_AT: u32 = WORDS_AT + 4 * super::shared::WORDS;
+const TILES_AT: u32 = RESERVED_SHARED_BYTES + SHARED_BYTES - TILE_BYTES;
+const _: () = assert!(
+    WORDS_AT.is_multiple_of(128) && MBARRIERS_AT.is_multiple_of(8) && TILES_AT.is_multiple_of(super::warpgroup::ALIGN)
+);
+const _: () = assert!(MBARRIERS_AT + 8 * super::mbarrier::COUNT <= TILES_AT);
 
 unsafe extern "unadjusted" {
     #[link_name = "llvm.nvvm.barrier.cta.sync.aligned.count"]
@@ -167,10 +172,7 @@ pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
 
 #[inline(always)]
 fn mbarrier_address(number: u32) -> u32 {
-    let base: u32;
-    // SAFETY: takes an address.
-    unsafe { asm!("mov.u32 {}, perpetua_mbarriers;", out(reg32) base, options(pure, nomem, nostack)) };
-    base + 8 * number
+    MBARRIERS_AT + 8 * number
 }
 
 #[inline(always)]
@@ -222,10 +224,7 @@ pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
 
 #[inline(always)]
 pub(super) fn tile_address(at: u32) -> u32 {
-    let base: u32;
-    // SAFETY: takes an address.
-    unsafe { asm!("mov.u32 {}, perpetua_tiles;", out(reg32) base, options(pure, nomem, nostack)) };
-    base + at
+    TILES_AT + at
 }
 
 #[inline(always)]
@@ -297,11 +296,6 @@ pub(super) fn copy_commit() {
 pub(super) fn copy_wait<const LEFT: u32>() {
     // SAFETY: waits.
     unsafe { asm!("cp.async.wait_group {};", const LEFT, options(nostack)) };
-}
-
-#[inline(always)]
-pub(super) fn first_aligned() -> u32 {
-    tile_address(0).next_multiple_of(super::warpgroup::ALIGN) - tile_address(0)
 }
 
 /// An instruction on a thread's sums, operands 0 to 7, 15, 31 or 63, which stand between `$before` and `$after`.
@@ -536,7 +530,7 @@ pub(super) fn sleep_ns(ns: u32) {
 #[inline(always)]
 pub(super) unsafe fn shared_load(at: u32) -> u32 {
     let value;
-    // SAFETY: the caller promises a word of `perpetua_shared`.
+    // SAFETY: the caller promises a word of shared memory.
     unsafe { asm!("ld.shared.u32 {}, [{}];", out(reg32) value, in(reg32) shared_address(at), options(nostack)) };
     value
 }
@@ -545,7 +539,7 @@ pub(super) unsafe fn shared_load(at: u32) -> u32 {
 pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
     let mut values = [0; N];
     for i in 0..N {
-        // SAFETY: the caller promises words of `perpetua_shared` which nobody writes meanwhile. Reading them has no effect.
+        // SAFETY: the caller promises words of shared memory which nobody writes meanwhile. Reading them has no effect.
         unsafe {
             asm!(
                 "ld.shared.u32 {}, [{}];",
@@ -558,14 +552,14 @@ pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
 
 #[inline(always)]
 pub(super) unsafe fn shared_store(at: u32, value: u32) {
-    // SAFETY: the caller promises a word of `perpetua_shared`.
+    // SAFETY: the caller promises a word of shared memory.
     unsafe { asm!("st.shared.u32 [{}], {};", in(reg32) shared_address(at), in(reg32) value, options(nostack)) };
 }
 
 #[inline(always)]
 pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
     let was;
-    // SAFETY: the caller promises a word of `perpetua_shared`.
+    // SAFETY: the caller promises a word of shared memory.
     unsafe {
         asm!(
             "atom.relaxed.cta.shared.or.b32 {}, [{}], {};",
@@ -577,10 +571,15 @@ pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
 
 #[inline(always)]
 fn shared_address(at: u32) -> u32 {
+    WORDS_AT + 4 * at
+}
+
+#[inline(always)]
+pub(super) fn shared_is_in_place() -> bool {
     let base: u32;
     // SAFETY: takes an address.
-    unsafe { asm!("mov.u32 {}, perpetua_shared;", out(reg32) base, options(pure, nomem, nostack)) };
-    base + 4 * at
+    unsafe { asm!("mov.u32 {}, perpetua_block;", out(reg32) base, options(pure, nomem, nostack)) };
+    base == RESERVED_SHARED_BYTES
 }
 
 /// Four words of global memory from `$from` on, by the instruction `$opcode`.

@@ -58,7 +58,7 @@ pub(crate) const ROWS: u32 = 2 * warpgroup::M;
 pub(crate) const COLUMNS: u32 = 128;
 
 const _: () = {
-    assert!(STAGES * STAGE + warpgroup::ALIGN <= perpetua_shared::launch::TILE_BYTES);
+    assert!(STAGES * STAGE <= perpetua_shared::launch::TILE_BYTES);
     assert!(2 * HALF <= STAGES * STAGE);
 };
 
@@ -467,7 +467,7 @@ const fn is_deep(m: usize, s: usize) -> bool {
 /// Where step `step`'s stage begins.
 #[inline(always)]
 fn stage_of(step: u32) -> u32 {
-    warpgroup::first() + step % STAGES * STAGE
+    step % STAGES * STAGE
 }
 
 /// What a thread of a warp that does not multiply copies: the same sixteen bytes of a row in each step, of every so many rows.
@@ -532,7 +532,7 @@ impl<const N: usize> Copies<N> {
         let halves = if is_deep(M, S) { 2 } else { 1 };
         let mut half = 0;
         while half < halves {
-            let to = warpgroup::first() + stage * STAGE + half * SECOND;
+            let to = stage * STAGE + half * SECOND;
             let at = Columns { first: STEP * (halves * step + half), is_new: step < STAGES };
             // SAFETY: elements inside the matrix (caller); the stage is nobody's: see `part`.
             unsafe {
@@ -549,7 +549,7 @@ impl<const N: usize> Copies<N> {
     /// Likewise of the weights.
     #[inline(always)]
     unsafe fn begin_weights<const M: usize, const S: usize>(&self, step: u32, stage: u32) {
-        let to = warpgroup::first() + stage * STAGE + W;
+        let to = stage * STAGE + W;
         if self.dtype != BF16 {
             // SAFETY: elements inside the matrices (caller); the stage is nobody's: see `part`.
             return unsafe { self.packed::<M, S>(step, to) };
@@ -769,7 +769,7 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
     // SAFETY: nobody reads the stages any more, nor writes them (caller).
     unsafe {
         for m in 0..M {
-            let to = warpgroup::first() + m as u32 * HALF + block.thread * 16;
+            let to = m as u32 * HALF + block.thread * 16;
             for group in 0..S as u32 / 4 {
                 let four = core::array::from_fn(|i| sums[m][4 * group as usize + i].to_bits());
                 bulk::store16(to + group * GROUP, four);
@@ -792,7 +792,7 @@ unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, f
         let (row, column) = (at / of_row, at % of_row * 4);
         let mut sum = 0.0;
         if at < all && column < place.columns {
-            let from = warpgroup::first() + place_of_sum(row, column);
+            let from = place_of_sum(row, column);
             let second = from + (N as u32 - 1) * width / 8 * GROUP;
             // SAFETY: kept before the block's barrier; r and n are inside the operands.
             unsafe {

@@ -37,8 +37,8 @@ use std::ops::{Add, Mul, Sub};
 /// Rows that each warp has.
 pub const WARP_ROWS: u32 = 16;
 
-/// Bytes of shared memory that a body may use: the ring's, less what aligning its start may take.
-pub const CAPACITY: u32 = perpetua_shared::launch::TILE_BYTES - 1024;
+/// Bytes of shared memory that a body may use: the ring's.
+pub const CAPACITY: u32 = perpetua_shared::launch::TILE_BYTES;
 
 /// Warps of a block.
 pub const WARPS: u32 = perpetua_shared::launch::TASK_THREADS / 32;

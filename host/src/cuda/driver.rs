@@ -152,6 +152,8 @@ pub struct DeviceInfo {
     pub n_sms: u32,
     /// The most shared memory a block may have when it asks.
     pub shared_bytes: u32,
+    /// How much of each block's the driver keeps.
+    pub reserved_shared_bytes: u32,
     /// Bytes of device memory.
     pub memory_bytes: u64,
     /// Bytes of its second-level cache.

@@ -15,7 +15,9 @@ use perpetua_device::entry::{self, LaunchBlock};
 use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::launch::{BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, TASK_THREADS, TILE_BYTES};
+use perpetua_shared::launch::{
+    BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, RESERVED_SHARED_BYTES, SHARED_BYTES, TASK_THREADS, TILE_BYTES,
+};
 use perpetua_shared::probe::{self, ProbeParams};
 use perpetua_shared::{DataOp, PrefetchOp, TaskDesc, Technique};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -54,9 +56,6 @@ pub struct Options {
     pub fatal: Option<Technique>,
 }
 
-/// Shared memory of the kernels that is not dynamic: words and barriers.
-const STATIC_SHARED: u32 = 19_328;
-
 impl Options {
     /// An H200 cut down to `n_sms` SMs and `memory_bytes`.
     pub fn new(n_sms: u32, memory_bytes: u64) -> Options {
@@ -66,6 +65,7 @@ impl Options {
             compute_capability: (9, 0),
             n_sms,
             shared_bytes: 227 << 10,
+            reserved_shared_bytes: RESERVED_SHARED_BYTES,
             memory_bytes,
             l2_bytes: 60 << 20,
             has_cooperative_launch: true,
@@ -459,7 +459,8 @@ fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, h
     let threads = if is_probe { launch.threads } else { TASK_THREADS };
     let options = simt::Options {
         service_warps: (launch.threads - threads) / 32,
-        tile_bytes: launch.shared_bytes,
+        // The rest the simulated GPU has anyway.
+        tile_bytes: launch.shared_bytes.min(TILE_BYTES),
         began_ns,
         ..simt::Options::new(launch.blocks, threads, seed)
     };
@@ -631,7 +632,7 @@ unsafe impl Driver for Fake {
 
     fn set_shared_bytes(&self, function: Function, bytes: u32) -> Result<()> {
         let mut state = self.begin("cuFuncSetAttribute", &format!("MAX_DYNAMIC_SHARED_SIZE_BYTES {bytes}"), true)?;
-        if bytes + STATIC_SHARED > self.options.device.shared_bytes {
+        if bytes > self.options.device.shared_bytes {
             return Err(error("cuFuncSetAttribute", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let known = state.functions.get_mut(&function.0);
@@ -662,7 +663,7 @@ unsafe impl Driver for Fake {
             return Err(error("cuLaunchCooperativeKernel", 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let (expected, param_bytes) = match name.as_str() {
-            ENTRY => ((TILE_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
+            ENTRY => ((SHARED_BYTES, BLOCK_THREADS), size_of::<LaunchParams>()),
             code_probe::ENTRY => ((shared_bytes, code_probe::THREADS), size_of::<ProbeParams>()),
             _ => ((shared_bytes, probe::threads(name)), size_of::<ProbeParams>()),
         };
@@ -692,7 +693,7 @@ unsafe impl Driver for Fake {
         let mut state = self.begin(CALL, &arguments, true)?;
         let most = state.functions.get(&function.0).filter(|known| known.name == OPERATOR).map(|known| known.most);
         let Some(most) = most else { return Err(error(CALL, 400, "CUDA_ERROR_INVALID_HANDLE")) };
-        if blocks == 0 || (threads, shared_bytes) != (BLOCK_THREADS, TILE_BYTES) || shared_bytes > most {
+        if blocks == 0 || (threads, shared_bytes) != (BLOCK_THREADS, SHARED_BYTES) || shared_bytes > most {
             return Err(error(CALL, 1, "CUDA_ERROR_INVALID_VALUE"));
         }
         let handle = Node(state.handle());

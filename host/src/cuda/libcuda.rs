@@ -108,6 +108,7 @@ mod attribute {
     pub(super) const MINOR: i32 = 76;
     pub(super) const COOPERATIVE_LAUNCH: i32 = 95;
     pub(super) const SHARED_BYTES_OPT_IN: i32 = 97;
+    pub(super) const SHARED_BYTES_RESERVED: i32 = 111;
 }
 
 /// `CU_STREAM_NON_BLOCKING`.
@@ -218,6 +219,7 @@ impl LibCuda {
             compute_capability: (self.attribute(device, attribute::MAJOR)?, self.attribute(device, attribute::MINOR)?),
             n_sms: self.attribute(device, attribute::MULTIPROCESSORS)?,
             shared_bytes: self.attribute(device, attribute::SHARED_BYTES_OPT_IN)?,
+            reserved_shared_bytes: self.attribute(device, attribute::SHARED_BYTES_RESERVED)?,
             memory_bytes: memory_bytes as u64,
             l2_bytes: self.attribute(device, attribute::L2_BYTES)?,
             has_cooperative_launch: self.attribute(device, attribute::COOPERATIVE_LAUNCH)? != 0,

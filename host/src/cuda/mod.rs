@@ -17,6 +17,7 @@ mod upload;
 use crate::device_image::DeviceModule;
 use driver::{Context, CudaError, DeviceInfo, Driver, Module, Stream, code};
 use libcuda::{LibCuda, OpenError};
+use perpetua_shared::launch::RESERVED_SHARED_BYTES;
 pub use ptx_isa::PtxIsa;
 use std::fmt::{Display, Formatter};
 use std::sync::{Arc, OnceLock};
@@ -50,6 +51,16 @@ pub enum GpuError {
     /// Workers could wait for one that never starts.
     #[error("{0} has no cooperative launch, which resident workers need (a virtual GPU?)")]
     NoCooperativeLaunch(String),
+    /// Shared memory begins elsewhere than the code takes it to.
+    #[error(
+        "the driver of {device} keeps {found} bytes of each block's shared memory: this build's GPU code is for {RESERVED_SHARED_BYTES}"
+    )]
+    Reserved {
+        /// The device.
+        device: String,
+        /// How many it keeps.
+        found: u32,
+    },
     /// The build had no device toolchain.
     #[error("this build has no GPU code: run ./x setup and build again")]
     NoImage,
@@ -108,6 +119,9 @@ pub fn check_device(device: &DeviceInfo) -> Result<(), GpuError> {
     }
     if !device.has_cooperative_launch {
         return Err(GpuError::NoCooperativeLaunch(device.name.clone()));
+    }
+    if device.reserved_shared_bytes != RESERVED_SHARED_BYTES {
+        return Err(GpuError::Reserved { device: device.name.clone(), found: device.reserved_shared_bytes });
     }
     Ok(())
 }

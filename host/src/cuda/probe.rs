@@ -5,7 +5,7 @@ use super::driver::{CudaError, DevicePtr, Launch, Module, Stream};
 use super::upload::{self, BUFFER_BYTES, Buffers, upload, upload_threads};
 use super::{Gpu, GpuError, Piece, code_probe};
 use crate::device_image::device_image;
-use perpetua_shared::launch::{TASK_THREADS, TILE_BARRIERS, TILE_BYTES};
+use perpetua_shared::launch::{SHARED_BYTES, TASK_THREADS, TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{
     COPY, GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, UNDER_WAY, WORDS_AT, threads,
 };
@@ -74,7 +74,7 @@ impl Prober {
         let _entered = self.gpu.enter()?;
         let driver = self.gpu.driver();
         let function = driver.function(module, name)?;
-        driver.set_shared_bytes(function, TILE_BYTES)?;
+        driver.set_shared_bytes(function, SHARED_BYTES)?;
         let [counters, out, source] = self.memory[..] else { unreachable!("three allocations, see `new`") };
         let params = ProbeParams {
             source: source.0,
@@ -88,7 +88,7 @@ impl Prober {
             function,
             blocks,
             threads,
-            shared_bytes: TILE_BYTES,
+            shared_bytes: SHARED_BYTES,
             stream: self.stream,
             param: bytemuck::bytes_of(&params),
         };

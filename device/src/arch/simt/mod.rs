@@ -200,15 +200,15 @@ pub(super) fn fence_proxy_async() {
     with(World::fence_proxy);
 }
 
+pub(super) fn shared_is_in_place() -> bool {
+    true
+}
+
 /// Where the tiles start in a block's shared memory: behind the words and mbarriers, as on the chip.
-const TILES: u32 = (super::shared::WORDS * 4 + super::mbarrier::COUNT * 8).next_multiple_of(128);
+const TILES: u32 = perpetua_shared::launch::SHARED_BYTES - perpetua_shared::launch::TILE_BYTES;
 
 pub(super) fn tile_address(at: u32) -> u32 {
     TILES + at
-}
-
-pub(super) fn first_aligned() -> u32 {
-    TILES.next_multiple_of(super::warpgroup::ALIGN) - TILES
 }
 
 #[track_caller]

@@ -1009,7 +1009,7 @@ const MULTIPLY: Multiply = Multiply {
 fn multiply(how: Multiply) -> impl Fn(Place) {
     move |place| {
         let me = thread::thread_idx();
-        let first = warpgroup::first() + if how.aligned { 0 } else { 128 };
+        let first = if how.aligned { 0 } else { 128 };
         let source: *const u8 = place.constant.wrapping_add(place.constant.align_offset(16)).cast();
         // SAFETY: see above.
         unsafe {
@@ -1094,13 +1094,13 @@ fn a_warpgroups_sums() {
         unsafe {
             for unit in (me..192 * 8).step_by(128) {
                 let from = source.wrapping_add(unit as usize).cast();
-                copy::sixteen(warpgroup::first() + warpgroup::place(unit / 8, unit % 8), from, true);
+                copy::sixteen(warpgroup::place(unit / 8, unit % 8), from, true);
             }
             copy::commit();
             copy::wait::<0>();
             copy::fence_tiles();
             thread::sync();
-            let matrix = |row: u32| warpgroup::Matrix::at(warpgroup::first() + row * warpgroup::ROW);
+            let matrix = |row: u32| warpgroup::Matrix::at(row * warpgroup::ROW);
             let mut sums = warpgroup::Sums::<64>::zero();
             warpgroup::begin();
             for step in 0..4 {

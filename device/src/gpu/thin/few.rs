@@ -19,7 +19,7 @@ use super::super::tiles::Tiles;
 use super::super::warpgroup::{Finish, Place, bytes_apart};
 use super::super::{BF16, Call};
 use super::taken::Taken;
-use crate::arch::{WARP, bulk, copy, shared, warp, warpgroup};
+use crate::arch::{WARP, bulk, copy, shared, warp};
 use crate::block::{Block, FREE_SHARED};
 use crate::kernels::linear::{self, slot};
 use core::hint::cold_path;
@@ -98,8 +98,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
             tiles.release_some(oldest, tiles.next().wrapping_sub(oldest));
             return outcome;
         }
-        let (x_at, pitch) = (warpgroup::first(), linear::few_pitch(k));
-        begin_copies(call, [x_at, pitch], [rows, k], block);
+        let pitch = linear::few_pitch(k);
+        begin_copies(call, pitch, [rows, k], block);
         if block.thread < super::super::warpgroup::THREADS {
             finish.begin(&Place { n0: 0, m0: 0, rows, columns }, block);
         }
@@ -107,7 +107,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
         block.sync();
         let (g, t) = (block.lane() / 4, block.lane() % 4);
         // A column that nobody asks for is another one once more.
-        let own_x = x_at + (if g < rows { g } else { 0 }) * pitch + 16 * t;
+        let own_x = (if g < rows { g } else { 0 }) * pitch + 16 * t;
         let most = MOST / matrices / 4 * 4;
         let parts = SUMS + block.warp() * (MOST * PITCH);
         // Where a lane finds its two rows of weights, and where their sums go: of one matrix the second is eight further on, of two it is the other's.
@@ -191,14 +191,14 @@ pub(crate) unsafe fn multiply<const N: usize>(
 
 /// Begins to copy `rows` rows of operand `x`, of `k`, each `pitch` bytes after the one before, the first to `to`.
 #[inline(always)]
-unsafe fn begin_copies(call: &Call<'_>, [to, pitch]: [u32; 2], [rows, k]: [u32; 2], block: &Block) {
+unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: &Block) {
     // SAFETY: the rows are there, and so is the memory (caller), which nobody reads before all have waited and met.
     unsafe {
         let x = call.tensor(slot::X);
         let (mut from, apart) = (x.address([0, 0]).cast_const(), bytes_apart(&x));
         for r in 0..rows {
             for unit in block.mine(k / 8) {
-                copy::sixteen(to + r * pitch + 16 * unit, from.wrapping_add(16 * unit as usize), true);
+                copy::sixteen(r * pitch + 16 * unit, from.wrapping_add(16 * unit as usize), true);
             }
             from = from.wrapping_add(apart);
         }

@@ -50,7 +50,7 @@ mod register;
 pub(crate) use register::{Eights, PerRow, Sixteens, where_in_window, where_seen};
 
 use super::Row;
-use crate::arch::{WARP, atomic, bulk, copy, memory, warpgroup};
+use crate::arch::{WARP, atomic, bulk, copy, memory};
 use crate::block::Block;
 use crate::gpu::rows::{singles, widen_brain, widen_half};
 use crate::gpu::thin::in_two;
@@ -168,12 +168,6 @@ pub(crate) struct Index<F> {
     pub(crate) count: u32,
 }
 
-/// The byte, counted from the first that tiles may have, as the ring's.
-#[inline(always)]
-fn in_ring(byte: u32) -> u32 {
-    warpgroup::first() + byte
-}
-
 /// `R` rows of `C` chunks of bf16 in shared memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile<const R: u32, const C: u32> {
@@ -186,7 +180,7 @@ impl<const R: u32, const C: u32> Tile<R, C> {
     /// The one from byte `byte` on, of `stages` that take turns: the one whose turn it is in step `step`.
     #[inline(always)]
     pub(crate) fn at(byte: u32, stages: u32, step: u32) -> Tile<R, C> {
-        Tile { at: in_ring(byte + step % stages * Self::BYTES) }
+        Tile { at: byte + step % stages * Self::BYTES }
     }
 
     /// Begins to copy `R` rows from row `first` and C chunks from column `column` on, zero where there are none: `cp.async`, by all
@@ -243,7 +237,7 @@ impl<const C: u32> Own<C> {
 
     #[inline(always)]
     fn of(&self, lane: &Lane) -> u32 {
-        in_ring(self.byte + lane.warp * Self::WARP_BYTES)
+        self.byte + lane.warp * Self::WARP_BYTES
     }
 
     /// Brings the warp's rows, C chunks from column `column` on, as two terms, zero where there are none.

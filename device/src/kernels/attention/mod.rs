@@ -128,7 +128,7 @@ impl MacroKernel for Attention {
     #[cfg(not(target_arch = "nvptx64"))]
     fn beside_tiles(p: &Params, io: &[Operand]) -> u64 {
         let flash = FLASH_BYTES[usize::from(io[slot::Q].extent[3] > 64)];
-        if p.is_beside_tiles != 0 { u64::from(crate::arch::warpgroup::ALIGN) + flash } else { 0 }
+        if p.is_beside_tiles != 0 { flash } else { 0 }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

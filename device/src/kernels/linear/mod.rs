@@ -131,7 +131,7 @@ pub(crate) const fn few_pitch(k: u32) -> u32 {
 pub(super) fn beside_tiles(x: &Operand) -> u64 {
     let [rows, k, ..] = x.extent;
     let are_few = x.dtype() == Some(perpetua_shared::DType::Bf16) && (2..=MOST_FEW).contains(&rows);
-    if are_few { u64::from(crate::arch::warpgroup::ALIGN) + u64::from(rows) * u64::from(few_pitch(k)) } else { 0 }
+    if are_few { u64::from(rows) * u64::from(few_pitch(k)) } else { 0 }
 }
 
 /// What a task must be that makes of `y` what a product after a norm reads.

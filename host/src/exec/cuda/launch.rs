@@ -19,7 +19,7 @@ use crate::image::Image;
 use perpetua_device::advance;
 use perpetua_shared::control::{Control, NO_PROGRAM, STOP, Step};
 use perpetua_shared::image::ProgramDesc;
-use perpetua_shared::launch::{BLOCK_THREADS, LaunchParams, TILE_BYTES};
+use perpetua_shared::launch::{BLOCK_THREADS, LaunchParams, SHARED_BYTES};
 use std::collections::VecDeque;
 
 /// Dynamic shared memory that a kernel may have without its attribute.
@@ -37,7 +37,7 @@ pub(super) fn kernel(resources: &mut Resources, mode: Mode) -> Result<Function, 
     };
     let module = resources.load(code)?;
     let driver = resources.driver();
-    let (threads, shared_bytes) = (BLOCK_THREADS, TILE_BYTES);
+    let (threads, shared_bytes) = (BLOCK_THREADS, SHARED_BYTES);
     let function = driver.function(module, code.entry)?;
     if shared_bytes > SHARED_UNASKED {
         driver.set_shared_bytes(function, shared_bytes)?;
@@ -117,7 +117,7 @@ impl Launches {
             function,
             blocks: params.n_workers,
             threads: BLOCK_THREADS,
-            shared_bytes: TILE_BYTES,
+            shared_bytes: SHARED_BYTES,
             stream: device.stream,
             param: bytemuck::bytes_of(&params),
         };
@@ -219,7 +219,7 @@ fn program_graph(
                 function,
                 blocks: tasks.end - tasks.start,
                 threads: BLOCK_THREADS,
-                shared_bytes: TILE_BYTES,
+                shared_bytes: SHARED_BYTES,
                 params: *params,
                 program,
                 first_task: tasks.start,
