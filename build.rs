@@ -157,13 +157,15 @@ impl DeviceBuilder {
             fnv1a([worker.ptx.as_bytes(), operator.ptx.as_bytes()].concat().as_slice()),
         );
         let [worker, operator] = [("worker", worker), ("operator", operator)].map(|(name, made)| {
-            let cubin = match made.cubin {
-                Some(cubin) => format!("Some({})", self.embed(&format!("{name}.cubin"), &cubin)?),
-                None => "None".to_owned(),
+            let (cubin, report) = match made.cubin {
+                Some(Assembled { cubin, report }) => {
+                    (format!("Some({})", self.embed(&format!("{name}.cubin"), &cubin)?), format!("Some({report:?})"))
+                }
+                None => ("None".to_owned(), "None".to_owned()),
             };
             let ptx = self.embed(&format!("{name}.ptx"), made.ptx.as_bytes())?;
             Ok::<_, String>(format!(
-                "{name}: DeviceModule {{ entry: {:?}, ptx: {ptx}, cubin: {cubin} }}",
+                "{name}: DeviceModule {{ entry: {:?}, ptx: {ptx}, cubin: {cubin}, ptxas_report: {report} }}",
                 entry_of(name)
             ))
         });
@@ -247,7 +249,13 @@ impl DeviceBuilder {
 /// What [`DeviceBuilder::module`] makes.
 struct Made {
     ptx: String,
-    cubin: Option<Vec<u8>>,
+    cubin: Option<Assembled>,
+}
+
+/// Machine code, and what ptxas says of it: registers, spills.
+struct Assembled {
+    cubin: Vec<u8>,
+    report: String,
 }
 
 /// The assembler, if there is one.
@@ -275,21 +283,23 @@ impl Ptxas {
     }
 
     /// `ptx` as machine code, unless it is refused. What it made of the same PTX before, for whatever profile, is taken again: it takes a minute.
-    fn assemble(&self, ptx: &str, arch: &str, target_dir: &Path) -> Result<Option<Vec<u8>>, String> {
+    fn assemble(&self, ptx: &str, arch: &str, target_dir: &Path) -> Result<Option<Assembled>, String> {
         let io = |path: &Path, e: io::Error| format!("{}: {e}", path.display());
         let made_of = fnv1a(&[ptx.as_bytes(), self.version.as_bytes(), arch.as_bytes()].concat());
         let cubins = target_dir.join("cubins");
-        let cubin = cubins.join(format!("{made_of:016x}.cubin"));
-        if !cubin.is_file() {
-            // Only the last one is kept. It gets its name when it is whole: builds of two profiles may run at once.
+        let [cubin, report] = ["cubin", "report"].map(|what| cubins.join(format!("{made_of:016x}.{what}")));
+        if !cubin.is_file() || !report.is_file() {
+            // Only the last ones are kept. They get their names when they are whole: builds of two profiles may run at once.
             fs::create_dir_all(&cubins).map_err(|e| io(&cubins, e))?;
             let old = fs::read_dir(&cubins).map_err(|e| io(&cubins, e))?.flatten().map(|entry| entry.path());
-            old.filter(|path| path.extension().is_some_and(|e| e == "cubin"))
+            old.filter(|path| path.extension().is_some_and(|e| e == "cubin" || e == "report"))
+                .filter(|path| *path != cubin && *path != report)
                 .for_each(|path| drop(fs::remove_file(path)));
-            let [source, unfinished] = ["ptx", "tmp"].map(|what| cubins.join(format!("{}.{what}", std::process::id())));
+            let [source, unfinished, said] =
+                ["ptx", "tmp", "said"].map(|what| cubins.join(format!("{}.{what}", std::process::id())));
             fs::write(&source, ptx).map_err(|e| io(&source, e))?;
             let output = Command::new(&self.path)
-                .arg(format!("-arch={arch}"))
+                .args(["-v", &format!("-arch={arch}")])
                 .args([source.as_os_str(), "-o".as_ref(), unfinished.as_os_str()])
                 .output()
                 .map_err(|e| io(&self.path, e))?;
@@ -302,9 +312,12 @@ impl Ptxas {
                 );
                 return Ok(None);
             }
+            fs::write(&said, output.stderr).map_err(|e| io(&said, e))?;
+            fs::rename(&said, &report).map_err(|e| io(&report, e))?;
             fs::rename(&unfinished, &cubin).map_err(|e| io(&cubin, e))?;
         }
-        Ok(Some(fs::read(&cubin).map_err(|e| io(&cubin, e))?))
+        let report = fs::read_to_string(&report).map_err(|e| io(&report, e))?;
+        Ok(Some(Assembled { cubin: fs::read(&cubin).map_err(|e| io(&cubin, e))?, report }))
     }
 }
 

@@ -24,6 +24,7 @@ pub struct DeviceModule {
     pub entry: &'static str,
     ptx: Deflated,
     cubin: Option<Deflated>,
+    ptxas_report: Option<&'static str>,
 }
 
 impl DeviceModule {
@@ -35,6 +36,11 @@ impl DeviceModule {
     /// The same, assembled, when ptxas was there at build time: it spares the driver the compilation.
     pub fn cubin(&self) -> Option<&[u8]> {
         self.cubin.as_ref().map(Deflated::bytes)
+    }
+
+    /// What `ptxas -v` said when it made that: registers, stack, spills and shared memory of each kernel.
+    pub fn ptxas_report(&self) -> Option<&str> {
+        self.ptxas_report
     }
 }
 
