@@ -1,7 +1,7 @@
 //! The numbers a program is cut, planned and predicted with, per kind of machine: this is the one place they stand. Every stage
 //! may use them, so they use none.
 //!
-//! None is measured by this library yet; each says where it comes from.
+//! Each says where it comes from.
 
 /// What a part of a product of several rows takes an SM, in cycles, fitted to what `examples/instructions` counts. See
 /// `graph::lower::many_rows`.
@@ -78,7 +78,9 @@ pub struct Machine {
     /// From the last trigger of a just-in-time task's events to its start on a worker that waits: a scheduler sees the event, and
     /// the worker the queue.
     pub dispatch_s: f64,
-    /// Cost of a task besides all that.
+    /// What a task does before it has to have its events, while it waits for them if it waits.
+    pub early_s: f64,
+    /// Cost of a task after that, besides all that.
     pub task_s: f64,
 }
 
@@ -86,12 +88,12 @@ impl Machine {
     /// One SM of an H200. 227 KiB of shared memory a block, 19 KiB of it kept back, so that 208 KiB remain, in tiles of up to
     /// 32 KiB and of eights of rows, as a tensor core's product takes them: with fewer a worker spends more on taking tiles than it can, with
     /// more the last one is waited for longer; a longer row whole, if a body may hold one while the next is on its way and as much again;
-    /// 96 KiB an SM, 12.7 MB in all, of 50 MB of L2, in which the tasks at work have as much again, and activations;
-    /// 4.3 TB/s (seen on copies) over 132 SMs; 0.8 us from request to arrival, 1.5 us a hop and 0.6 us one by flags (a store's way to
-    /// L2, half a poll and a poll), to be measured; tiles at
-    /// 16 KiB in 0.15 us and 100 GB/s to L2 (64 bytes a clock), from the literature; weights in 4 bits at 17.6 bytes a clock, by the counter of
-    /// docs/cycles.md; 6 TFLOP/s dense bf16. A dispatch is two
-    /// hops, from trigger to scheduler and from scheduler to worker.
+    /// 96 KiB an SM, 12.7 MB in all, of 50 MB of L2, in which the tasks at work have as much again, and activations.
+    ///
+    /// Measured (tests/records/h200-2026-11-27): 4.73 TB/s from memory over 132 SMs; 0.7 us from a trigger to another worker's seeing it, 1.23
+    /// until that has read a row; 0.54 by flags; a dispatch is a trigger to a scheduler and a row from there. Counted (docs/cycles.md, machine code,
+    /// at 1.98 GHz): tiles at 42 bytes a cycle; weights in 4 bits at 17.6, by the PTX; what attention and merges read out of L2 at 22; 1,050 cycles
+    /// of a task before its events and 1,450 after. Assumed: 0.8 us from request to arrival; 6 TFLOP/s dense bf16.
     pub const H200: Machine = Machine {
         shared_bytes: 227 << 10,
         reserve_bytes: 19 << 10,
@@ -102,16 +104,17 @@ impl Machine {
         rows_at_once: 8,
         n_barriers: 32,
         near_ahead_bytes: 96 << 10,
-        bytes_per_s: 4.3e12 / 132.0,
+        bytes_per_s: 4.73e12 / 132.0,
         load_latency_s: 0.8e-6,
-        tile_bytes_per_s: 16384.0 / 0.15e-6,
+        tile_bytes_per_s: 83e9,
         fours_per_s: 31e9,
-        near_bytes_per_s: 100e9,
+        near_bytes_per_s: 43e9,
         flops_per_s: 6.0e12,
-        hop_s: 1.5e-6,
-        flag_hop_s: 0.6e-6,
-        dispatch_s: 3.0e-6,
-        task_s: 0.2e-6,
+        hop_s: 1.23e-6,
+        flag_hop_s: 0.54e-6,
+        dispatch_s: 1.93e-6,
+        early_s: 0.53e-6,
+        task_s: 0.73e-6,
     };
 
     /// One core of a cloud CPU with AVX-512: half its 2 MiB of L2 cache as the distance software prefetch may run ahead, and no other cache
@@ -137,6 +140,7 @@ impl Machine {
         hop_s: 0.2e-6,
         flag_hop_s: 0.2e-6,
         dispatch_s: 0.2e-6,
+        early_s: 0.0,
         task_s: 0.2e-6,
     };
 

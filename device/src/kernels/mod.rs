@@ -376,6 +376,9 @@ macro_rules! kernels {
             ready: impl Fn() -> Result<(), Fault>,
         ) -> Result<(), Fault> {
             const EARLY: u32 = 0 $(| ($kernel::EARLY as u32) << $number)*;
+            // On the host one kind of closure, so that there is one copy of the bodies, not one for each caller.
+            #[cfg(not(target_arch = "nvptx64"))]
+            let ready: &dyn Fn() -> Result<(), Fault> = &ready;
             let kind = call.task_type();
             // SAFETY: the caller's promise; of kernels that are not early the waits have been met.
             unsafe {

@@ -306,7 +306,7 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: 
     row(
         "assumed",
         format!(
-            "{:.1} GB/s a worker, load latency {}, hop {}, by flags {}: not measured on this target",
+            "{:.1} GB/s a worker, load latency {}, hop {}, by flags {}",
             machine.bytes_per_s / 1e9,
             us(machine.load_latency_s),
             us(machine.hop_s),

@@ -2,8 +2,8 @@
 //!
 //! Every worker has a loader and consumers. The loader follows the worker's [data ops](super::prefetch) in order, each as
 //! soon as the one before is off the bus and its bytes are free; a copy takes its bytes at the worker's share of the memory
-//! rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the compute ops in order: the first of a task waits for
-//! its events, as seen from that worker (one hop after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each
+//! rate, and has arrived one latency later; a prefetch, likewise, in the L2 cache. The consumers follow the compute ops in order: the first of a task gets ready
+//! and waits for its events, as seen from that worker (one hop after the last trigger of another worker, a shorter one where flags tell it, at once after its own); each
 //! waits for its tiles; it takes the largest of its tiles at the consumption rate and its flops, the first of a task also
 //! its activations at the near rate and a fixed cost. A task without tiles takes the larger of its flops and of all that it reads, at
 //! the near rate, but for [what it may read](Reads::early_bytes) while it waits for its events.
@@ -181,12 +181,14 @@ impl Worker {
         from_s
     }
 
-    /// The consumers, idle so far, go on at `at_s`.
-    fn wake(&mut self, at_s: f64) {
-        if at_s > self.free_s {
-            self.waits.push((self.free_s, at_s));
-            self.consumer.event_s += at_s - self.free_s;
+    /// The consumers, idle so far, go on at `at_s`, of which they have spent `early_s` getting ready.
+    fn wake(&mut self, at_s: f64, early_s: f64) {
+        let from_s = self.free_s + early_s;
+        if at_s > from_s {
+            self.waits.push((from_s, at_s));
+            self.consumer.event_s += at_s - from_s;
         }
+        self.consumer.busy_s += early_s;
         self.begun += 1;
     }
 }
@@ -439,7 +441,7 @@ impl Pass<'_> {
             let hop_s = if self.told[event] { self.machine.flag_hop_s } else { self.machine.hop_s };
             self.fired[event].seen_s(number, hop_s)
         });
-        let (at_s, begun) = (seen.fold(worker.free_s, f64::max), worker.begun);
+        let (at_s, begun) = (seen.fold(worker.free_s + self.machine.early_s, f64::max), worker.begun);
         self.happens(at_s, Moment::Fired { worker: number, begun });
     }
 
@@ -467,11 +469,11 @@ impl Pass<'_> {
     fn run_launched(&mut self, number: usize, task: u32, at_s: f64) {
         let (cost, machine) = (&self.costs[task as usize], self.machine);
         let worker = &mut self.workers[number];
-        worker.wake(at_s);
+        worker.wake(at_s, 0.0);
         let bytes = self.reads[task as usize].bytes();
         self.launched_bytes += bytes;
         let near_s = (cost.bytes_read + cost.bytes_written) as f64 / machine.near_bytes_per_s;
-        let busy_s = machine.task_s + near_s.max(cost.flops as f64 / machine.flops_per_s);
+        let busy_s = machine.early_s + machine.task_s + near_s.max(cost.flops as f64 / machine.flops_per_s);
         let mut end_s = at_s + busy_s;
         if bytes > 0 {
             worker.copy(at_s, bytes as f64 / machine.bytes_per_s);
@@ -502,7 +504,7 @@ impl Pass<'_> {
             Prefetch::WithinTask => 0.0,
         }
         .min(self.reads[task].early_bytes as f64);
-        worker.wake(at_s);
+        worker.wake(at_s, machine.early_s);
         worker.free_s = at_s;
         while let Some(op) = own.computes.get(worker.next).filter(|op| op.task == number_of_task) {
             let may_start_s = worker.free_s;
@@ -595,6 +597,7 @@ mod tests {
         hop_s: 2.0,
         flag_hop_s: 0.5,
         dispatch_s: 3.0,
+        early_s: 0.0,
         task_s: 0.0,
         ..Machine::H200
     };
@@ -603,10 +606,16 @@ mod tests {
     type Row = (u64, Option<u32>, Option<u32>, bool);
 
     fn prediction(rows: &[Row], lists: &[&[u32]], near: &[(u32, u32)]) -> Option<Prediction> {
-        prediction_told(rows, lists, near, [false; 2])
+        prediction_on(&MACHINE, rows, lists, near, [false; 2])
     }
 
-    fn prediction_told(rows: &[Row], lists: &[&[u32]], near: &[(u32, u32)], told: [bool; 2]) -> Option<Prediction> {
+    fn prediction_on(
+        machine: &Machine,
+        rows: &[Row],
+        lists: &[&[u32]],
+        near: &[(u32, u32)],
+        told: [bool; 2],
+    ) -> Option<Prediction> {
         let mut tasks = TaskGraph::default();
         let (mut costs, mut reads) = (Vec::new(), vec![Reads::default(); rows.len()]);
         tasks.events = vec![0; 2];
@@ -633,7 +642,7 @@ mod tests {
             plan
         };
         let plan = Plan { workers: lists.iter().map(worker).collect(), ..Plan::default() };
-        predict(&tasks, &told, &plan, &reads, &costs, &MACHINE, Prefetch::AcrossTasks)
+        predict(&tasks, &told, &plan, &reads, &costs, machine, Prefetch::AcrossTasks)
     }
 
     fn spans(prediction: &Prediction) -> Vec<(u32, f64, f64)> {
@@ -701,12 +710,30 @@ mod tests {
     fn a_hop_is_shorter_where_flags_tell() {
         let rows = [(10, None, Some(0), false), (5, Some(0), Some(1), false), (3, Some(1), None, false)];
         let ends = |told| {
-            let found = prediction_told(&rows, &[&[0, 2], &[1]], &[], told).expect("it runs");
+            let found = prediction_on(&MACHINE, &rows, &[&[0, 2], &[1]], &[], told).expect("it runs");
             spans(&found).iter().map(|(_, start_s, end_s)| (*start_s, *end_s)).collect::<Vec<_>>()
         };
         // Events' hops take 2 seconds, flags' half a one.
         assert_eq!(ends([false, false]), [(0.0, 10.0), (12.0, 17.0), (19.0, 22.0)]);
         assert_eq!(ends([true, false]), [(0.0, 10.0), (10.5, 15.5), (17.5, 20.5)]);
+    }
+
+    /// Getting ready is waited for only as far as it takes longer than the task's event.
+    #[test]
+    fn a_task_gets_ready_while_it_waits() {
+        let rows = [(10, None, Some(0), false), (5, Some(0), None, false)];
+        for (early_s, lists, expected) in [
+            (1.0, [&[0][..], &[1]], [(0, 1.0, 11.0), (1, 13.0, 18.0)]),
+            (14.0, [&[0], &[1]], [(0, 14.0, 24.0), (1, 26.0, 31.0)]),
+            (1.0, [&[0, 1], &[]], [(0, 1.0, 11.0), (0, 12.0, 17.0)]),
+        ] {
+            let machine = Machine { early_s, ..MACHINE };
+            let found = prediction_on(&machine, &rows, &lists, &[], [false; 2]).expect("it runs");
+            assert_eq!(spans(&found), expected);
+            let Consumer { busy_s, event_s, data_s, tail_s } = found.consumer;
+            assert_eq!(busy_s, (15.0 + 2.0 * early_s) / 2.0);
+            assert_eq!(busy_s + event_s + data_s + tail_s, found.step_s);
+        }
     }
 
     /// Task 0 launches 1 and 2, after which 3 comes.

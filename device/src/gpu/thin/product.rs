@@ -145,7 +145,9 @@ impl Product {
 ///
 /// # Errors
 /// Those of `ready`.
-#[inline(always)]
+// On the host each by itself: in one function they take far longer to compile.
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
+#[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
 unsafe fn run<F: Form>(
     call: &Call<'_>,
     Product { of, per_row, merge, .. }: Product,
