@@ -378,6 +378,10 @@ proptest! {
 
     #[test]
     fn their_ptx_computes_what_they_say(seed in any::<u32>()) {
+        if device_kernels().is_none() {
+            println!("skipped: no device toolchain when this was built (./x setup installs one)");
+            return Ok(());
+        }
         for (_, case) in CASES {
             case(Runs::Ptx, u64::from(seed));
         }
