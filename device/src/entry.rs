@@ -14,7 +14,7 @@
 
 use crate::advance::step_of;
 pub use crate::arch::LaunchBlock;
-use crate::arch::{memory, shared, thread, trap};
+use crate::arch::{memory, thread};
 use crate::block::Block;
 use crate::gpu::Call;
 use crate::gpu::scheduler;
@@ -519,14 +519,6 @@ fn gpu_sync(image: &DeviceImage) -> Gpu {
     }
 }
 
-/// Ends the kernel where shared memory is not where its code takes it to be, which the host has made sure of.
-#[inline(always)]
-fn begin_block() {
-    if !shared::is_in_place() {
-        trap();
-    }
-}
-
 /// The worker whose number is the block's index.
 ///
 /// # Safety
@@ -543,7 +535,6 @@ pub unsafe fn worker(params: LaunchBlock) {
     // task threads' are no task's: the first of their lanes is the loader, the second the scheduler.
     unsafe {
         if thread == 0 {
-            begin_block();
             tiles::init(block.threads);
             if param!(image, n_slots) > 0 {
                 scheduler::init();
@@ -597,7 +588,6 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     // threads' are no task's; those come to the second barrier with the same task.
     unsafe {
         if thread == 0 {
-            begin_block();
             tiles::init(block.threads);
             tiles::tell(if sync.has_fault() { NO_PROGRAM } else { step.program });
         }

@@ -3,6 +3,8 @@
 //!
 //! Each says where it comes from.
 
+use perpetua_shared::launch::{BEFORE_TILES_BYTES, SHARED_BYTES};
+
 /// What a part of a product of several rows takes an SM, in cycles, fitted to what `examples/instructions` counts. See
 /// `graph::lower::many_rows`.
 pub(crate) mod part {
@@ -95,8 +97,8 @@ impl Machine {
     /// at 1.98 GHz): tiles at 42 bytes a cycle; weights in 4 bits at 17.6, by the PTX; what attention and merges read out of L2 at 22; 1,050 cycles
     /// of a task before its events and 1,450 after. Assumed: 0.8 us from request to arrival; 6 TFLOP/s dense bf16.
     pub const H200: Machine = Machine {
-        shared_bytes: 227 << 10,
-        reserve_bytes: 19 << 10,
+        shared_bytes: SHARED_BYTES as u64,
+        reserve_bytes: BEFORE_TILES_BYTES as u64,
         bodies_bytes: 0,
         tile_bytes: 32 << 10,
         step_bytes: 64 << 10,

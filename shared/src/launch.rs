@@ -34,6 +34,9 @@ pub const SHARED_BYTES: u32 = 227 << 10;
 /// Those of them that are tiles.
 pub const TILE_BYTES: u32 = 208 << 10;
 
+/// Those of them that are before the tiles.
+pub const BEFORE_TILES_BYTES: u32 = SHARED_BYTES - TILE_BYTES;
+
 /// Barriers of tiles: as many are under way or unread at most. They take turns.
 pub const TILE_BARRIERS: u32 = 32;
 

@@ -11,14 +11,14 @@
 
 use bytemuck::Pod;
 use core::arch::{asm, global_asm};
-use perpetua_shared::launch::{LaunchParams, RESERVED_SHARED_BYTES, SHARED_BYTES, TILE_BYTES};
+use perpetua_shared::launch::{BEFORE_TILES_BYTES, LaunchParams, RESERVED_SHARED_BYTES};
 
 // A block's shared memory, whose size the launch says. Its variables are numbers: from a name ptxas makes an address of the block's cluster, for
 // which it reads a special register and waits wherever it is wanted. Without clusters, numbers are the same.
 global_asm!(".extern .shared .align 128 .b8 perpetua_block[];");
 const WORDS_AT: u32 = RESERVED_SHARED_BYTES;
 const MBARRIERS_AT: u32 = WORDS_AT + 4 * super::shared::WORDS;
-const TILES_AT: u32 = RESERVED_SHARED_BYTES + SHARED_BYTES - TILE_BYTES;
+const TILES_AT: u32 = RESERVED_SHARED_BYTES + BEFORE_TILES_BYTES;
 const _: () = assert!(
     WORDS_AT.is_multiple_of(128) && MBARRIERS_AT.is_multiple_of(8) && TILES_AT.is_multiple_of(super::warpgroup::ALIGN)
 );

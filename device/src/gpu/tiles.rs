@@ -67,11 +67,15 @@ pub(super) const WORDS_END: u32 = TIMED + 1;
 const _: () = assert!(TAKEN < mbarrier::COUNT && WORDS_END <= shared::WORDS && TILE_BARRIERS == 32);
 const _: () = assert!(ZEROS.is_multiple_of(4));
 
-/// Makes the barriers, for `task_threads` threads that take tiles.
+/// Makes the barriers, for `task_threads` threads that take tiles. It comes before anything else in shared memory, and ends the kernel if that is not
+/// where its code takes it to be.
 ///
 /// # Safety
 /// Thread 0 of the block calls it, once, before a barrier of all its threads.
 pub(crate) unsafe fn init(task_threads: u32) {
+    if !shared::is_in_place() {
+        trap();
+    }
     // SAFETY: the caller's promise.
     unsafe {
         for number in 0..TILE_BARRIERS {

@@ -16,7 +16,7 @@ use perpetua_device::simt::{self, Access, Allocation};
 use perpetua_shared::event::EventDesc;
 use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{
-    BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, RESERVED_SHARED_BYTES, SHARED_BYTES, TASK_THREADS, TILE_BYTES,
+    BEFORE_TILES_BYTES, BLOCK_THREADS, ENTRY, LaunchParams, OPERATOR, RESERVED_SHARED_BYTES, SHARED_BYTES, TASK_THREADS,
 };
 use perpetua_shared::probe::{self, ProbeParams};
 use perpetua_shared::{DataOp, PrefetchOp, TaskDesc, Technique};
@@ -459,8 +459,8 @@ fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, h
     let threads = if is_probe { launch.threads } else { TASK_THREADS };
     let options = simt::Options {
         service_warps: (launch.threads - threads) / 32,
-        // The rest the simulated GPU has anyway.
-        tile_bytes: launch.shared_bytes.min(TILE_BYTES),
+        // What is before them the simulated GPU has anyway.
+        tile_bytes: launch.shared_bytes.saturating_sub(BEFORE_TILES_BYTES),
         began_ns,
         ..simt::Options::new(launch.blocks, threads, seed)
     };

@@ -205,7 +205,7 @@ pub(super) fn shared_is_in_place() -> bool {
 }
 
 /// Where the tiles start in a block's shared memory: behind the words and mbarriers, as on the chip.
-const TILES: u32 = perpetua_shared::launch::SHARED_BYTES - perpetua_shared::launch::TILE_BYTES;
+const TILES: u32 = perpetua_shared::launch::BEFORE_TILES_BYTES;
 
 pub(super) fn tile_address(at: u32) -> u32 {
     TILES + at

@@ -189,7 +189,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
     }
 }
 
-/// Begins to copy `rows` rows of operand `x`, of `k`, each `pitch` bytes after the one before, the first to `to`.
+/// Begins to copy `rows` rows of operand `x`, of `k`, each `pitch` bytes after the one before, the first to the first byte that tiles may have.
 #[inline(always)]
 unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: &Block) {
     // SAFETY: the rows are there, and so is the memory (caller), which nobody reads before all have waited and met.
