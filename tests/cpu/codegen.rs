@@ -187,6 +187,13 @@ proptest! {
     }
 }
 
+/// Of many loops, of which one has to go round while others do not: chance seldom comes upon that.
+#[test]
+fn a_body_of_many_loops_waits_enough() {
+    let plan = random_plan(1_534_413_607_889_961_569).expect("there is room for this one");
+    judge(&plan).unwrap_or_else(|wrong| panic!("{wrong}\n{plan}"));
+}
+
 /// Of these bodies; of others the judge's runs may be too few to show what a barrier is for.
 #[test]
 fn random_bodies_have_nothing_superfluous() {

@@ -4,8 +4,8 @@
 //! them before the loop, the others in it, just before the first operation that reads one. What runs beside is then all that a round
 //! computes.
 //!
-//! Synchronisation is found by walking through what one thread does, every loop taken zero to several times, and looking at each two accesses
-//! of one tile (of one stage of it), one of them a write, by different threads:
+//! Synchronisation is found by walking through what one thread does, each loop taken zero to several times by itself, on all these ways at
+//! once, and looking at each two accesses of one tile (of one stage of it), one of them a write, by different threads:
 //!
 //! | the earlier one | the later one | between them |
 //! | --- | --- | --- |
@@ -19,7 +19,6 @@
 
 use super::check::load_of;
 use super::*;
-use std::collections::BTreeMap;
 use std::fmt;
 
 /// Who meets.
@@ -162,8 +161,8 @@ enum Lack {
 /// Which threads touch what of a tile.
 #[derive(Clone, Copy, PartialEq)]
 enum Touch {
-    /// All, bytes that are nobody's in particular, by copies: the group, counted from 0.
-    Copies(u32),
+    /// All, bytes that are nobody's in particular, by copies.
+    Copies,
     /// Each warp its own rows: reads, splits and keeps, which lanes share differently.
     Own(Lanes),
     /// All, all of it.
@@ -181,122 +180,170 @@ enum Lanes {
     Keep,
 }
 
-/// An access, and since when.
-#[derive(Clone)]
+/// An access that whoever comes later may have to wait for.
+#[derive(Clone, PartialEq)]
 struct Access {
+    /// Of which tile, and which of its stages.
+    of: (TileId, u32),
     path: Path,
     /// The block's number, and the rounds of the loops around it.
     rounds: Vec<u32>,
     touch: Touch,
     is_write: bool,
-    /// Where it is in the walk.
-    at: usize,
+    /// Of copies that nobody has waited for: how many groups have been begun since.
+    younger: Option<u32>,
+    /// Of such copies: the last barrier since, and how many younger groups there were by then.
+    met: Option<(Path, u32)>,
 }
 
-/// A walk through a plan.
-#[derive(Default)]
+/// How often loops go round in a walk.
+#[derive(Clone, Copy)]
+enum Rounds {
+    /// All of them so often.
+    Each(u32),
+    /// Each by itself as often as it may: all that makes a difference.
+    Any,
+}
+
+/// The walks in which a plan has to lack nothing. The last would do; but what a round needs of the one before decides where barriers
+/// stand best, so the one of many rounds comes first.
+const WALKS: [Rounds; 5] = [Rounds::Each(6), Rounds::Each(2), Rounds::Each(1), Rounds::Each(0), Rounds::Any];
+
+/// A walk through a plan, on all ways at once.
 struct Walk {
-    /// How often loops go round: in turn, whichever comes next; and how many have.
-    rounds: Vec<u32>,
-    n_loops: usize,
+    rounds: Rounds,
     /// The loops around, outermost first: which, the round, of how many.
     open: Vec<(LoopId, u32, u32)>,
-    /// By tile and stage: what may still matter.
-    accesses: BTreeMap<(TileId, u32), Vec<Access>>,
-    /// Barriers: when, where, and whose.
-    meets: Vec<(usize, Path, Scope, u32)>,
-    /// Waits: when, and the first group that they do not wait for.
-    waits: Vec<(usize, u32)>,
-    groups: u32,
+    /// What is not over on one of the ways. Each access comes to its end by itself, whatever else is there, so it need not be known which
+    /// of them have come together.
+    pending: Vec<Access>,
     block: u32,
-    now: usize,
-    lack: Option<Lack>,
 }
 
-/// How often loops go round in each walk, in turn, whichever comes next. First the same number all the time, many first, since what a round
-/// needs of the one before decides where barriers stand best; then, in so many walks, as it comes.
-const ROUNDS: [u32; 4] = [6, 2, 1, 0];
-const MIXED: u32 = 160;
-
-fn walks() -> impl Iterator<Item = Vec<u32>> {
-    // A linear congruence, of which the upper bits choose (Knuth, MMIX).
-    let mut state = 1_u64;
-    let mixed = (0..MIXED).map(move |_| {
-        let next = |_| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            ROUNDS[(state >> 62) as usize]
-        };
-        (0..24).map(next).collect()
-    });
-    ROUNDS.iter().map(|rounds| vec![*rounds]).chain(mixed)
-}
+/// A round that is past, whichever it was: who comes later is in none of its loops' runs.
+const PAST: u32 = u32::MAX;
 
 impl Plan {
     /// The first thing that it lacks.
     fn lack(&self) -> Option<Lack> {
-        walks().find_map(|rounds| {
-            let mut walk = Walk { rounds, ..Walk::default() };
-            for block in 0..3 {
+        WALKS.iter().find_map(|rounds| {
+            let mut walk = Walk { rounds: *rounds, open: Vec::new(), pending: Vec::new(), block: 0 };
+            (0..3).find_map(|block| {
                 walk.block = block;
-                self.walk(&self.acts, &mut Vec::new(), &mut walk);
-            }
-            walk.lack
+                let lack = self.walk(&self.acts, &mut Vec::new(), &mut walk).err();
+                walk.leave(0);
+                lack
+            })
         })
     }
 
-    /// Walks through `acts`, which stand at `path`.
-    fn walk(&self, acts: &[Act], path: &mut Path, walk: &mut Walk) {
-        for (at, act) in acts.iter().enumerate() {
-            path.push(at);
-            walk.now += 1;
-            match act {
-                Act::Loop { of, acts } => {
-                    let end = walk.next_rounds();
-                    walk.n_loops += 1;
-                    for round in 0..end {
-                        walk.open.push((of.id, round, end));
-                        self.walk(acts, path, walk);
-                        walk.open.pop();
-                    }
+    /// Walks through `acts`, which stand at `path`, until something lacks.
+    fn walk(&self, acts: &[Act], path: &mut Path, walk: &mut Walk) -> Result<(), Lack> {
+        let mut at = 0;
+        while at < acts.len() {
+            let Some(id) = loop_begun(&acts[at]) else {
+                self.step(&acts[at], at, 1, path, walk)?;
+                at += 1;
+                continue;
+            };
+            // From its first loads to its end a loop is gone through as often as it may go round.
+            let is_it = |act: &Act| matches!(act, Act::Loop { of, .. } if of.id == id);
+            let n = 1 + acts[at..].iter().position(is_it).expect("what is loaded before a loop is before a loop");
+            let before = std::mem::take(&mut walk.pending);
+            let mut after = Vec::new();
+            for end in self.ends(id, walk.rounds) {
+                walk.pending.clone_from(&before);
+                for (at, act) in acts.iter().enumerate().skip(at).take(n) {
+                    self.step(act, at, end, path, walk)?;
                 }
-                Act::Meet(scope) => walk.meets.push((walk.now, path.clone(), *scope, walk.groups)),
-                Act::Await(left) => walk.waits.push((walk.now, walk.groups.saturating_sub(*left))),
-                Act::Begin { of, loads, ahead, is_first } => {
-                    let (round, end) = match (of, is_first) {
-                        (Some(_), true) => (*ahead, walk.next_rounds()),
-                        (of, _) => {
-                            let (round, end) = walk.round_of(*of);
-                            (round + ahead, end)
-                        }
-                    };
-                    for op in loads.iter().filter(|_| round < end) {
-                        let tile = op.writes().expect("a load writes");
-                        self.touch(tile, round, Touch::Copies(walk.groups), true, path, walk);
-                    }
-                    walk.groups += 1;
+                walk.pending.drain(..).for_each(|access| add(&mut after, access));
+            }
+            walk.pending = after;
+            at += n;
+        }
+        Ok(())
+    }
+
+    /// How often loop `id` goes round. Where a round's loads are begun so many stages ahead, what differs is whether there are so many
+    /// rounds, and whether stages come again.
+    fn ends(&self, id: LoopId, rounds: Rounds) -> std::ops::RangeInclusive<u32> {
+        match rounds {
+            Rounds::Each(end) => end..=end,
+            Rounds::Any => {
+                let tiles = (0..self.body.tiles.len()).map(TileId);
+                let most =
+                    tiles.filter(|tile| self.loop_of(*tile) == Some(id)).map(|tile| stages(&self.body, tile)).max();
+                0..=most.unwrap_or(1) + 2
+            }
+        }
+    }
+
+    /// Does `act`, which stands at `at` of the list at `path`; where it is of a loop that comes, that one goes round `end` times.
+    fn step(&self, act: &Act, at: usize, end: u32, path: &mut Path, walk: &mut Walk) -> Result<(), Lack> {
+        path.push(at);
+        match act {
+            Act::Loop { of, acts } => {
+                for round in 0..end {
+                    walk.open.push((of.id, round, end));
+                    self.walk(acts, path, walk)?;
+                    walk.open.pop();
                 }
-                Act::Do(op) => {
-                    let accesses = op.reads().into_iter().map(|tile| (tile, false));
-                    for (tile, is_write) in accesses.chain(op.writes().map(|tile| (tile, true))) {
-                        match self.body.tiles[tile.0].place {
-                            Place::Own { .. } => {
-                                let lanes = match op {
-                                    Op::Split { .. } => Lanes::Split,
-                                    Op::Keep { .. } => Lanes::Keep,
-                                    _ => Lanes::Read,
-                                };
-                                self.touch(tile, 0, Touch::Own(lanes), is_write, path, walk);
-                            }
-                            Place::Shared { .. } => {
-                                let (round, _) = walk.round_of(self.loop_of(tile));
-                                self.touch(tile, round, Touch::All, is_write, path, walk);
-                            }
-                            _ => {}
-                        }
-                    }
+                walk.leave(1 + walk.open.len());
+            }
+            Act::Meet(scope) => walk.meet(*scope, path),
+            Act::Await(left) => {
+                for access in walk.pending.iter_mut().filter(|access| access.younger >= Some(*left)) {
+                    (access.younger, access.met) = (None, None);
                 }
             }
-            path.pop();
+            Act::Begin { of, loads, ahead, is_first } => {
+                let (round, end) = match is_first {
+                    true => (*ahead, end),
+                    false => {
+                        let (round, end) = walk.round_of(*of);
+                        (round + ahead, end)
+                    }
+                };
+                // Beyond the last round there is nothing to load.
+                let loads = loads.iter().filter(|_| round < end);
+                let tiles = loads.map(|op| (op.writes().expect("a load writes"), round, Touch::Copies, true));
+                let accesses = tiles.map(|touched| self.access(touched, path, walk)).collect();
+                walk.pending.iter_mut().filter_map(|access| access.younger.as_mut()).for_each(|younger| *younger += 1);
+                walk.touch(accesses)?;
+            }
+            Act::Do(op) => {
+                let tiles = op.reads().into_iter().map(|tile| (tile, false));
+                let tiles = tiles.chain(op.writes().map(|tile| (tile, true)));
+                let touched = tiles.filter_map(|(tile, is_write)| match self.body.tiles[tile.0].place {
+                    Place::Own { .. } => {
+                        let lanes = match op {
+                            Op::Split { .. } => Lanes::Split,
+                            Op::Keep { .. } => Lanes::Keep,
+                            _ => Lanes::Read,
+                        };
+                        Some((tile, 0, Touch::Own(lanes), is_write))
+                    }
+                    Place::Shared { .. } => Some((tile, walk.round_of(self.loop_of(tile)).0, Touch::All, is_write)),
+                    _ => None,
+                });
+                let accesses = touched.map(|touched| self.access(touched, path, walk)).collect();
+                walk.touch(accesses)?;
+            }
+        }
+        path.pop();
+        Ok(())
+    }
+
+    /// An access of a tile in a round, by the act at `path`.
+    fn access(&self, (tile, round, touch, is_write): (TileId, u32, Touch, bool), path: &Path, walk: &Walk) -> Access {
+        Access {
+            of: (tile, round % stages(&self.body, tile)),
+            path: path.clone(),
+            rounds: [walk.block].into_iter().chain(walk.open.iter().map(|(_, round, _)| *round)).collect(),
+            touch,
+            is_write,
+            younger: (touch == Touch::Copies).then_some(0),
+            met: None,
         }
     }
 
@@ -310,58 +357,79 @@ impl Plan {
         }
         find(&self.body.steps, None, tile).flatten()
     }
+}
 
-    fn touch(&self, tile: TileId, round: u32, touch: Touch, is_write: bool, path: &Path, walk: &mut Walk) {
-        let rounds = [walk.block].into_iter().chain(walk.open.iter().map(|(_, round, _)| *round)).collect();
-        let access = Access { path: path.clone(), rounds, touch, is_write, at: walk.now };
-        let key = (tile, round % stages(&self.body, tile));
-        let before = walk.accesses.get(&key).cloned().unwrap_or_default();
-        for earlier in before.iter().filter(|earlier| earlier.is_write || is_write) {
-            // A lane that does the same once more writes what it has written.
-            let is_same = earlier.touch == touch && matches!(touch, Touch::Own(_));
-            if walk.lack.is_none() && earlier.at != access.at && !is_same {
-                walk.lack = walk.lack_between(earlier, &access);
-            }
-        }
-        let accesses = walk.accesses.entry(key).or_default();
-        // Whoever comes after this write has to come after it alone: it came after the others.
-        if is_write {
-            accesses.retain(|earlier| earlier.at == access.at);
-        }
+/// The loop that begins here: with itself, or with the first loads of its rounds.
+fn loop_begun(act: &Act) -> Option<LoopId> {
+    match act {
+        Act::Loop { of, .. } => Some(of.id),
+        Act::Begin { of, is_first: true, .. } => *of,
+        _ => None,
+    }
+}
+
+/// Adds `access` to `accesses`, unless it is one of them.
+fn add(accesses: &mut Vec<Access>, access: Access) {
+    if !accesses.contains(&access) {
         accesses.push(access);
     }
 }
 
 impl Walk {
-    /// How often the next loop goes round.
-    fn next_rounds(&self) -> u32 {
-        self.rounds[self.n_loops % self.rounds.len()]
-    }
-
     /// The round that loop `of` is in, and of how many; the only one where there is no loop.
     fn round_of(&self, of: Option<LoopId>) -> (u32, u32) {
         let found = self.open.iter().find(|(id, ..)| Some(*id) == of);
         found.map_or((0, 1), |(_, round, end)| (*round, *end))
     }
 
-    fn lack_between(&self, earlier: &Access, later: &Access) -> Option<Lack> {
-        let are_own = [earlier, later].iter().all(|access| matches!(access.touch, Touch::Own(_)));
-        let scope = if are_own { Scope::Warp } else { Scope::Block };
-        let mut since = earlier.at;
-        if let Touch::Copies(group) = earlier.touch {
-            match self.waits.iter().find(|(at, first)| *at > earlier.at && *first > group) {
-                Some((at, _)) => since = *at,
-                None => {
-                    let barrier = self.meets.iter().rfind(|(at, _, of, _)| *at > earlier.at && *of >= scope);
-                    return Some(match barrier {
-                        Some((_, path, _, groups)) => Lack::Await(path.clone(), groups - group - 1),
-                        None => Lack::Meet(before(earlier, later), scope),
-                    });
+    /// The run of the loops from the `depth`th on is over, or at 0 the block.
+    fn leave(&mut self, depth: usize) {
+        for mut access in std::mem::take(&mut self.pending) {
+            access.rounds.iter_mut().skip(depth).for_each(|round| *round = PAST);
+            add(&mut self.pending, access);
+        }
+    }
+
+    /// A barrier, which stands at `path`: what it is enough for is over.
+    fn meet(&mut self, scope: Scope, path: &Path) {
+        self.pending.retain(|access| match access.touch {
+            Touch::Own(_) => false,
+            Touch::Copies | Touch::All => scope == Scope::Warp || access.younger.is_some(),
+        });
+        for access in self.pending.iter_mut().filter(|_| scope == Scope::Block) {
+            access.met = access.younger.map(|younger| (path.clone(), younger));
+        }
+    }
+
+    /// What an act does, if nothing lacks between it and what is pending.
+    fn touch(&mut self, accesses: Vec<Access>) -> Result<(), Lack> {
+        for later in &accesses {
+            let others =
+                self.pending.iter().filter(|earlier| earlier.of == later.of && (earlier.is_write || later.is_write));
+            for earlier in others {
+                // A lane that does the same once more writes what it has written.
+                let is_same = earlier.touch == later.touch && matches!(later.touch, Touch::Own(_));
+                if !is_same {
+                    return Err(lack_between(earlier, later));
                 }
             }
         }
-        let has_met = self.meets.iter().any(|(at, _, of, _)| *at > since && *of >= scope);
-        (!has_met).then(|| Lack::Meet(before(earlier, later), scope))
+        // Whoever comes after a write has to come after it alone: it came after the others.
+        let is_written = |of| accesses.iter().any(|access| access.is_write && access.of == of);
+        self.pending.retain(|earlier| !is_written(earlier.of));
+        accesses.into_iter().for_each(|access| add(&mut self.pending, access));
+        Ok(())
+    }
+}
+
+/// What lacks before `later`, for which `earlier` is not over.
+fn lack_between(earlier: &Access, later: &Access) -> Lack {
+    match &earlier.met {
+        Some((path, younger)) => Lack::Await(path.clone(), *younger),
+        None => {
+            let scope = if matches!(earlier.touch, Touch::Own(_)) { Scope::Warp } else { Scope::Block };
+            Lack::Meet(before(earlier, later), scope)
+        }
     }
 }
 
