@@ -272,6 +272,16 @@ impl Layout {
         }
         layout
     }
+
+    /// The `bytes` bytes at `at` of global memory, if they are a variable's.
+    pub(super) fn variable(&self, at: u64, bytes: usize) -> Option<&[u8]> {
+        if at < GLOBALS {
+            return None;
+        }
+        let before = self.globals.partition_point(|(start, _)| *start <= at).checked_sub(1)?;
+        let (start, variable) = &self.globals[before];
+        variable.get((at - start) as usize..)?.get(..bytes)
+    }
 }
 
 /// The entry that `text` is, its variables where `layout` says.

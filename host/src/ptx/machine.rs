@@ -13,6 +13,7 @@ use super::matrix::Groups;
 use super::pipeline::{CODE, InstructionCache, NOBODY, Pipeline, Spent, Stretch, shared_accesses};
 use super::rows::Row;
 use super::{Memory, PtxError};
+use bytemuck::Pod;
 use memmap2::MmapMut;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -551,10 +552,10 @@ impl Machine<'_> {
         // Who waits for others may have to go on for them to come: seldom, or when nobody else can.
         let is_stuck = !warp.parts.iter().any(|part| part.state == State::Ready);
         let can = |part: &Part| part.state == State::Ready || part.state == State::Joining && (seldom || is_stuck);
-        let able: Vec<usize> = (0..warp.parts.len()).filter(|at| can(&warp.parts[*at])).collect();
+        let able = || (0..warp.parts.len()).filter(|at| can(&warp.parts[*at]));
         let chosen = match seldom {
-            true => able.get(pick % able.len().max(1)).copied(),
-            false => able.into_iter().min_by_key(|at| warp.parts[*at].pc),
+            true => able().nth(pick % able().count().max(1)),
+            false => able().min_by_key(|at| warp.parts[*at].pc),
         };
         let Some(at) = chosen else {
             return self.rest(number);
@@ -612,8 +613,7 @@ impl Machine<'_> {
 
     fn run_instructions(&mut self, b: usize, w: usize, mut part: Part, most: u64) -> Result<(), PtxError> {
         let entry = self.entry;
-        // Where another part is, the two may become one.
-        let others: Vec<Pc> = self.blocks[b].warps[w].parts.iter().map(|other| other.pc).collect();
+        let is_alone = self.blocks[b].warps[w].parts.is_empty();
         let mut done = 0;
         let mark = self.marks[b];
         while done < most && self.marks[b] == mark {
@@ -669,7 +669,8 @@ impl Machine<'_> {
                     break;
                 }
             }
-            if others.contains(&part.pc) {
+            // Where another part is, the two may become one.
+            if !is_alone && self.blocks[b].warps[w].parts.iter().any(|other| other.pc == part.pc) {
                 break;
             }
         }
@@ -1025,20 +1026,16 @@ impl Machine<'_> {
         base.map(|base| base.wrapping_add_signed(access.offset))
     }
 
-    fn read(&self, b: usize, space: Space, at: u64, into: &mut [u8]) -> Result<(), String> {
+    /// A value of memory. By its type, so that how many bytes are copied is known: this is most of what is done here.
+    fn read<T: Pod>(&self, b: usize, space: Space, at: u64) -> Result<T, String> {
         if space == Space::Shared {
             let block = &self.blocks[b];
-            let start = block.place(at, into.len() as u32)?;
-            into.copy_from_slice(&block.shared[start..start + into.len()]);
-            return Ok(());
+            let start = block.place(at, size_of::<T>() as u32)?;
+            return Ok(bytemuck::pod_read_unaligned(&block.shared[start..start + size_of::<T>()]));
         }
-        let mut globals = self.layout.globals.iter();
-        match globals.find(|(start, bytes)| *start <= at && at - start + into.len() as u64 <= bytes.len() as u64) {
-            Some((start, bytes)) => {
-                into.copy_from_slice(&bytes[(at - start) as usize..][..into.len()]);
-                Ok(())
-            }
-            None => self.memory.read(at, into),
+        match self.layout.variable(at, size_of::<T>()) {
+            Some(variable) => Ok(bytemuck::pod_read_unaligned(variable)),
+            None => self.memory.value(at),
         }
     }
 
@@ -1073,28 +1070,46 @@ impl Machine<'_> {
     }
 
     fn load(&mut self, b: usize, w: usize, lanes: u32, to: &[Option<Slot>], from: &Access) -> Result<(), String> {
+        match (from.bytes, to.len()) {
+            (1, 1) => self.load_values::<u8, 1>(b, w, lanes, to, from),
+            (2, 1) => self.load_values::<u16, 1>(b, w, lanes, to, from),
+            (4, 1) => self.load_values::<u32, 1>(b, w, lanes, to, from),
+            (8, 1) => self.load_values::<u64, 1>(b, w, lanes, to, from),
+            (2, 2) => self.load_values::<u16, 2>(b, w, lanes, to, from),
+            (4, 2) => self.load_values::<u32, 2>(b, w, lanes, to, from),
+            (8, 2) => self.load_values::<u64, 2>(b, w, lanes, to, from),
+            (2, 4) => self.load_values::<u16, 4>(b, w, lanes, to, from),
+            (4, 4) => self.load_values::<u32, 4>(b, w, lanes, to, from),
+            (bytes, n) => Err(format!("a load of {n} values of {bytes} bytes is not understood")),
+        }
+    }
+
+    /// Each lane loads `N` values.
+    fn load_values<T: Pod + Into<u64>, const N: usize>(
+        &mut self,
+        b: usize,
+        w: usize,
+        lanes: u32,
+        to: &[Option<Slot>],
+        from: &Access,
+    ) -> Result<(), String> {
         let at = self.addresses(b, w, from);
-        let each = from.bytes as usize;
-        let bytes = each * to.len();
-        let mut rows = [[0; WARP]; 4];
+        let mut values = [[T::zeroed(); N]; WARP];
         for lane in lanes_of(lanes) {
-            aligned(at[lane], bytes)?;
-            let mut value = [0; 16];
-            self.read(b, from.space, at[lane], &mut value[..bytes])?;
-            for (n, row) in rows[..to.len()].iter_mut().enumerate() {
-                let mut word = [0; 8];
-                word[..each].copy_from_slice(&value[n * each..][..each]);
-                row[lane] = u64::from_le_bytes(word);
-                if from.is_signed {
-                    row[lane] = u64::from(i16::from(row[lane] as u8 as i8).cast_unsigned());
-                }
-            }
+            aligned(at[lane], size_of::<[T; N]>())?;
+            values[lane] = self.read(b, from.space, at[lane])?;
         }
         let warp = &mut self.blocks[b].warps[w];
-        for (to, row) in to.iter().zip(&rows) {
-            if let Some(to) = to {
-                warp.set(*to, lanes, row);
+        for (n, to) in to.iter().enumerate() {
+            let Some(to) = to else { continue };
+            let mut row = [0; WARP];
+            for lane in 0..WARP {
+                row[lane] = values[lane][n].into();
             }
+            if from.is_signed {
+                row = row.map(|byte| u64::from(i16::from(byte as u8 as i8).cast_unsigned()));
+            }
+            warp.set(*to, lanes, &row);
         }
         Ok(())
     }
@@ -1129,17 +1144,19 @@ impl Machine<'_> {
             if atomic == Atomic::AddFloats {
                 aligned(addresses[lane], bytes * values.len())?;
                 for (n, from) in values.iter().enumerate() {
-                    let (address, mut word) = (addresses[lane] + (bytes * n) as u64, [0; 4]);
-                    self.read(b, at.space, address, &mut word)?;
+                    let address = addresses[lane] + (bytes * n) as u64;
+                    let before: f32 = self.read(b, at.space, address)?;
                     let value = f32::from_bits(self.blocks[b].warps[w].row(self.entry, *from)[lane] as u32);
-                    self.write(b, at.space, address, &(f32::from_le_bytes(word) + value).to_le_bytes())?;
+                    self.write(b, at.space, address, &(before + value).to_le_bytes())?;
                 }
                 continue;
             }
             aligned(addresses[lane], bytes)?;
-            let mut word = [0; 8];
-            self.read(b, at.space, addresses[lane], &mut word[..bytes])?;
-            before[lane] = u64::from_le_bytes(word);
+            before[lane] = match bytes {
+                4 => u64::from(self.read::<u32>(b, at.space, addresses[lane])?),
+                8 => self.read::<u64>(b, at.space, addresses[lane])?,
+                bytes => return Err(format!("an atomic operation on {bytes} bytes")),
+            };
             let warp = &self.blocks[b].warps[w];
             let value = |n: usize| warp.row(self.entry, values[n])[lane];
             let after = match atomic {
@@ -1248,11 +1265,8 @@ impl Machine<'_> {
 
 /// Fails unless `bytes` bytes at `at` are aligned.
 fn aligned(at: u64, bytes: usize) -> Result<(), String> {
-    if at.is_multiple_of(bytes as u64) {
-        Ok(())
-    } else {
-        Err(format!("{bytes} bytes at {at:#x}, which is not aligned"))
-    }
+    // A power of two: by the bits below it, since a division takes far longer.
+    if at & (bytes as u64 - 1) == 0 { Ok(()) } else { Err(format!("{bytes} bytes at {at:#x}, which is not aligned")) }
 }
 
 /// The lanes that `members` names, the same in all of `lanes`.

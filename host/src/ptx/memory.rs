@@ -72,6 +72,13 @@ impl Memory {
         Ok(())
     }
 
+    /// What is at `at`.
+    pub(super) fn value<T: bytemuck::Pod>(&self, at: u64) -> Result<T, String> {
+        let from = self.find(at, size_of::<T>() as u64, false)?;
+        // SAFETY: as above, of a type that is whatever its bytes are.
+        Ok(unsafe { from.cast::<T>().read_unaligned() })
+    }
+
     pub(super) fn write(&self, at: u64, bytes: &[u8]) -> Result<(), String> {
         let to = self.find(at, bytes.len() as u64, true)?;
         // SAFETY: as above, of a range that may be written.
