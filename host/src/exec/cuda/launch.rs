@@ -22,9 +22,6 @@ use perpetua_shared::image::ProgramDesc;
 use perpetua_shared::launch::{BLOCK_THREADS, LaunchParams, SHARED_BYTES};
 use std::collections::VecDeque;
 
-/// Dynamic shared memory that a kernel may have without its attribute.
-const SHARED_UNASKED: u32 = 48 << 10;
-
 /// Passes launched before the first of them has ended, at most.
 const AHEAD: usize = 16;
 
@@ -39,9 +36,8 @@ pub(super) fn kernel(resources: &mut Resources, mode: Mode) -> Result<Function, 
     let driver = resources.driver();
     let (threads, shared_bytes) = (BLOCK_THREADS, SHARED_BYTES);
     let function = driver.function(module, code.entry)?;
-    if shared_bytes > SHARED_UNASKED {
-        driver.set_shared_bytes(function, shared_bytes)?;
-    }
+    // More than a kernel may have without.
+    driver.set_shared_bytes(function, shared_bytes)?;
     if driver.blocks_per_sm(function, threads, shared_bytes)? == 0 {
         return Err(GpuError::TooLarge { device: resources.gpu().info().name.clone(), shared_bytes, threads });
     }
