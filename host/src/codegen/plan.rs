@@ -186,7 +186,7 @@ struct Access {
     /// Of which tile, and which of its stages.
     of: (TileId, u32),
     path: Path,
-    /// The block's number, and the rounds of the loops around it.
+    /// The block, 0 while it is this one, and the rounds of the loops around it.
     rounds: Vec<u32>,
     touch: Touch,
     is_write: bool,
@@ -217,7 +217,6 @@ struct Walk {
     /// What is not over on one of the ways. Each access comes to its end by itself, whatever else is there, so it need not be known which
     /// of them have come together.
     pending: Vec<Access>,
-    block: u32,
 }
 
 /// A round that is past, whichever it was: who comes later is in none of its loops' runs.
@@ -227,9 +226,9 @@ impl Plan {
     /// The first thing that it lacks.
     fn lack(&self) -> Option<Lack> {
         WALKS.iter().find_map(|rounds| {
-            let mut walk = Walk { rounds: *rounds, open: Vec::new(), pending: Vec::new(), block: 0 };
-            (0..3).find_map(|block| {
-                walk.block = block;
+            let mut walk = Walk { rounds: *rounds, open: Vec::new(), pending: Vec::new() };
+            // Blocks of rows, one after the other.
+            (0..3).find_map(|_| {
                 let lack = self.walk(&self.acts, &mut Vec::new(), &mut walk).err();
                 walk.leave(0);
                 lack
@@ -271,9 +270,8 @@ impl Plan {
             Rounds::Each(end) => end..=end,
             Rounds::Any => {
                 let tiles = (0..self.body.tiles.len()).map(TileId);
-                let most =
-                    tiles.filter(|tile| self.loop_of(*tile) == Some(id)).map(|tile| stages(&self.body, tile)).max();
-                0..=most.unwrap_or(1) + 2
+                let tiles: Vec<TileId> = tiles.filter(|tile| self.loop_of(*tile) == Some(id)).collect();
+                0..=stages_of(&self.body, &tiles) + 2
             }
         }
     }
@@ -297,13 +295,8 @@ impl Plan {
                 }
             }
             Act::Begin { of, loads, ahead, is_first } => {
-                let (round, end) = match is_first {
-                    true => (*ahead, end),
-                    false => {
-                        let (round, end) = walk.round_of(*of);
-                        (round + ahead, end)
-                    }
-                };
+                let (now, end) = if *is_first { (0, end) } else { walk.round_of(*of) };
+                let round = now + ahead;
                 // Beyond the last round there is nothing to load.
                 let loads = loads.iter().filter(|_| round < end);
                 let tiles = loads.map(|op| (op.writes().expect("a load writes"), round, Touch::Copies, true));
@@ -339,7 +332,7 @@ impl Plan {
         Access {
             of: (tile, round % stages(&self.body, tile)),
             path: path.clone(),
-            rounds: [walk.block].into_iter().chain(walk.open.iter().map(|(_, round, _)| *round)).collect(),
+            rounds: [0].into_iter().chain(walk.open.iter().map(|(_, round, _)| *round)).collect(),
             touch,
             is_write,
             younger: (touch == Touch::Copies).then_some(0),

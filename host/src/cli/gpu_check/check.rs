@@ -512,7 +512,7 @@ impl Check<'_> {
     fn fixtures(&self) -> Figures {
         let mut figures = serde_json::Map::new();
         let names: &[&str] = if self.args.simulated { &SIMULATED_FIXTURES } else { &FIXTURES };
-        for name in names.iter().copied() {
+        for &name in names {
             let model = Model::load(self.args.fixtures.join(name))?;
             let bytes = self.expected(name, "safetensors")?;
             let file = SafeTensors::deserialize(&bytes)?;
