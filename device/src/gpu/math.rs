@@ -122,7 +122,7 @@ pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
 }
 
 /// The activation numbered `activation` (see [`Activation`]) of `x`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) fn activate(activation: u32, x: f32) -> f32 {
     const NONE: u32 = Activation::None as u32;
     const GELU: u32 = Activation::Gelu as u32;

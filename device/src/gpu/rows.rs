@@ -300,7 +300,7 @@ pub(crate) struct Staging {
 ///
 /// # Errors
 /// Those of `ready`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn ready_and_staged(
     call: &Call<'_>,
     how: Staging,
@@ -343,7 +343,7 @@ pub(crate) unsafe fn stage_first(call: &Call<'_>, how: Staging, block: &Block) {
 ///
 /// # Safety
 /// As [`ready_and_staged`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn stage(call: &Call<'_>, how: Staging, tile: Tile, x: &impl Source, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
@@ -390,7 +390,7 @@ pub(crate) struct Rows<'a> {
 /// # Safety
 /// Every lane of the warp makes this same call; operands `x` and `w` are matrices of floats with the same number of columns, each
 /// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
@@ -524,7 +524,7 @@ unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; the operands are of rank 3 and have those rows, of one length.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn dot_of_parts(
     call: &Call<'_>,
     [x, w]: [usize; 2],
@@ -690,7 +690,7 @@ unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) 
 }
 
 /// A lane's share of [`dots`] in steps of eight elements.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     x: &Rows<'_>,
     values: V,
@@ -748,7 +748,7 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
 }
 
 /// A lane's share of [`dots`] of one row with weights in fewer bits, in steps of sixteen elements. (More rows go to `wide`.)
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
@@ -825,7 +825,7 @@ pub(crate) trait Outputs<const N: usize> {
 /// # Safety
 /// Every thread of the block makes this same call; operand `x` is a matrix of floats of one row and the tiles are those of a plan for
 /// this task; `staged` where the row has been [staged](ready_and_staged).
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn tiled<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,
@@ -929,7 +929,7 @@ struct Stretch {
 }
 
 /// What `part` of a row of operand `w` adds to [`dots`] of one row of x.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the caller's promises; the types are the tensors'; whole warps are here.
     unsafe {

@@ -70,7 +70,7 @@ pub(crate) unsafe fn begin(sync: &Gpu, step: &Step) {
 ///
 /// # Safety
 /// One lane of a service warp calls it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn schedule<I: Image>(image: &I, worker: WorkerId, n_workers: u32, sync: &Gpu) {
     // As the loader: to wait for the pass too long is for others to report.
     let patient = Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };

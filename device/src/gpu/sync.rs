@@ -203,7 +203,7 @@ impl Words for Gpu {
 impl Sync for Gpu {
     /// See [`Fault::RECORDED`]: which it was nobody is told. Handed on from here its words would be held in registers over all bodies, since
     /// no compiler sees that on the other ways to where they are looked at they are not.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
         let mut is_gone = false;
         // SAFETY: the worker loop is the same on every thread of the block, which all come to each barrier. The word is

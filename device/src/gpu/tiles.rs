@@ -135,7 +135,7 @@ pub(crate) trait Lists {
 /// # Safety
 /// One lane of a service warp calls it; the lists are those of a plan that has been judged, their sources those of
 /// bindings, readable and constant.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
     // it does not know which event, and to give up inside a block is to trap.
@@ -227,7 +227,7 @@ impl Brought {
     ///
     /// # Safety
     /// As [`load`]; `ops` are `n` data ops of one list, one after the other.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn bring(
         &mut self,
         lists: &impl Lists,
@@ -408,7 +408,7 @@ pub(crate) unsafe fn step_on(lists: &impl Lists) {
 ///
 /// # Safety
 /// As [`load`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
     // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; positions before
     // the pass's, which the cache holds, do too.
@@ -493,7 +493,7 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// Every thread of the block's tasks makes this same call, with no tile of the pass before left, and a [loader](load) is there.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn begin(&self, step: &Step, n: u32, is_first_thread: bool) {
         let mut are_in_vain = false;
         // SAFETY: one thread of the block; the loader reads and writes the words between the two barriers' phases.

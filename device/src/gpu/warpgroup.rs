@@ -242,7 +242,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
 ///
 /// # Errors
 /// Those of `ready`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
@@ -362,7 +362,7 @@ pub(crate) fn within(all: u32, first: u32, most: u32) -> u32 {
 
 /// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them. Before `begin` nothing is known of x; if it `is_early`,
 /// copies of weights begin before that.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn part<const N: usize, const M: usize, const S: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
@@ -586,7 +586,7 @@ impl<const N: usize> Copies<N> {
 
     /// Begins the copies of weights in fewer bits of step `step`, a line of each row or, of a deep part, two: bytes to where their first half will
     /// lie, and sixteen bytes of scales that have theirs among them to that of the second.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn packed<const M: usize, const S: usize>(&self, step: u32, to: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let per = rows / N as u32;
@@ -639,7 +639,7 @@ impl<const N: usize> Copies<N> {
     /// Makes bf16 of the weights of step `step`, which are in fewer bits: their products with the scale, rounded.
     ///
     /// PERF: two or three rows side by side; one after the other each would wait for the one before.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn widen<P: Packed, const M: usize, const S: usize>(&self, step: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let (mut row, quarter, apart) = self.own_packed();
@@ -780,7 +780,7 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
 }
 
 /// Finishes what [`keep`] has kept, of matrices `width` columns apart, four columns a thread, neighbours in neighbouring lanes.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
     // SAFETY: the caller's promise.
     let adds_up = unsafe { finish.adds_up() };

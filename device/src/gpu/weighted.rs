@@ -34,7 +34,7 @@ impl Norm<'_> {
     /// # Safety
     /// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a product; `count` is at most [`ROWS`];
     /// the block meets before any thread asks for a factor.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn find(&self, [m0, count]: [u32; 2], block: &Block, threads: u32) {
         if !self.is_weighted {
             return;

@@ -58,7 +58,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
 /// # Safety
 /// Every thread of the block makes this same call; operand `x` is a matrix of floats of at least `rows` rows, the weights are
 /// matrices of bf16 or in fewer bits, all alike, with as many columns, each row contiguous.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
@@ -157,7 +157,7 @@ struct Fetched {
 }
 
 impl Fetched {
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn of<const N: usize>(call: &Call<'_>, block: &Block, place: &Place, k0: u32) -> Fetched {
         let mut fetched = Fetched { x: [[0.0; 8]; 2], w: [[0; 4]; 2] };
         // SAFETY: elements inside the matrices (caller).

@@ -92,7 +92,7 @@ impl MacroKernel for Advance {
         Ok(())
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host may write `stop`
         // meanwhile, a word that is read once and never written here. The tokens read are those that `sample` wrote before its event.
@@ -209,7 +209,7 @@ unsafe fn ask_for_drafts(call: &gpu::Call<'_>, control: &Control) {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], every thread of the block, after [`ask_for_drafts`] and a barrier.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
     // SAFETY: the words have been written before the barrier. Tokens below `n` are known, and those from there on, as many as there is room for,
     // nobody's yet: a thread writes one of them.

@@ -83,7 +83,7 @@ impl MacroKernel for AttentionMerge {
         Ok(())
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
@@ -328,7 +328,7 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch); eight elements may be [merged at once](are_in_eights).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn each_eight(
         &self,
         mut unit: u32,
@@ -404,7 +404,7 @@ impl<const N: usize> Merged<N> {
     }
 
     /// Adds what S splits of `parts`, from split `first` on, have found; those that are not there count nothing.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn add<const S: usize>(&mut self, parts: &Parts<'_>, first: u32, found: Found<S, N>) {
         let mut max = self.max;
         for ahead in 0..S {

@@ -176,7 +176,7 @@ impl MacroKernel for DecodeAttention {
 
     const EARLY: bool = true;
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu_early(
         p: &Params,
         call: &gpu::Call<'_>,
@@ -307,7 +307,7 @@ impl MacroKernel for DecodeAttention {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], after a barrier since the turned queries were stored from word [`QUERY`] on.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (first, end): (u32, u32)) {
     // What is computed from these stays here: few caches are read so.
     let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };

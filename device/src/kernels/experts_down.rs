@@ -123,7 +123,7 @@ impl MacroKernel for ExpertsDown {
         })
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: as in `experts_up`; a thread reads the residual where it writes, so `y` may lie on it.
         unsafe {

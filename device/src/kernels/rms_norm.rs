@@ -158,7 +158,7 @@ impl MacroKernel for RmsNorm {
         Ok(())
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a lane reads and writes its own
         // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together, or the block has the only one.

@@ -230,7 +230,7 @@ impl Turn {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the head is there, and see [`ask`](Turn::ask).
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) unsafe fn head(
         &self,
         mut x: [f32; 4],
@@ -358,7 +358,7 @@ impl MacroKernel for Rope {
         Ok(())
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context, as
         // the token loop's steps are. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before

@@ -251,7 +251,7 @@ impl Found {
     ///
     /// # Safety
     /// Every thread of the block makes this same call, and none reads what was found before any more; the operand is what [`check`] wants.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn choose(
         call: &gpu::Call<'_>,
         block: &Block,

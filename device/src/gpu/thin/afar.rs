@@ -221,7 +221,7 @@ pub(crate) unsafe fn form_of(call: &Call<'_>, [gate, up]: [usize; 2]) -> Option<
 ///
 /// # Safety
 /// As there.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn stage(row: &First<'_>, how: Staging, k: u32, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read behind the barrier.
     unsafe {
@@ -317,7 +317,7 @@ struct Asked<F: Afar> {
 ///
 /// # Safety
 /// Every thread of the block makes this same call; operands `gate` and `up` are of [this form](form_of), one as large as the other.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn pairs<F: Afar>(
     call: &Call<'_>,
     [gate, up]: [usize; 2],
@@ -492,7 +492,7 @@ impl Slots {
 /// # Safety
 /// Every thread of the block makes this same call, which [has parts](has_parts), and nobody reads shared memory that a task may have, but for what was
 /// found.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn parts<P: Numbered>(
     call: &Call<'_>,
     [x, w]: [usize; 2],

@@ -74,7 +74,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32) -> bool 
 ///
 /// # Errors
 /// Those of `ready`.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
@@ -211,7 +211,7 @@ unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: 
 ///
 /// # Safety
 /// As [`multiply`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn products([low, high]: [u32; 2], x: u32, k: u32, block: &Block) -> [f32; 4] {
     let (warps, chunks) = (block.warps(), k / CHUNK);
     let fetch = {

@@ -166,7 +166,7 @@ unsafe fn is_for<F: Units, const N: usize>(
 ///
 /// # Safety
 /// Every thread of the block makes this same call; it is of [this form](form_of), the task's events have fired, and the tiles are those of a plan for it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn run<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
@@ -351,7 +351,7 @@ impl<F: Units, const W: usize> Again<AllAsked<F, W>> for &(Mine<W>, &First<'_>) 
 ///
 /// # Safety
 /// As [`run`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn multiply<F: Units, const N: usize, const W: usize>(
     tiles: &Tiles<'_>,
     taken: &mut Taken,

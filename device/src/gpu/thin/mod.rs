@@ -177,7 +177,7 @@ impl Chunk {
 ///
 /// # Safety
 /// As [`run`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u32, block: &Block) -> [f32; 2] {
     // SAFETY: the caller's promise; where chunks are pairs, a chunk's other one is there.
     unsafe {

@@ -328,7 +328,7 @@ impl<const C: u32> Own<C> {
     }
 
     /// Calls `put` for each four neighbours of what the warp has kept, those of the lane.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn each_kept(
         &self,
         lane: &Lane,
@@ -368,7 +368,7 @@ pub(crate) trait Fours {
 
 /// Eight elements of a row from a column on, of each of `places`, all of them asked for before the first is looked at; zero where there
 /// are none.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn eights_at<const N: usize>(from: &Rows<impl Fn(u32) -> Row>, places: [(u32, u32); N]) -> [[f32; 8]; N] {
     let place = |i: usize| {
         let (r, at) = places[i];

@@ -292,7 +292,7 @@ impl<const W: usize> Sixteens<W> {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; `b` is there: loaded, waited for and met by all. `R` is `32 P`, `C` is `8 W`.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn add_columns<const P: usize, const R: u32, const C: u32>(
         &mut self,
         lane: &Lane,

@@ -102,7 +102,7 @@ fn dimension(step: usize, lane: u32) -> u32 {
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see, which
     // the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is the same for
@@ -164,7 +164,7 @@ fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
 
 /// Attends to keys and values of bf16 where a head's queries, of several rows, are as few as those of one row may be in decoding, and [as](Group) there. Whether it
 /// has.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
     // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise. Queries are staged by one thread
     // each eight elements, between two barriers.
@@ -233,7 +233,7 @@ unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) ->
 const MANY: u32 = 2;
 
 /// Attends to keys and values of bf16, where queries are many, on tensor cores. Whether it has.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
     // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise.
     unsafe {
@@ -319,7 +319,7 @@ pub(in crate::kernels) fn part((from, to): (u32, u32), number: u32, parts: u32) 
 }
 
 /// Writes a row's slice, or what a split found of it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(in crate::kernels) unsafe fn put(
     p: &Params,
     (call, y): (&crate::gpu::Call<'_>, &Tensor),
@@ -440,7 +440,7 @@ pub(in crate::kernels) struct Heads<Q> {
 }
 
 /// Attends to positions `first..end`, adding up the dimensions from `slice` on.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(in crate::kernels) unsafe fn attend<Q: Query>(
     head: &Heads<Q>,
     slice: u32,

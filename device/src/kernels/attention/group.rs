@@ -157,7 +157,7 @@ impl Group {
     /// # Safety
     /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
     /// [fits](Group::is_fit); the cache holds the positions; nobody reads parts of an earlier call any more.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(in crate::kernels) unsafe fn attend(
         &self,
         (first, end): (u32, u32),
@@ -222,7 +222,7 @@ impl Group {
     ///
     /// # Safety
     /// As [`attend`](Group::attend); every lane of the warp makes this same call, whose words those are.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn find(&self, (first, end): (u32, u32), seen: &impl Seen, (number, parts): (u32, u32), lane: u32, to: u32) {
         let (queries, d) = (self.queries, self.d);
         let (g, t) = (lane / 4, lane % 4);

@@ -10,7 +10,7 @@ use crate::gpu::{warpgroup, weighted, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(
     p: &Params,
     call: &crate::gpu::Call<'_>,

@@ -105,7 +105,7 @@ impl warpgroup::Finish<1> for Outputs<'_> {
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn four(&self, r: u32, n: u32, [sums]: [[f32; 4]; 1]) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
@@ -148,7 +148,7 @@ impl warpgroup::Finish<1> for Outputs<'_> {
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(
     p: &Params,
     call: &crate::gpu::Call<'_>,

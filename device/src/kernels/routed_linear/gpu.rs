@@ -48,7 +48,7 @@ const AHEAD_BYTES: u32 = 512;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
     // SAFETY: the operands are the slots', and every index is below its extent; what a thread has put into shared memory others read
     // behind a barrier, and another before it is put there anew: `multiply_part`'s last, or the one after `plain`.
@@ -228,7 +228,7 @@ fn with_bits(masks: [u32; 4], [a, b, c, d]: [u32; 4], four: u32) -> [u32; 4] {
 }
 
 /// Counts the rows of each expert.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn count(call: &Call<'_>, block: &Block) {
     // SAFETY: a thread writes its own masks, which others read behind a barrier, and the counts of its experts.
     unsafe {
@@ -275,7 +275,7 @@ unsafe fn count(call: &Call<'_>, block: &Block) {
 }
 
 /// Lists the rows of expert `expert`, in their order.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
     // SAFETY: a thread writes its rows' own words, which others read behind a barrier; a place in the list has one row.
     unsafe {

@@ -13,7 +13,7 @@ use perpetua_shared::FaultCode;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots' and every index is below its extent; all conditions around block-wide calls
     // depend on the task's data alone, which every thread reads alike.
@@ -70,7 +70,7 @@ const _: () = assert!(SEEN + SEEN_WORDS <= shared::KEPT, "the tokens' bits have 
 ///
 /// # Safety
 /// Every thread of the block makes this same call; `logits` is a row of f32, and nobody else touches it.
-#[inline(always)]
+#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn penalise(logits: &Tensor, text: &Tensor, n: u32, penalty: f32, block: &Block) {
     let vocab = logits.extent(1);
     let mut first = 0;
@@ -173,7 +173,7 @@ impl Draw<'_> {
     ///
     /// # Safety
     /// Every thread of the block makes this same call; `logits` is a row of f32.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn token(&self, top_k: u32, top_p: f32, u: f64) -> u32 {
         // SAFETY: every thread of the block takes the same way, since sums and parameters are the same in each.
         unsafe {
@@ -227,7 +227,7 @@ impl Draw<'_> {
 
     /// Walks the row in index order, each thread a run of its own: first every thread adds up its run, then the thread
     /// whose run holds the end of the walk finds it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn find(&self, walk: Walk) -> u32 {
         // SAFETY: every thread of the block is here (caller); indices are below the row's length; a thread writes its own
         // words of shared memory, and a barrier stands between writing and reading.
