@@ -8,7 +8,7 @@
 //! What is counted is the last step, whose code has been fetched by those before it.
 //!
 //! The figure to read is *cycles*: from one of the block's barriers to the next, how long the slowest warp takes by the pipelines'
-//! latencies (`host/src/ptx/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
+//! latencies (`ptx/src/pipeline.rs`). *Ahead* is what the fastest does before the barriers that end waits, and what a warp does
 //! before it looks for a row, so while others are waited for. Issue slots, beside them, are what a scheduler would spend on warp 1, and on all of them. Below, what the cycles go by:
 //! what the slowest warp waits for; `code` is lines of code that the SM does not hold, of which it holds so many KiB and waits for each so many cycles (64 and 50
 //! unless told otherwise; `code=0,0`: none is waited for). *Code* is how much of the entry an operator's tasks run, *so far* with those before it: what instruction

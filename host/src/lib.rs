@@ -20,7 +20,6 @@ pub mod machine;
 pub mod memory;
 pub mod model;
 mod parallel;
-pub mod ptx;
 pub mod schedule;
 
 /// README.md, ARCHITECTURE.md and docs/kernels.md: their examples are compiled as tests.
@@ -36,6 +35,8 @@ mod pages {
 
 /// Macro kernels and what they are called with: activations, costs, the worker loop.
 pub use perpetua_device as device;
+/// PTX run instruction by instruction, without a GPU.
+pub use perpetua_ptx as ptx;
 /// What host and device agree on: element types, ids, the control block, the image's descriptors.
 pub use perpetua_shared as shared;
 

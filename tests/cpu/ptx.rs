@@ -6,6 +6,7 @@ use crate::held::held;
 use perpetua::codegen::bodies::files;
 use perpetua::codegen::plan::{Act, Scope, plan};
 use perpetua::device_image::{DeviceImage, DeviceModule, device_image, device_kernels};
+use perpetua::ptx::Module;
 use perpetua_device::kernels::SPECS;
 use perpetua_shared::body::PREFIX;
 use std::path::Path;
@@ -136,6 +137,18 @@ fn check_probe(ptx: &str) -> Result<(), String> {
     match barriers(entry(ptx, PROBE).1) {
         1 => Ok(()),
         n => Err(format!("{n} barriers in {PROBE}, whose source has 1")),
+    }
+}
+
+#[test]
+fn everything_that_is_embedded_is_understood() {
+    let Some(image) = image() else { return };
+    for code in image.modules() {
+        let module = Module::parse(code.ptx()).expect("the kernels");
+        assert!(module.entries().any(|name| name == code.entry));
+    }
+    if let Some(kernels) = device_kernels() {
+        Module::parse(kernels).expect("every macro kernel alone");
     }
 }
 

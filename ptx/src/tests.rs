@@ -1,7 +1,6 @@
-//! Small kernels in PTX as LLVM writes it, and the whole of what this crate was built with.
+//! Small kernels in PTX as LLVM writes it.
 
 use super::{Assembled, InstructionCache, Launch, MachineInstruction, Marks, Memory, Module, PtxError, Report};
-use crate::device_image::{device_image, device_kernels};
 
 const OUT: u64 = 0x10_0000;
 
@@ -160,21 +159,6 @@ fn sums_of_a_warpgroup_are_there_when_waited_for() {
     }
     let body = format!("{fill}{zero}{}{wait}", multiply.replace("wgmma.fence.sync.aligned;\n", ""));
     assert!(what(run("", &body, 128, 0, &mut [0; 128]).expect_err("refused")).contains("no wgmma.fence"));
-}
-
-#[test]
-fn everything_that_is_embedded_is_understood() {
-    let Some(image) = device_image() else {
-        println!("skipped: no device toolchain when this was built (./x setup installs one)");
-        return;
-    };
-    for code in image.modules() {
-        let module = Module::parse(code.ptx()).expect("the kernels");
-        assert!(module.entries().any(|name| name == code.entry));
-    }
-    if let Some(kernels) = device_kernels() {
-        Module::parse(kernels).expect("every macro kernel alone");
-    }
 }
 
 /// A launch of `body` between two barriers of `threads` threads, behind the mark 7. Its first line is [`FIRST`].

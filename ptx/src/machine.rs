@@ -75,7 +75,7 @@ pub struct Report {
     /// For each value that a block wrote to one of [`Launch::marks`]: the issue slots that each of its warps took until it wrote
     /// another, of all blocks together; of a block that writes it again those of the last time.
     pub phases: BTreeMap<u32, Vec<u64>>,
-    /// Likewise, how many cycles it took, see `ptx/pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
+    /// Likewise, how many cycles it took, see `pipeline.rs`: from one barrier 0 to the next those of the slowest warp; and, apart,
     /// what the fastest did before one that votes, until which some warp asks again and again for what others do, or a warp before it
     /// looked for what others write.
     pub cycles: BTreeMap<u32, [u64; 2]>,
@@ -84,7 +84,7 @@ pub struct Report {
     pub spent: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
     /// Likewise of those that were ahead.
     pub spent_ahead: BTreeMap<u32, BTreeMap<(u32, u32), u64>>,
-    /// Likewise, which lines of the entry's code ran, 128 bytes each (see `ptx/pipeline.rs`): bit `i % 64` of word `i / 64` is that of the `i`th.
+    /// Likewise, which lines of the entry's code ran, 128 bytes each (see `pipeline.rs`): bit `i % 64` of word `i / 64` is that of the `i`th.
     pub code: BTreeMap<u32, Vec<u64>>,
     /// With which line of the PTX each line of code begins, where anything is counted.
     pub code_lines: Vec<u32>,

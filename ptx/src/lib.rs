@@ -1,5 +1,5 @@
 //! PTX run instruction by instruction on a machine without a GPU: what rustc, LLVM and our own assembly made of the kernels,
-//! where [`perpetua_device::simt`] runs their source.
+//! where perpetua's simulated GPU (`perpetua_device::simt`) runs their source.
 //!
 //! ```text
 //! text ─parse─▶ statements ─decode─▶ instructions, registers as rows of 32 lanes ─machine─▶ memory as the kernel leaves it
@@ -14,6 +14,9 @@
 //! address against the launch's memory, and its alignment; that all lanes an instruction names come to that same instruction
 //! (barriers that the compiler copied stop here); barriers' counts and phases; that somebody can go on. What is not: races
 //! and the order of memory accesses, which are one after another here; the simulated GPU judges those.
+
+// Where it is allowed, each block carries its proof.
+#![deny(unsafe_code)]
 
 mod assembled;
 mod decode;
