@@ -433,6 +433,8 @@ const IDLE: u64 = 64;
 /// Instructions after which a warp that has asked for nothing computes something: loops that poll ask far sooner.
 const BUSY: u64 = 1000;
 const LEAP_NS: u64 = 10_000;
+/// How long a warp sleeps at most that has asked in vain whether a phase is over.
+const NAP_NS: u64 = 32;
 
 impl Machine<'_> {
     pub(super) fn random(&mut self, below: u64) -> u64 {
@@ -657,6 +659,9 @@ impl Machine<'_> {
                     part.join(self.blocks[b].warps[w].lanes() | part.lanes);
                     if state != State::Ready {
                         part.state = state;
+                    } else if part.state == State::Ready {
+                        // As on a chip, who asks in vain is suspended for a little: those it waits for have the turns meanwhile.
+                        part.state = State::Asleep(self.now_ns() + 1 + self.random(NAP_NS));
                     }
                     break;
                 }

@@ -126,6 +126,22 @@ struct Launched {
     gap_ns: u64,
 }
 
+/// The module that `text` is. Those read last are kept: every engine loads the same few, and to read one takes as long as a short run.
+fn parsed(text: &str) -> std::result::Result<Arc<ptx::Module>, ptx::PtxError> {
+    static READ: Mutex<VecDeque<(String, Arc<ptx::Module>)>> = Mutex::new(VecDeque::new());
+    const KEPT: usize = 3;
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, module)) = read.iter().find(|(other, _)| other == text) {
+        return Ok(Arc::clone(module));
+    }
+    let module = Arc::new(ptx::Module::parse(text)?);
+    read.push_back((text.to_owned(), Arc::clone(&module)));
+    if read.len() > KEPT {
+        read.pop_front();
+    }
+    Ok(module)
+}
+
 /// A module: its image, and, where that is run, what it is.
 #[derive(Debug)]
 struct Loaded {
@@ -594,11 +610,11 @@ unsafe impl Driver for Fake {
             let text =
                 image.strip_suffix(&[0]).filter(|_| kind == "PTX").and_then(|text| std::str::from_utf8(text).ok());
             let text = text.ok_or_else(|| error("cuModuleLoadDataEx", 209, "CUDA_ERROR_NO_BINARY_FOR_GPU"))?;
-            let parsed = ptx::Module::parse(text).map_err(|what| CudaError {
+            let parsed = parsed(text).map_err(|what| CudaError {
                 text: Some(what.to_string()),
                 ..error("cuModuleLoadDataEx", 218, "CUDA_ERROR_INVALID_PTX")
             })?;
-            loaded.ptx = Some(Arc::new(parsed));
+            loaded.ptx = Some(parsed);
         }
         let handle = state.handle();
         state.modules.insert(handle, loaded);
@@ -617,7 +633,10 @@ unsafe impl Driver for Fake {
             .modules
             .get(&module.0)
             .ok_or_else(|| error("cuModuleGetFunction", 400, "CUDA_ERROR_INVALID_HANDLE"))?;
-        let has_name = image.image.windows(name.len()).any(|window| window == name.as_bytes());
+        let has_name = match &image.ptx {
+            Some(ptx) => ptx.entries().any(|entry| entry == name),
+            None => image.image.windows(name.len()).any(|window| window == name.as_bytes()),
+        };
         if !has_name
             || ![ENTRY, OPERATOR, probe::READ, probe::COPY, probe::HOP, probe::HAND, probe::MEET, code_probe::ENTRY]
                 .contains(&name)

@@ -20,6 +20,7 @@
 use super::error::Wrong;
 use crate::arch::bulk;
 use std::collections::HashMap;
+use std::rc::Rc;
 
 /// Mbarriers of a block.
 pub(super) const MBARRIERS: u32 = crate::arch::mbarrier::COUNT;
@@ -114,19 +115,17 @@ impl Clock {
         Clock { blocks: vec![0; blocks as usize], threads: Vec::new(), warps: Vec::new() }
     }
 
+    /// Adds what `other` knows. A team has `threads` numbers, a power of two.
     pub(super) fn join(&mut self, other: &Clock, threads: u32) {
         for (mine, theirs) in self.blocks.iter_mut().zip(&other.blocks) {
             *mine = (*mine).max(*theirs);
         }
-        for &(thread, time) in &other.threads {
-            self.add(thread, time);
-        }
-        for &(warp, time) in &other.warps {
-            raise(&mut self.warps, warp, time);
-        }
+        merge(&mut self.threads, &other.threads);
+        merge(&mut self.warps, &other.warps);
         let blocks = &self.blocks;
-        self.threads.retain(|(thread, time)| *time > blocks[(thread / threads) as usize]);
-        self.warps.retain(|(warp, time)| *time > blocks[(warp * 32 / threads) as usize]);
+        let team = |thread: u32| (thread >> threads.trailing_zeros()) as usize;
+        self.threads.retain(|(thread, time)| *time > blocks[team(*thread)]);
+        self.warps.retain(|(warp, time)| *time > blocks[team(warp * 32)]);
     }
 
     fn add(&mut self, thread: u32, time: u32) {
@@ -147,6 +146,35 @@ fn raise(times: &mut Vec<(u32, u32)>, who: u32, time: u32) {
     match times.binary_search_by_key(&who, |(known, _)| *known) {
         Ok(at) => times[at].1 = times[at].1.max(time),
         Err(at) => times.insert(at, (who, time)),
+    }
+}
+
+/// [`raise`] by all of `others`, sorted as `times` are.
+fn merge(times: &mut Vec<(u32, u32)>, others: &[(u32, u32)]) {
+    let (mut at, mut new) = (0, 0);
+    for &(who, time) in others {
+        at += times[at..].iter().take_while(|(known, _)| *known < who).count();
+        match times.get_mut(at) {
+            Some((known, mine)) if *known == who => *mine = (*mine).max(time),
+            _ => new += 1,
+        }
+    }
+    if new == 0 {
+        return;
+    }
+    // From the last: who is known already moves up as far as there are new ones before it.
+    let mut from = times.len();
+    let mut to = from + new;
+    times.resize(to, (0, 0));
+    for &(who, time) in others.iter().rev() {
+        while from > 0 && times[from - 1].0 > who {
+            (from, to) = (from - 1, to - 1);
+            times[to] = times[from];
+        }
+        if from == 0 || times[from - 1].0 != who {
+            to -= 1;
+            times[to] = (who, time);
+        }
     }
 }
 
@@ -171,15 +199,17 @@ pub(super) struct BlockTime {
 /// The order of all accesses. "Block" in its names means a team: see the module head.
 #[derive(Debug)]
 pub(super) struct Order {
-    /// Numbers of threads from one team to the next.
+    /// Numbers of threads from one team to the next, a power of two: every access asks which team a thread is of.
     threads: u32,
     /// Threads of the first team of a block.
     meeting: u32,
     blocks: Vec<BlockTime>,
-    /// What each thread has acquired since its block's last barrier.
-    acquired: Vec<Option<Box<Clock>>>,
+    /// What each thread has acquired since its block's last barrier. Threads acquire side by side: most have one clock, or the same two.
+    acquired: Vec<Option<Rc<Clock>>>,
+    /// Two clocks of which a thread had the one and acquired the other, and what became of them.
+    joined: Option<[Rc<Clock>; 3]>,
     /// What the last releases to each word carry.
-    released: HashMap<usize, Clock>,
+    released: HashMap<usize, Rc<Clock>>,
     /// Reads by several blocks, per block.
     readers: Vec<Vec<Epoch>>,
     free_readers: Vec<u32>,
@@ -188,7 +218,7 @@ pub(super) struct Order {
 impl Order {
     /// For `blocks` blocks of `meeting` threads that meet and `service` that do not.
     pub(super) fn new(blocks: u32, meeting: u32, service: u32) -> Order {
-        let (threads, teams) = (meeting.max((service + MBARRIERS).next_multiple_of(32)), 2 * blocks);
+        let (threads, teams) = (meeting.max(service + MBARRIERS).max(32).next_power_of_two(), 2 * blocks);
         let warps = threads as usize / 32;
         let team =
             || BlockTime { now: 1, barrier: 0, warps: vec![0; warps], synced: vec![0; warps], seen: Clock::new(teams) };
@@ -196,11 +226,30 @@ impl Order {
             threads,
             meeting,
             blocks: (0..teams).map(|_| team()).collect(),
-            acquired: (0..teams * threads).map(|_| None).collect(),
+            acquired: vec![None; (teams * threads) as usize],
+            joined: None,
             released: HashMap::new(),
             readers: Vec::new(),
             free_readers: Vec::new(),
         }
+    }
+
+    /// The team of `thread`.
+    #[inline]
+    fn team(&self, thread: u32) -> u32 {
+        thread >> self.threads.trailing_zeros()
+    }
+
+    /// Which of its team `thread` is.
+    #[inline]
+    fn place(&self, thread: u32) -> u32 {
+        thread & (self.threads - 1)
+    }
+
+    /// The warp, in its team, of `thread`.
+    #[inline]
+    fn warp_in_team(&self, thread: u32) -> usize {
+        (self.place(thread) / 32) as usize
     }
 
     /// The number of thread `thread` of `block`.
@@ -216,7 +265,7 @@ impl Order {
 
     /// The time of `thread`'s team.
     pub(super) fn now(&self, thread: u32) -> u32 {
-        self.blocks[(thread / self.threads) as usize].now
+        self.blocks[self.team(thread) as usize].now
     }
 
     pub(super) fn no_clock(&self) -> Clock {
@@ -236,10 +285,12 @@ impl Order {
         let time = &mut self.blocks[block as usize];
         time.barrier = now;
         let first = (block * self.threads) as usize;
-        for slot in &mut self.acquired[first..first + self.threads as usize] {
-            if let Some(clock) = slot.take() {
+        let mut joined: Option<Rc<Clock>> = None;
+        for clock in self.acquired[first..first + self.threads as usize].iter_mut().filter_map(Option::take) {
+            if !joined.is_some_and(|joined| Rc::ptr_eq(&joined, &clock)) {
                 time.seen.join(&clock, self.threads);
             }
+            joined = Some(clock);
         }
     }
 
@@ -252,20 +303,20 @@ impl Order {
 
     /// All lanes of `thread`'s warp have exchanged values.
     pub(super) fn exchange(&mut self, thread: u32) {
-        let block = thread / self.threads;
+        let (block, warp) = (self.team(thread), self.warp_in_team(thread));
         let now = self.step(block);
-        self.blocks[block as usize].warps[(thread % self.threads / 32) as usize] = now;
+        self.blocks[block as usize].warps[warp] = now;
     }
 
     /// All lanes of `thread`'s warp have met at a `warp::sync`, which orders memory.
     pub(super) fn warp_sync(&mut self, thread: u32) {
-        let (block, warp) = (thread / self.threads, (thread % self.threads / 32) as usize);
+        let (block, warp) = (self.team(thread), self.warp_in_team(thread));
         let first = (thread / 32 * 32) as usize;
-        let mut known: Option<Box<Clock>> = None;
-        for slot in &mut self.acquired[first..first + 32] {
-            match (&mut known, slot.take()) {
+        let mut known: Option<Rc<Clock>> = None;
+        for lane in first..first + 32 {
+            match (&mut known, self.acquired[lane].take()) {
                 (known @ None, clock) => *known = clock,
-                (Some(known), Some(clock)) => known.join(&clock, self.threads),
+                (Some(known), Some(clock)) => self.join(known, &clock),
                 _ => {}
             }
         }
@@ -279,7 +330,7 @@ impl Order {
 
     /// `thread` releases to what carries `clock`.
     pub(super) fn release_to(&mut self, thread: u32, clock: &mut Clock) {
-        let block = thread / self.threads;
+        let block = self.team(thread);
         let time = &self.blocks[block as usize];
         clock.join(&time.seen, self.threads);
         if let Some(acquired) = &self.acquired[thread as usize] {
@@ -288,7 +339,7 @@ impl Order {
         // What the block's other threads did before its last barrier, its warp before its last sync, and all this one did.
         let own = &mut clock.blocks[block as usize];
         *own = (*own).max(time.barrier);
-        let synced = time.synced[(thread % self.threads / 32) as usize];
+        let synced = time.synced[self.warp_in_team(thread)];
         if synced > *own {
             raise(&mut clock.warps, thread / 32, synced);
         }
@@ -297,16 +348,36 @@ impl Order {
     }
 
     /// `thread` acquires what `clock` carries.
-    pub(super) fn acquire_from(&mut self, thread: u32, clock: &Clock) {
-        let n_blocks = self.blocks.len() as u32;
-        let slot = &mut self.acquired[thread as usize];
-        slot.get_or_insert_with(|| Box::new(Clock::new(n_blocks))).join(clock, self.threads);
+    pub(super) fn acquire_from(&mut self, thread: u32, clock: &Rc<Clock>) {
+        let known = match self.acquired[thread as usize].take() {
+            None => Rc::clone(clock),
+            Some(mut known) => {
+                self.join(&mut known, clock);
+                known
+            }
+        };
+        self.acquired[thread as usize] = Some(known);
+    }
+
+    /// `known` knows what `clock` does.
+    fn join(&mut self, known: &mut Rc<Clock>, clock: &Rc<Clock>) {
+        if Rc::ptr_eq(known, clock) {
+            return;
+        }
+        match &self.joined {
+            Some([one, other, both]) if Rc::ptr_eq(one, known) && Rc::ptr_eq(other, clock) => *known = Rc::clone(both),
+            _ => {
+                let before = Rc::clone(known);
+                Rc::make_mut(known).join(clock, self.threads);
+                self.joined = Some([before, Rc::clone(clock), Rc::clone(known)]);
+            }
+        }
     }
 
     /// `thread` releases to the word at `address`.
     pub(super) fn release(&mut self, thread: u32, address: usize) {
-        let mut clock = self.released.remove(&address).unwrap_or_else(|| self.no_clock());
-        self.release_to(thread, &mut clock);
+        let mut clock = self.released.remove(&address).unwrap_or_else(|| self.no_clock().into());
+        self.release_to(thread, Rc::make_mut(&mut clock));
         self.released.insert(address, clock);
     }
 
@@ -317,9 +388,8 @@ impl Order {
 
     /// `thread` acquires from the word at `address`.
     pub(super) fn acquire(&mut self, thread: u32, address: usize) {
-        let Some(clock) = self.released.remove(&address) else { return };
+        let Some(clock) = self.released.get(&address).cloned() else { return };
         self.acquire_from(thread, &clock);
-        self.released.insert(address, clock);
     }
 
     /// A bulk copy that completes on `barrier` of `block` begins; returns when.
@@ -338,7 +408,7 @@ impl Order {
         if who == thread {
             return true;
         }
-        let (block, other) = (thread / self.threads, who / self.threads);
+        let (block, other) = (self.team(thread), self.team(who));
         let mine = &self.blocks[block as usize];
         if if block == other { time < mine.barrier } else { time < mine.seen.blocks[other as usize] } {
             return true;
@@ -346,7 +416,7 @@ impl Order {
         if time < mine.seen.thread(who) {
             return true;
         }
-        if who / 32 == thread / 32 && time < mine.synced[(thread % self.threads / 32) as usize] {
+        if who / 32 == thread / 32 && time < mine.synced[self.warp_in_team(thread)] {
             return true;
         }
         match &self.acquired[thread as usize] {
@@ -369,7 +439,7 @@ impl Order {
             }
             // Any of several: ordered if another thread's would be. `who` may be `thread` itself.
             _ => {
-                let (block, other) = (thread / self.threads, who / self.threads);
+                let (block, other) = (self.team(thread), self.team(who));
                 let mine = &self.blocks[block as usize];
                 let seen = if block == other { mine.barrier } else { mine.seen.blocks[other as usize] };
                 let acquired = self.acquired[thread as usize].as_ref().map_or(0, |clock| clock.blocks[other as usize]);
@@ -379,8 +449,7 @@ impl Order {
             }
         }
         let same_warp = who / 32 == thread / 32 && read.who & MARK != THREADS;
-        same_warp
-            && read.time < self.blocks[(thread / self.threads) as usize].warps[(thread % self.threads / 32) as usize]
+        same_warp && read.time < self.blocks[self.team(thread) as usize].warps[self.warp_in_team(thread)]
     }
 
     /// The first of the readers at `at` whose read is not ordered before a write by `thread`.
@@ -392,7 +461,7 @@ impl Order {
 
     /// What stands for `read` and a read by `thread` now, both of one block.
     fn merged(&self, thread: u32, read: Epoch) -> Epoch {
-        let time = self.blocks[(thread / self.threads) as usize].now;
+        let time = self.blocks[self.team(thread) as usize].now;
         if read.time == 0 || self.is_read_seen(thread, read) {
             return Epoch { who: thread, time };
         }
@@ -404,14 +473,14 @@ impl Order {
     /// says by whom the other access was.
     fn copy_to(&mut self, cell: &mut Cell, thread: u32, barrier: u32, time: u32) -> Result<(), (&'static str, u32)> {
         self.touch(cell, thread, true)?;
-        let who = self.copier(thread / self.threads / 2, barrier);
+        let who = self.copier(self.team(thread) / 2, barrier);
         cell.write = Epoch { who, time };
         Ok(())
     }
 
     /// Whether `thread` has seen what lanes of warp `warp` did at `time`.
     fn is_warp_seen(&self, thread: u32, warp: u32, time: u32) -> bool {
-        let (block, other) = (thread / self.threads, warp * 32 / self.threads);
+        let (block, other) = (self.team(thread), self.team(warp * 32));
         let mine = &self.blocks[block as usize];
         if time < mine.seen.warp(warp).max(if block == other { mine.barrier } else { mine.seen.blocks[other as usize] })
         {
@@ -428,8 +497,8 @@ impl Order {
             return true;
         }
         if who / 32 == thread / 32 {
-            let team = &self.blocks[(thread / self.threads) as usize];
-            let exchanged = team.warps[(thread % self.threads / 32) as usize];
+            let team = &self.blocks[self.team(thread) as usize];
+            let exchanged = team.warps[self.warp_in_team(thread)];
             return read.time < team.barrier.max(exchanged);
         }
         self.is_warp_seen(thread, who / 32, read.time)
@@ -457,7 +526,7 @@ impl Order {
 
     /// The warp, in its block, of `thread`.
     fn warp_in_block(&self, thread: u32) -> usize {
-        let (team, at) = (thread / self.threads, thread % self.threads);
+        let (team, at) = (self.team(thread), self.place(thread));
         ((at + team % 2 * self.meeting) / 32) as usize
     }
 
@@ -468,7 +537,7 @@ impl Order {
         // With readers that the copy's thread has not seen, theirs and its own marks stay: the later write must wait for
         // that thread at least.
         if before.time == 0 || self.is_read_seen(thread, before) {
-            cell.read = Epoch { who: self.copier(thread / self.threads / 2, barrier), time };
+            cell.read = Epoch { who: self.copier(self.team(thread) / 2, barrier), time };
         }
         Ok(())
     }
@@ -476,7 +545,7 @@ impl Order {
     /// Judges and records one access to `cell`; on an error says by whom the other access was.
     #[inline]
     fn touch(&mut self, cell: &mut Cell, thread: u32, is_write: bool) -> Result<(), (&'static str, u32)> {
-        let block = thread / self.threads;
+        let block = self.team(thread);
         let now = self.blocks[block as usize].now;
         if cell.write.time != 0 && !self.is_seen(thread, cell.write.who, cell.write.time) {
             return Err(("written", cell.write.who));
@@ -501,7 +570,7 @@ impl Order {
         } else if read.who & MARK == BLOCKS {
             let at = (read.who & !MARK) as usize;
             self.readers[at][block as usize] = self.merged(thread, self.readers[at][block as usize]);
-        } else if read.time == 0 || (read.who & !MARK) / self.threads == block || self.is_read_seen(thread, read) {
+        } else if read.time == 0 || self.team(read.who & !MARK) == block || self.is_read_seen(thread, read) {
             cell.read = self.merged(thread, read);
         } else {
             let at = self.free_readers.pop().unwrap_or_else(|| {
@@ -509,7 +578,7 @@ impl Order {
                 self.readers.len() as u32 - 1
             });
             let mut readers = vec![Epoch::default(); self.blocks.len()];
-            readers[((read.who & !MARK) / self.threads) as usize] = read;
+            readers[self.team(read.who & !MARK) as usize] = read;
             readers[block as usize] = Epoch { who: thread, time: now };
             self.readers[at as usize] = readers;
             cell.read = Epoch { who: at | BLOCKS, time: now };
@@ -518,7 +587,7 @@ impl Order {
     }
 
     fn describe(&self, thread: u32) -> String {
-        let (team, at) = (thread / self.threads, thread % self.threads);
+        let (team, at) = (self.team(thread), self.place(thread));
         match (team % 2, (at + MBARRIERS).checked_sub(self.threads)) {
             (1, Some(barrier)) => format!("a bulk copy to mbarrier {barrier} of block {}", team / 2),
             (service, _) => format!("thread {} of block {}", at + service * self.meeting, team / 2),
@@ -811,8 +880,8 @@ impl Shared {
             return Err((Wrong::Race, format!("{what} to tile byte {place}, where another one is on its way")));
         }
         let reads = &mut self.tile_reads[at * self.warps..][..self.warps];
-        let first = order.number(thread / order.threads / 2, 0);
-        let warp = |warp: usize| order.number(first / order.threads / 2, warp as u32 * 32) / 32;
+        let first = order.number(order.team(thread) / 2, 0);
+        let warp = |warp: usize| order.number(order.team(first) / 2, warp as u32 * 32) / 32;
         let unseen = (0..reads.len()).find(|w| reads[*w] != 0 && !order.is_warp_seen(thread, warp(*w), reads[*w]));
         if let Some(reader) = unseen {
             let who = order.describe(warp(reader) * 32);
@@ -1017,5 +1086,27 @@ impl Shared {
             WordTouch::Or(bits) => (*word, *are_bits) = (was | bits, true),
         }
         Ok(was)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{merge, raise};
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    fn times() -> impl Strategy<Value = Vec<(u32, u32)>> {
+        let times = proptest::collection::btree_map(0u32..40, 1u32..9, 0..30);
+        times.prop_map(|times: BTreeMap<u32, u32>| times.into_iter().collect())
+    }
+
+    proptest! {
+        #[test]
+        fn lists_of_times_are_merged_as_one_by_one(mut some in times(), others in times()) {
+            let mut expected = some.clone();
+            others.iter().for_each(|(who, time)| raise(&mut expected, *who, *time));
+            merge(&mut some, &others);
+            prop_assert_eq!(some, expected);
+        }
     }
 }

@@ -13,6 +13,7 @@ use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, Location, catch_unwind, resume_unwind};
+use std::rc::Rc;
 
 /// How a launch is simulated.
 #[derive(Clone, Copy, Debug)]
@@ -190,6 +191,14 @@ struct Block {
     n_tasks: u32,
 }
 
+/// Who does something, and where.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    block: u32,
+    thread: u32,
+    number: u32,
+}
+
 /// A barrier in shared memory, with a count of arrivals and one of bytes.
 #[derive(Debug)]
 struct Mbarrier {
@@ -206,7 +215,7 @@ struct Mbarrier {
     is_fenced: bool,
     /// What this phase will carry, and what the last one does.
     pending: Clock,
-    done: Clock,
+    done: Rc<Clock>,
     /// Per thread that has waited: how many phases it has seen the end of.
     seen: HashMap<u32, u32>,
     waiters: Vec<u32>,
@@ -236,6 +245,8 @@ pub(super) struct World {
     random: u64,
     now_ns: u64,
     current: u32,
+    /// Its block, which of the block's it is, and its number in the order of accesses: every access asks.
+    place: Place,
     threads: Vec<Thread>,
     warps: Vec<Warp>,
     blocks: Vec<Block>,
@@ -345,7 +356,7 @@ pub fn launch_beside(
         init: None,
         is_fenced: false,
         pending: order.no_clock(),
-        done: order.no_clock(),
+        done: order.no_clock().into(),
         seen: HashMap::new(),
         waiters: Vec::new(),
     };
@@ -382,6 +393,7 @@ pub fn launch_beside(
         random: seed,
         now_ns: options.began_ns,
         current: 0,
+        place: Place { block: 0, thread: 0, number: order.number(0, 0) },
         threads: (0..n).map(|_| thread()).collect(),
         warps: (0..n / 32).map(|_| warp()).collect(),
         blocks: (0..blocks).map(|_| block()).collect(),
@@ -514,11 +526,18 @@ impl World {
 
     /// Gives thread `thread` the processor; says whether it was due to more than time's passing.
     fn enter(&mut self, thread: u32) -> bool {
-        self.current = thread;
+        self.go_to(thread);
         self.now_ns += 5;
         self.report.ended_ns = self.now_ns;
         self.report.switches += 1;
         !matches!(self.threads[thread as usize].wait, Wait::Word | Wait::Phase(_))
+    }
+
+    /// What follows is done by `thread`.
+    fn go_to(&mut self, thread: u32) {
+        let (block, in_block) = (self.block_of(thread), thread % self.options.block_threads());
+        self.current = thread;
+        self.place = Place { block, thread: in_block, number: self.order.number(block, in_block) };
     }
 
     fn wake(&mut self, thread: u32) {
@@ -537,7 +556,7 @@ impl World {
     /// The current thread, as the order of accesses numbers it.
     #[inline]
     fn ordinal(&self) -> u32 {
-        self.order.number(self.block_idx(), self.thread_idx())
+        self.place.number
     }
 
     fn error(&self, wrong: Wrong, what: String, at: Option<&'static Location<'static>>) -> Box<SimtError> {
@@ -594,16 +613,15 @@ impl World {
 
     /// All threads have ended: no copy may be under way any more, nor expected.
     fn end(&mut self) -> Result<(), Box<SimtError>> {
-        if let Some(copy) = self.copies.first() {
-            self.current = copy.block * self.options.block_threads();
-            let what = format!("the block ends while a copy to mbarrier {} is under way", copy.barrier);
-            let at = copy.at;
+        if let Some(&Copy { block, barrier, at, .. }) = self.copies.first() {
+            self.go_to(block * self.options.block_threads());
+            let what = format!("the block ends while a copy to mbarrier {barrier} is under way");
             return Err(self.error(Wrong::Transactions, what, Some(at)));
         }
         for block in 0..self.blocks.len() as u32 {
             let open = self.blocks[block as usize].mbarriers.iter().position(|barrier| barrier.bytes != 0);
             if let Some(barrier) = open {
-                self.current = block * self.options.block_threads();
+                self.go_to(block * self.options.block_threads());
                 let bytes = self.blocks[block as usize].mbarriers[barrier].bytes;
                 let what = format!("the block ends while mbarrier {barrier} expects {bytes} bytes more");
                 return Err(self.error(Wrong::Transactions, what, None));
@@ -620,7 +638,8 @@ impl World {
         let at = self.below(self.copies.len() as u32);
         let copy = self.copies.swap_remove(at as usize);
         // Errors are told of the block's first thread.
-        let current = std::mem::replace(&mut self.current, copy.block * self.options.block_threads());
+        let current = self.current;
+        self.go_to(copy.block * self.options.block_threads());
         let block = &mut self.blocks[copy.block as usize];
         block.in_flight -= u64::from(copy.bytes);
         let from: *const u128 = core::ptr::with_exposed_provenance(copy.from);
@@ -635,7 +654,7 @@ impl World {
             return Err(self.error(Wrong::Transactions, what, Some(copy.at)));
         }
         self.complete(copy.block, copy.barrier, copy.at)?;
-        self.current = current;
+        self.go_to(current);
         Ok(())
     }
 
@@ -651,7 +670,7 @@ impl World {
         }
         barrier.phase += 1;
         barrier.lacking = barrier.count;
-        barrier.done = barrier.pending.clone();
+        barrier.done = Rc::new(barrier.pending.clone());
         for thread in std::mem::take(&mut barrier.waiters) {
             if matches!(self.threads[thread as usize].wait, Wait::Phase(_)) {
                 self.threads[thread as usize].wait = Wait::Ready;
@@ -756,10 +775,8 @@ impl World {
             return Ok(false);
         }
         barrier.seen.insert(current, phase);
-        let done = std::mem::take(&mut barrier.done);
+        let done = Rc::clone(&barrier.done);
         self.order.acquire_from(thread, &done);
-        let block = self.block_idx() as usize;
-        self.blocks[block].mbarriers[number as usize].done = done;
         self.threads[current as usize].is_fenced = false;
         Ok(true)
     }
@@ -1065,11 +1082,11 @@ impl World {
     }
 
     pub(super) fn thread_idx(&self) -> u32 {
-        self.current % self.options.block_threads()
+        self.place.thread
     }
 
     pub(super) fn block_idx(&self) -> u32 {
-        self.block_of(self.current)
+        self.place.block
     }
 
     pub(super) fn block_dim(&self) -> u32 {
@@ -1165,6 +1182,7 @@ impl World {
             let numbers: Vec<u32> = met.iter().map(|other| self.order.number(block, other - first)).collect();
             let mut clock = self.order.no_clock();
             numbers.iter().for_each(|number| self.order.release_to(*number, &mut clock));
+            let clock = clock.into();
             numbers.iter().for_each(|number| self.order.acquire_from(*number, &clock));
         }
         self.report.barriers += 1;
