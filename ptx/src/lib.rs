@@ -14,6 +14,40 @@
 //! address against the launch's memory, and its alignment; that all lanes an instruction names come to that same instruction
 //! (barriers that the compiler copied stop here); barriers' counts and phases; that somebody can go on. What is not: races
 //! and the order of memory accesses, which are one after another here; the simulated GPU judges those.
+//!
+//! ```
+//! use perpetua_ptx::{Launch, Memory, Module};
+//!
+//! let module = Module::parse(
+//!     ".version 8.1
+//!     .target sm_90a
+//!     .address_size 64
+//!     .visible .entry double(
+//!         .param .u64 double_param_0
+//!     )
+//!     {
+//!         .reg .b32 %r<3>;
+//!         .reg .b64 %rd<4>;
+//!         ld.param.b64 %rd1, [double_param_0];
+//!         mov.u32 %r1, %tid.x;
+//!         mul.wide.u32 %rd2, %r1, 4;
+//!         add.s64 %rd3, %rd1, %rd2;
+//!         ld.global.b32 %r2, [%rd3];
+//!         shl.b32 %r2, %r2, 1;
+//!         st.global.b32 [%rd3], %r2;
+//!         ret;
+//!     }",
+//! )?;
+//! let (address, mut words) = (0x10_0000u64, [21u32; 64]);
+//! let mut memory = Memory::default();
+//! // SAFETY: the words outlive the launch, and nobody else touches them meanwhile.
+//! unsafe { memory.add("words", address, words.as_mut_ptr().cast(), 4 * words.len() as u64, false) };
+//! let launch = Launch { entry: "double", threads: 64, params: &[&address.to_le_bytes()], ..Launch::default() };
+//! let report = module.launch(&launch, &memory)?;
+//! assert_eq!(words, [42; 64]);
+//! assert_eq!(report.instructions, 2 * 8);
+//! # Ok::<(), perpetua_ptx::PtxError>(())
+//! ```
 
 // Where it is allowed, each block carries its proof.
 #![deny(unsafe_code)]

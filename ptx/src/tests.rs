@@ -30,15 +30,13 @@ fn run_with(
     unsafe { memory.add("words", OUT, words.as_mut_ptr().cast(), 4 * words.len() as u64, false) };
     let launch = Launch {
         entry: "kernel",
-        blocks: 1,
         threads,
-        shared_bytes: 0,
         params: &[&OUT.to_le_bytes()],
         seed,
-        stray: 8,
         began_ns: 7,
         marks: Some(Marks { first: OUT, n: 1, cache, assembled }),
         most_instructions: 100_000,
+        ..Launch::default()
     };
     module.launch(&launch, &memory)
 }

@@ -177,15 +177,11 @@ fn run(runs: Runs, name: &str, seed: u64, operands: &mut [Operand<'_>], index: &
             }
             let launch = ptx::Launch {
                 entry: &format!("{PREFIX}{name}"),
-                blocks: 1,
                 threads: TASK_THREADS,
                 shared_bytes: SHARED_BYTES,
                 params: &[bytemuck::bytes_of(&params)],
                 seed,
-                stray: 8,
-                began_ns: 1,
-                marks: None,
-                most_instructions: u64::MAX,
+                ..ptx::Launch::default()
             };
             module.launch(&launch, &memory).unwrap_or_else(|error| panic!("{name}: {error}"));
         }
