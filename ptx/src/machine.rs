@@ -167,7 +167,6 @@ pub(super) fn run(
         changed: 0,
         leapt_ns: 0,
         random: launch.seed ^ 0x9e37_79b9_7f4a_7c15,
-        made: [0; WARP],
         report: Report::default(),
     };
     machine.run(host)?;
@@ -424,8 +423,6 @@ pub(super) struct Machine<'a> {
     changed: u64,
     leapt_ns: u64,
     random: u64,
-    /// What an instruction makes, before it is a register: of lanes that take no part it is anything.
-    made: Row,
     pub(super) report: Report,
 }
 
@@ -767,19 +764,20 @@ impl Machine<'_> {
         if lanes == 0 {
             return Ok(Next::On);
         }
-        let (warp, d) = (&mut self.blocks[b].warps[w], &mut self.made);
+        let warp = &mut self.blocks[b].warps[w];
+        let mut d = [0; WARP];
         match &instruction.op {
             Op::Unary(f, to, a) => {
-                f(d, warp.row(entry, *a));
-                warp.set(*to, lanes, d);
+                f(&mut d, warp.row(entry, *a));
+                warp.set(*to, lanes, &d);
             }
             Op::Binary(f, to, [x, y]) => {
-                f(d, warp.row(entry, *x), warp.row(entry, *y));
-                warp.set(*to, lanes, d);
+                f(&mut d, warp.row(entry, *x), warp.row(entry, *y));
+                warp.set(*to, lanes, &d);
             }
             Op::Ternary(f, to, [x, y, z]) => {
-                f(d, warp.row(entry, *x), warp.row(entry, *y), warp.row(entry, *z));
-                warp.set(*to, lanes, d);
+                f(&mut d, warp.row(entry, *x), warp.row(entry, *y), warp.row(entry, *z));
+                warp.set(*to, lanes, &d);
             }
             Op::Compare(f, to, [x, y]) => {
                 let holds = f(warp.row(entry, *x), warp.row(entry, *y));
@@ -790,7 +788,7 @@ impl Machine<'_> {
                 for lane in 0..WARP {
                     d[lane] = if when >> lane & 1 == 1 { yes[lane] } else { no[lane] };
                 }
-                warp.set(*to, lanes, d);
+                warp.set(*to, lanes, &d);
             }
             Op::Logic(f, to, [x, y]) => {
                 let value = f(warp.preds[*x as usize], warp.preds[*y as usize]);
@@ -810,25 +808,26 @@ impl Machine<'_> {
                 }
             }
             Op::Pack { d: to, from, bits } => {
-                d.fill(0);
                 for (at, from) in from.iter().enumerate() {
                     let from = warp.row(entry, *from);
                     for lane in 0..WARP {
                         d[lane] |= from[lane] << (at as u32 * bits);
                     }
                 }
-                warp.set(*to, lanes, d);
+                warp.set(*to, lanes, &d);
             }
             Op::Special(to, special) => {
                 let now_ns = self.now_ns();
-                let d = std::array::from_fn(|lane| match special {
-                    Special::Thread => (w * WARP + lane) as u64,
-                    Special::Threads => u64::from(self.launch.threads),
-                    Special::Block => b as u64,
-                    Special::Blocks => u64::from(self.launch.blocks),
-                    Special::Lane => lane as u64,
-                    Special::TimerNs | Special::Clock => now_ns,
-                });
+                for lane in 0..WARP {
+                    d[lane] = match special {
+                        Special::Thread => (w * WARP + lane) as u64,
+                        Special::Threads => u64::from(self.launch.threads),
+                        Special::Block => b as u64,
+                        Special::Blocks => u64::from(self.launch.blocks),
+                        Special::Lane => lane as u64,
+                        Special::TimerNs | Special::Clock => now_ns,
+                    };
+                }
                 self.blocks[b].warps[w].set(*to, lanes, &d);
             }
             Op::Param { d: to, at, bytes } => {
@@ -890,7 +889,7 @@ impl Machine<'_> {
                     }
                     d[lane] = value[from];
                 }
-                warp.set(*to, lanes, d);
+                warp.set(*to, lanes, &d);
             }
             Op::Barrier { id, threads, vote } => {
                 let alive = warp.lanes() | part;
