@@ -436,8 +436,8 @@ enum Next {
     Spread(Vec<(u32, Pc)>),
     /// The same again, later.
     Wait(State),
-    /// The next one, later.
-    Yield(State),
+    /// The next one, so many nanoseconds later.
+    Sleep(u64),
     Exit,
 }
 
@@ -647,7 +647,7 @@ impl Machine<'_> {
             self.report.instructions += 1;
             done += 1;
             let busy = &mut self.blocks[b].warps[w].busy;
-            *busy = if matches!(next, Next::Yield(_)) { 0 } else { *busy + 1 };
+            *busy = if matches!(next, Next::Sleep(_)) { 0 } else { *busy + 1 };
             if *busy > BUSY {
                 self.changed = self.turn;
             }
@@ -672,15 +672,10 @@ impl Machine<'_> {
                     part.state = state;
                     break;
                 }
-                Next::Yield(state) => {
+                Next::Sleep(ns) => {
+                    // It joins others, if that is to be, when it wakes.
                     part.pc += 1;
-                    part.join(self.blocks[b].warps[w].lanes() | part.lanes);
-                    if state != State::Ready {
-                        part.state = state;
-                    } else if part.state == State::Ready {
-                        // As on a chip, who asks in vain is suspended for a little: those it waits for have the turns meanwhile.
-                        part.state = State::Asleep(self.now_ns() + 1 + self.random(NAP_NS));
-                    }
+                    part.state = State::Asleep(self.now_ns() + ns);
                     break;
                 }
                 Next::Exit => return Ok(()),
@@ -720,7 +715,7 @@ impl Machine<'_> {
             let lanes = self.guarded(b, w, lanes, instruction);
             shared_accesses(&self.addresses(b, w, access), lanes, access, values)
         });
-        let again = matches!(next, Next::Yield(State::Ready));
+        let again = matches!((&instruction.op, next), (Op::BarrierTry { .. }, Next::Sleep(_)));
         if let Some(pipeline) = &mut self.pipeline {
             let code = self.report.code.entry(self.marks[b]).or_insert_with(|| vec![0; pipeline.n_lines / 64 + 1]);
             for line in pipeline.lines_of(pc) {
@@ -948,7 +943,8 @@ impl Machine<'_> {
                 }
                 self.blocks[b].warps[w].set_pred(*to, lanes, over);
                 if over != lanes {
-                    return Ok(Next::Yield(State::Ready));
+                    // As on a chip, who asks in vain is suspended for a little: those it waits for have the turns meanwhile.
+                    return Ok(Next::Sleep(1 + self.random(NAP_NS)));
                 }
             }
             Op::BulkCopy { to, from, bytes, barrier, policy } => {
@@ -1026,7 +1022,7 @@ impl Machine<'_> {
             }
             Op::Sleep(ns) => {
                 let ns = warp.row(entry, *ns)[lanes.trailing_zeros() as usize];
-                return Ok(Next::Yield(State::Asleep(self.now_ns() + ns.max(1))));
+                return Ok(Next::Sleep(ns.max(1)));
             }
             Op::Exit => unreachable!("of all lanes or refused"),
         }

@@ -57,6 +57,10 @@ fn lanes_part_and_meet_again() {
         let left = |lane: u32| if lane.is_multiple_of(2) { lane } else { lane.saturating_sub(1).min(3) };
         let expected: Vec<u32> = (0..32).map(|lane| left(lane ^ 1)).collect();
         assert_eq!(words[..], expected, "seed {seed}");
+        // Those that sleep before they meet the others, too.
+        let sleepy = body.replace("$done:", "nanosleep.u32 64;\n$done:");
+        run("", &sleepy, 32, seed, &mut words).expect("all lanes come to the shuffle");
+        assert_eq!(words[..], expected, "seed {seed}");
     }
 }
 
