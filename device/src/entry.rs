@@ -700,6 +700,14 @@ mod ptx_of_workers {
     }
 
     /// # Safety
+    /// As [`probe::take`].
+    #[unsafe(no_mangle)]
+    pub unsafe extern "ptx-kernel" fn perpetua_probe_take(params: ProbeParams) {
+        // SAFETY: the caller's promise.
+        unsafe { probe::take(&params) }
+    }
+
+    /// # Safety
     /// As [`probe::hop`].
     #[unsafe(no_mangle)]
     pub unsafe extern "ptx-kernel" fn perpetua_probe_hop(params: ProbeParams) {

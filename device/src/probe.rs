@@ -1,8 +1,9 @@
 //! The bodies of the [probes](perpetua_shared::probe).
 
-use crate::arch::{WARP, atomic, bulk, copy, mbarrier, memory, thread};
+use crate::arch::{WARP, atomic, bulk, copy, mbarrier, memory, thread, warp};
 use perpetua_shared::flag;
-use perpetua_shared::probe::{GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, UNDER_WAY, WORDS_AT};
+use perpetua_shared::launch::{BLOCK_THREADS, TASK_THREADS, TILE_BARRIERS};
+use perpetua_shared::probe::{GAVE_UP, ProbeParams, ROW_BYTES, ROW_WORDS, TAKEN_BYTES, UNDER_WAY, WORDS_AT};
 
 fn word(address: u64, at: u64) -> *mut u32 {
     core::ptr::with_exposed_provenance_mut((address + at) as usize)
@@ -153,6 +154,115 @@ pub unsafe fn copy(params: &ProbeParams) {
         thread::sync();
         if thread::thread_idx() == 0 {
             tell(params, thread::timer_ns() - began);
+        }
+    }
+}
+
+/// See [`TAKE`](perpetua_shared::probe::TAKE).
+///
+/// # Safety
+/// As [`read`], of blocks of [`BLOCK_THREADS`] threads, the last warp for service.
+#[inline(always)]
+pub unsafe fn take(params: &ProbeParams) {
+    let (thread, n_tiles) = (thread::thread_idx(), params.n_tiles);
+    let n = (params.bytes / u64::from(params.tile_bytes)) as u32 * params.rounds;
+    // SAFETY: one thread makes the barriers, before one of all threads.
+    unsafe {
+        if thread == 0 {
+            for tile in 0..n_tiles {
+                mbarrier::init(tile, 1);
+                mbarrier::init(EMPTY + tile, TASK_THREADS / WARP);
+            }
+            mbarrier::fence();
+        }
+        thread::sync_some(1, BLOCK_THREADS);
+        if thread < TASK_THREADS {
+            take_tiles(params, n);
+        } else if thread == TASK_THREADS {
+            bring_tiles(params, n);
+        }
+    }
+}
+
+/// From this one on barriers count who has released a tile.
+const EMPTY: u32 = TILE_BARRIERS;
+
+/// The loader of [`take`], with `n` tiles to bring. Where it waits in vain it leaves, and so do the others.
+///
+/// # Safety
+/// One thread calls it, as [`take`] does.
+#[inline(always)]
+unsafe fn bring_tiles(params: &ProbeParams, n: u32) {
+    let ProbeParams { bytes, tile_bytes, n_tiles, timeout_ns, .. } = *params;
+    let source = params.source + u64::from(thread::block_idx()) * bytes;
+    let source: *const u8 = core::ptr::with_exposed_provenance(source as usize);
+    let (mut tile, mut parity, mut next) = (0, 1, 0);
+    // SAFETY: the caller's promise. A tile's next copy begins when all warps have released it.
+    unsafe {
+        for at in 0..n {
+            // As if released before there was one.
+            if !lands(EMPTY + tile, parity, timeout_ns) {
+                return;
+            }
+            if at < n_tiles || params.is_brought != 0 {
+                mbarrier::arrive_expect(tile, tile_bytes);
+                bulk::copy(tile * tile_bytes, source.add(next as usize), tile_bytes, tile);
+            } else {
+                mbarrier::arrive(tile);
+            }
+            next += u64::from(tile_bytes);
+            if next == bytes {
+                next = 0;
+            }
+            tile += 1;
+            if tile == n_tiles {
+                (tile, parity) = (0, parity ^ 1);
+            }
+        }
+    }
+}
+
+/// The threads of [`take`] that have `n` tiles to take, more than are there at once.
+///
+/// # Safety
+/// Whole warps call it, [`TASK_THREADS`] threads of a block, as [`take`] does.
+#[inline(always)]
+unsafe fn take_tiles(params: &ProbeParams, n: u32) {
+    let ProbeParams { tile_bytes, n_tiles, timeout_ns, .. } = *params;
+    let thread = thread::thread_idx();
+    let (mut tile, mut parity, mut began, mut sum, mut is_right) = (0, 0, 0, 0u32, true);
+    // SAFETY: the caller's promise. Tiles are read between their being full and their release.
+    unsafe {
+        for at in 0..n {
+            if at == n_tiles {
+                began = thread::timer_ns();
+            }
+            is_right = lands(tile, parity, timeout_ns);
+            if !is_right {
+                break;
+            }
+            if params.reads != 0 {
+                let mut from = tile * tile_bytes + 16 * thread;
+                for _ in 0..tile_bytes / TAKEN_BYTES {
+                    let fours: [_; 4] = core::array::from_fn(|i| bulk::load16(from + 16 * TASK_THREADS * i as u32));
+                    sum = fours.into_iter().flatten().fold(sum, u32::wrapping_add);
+                    from += TAKEN_BYTES;
+                }
+            }
+            warp::sync();
+            if thread.is_multiple_of(WARP) {
+                mbarrier::arrive(EMPTY + tile);
+            }
+            tile += 1;
+            if tile == n_tiles {
+                (tile, parity) = (0, parity ^ 1);
+            }
+        }
+        let words = if params.reads != 0 { n * (tile_bytes / (4 * TASK_THREADS)) } else { 0 };
+        is_right &= sum == words.wrapping_mul(0x0101_0101);
+        let is_wrong = thread::sync_or(!is_right);
+        if thread == 0 {
+            tell(params, if is_wrong { GAVE_UP } else { thread::timer_ns() - began });
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Probes: small kernels that measure what a GPU can do, so that shares of it can be told.
 
-use crate::launch::TASK_THREADS;
+use crate::launch::{BLOCK_THREADS, TASK_THREADS, TILE_BARRIERS};
 use bytemuck::{Pod, Zeroable};
 
 /// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the ceiling of what a
@@ -18,10 +18,20 @@ pub const MEET: &str = "perpetua_probe_meet";
 /// [flag](crate::flag); then blocks from 2 on ask for block 0's row, too, all the time, as all workers do that wait for one.
 pub const HAND: &str = "perpetua_probe_hand";
 
+/// Each block is a worker without tasks: its loader hands [`TASK_THREADS`] threads tiles, which all of them take, read if `reads`, and release, as
+/// bodies do with weights. The first `n_tiles` are brought; of the others, which `out[block]` is the time of, only what `is_brought` says.
+pub const TAKE: &str = "perpetua_probe_take";
+/// A tile of [`TAKE`] is a multiple of so many bytes: four times sixteen for each thread.
+pub const TAKEN_BYTES: u32 = 4 * 16 * TASK_THREADS;
+
+/// All of them.
+pub const ALL: [&str; 6] = [READ, COPY, TAKE, HOP, HAND, MEET];
+
 /// Threads of the blocks of the probe called `name`.
 pub fn threads(name: &str) -> u32 {
     match name {
         HAND | COPY => TASK_THREADS,
+        TAKE => BLOCK_THREADS,
         _ => 32,
     }
 }
@@ -51,13 +61,13 @@ pub struct ProbeParams {
     pub counters: u64,
     /// `[u64; blocks]`: nanoseconds.
     pub out: u64,
-    /// Bytes a block reads: a multiple of `tile_bytes`.
+    /// Bytes a block reads: a multiple of `tile_bytes`. In [`TAKE`] each byte is 1.
     pub bytes: u64,
     /// The longest a block waits for another.
     pub timeout_ns: u64,
-    /// Bytes of a copy: a multiple of 16, and in [`COPY`] of 16 for each thread that copies.
+    /// Bytes of a copy: a multiple of 16, in [`COPY`] of 16 for each thread that copies, in [`TAKE`] of [`TAKEN_BYTES`].
     pub tile_bytes: u32,
-    /// Copies under way at once: at most [`TILE_BARRIERS`](crate::launch::TILE_BARRIERS), and no more than fit. Of [`COPY`] the tiles there are.
+    /// Copies under way at once: at most [`TILE_BARRIERS`], and no more than fit. Of [`COPY`] the tiles there are.
     pub n_tiles: u32,
     /// Blocks.
     pub blocks: u32,
@@ -67,6 +77,10 @@ pub struct ProbeParams {
     pub by_flags: u32,
     /// Warps that copy in [`COPY`].
     pub warps: u32,
+    /// Whether the tiles of [`TAKE`] are copied, each time.
+    pub is_brought: u32,
+    /// Whether they are read.
+    pub reads: u32,
 }
 
 const _: () = assert!(ROW_WORDS == 4 && ROW_WORDS as u64 * 4 * TASK_THREADS as u64 <= ROW_BYTES);

@@ -5,7 +5,7 @@ use crate::cuda::{gpu, has_kernel, options as greedy};
 use crate::simt::{model, model_of, recast};
 use perpetua::compile::Source;
 use perpetua::cuda::fake::{Fake, Options, Runs};
-use perpetua::cuda::probe::Prober;
+use perpetua::cuda::probe::{Prober, TilesFrom};
 use perpetua::device::kernels::{attention_merge, elementwise, linear::Activation};
 use perpetua::engine::Resident;
 use perpetua::exec::{RunError, cuda};
@@ -631,6 +631,10 @@ fn probes_measure_what_they_say() {
     }
     for warps in [3, 7] {
         assert!(prober.copy_l2(7, 3, 512 * 21, warps).expect("it runs") > 0.0);
+    }
+    for (from, reads) in [(TilesFrom::Nowhere, true), (TilesFrom::L2, false), (TilesFrom::Memory, true)] {
+        let tile_bytes = 2 * Prober::TILE_STEP;
+        assert!(prober.take(3, (tile_bytes, 7), 20, from, reads).expect("it runs").as_nanos() > 0);
     }
     assert!(prober.hop(20).expect("it runs").as_nanos() > 0);
     for by_flags in [false, true] {

@@ -487,8 +487,8 @@ fn ptxas_accepts_it_without_spills() {
         assert_eq!(line.trim(), "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", "{report}");
     }
     assert_eq!(
-        functions, 9,
-        "the kernel, its operators alone, five probes, two entries that nobody launches, and nothing else: {report}"
+        functions, 10,
+        "the kernel, its operators alone, six probes, two entries that nobody launches, and nothing else: {report}"
     );
     assert!(!report.contains(SHARED_UNASKED), "{report}");
     let registers = figure(&report, WORKER, " registers");

@@ -472,7 +472,7 @@ fn memory_of_probe(state: &State, params: &ProbeParams) -> Vec<Range> {
 /// A launch on the simulated GPU.
 fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, host: impl FnMut()) -> Ran {
     let is_probe = ![ENTRY, OPERATOR].contains(&launch.kernel.as_str());
-    let threads = if is_probe { launch.threads } else { TASK_THREADS };
+    let threads = launch.threads.min(TASK_THREADS);
     let options = simt::Options {
         service_warps: (launch.threads - threads) / 32,
         // What is before them the simulated GPU has anyway.
@@ -490,6 +490,7 @@ fn run_source(memory: Vec<Range>, launch: &Launched, seed: u64, began_ns: u64, h
                 return match launch.kernel.as_str() {
                     probe::READ => perpetua_device::probe::read(&params),
                     probe::COPY => perpetua_device::probe::copy(&params),
+                    probe::TAKE => perpetua_device::probe::take(&params),
                     probe::HOP => perpetua_device::probe::hop(&params),
                     probe::HAND => perpetua_device::probe::hand(&params),
                     _ => perpetua_device::probe::meet(&params),
@@ -637,10 +638,7 @@ unsafe impl Driver for Fake {
             Some(ptx) => ptx.entries().any(|entry| entry == name),
             None => image.image.windows(name.len()).any(|window| window == name.as_bytes()),
         };
-        if !has_name
-            || ![ENTRY, OPERATOR, probe::READ, probe::COPY, probe::HOP, probe::HAND, probe::MEET, code_probe::ENTRY]
-                .contains(&name)
-        {
+        if !has_name || ![ENTRY, OPERATOR, code_probe::ENTRY].contains(&name) && !probe::ALL.contains(&name) {
             return Err(error("cuModuleGetFunction", 500, "CUDA_ERROR_NOT_FOUND"));
         }
         let handle = state.handle();

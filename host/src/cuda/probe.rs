@@ -7,7 +7,7 @@ use super::{Gpu, GpuError, Piece, code_probe};
 use crate::device_image::device_image;
 use perpetua_shared::launch::{SHARED_BYTES, TASK_THREADS, TILE_BARRIERS, TILE_BYTES};
 use perpetua_shared::probe::{
-    COPY, GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, UNDER_WAY, WORDS_AT, threads,
+    COPY, GAVE_UP, HAND, HOP, MEET, ProbeParams, READ, ROW_BYTES, TAKE, TAKEN_BYTES, UNDER_WAY, WORDS_AT, threads,
 };
 use std::time::{Duration, Instant};
 
@@ -23,6 +23,17 @@ pub struct Prober {
     memory: Vec<DevicePtr>,
     source_bytes: u64,
     pinned: super::driver::Pinned,
+}
+
+/// Where the tiles of [`Prober::take`] come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TilesFrom {
+    /// They stay as they are.
+    Nowhere,
+    /// The second-level cache.
+    L2,
+    /// Memory.
+    Memory,
 }
 
 /// Bytes of the small allocations.
@@ -152,6 +163,40 @@ impl Prober {
         self.read_of(COPY, bytes, blocks, params)
     }
 
+    /// How long a tile of `tile_bytes`, [`TILE_STEP`](Prober::TILE_STEP) or a multiple, keeps workers on `blocks` SMs whose loaders hand them `tiles` or more: `n_tiles` at most
+    /// at once, brought `from` L2 or memory or only said to be there, and read by those who take them or not.
+    ///
+    /// # Errors
+    /// The driver, or what has been read is not what has been brought.
+    ///
+    /// # Panics
+    /// As [`read`](Prober::read), or if the tile is no such multiple, or there are fewer tiles than at once.
+    pub fn take(
+        &mut self,
+        blocks: u32,
+        (tile_bytes, n_tiles): (u32, u32),
+        tiles: u32,
+        from: TilesFrom,
+        reads: bool,
+    ) -> Result<Duration, GpuError> {
+        assert!(tile_bytes.is_multiple_of(TAKEN_BYTES) && tiles > n_tiles, "tiles that can be taken");
+        let all = if from == TilesFrom::Memory { self.source_bytes } else { self.quarter_of_l2(blocks, tile_bytes) };
+        let of_block = (all / u64::from(blocks) / u64::from(tile_bytes)).min(u64::from(tiles)) as u32;
+        let rounds = tiles.div_ceil(of_block.max(1));
+        let is_brought = u32::from(from != TilesFrom::Nowhere);
+        let params =
+            ProbeParams { tile_bytes, n_tiles, rounds, is_brought, reads: reads.into(), ..ProbeParams::default() };
+        let bytes = u64::from(blocks) * u64::from(of_block) * u64::from(tile_bytes);
+        {
+            let _entered = self.gpu.enter()?;
+            // As the probe wants them, whatever others have left there.
+            // SAFETY: no more than the allocation has, which nobody else uses.
+            unsafe { self.gpu.driver().set(self.memory[2], 1, bytes, self.stream)? };
+        }
+        let (_, slowest) = self.slowest_of(TAKE, bytes, blocks, params)?;
+        Ok(slowest / (of_block * rounds - n_tiles))
+    }
+
     fn quarter_of_l2(&self, blocks: u32, tile_bytes: u32) -> u64 {
         let quarter = u64::from(self.gpu.info().l2_bytes) / 4;
         quarter.max(u64::from(blocks) * u64::from(tile_bytes)).min(self.source_bytes)
@@ -159,13 +204,24 @@ impl Prober {
 
     /// The rate at which `probe` reads `bytes`, whole tiles of them for each of `blocks` blocks.
     fn read_of(&mut self, probe: &str, bytes: u64, blocks: u32, params: ProbeParams) -> Result<f64, GpuError> {
-        let ProbeParams { tile_bytes, n_tiles, rounds, .. } = params;
+        let (bytes, slowest) = self.slowest_of(probe, bytes, blocks, params)?;
+        Ok((bytes * u64::from(blocks) * u64::from(params.rounds)) as f64 / slowest.as_secs_f64().max(1e-9))
+    }
+
+    /// How many of `bytes` each of `blocks` blocks has in `probe`, whole tiles, and how long the slowest takes.
+    fn slowest_of(
+        &mut self,
+        probe: &str,
+        bytes: u64,
+        blocks: u32,
+        params: ProbeParams,
+    ) -> Result<(u64, Duration), GpuError> {
+        let ProbeParams { tile_bytes, n_tiles, .. } = params;
         assert!(tile_bytes.is_multiple_of(16) && n_tiles <= TILE_BARRIERS && tile_bytes * n_tiles <= TILE_BYTES);
         let bytes = bytes / u64::from(blocks) / u64::from(tile_bytes) * u64::from(tile_bytes);
         assert!(bytes > 0, "less than a tile for every SM");
         let times = self.run(probe, blocks, ProbeParams { bytes, ..params })?;
-        let slowest = times.iter().max().copied().unwrap_or_default();
-        Ok((bytes * u64::from(blocks) * u64::from(rounds)) as f64 / slowest.as_secs_f64().max(1e-9))
+        Ok((bytes, times.into_iter().max().unwrap_or_default()))
     }
 
     /// From one worker's trigger to another's seeing it.
@@ -200,6 +256,9 @@ impl Prober {
         let times = self.run(MEET, blocks, ProbeParams { rounds, ..ProbeParams::default() })?;
         Ok(times.iter().max().copied().unwrap_or_default() / rounds)
     }
+
+    /// Tiles of [`take`](Prober::take) are multiples of so many bytes.
+    pub const TILE_STEP: u32 = TAKEN_BYTES;
 
     /// KiB of code that [`code`](Prober::code) can run, from the fewest to the most.
     pub const CODE_KIB: std::ops::RangeInclusive<u32> = code_probe::STEP_KIB..=code_probe::MOST_KIB;

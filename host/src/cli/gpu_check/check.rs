@@ -9,7 +9,7 @@ use crate::cli::{
 };
 use perpetua::compile::Source;
 use perpetua::cuda::driver::{CudaError, DevicePtr, code};
-use perpetua::cuda::probe::Prober;
+use perpetua::cuda::probe::{Prober, TilesFrom};
 use perpetua::cuda::{self, Gpu, GpuError};
 use perpetua::device_image::device_image;
 use perpetua::engine::Resident;
@@ -275,8 +275,14 @@ impl Check<'_> {
                 barriers.insert(blocks.to_string(), figure(time, spread));
             }
         }
-        let mut figures =
-            json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers});
+        let tiles = self.tiles(&mut prober)?;
+        let mut figures = json!({
+            "hop_us": hop * 1e6,
+            "hop_spread_percent": hop_spread,
+            "row": rows,
+            "barrier_by_sms": barriers,
+            "tile": tiles,
+        });
         // The source has no such kernel.
         if self.args.simulated && !self.args.interpreted {
             return Ok(figures);
@@ -284,6 +290,29 @@ impl Check<'_> {
         self.keep(figures.clone())?;
         figures["code"] = self.code(&mut prober)?;
         Ok(figures)
+    }
+
+    /// What a tile costs those who take it from their loader: of two sizes, wherever it comes from, and whether it is read or not.
+    fn tiles(&self, prober: &mut Prober) -> Figures {
+        let n_sms = self.gpu.info().n_sms;
+        let n = if self.args.simulated { 40 } else { 4000 };
+        let mut all = serde_json::Map::new();
+        for tile_bytes in [Prober::TILE_STEP, 2 * Prober::TILE_STEP] {
+            let n_tiles = TILE_BYTES / tile_bytes;
+            let mut ways = serde_json::Map::new();
+            for (name, from) in
+                [("there", TilesFrom::Nowhere), ("from_l2", TilesFrom::L2), ("from_memory", TilesFrom::Memory)]
+            {
+                for (reads, suffix) in [(false, ""), (true, "_and_read")] {
+                    let (time, spread) = median_and_spread(5, || {
+                        Ok::<_, GpuError>(prober.take(n_sms, (tile_bytes, n_tiles), n, from, reads)?.as_secs_f64())
+                    })?;
+                    ways.insert(format!("{name}{suffix}"), json!({"ns": time * 1e9, "spread_percent": spread}));
+                }
+            }
+            all.insert(format!("{} KiB x {n_tiles}", tile_bytes >> 10), ways.into());
+        }
+        Ok(all.into())
     }
 
     /// What a line of straight code, 128 bytes, costs by how much of it there is: the first time, and each time after; on one SM, and on all.
