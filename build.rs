@@ -27,15 +27,17 @@ const PTXAS: &str = "PERPETUA_PTXAS";
 /// Why each flag: `target-cpu` Hopper with wgmma and TMA; `ptx81` the ISA version that they and additions of vectors want, old enough for every
 /// driver since CUDA 12.1; `-JumpThreading` because that MIR pass copies a barrier into both arms of a branch
 /// (rust-lang/rust#137086), after which a warp waits at two different ones; `immediate-abort` because a panic's message
-/// has no reader on the device, and the calls that would build it cost the whole kernel a stack; the thresholds because nothing may be called: what is not
-/// `inline(always)` is inlined however large it is, and where it is seldom run (`cold_path`), too.
+/// has no reader on the device, and the calls that would build it cost the whole kernel a stack; the thresholds because nothing may be called: all is
+/// inlined, however large it is, where it is seldom run (`cold_path`) and where it is often, too; `convergent` because before that LLVM copies a call, or moves it into
+/// a branch, unless the function says that threads may meet in it. rustc marks every function so only since rust-lang/rust#153995.
 const RUSTFLAGS: &[&str] = &[
     "-Ctarget-cpu={arch}",
     "-Ctarget-feature=+ptx81",
     "-Zmir-enable-passes=-JumpThreading",
     "-Zunstable-options",
     "-Cpanic=immediate-abort",
-    "-Cllvm-args=-inline-threshold=100000000 -inline-cold-callsite-threshold=100000000",
+    "-Cllvm-args=-inline-threshold=100000000 -inline-cold-callsite-threshold=100000000 \
+     -locally-hot-callsite-threshold=100000000 -force-attribute=convergent",
 ];
 
 /// Threads of the entry's block, as `shared/src/launch.rs` has them: see [`with_directives`].

@@ -11,7 +11,6 @@ use perpetua_shared::image::{APART, EVERY_SEQUENCE, ProgramDesc, TOKEN_LOOP, VER
 
 /// The program for `pending` rows: the smallest that takes them all in one pass, else the largest there is.
 /// `None` when the image has no program in the token loop.
-#[inline(always)]
 pub fn choose_program(programs: &[ProgramDesc], pending: u32) -> Option<u32> {
     // Words that are always there, and no option: on a GPU one's would be held in registers over all bodies.
     let (mut best, mut rows) = (NO_PROGRAM, 0);
@@ -49,7 +48,6 @@ pub fn step_from(control: &Control, programs: &[ProgramDesc], first_pos: u32, it
 
 /// The step that a task with `flags` sees in the pass `step`. One of a batch's sequence, which `sequences` gives, sees that
 /// of the sequence alone: its next token, or no rows once it has ended. One of a row sees that row alone, or none where the pass has fewer.
-#[inline(always)]
 pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequence) -> Step {
     if let Some(row) = TaskFlags::row(flags) {
         return Step { first_pos: step.first_pos + row, rows: u32::from(row < step.rows), ..*step };
@@ -62,7 +60,6 @@ pub fn step_of(flags: u16, step: &Step, sequences: impl FnOnce(usize) -> Sequenc
 
 /// A batch's next step: while some prompt has tokens before its last to be read, as many of the first such prompt as one
 /// pass takes; then the next token of every sequence that has not ended; then the end of the loop.
-#[inline(always)]
 pub fn batch_step(control: &Control, programs: &[ProgramDesc], iteration: u32) -> Step {
     // The first sequence with tokens to be read, one more than the last that runs, and where the one furthest on is.
     let (n, mut unread, mut end, mut furthest) = (control.n_sequences, control.n_sequences, 0, 0);
@@ -102,7 +99,6 @@ fn before_last(sequence: &Sequence) -> u32 {
 }
 
 /// [`advance`] for a batch. `token` gives the token of a sequence at a position: asked for once, of each sequence that has made one.
-#[inline(always)]
 pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: impl Fn(usize, u32) -> u32) {
     let step = end_pass(control);
     if step.sampling == 0 {
@@ -138,7 +134,6 @@ pub fn advance_batch(control: &mut Control, programs: &[ProgramDesc], token: imp
 /// Ends the iteration that `control.step` describes: counts the token that the sampler appended as `token` (if the pass
 /// sampled), decides whether the loop goes on, and sets the next step.
 // Every entry of the GPU's code has it; a call would cost each of them a stack.
-#[inline(always)]
 pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
     let step = end_pass(control);
     let next_pos = step.first_pos.wrapping_add(step.rows);
@@ -154,7 +149,6 @@ pub fn advance(control: &mut Control, programs: &[ProgramDesc], token: u32) {
 /// [`advance`] after a pass that verified drafts, tokens guessed to follow the one its first row has read: of its `rows` rows, one at least, row
 /// `i` gives the token `chosen(i)`, and row `i + 1` has read `draft(i)`. What a row gives counts if all that the rows up to it have read is what
 /// it should have been: if the drafts before were chosen, too. Returns how many count.
-#[inline(always)]
 pub fn advance_verified(
     control: &mut Control,
     programs: &[ProgramDesc],
@@ -181,7 +175,6 @@ pub fn advance_verified(
 
 /// The program by which the next pass may verify drafts, and how many of them, one at least; `None` where it reads others than the last token,
 /// makes none, or nobody wants any.
-#[inline(always)]
 pub fn room_for_drafts(control: &Control, programs: &[ProgramDesc]) -> Option<(u32, u32)> {
     let step = control.step;
     if control.max_drafts == 0 || step.program == NO_PROGRAM || step.rows != 1 || step.sampling != 1 {
@@ -200,7 +193,6 @@ pub fn room_for_drafts(control: &Control, programs: &[ProgramDesc]) -> Option<(u
 }
 
 /// Has the next pass, which would read one row, verify `n` drafts by `program`, as [`room_for_drafts`] has said.
-#[inline(always)]
 pub fn verify_next(control: &mut Control, program: u32, n: u32) {
     control.step.program = program;
     control.step.program_runs = control.program_runs[program as usize];
@@ -224,7 +216,6 @@ pub fn draft(
 }
 
 /// Counts the pass that has ended, and gives its step.
-#[inline(always)]
 fn end_pass(control: &mut Control) -> Step {
     let step = control.step;
     let runs = &mut control.program_runs[step.program as usize];
@@ -234,7 +225,6 @@ fn end_pass(control: &mut Control) -> Step {
 }
 
 /// Counts `token`, made by the pass that has read all before `next_pos`: what it ends the loop with.
-#[inline(always)]
 fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
     control.n_tokens += 1;
     control.produced += 1;
@@ -243,7 +233,6 @@ fn count(control: &mut Control, token: u32, next_pos: u32) -> End {
 
 /// How a sequence ends, of which `request` is asked, that has made `token` as its `produced`th and read all before `next_pos`; the bits of
 /// [`Request::stops`] stand for `stop_tokens`.
-#[inline(always)]
 pub fn end_of(
     request: &Request,
     stop_tokens: &[u32],
@@ -269,7 +258,6 @@ pub fn end_of(
 }
 
 /// Sets the step after `step`, or, where there is an `end` or the host wants one, none.
-#[inline(always)]
 fn go_on(control: &mut Control, programs: &[ProgramDesc], step: Step, mut end: End) {
     if end == End::Running && control.stop != 0 {
         end = End::Stopped;

@@ -22,25 +22,21 @@ impl Block {
     }
 
     /// The calling thread's lane in its warp.
-    #[inline(always)]
     pub(crate) fn lane(&self) -> u32 {
         self.thread % WARP
     }
 
     /// The calling thread's warp.
-    #[inline(always)]
     pub(crate) fn warp(&self) -> u32 {
         self.thread / WARP
     }
 
     /// How many warps there are.
-    #[inline(always)]
     pub(crate) fn warps(&self) -> u32 {
         self.threads / WARP
     }
 
     /// The indices below `n` that are this thread's: neighbours go to neighbouring lanes.
-    #[inline(always)]
     pub(crate) fn mine(&self, n: u32) -> Mine {
         Mine { at: self.thread, n, step: self.threads }
     }
@@ -49,7 +45,6 @@ impl Block {
     ///
     /// # Safety
     /// Every thread of the block makes this same call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sync(&self) {
         // SAFETY: the caller's promise.
@@ -60,7 +55,6 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sum(&self, value: f32) -> f32 {
         // SAFETY: every thread is here (caller). Each warp's word is written by its lane 0 alone, read after the first
@@ -84,7 +78,6 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sum64(&self, mut value: f64) -> f64 {
         // SAFETY: as in `sum`, with two words a warp.
@@ -114,7 +107,6 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sum_u32(&self, mut value: u32) -> u32 {
         // SAFETY: as in `sum`.
@@ -139,7 +131,6 @@ impl Block {
     ///
     /// # Safety
     /// As [`Block::sync`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn best(&self, mut mine: Candidate) -> Candidate {
         // SAFETY: as in `sum64`.
@@ -177,7 +168,6 @@ pub(crate) struct Mine {
 impl Iterator for Mine {
     type Item = u32;
 
-    #[inline(always)]
     fn next(&mut self) -> Option<u32> {
         let at = self.at;
         if at >= self.n {
@@ -201,7 +191,6 @@ impl Candidate {
     pub(crate) const NONE: Candidate = Candidate { value: f32::NEG_INFINITY, index: u32::MAX };
 
     /// The larger of two, ties to the lower index; NaN never wins.
-    #[inline(always)]
     pub(crate) fn better(self, other: Candidate) -> Candidate {
         if other.value > self.value || (other.value == self.value && other.index < self.index) { other } else { self }
     }

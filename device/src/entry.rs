@@ -51,7 +51,6 @@ macro_rules! param {
 ///
 /// # Safety
 /// They are there, and nobody writes them while the kernel runs.
-#[inline(always)]
 unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
     let start: *const T = core::ptr::with_exposed_provenance(address as usize);
     // SAFETY: the caller's promise; an empty slice, too, starts at an address that is not null: no section is empty
@@ -61,13 +60,11 @@ unsafe fn entries<'a, T>(address: u64, first: u32, count: u32) -> &'a [T] {
 
 impl DeviceImage {
     /// Whether the launch does not leave `technique` out.
-    #[inline(always)]
     fn uses(&self, technique: Technique) -> bool {
         !param!(self, without).has(technique)
     }
 
     /// See [`ImageView::list`](crate::worker::ImageView::list).
-    #[inline(always)]
     fn list(&self, program: usize, worker: WorkerId) -> &[u32] {
         // SAFETY: see `DeviceImage`.
         unsafe {
@@ -80,7 +77,6 @@ impl DeviceImage {
     ///
     /// # Safety
     /// The section is the image's, as are program and worker.
-    #[inline(always)]
     unsafe fn ends(&self, heads: u64, lists: u32, program: u32, worker: WorkerId) -> [u32; 2] {
         let row = program * (lists + 1) + worker.0;
         // SAFETY: a row of heads has an entry for each list and one more.
@@ -92,40 +88,33 @@ impl Image for DeviceImage {
     /// One more than a task, or 0.
     type Place = u32;
 
-    #[inline(always)]
     fn first(&self, program: usize, worker: WorkerId) -> u32 {
         self.list(program, worker).first().map_or(0, |id| id + 1)
     }
 
-    #[inline(always)]
     fn at(&self, place: u32) -> Option<u32> {
         place.checked_sub(1)
     }
 
-    #[inline(always)]
     fn after(&self, _: u32) -> u32 {
         turn::next()
     }
 
-    #[inline(always)]
     fn just_in_time(&self, program: usize) -> &[u32] {
         // Without any in the image, its lists need not be looked at.
         if param!(self, n_slots) == 0 { &[] } else { self.list(program, WorkerId(param!(self, n_workers))) }
     }
 
-    #[inline(always)]
     fn task(&self, id: u32) -> &TaskDesc {
         // SAFETY: see `DeviceImage`.
         unsafe { entries(param!(self, tasks), id, 1).get_unchecked(0) }
     }
 
-    #[inline(always)]
     fn waits(&self, task: &TaskDesc) -> &[u32] {
         // SAFETY: see `DeviceImage`.
         unsafe { entries(param!(self, waits), task.wait_first, u32::from(task.wait_count)) }
     }
 
-    #[inline(always)]
     fn is_left_out(&self, _: u32, step: &Step) -> bool {
         let flags = turn::flags();
         // Of most tasks one question, since each is waited for.
@@ -137,12 +126,10 @@ impl Image for DeviceImage {
         has_none || step.sampling == 0 && flags & TaskFlags::ONLY_WHEN_SAMPLING != 0
     }
 
-    #[inline(always)]
     fn wait_count(&self, _: u32) -> u32 {
         turn::wait_count()
     }
 
-    #[inline(always)]
     fn wait(&self, _: u32, at: u32) -> (EventId, u32) {
         let (waits, events) = (param!(self, waits), param!(self, events));
         let (waits, events) =
@@ -152,18 +139,15 @@ impl Image for DeviceImage {
         (EventId(event), triggers)
     }
 
-    #[inline(always)]
     fn trigger_count(&self, _: u32) -> u32 {
         turn::trigger_count()
     }
 
-    #[inline(always)]
     fn trigger(&self, _: u32, at: u32) -> EventId {
         // SAFETY: see `DeviceImage`.
         EventId(unsafe { turn::trigger(at, core::ptr::with_exposed_provenance(param!(self, triggers) as usize)) })
     }
 
-    #[inline(always)]
     fn num_triggers(&self, event: u32) -> u32 {
         // SAFETY: see `DeviceImage`.
         unsafe { entries::<EventDesc>(param!(self, events), event, 1).get_unchecked(0).num_triggers }
@@ -172,14 +156,12 @@ impl Image for DeviceImage {
 
 impl DeviceImage {
     /// The record of the task numbered `id`.
-    #[inline(always)]
     fn turn(&self, id: u32) -> *const u32 {
         let turns: *const u32 = core::ptr::with_exposed_provenance(param!(self, turns) as usize);
         turns.wrapping_add(id as usize * param!(self, turn_words) as usize)
     }
 
     /// Asks for the record of the task numbered `id`, for [`turn_to`](DeviceImage::turn_to) to put where bodies look at it.
-    #[inline(always)]
     fn ask(&self, id: u32, block: &Block) -> u32 {
         // SAFETY: see `DeviceImage`.
         unsafe { turn::ask(self.turn(id), param!(self, turn_words), block) }
@@ -189,7 +171,6 @@ impl DeviceImage {
     ///
     /// # Safety
     /// Every thread of the block makes this same call, and none looks at the task before any more.
-    #[inline(always)]
     unsafe fn turn_to(&self, id: u32, asked: u32, pass: Seen, block: &Block) {
         let words = param!(self, turn_words);
         // SAFETY: see `DeviceImage`, and the caller's promise; conditions are the same for all threads.
@@ -216,7 +197,6 @@ impl DeviceImage {
     ///
     /// # Safety
     /// See [`DeviceImage`]; it has some data.
-    #[inline(always)]
     unsafe fn data_of(&self, id: u32) -> (*const DataOp, u32) {
         let turn: *const Turn = self.turn(id).cast();
         // SAFETY: the caller's promise.
@@ -230,7 +210,6 @@ impl DeviceImage {
     ///
     /// # Safety
     /// See [`DeviceImage`]; the batch has the sequence, if they name one.
-    #[inline(always)]
     unsafe fn seen_by(&self, flags: u16, pass: Seen) -> Seen {
         let Seen { first_pos, rows, sequence } = pass;
         let control = core::ptr::with_exposed_provenance::<Control>(param!(self, control) as usize);
@@ -247,7 +226,6 @@ impl DeviceImage {
 }
 
 impl Lists for (DeviceImage, WorkerId) {
-    #[inline(always)]
     fn data(&self, program: u32) -> (*const DataOp, u32) {
         let (image, worker) = *self;
         if !image.uses(Technique::Tiles) {
@@ -261,7 +239,6 @@ impl Lists for (DeviceImage, WorkerId) {
         }
     }
 
-    #[inline(always)]
     fn prefetches(&self, program: u32) -> (*const PrefetchOp, u32) {
         let (image, worker) = *self;
         if !image.uses(Technique::L2Prefetch) {
@@ -275,19 +252,16 @@ impl Lists for (DeviceImage, WorkerId) {
         }
     }
 
-    #[inline(always)]
     fn goes_ahead(&self) -> bool {
         self.0.uses(Technique::TilesAhead)
     }
 
-    #[inline(always)]
     fn binding(&self, binding: u32) -> *const u8 {
         // SAFETY: see `DeviceImage`.
         let base = unsafe { entries::<u64>(param!(self.0, bindings), binding, 1).as_ptr().read() };
         core::ptr::with_exposed_provenance(base as usize)
     }
 
-    #[inline(always)]
     fn pace(&self) -> *mut u32 {
         let (image, worker) = *self;
         core::ptr::with_exposed_provenance_mut::<u32>(param!(image, paces) as usize).wrapping_add(worker.idx())
@@ -306,7 +280,6 @@ struct BlockBody<'a> {
 
 impl BlockBody<'_> {
     /// Asks for the record of the task that comes next in the list, if the task whose turn it is, of the list or not, has one after it.
-    #[inline(always)]
     fn ask_for_next(&mut self) {
         if let Some(next) = turn::next().checked_sub(1) {
             self.next = self.image.ask(next, &self.block);
@@ -317,7 +290,6 @@ impl BlockBody<'_> {
     ///
     /// # Safety
     /// Every thread of the block makes this same call.
-    #[inline(always)]
     unsafe fn begin_pace(&self) {
         if self.block.thread == 0 {
             // SAFETY: thread 0.
@@ -326,7 +298,6 @@ impl BlockBody<'_> {
     }
 
     /// Hands the scheduler the pass `step`, or, with [`NO_PROGRAM`], sends it home.
-    #[inline(always)]
     fn schedule(&self, step: &Step) {
         if self.block.thread == 0 {
             // SAFETY: thread 0; callers see that there is a scheduler.
@@ -334,14 +305,12 @@ impl BlockBody<'_> {
         }
     }
 
-    #[inline(always)]
     fn task_tiles(&self) -> u32 {
         // No choice, which would be waited for.
         turn::tiles() * u32::from(self.image.uses(Technique::Tiles))
     }
 
     /// The call of the task whose turn it is.
-    #[inline(always)]
     fn call(&self, step: &Step) -> Call<'_> {
         // SAFETY: see `DeviceImage`.
         let programs = unsafe { entries(param!(self.image, programs), 0, param!(self.image, n_programs)) };
@@ -355,7 +324,6 @@ impl BlockBody<'_> {
     ///
     /// # Errors
     /// That there has been a fault.
-    #[inline(always)]
     fn ready(&self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
         if turn::wait_count() == 0 {
             return Ok(());
@@ -372,7 +340,6 @@ impl BlockBody<'_> {
     ///
     /// # Safety
     /// See [`DeviceImage`].
-    #[inline(always)]
     unsafe fn begin_task(&self, id: TaskId) {
         if self.block.thread != 0 {
             return;
@@ -393,7 +360,6 @@ impl BlockBody<'_> {
     }
 
     /// The next entry of the worker's row of the trace, its own, and in the row if the task is [timed](Tiles::is_timed).
-    #[inline(always)]
     fn trace_entry(&self) -> *mut TaskTrace {
         let row = self.worker.0 * param!(self.image, n_trace);
         let trace = core::ptr::with_exposed_provenance_mut::<TaskTrace>(param!(self.image, trace) as usize);
@@ -404,7 +370,6 @@ impl BlockBody<'_> {
     ///
     /// # Safety
     /// See [`DeviceImage`]; the task is [timed](Tiles::is_timed).
-    #[inline(always)]
     unsafe fn trace(&self, id: TaskId, step: &Step) {
         let at = self.trace_entry();
         self.tiles.has_timed();
@@ -420,12 +385,10 @@ impl BlockBody<'_> {
 }
 
 impl Body for BlockBody<'_> {
-    #[inline(always)]
     fn waits(&self, may_take: bool) -> bool {
         !may_take
     }
 
-    #[inline(always)]
     fn begin(&mut self, step: &Step) {
         let n = if step.program == NO_PROGRAM { 0 } else { (self.image, self.worker).data(step.program).1 };
         // SAFETY: the loop brings every thread of the block here, after the last pass's last task.
@@ -444,13 +407,11 @@ impl Body for BlockBody<'_> {
         }
     }
 
-    #[inline(always)]
     fn ahead(&mut self, id: TaskId) {
         // SAFETY: the loop brings every thread of the block here, after the last task's end, behind a barrier.
         unsafe { self.image.turn_to(id.0, self.next, self.tiles.pass(), &self.block) };
     }
 
-    #[inline(always)]
     fn instead(&mut self, id: TaskId) {
         // The list's next task has its turn later, so its record is kept.
         let asked = self.image.ask(id.0, &self.block);
@@ -458,7 +419,6 @@ impl Body for BlockBody<'_> {
         unsafe { self.image.turn_to(id.0, asked, self.tiles.pass(), &self.block) };
     }
 
-    #[inline(always)]
     fn skip(&mut self, id: TaskId, step: &Step, iteration: u32) -> Result<(), Fault> {
         self.ask_for_next();
         self.tiles.begin_task(self.task_tiles());
@@ -472,14 +432,12 @@ impl Body for BlockBody<'_> {
         self.ready(id, step, iteration)
     }
 
-    #[inline(always)]
     fn untold(&mut self) {
         // What a trigger begins with: the worker's next task may read what this one wrote, and is about to be fetched.
         // SAFETY: the loop brings every thread of the block here.
         unsafe { self.block.sync() };
     }
 
-    #[inline(always)]
     fn run(&mut self, id: TaskId, _: &TaskDesc, step: &Step, iteration: u32) -> Result<(), Fault> {
         // SAFETY: see `DeviceImage`. The loop brings every thread of the block here with the same task, whose waits `ready`
         // meets.
@@ -493,10 +451,7 @@ impl Body for BlockBody<'_> {
             let block = Block { thread: memory::opaque_word(self.block.thread), threads: thread::task_threads() };
             // For the body alone: what comes after it looks at the loop's own.
             let fresh = anew(step);
-            let ready = {
-                #[inline(always)]
-                || self.ready(id, &fresh, iteration)
-            };
+            let ready = || self.ready(id, &fresh, iteration);
             let outcome = run_gpu(&self.call(&fresh), &block, ready);
             self.tiles.drain();
             if self.tiles.is_timed() {
@@ -508,7 +463,6 @@ impl Body for BlockBody<'_> {
     }
 }
 
-#[inline(always)]
 fn gpu_sync(image: &DeviceImage) -> Gpu {
     Gpu {
         counters: core::ptr::with_exposed_provenance_mut(param!(image, counters) as usize),
@@ -524,7 +478,6 @@ fn gpu_sync(image: &DeviceImage) -> Gpu {
 /// # Safety
 /// `params` and all it points to are as [`LaunchParams`] says, for an image that the host has checked; the grid has
 /// `n_workers` blocks of `BLOCK_THREADS` threads, all of them resident.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub unsafe fn worker(params: LaunchBlock) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
@@ -574,7 +527,6 @@ pub unsafe fn worker(params: LaunchBlock) {
 /// # Safety
 /// As [`worker`], but for the grid: a block of `BLOCK_THREADS` threads for each of an operator's tasks, none of which orders
 /// another; and whatever those tasks wait on has run in launches that have ended.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
@@ -622,7 +574,6 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
 /// # Safety
 /// As [`worker`]; `id` is a task of that kernel, whose waits have been met.
 #[cfg(all(target_arch = "nvptx64", feature = "kernels"))]
-#[inline(always)]
 pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, id: u32) {
     let image = DeviceImage { params };
     let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });

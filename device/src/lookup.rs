@@ -8,7 +8,6 @@ pub const MIN_NGRAM: u32 = 2;
 pub const MAX_NGRAM: u32 = 4;
 
 /// How many of the last tokens of a text of `n`, of which `token` gives each, the tokens before `end` are, which is less: [`MAX_NGRAM`] at most.
-#[inline(always)]
 pub fn alike(n: u32, end: u32, token: impl Fn(u32) -> u32) -> u32 {
     let most = if end < MAX_NGRAM { end } else { MAX_NGRAM };
     let mut alike = 0;

@@ -13,7 +13,6 @@ fn word(address: u64, at: u64) -> *mut u32 {
 ///
 /// # Safety
 /// `out` has a word for every block, which it alone writes.
-#[inline(always)]
 unsafe fn tell(params: &ProbeParams, ns: u64) {
     let out = core::ptr::with_exposed_provenance_mut::<u64>(params.out as usize);
     // SAFETY: the caller's promise.
@@ -21,7 +20,6 @@ unsafe fn tell(params: &ProbeParams, ns: u64) {
 }
 
 /// Waits until `is_there`: whether it was in time.
-#[inline(always)]
 fn poll(timeout_ns: u64, is_there: impl Fn() -> bool) -> bool {
     let started = thread::timer_ns();
     let mut polls = 0u32;
@@ -40,7 +38,6 @@ fn poll(timeout_ns: u64, is_there: impl Fn() -> bool) -> bool {
 ///
 /// # Safety
 /// The counter is a word that is only touched atomically.
-#[inline(always)]
 unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
@@ -56,7 +53,6 @@ unsafe fn reach(counter: *mut u32, target: u32, timeout_ns: u64) -> bool {
 ///
 /// # Safety
 /// As [`mbarrier::try_wait`].
-#[inline(always)]
 unsafe fn lands(tile: u32, parity: u32, timeout_ns: u64) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
@@ -77,7 +73,6 @@ unsafe fn lands(tile: u32, parity: u32, timeout_ns: u64) -> bool {
 ///
 /// # Safety
 /// `params` is as [`ProbeParams`] says; the grid has `blocks` blocks of one warp, with shared memory for the tiles. A copy that never lands is given up.
-#[inline(always)]
 pub unsafe fn read(params: &ProbeParams) {
     if thread::thread_idx() != 0 {
         return;
@@ -123,7 +118,6 @@ pub unsafe fn read(params: &ProbeParams) {
 ///
 /// # Safety
 /// As [`read`], of blocks of `TASK_THREADS` threads.
-#[inline(always)]
 pub unsafe fn copy(params: &ProbeParams) {
     let (tile_bytes, n_tiles, bytes) = (params.tile_bytes, params.n_tiles, params.bytes);
     let (own, of_all) = (16 * thread::thread_idx(), 16 * WARP * params.warps);
@@ -162,7 +156,6 @@ pub unsafe fn copy(params: &ProbeParams) {
 ///
 /// # Safety
 /// As [`read`], of blocks of [`BLOCK_THREADS`] threads, the last warp for service.
-#[inline(always)]
 pub unsafe fn take(params: &ProbeParams) {
     let (thread, n_tiles) = (thread::thread_idx(), params.n_tiles);
     let n = (params.bytes / u64::from(params.tile_bytes)) as u32 * params.rounds;
@@ -191,7 +184,6 @@ const EMPTY: u32 = TILE_BARRIERS;
 ///
 /// # Safety
 /// One thread calls it, as [`take`] does.
-#[inline(always)]
 unsafe fn bring_tiles(params: &ProbeParams, n: u32) {
     let ProbeParams { bytes, tile_bytes, n_tiles, timeout_ns, .. } = *params;
     let source = params.source + u64::from(thread::block_idx()) * bytes;
@@ -226,7 +218,6 @@ unsafe fn bring_tiles(params: &ProbeParams, n: u32) {
 ///
 /// # Safety
 /// Whole warps call it, [`TASK_THREADS`] threads of a block, as [`take`] does.
-#[inline(always)]
 unsafe fn take_tiles(params: &ProbeParams, n: u32) {
     let ProbeParams { tile_bytes, n_tiles, timeout_ns, .. } = *params;
     let thread = thread::thread_idx();
@@ -271,7 +262,6 @@ unsafe fn take_tiles(params: &ProbeParams, n: u32) {
 ///
 /// # Safety
 /// As [`read`], all blocks resident.
-#[inline(always)]
 pub unsafe fn hop(params: &ProbeParams) {
     let block = thread::block_idx();
     if thread::thread_idx() != 0 || block > 1 {
@@ -302,7 +292,6 @@ pub unsafe fn hop(params: &ProbeParams) {
 ///
 /// # Safety
 /// As [`hop`], but of blocks of `TASK_THREADS` threads, with `source` writable.
-#[inline(always)]
 pub unsafe fn hand(params: &ProbeParams) {
     let (block, thread) = (thread::block_idx(), thread::thread_idx());
     if block > 1 && params.by_flags == 0 {
@@ -395,7 +384,6 @@ pub unsafe fn hand(params: &ProbeParams) {
 ///
 /// # Safety
 /// As [`hop`].
-#[inline(always)]
 pub unsafe fn meet(params: &ProbeParams) {
     if thread::thread_idx() != 0 {
         return;

@@ -77,26 +77,22 @@ pub const fn slots(n_tasks: u32) -> u32 {
 
 /// What a slot says in the lap of `ticket` and the pass `step`, but for the task; never 0, what slots hold at first, in the
 /// first lap.
-#[inline(always)]
 fn tag(ticket: u32, n_slots: u32, step: &Step) -> u32 {
     let lap = (ticket >> n_slots.trailing_zeros()).wrapping_add(1);
     (lap << 1 | step.iteration & 1) << TASK_BITS
 }
 
-#[inline(always)]
 fn slot<W: Words>(words: &W, ticket: u32) -> u32 {
     words.n_events() + SLOTS + (ticket & (words.n_slots() - 1))
 }
 
 /// Appends `task` of the pass `step`, whose events have fired, as this thread has acquired.
-#[inline(always)]
 pub fn push<W: Words>(words: &W, step: &Step, task: TaskId) {
     let ticket = words.draw(words.n_events() + TAIL);
     words.publish(slot(words, ticket), tag(ticket, words.n_slots(), step) | task.0);
 }
 
 /// Takes the task that has been there longest, if there is one, and it is of the pass `step`.
-#[inline(always)]
 pub fn take<W: Words>(words: &W, step: &Step) -> Option<TaskId> {
     let first = words.n_events();
     loop {

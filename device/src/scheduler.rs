@@ -49,7 +49,6 @@ impl Scheduler {
 
     /// Launches what is ready of the tasks it looks at. Returns whether all of its share is launched, and the first that is
     /// not when it found none to launch.
-    #[inline(always)]
     pub fn round<I: Image, W: Words>(&mut self, image: &I, step: &Step, words: &W) -> (bool, Option<Pending>) {
         let tasks = image.just_in_time(step.program as usize);
         let mut first = None;
@@ -76,7 +75,6 @@ impl Scheduler {
 }
 
 /// An event that `id` still waits on.
-#[inline(always)]
 fn pending<I: Image, W: Words>(image: &I, id: TaskId, step: &Step, words: &W) -> Option<Pending> {
     for &event in image.waits(image.task(id.0)) {
         let target = target(image, event, step, 0);

@@ -226,7 +226,6 @@ pub trait Body {
 /// # Errors
 /// The first fault of this worker, with task and worker filled in.
 // On the GPU everything is one function: what is not inlined passes its arguments through local memory.
-#[inline(always)]
 pub fn run<I: Image, S: Sync, B: Body>(
     image: &I,
     worker: WorkerId,
@@ -285,13 +284,11 @@ pub fn run<I: Image, S: Sync, B: Body>(
 }
 
 /// At how many triggers `event` fires in the pass `step`, which is iteration `iteration`.
-#[inline(always)]
 pub(crate) fn target<I: Image>(image: &I, event: u32, step: &Step, iteration: u32) -> u32 {
     nth(event, step, iteration).wrapping_mul(image.num_triggers(event))
 }
 
 /// How many times `event` has to have fired then.
-#[inline(always)]
 fn nth(event: u32, step: &Step, iteration: u32) -> u32 {
     // The loop's own events count iterations of every program, a program's events its own runs.
     let fired_before = if event < FIRST_PROGRAM_EVENT.0 { iteration } else { step.program_runs };
@@ -302,7 +299,6 @@ fn nth(event: u32, step: &Step, iteration: u32) -> u32 {
 ///
 /// # Errors
 /// A wait's, without task and worker.
-#[inline(always)]
 pub fn await_task<I: Image, S: Sync>(
     image: &I,
     id: TaskId,
@@ -315,7 +311,6 @@ pub fn await_task<I: Image, S: Sync>(
 
 /// Waits for the events of `next`, or, at the list's end, for that of the iteration; or until there is a just-in-time task
 /// to run first, which it returns.
-#[inline(always)]
 fn await_next<I: Image, S: Sync>(
     image: &I,
     next: Option<u32>,
@@ -340,7 +335,6 @@ fn await_next<I: Image, S: Sync>(
     Ok(None)
 }
 
-#[inline(always)]
 fn run_task<I: Image, S: Sync, B: Body>(
     image: &I,
     id: TaskId,

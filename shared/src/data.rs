@@ -81,7 +81,7 @@ impl PrefetchOp {
 
 /// The positions, of the last `window` of the first `visible`, that split `number` of `splits` has: first and end. Shares are equal but for
 /// the last ones, which may be empty.
-#[inline(always)]
+#[inline]
 pub const fn share(visible: u32, window: u32, splits: u32, number: u32) -> (u32, u32) {
     let before = visible.saturating_sub(window);
     if splits <= 1 {
@@ -91,7 +91,7 @@ pub const fn share(visible: u32, window: u32, splits: u32, number: u32) -> (u32,
 }
 
 /// [`share`], where `by` divides by `splits`: of fewer than 2^26 positions and up to 64 splits.
-#[inline(always)]
+#[inline]
 pub const fn share_by(visible: u32, window: u32, splits: u32, by: Divisor, number: u32) -> (u32, u32) {
     let before = visible.saturating_sub(window);
     if splits <= 1 {
@@ -101,7 +101,7 @@ pub const fn share_by(visible: u32, window: u32, splits: u32, by: Divisor, numbe
 }
 
 /// Of positions `before..visible` the `number`th `len`.
-#[inline(always)]
+#[inline]
 const fn share_of(len: u32, before: u32, visible: u32, number: u32) -> (u32, u32) {
     let (first, end) = (before + number * len, before + (number + 1) * len);
     (if first < visible { first } else { visible }, if end < visible { end } else { visible })

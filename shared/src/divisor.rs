@@ -6,13 +6,13 @@ pub struct Divisor(pub u32);
 
 impl Divisor {
     /// To divide by `n`, which is not 0.
-    #[inline(always)]
+    #[inline]
     pub const fn of(n: u32) -> Divisor {
         Divisor(if n > 1 { u32::MAX / n + 1 } else { 0 })
     }
 
     /// `x / n`, rounded down; exactly, as long as x * (n - 1) is below 2^32.
-    #[inline(always)]
+    #[inline]
     pub const fn divide(self, x: u32) -> u32 {
         if self.0 == 0 { x } else { ((x as u64 * self.0 as u64) >> 32) as u32 }
     }

@@ -47,7 +47,7 @@ impl Lines {
     }
 
     /// Where line `line` of a row is: the offsets in bytes of its elements, and of its scales, an even share of its group's.
-    #[inline(always)]
+    #[inline]
     pub const fn at(self, line: usize) -> [usize; 2] {
         let (group, number) = (line / self.per_group, line % self.per_group);
         [
@@ -77,7 +77,7 @@ pub const Q4_BLOCK: usize = 32;
 pub const Q4_LEVELS: [i8; 16] = [-63, -49, -38, -29, -22, -15, -9, -4, 1, 6, 11, 17, 23, 31, 40, 55];
 
 /// Where element `i` of a row in [`DType::Q4`] is: the offset of its byte, by how many bits that is shifted down, and the offset of its scale.
-#[inline(always)]
+#[inline]
 pub const fn q4_at(i: usize) -> (usize, u32, usize) {
     let [elements, scales] = Q4.at(i / Q4.elems);
     let within = i % Q4.elems;

@@ -15,19 +15,19 @@
 pub const MASK: u32 = 3;
 
 /// The flag of what a pass writes whose program has run `program_runs` times before.
-#[inline(always)]
+#[inline]
 pub const fn of_run(program_runs: u32) -> u32 {
     program_runs.wrapping_add(1) & MASK
 }
 
 /// `value`, but for its lowest bits, with flag `flag`.
-#[inline(always)]
+#[inline]
 pub const fn mark(value: f32, flag: u32) -> u32 {
     value.to_bits() & !MASK | flag
 }
 
 /// What was marked.
-#[inline(always)]
+#[inline]
 pub const fn unmark(word: u32) -> f32 {
     f32::from_bits(word & !MASK)
 }

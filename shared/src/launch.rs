@@ -137,7 +137,7 @@ pub struct Mail {
 
 impl Mail {
     /// Bits 0..32 the token, if one was made; 32..62 how many tokens are in the cache; 62 whether a token was made; 63 set.
-    #[inline(always)]
+    #[inline]
     pub const fn word_of(in_cache: u32, token: Option<u32>) -> u64 {
         let position = ((in_cache & (u32::MAX >> 2)) as u64) << 32 | 1 << 63;
         match token {

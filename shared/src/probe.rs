@@ -1,6 +1,8 @@
 //! Probes: small kernels that measure what a GPU can do, so that shares of it can be told.
 
-use crate::launch::{BLOCK_THREADS, TASK_THREADS, TILE_BARRIERS};
+#[cfg(doc)]
+use crate::launch::TILE_BARRIERS;
+use crate::launch::{BLOCK_THREADS, TASK_THREADS};
 use bytemuck::{Pod, Zeroable};
 
 /// Every block streams its own bytes into shared memory by bulk copies, `rounds` times, and looks at none of them: the ceiling of what a

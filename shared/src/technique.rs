@@ -81,7 +81,7 @@ impl Techniques {
     }
 
     /// Whether `technique` is one of them.
-    #[inline(always)]
+    #[inline]
     pub const fn has(self, technique: Technique) -> bool {
         self.0 >> technique as u32 & 1 != 0
     }

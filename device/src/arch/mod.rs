@@ -68,25 +68,21 @@ pub(crate) mod thread {
     use super::backend;
 
     /// The thread's index in its block.
-    #[inline(always)]
     pub(crate) fn thread_idx() -> u32 {
         backend::thread_idx()
     }
 
     /// The block's index in the grid: the worker's number. Only the entry may ask; a body never does.
-    #[inline(always)]
     pub(crate) fn block_idx() -> u32 {
         backend::block_idx()
     }
 
     /// Threads of the block, service warps included, a multiple of 32.
-    #[inline(always)]
     pub(crate) fn block_dim() -> u32 {
         backend::block_dim()
     }
 
     /// Those of them that run tasks and meet at the block's barrier; the others are service warps, and come after them.
-    #[inline(always)]
     pub(crate) fn task_threads() -> u32 {
         backend::task_threads()
     }
@@ -95,7 +91,6 @@ pub(crate) mod thread {
     ///
     /// # Safety
     /// Every thread of the block but those of service warps makes this same call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sync() {
         // SAFETY: the caller's promise.
@@ -106,7 +101,6 @@ pub(crate) mod thread {
     ///
     /// # Safety
     /// As [`sync`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sync_or(predicate: bool) -> bool {
         // SAFETY: the caller's promise.
@@ -117,7 +111,6 @@ pub(crate) mod thread {
     ///
     /// # Safety
     /// That many threads make this call with the same `id`, whole warps each.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sync_some(id: u32, threads: u32) {
         // SAFETY: the caller's promise.
@@ -125,19 +118,16 @@ pub(crate) mod thread {
     }
 
     /// Nanoseconds of a clock all SMs share. Its step may be as coarse as a microsecond.
-    #[inline(always)]
     pub(crate) fn timer_ns() -> u64 {
         backend::timer_ns()
     }
 
     /// Lets other warps run for about this long.
-    #[inline(always)]
     pub(crate) fn sleep_ns(ns: u32) {
         backend::sleep_ns(ns);
     }
 
     /// Says which task the block turns to, for reports; costs nothing on a GPU.
-    #[inline(always)]
     pub(crate) fn at_task(task: u32) {
         backend::at_task(task);
     }
@@ -151,7 +141,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -162,7 +151,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// As [`shuffle_xor`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -173,7 +161,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// As [`shuffle_xor`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sync() {
         // SAFETY: the caller's promise.
@@ -187,7 +174,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// As [`shuffle_xor`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
         // SAFETY: the caller's promise.
@@ -200,7 +186,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// As [`shuffle_xor`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
         // SAFETY: the caller's promise.
@@ -213,7 +198,6 @@ pub(crate) mod warp {
     /// # Safety
     /// As [`shuffle_xor`]; each row is four words of [`shared`](super::shared), from a multiple of four on. On a GPU LLVM may copy this
     /// call, so no branch around it may part a warp.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -224,7 +208,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// As [`shuffle_xor`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sum(mut value: f32) -> f32 {
         // SAFETY: the caller's promise; addition commutes, so both partners get the same bits.
@@ -236,7 +219,6 @@ pub(crate) mod warp {
     ///
     /// # Safety
     /// As [`shuffle_xor`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn max(mut value: f32) -> f32 {
         super::butterfly!(mask => {
@@ -258,7 +240,6 @@ pub(crate) mod shared {
     pub(crate) const WORDS: u32 = 4692;
 
     /// Whether shared memory lies where this code takes it to be: nothing else is done before that is known.
-    #[inline(always)]
     pub(crate) fn is_in_place() -> bool {
         backend::shared_is_in_place()
     }
@@ -270,7 +251,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// `at < WORDS`; no other thread writes it between the barriers around this call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load(at: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -281,7 +261,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// `at < WORDS`; no other thread touches it between the barriers around this call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store(at: u32, value: u32) {
         // SAFETY: the caller's promise.
@@ -292,7 +271,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// `at < WORDS`; the word has been [stored](store), and other threads do nothing else with it between the barriers around this call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn or(at: u32, bits: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -304,7 +282,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// As [`load`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn constant<const N: usize>(at: u32) -> [u32; N] {
         // SAFETY: the caller's promise.
@@ -315,7 +292,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// As [`load`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16(at: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -326,7 +302,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// As [`load`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load8(at: u32) -> [u32; 2] {
         // SAFETY: the caller's promise.
@@ -337,7 +312,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// As [`store`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store8(at: u32, value: [u32; 2]) {
         // SAFETY: the caller's promise.
@@ -348,7 +322,6 @@ pub(crate) mod shared {
     ///
     /// # Safety
     /// As [`store`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store16(at: u32, value: [u32; 4]) {
         // SAFETY: the caller's promise.
@@ -372,7 +345,6 @@ pub(crate) mod mbarrier {
     ///
     /// # Safety
     /// `number < COUNT`; once in a launch.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn init(number: u32, count: u32) {
         // SAFETY: the caller's promise.
@@ -380,7 +352,6 @@ pub(crate) mod mbarrier {
     }
 
     /// Lets bulk copies see what this thread has initialised.
-    #[inline(always)]
     pub(crate) fn fence() {
         backend::mbarrier_fence();
     }
@@ -389,7 +360,6 @@ pub(crate) mod mbarrier {
     ///
     /// # Safety
     /// The barrier is initialised and the phase lacks an arrival.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn arrive(number: u32) {
         // SAFETY: the caller's promise.
@@ -400,7 +370,6 @@ pub(crate) mod mbarrier {
     ///
     /// # Safety
     /// As [`arrive`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn arrive_expect(number: u32, bytes: u32) {
         // SAFETY: the caller's promise.
@@ -412,7 +381,6 @@ pub(crate) mod mbarrier {
     ///
     /// # Safety
     /// The barrier is initialised.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn try_wait(number: u32, parity: u32) -> bool {
         // SAFETY: the caller's promise.
@@ -432,7 +400,6 @@ pub(crate) mod bulk {
     /// All three are multiples of 16; source and destination are there; the barrier expects the bytes in this phase. Who
     /// has read the destination has arrived at a barrier that this thread has waited on. Nobody writes the source until
     /// the copy has landed; what was written to it in this launch, this thread has acquired and [`fence_proxy`]'d.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
         // SAFETY: the caller's promise.
@@ -446,7 +413,6 @@ pub(crate) mod bulk {
     ///
     /// # Safety
     /// Both are multiples of 16; the bytes are there.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn prefetch(from: *const u8, bytes: u32) {
         // SAFETY: the caller's promise.
@@ -454,7 +420,6 @@ pub(crate) mod bulk {
     }
 
     /// What this thread knows of writes to global memory, the copies it begins from here on know too.
-    #[inline(always)]
     pub(crate) fn fence_proxy() {
         backend::fence_proxy_async();
     }
@@ -463,7 +428,6 @@ pub(crate) mod bulk {
     ///
     /// # Safety
     /// They are there, and nobody else touches them between the barriers around this call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store16(at: u32, value: [u32; 4]) {
         // SAFETY: the caller's promise.
@@ -474,7 +438,6 @@ pub(crate) mod bulk {
     ///
     /// # Safety
     /// A copy has filled them, and this thread has waited for the barrier that counted it; or another thread, met since.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16(at: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -485,7 +448,6 @@ pub(crate) mod bulk {
     ///
     /// # Safety
     /// As [`load16`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load8(at: u32) -> [u32; 2] {
         // SAFETY: the caller's promise.
@@ -496,7 +458,6 @@ pub(crate) mod bulk {
     ///
     /// # Safety
     /// As [`load16`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load4(at: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -507,7 +468,6 @@ pub(crate) mod bulk {
     ///
     /// # Safety
     /// As [`load16`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load2(at: u32) -> u16 {
         // SAFETY: the caller's promise.
@@ -524,7 +484,6 @@ pub(crate) mod copy {
     /// # Safety
     /// `to` is a multiple of 16 inside the tiles, which nobody else touches until this thread has waited and met them;
     /// `from` is one too, of readable global memory if `is_there`, which nobody writes until then.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sixteen(to: u32, from: *const u8, is_there: bool) {
         // SAFETY: the caller's promise.
@@ -535,7 +494,6 @@ pub(crate) mod copy {
     ///
     /// # Safety
     /// As [`sixteen`], if `is_mine`.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn sixteen_if(is_mine: bool, to: u32, from: *const u8, is_there: bool) {
         // SAFETY: the caller's promise.
@@ -543,13 +501,11 @@ pub(crate) mod copy {
     }
 
     /// What this thread has begun since it last said so is a group.
-    #[inline(always)]
     pub(crate) fn commit() {
         backend::copy_commit();
     }
 
     /// Waits until at most `LEFT` of this thread's groups are under way, the youngest ones.
-    #[inline(always)]
     #[track_caller]
     pub(crate) fn wait<const LEFT: u32>() {
         backend::copy_wait::<LEFT>();
@@ -557,7 +513,6 @@ pub(crate) mod copy {
 
     /// What this thread, and its copies, waited for, have written to the tiles, the tensor cores see once it has met who starts
     /// them; so do bulk copies that overwrite it.
-    #[inline(always)]
     pub(crate) fn fence_tiles() {
         backend::fence_tiles();
     }
@@ -584,7 +539,6 @@ pub(crate) mod warpgroup {
     pub(crate) const M: u32 = 64;
 
     /// Where sixteen bytes `chunk`, `0..8`, of row `row` stand, counted from the matrix's start.
-    #[inline(always)]
     pub(crate) const fn place(row: u32, chunk: u32) -> u32 {
         row * ROW + (chunk ^ (row % 8)) * 16
     }
@@ -596,7 +550,6 @@ pub(crate) mod warpgroup {
 
     impl Matrix {
         /// The one that starts at tile byte `at`.
-        #[inline(always)]
         pub(crate) fn at(at: u32) -> Matrix {
             // Of the address 18 bits.
             let units = (backend::tile_address(at) as u64 / 16) & 0x3fff;
@@ -604,7 +557,6 @@ pub(crate) mod warpgroup {
         }
 
         /// The same from column `16 * step` on, `0..4`.
-        #[inline(always)]
         pub(crate) fn step(self, step: u32) -> Matrix {
             Matrix(self.0 + 2 * step as u64)
         }
@@ -617,7 +569,6 @@ pub(crate) mod warpgroup {
 
     impl<const N: usize> Sums<N> {
         /// All zero.
-        #[inline(always)]
         pub(crate) fn zero() -> Sums<N> {
             const { assert!(N == 8 || N == 16 || N == 32 || N == 64) };
             Sums([0.0; N])
@@ -629,7 +580,6 @@ pub(crate) mod warpgroup {
         /// Every thread of the warpgroup makes this same call, between [`begin`] and [`commit`]; the matrices are there: written by
         /// copies that are waited for, fenced ([`super::copy::fence_tiles`]) and met. On a GPU LLVM may copy this call, so no
         /// branch around it may part a warp.
-        #[inline(always)]
         #[track_caller]
         pub(crate) unsafe fn add(&mut self, a: Matrix, b: Matrix) {
             // SAFETY: the caller's promise.
@@ -641,7 +591,6 @@ pub(crate) mod warpgroup {
         ///
         /// # Safety
         /// As [`commit`]; nothing is uncommitted.
-        #[inline(always)]
         #[track_caller]
         pub(crate) unsafe fn take(self) -> [f32; N] {
             // SAFETY: the caller's promise.
@@ -654,7 +603,6 @@ pub(crate) mod warpgroup {
     ///
     /// # Safety
     /// As [`commit`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn begin() {
         // SAFETY: the caller's promise.
@@ -665,7 +613,6 @@ pub(crate) mod warpgroup {
     ///
     /// # Safety
     /// Every thread of the warpgroup makes this same call.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn commit() {
         // SAFETY: the caller's promise.
@@ -676,7 +623,6 @@ pub(crate) mod warpgroup {
     ///
     /// # Safety
     /// As [`commit`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn wait<const LEFT: u32>() {
         // SAFETY: the caller's promise.
@@ -693,7 +639,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// `word` points to an aligned word of global memory.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load_relaxed(word: *const u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -704,7 +649,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// They are words of global memory, aligned to sixteen bytes.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -715,7 +659,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load16_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store16_relaxed(words: *mut u32, values: [u32; 4]) {
         // SAFETY: the caller's promise.
@@ -723,7 +666,6 @@ pub(crate) mod atomic {
     }
 
     /// What this thread has polled it has found: for a simulated GPU, which lets a thread that polls sleep until a word changes.
-    #[inline(always)]
     pub(crate) fn settled() {
         backend::settled();
     }
@@ -732,7 +674,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store_relaxed(word: *mut u32, value: u32) {
         // SAFETY: the caller's promise.
@@ -743,7 +684,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load_acquire(word: *const u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -754,7 +694,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn add_release(word: *mut u32, value: u32) {
         // SAFETY: the caller's promise.
@@ -765,7 +704,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store_release(word: *mut u32, value: u32) {
         // SAFETY: the caller's promise.
@@ -776,7 +714,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -787,7 +724,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// They are numbers of global memory, aligned to sixteen bytes, that nobody touches meanwhile but by adding.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
         // SAFETY: the caller's promise.
@@ -798,7 +734,6 @@ pub(crate) mod atomic {
     ///
     /// # Safety
     /// As [`load_relaxed`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
         // SAFETY: the caller's promise.
@@ -815,7 +750,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// `from` points to a `T`, aligned, that nobody writes meanwhile.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load<T: Copy>(from: *const T) -> T {
         // SAFETY: the caller's promise.
@@ -826,7 +760,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// `to` points to room for a `T`, aligned, that nobody else touches meanwhile.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store<T: Copy>(to: *mut T, value: T) {
         // SAFETY: the caller's promise.
@@ -837,7 +770,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// As [`load`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
         // SAFETY: the caller's promise.
@@ -848,7 +780,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// As [`store`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn store_volatile<T: Copy>(to: *mut T, value: T) {
         // SAFETY: the caller's promise.
@@ -859,7 +790,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// They are there, aligned.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn constant<'a, T>(start: *const T, len: usize) -> &'a [T] {
         // SAFETY: the caller's promise.
@@ -870,7 +800,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// `at` points to a `T`, aligned, that no other thread touches while the reference is used.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn exclusive<'a, T>(at: *mut T) -> &'a mut T {
         // SAFETY: the caller's promise.
@@ -881,7 +810,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// `from` points to 16 readable bytes of global memory, 16-byte aligned, that nobody writes meanwhile.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16(from: *const u8) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -890,26 +818,22 @@ pub(crate) mod memory {
 
     /// The same pointer, of which the compiler knows nothing more: what is computed from it stays where it is written
     /// instead of being hoisted, for every branch not taken as well, into registers that a loop then lacks.
-    #[inline(always)]
     pub(crate) fn opaque(pointer: *mut u8) -> *mut u8 {
         backend::opaque(pointer)
     }
 
     /// [`opaque`] for a number.
-    #[inline(always)]
     pub(crate) fn opaque_word(word: u32) -> u32 {
         backend::opaque_word(word)
     }
 
     /// What has been read is read again: held from here on it would cost registers.
-    #[inline(always)]
     pub(crate) fn forget() {
         backend::forget();
     }
 
     /// At the start of a loop's body: it stays a loop. What turns PTX into instructions unrolls others to ask for several rounds'
     /// operands at once, in registers that there may not be.
-    #[inline(always)]
     pub(crate) fn rolled() {
         backend::rolled();
     }
@@ -918,7 +842,6 @@ pub(crate) mod memory {
     ///
     /// # Safety
     /// As [`load16`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -931,73 +854,61 @@ pub(crate) mod scalar {
     use super::backend;
 
     /// `a * b + c`, rounded once. The compiler fuses nothing by itself.
-    #[inline(always)]
     pub(crate) fn fma(a: f32, b: f32, c: f32) -> f32 {
         backend::fma(a, b, c)
     }
 
     /// `a * b + c` in f64, rounded once.
-    #[inline(always)]
     pub(crate) fn fma64(a: f64, b: f64, c: f64) -> f64 {
         backend::fma64(a, b, c)
     }
 
     /// 2^x to 2 ulp; below 2^-126 it is 0.
-    #[inline(always)]
     pub(crate) fn exp2(x: f32) -> f32 {
         backend::exp2(x)
     }
 
     /// 1 / sqrt(x) to 2 ulp; subnormal numbers count as zero.
-    #[inline(always)]
     pub(crate) fn rsqrt(x: f32) -> f32 {
         backend::rsqrt(x)
     }
 
     /// 1 / x to 1 ulp; subnormal numbers, and results, count as zero. A correctly rounded one is ten instructions and a call.
-    #[inline(always)]
     pub(crate) fn reciprocal(x: f32) -> f32 {
         backend::reciprocal(x)
     }
 
     /// The square root, correctly rounded.
-    #[inline(always)]
     pub(crate) fn sqrt(x: f32) -> f32 {
         backend::sqrt(x)
     }
 
     /// Widens IEEE binary16 bits.
-    #[inline(always)]
     pub(crate) fn f16_to_f32(bits: u16) -> f32 {
         backend::f16_to_f32(bits)
     }
 
     /// Rounds to binary16 bits, to nearest even.
-    #[inline(always)]
     pub(crate) fn f32_to_f16(x: f32) -> u16 {
         backend::f32_to_f16(x)
     }
 
     /// Rounds to bfloat16 bits, to nearest even.
-    #[inline(always)]
     pub(crate) fn f32_to_bf16(x: f32) -> u16 {
         backend::f32_to_bf16(x)
     }
 
     /// [`f32_to_bf16`] of two, the first in the low half.
-    #[inline(always)]
     pub(crate) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
         backend::f32_to_bf16_pair(low, high)
     }
 
     /// `c` and the products of the four signed bytes of `a` with those of `b`.
-    #[inline(always)]
     pub(crate) fn dot_bytes(a: u32, b: u32, c: i32) -> i32 {
         backend::dot_bytes(a, b, c)
     }
 
     /// The lowest bytes of four words, and their second bytes, the first word's in the lowest place.
-    #[inline(always)]
     pub(crate) fn low_bytes([a, b, c, d]: [u32; 4]) -> [u32; 2] {
         let (ab, cd) = (backend::low_bytes_in_turn(a, b), backend::low_bytes_in_turn(c, d));
         [low_halves(ab, cd), high_halves(ab, cd)]
@@ -1005,25 +916,21 @@ pub(crate) mod scalar {
 
     /// Four of the eight bytes of `low` and `high`, numbered by the four bits each of `numbers`' low half; where the highest of these is set, what the
     /// byte's own highest bit is, eight times.
-    #[inline(always)]
     pub(crate) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
         backend::permute(low, high, numbers)
     }
 
     /// `word`, with byte `AT` of `from` in place of its second lowest.
-    #[inline(always)]
     pub(crate) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {
         backend::with_byte::<AT>(word, from)
     }
 
     /// The low halves of both words, the first's in the low half.
-    #[inline(always)]
     pub(crate) fn low_halves(first: u32, second: u32) -> u32 {
         backend::low_halves(first, second)
     }
 
     /// The high halves, likewise.
-    #[inline(always)]
     pub(crate) fn high_halves(first: u32, second: u32) -> u32 {
         backend::high_halves(first, second)
     }

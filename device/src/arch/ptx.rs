@@ -77,57 +77,47 @@ struct Sums(i32, i32, i32, i32);
 /// Threads that meet at the block's barrier.
 const TASK_THREADS: i32 = perpetua_shared::launch::TASK_THREADS as i32;
 
-#[inline(always)]
 pub(super) fn thread_idx() -> u32 {
     // SAFETY: reads a special register.
     unsafe { core::arch::nvptx::_thread_idx_x() as u32 }
 }
 
-#[inline(always)]
 pub(super) fn block_idx() -> u32 {
     // SAFETY: reads a special register.
     unsafe { core::arch::nvptx::_block_idx_x() as u32 }
 }
 
-#[inline(always)]
 pub(super) fn block_dim() -> u32 {
     // SAFETY: reads a special register.
     unsafe { core::arch::nvptx::_block_dim_x() as u32 }
 }
 
-#[inline(always)]
 pub(super) fn task_threads() -> u32 {
     TASK_THREADS as u32
 }
 
-#[inline(always)]
 pub(super) fn at_task(_: u32) {}
 
-#[inline(always)]
 pub(super) unsafe fn barrier() {
     // SAFETY: the caller promises that the whole block is here.
     unsafe { nvvm_barrier(0, TASK_THREADS) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn barrier_or(predicate: bool) -> bool {
     // SAFETY: the caller promises that the whole block is here.
     unsafe { nvvm_barrier_or(0, TASK_THREADS, predicate) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn barrier_named(id: u32, threads: u32) {
     // SAFETY: the caller promises that so many threads come.
     unsafe { nvvm_barrier(id as i32, threads as i32) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn warp_sync() {
     // SAFETY: the caller promises that the whole warp is here.
     unsafe { nvvm_warp_sync(ALL_LANES) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
     // SAFETY: the caller promises that the whole warp is here.
     let d = unsafe {
@@ -136,7 +126,6 @@ pub(super) unsafe fn mma(a: [u32; 4], b: [u32; 2], c: [f32; 4]) -> [f32; 4] {
     [d.0, d.1, d.2, d.3]
 }
 
-#[inline(always)]
 pub(super) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4] {
     // SAFETY: the caller promises that the whole warp is here.
     let d = unsafe {
@@ -156,7 +145,6 @@ pub(super) unsafe fn mma_bytes(a: [u32; 4], b: [u32; 2], c: [i32; 4]) -> [i32; 4
     [d.0, d.1, d.2, d.3]
 }
 
-#[inline(always)]
 pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
     let (a, b, c, d);
     // SAFETY: the caller promises the rows and the whole warp. Its intrinsic wants a pointer into shared memory, which Rust
@@ -170,32 +158,27 @@ pub(super) unsafe fn ldmatrix(at: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-#[inline(always)]
 fn mbarrier_address(number: u32) -> u32 {
     MBARRIERS_AT + 8 * number
 }
 
-#[inline(always)]
 pub(super) unsafe fn mbarrier_init(number: u32, count: u32) {
     let at = mbarrier_address(number);
     // SAFETY: the caller promises the number.
     unsafe { asm!("mbarrier.init.shared::cta.b64 [{}], {};", in(reg32) at, in(reg32) count, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) fn mbarrier_fence() {
     // SAFETY: orders memory accesses and does nothing else.
     unsafe { asm!("fence.mbarrier_init.release.cluster;", options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn mbarrier_arrive(number: u32) {
     let at = mbarrier_address(number);
     // SAFETY: the caller promises the barrier.
     unsafe { asm!("mbarrier.arrive.shared::cta.b64 _, [{}];", in(reg32) at, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn mbarrier_arrive_expect(number: u32, bytes: u32) {
     let at = mbarrier_address(number);
     // SAFETY: the caller promises the barrier.
@@ -204,7 +187,6 @@ pub(super) unsafe fn mbarrier_arrive_expect(number: u32, bytes: u32) {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
     let at = mbarrier_address(number);
     let over: u32;
@@ -222,12 +204,10 @@ pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
     over != 0
 }
 
-#[inline(always)]
 pub(super) fn tile_address(at: u32) -> u32 {
     TILES_AT + at
 }
 
-#[inline(always)]
 pub(super) unsafe fn bulk_copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
     // SAFETY: the caller's promises. Without clusters the block's own address is one of the cluster's.
     unsafe {
@@ -243,7 +223,6 @@ pub(super) unsafe fn bulk_copy(to: u32, from: *const u8, bytes: u32, mbarrier: u
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -251,19 +230,16 @@ pub(super) unsafe fn bulk_prefetch(from: *const u8, bytes: u32) {
     }
 }
 
-#[inline(always)]
 pub(super) fn fence_proxy_async() {
     // SAFETY: orders memory accesses and does nothing else.
     unsafe { asm!("fence.proxy.async.global;", options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) fn fence_tiles() {
     // SAFETY: orders memory accesses and does nothing else.
     unsafe { asm!("fence.proxy.async.shared::cta;", options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
     // SAFETY: the caller's promises; of no bytes none is read.
     unsafe {
@@ -274,7 +250,6 @@ pub(super) unsafe fn copy_sixteen(to: u32, from: *const u8, is_there: bool) {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn copy_sixteen_if(is_mine: bool, to: u32, from: *const u8, is_there: bool) {
     // SAFETY: as above.
     unsafe {
@@ -286,13 +261,11 @@ pub(super) unsafe fn copy_sixteen_if(is_mine: bool, to: u32, from: *const u8, is
     }
 }
 
-#[inline(always)]
 pub(super) fn copy_commit() {
     // SAFETY: touches no memory.
     unsafe { asm!("cp.async.commit_group;", options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) fn copy_wait<const LEFT: u32>() {
     // SAFETY: waits.
     unsafe { asm!("cp.async.wait_group {};", const LEFT, options(nostack)) };
@@ -328,13 +301,11 @@ macro_rules! with_sums {
 ///
 /// # Safety
 /// `N == M`.
-#[inline(always)]
 unsafe fn of_length<const N: usize, const M: usize>(sums: &mut [f32; N]) -> &mut [f32; M] {
     // SAFETY: the same type (caller).
     unsafe { &mut *core::ptr::from_mut(sums).cast() }
 }
 
-#[inline(always)]
 pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) {
     // SAFETY: the caller promises the matrices and the whole warpgroup. There is no intrinsic for it; a copy of this is
     // harmless where no branch parts the warp (caller).
@@ -363,7 +334,6 @@ pub(super) unsafe fn wgmma<const N: usize>(sums: &mut [f32; N], a: u64, b: u64) 
     }
 }
 
-#[inline(always)]
 pub(super) fn wgmma_taken<const N: usize>(mut sums: [f32; N]) -> [f32; N] {
     // Nothing moves from behind this, which depends on all of them, to before it, and this stays behind the wait.
     // SAFETY: does nothing.
@@ -385,37 +355,31 @@ pub(super) fn wgmma_taken<const N: usize>(mut sums: [f32; N]) -> [f32; N] {
     sums
 }
 
-#[inline(always)]
 pub(super) unsafe fn wgmma_fence() {
     // SAFETY: the caller promises that the whole warpgroup is here.
     unsafe { nvvm_wgmma_fence() }
 }
 
-#[inline(always)]
 pub(super) unsafe fn wgmma_commit() {
     // SAFETY: the caller promises that the whole warpgroup is here.
     unsafe { nvvm_wgmma_commit() }
 }
 
-#[inline(always)]
 pub(super) unsafe fn wgmma_wait<const LEFT: u32>() {
     // SAFETY: the caller promises that the whole warpgroup is here.
     unsafe { nvvm_wgmma_wait(const { LEFT as i64 }) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn tile_load16(at: u32) -> [u32; 4] {
     // SAFETY: the caller's promise.
     unsafe { load16_at(tile_address(at)) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn tile_load8(at: u32) -> [u32; 2] {
     // SAFETY: the caller's promise.
     unsafe { load8_at(tile_address(at)) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn tile_load4(at: u32) -> u32 {
     let value;
     // SAFETY: the caller's promise.
@@ -423,7 +387,6 @@ pub(super) unsafe fn tile_load4(at: u32) -> u32 {
     value
 }
 
-#[inline(always)]
 pub(super) unsafe fn tile_load2(at: u32) -> u16 {
     let value;
     // SAFETY: the caller's promise.
@@ -431,19 +394,16 @@ pub(super) unsafe fn tile_load2(at: u32) -> u16 {
     value
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_load16(at: u32) -> [u32; 4] {
     // SAFETY: the caller's promise.
     unsafe { load16_at(shared_address(at)) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_load8(at: u32) -> [u32; 2] {
     // SAFETY: the caller's promise.
     unsafe { load8_at(shared_address(at)) }
 }
 
-#[inline(always)]
 unsafe fn load8_at(at: u32) -> [u32; 2] {
     let (a, b);
     // SAFETY: the caller promises eight aligned bytes of shared memory.
@@ -453,7 +413,6 @@ unsafe fn load8_at(at: u32) -> [u32; 2] {
     [a, b]
 }
 
-#[inline(always)]
 unsafe fn load16_at(at: u32) -> [u32; 4] {
     let (a, b, c, d);
     // SAFETY: the caller promises sixteen aligned bytes of shared memory.
@@ -466,13 +425,11 @@ unsafe fn load16_at(at: u32) -> [u32; 4] {
     [a, b, c, d]
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_store16(at: u32, value: [u32; 4]) {
     // SAFETY: the caller's promise.
     unsafe { store16_at(shared_address(at), value) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_store8(at: u32, [a, b]: [u32; 2]) {
     // SAFETY: the caller promises eight aligned bytes of shared memory.
     unsafe {
@@ -483,13 +440,11 @@ pub(super) unsafe fn shared_store8(at: u32, [a, b]: [u32; 2]) {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn tile_store16(at: u32, value: [u32; 4]) {
     // SAFETY: the caller's promise.
     unsafe { store16_at(tile_address(at), value) }
 }
 
-#[inline(always)]
 unsafe fn store16_at(at: u32, value: [u32; 4]) {
     let [a, b, c, d] = value;
     // SAFETY: the caller promises sixteen aligned bytes of shared memory.
@@ -501,19 +456,16 @@ unsafe fn store16_at(at: u32, value: [u32; 4]) {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
     // SAFETY: the caller promises that the whole warp is here.
     unsafe { nvvm_shfl_bfly(ALL_LANES, value as i32, mask as i32, 31) as u32 }
 }
 
-#[inline(always)]
 pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
     // SAFETY: the caller promises that the whole warp is here.
     unsafe { nvvm_shfl_idx(ALL_LANES, value as i32, lane as i32, 31) as u32 }
 }
 
-#[inline(always)]
 pub(super) fn timer_ns() -> u64 {
     let ns;
     // SAFETY: reads a special register; volatile, since it changes.
@@ -521,13 +473,11 @@ pub(super) fn timer_ns() -> u64 {
     ns
 }
 
-#[inline(always)]
 pub(super) fn sleep_ns(ns: u32) {
     // SAFETY: touches no memory.
     unsafe { asm!("nanosleep.u32 {};", in(reg32) ns, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_load(at: u32) -> u32 {
     let value;
     // SAFETY: the caller promises a word of shared memory.
@@ -535,7 +485,6 @@ pub(super) unsafe fn shared_load(at: u32) -> u32 {
     value
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
     let mut values = [0; N];
     for i in 0..N {
@@ -550,13 +499,11 @@ pub(super) unsafe fn shared_constant<const N: usize>(at: u32) -> [u32; N] {
     values
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_store(at: u32, value: u32) {
     // SAFETY: the caller promises a word of shared memory.
     unsafe { asm!("st.shared.u32 [{}], {};", in(reg32) shared_address(at), in(reg32) value, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
     let was;
     // SAFETY: the caller promises a word of shared memory.
@@ -569,12 +516,10 @@ pub(super) unsafe fn shared_or(at: u32, bits: u32) -> u32 {
     was
 }
 
-#[inline(always)]
 fn shared_address(at: u32) -> u32 {
     WORDS_AT + 4 * at
 }
 
-#[inline(always)]
 pub(super) fn shared_is_in_place() -> bool {
     let base: u32;
     // SAFETY: takes an address.
@@ -594,7 +539,6 @@ macro_rules! load_four {
     }};
 }
 
-#[inline(always)]
 pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
     let value;
     // SAFETY: the caller promises a word of global memory.
@@ -602,22 +546,18 @@ pub(super) unsafe fn load_relaxed(word: *const u32) -> u32 {
     value
 }
 
-#[inline(always)]
 pub(super) unsafe fn load16_relaxed(words: *const u32) -> [u32; 4] {
     // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
     unsafe { load_four!("ld.relaxed.gpu.global.v4.u32", words) }
 }
 
-#[inline(always)]
 pub(super) fn settled() {}
 
-#[inline(always)]
 pub(super) unsafe fn store_relaxed(word: *mut u32, value: u32) {
     // SAFETY: the caller promises a word of global memory.
     unsafe { asm!("st.relaxed.gpu.global.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn store16_relaxed(words: *mut u32, [a, b, c, d]: [u32; 4]) {
     // SAFETY: the caller promises 16 aligned bytes of global memory. Each of the four is an access of its own, as strong as one alone.
     unsafe {
@@ -628,7 +568,6 @@ pub(super) unsafe fn store16_relaxed(words: *mut u32, [a, b, c, d]: [u32; 4]) {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
     let value;
     // SAFETY: the caller promises a word of global memory.
@@ -636,19 +575,16 @@ pub(super) unsafe fn load_acquire(word: *const u32) -> u32 {
     value
 }
 
-#[inline(always)]
 pub(super) unsafe fn add_release(word: *mut u32, value: u32) {
     // SAFETY: the caller promises a word of global memory.
     unsafe { asm!("red.release.gpu.global.add.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn store_release(word: *mut u32, value: u32) {
     // SAFETY: the caller promises a word of global memory.
     unsafe { asm!("st.release.gpu.global.u32 [{}], {};", in(reg64) word, in(reg32) value, options(nostack)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
     let was;
     // SAFETY: the caller promises a word of global memory.
@@ -661,7 +597,6 @@ pub(super) unsafe fn fetch_add(word: *mut u32, value: u32) -> u32 {
     was
 }
 
-#[inline(always)]
 pub(super) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
     let [a, b, c, d] = four;
     // SAFETY: the caller promises four aligned numbers of global memory.
@@ -673,7 +608,6 @@ pub(super) unsafe fn add_four(to: *mut f32, four: [f32; 4]) {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32 {
     let was;
     // SAFETY: the caller promises a word of global memory.
@@ -686,39 +620,33 @@ pub(super) unsafe fn compare_exchange(word: *mut u32, old: u32, new: u32) -> u32
     was
 }
 
-#[inline(always)]
 pub(super) fn opaque(mut pointer: *mut u8) -> *mut u8 {
     // SAFETY: does nothing.
     unsafe { asm!("/* {} */", inout(reg64) pointer, options(nostack, preserves_flags)) };
     pointer
 }
 
-#[inline(always)]
 pub(super) fn opaque_word(mut word: u32) -> u32 {
     // SAFETY: does nothing.
     unsafe { asm!("/* {} */", inout(reg32) word, options(nostack, preserves_flags)) };
     word
 }
 
-#[inline(always)]
 pub(super) fn forget() {
     // SAFETY: does nothing, of which the compiler knows no more than that memory may be another.
     unsafe { asm!("", options(nostack, preserves_flags)) };
 }
 
-#[inline(always)]
 pub(super) fn rolled() {
     // SAFETY: a hint.
     unsafe { asm!(".pragma \"nounroll\";", options(nostack, preserves_flags)) };
 }
 
-#[inline(always)]
 pub(super) unsafe fn load<T: Copy>(from: *const T) -> T {
     // SAFETY: the caller's promise.
     unsafe { from.read() }
 }
 
-#[inline(always)]
 pub(super) unsafe fn load_volatile<T: Copy>(from: *const T) -> T {
     // SAFETY: the caller's promise.
     unsafe { from.read_volatile() }
@@ -737,13 +665,11 @@ impl LaunchBlock {
     ///
     /// # Safety
     /// The entry's first parameter is a [`LaunchParams`], by value.
-    #[inline(always)]
     pub(crate) unsafe fn of_entry() -> LaunchBlock {
         LaunchBlock(())
     }
 
     /// What `field` takes out of it, which lies `AT` bytes from its start.
-    #[inline(always)]
     pub(crate) fn get<const AT: usize, T: Pod>(self, _field: impl FnOnce(&LaunchParams) -> T) -> T {
         const { assert!(AT + size_of::<T>() <= size_of::<LaunchParams>()) };
         // build.rs puts each entry's own parameter for `perpetua_launch_block`. Not `pure`: each call is a load where it stands.
@@ -762,79 +688,66 @@ impl LaunchBlock {
     }
 }
 
-#[inline(always)]
 pub(super) unsafe fn store<T: Copy>(to: *mut T, value: T) {
     // SAFETY: the caller's promise.
     unsafe { to.write(value) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn store_volatile<T: Copy>(to: *mut T, value: T) {
     // SAFETY: the caller's promise.
     unsafe { to.write_volatile(value) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn constant<'a, T>(start: *const T, len: usize) -> &'a [T] {
     // SAFETY: the caller's promise.
     unsafe { core::slice::from_raw_parts(start, len) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn exclusive<'a, T>(at: *mut T) -> &'a mut T {
     // SAFETY: the caller's promise.
     unsafe { &mut *at }
 }
 
-#[inline(always)]
 pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
     // SAFETY: the caller promises 16 aligned bytes of global memory.
     unsafe { load_four!("ld.global.v4.u32", from) }
 }
 
-#[inline(always)]
 pub(super) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
     // SAFETY: the caller promises 16 aligned bytes of global memory.
     unsafe { load_four!("ld.global.L1::no_allocate.v4.u32", from) }
 }
 
-#[inline(always)]
 pub(super) fn fma(a: f32, b: f32, c: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { llvm_fma(a, b, c) }
 }
 
-#[inline(always)]
 pub(super) fn fma64(a: f64, b: f64, c: f64) -> f64 {
     // SAFETY: arithmetic.
     unsafe { llvm_fma64(a, b, c) }
 }
 
-#[inline(always)]
 pub(super) fn exp2(x: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_ex2(x) }
 }
 
-#[inline(always)]
 pub(super) fn rsqrt(x: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_rsqrt(x) }
 }
 
-#[inline(always)]
 pub(super) fn reciprocal(x: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_reciprocal(x) }
 }
 
-#[inline(always)]
 pub(super) fn sqrt(x: f32) -> f32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_sqrt(x) }
 }
 
-#[inline(always)]
 pub(super) fn f16_to_f32(bits: u16) -> f32 {
     let x;
     // SAFETY: arithmetic.
@@ -842,7 +755,6 @@ pub(super) fn f16_to_f32(bits: u16) -> f32 {
     x
 }
 
-#[inline(always)]
 pub(super) fn f32_to_f16(x: f32) -> u16 {
     let bits;
     // SAFETY: arithmetic.
@@ -850,7 +762,6 @@ pub(super) fn f32_to_f16(x: f32) -> u16 {
     bits
 }
 
-#[inline(always)]
 pub(super) fn f32_to_bf16(x: f32) -> u16 {
     let bits;
     // SAFETY: arithmetic.
@@ -858,7 +769,6 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
     bits
 }
 
-#[inline(always)]
 pub(super) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
     let bits;
     // SAFETY: arithmetic.
@@ -871,13 +781,11 @@ pub(super) fn f32_to_bf16_pair(low: f32, high: f32) -> u32 {
     bits
 }
 
-#[inline(always)]
 pub(super) fn dot_bytes(a: u32, b: u32, c: i32) -> i32 {
     // SAFETY: arithmetic.
     unsafe { nvvm_dot_bytes(a as i32, b as i32, c) }
 }
 
-#[inline(always)]
 pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
     let bytes;
     // SAFETY: arithmetic.
@@ -887,7 +795,6 @@ pub(super) fn low_bytes_in_turn(first: u32, second: u32) -> u32 {
     bytes
 }
 
-#[inline(always)]
 pub(super) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
     let bytes;
     // SAFETY: arithmetic.
@@ -900,7 +807,6 @@ pub(super) fn permute(low: u32, high: u32, numbers: u32) -> u32 {
     bytes
 }
 
-#[inline(always)]
 pub(super) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {
     let bytes;
     // SAFETY: arithmetic.
@@ -913,7 +819,6 @@ pub(super) fn with_byte<const AT: u32>(word: u32, from: u32) -> u32 {
     bytes
 }
 
-#[inline(always)]
 pub(super) fn low_halves(first: u32, second: u32) -> u32 {
     let halves;
     // SAFETY: arithmetic.
@@ -923,7 +828,6 @@ pub(super) fn low_halves(first: u32, second: u32) -> u32 {
     halves
 }
 
-#[inline(always)]
 pub(super) fn high_halves(first: u32, second: u32) -> u32 {
     let halves;
     // SAFETY: arithmetic.
@@ -933,7 +837,6 @@ pub(super) fn high_halves(first: u32, second: u32) -> u32 {
     halves
 }
 
-#[inline(always)]
 pub(super) fn trap() -> ! {
     // SAFETY: does not return.
     unsafe { core::arch::nvptx::trap() }

@@ -19,14 +19,12 @@ pub(crate) trait Read {
 }
 
 impl Read for u32 {
-    #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         (self ^ flag) & MASK
     }
 }
 
 impl<T: Read, const N: usize> Read for [T; N] {
-    #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;
         for i in 0..N {
@@ -37,7 +35,6 @@ impl<T: Read, const N: usize> Read for [T; N] {
 }
 
 impl<A: Read, B: Read> Read for (A, B) {
-    #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         self.0.lacks(flag) | self.1.lacks(flag)
     }
@@ -51,14 +48,12 @@ pub(crate) trait Again<T> {
 }
 
 impl<T, F: Fn() -> T> Again<T> for F {
-    #[inline(always)]
     fn again(&self) -> T {
         self()
     }
 }
 
 /// Flagged words as numbers.
-#[inline(always)]
 pub(crate) fn unmarked<const N: usize>(words: [u32; N]) -> [f32; N] {
     let mut values = [0.0; N];
     for i in 0..N {
@@ -68,7 +63,6 @@ pub(crate) fn unmarked<const N: usize>(words: [u32; N]) -> [f32; N] {
 }
 
 /// Eight flagged words, as numbers if they are there, or zeros.
-#[inline(always)]
 fn numbers(words: [[u32; 4]; 2], are_there: bool) -> [f32; 8] {
     let ([a, b, c, d], [e, f, g, h]) = (unmarked(words[0]), unmarked(words[1]));
     if are_there { [a, b, c, d, e, f, g, h] } else { [0.0; 8] }
@@ -82,7 +76,6 @@ impl Eights {
     ///
     /// # Safety
     /// They are there, on sixteen bytes.
-    #[inline(always)]
     unsafe fn ask(&self) -> [[[u32; 4]; 2]; 4] {
         let [a, b, c, d] = self.0;
         let four = |at: *const u32| {
@@ -95,7 +88,6 @@ impl Eights {
 }
 
 impl Again<[[[u32; 4]; 2]; 4]> for &Eights {
-    #[inline(always)]
     fn again(&self) -> [[[u32; 4]; 2]; 4] {
         // SAFETY: they were there when they were asked for first.
         unsafe { self.ask() }
@@ -104,7 +96,6 @@ impl Again<[[[u32; 4]; 2]; 4]> for &Eights {
 
 impl Call<'_> {
     /// The flag of what this pass writes.
-    #[inline(always)]
     fn flag(&self) -> u32 {
         flag::of_run(self.program_runs)
     }
@@ -113,7 +104,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Tensor::set`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn put<const N: usize>(&self, tensor: &Tensor, at: [u32; N], value: f32) {
         // SAFETY: the caller's promise.
@@ -124,7 +114,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Row::set`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn put_in_row(&self, tensor: &Tensor, row: &Row, i: u32, value: f32) {
         // SAFETY: the caller's promise.
@@ -135,7 +124,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Row::set`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn put_four(&self, tensor: &Tensor, row: &Row, i: u32, four: [f32; 4]) {
         // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
@@ -165,7 +153,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Tensor::set`].
-    #[inline(always)]
     #[track_caller]
     unsafe fn put_at(&self, tensor: &Tensor, to: *mut u8, value: f32) {
         // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
@@ -183,7 +170,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Tensor::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn ask<const N: usize>(&self, tensor: &Tensor, at: [u32; N]) -> u32 {
         // SAFETY: the caller's promise.
@@ -200,7 +186,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Tensor::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn told<const N: usize>(&self, operand: usize, tensor: &Tensor, at: [u32; N], asked: u32) -> f32 {
         if !tensor.is_flagged() {
@@ -216,7 +201,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Row::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn gather<const N: usize>(&self, operand: usize, row: &Row, at: [u32; N]) -> [f32; N] {
         // SAFETY: the caller's promise.
@@ -240,7 +224,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Row::get`]; a flagged row has whole eights, which start on sixteen bytes.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn eights(&self, operand: usize, row: &Row, at: [u32; 4], n: u32) -> [[f32; 8]; 4] {
         // SAFETY: the caller's promise; what is beyond the row is its beginning, which is not looked at.
@@ -260,7 +243,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// As [`Row::set`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn put_eight(&self, tensor: &Tensor, row: &Row, at: u32, n: u32, eight: [f32; 8]) {
         // SAFETY: the caller's promise.
@@ -279,7 +261,6 @@ impl Call<'_> {
     /// `found`, flagged elements of operand `operand`, or what `again` finds once they are there.
     ///
     /// PERF: looked at in one place, whether found at once or later: with a second one, for later, it was as much code again.
-    #[inline(always)]
     pub(crate) fn there<T: Read>(&self, operand: usize, mut found: T, again: impl Again<T>) -> T {
         let mut wait = Wait::default();
         // First `again`, since what is looked at may have been asked for long ago.
@@ -295,7 +276,6 @@ impl Call<'_> {
     }
 
     /// What `again` finds, flagged elements of operand `operand`, once they are there.
-    #[inline(always)]
     pub(crate) fn once_there<T: Read>(&self, operand: usize, again: impl Again<T>) -> T {
         let mut wait = Wait::default();
         let found = loop {
@@ -310,14 +290,12 @@ impl Call<'_> {
     }
 
     /// 0 if `found`, flagged elements, are there.
-    #[inline(always)]
     pub(crate) fn lacks(&self, found: &impl Read) -> u32 {
         found.lacks(self.flag())
     }
 
     /// Whether to look once more for elements of operand `operand`, of which [some are not there](Call::lacks): after a while of sleep. When it has been
     /// too long, which is reported, or when there has been a fault, it is not.
-    #[inline(always)]
     pub(crate) fn goes_on(&self, operand: usize, lacks: u32, wait: &mut Wait) -> bool {
         let Some(tiles) = self.tiles else { return false };
         if wait.began_ns == 0 {
@@ -330,7 +308,6 @@ impl Call<'_> {
     }
 
     /// What was looked for is there, or [will not be](Call::goes_on).
-    #[inline(always)]
     pub(crate) fn ends(&self, wait: &Wait) {
         if wait.began_ns != 0
             && let Some(tiles) = self.tiles

@@ -7,7 +7,6 @@ use core::hint::cold_path;
 
 /// e^x to about 3 ulp; 0 below 2^-126. The power of two is split off in two steps (Cody and Waite), so that the error
 /// does not grow with |x|.
-#[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     // Beyond these the result is 0 or infinity anyway, and the scaling stays in range. NaN passes through both.
     let x = if x > 89.0 { 89.0 } else { x };
@@ -22,13 +21,11 @@ pub(crate) fn exp(x: f32) -> f32 {
 }
 
 /// 1 / sqrt(x) to 2 ulp, of a number that is not subnormal.
-#[inline(always)]
 pub(crate) fn rsqrt(x: f32) -> f32 {
     scalar::rsqrt(x)
 }
 
 /// The larger one; `a` where `b` is NaN.
-#[inline(always)]
 pub(crate) fn larger(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }
@@ -37,7 +34,6 @@ pub(crate) fn larger(a: f32, b: f32) -> f32 {
 const ABOVE: f32 = 32_768.0;
 
 /// Four bytes from none to 255, the lowest first, each 2^15 more.
-#[inline(always)]
 fn raised_bytes(bytes: u32) -> [f32; 4] {
     let [a, b, c, d] = [
         with_byte::<0>(ABOVE.to_bits(), bytes),
@@ -50,7 +46,6 @@ fn raised_bytes(bytes: u32) -> [f32; 4] {
 
 /// Four bytes as numbers, each less a whole number of up to eight bits, the lowest first. PERF: an instruction that converts goes at a quarter of
 /// the rate of these two.
-#[inline(always)]
 pub(crate) fn bytes_less(bytes: u32, less: f32) -> [f32; 4] {
     let [a, b, c, d] = raised_bytes(bytes);
     let less = ABOVE + less;
@@ -59,33 +54,28 @@ pub(crate) fn bytes_less(bytes: u32, less: f32) -> [f32; 4] {
 
 /// The 15 highest bits of `scale`, and what [`scaled_bytes`] adds where bytes are so much more: so many that this is exact, and the products are.
 /// What is lost is less than 2^-14 of the scale.
-#[inline(always)]
 pub(crate) fn short_scale(scale: f32, more: f32) -> (f32, f32) {
     let scale = f32::from_bits(scale.to_bits() & !0x1ff);
     (scale, scale * -(ABOVE + more))
 }
 
 /// [`bytes_less`] times a [`short_scale`] of as much. PERF: an instruction each less than this and a product.
-#[inline(always)]
 pub(crate) fn scaled_bytes(bytes: u32, (scale, more): (f32, f32)) -> [f32; 4] {
     let [a, b, c, d] = raised_bytes(bytes);
     [fma(a, scale, more), fma(b, scale, more), fma(c, scale, more), fma(d, scale, more)]
 }
 
 /// 1 / n, found here and not where it is wanted: a division takes long.
-#[inline(always)]
 pub(crate) fn reciprocal(n: u32) -> f32 {
     f32::from_bits(memory::opaque_word((1.0 / n as f32).to_bits()))
 }
 
 /// tanh, absolute error below 3e-7.
-#[inline(always)]
 fn tanh(x: f32) -> f32 {
     1.0 - 2.0 * scalar::reciprocal(exp(2.0 * x) + 1.0)
 }
 
 /// The error function, absolute error below 5e-7: Abramowitz and Stegun 7.1.26.
-#[inline(always)]
 fn erf(x: f32) -> f32 {
     let a = if x < 0.0 { -x } else { x };
     let t = scalar::reciprocal(fma(0.327_591_1, a, 1.0));
@@ -99,7 +89,6 @@ fn erf(x: f32) -> f32 {
 
 /// Sine and cosine of an angle of any size that is exact in f32: the quarter turns are taken off in f64, whose error at
 /// 10^6 radians is below 1e-9; the rest, at most pi/4, goes through the Taylor polynomials (remainders below 2e-9).
-#[inline(always)]
 pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
     const ROUND: f64 = 6_755_399_441_055_744.0; // 1.5 * 2^52
     let angle = f64::from(angle);
@@ -122,7 +111,6 @@ pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
 }
 
 /// The activation numbered `activation` (see [`Activation`]) of `x`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) fn activate(activation: u32, x: f32) -> f32 {
     const NONE: u32 = Activation::None as u32;
     const GELU: u32 = Activation::Gelu as u32;

@@ -45,7 +45,6 @@ pub struct Tensor {
 
 impl Tensor {
     /// Operand `at` of the task whose [turn](turn) it is.
-    #[inline(always)]
     #[track_caller]
     fn of_turn(at: usize) -> Tensor {
         let (address, [kind, e0, e1, e2, e3, s0, s1, s2, s3]) = turn::operand(at);
@@ -59,36 +58,30 @@ impl Tensor {
     }
 
     /// Whether there is a tensor.
-    #[inline(always)]
     pub fn is_present(&self) -> bool {
         self.dtype != 0
     }
 
     /// Whether its elements are [flagged](perpetua_shared::flag): f32, to be touched by [`Call::put`] and [`Call::get`] alone.
-    #[inline(always)]
     pub(crate) fn is_flagged(&self) -> bool {
         self.is_flagged
     }
 
     /// Elements along dimension `dim`.
-    #[inline(always)]
     pub fn extent(&self, dim: usize) -> u32 {
         self.extent[dim]
     }
 
     /// Elements between neighbours along dimension `dim`.
-    #[inline(always)]
     pub(crate) fn stride(&self, dim: usize) -> u32 {
         self.stride[dim]
     }
 
     /// The [`DType`] number.
-    #[inline(always)]
     pub(crate) fn dtype(&self) -> u16 {
         self.dtype
     }
 
-    #[inline(always)]
     pub(crate) fn elem_bytes(&self) -> u64 {
         // Arithmetic, since a `match` would become a table in memory. Bodies meet no type of 1 or 8 bytes.
         const FOUR: u32 = 1 << DType::F32 as u32 | 1 << DType::I32 as u32 | 1 << DType::U32 as u32;
@@ -96,13 +89,11 @@ impl Tensor {
     }
 
     /// The address of the element at `at`.
-    #[inline(always)]
     pub fn address<const N: usize>(&self, at: [u32; N]) -> *mut u8 {
         self.base.wrapping_add((self.offset(at) * self.elem_bytes()) as usize)
     }
 
     /// What strides make of the indices `at`.
-    #[inline(always)]
     fn offset<const N: usize>(&self, at: [u32; N]) -> u64 {
         let mut offset = 0;
         for dim in 0..N {
@@ -116,7 +107,6 @@ impl Tensor {
     ///
     /// # Safety
     /// Every index is below its extent.
-    #[inline(always)]
     #[track_caller]
     pub unsafe fn get<const N: usize>(&self, at: [u32; N]) -> f32 {
         // SAFETY: the element is inside the box (caller).
@@ -127,7 +117,6 @@ impl Tensor {
     ///
     /// # Safety
     /// As [`Tensor::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn weight(&self, at: [u32; 2]) -> f32 {
         // SAFETY: the caller's promise.
@@ -141,20 +130,17 @@ impl Tensor {
     }
 
     /// Where the row at the indices `at` of weights in fewer bits begins: strides between rows are bytes there.
-    #[inline(always)]
     pub(crate) fn packed_row<const N: usize>(&self, at: [u32; N]) -> *const u8 {
         self.base.wrapping_add(self.offset(at) as usize)
     }
 
     /// [`row`](Tensor::row) of weights, of floats or in fewer bits.
-    #[inline(always)]
     pub(crate) fn weight_row<const N: usize>(&self, at: [u32; N]) -> Row {
         let base = if self.is_packed() { self.packed_row(at).cast_mut() } else { self.address(at) };
         Row { base: memory::opaque(base), dtype: self.dtype }
     }
 
     /// Whether it is a matrix of weights in fewer bits.
-    #[inline(always)]
     pub(crate) fn is_packed(&self) -> bool {
         self.dtype == Q8 || self.dtype == Q4
     }
@@ -163,7 +149,6 @@ impl Tensor {
     ///
     /// # Safety
     /// As [`Tensor::get`], and the calling thread is the only one to touch the element now.
-    #[inline(always)]
     #[track_caller]
     pub unsafe fn set<const N: usize>(&self, at: [u32; N], value: f32) {
         // SAFETY: the element is inside the box (caller).
@@ -171,7 +156,6 @@ impl Tensor {
     }
 
     /// The contiguous elements from index 0 of the last dimension on, at the other indices `at`.
-    #[inline(always)]
     pub(crate) fn row<const N: usize>(&self, at: [u32; N]) -> Row {
         Row { base: memory::opaque(self.address(at)), dtype: self.dtype }
     }
@@ -180,7 +164,6 @@ impl Tensor {
     ///
     /// # Safety
     /// As [`Tensor::get`].
-    #[inline(always)]
     #[track_caller]
     pub unsafe fn get_word(&self, at: u32) -> u32 {
         // SAFETY: the word is inside the box (caller); volatile, since the host may own it.
@@ -191,7 +174,6 @@ impl Tensor {
     ///
     /// # Safety
     /// As [`Tensor::set`].
-    #[inline(always)]
     #[track_caller]
     pub unsafe fn set_word(&self, at: u32, value: u32) {
         // SAFETY: the word is inside the box (caller).
@@ -214,7 +196,6 @@ impl Row {
     ///
     /// # Safety
     /// The row has that many elements.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn get(&self, i: u32) -> f32 {
         // Each with a factor of its own, since a shift by a variable takes several instructions.
@@ -231,7 +212,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`Row::get`].
-    #[inline(always)]
     pub(crate) unsafe fn weight(&self, i: u32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
@@ -247,7 +227,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`Row::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn gather<const N: usize>(&self, at: [u32; N]) -> [f32; N] {
         // SAFETY: the caller's promise.
@@ -258,7 +237,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`Row::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn words<const N: usize>(&self, at: [u32; N]) -> [u32; N] {
         let mut words = [0; N];
@@ -278,7 +256,6 @@ impl Row {
     }
 
     /// What [`words`](Row::words) are, widened to f32.
-    #[inline(always)]
     pub(crate) fn floats<const N: usize>(&self, words: [u32; N]) -> [f32; N] {
         let mut values = [0.0; N];
         // One branch for all: with one for each, one would be waited for after the other.
@@ -304,7 +281,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`Row::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn eights(&self, at: [u32; 4], n: u32) -> [[f32; 8]; 4] {
         use rows::{singles, widen_brain, widen_half};
@@ -333,7 +309,6 @@ impl Row {
     }
 
     /// Eight elements from `at` on, one after the other; zero from `n` on.
-    #[inline(always)]
     #[track_caller]
     unsafe fn eight(&self, at: u32, n: u32) -> [f32; 8] {
         // SAFETY: elements below `n` are there (caller).
@@ -345,7 +320,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`Row::get`].
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn four(&self, at: u32, n: u32) -> [f32; 4] {
         let f = f32::from_bits;
@@ -373,7 +347,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`set`](Row::set).
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn set_four_below(&self, at: u32, n: u32, four: [f32; 4]) {
         // SAFETY: the caller's promise.
@@ -394,7 +367,6 @@ impl Row {
     }
 
     /// Whether its `n` elements are whole eights that start on sixteen bytes.
-    #[inline(always)]
     fn is_in_eights(&self, n: u32) -> bool {
         n.is_multiple_of(8) && self.is_aligned(16)
     }
@@ -403,7 +375,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`set`](Row::set).
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn set_eight(&self, at: u32, n: u32, eight: [f32; 8]) {
         let [a, b, c, d, e, f, g, h] = eight;
@@ -418,7 +389,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`Row::get`], and the calling thread is the only one to touch the element now.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn set(&self, i: u32, value: f32) {
         // SAFETY: the element is there (caller).
@@ -434,7 +404,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`set`](Row::set), and the row starts on eight bytes.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn set_two(&self, i: u32, [one, other]: [f32; 2]) {
         // SAFETY: the elements are there (caller), on eight bytes or four.
@@ -455,7 +424,6 @@ impl Row {
     ///
     /// # Safety
     /// As [`set`](Row::set), and the row starts on sixteen bytes.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn set_four(&self, i: u32, four: [f32; 4]) {
         let both = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
@@ -478,25 +446,21 @@ impl Row {
     }
 
     /// The row that starts `elems` elements later.
-    #[inline(always)]
     pub(crate) fn after(&self, elems: u64) -> Row {
         Row { base: self.base.wrapping_add(elems as usize * if self.dtype == F32 { 4 } else { 2 }), dtype: self.dtype }
     }
 
     /// Whether there is one.
-    #[inline(always)]
     pub(crate) fn is_present(&self) -> bool {
         self.dtype != 0
     }
 
     /// Whether its elements are of type `dtype`.
-    #[inline(always)]
     pub(crate) fn is(&self, dtype: u16) -> bool {
         self.dtype == dtype
     }
 
     /// Whether it starts on a multiple of `bytes`.
-    #[inline(always)]
     pub(crate) fn is_aligned(&self, bytes: usize) -> bool {
         self.base.addr().is_multiple_of(bytes)
     }
@@ -505,7 +469,6 @@ impl Row {
     ///
     /// # Safety
     /// They are the row's, and start on a multiple of 16.
-    #[inline(always)]
     #[track_caller]
     pub(crate) unsafe fn load16(&self, i: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
@@ -513,13 +476,11 @@ impl Row {
     }
 
     /// Where it begins.
-    #[inline(always)]
     pub(crate) fn start(&self) -> *const u8 {
         self.base
     }
 
     /// Where element `i`, a float, lies.
-    #[inline(always)]
     pub(crate) fn at(&self, i: u32) -> *mut u8 {
         self.base.wrapping_add(i as usize * if self.dtype == F32 { 4 } else { 2 })
     }
@@ -535,7 +496,6 @@ pub(crate) const Q4: u16 = DType::Q4 as u16;
 const _: () = assert!(core::mem::offset_of!(perpetua_shared::Operand, is_flagged) == 15);
 
 /// The float of type `dtype` at `from`, as f32.
-#[inline(always)]
 #[track_caller]
 unsafe fn load(dtype: u16, from: *const u8) -> f32 {
     // SAFETY: the caller promises an aligned element of that type.
@@ -552,7 +512,6 @@ unsafe fn load(dtype: u16, from: *const u8) -> f32 {
 }
 
 /// Writes `value` at `to` as a float of type `dtype`.
-#[inline(always)]
 #[track_caller]
 unsafe fn store(dtype: u16, to: *mut u8, value: f32) {
     // SAFETY: the caller promises an aligned element of that type.
@@ -587,7 +546,6 @@ impl Call<'_> {
     /// # Safety
     /// The kernel has that many operands (the image's check counted them), and uses this one as its slot says: while the tensor
     /// is in use nobody else writes what it reads or touches what it writes.
-    #[inline(always)]
     #[track_caller]
     pub unsafe fn tensor(&self, i: usize) -> Tensor {
         Tensor::of_turn(i)
@@ -598,7 +556,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// The kernel has that many operands.
-    #[inline(always)]
     pub(crate) unsafe fn are_all<const N: usize>(&self, dtype: u16) -> bool {
         let mut are = true;
         // A range without its end is other code in `gated_linear`.
@@ -610,7 +567,6 @@ impl Call<'_> {
     }
 
     /// Whether the launch does not leave `technique` out.
-    #[inline(always)]
     pub(crate) fn uses(&self, technique: Technique) -> bool {
         self.launch.is_none_or(|launch| !param!(launch, without).has(technique))
     }
@@ -619,7 +575,6 @@ impl Call<'_> {
     ///
     /// # Safety
     /// The pass's last task calls it, on one thread, and for an entry once a launch.
-    #[inline(always)]
     pub(crate) unsafe fn tell(&self, at: u32, in_cache: u32, token: Option<u32>) {
         let Some(launch) = self.launch else { return };
         if at >= param!(launch, n_mail) {
@@ -635,28 +590,24 @@ impl Call<'_> {
     }
 
     /// [`Step::first_pos`](perpetua_shared::Step::first_pos), as the task sees it.
-    #[inline(always)]
     #[track_caller]
     pub fn first_pos(&self) -> u32 {
         turn::seen().first_pos
     }
 
     /// [`Step::rows`](perpetua_shared::Step::rows), as the task sees it.
-    #[inline(always)]
     #[track_caller]
     pub fn pass_rows(&self) -> u32 {
         turn::seen().rows
     }
 
     /// The sequence that the task belongs to; of the pass otherwise.
-    #[inline(always)]
     #[track_caller]
     pub(crate) fn sequence(&self) -> u32 {
         turn::seen().sequence
     }
 
     /// Records a fault of the task, unless another is recorded already, and tells every worker to leave; what the body returns then.
-    #[inline(always)]
     pub(crate) fn fault(&self, code: FaultCode, detail: u32, found: u32, expected: u32) -> Fault {
         let fault = Fault::new(code, detail, found, expected);
         if let Some(tiles) = self.tiles {
@@ -668,41 +619,35 @@ impl Call<'_> {
     }
 
     /// The macro kernel's number.
-    #[inline(always)]
     #[track_caller]
     pub fn task_type(&self) -> u16 {
         turn::task_type()
     }
 
     /// Whether what its kernel may read before its events have fired is weights: see [`TaskFlags::READS_EARLY`].
-    #[inline(always)]
     pub(crate) fn reads_early(&self) -> bool {
         turn::flags() & TaskFlags::READS_EARLY != 0
     }
 
     /// The macro kernel's parameters, as words.
-    #[inline(always)]
     #[track_caller]
     pub fn params(&self) -> [u32; PARAM_WORDS] {
         turn::params()
     }
 
     /// The task's index along axis `AXIS` of its operator's grid.
-    #[inline(always)]
     #[track_caller]
     pub fn block<const AXIS: usize>(&self) -> u32 {
         turn::block::<AXIS>()
     }
 
     /// The task's first row in the pass.
-    #[inline(always)]
     #[track_caller]
     pub fn row_first(&self) -> u32 {
         turn::row_first()
     }
 
     /// How many of `tensor`'s rows (dimension 0) this pass computes.
-    #[inline(always)]
     #[track_caller]
     pub fn rows(&self, tensor: &Tensor) -> u32 {
         let left = turn::seen().rows.saturating_sub(turn::row_first());

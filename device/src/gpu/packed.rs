@@ -22,14 +22,12 @@ pub(crate) trait Packed: Copy {
     const LINES: Lines;
 
     /// [`Lines::row_bytes`], in the 32 bits that a GPU computes with.
-    #[inline(always)]
     fn row_bytes(k: u32) -> u32 {
         let lines = k.div_ceil(Self::LINES.elems as u32);
         (lines + lines.div_ceil(Self::LINES.per_group as u32)) * LINE
     }
 
     /// [`Lines::at`], likewise.
-    #[inline(always)]
     fn line(line: u32) -> [u32; 2] {
         let per_group = Self::LINES.per_group as u32;
         let (group, number) = (line / per_group, line % per_group);
@@ -55,7 +53,6 @@ pub(crate) trait Packed: Copy {
     ///
     /// # Safety
     /// The row, which begins on a line, has that element.
-    #[inline(always)]
     unsafe fn element_of(row: *const u8, i: u32) -> f32 {
         let (byte, scale) = Self::element(i);
         // SAFETY: of the row (caller).
@@ -64,7 +61,6 @@ pub(crate) trait Packed: Copy {
     }
 
     /// That of element `i`, of the aligned word around its byte.
-    #[inline(always)]
     fn one(word: u32, i: u32) -> f32 {
         let (byte, _) = Self::element(i);
         let [first, ..] = bytes_less(Self::eight((word >> (byte % 4 * 8), 0), i).0, Self::MORE);
@@ -84,23 +80,19 @@ impl Packed for Eight {
     const MORE: f32 = 128.0;
     const STRETCHES: u32 = 1;
 
-    #[inline(always)]
     fn stretch(unit: u32, _: u32) -> u32 {
         16 * unit
     }
 
-    #[inline(always)]
     fn element(i: u32) -> (u32, u32) {
         let [bytes, scale] = Self::line(i / LINE);
         (bytes + i % LINE, scale)
     }
 
-    #[inline(always)]
     fn scale(word: u32, _: u32) -> f32 {
         f32::from_bits(word)
     }
 
-    #[inline(always)]
     fn eight((first, second): (u32, u32), _: u32) -> (u32, u32) {
         (first ^ 0x8080_8080, second ^ 0x8080_8080)
     }
@@ -138,7 +130,6 @@ const LOW: u32 = 0x0f0f_0f0f;
 
 impl Four {
     /// The levels of the eight numbers that a word is, four bits each, as bytes, [raised](RAISED): those of its low half first.
-    #[inline(always)]
     fn levels(numbers: u32) -> (u32, u32) {
         // To the first eight levels a number beyond them is a byte's sign, which none has; and so is a lower one to the others, once its highest bit
         // is the opposite.
@@ -151,7 +142,6 @@ impl Four {
 
     /// The levels in the low halves of eight bytes, and in the high ones, as bytes, [raised](RAISED): of the first and the second byte of either
     /// word in turn, then of the third and the fourth.
-    #[inline(always)]
     pub(crate) fn raised((first, second): (u32, u32)) -> ((u32, u32), (u32, u32)) {
         let low = first & LOW | second << 4 & !LOW;
         let high = first >> 4 & LOW | second & !LOW;
@@ -165,23 +155,19 @@ impl Packed for Four {
     const MORE: f32 = RAISED as f32;
     const STRETCHES: u32 = 2;
 
-    #[inline(always)]
     fn stretch(unit: u32, which: u32) -> u32 {
         unit / 4 * FOUR_ELEMS + unit % 4 * 16 + which * LINE
     }
 
-    #[inline(always)]
     fn element(i: u32) -> (u32, u32) {
         let [bytes, scales] = Self::line(i / FOUR_ELEMS);
         (bytes + i % LINE, scales + i % FOUR_ELEMS / Q4_BLOCK as u32 * 2)
     }
 
-    #[inline(always)]
     fn scale(word: u32, at: u32) -> f32 {
         f32::from_bits(if at.is_multiple_of(4) { word << 16 } else { word & 0xffff_0000 })
     }
 
-    #[inline(always)]
     fn eight((first, second): (u32, u32), i: u32) -> (u32, u32) {
         let shift = i / LINE % 2 * 4;
         let (one, other) = Self::levels(first >> shift & LOW | second >> shift << 4 & !LOW);

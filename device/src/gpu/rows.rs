@@ -48,26 +48,22 @@ trait Float {
     unsafe fn tile_eight(at: u32) -> [f32; 8];
 }
 
-#[inline(always)]
 pub(super) fn widen_brain(v: [u32; 4]) -> [f32; 8] {
     let (low, high) = (|u: u32| f32::from_bits(u << 16), |u: u32| f32::from_bits(u & 0xffff_0000));
     [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
 }
 
-#[inline(always)]
 pub(super) fn widen_half(v: [u32; 4]) -> [f32; 8] {
     let (low, high) = (|u: u32| f16_to_f32(u as u16), |u: u32| f16_to_f32((u >> 16) as u16));
     [low(v[0]), high(v[0]), low(v[1]), high(v[1]), low(v[2]), high(v[2]), low(v[3]), high(v[3])]
 }
 
 /// The floats whose bits these are.
-#[inline(always)]
 pub(crate) fn singles(a: [u32; 4], b: [u32; 4]) -> [f32; 8] {
     let f = f32::from_bits;
     [f(a[0]), f(a[1]), f(a[2]), f(a[3]), f(b[0]), f(b[1]), f(b[2]), f(b[3])]
 }
 
-#[inline(always)]
 unsafe fn load16(from: *const u8, stream: bool) -> [u32; 4] {
     // SAFETY: the caller promises 16 aligned bytes of global memory.
     unsafe { if stream { memory::load16_stream(from) } else { memory::load16(from) } }
@@ -83,25 +79,21 @@ struct Half;
 impl Float for Single {
     const BYTES: usize = 4;
 
-    #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { memory::load(from.cast::<f32>()) }
     }
 
-    #[inline(always)]
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 32 bytes.
         unsafe { singles(load16(from, stream), load16(from.add(16), stream)) }
     }
 
-    #[inline(always)]
     unsafe fn tile_one(at: u32) -> f32 {
         // SAFETY: the caller's promise.
         f32::from_bits(unsafe { bulk::load4(at) })
     }
 
-    #[inline(always)]
     unsafe fn tile_eight(at: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe { singles(bulk::load16(at), bulk::load16(at + 16)) }
@@ -111,25 +103,21 @@ impl Float for Single {
 impl Float for Brain {
     const BYTES: usize = 2;
 
-    #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
         // SAFETY: the caller's promise.
         f32::from_bits(u32::from(unsafe { memory::load(from.cast::<u16>()) }) << 16)
     }
 
-    #[inline(always)]
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 16 bytes.
         widen_brain(unsafe { load16(from, stream) })
     }
 
-    #[inline(always)]
     unsafe fn tile_one(at: u32) -> f32 {
         // SAFETY: the caller's promise.
         f32::from_bits(u32::from(unsafe { bulk::load2(at) }) << 16)
     }
 
-    #[inline(always)]
     unsafe fn tile_eight(at: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         widen_brain(unsafe { bulk::load16(at) })
@@ -139,25 +127,21 @@ impl Float for Brain {
 impl Float for Half {
     const BYTES: usize = 2;
 
-    #[inline(always)]
     unsafe fn one(from: *const u8) -> f32 {
         // SAFETY: the caller's promise.
         f16_to_f32(unsafe { memory::load(from.cast::<u16>()) })
     }
 
-    #[inline(always)]
     unsafe fn eight(from: *const u8, stream: bool) -> [f32; 8] {
         // SAFETY: the caller promises 16 bytes.
         widen_half(unsafe { load16(from, stream) })
     }
 
-    #[inline(always)]
     unsafe fn tile_one(at: u32) -> f32 {
         // SAFETY: the caller's promise.
         f16_to_f32(unsafe { bulk::load2(at) })
     }
 
-    #[inline(always)]
     unsafe fn tile_eight(at: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         widen_half(unsafe { bulk::load16(at) })
@@ -188,7 +172,6 @@ struct Global<X, const R: usize>([*const u8; R], PhantomData<X>);
 
 impl<X: Float + Copy, const R: usize> Global<X, R> {
     /// Those of operand `x` that count as `x.first` and on, from element `first` on.
-    #[inline(always)]
     unsafe fn new(x: &Rows<'_>, first: u32) -> Global<X, R> {
         let mut rows = [core::ptr::null::<u8>(); R];
         for j in 0..R {
@@ -200,7 +183,6 @@ impl<X: Float + Copy, const R: usize> Global<X, R> {
 }
 
 impl<X: Float + Copy, const R: usize> Values<R> for Global<X, R> {
-    #[inline(always)]
     fn by_eight(&self, at: usize) -> bool {
         let mut misplaced = 0;
         for j in 0..R {
@@ -209,13 +191,11 @@ impl<X: Float + Copy, const R: usize> Values<R> for Global<X, R> {
         misplaced == 0
     }
 
-    #[inline(always)]
     unsafe fn one(&self, j: usize, at: usize) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { X::one(self.0[j].add(at * X::BYTES)) }
     }
 
-    #[inline(always)]
     unsafe fn eight(&self, j: usize, at: usize) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe { X::eight(self.0[j].add(at * X::BYTES), false) }
@@ -227,18 +207,15 @@ impl<X: Float + Copy, const R: usize> Values<R> for Global<X, R> {
 struct Staged(u32);
 
 impl Values<1> for Staged {
-    #[inline(always)]
     fn by_eight(&self, at: usize) -> bool {
         (self.0 + at as u32).is_multiple_of(4)
     }
 
-    #[inline(always)]
     unsafe fn one(&self, _: usize, at: usize) -> f32 {
         // SAFETY: the caller's promise; nobody writes the row before the block's next barrier.
         f32::from_bits(unsafe { shared::load(self.0 + at as u32) })
     }
 
-    #[inline(always)]
     unsafe fn eight(&self, _: usize, at: usize) -> [f32; 8] {
         let at = self.0 + at as u32;
         // SAFETY: as in `one`.
@@ -259,7 +236,6 @@ trait Source: Copy {
 }
 
 impl Source for First<'_> {
-    #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { self.call.told(slot::X, &self.x, [0, at], self.call.ask(&self.x, [0, at])) }
@@ -268,7 +244,6 @@ impl Source for First<'_> {
 
 /// What the splits of an attention found, merged.
 impl Source for Parts<'_> {
-    #[inline(always)]
     unsafe fn one(&self, at: u32) -> f32 {
         let place = Parts::place(self, at);
         // SAFETY: the caller's promise.
@@ -300,7 +275,6 @@ pub(crate) struct Staging {
 ///
 /// # Errors
 /// Those of `ready`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn ready_and_staged(
     call: &Call<'_>,
     how: Staging,
@@ -333,7 +307,6 @@ pub(crate) unsafe fn ready_and_staged(
 ///
 /// # Safety
 /// As [`ready_and_staged`]; the task's waits have been met.
-#[inline(always)]
 pub(crate) unsafe fn stage_first(call: &Call<'_>, how: Staging, block: &Block) {
     // SAFETY: the caller's promises.
     unsafe { stage(call, how, Tile::NONE, &First { call, x: call.tensor(slot::X) }, block) }
@@ -343,7 +316,6 @@ pub(crate) unsafe fn stage_first(call: &Call<'_>, how: Staging, block: &Block) {
 ///
 /// # Safety
 /// As [`ready_and_staged`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn stage(call: &Call<'_>, how: Staging, tile: Tile, x: &impl Source, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
@@ -390,7 +362,6 @@ pub(crate) struct Rows<'a> {
 /// # Safety
 /// Every lane of the warp makes this same call; operands `x` and `w` are matrices of floats with the same number of columns, each
 /// row contiguous; `n` and `first` are rows of theirs and `rows` is at most x's.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn dots<const R: usize>(x: Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: the caller's promises; the types are the tensors'.
     let mut sums = unsafe {
@@ -442,7 +413,6 @@ pub(crate) struct Vector {
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; the rows have so many elements.
-#[inline(always)]
 pub(crate) unsafe fn two_dots(x: Vector, [a, b]: [Row; 2], k: u32, lane: u32) -> [f32; 2] {
     // SAFETY: the caller's promises; the types are the rows', and whole eights stand on sixteen bytes.
     unsafe {
@@ -461,14 +431,12 @@ pub(crate) unsafe fn two_dots(x: Vector, [a, b]: [Row; 2], k: u32, lane: u32) ->
 ///
 /// # Safety
 /// As [`two_dots`].
-#[inline(always)]
 pub(crate) unsafe fn one_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
     // SAFETY: the caller's promise.
     unsafe { warp::sum(each_of_dot(x, w, k, lane)) }
 }
 
 /// A lane's share of [`two_dots`] with whole eights of bf16.
-#[inline(always)]
 unsafe fn two_of_brains(x: impl Values<1>, [a, b]: [Row; 2], k: u32, lane: u32) -> [f32; 2] {
     let chunks = k / 8;
     let [mut s, mut t, mut u, mut v] = [[0.0; 2]; 4];
@@ -492,7 +460,6 @@ unsafe fn two_of_brains(x: impl Values<1>, [a, b]: [Row; 2], k: u32, lane: u32) 
 }
 
 /// `sums` with the products of `values` with two eights of weights, `part` of them: all or none.
-#[inline(always)]
 fn added(sums: [f32; 2], weights: [[u32; 4]; 2], values: [f32; 8], part: f32) -> [f32; 2] {
     let (a, b) = (widen_brain(weights[0]), widen_brain(weights[1]));
     let [mut s, mut t] = sums;
@@ -505,7 +472,6 @@ fn added(sums: [f32; 2], weights: [[u32; 4]; 2], values: [f32; 8], part: f32) ->
 }
 
 /// A lane's share of a row's products, of any types and any alignment.
-#[inline(always)]
 unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
     let (mut sum, mut at) = (0.0, lane);
     while at < k {
@@ -524,7 +490,6 @@ unsafe fn each_of_dot(x: Vector, w: Row, k: u32, lane: u32) -> f32 {
 ///
 /// # Safety
 /// Every lane of the warp makes this same call; the operands are of rank 3 and have those rows, of one length.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn dot_of_parts(
     call: &Call<'_>,
     [x, w]: [usize; 2],
@@ -574,7 +539,6 @@ pub(crate) unsafe fn dot_of_parts(
 }
 
 /// `sum` with the products of eight weights and values.
-#[inline(always)]
 fn one_added(mut sum: f32, (weights, values): ([u32; 4], [f32; 8])) -> f32 {
     let weights = widen_brain(weights);
     for i in 0..8 {
@@ -602,7 +566,6 @@ impl PartsOf {
     ///
     /// # Safety
     /// As [`dot_of_parts`].
-    #[inline(always)]
     unsafe fn settle(&mut self) {
         let chunks = self.weights.extent(2) / 8;
         if self.chunk < chunks && !self.from[0].is_null() {
@@ -624,7 +587,6 @@ impl PartsOf {
     ///
     /// # Safety
     /// As [`dot_of_parts`], where all is whole.
-    #[inline(always)]
     unsafe fn ask(&mut self) -> ([u32; 4], [f32; 8]) {
         let mut asked = ([0; 4], [0.0; 8]);
         if self.slot < self.chosen {
@@ -643,21 +605,18 @@ impl PartsOf {
 }
 
 /// The row of x that counts as `first + j`.
-#[inline(always)]
 fn row(x: &Rows<'_>, j: usize) -> u32 {
     let row = x.first + j as u32;
     if row < x.rows { row } else { x.rows - 1 }
 }
 
 /// Whether the one row that there is says element by element whether it is there.
-#[inline(always)]
 fn is_flagged<const R: usize>(x: &Rows<'_>) -> bool {
     // SAFETY: operand `x` is there (caller).
     R == 1 && unsafe { x.call.tensor(slot::X) }.is_flagged()
 }
 
 /// Element `at` of row `j`, however it lies.
-#[inline(always)]
 unsafe fn value<const R: usize>(x: &Rows<'_>, j: usize, at: u32) -> f32 {
     // SAFETY: the element is there (caller), or will be.
     unsafe {
@@ -670,7 +629,6 @@ unsafe fn value<const R: usize>(x: &Rows<'_>, j: usize, at: u32) -> f32 {
 }
 
 /// A lane's share of [`dots`] for any types and any alignment.
-#[inline(always)]
 unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) -> [f32; R] {
     // SAFETY: operand `x` is a matrix like operand `w` (caller).
     let w = unsafe { x.call.tensor(w) };
@@ -690,7 +648,6 @@ unsafe fn one_by_one<const R: usize>(x: &Rows<'_>, w: usize, n: u32, lane: u32) 
 }
 
 /// A lane's share of [`dots`] in steps of eight elements.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
     x: &Rows<'_>,
     values: V,
@@ -748,7 +705,6 @@ unsafe fn typed<W: Float, V: Values<R>, const R: usize>(
 }
 
 /// A lane's share of [`dots`] of one row with weights in fewer bits, in steps of sixteen elements. (More rows go to `wide`.)
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: usize, n: u32, lane: u32) -> f32 {
     // SAFETY: the operand is a matrix (caller).
     let w = unsafe { x.call.tensor(w_at) };
@@ -790,7 +746,6 @@ unsafe fn in_fewer_bits<P: Packed>(x: &Rows<'_>, values: impl Values<1>, w_at: u
 }
 
 /// `sum` with sixteen weights in fewer bits, of one scale, times the elements of the row from `at` on.
-#[inline(always)]
 unsafe fn sixteen_added<P: Packed>(
     sum: f32,
     (at, [w0, w1, w2, w3], scale): (u32, [u32; 4], f32),
@@ -825,7 +780,6 @@ pub(crate) trait Outputs<const N: usize> {
 /// # Safety
 /// Every thread of the block makes this same call; operand `x` is a matrix of floats of one row and the tiles are those of a plan for
 /// this task; `staged` where the row has been [staged](ready_and_staged).
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn tiled<const N: usize>(
     call: &Call<'_>,
     tiles: &Tiles<'_>,
@@ -891,7 +845,6 @@ pub(crate) unsafe fn tiled<const N: usize>(
 }
 
 /// A lane's share of the products with a row of `k` weights in fewer bits, at byte `row` of the tiles.
-#[inline(always)]
 unsafe fn one_by_one_of_tile<P: Packed>(x: &Rows<'_>, row: u32, k: u32, lane: u32) -> f32 {
     let (mut sum, mut at) = (0.0, lane);
     while at < k {
@@ -908,7 +861,6 @@ unsafe fn one_by_one_of_tile<P: Packed>(x: &Rows<'_>, row: u32, k: u32, lane: u3
 }
 
 /// Moves the first to the end.
-#[inline(always)]
 fn turn<T: Copy, const N: usize>(values: &mut [T; N]) {
     let first = values[0];
     for i in 1..N {
@@ -929,7 +881,6 @@ struct Stretch {
 }
 
 /// What `part` of a row of operand `w` adds to [`dots`] of one row of x.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the caller's promises; the types are the tensors'; whole warps are here.
     unsafe {
@@ -966,7 +917,6 @@ unsafe fn tile_dot(x: Rows<'_>, w: usize, part: Stretch, lane: u32) -> f32 {
 }
 
 /// A lane's share of [`tile_dot`] for any x.
-#[inline(always)]
 unsafe fn tile_one_by_one<W: Float>(x: &Rows<'_>, part: Stretch, lane: u32) -> f32 {
     // SAFETY: x has the elements the part goes by.
     unsafe {
@@ -982,7 +932,6 @@ unsafe fn tile_one_by_one<W: Float>(x: &Rows<'_>, part: Stretch, lane: u32) -> f
 }
 
 /// A lane's share of [`tile_dot`] in steps of eight elements; `values` start where the part does.
-#[inline(always)]
 unsafe fn tile_typed<W: Float, V: Values<1>>(x: &Rows<'_>, values: V, part: Stretch, lane: u32) -> f32 {
     // SAFETY: the values are those the part goes by (caller).
     unsafe {
@@ -1007,7 +956,6 @@ unsafe fn tile_typed<W: Float, V: Values<1>>(x: &Rows<'_>, values: V, part: Stre
 }
 
 /// Adds eight weights times the elements of each row from `at` on.
-#[inline(always)]
 unsafe fn multiply<V: Values<R>, const R: usize>(sums: &mut [f32; R], weights: &[f32; 8], values: &V, at: usize) {
     for j in 0..R {
         // SAFETY: the caller promises that the rows have these elements, aligned.
@@ -1019,7 +967,6 @@ unsafe fn multiply<V: Values<R>, const R: usize>(sums: &mut [f32; R], weights: &
 }
 
 /// `values[at]` by comparisons, since an index known only at run time would put the array into memory.
-#[inline(always)]
 pub(crate) fn pick(values: [f32; 4], at: u32) -> f32 {
     match at {
         0 => values[0],

@@ -50,7 +50,6 @@ pub(crate) unsafe fn init() {
 ///
 /// # Safety
 /// Thread 0 of a block with a scheduler calls it.
-#[inline(always)]
 pub(crate) unsafe fn begin(sync: &Gpu, step: &Step) {
     // SAFETY: one thread of the block; the scheduler reads the words between the two barriers' phases.
     unsafe {
@@ -70,7 +69,6 @@ pub(crate) unsafe fn begin(sync: &Gpu, step: &Step) {
 ///
 /// # Safety
 /// One lane of a service warp calls it.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn schedule<I: Image>(image: &I, worker: WorkerId, n_workers: u32, sync: &Gpu) {
     // As the loader: to wait for the pass too long is for others to report.
     let patient = Gpu { timeout_ns: sync.timeout_ns.saturating_mul(4), ..*sync };

@@ -46,7 +46,6 @@ impl Gpu {
     }
 
     /// Polls by the calling thread alone; looks for a just-in-time task, too, in a pass that has some. In vain: it has been reported.
-    #[inline(always)]
     fn poll(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Gone> {
         let mut patience = Patience::default();
         loop {
@@ -74,21 +73,18 @@ impl Gpu {
     }
 
     /// Records, unless another fault is recorded already, that a wait inside the block outlasted its bound.
-    #[inline(always)]
     pub(crate) fn give_up(&self) {
         // SAFETY: the record's first word is its code.
         unsafe { atomic::compare_exchange(self.fault.cast(), 0, FaultCode::Timeout as u32) };
     }
 
     /// Whether one has been recorded.
-    #[inline(always)]
     pub(crate) fn has_fault(&self) -> bool {
         // SAFETY: the record's first word is its code.
         unsafe { atomic::load_relaxed(self.fault.cast()) != 0 }
     }
 
     /// Records `fault`, unless another is recorded already, and tells every worker to leave.
-    #[inline(always)]
     pub(crate) fn report(&self, fault: &Fault) {
         // SAFETY: the record lies in global memory; only the thread whose exchange finds 0 writes the rest of it, and
         // only the host reads that, after the launch.
@@ -106,7 +102,6 @@ impl Gpu {
 
 /// `step`, of which the compiler does not know that it is the same all through a pass: what bodies and polls compute from it would be
 /// held over all of them.
-#[inline(always)]
 pub(crate) fn anew(step: &Step) -> Step {
     let word = memory::opaque_word;
     Step {
@@ -131,7 +126,6 @@ pub(crate) struct Patience {
 impl Patience {
     /// Called after each poll that found nothing: sleeps for a while, and says when it is time to leave, since it has been `too_long`, which is called,
     /// or since a fault has been recorded.
-    #[inline(always)]
     pub(crate) fn ends(&mut self, sync: &Gpu, too_long: impl FnOnce()) -> bool {
         if self.polls % POLLS_PER_LOOK == FIRST_LOOK {
             cold_path();
@@ -154,45 +148,38 @@ impl Patience {
 
 // SAFETY, of all of them: events of a checked image have a counter each, and the queue's words come after.
 impl Words for Gpu {
-    #[inline(always)]
     fn n_events(&self) -> u32 {
         param!(self.params, n_events)
     }
 
-    #[inline(always)]
     fn n_slots(&self) -> u32 {
         param!(self.params, n_slots)
     }
 
-    #[inline(always)]
     #[track_caller]
     fn load(&self, at: u32) -> u32 {
         // SAFETY: see above.
         unsafe { atomic::load_relaxed(self.counters.add(at as usize)) }
     }
 
-    #[inline(always)]
     #[track_caller]
     fn acquire(&self, at: u32) -> u32 {
         // SAFETY: see above.
         unsafe { atomic::load_acquire(self.counters.add(at as usize)) }
     }
 
-    #[inline(always)]
     #[track_caller]
     fn publish(&self, at: u32, value: u32) {
         // SAFETY: see above.
         unsafe { atomic::store_release(self.counters.add(at as usize), value) }
     }
 
-    #[inline(always)]
     #[track_caller]
     fn draw(&self, at: u32) -> u32 {
         // SAFETY: see above.
         unsafe { atomic::fetch_add(self.counters.add(at as usize), 1) }
     }
 
-    #[inline(always)]
     #[track_caller]
     fn claim(&self, at: u32, old: u32, new: u32) -> bool {
         // SAFETY: see above.
@@ -203,7 +190,6 @@ impl Words for Gpu {
 impl Sync for Gpu {
     /// See [`Fault::RECORDED`]: which it was nobody is told. Handed on from here its words would be held in registers over all bodies, since
     /// no compiler sees that on the other ways to where they are looked at they are not.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn wait(&self, event: EventId, target: u32, pass: Option<&Step>) -> Result<Option<TaskId>, Fault> {
         let mut is_gone = false;
         // SAFETY: the worker loop is the same on every thread of the block, which all come to each barrier. The word is
@@ -231,7 +217,6 @@ impl Sync for Gpu {
         }
     }
 
-    #[inline(always)]
     fn trigger(&self, event: EventId) {
         // SAFETY: the worker loop is the same on every thread of the block; events of a checked image have a counter each.
         unsafe {

@@ -93,7 +93,6 @@ pub(crate) unsafe fn init(task_threads: u32) {
 
 /// Waits until the phase of parity `parity` of `barrier` has ended. Nobody can go on without it, so when that takes too
 /// long the grid ends with a fault recorded.
-#[inline(always)]
 pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
     let mut started = 0;
     // SAFETY: `init` has made the barrier.
@@ -111,7 +110,6 @@ pub(super) unsafe fn wait(sync: &Gpu, barrier: u32, parity: u32) {
 }
 
 /// Barrier of a launch's `d`th tile, and the parity of its phase.
-#[inline(always)]
 fn phase(d: u32) -> (u32, u32) {
     (d % TILE_BARRIERS, (d / TILE_BARRIERS) % 2)
 }
@@ -135,7 +133,6 @@ pub(crate) trait Lists {
 /// # Safety
 /// One lane of a service warp calls it; the lists are those of a plan that has been judged, their sources those of
 /// bindings, readable and constant.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn load(lists: &impl Lists, sync: &Gpu) {
     // A worker that waits for an event in vain says so in time; its loader, which has waited for it, must not do so first:
     // it does not know which event, and to give up inside a block is to trap.
@@ -197,7 +194,6 @@ impl Brought {
     ///
     /// # Safety
     /// As [`load`].
-    #[inline(always)]
     unsafe fn begin(&mut self, sync: &Gpu, is_again: bool, n: u32) {
         let before = if is_again { self.n } else { self.n + self.ahead };
         // SAFETY: the caller's promise.
@@ -213,7 +209,6 @@ impl Brought {
     ///
     /// # Safety
     /// As [`load`].
-    #[inline(always)]
     unsafe fn free(&mut self, sync: &Gpu, n: u32) {
         while self.freed < n {
             let (barrier, parity) = phase(self.base.wrapping_add(self.freed));
@@ -227,7 +222,6 @@ impl Brought {
     ///
     /// # Safety
     /// As [`load`]; `ops` are `n` data ops of one list, one after the other.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn bring(
         &mut self,
         lists: &impl Lists,
@@ -274,7 +268,6 @@ impl Brought {
     ///
     /// # Safety
     /// As [`bring`](Brought::bring).
-    #[inline(always)]
     unsafe fn bring_ahead(&mut self, lists: &impl Lists, sync: &Gpu, ops: *const DataOp) {
         // SAFETY: see `bring`. A copy's bytes and barrier are those of no tile among the last ones that may be unread.
         unsafe {
@@ -296,7 +289,6 @@ impl Brought {
 ///
 /// # Safety
 /// As [`load`]; there is room for it.
-#[inline(always)]
 unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -316,7 +308,6 @@ unsafe fn copy(lists: &impl Lists, op: *const DataOp, number: u32) {
 ///
 /// # Safety
 /// As [`load`], but for the pass, of which nobody is told.
-#[inline(always)]
 pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const DataOp, u32)) {
     let mut brought = Brought { n, ..Brought::default() };
     // SAFETY: the caller's promise. What an op waits for are tiles of its own task, or of one whose bytes nobody here has.
@@ -329,7 +320,6 @@ pub(crate) unsafe fn load_task(lists: &impl Lists, sync: &Gpu, (ops, n): (*const
 ///
 /// # Safety
 /// One thread calls it, before a barrier that is between it and whoever [asks](told).
-#[inline(always)]
 pub(crate) unsafe fn tell(program: u32) {
     // SAFETY: the caller's promise.
     unsafe { shared::store(PROGRAM, program) };
@@ -339,7 +329,6 @@ pub(crate) unsafe fn tell(program: u32) {
 ///
 /// # Safety
 /// Called after that barrier, or by the one thread.
-#[inline(always)]
 pub(crate) unsafe fn told() -> u32 {
     // SAFETY: the caller's promise.
     unsafe { shared::load(PROGRAM) }
@@ -349,7 +338,6 @@ pub(crate) unsafe fn told() -> u32 {
 ///
 /// # Safety
 /// As [`told`].
-#[inline(always)]
 unsafe fn told_pass() -> (u32, bool) {
     // SAFETY: the caller's promise.
     let found = unsafe { told() };
@@ -363,7 +351,6 @@ unsafe fn told_pass() -> (u32, bool) {
 ///
 /// # Safety
 /// As [`load`].
-#[inline(always)]
 unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32, after: u32) -> bool {
     let mut patience = Patience::default();
     loop {
@@ -388,7 +375,6 @@ unsafe fn keep_pace(lists: &impl Lists, sync: &Gpu, pace: u32, after: u32) -> bo
 ///
 /// # Safety
 /// Thread 0 of the block calls it; before it tells the loader of the pass.
-#[inline(always)]
 pub(crate) unsafe fn set_pace(lists: &impl Lists, pass: u32) {
     // SAFETY: see `keep_pace`.
     unsafe { atomic::store_relaxed(lists.pace(), pass.wrapping_mul(PACE_PASS)) };
@@ -398,7 +384,6 @@ pub(crate) unsafe fn set_pace(lists: &impl Lists, pass: u32) {
 ///
 /// # Safety
 /// Thread 0 of the block calls it.
-#[inline(always)]
 pub(crate) unsafe fn step_on(lists: &impl Lists) {
     // SAFETY: see `keep_pace`.
     unsafe { atomic::fetch_add(lists.pace(), 1) };
@@ -408,7 +393,6 @@ pub(crate) unsafe fn step_on(lists: &impl Lists) {
 ///
 /// # Safety
 /// As [`load`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn prefetch(op: *const PrefetchOp, lists: &impl Lists, position: u32) {
     // SAFETY: the op is one of a judged plan: what it names lies in its binding, on multiples of sixteen bytes; positions before
     // the pass's, which the cache holds, do too.
@@ -484,7 +468,6 @@ impl<'a> Tiles<'a> {
     }
 
     /// The pass has `n` tiles more.
-    #[inline(always)]
     pub(crate) fn expect(&self, n: u32) {
         self.pass_end.set(self.pass_end.get().wrapping_add(n));
     }
@@ -493,7 +476,6 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// Every thread of the block's tasks makes this same call, with no tile of the pass before left, and a [loader](load) is there.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn begin(&self, step: &Step, n: u32, is_first_thread: bool) {
         let mut are_in_vain = false;
         // SAFETY: one thread of the block; the loader reads and writes the words between the two barriers' phases.
@@ -528,14 +510,12 @@ impl<'a> Tiles<'a> {
     }
 
     /// How many passes the block's first thread has begun; it alone asks.
-    #[inline(always)]
     pub(crate) fn passes(&self) -> u32 {
         // SAFETY: a word of one thread alone, which `init` has written.
         unsafe { shared::load(PASSES) }
     }
 
     /// What there is to see of the pass, from the block's first barrier in it on.
-    #[inline(always)]
     pub(crate) fn pass(&self) -> Seen {
         // SAFETY: written by `begin` before that barrier, and next after the pass's last.
         let [first_pos, rows, sequence] = unsafe { shared::constant(POSITION) };
@@ -548,27 +528,23 @@ impl<'a> Tiles<'a> {
     }
 
     /// The next task has `n` of them.
-    #[inline(always)]
     pub(crate) fn begin_task(&self, n: u32) {
         self.task_end.set(self.next.get().wrapping_add(n));
     }
 
     /// How many tasks the block's first thread has [timed](Tiles::time) to their ends; it alone asks.
-    #[inline(always)]
     pub(crate) fn n_timed(&self) -> u32 {
         // SAFETY: a word of one thread alone, which `init` has written.
         unsafe { shared::load(TIMED) }
     }
 
     /// A task has been timed to its end.
-    #[inline(always)]
     pub(crate) fn has_timed(&self) {
         // SAFETY: see `n_timed`.
         unsafe { shared::store(TIMED, shared::load(TIMED) + 1) };
     }
 
     /// Measures this thread's waits from now on, or no longer: that of the block's first alone.
-    #[inline(always)]
     pub(crate) fn time(&self, is_timed: bool) {
         self.is_timed.set(is_timed);
         if is_timed {
@@ -582,14 +558,12 @@ impl<'a> Tiles<'a> {
     }
 
     /// Whether this thread measures its waits.
-    #[inline(always)]
     pub(crate) fn is_timed(&self) -> bool {
         self.is_timed.get()
     }
 
     /// The time, for [`waited`](Tiles::waited), if this thread measures its waits; else 0.
     // The two ends of a wait and no closure between, which the compiler would not always take for part of its caller.
-    #[inline(always)]
     pub(crate) fn now_ns(&self) -> u64 {
         if self.is_timed() {
             cold_path();
@@ -600,7 +574,6 @@ impl<'a> Tiles<'a> {
     }
 
     /// This thread has waited for `what` since `began_ns`.
-    #[inline(always)]
     pub(crate) fn waited(&self, what: Waited, began_ns: u64) {
         if began_ns != 0 {
             cold_path();
@@ -611,20 +584,17 @@ impl<'a> Tiles<'a> {
     }
 
     /// How long this thread, which [measures](Tiles::time) it, has waited for `what`.
-    #[inline(always)]
     pub(crate) fn waited_ns(&self, what: Waited) -> u32 {
         // SAFETY: a word of one thread alone.
         unsafe { shared::load(WAITED + what as u32) }
     }
 
     /// Whether a body may use the tiles' memory for itself: the pass has no more tiles for it.
-    #[inline(always)]
     pub(crate) fn is_free(&self) -> bool {
         self.next.get() == self.pass_end.get()
     }
 
     /// How many tiles the task has left.
-    #[inline(always)]
     pub(crate) fn left(&self) -> u32 {
         self.task_end.get().wrapping_sub(self.next.get())
     }
@@ -633,7 +603,6 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// Every lane of every warp that runs tasks makes this same call, and [`release`](Tiles::release)s what it got.
-    #[inline(always)]
     pub(crate) unsafe fn take(&self) -> Tile {
         let (barrier, parity) = phase(self.next.get());
         self.next.set(self.next.get().wrapping_add(1));
@@ -650,7 +619,6 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// As [`take`](Tiles::take).
-    #[inline(always)]
     pub(crate) unsafe fn release(&self, tile: Tile) {
         // SAFETY: the caller's promise. The warp's reads are before the one lane's arrival.
         unsafe {
@@ -663,7 +631,6 @@ impl<'a> Tiles<'a> {
     }
 
     /// The number, in the launch, of the tile that [`take`](Tiles::take) takes next.
-    #[inline(always)]
     pub(crate) fn next(&self) -> u32 {
         self.next.get()
     }
@@ -672,7 +639,6 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// As [`take`](Tiles::take), of each; none has been released.
-    #[inline(always)]
     pub(crate) unsafe fn release_some(&self, first: u32, n: u32) {
         let lane = memory::opaque_word(self.thread) % WARP;
         // SAFETY: the caller's promise. The warp's reads are before the lanes' arrivals, one on each tile's barrier.
@@ -688,7 +654,6 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// As [`take`](Tiles::take).
-    #[inline(always)]
     pub(crate) unsafe fn drain(&self) {
         while self.left() > 0 {
             // SAFETY: the caller's promise.
@@ -700,7 +665,6 @@ impl<'a> Tiles<'a> {
     ///
     /// # Safety
     /// As [`take`](Tiles::take).
-    #[inline(always)]
     pub(crate) unsafe fn leave(&self, is_first_thread: bool) {
         self.task_end.set(self.pass_end.get());
         // SAFETY: the caller's promise.
@@ -715,7 +679,6 @@ impl<'a> Tiles<'a> {
 ///
 /// # Safety
 /// As [`bulk::prefetch`].
-#[inline(always)]
 pub(crate) unsafe fn prefetch_bytes(from: *const u8, bytes: u32) {
     let mut asked = 0;
     while asked < bytes {

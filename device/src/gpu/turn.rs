@@ -24,7 +24,6 @@ pub(crate) struct Seen {
 
 impl Seen {
     /// All there is to see of `step`.
-    #[inline(always)]
     pub(crate) fn of(step: &Step) -> Seen {
         let Step { first_pos, rows, sequence, .. } = *step;
         Seen { first_pos, rows, sequence }
@@ -49,7 +48,6 @@ const _: () = assert!(TURN + MOST_WORDS <= shared::WORDS && MOST_WORDS <= TASK_T
 ///
 /// # Safety
 /// The record is one of a checked image's.
-#[inline(always)]
 pub(crate) unsafe fn ask(from: *const u32, words: u32, block: &Block) -> u32 {
     let at = memory::opaque_word(block.thread);
     // SAFETY: a word of the record; beyond its end it is the first, which nobody looks at.
@@ -62,7 +60,6 @@ pub(crate) unsafe fn ask(from: *const u32, words: u32, block: &Block) -> u32 {
 /// # Safety
 /// Every thread of the block makes this same call, none looks at the task before any more, and the record is one of a checked
 /// image's.
-#[inline(always)]
 pub(crate) unsafe fn put(from: *const u32, words: u32, asked: u32, seen: Seen, block: &Block) {
     // SAFETY: the caller's promise; words of one thread.
     unsafe {
@@ -102,7 +99,6 @@ pub(crate) unsafe fn fetch(from: *const u32, words: u32, seen: Seen, block: &Blo
 ///
 /// # Safety
 /// One thread calls it, and none looks at what the task saw before any more.
-#[inline(always)]
 pub(crate) unsafe fn see(seen: Seen) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -113,7 +109,6 @@ pub(crate) unsafe fn see(seen: Seen) {
 }
 
 /// What the task sees of its pass.
-#[inline(always)]
 #[track_caller]
 pub(crate) fn seen() -> Seen {
     // SAFETY: see `word`.
@@ -127,7 +122,6 @@ pub(crate) fn seen() -> Seen {
 /// # Safety
 /// Every thread of the block makes this same call, after a barrier since the record was fetched; a checked image's bindings have a part
 /// for the sequence.
-#[inline(always)]
 pub(crate) unsafe fn shift(parts: *const u64, sequence: u32, words: u32, block: &Block) {
     let operand = memory::opaque_word(block.thread);
     if operand < (words - TURN_WORDS) / OPERAND_WORDS {
@@ -144,7 +138,6 @@ pub(crate) unsafe fn shift(parts: *const u64, sequence: u32, words: u32, block: 
 }
 
 /// Word of the record that starts `OFFSET` bytes from its start.
-#[inline(always)]
 #[track_caller]
 fn word<const OFFSET: usize>() -> u32 {
     const { assert!(OFFSET.is_multiple_of(4) && OFFSET < size_of::<Turn>()) };
@@ -154,49 +147,42 @@ fn word<const OFFSET: usize>() -> u32 {
 }
 
 /// [`Turn::task_type`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn task_type() -> u16 {
     word::<{ offset_of!(Turn, task_type) }>() as u16
 }
 
 /// [`Turn::flags`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn flags() -> u16 {
     (word::<{ offset_of!(Turn, task_type) }>() >> 16) as u16
 }
 
 /// [`Turn::next`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn next() -> u32 {
     word::<{ offset_of!(Turn, next) }>()
 }
 
 /// [`Turn::row_first`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn row_first() -> u32 {
     word::<{ offset_of!(Turn, row_first) }>()
 }
 
 /// [`Turn::task`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn task() -> u32 {
     word::<{ offset_of!(Turn, task) }>()
 }
 
 /// [`Turn::tiles`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn tiles() -> u32 {
     word::<{ offset_of!(Turn, tiles) }>()
 }
 
 /// [`Turn::wait_count`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn wait_count() -> u32 {
     word::<{ offset_of!(Turn, wait_count) }>() & 0xffff
@@ -207,7 +193,6 @@ pub(crate) fn wait_count() -> u32 {
 ///
 /// # Safety
 /// There are so many, in a checked image.
-#[inline(always)]
 #[track_caller]
 pub(crate) unsafe fn wait(at: u32, all: *const u32, events: *const EventDesc) -> [u32; 2] {
     // SAFETY: the caller's promise; see `word`.
@@ -222,7 +207,6 @@ pub(crate) unsafe fn wait(at: u32, all: *const u32, events: *const EventDesc) ->
 }
 
 /// [`Turn::trigger_count`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn trigger_count() -> u32 {
     word::<{ offset_of!(Turn, wait_count) }>() >> 16
@@ -232,7 +216,6 @@ pub(crate) fn trigger_count() -> u32 {
 ///
 /// # Safety
 /// There are so many, in a checked image.
-#[inline(always)]
 #[track_caller]
 pub(crate) unsafe fn trigger(at: u32, all: *const u32) -> u32 {
     // SAFETY: the caller's promise; see `word`.
@@ -247,7 +230,6 @@ pub(crate) unsafe fn trigger(at: u32, all: *const u32) -> u32 {
 }
 
 /// [`Turn::known`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn known() -> [u32; 4] {
     // SAFETY: see `word`.
@@ -255,7 +237,6 @@ pub(crate) fn known() -> [u32; 4] {
 }
 
 /// Its index along axis `AXIS` of the operator's grid.
-#[inline(always)]
 #[track_caller]
 pub(crate) fn block<const AXIS: usize>() -> u32 {
     const { assert!(AXIS < 3) };
@@ -265,7 +246,6 @@ pub(crate) fn block<const AXIS: usize>() -> u32 {
 }
 
 /// [`Turn::params`].
-#[inline(always)]
 #[track_caller]
 pub(crate) fn params() -> [u32; PARAM_WORDS] {
     // SAFETY: see `word`.
@@ -273,7 +253,6 @@ pub(crate) fn params() -> [u32; PARAM_WORDS] {
 }
 
 /// Operand `at`: its address, and its words from the type on.
-#[inline(always)]
 #[track_caller]
 pub(crate) fn operand(at: usize) -> (u64, [u32; OPERAND_WORDS as usize - 3]) {
     let at = OPERANDS + OPERAND_WORDS * at as u32;

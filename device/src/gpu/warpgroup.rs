@@ -81,7 +81,6 @@ pub(crate) trait Matrices<const N: usize>: Copy {
     ///
     /// # Safety
     /// See above.
-    #[inline(always)]
     unsafe fn dtype(self) -> u16 {
         BF16
     }
@@ -116,7 +115,6 @@ struct InOrder<'a>(&'a Call<'a>);
 
 impl InOrder<'_> {
     /// `count` rows of operand `operand` from `first` on.
-    #[inline(always)]
     unsafe fn rows(self, operand: usize, first: u32, count: u32) -> Rows {
         // SAFETY: the operands are matrices, which have that row (caller).
         let matrix = unsafe { self.0.tensor(operand) };
@@ -126,25 +124,21 @@ impl InOrder<'_> {
 }
 
 impl<const N: usize> Matrices<N> for InOrder<'_> {
-    #[inline(always)]
     unsafe fn k(self) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { self.0.tensor(slot::W) }.extent(1)
     }
 
-    #[inline(always)]
     unsafe fn dtype(self) -> u16 {
         // SAFETY: the caller's promise.
         unsafe { self.0.tensor(slot::W) }.dtype()
     }
 
-    #[inline(always)]
     unsafe fn x(self, m: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
         unsafe { self.rows(slot::X, m, count) }
     }
 
-    #[inline(always)]
     unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
         unsafe { self.rows(slot::W + which, n, count) }
@@ -152,7 +146,6 @@ impl<const N: usize> Matrices<N> for InOrder<'_> {
 }
 
 /// Bytes from a row of `matrix`, of bf16 or in fewer bits, to the next.
-#[inline(always)]
 pub(crate) fn bytes_apart(matrix: &Tensor) -> usize {
     matrix.stride(0) as usize * if matrix.is_packed() { 1 } else { 2 }
 }
@@ -164,7 +157,6 @@ pub(crate) trait Finish<const N: usize> {
     ///
     /// # Safety
     /// As [`multiply`].
-    #[inline(always)]
     unsafe fn begin(&self, place: &Place, block: &Block) {
         let _ = (place, block);
     }
@@ -180,7 +172,6 @@ pub(crate) trait Finish<const N: usize> {
     ///
     /// # Safety
     /// As [`multiply`].
-    #[inline(always)]
     unsafe fn adds_up(&self) -> bool {
         false
     }
@@ -189,14 +180,12 @@ pub(crate) trait Finish<const N: usize> {
     ///
     /// # Safety
     /// As [`multiply`].
-    #[inline(always)]
     unsafe fn row(&self, r: u32, sum: f32) {
         let _ = (r, sum);
     }
 }
 
 impl<const N: usize, F: Fn(u32, u32, [[f32; 4]; N])> Finish<N> for F {
-    #[inline(always)]
     unsafe fn four(&self, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32 {
         self(r, n, sums);
         0.0
@@ -207,14 +196,12 @@ impl<const N: usize, F: Fn(u32, u32, [[f32; 4]; N])> Finish<N> for F {
 pub(crate) const THREADS: u32 = warpgroup::THREADS;
 
 /// Whether a block that multiplies so has what it takes: the tiles' memory, and warps that copy.
-#[inline(always)]
 pub(crate) fn has_room(call: &Call<'_>, block: &Block) -> bool {
     let is_free = call.tiles.is_some_and(|tiles| tiles.is_free());
     is_free && block.warps() > MULTIPLYING && call.uses(Technique::Warpgroups)
 }
 
 /// Whether [`multiply`] is for this call, of `N` matrices of weights from operand `w` on.
-#[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     // Of few rows most of the products are of zeros, but the weights are read by far more copies at a time than otherwise.
     if rows == 0 || !has_room(call, block) {
@@ -242,7 +229,6 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
 ///
 /// # Errors
 /// Those of `ready`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
@@ -265,17 +251,14 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     Place { n0, m0, rows: within(rows, m0, height), columns: within(columns, n0, width_of_each) };
                 let is_first = n0 == 0 && m0 == 0;
                 let is_early = is_first && reads_early;
-                let begin = {
-                    #[inline(always)]
-                    || {
-                        if is_first {
-                            ready()?;
-                        }
-                        if block.warp() < MULTIPLYING {
-                            finish.begin(&place, block);
-                        }
-                        Ok(())
+                let begin = || {
+                    if is_first {
+                        ready()?;
                     }
+                    if block.warp() < MULTIPLYING {
+                        finish.begin(&place, block);
+                    }
+                    Ok(())
                 };
                 if width == COLUMNS {
                     wide_part::<N>(matrices, block, &place, is_early, begin)?;
@@ -301,7 +284,6 @@ pub(crate) unsafe fn multiply<const N: usize>(
 /// # Safety
 /// Every thread of the block makes this same call, of which it is true that it [has room](has_room); the matrices have that part, and the
 /// block's threads have met since their gathered rows were found.
-#[inline(always)]
 pub(crate) unsafe fn multiply_part<const N: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
@@ -317,7 +299,6 @@ pub(crate) unsafe fn multiply_part<const N: usize>(
 }
 
 /// The sums of a part [`COLUMNS`] wide.
-#[inline(always)]
 unsafe fn wide_part<const N: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
@@ -336,7 +317,6 @@ unsafe fn wide_part<const N: usize>(
 }
 
 /// Rows of the weights, all matrices', that a part has which is to have `left`, if it can.
-#[inline(always)]
 fn width_for(left: u32) -> u32 {
     let mut width = COLUMNS;
     while width > COLUMNS / 8 && left <= width / 2 {
@@ -355,14 +335,12 @@ pub(crate) struct Place {
 }
 
 /// How many of `all` there are from `first` on, `most` at most.
-#[inline(always)]
 pub(crate) fn within(all: u32, first: u32, most: u32) -> u32 {
     if all - first < most { all - first } else { most }
 }
 
 /// The sums of `M` times 64 rows and `2 S` of the weights', to where [`finish_all`] finds them. Before `begin` nothing is known of x; if it `is_early`,
 /// copies of weights begin before that.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn part<const N: usize, const M: usize, const S: usize>(
     matrices: impl Matrices<N>,
     block: &Block,
@@ -465,7 +443,6 @@ const fn is_deep(m: usize, s: usize) -> bool {
 }
 
 /// Where step `step`'s stage begins.
-#[inline(always)]
 fn stage_of(step: u32) -> u32 {
     step % STAGES * STAGE
 }
@@ -488,7 +465,6 @@ struct Copies<const N: usize> {
 }
 
 /// The words that say where the rows of x are that a part from row `m` on gathers, if it does.
-#[inline(always)]
 fn gathered<const N: usize, A: Matrices<N>>(_: A, m: u32) -> Option<u32> {
     A::GATHERED.map(|first| first + m)
 }
@@ -503,7 +479,6 @@ struct Columns {
 
 impl<const N: usize> Copies<N> {
     /// Those of the part at `place`.
-    #[inline(always)]
     unsafe fn of<A: Matrices<N>>(matrices: A, block: &Block, place: &Place) -> Copies<N> {
         // Those who multiply have no use for theirs.
         let first = memory::opaque_word(block.thread).saturating_sub(warpgroup::THREADS);
@@ -527,7 +502,6 @@ impl<const N: usize> Copies<N> {
     }
 
     /// Begins the copies of x of step `step`, to stage `stage`.
-    #[inline(always)]
     unsafe fn begin_x<const M: usize, const S: usize>(&self, gathered: Option<u32>, step: u32, stage: u32) {
         let halves = if is_deep(M, S) { 2 } else { 1 };
         let mut half = 0;
@@ -547,7 +521,6 @@ impl<const N: usize> Copies<N> {
     }
 
     /// Likewise of the weights.
-    #[inline(always)]
     unsafe fn begin_weights<const M: usize, const S: usize>(&self, step: u32, stage: u32) {
         let to = stage * STAGE + W;
         if self.dtype != BF16 {
@@ -572,13 +545,11 @@ impl<const N: usize> Copies<N> {
     }
 
     /// Where element `i` of a row of weights in fewer bits is.
-    #[inline(always)]
     fn element(&self, i: u32) -> (u32, u32) {
         if self.dtype == Q4 { Four::element(i) } else { Eight::element(i) }
     }
 
     /// Where row `row` of those that a stage has in fewer bits lies, of all matrices and both halves, if `to` is where its quarter of row 0 does.
-    #[inline(always)]
     fn place_of_packed<const M: usize, const S: usize>(to: u32, row: u32) -> u32 {
         let gap = if is_deep(M, S) && row >= 2 * S as u32 { SECOND - 2 * S as u32 * warpgroup::ROW } else { 0 };
         to + row * warpgroup::ROW + gap
@@ -586,7 +557,6 @@ impl<const N: usize> Copies<N> {
 
     /// Begins the copies of weights in fewer bits of step `step`, a line of each row or, of a deep part, two: bytes to where their first half will
     /// lie, and sixteen bytes of scales that have theirs among them to that of the second.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn packed<const M: usize, const S: usize>(&self, step: u32, to: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let per = rows / N as u32;
@@ -639,7 +609,6 @@ impl<const N: usize> Copies<N> {
     /// Makes bf16 of the weights of step `step`, which are in fewer bits: their products with the scale, rounded.
     ///
     /// PERF: two or three rows side by side; one after the other each would wait for the one before.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn widen<P: Packed, const M: usize, const S: usize>(&self, step: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let (mut row, quarter, apart) = self.own_packed();
@@ -682,7 +651,6 @@ impl<const N: usize> Copies<N> {
     ///
     /// PERF: a row is a copy and six instructions, most of them of three rows side by side; found anew from row and column it was 36, one
     /// after the other, and the copies were all that a part took.
-    #[inline(always)]
     unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
         let mut from = rows.from.wrapping_add(2 * at.first as usize);
         let count = if at.first + 8 * self.chunk < self.k { memory::opaque_word(rows.count) } else { 0 };
@@ -707,13 +675,11 @@ impl<const N: usize> Copies<N> {
     }
 
     /// See [`packed_of`].
-    #[inline(always)]
     fn own_packed(&self) -> (u32, u32, u32) {
         packed_of(8 * self.row + self.chunk, self.apart)
     }
 
     /// As [`rows`](Copies::rows), of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
-    #[inline(always)]
     unsafe fn gathered(&self, offsets: u32, at: Columns, to: u32, n: u32) {
         let from = self.x.from.wrapping_add(2 * at.first as usize);
         let count = if at.first + 8 * self.chunk < self.k { self.x.count } else { 0 };
@@ -733,7 +699,6 @@ impl<const N: usize> Copies<N> {
 
 /// Of weights in fewer bits: the first row of the `first`th thread of those that copy, which quarter of a line it copies, and how many rows its next
 /// is after, if that is `apart` for rows of bf16.
-#[inline(always)]
 fn packed_of(first: u32, apart: u32) -> (u32, u32, u32) {
     (first / 4, first % 4, 2 * apart)
 }
@@ -744,7 +709,6 @@ const fn at_once(s: usize) -> u32 {
 }
 
 /// Four weights of these bytes, times their scale, as bf16.
-#[inline(always)]
 fn four_of(bytes: u32, scale: (f32, f32)) -> (u32, u32) {
     let [a, b, c, d] = scaled_bytes(bytes, scale);
     (f32_to_bf16_pair(a, b), f32_to_bf16_pair(c, d))
@@ -756,7 +720,6 @@ const GROUP: u32 = (warpgroup::THREADS + 4) * 16;
 const HALF: u32 = COLUMNS / 8 * GROUP;
 
 /// Where the sum of row `row` and column `column` of a part stands.
-#[inline(always)]
 fn place_of_sum(row: u32, column: u32) -> u32 {
     let (half, row) = (row / warpgroup::M, row % warpgroup::M);
     let thread = row / 16 * WARP + row % 8 * 4 + column % 8 / 2;
@@ -764,7 +727,6 @@ fn place_of_sum(row: u32, column: u32) -> u32 {
 }
 
 /// Puts a thread's sums where all find them.
-#[inline(always)]
 unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M]) {
     // SAFETY: nobody reads the stages any more, nor writes them (caller).
     unsafe {
@@ -780,7 +742,6 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
 }
 
 /// Finishes what [`keep`] has kept, of matrices `width` columns apart, four columns a thread, neighbours in neighbouring lanes.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
     // SAFETY: the caller's promise.
     let adds_up = unsafe { finish.adds_up() };
@@ -818,7 +779,6 @@ unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, f
 }
 
 /// Four columns' sums, the first of which stands at `from`.
-#[inline(always)]
 unsafe fn four_from(from: u32) -> [f32; 4] {
     // SAFETY: kept (caller): two by the one thread, two by its neighbour.
     let one = |at: u32| f32::from_bits(unsafe { bulk::load4(from + at) });

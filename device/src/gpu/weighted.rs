@@ -34,7 +34,6 @@ impl Norm<'_> {
     /// # Safety
     /// `threads` threads, the first of the block in whole warps, make this same call; the operands are those of a product; `count` is at most [`ROWS`];
     /// the block meets before any thread asks for a factor.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn find(&self, [m0, count]: [u32; 2], block: &Block, threads: u32) {
         if !self.is_weighted {
             return;
@@ -76,7 +75,6 @@ impl Norm<'_> {
     ///
     /// # Safety
     /// It has, for the rows of the same part.
-    #[inline(always)]
     pub(crate) unsafe fn found(&self, r: u32) -> f32 {
         // SAFETY: the caller's promise; a part has no more rows.
         if self.is_weighted { f32::from_bits(unsafe { shared::load(FACTORS + r % ROWS) }) } else { 1.0 }
@@ -86,7 +84,6 @@ impl Norm<'_> {
     ///
     /// # Safety
     /// The operands are those of a product; it has row `r`.
-    #[inline(always)]
     pub(crate) unsafe fn of(&self, r: u32) -> f32 {
         if !self.is_weighted {
             return 1.0;
@@ -108,7 +105,6 @@ impl Norm<'_> {
 ///
 /// # Safety
 /// Every thread of the block makes this same call, which meets first; the operands are a product's of those names.
-#[inline(always)]
 pub(crate) unsafe fn weigh(rows: u32, y: &Tensor, [weights, weighted, squares]: [&Tensor; 3], block: &Block) {
     // SAFETY: the block meets between y's writes and these reads; a row is one thread's.
     unsafe {

@@ -43,7 +43,6 @@ const MAX_WARPS: u32 = (shared::KEPT - FREE_SHARED - FRAGMENTS as u32 * 16 * PIT
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
-#[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows: u32) -> bool {
     // SAFETY: the caller's promise. Of weights in fewer bits all passes of several rows: nobody else takes them by more than one at a time.
     let are_fit = unsafe {
@@ -58,7 +57,6 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
 /// # Safety
 /// Every thread of the block makes this same call; operand `x` is a matrix of floats of at least `rows` rows, the weights are
 /// matrices of bf16 or in fewer bits, all alike, with as many columns, each row contiguous.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
@@ -157,7 +155,6 @@ struct Fetched {
 }
 
 impl Fetched {
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn of<const N: usize>(call: &Call<'_>, block: &Block, place: &Place, k0: u32) -> Fetched {
         let mut fetched = Fetched { x: [[0.0; 8]; 2], w: [[0; 4]; 2] };
         // SAFETY: elements inside the matrices (caller).
@@ -189,7 +186,6 @@ impl Fetched {
     }
 
     /// Writes it to the tiles.
-    #[inline(always)]
     unsafe fn keep(&self, block: &Block, x_tile: u32, w_tile: u32, fragments: u32) {
         for i in 0..2 {
             let unit = block.thread + i as u32 * block.threads;
@@ -208,7 +204,6 @@ impl Fetched {
 }
 
 /// Eight elements of row `r` of `x` from `at` on, zero from `k` on.
-#[inline(always)]
 unsafe fn eight_of(x: &Tensor, r: u32, at: u32, k: u32) -> [f32; 8] {
     let mut eight = [0f32; 8];
     let from = x.address([r, at]);
@@ -232,7 +227,6 @@ unsafe fn eight_of(x: &Tensor, r: u32, at: u32, k: u32) -> [f32; 8] {
 }
 
 /// Eight weights in fewer bits, of row `n` from `at` on, a multiple of eight, as bf16; beyond the row's end they are numbers.
-#[inline(always)]
 unsafe fn packed_of<P: Packed>(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
     let row = w.packed_row([n]);
     let (byte, scale_at) = P::element(at);
@@ -249,7 +243,6 @@ unsafe fn packed_of<P: Packed>(w: &Tensor, n: u32, at: u32) -> [u32; 4] {
 }
 
 /// [`eight_of`] for bf16, as they are.
-#[inline(always)]
 unsafe fn bits_of(w: &Tensor, n: u32, at: u32, k: u32) -> [u32; 4] {
     let from = w.address([n, at]);
     // SAFETY: elements before `k` are the row's.

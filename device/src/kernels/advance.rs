@@ -92,7 +92,6 @@ impl MacroKernel for Advance {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: one thread works on the block in place, and no other task runs now (see the worker loop); the host may write `stop`
         // meanwhile, a word that is read once and never written here. The tokens read are those that `sample` wrote before its event.
@@ -135,7 +134,6 @@ const PROGRAM: u32 = MOST + 2;
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; every thread of the block makes this same call, in a pass that verifies drafts.
-#[inline(always)]
 unsafe fn fetch(call: &gpu::Call<'_>, block: &Block) {
     let (row, rows) = (block.thread, call.pass_rows());
     // SAFETY: `chosen` has a word for each row, and `tokens` a place for what each but the last gives.
@@ -154,7 +152,6 @@ unsafe fn fetch(call: &gpu::Call<'_>, block: &Block) {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread, after [`fetch`]; `tokens` is the operand of that name.
-#[inline(always)]
 unsafe fn advance_verified(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
     let (first_pos, rows) = (call.first_pos(), call.pass_rows());
     // SAFETY: the caller's promise.
@@ -173,7 +170,6 @@ unsafe fn advance_verified(call: &gpu::Call<'_>, control: &mut Control, tokens: 
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.
-#[inline(always)]
 unsafe fn advance_one(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
     let read = call.first_pos().wrapping_add(call.pass_rows());
     // SAFETY: the caller's promise.
@@ -193,7 +189,6 @@ unsafe fn advance_one(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu:
 ///
 /// # Safety
 /// One thread calls it, and none looks at what is said before the block's next barrier.
-#[inline(always)]
 unsafe fn ask_for_drafts(call: &gpu::Call<'_>, control: &Control) {
     let room = if control.n_sequences > 0 { None } else { crate::advance::room_for_drafts(control, call.programs) };
     let (program, most) = room.unwrap_or((0, 0));
@@ -209,7 +204,6 @@ unsafe fn ask_for_drafts(call: &gpu::Call<'_>, control: &Control) {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], every thread of the block, after [`ask_for_drafts`] and a barrier.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
     // SAFETY: the words have been written before the barrier. Tokens below `n` are known, and those from there on, as many as there is room for,
     // nobody's yet: a thread writes one of them.
@@ -245,7 +239,6 @@ unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.
-#[inline(always)]
 unsafe fn advance_each(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
     let step = control.step;
     // A pass over all sequences has all of the token buffer, one that reads a prompt that sequence's part.

@@ -22,7 +22,6 @@ pub struct Params {
 
 impl Params {
     /// Where block `block`'s part starts in the whole row.
-    #[inline(always)]
     pub fn first(&self, block: u32) -> u32 {
         // `check` has seen that the product is one of 32 bits.
         let blocks = if self.blocks == 0 { 1 } else { self.blocks };
@@ -67,7 +66,6 @@ pub(super) fn find(p: &Params, call: &Call<'_>, [x, values, indices]: [&crate::i
 ///
 /// # Safety
 /// One thread calls it; `values` and `indices` are the operands of those names.
-#[inline(always)]
 pub(crate) unsafe fn put(p: &Params, best: Candidate, block: u32, [values, indices]: [gpu::Tensor; 2]) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -99,7 +97,6 @@ impl MacroKernel for ArgmaxPartial {
         Ok(())
     }
 
-    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent.
         unsafe {

@@ -83,7 +83,6 @@ impl MacroKernel for AttentionMerge {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a thread writes its own elements.
         unsafe {
@@ -169,13 +168,11 @@ impl Merge {
     pub(crate) const NONE: Merge = Merge([Divisor(0); 2]);
 
     /// Of `parts` as the module head has them.
-    #[inline(always)]
     pub(crate) fn of(parts: &gpu::Tensor) -> Merge {
         Merge::new(parts.extent(3) - FOUND, parts.extent(2))
     }
 
     /// Of queries of `d` elements, `group` to a head.
-    #[inline(always)]
     pub(crate) fn new(d: u32, group: u32) -> Merge {
         Merge([Divisor::of(d), Divisor::of(group)])
     }
@@ -194,21 +191,18 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// Operand `parts` is such, which `merge` is [of](Merge::of).
-    #[inline(always)]
     pub(crate) unsafe fn new<'a>(call: &'a gpu::Call<'a>, merge: Merge) -> Parts<'a> {
         // SAFETY: the caller's promise.
         Parts { call, of: unsafe { call.tensor(slot::PARTS) }, merge }
     }
 
     /// Whether eight elements may be merged at once, from every eighth on.
-    #[inline(always)]
     fn by_eight(&self) -> bool {
         let strides = [self.of.stride(0), self.of.stride(1), self.of.stride(2)];
         are_in_eights(strides, self.of.extent(3)) && self.of.row([0]).is_aligned(16)
     }
 
     /// Where elements from `at` on of y, all heads' as one row, lie in the first split; the others follow by their stride.
-    #[inline(always)]
     pub(crate) fn place(&self, at: u32) -> Place {
         let (group, d) = (self.of.extent(2), self.of.extent(3) - FOUND);
         let Merge([by_d, by_group]) = self.merge;
@@ -222,7 +216,6 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`Tensor::get`](gpu::Tensor::get).
-    #[inline(always)]
     unsafe fn await_split(&self, place: Place, split: u32) {
         if self.of.is_flagged() {
             let part = self.part(place, split);
@@ -236,7 +229,6 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`Tensor::get`](gpu::Tensor::get).
-    #[inline(always)]
     unsafe fn fetch<const S: usize, const N: usize>(&self, place: Place, first: u32) -> Found<S, N> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -254,7 +246,6 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch).
-    #[inline(always)]
     unsafe fn fetch_by<const S: usize, const N: usize>(
         &self,
         place: Place,
@@ -281,7 +272,6 @@ impl Parts<'_> {
     }
 
     /// The row of split `split`; beyond the last it is the last's once more.
-    #[inline(always)]
     fn part(&self, place: Place, split: u32) -> *const u32 {
         let (splits, step) = (self.of.extent(1), self.of.stride(1));
         let split = if split < splits { split } else { splits - 1 };
@@ -292,7 +282,6 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch).
-    #[inline(always)]
     unsafe fn there<const S: usize, const N: usize>(&self, place: Place, first: u32) -> Found<S, N> {
         // SAFETY: the caller's promise.
         let fetch = || unsafe { self.fetch(place, first) };
@@ -303,7 +292,6 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch).
-    #[inline(always)]
     pub(crate) unsafe fn merged<const N: usize>(&self, place: Place) -> [f32; N] {
         let (mut all, mut first) = (Merged::nothing(), 0);
         loop {
@@ -328,7 +316,6 @@ impl Parts<'_> {
     ///
     /// # Safety
     /// As [`fetch`](Parts::fetch); eight elements may be [merged at once](are_in_eights).
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn each_eight(
         &self,
         mut unit: u32,
@@ -383,7 +370,6 @@ impl Parts<'_> {
     }
 
     /// A word as a number: without its flag, which is in no word where there are none.
-    #[inline(always)]
     fn number(&self, word: u32) -> f32 {
         f32::from_bits(word & if self.of.is_flagged() { !flag::MASK } else { u32::MAX })
     }
@@ -398,13 +384,11 @@ struct Merged<const N: usize> {
 }
 
 impl<const N: usize> Merged<N> {
-    #[inline(always)]
     fn nothing() -> Merged<N> {
         Merged { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; N] }
     }
 
     /// Adds what S splits of `parts`, from split `first` on, have found; those that are not there count nothing.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     fn add<const S: usize>(&mut self, parts: &Parts<'_>, first: u32, found: Found<S, N>) {
         let mut max = self.max;
         for ahead in 0..S {
@@ -434,7 +418,6 @@ impl<const N: usize> Merged<N> {
     }
 
     /// The elements.
-    #[inline(always)]
     fn elements(&self) -> [f32; N] {
         let (factor, mut elements) = (reciprocal(self.total), self.sums);
         for j in 0..N {
@@ -446,7 +429,6 @@ impl<const N: usize> Merged<N> {
 
 /// Whether eight elements of parts on sixteen bytes, their rows of `width` elements apart by `strides`, may be merged at once, from every
 /// eighth on.
-#[inline(always)]
 pub(crate) fn are_in_eights([a, b, c]: [u32; 3], width: u32) -> bool {
     (a | b | c).is_multiple_of(4) && (width - FOUND).is_multiple_of(8)
 }
@@ -470,7 +452,6 @@ impl<const S: usize, const N: usize> Found<S, N> {
 }
 
 impl<const S: usize, const N: usize> Read for Found<S, N> {
-    #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;
         for ahead in 0..S {

@@ -49,7 +49,6 @@ impl Params {
         rope::Params { eps: self.eps, turned_pairs: self.turned_pairs, factor: self.factor }
     }
 
-    #[inline(always)]
     fn attention(&self) -> attention::Params {
         attention::Params {
             scale: self.scale,
@@ -176,7 +175,6 @@ impl MacroKernel for DecodeAttention {
 
     const EARLY: bool = true;
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu_early(
         p: &Params,
         call: &gpu::Call<'_>,
@@ -198,24 +196,12 @@ impl MacroKernel for DecodeAttention {
             let queries = memory::opaque_word(call.tensor(slot::Q).extent(2));
             let d = memory::opaque_word(call.tensor(slot::Q).extent(3));
             let half = d / 2;
-            let turn_of = {
-                #[inline(always)]
-                |g: u32, lane: u32| {
-                    let (norm, frequencies) = (
-                        call.tensor(if g == queries { slot::K_NORM } else { slot::Q_NORM }),
-                        call.tensor(slot::FREQUENCIES),
-                    );
-                    rope::Turn {
-                        norm,
-                        frequencies,
-                        eps: p.eps,
-                        pos,
-                        turned: p.turned_pairs,
-                        factor: p.factor,
-                        half,
-                        lane,
-                    }
-                }
+            let turn_of = |g: u32, lane: u32| {
+                let (norm, frequencies) = (
+                    call.tensor(if g == queries { slot::K_NORM } else { slot::Q_NORM }),
+                    call.tensor(slot::FREQUENCIES),
+                );
+                rope::Turn { norm, frequencies, eps: p.eps, pos, turned: p.turned_pairs, factor: p.factor, half, lane }
             };
             // How it is turned is asked for before the query is there.
             let mut asked = turn_of(block.warp(), block.lane()).ask(0);
@@ -256,14 +242,11 @@ impl MacroKernel for DecodeAttention {
                         }
                         (_, false) => {
                             cold_path();
-                            let put = {
-                                #[inline(always)]
-                                |i: u32, value: f32| {
-                                    if is_key {
-                                        to.set(i, value);
-                                    } else {
-                                        shared::store(QUERY + g * d + i, value.to_bits());
-                                    }
+                            let put = |i: u32, value: f32| {
+                                if is_key {
+                                    to.set(i, value);
+                                } else {
+                                    shared::store(QUERY + g * d + i, value.to_bits());
                                 }
                             };
                             put(i, one[0]);
@@ -307,7 +290,6 @@ impl MacroKernel for DecodeAttention {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], after a barrier since the turned queries were stored from word [`QUERY`] on.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn one_by_one(p: &Params, call: &gpu::Call<'_>, block: &Block, h: u32, (first, end): (u32, u32)) {
     // What is computed from these stays here: few caches are read so.
     let block = &Block { thread: memory::opaque_word(block.thread), threads: block.threads };

@@ -96,7 +96,6 @@ impl MacroKernel for Elementwise {
         Ok(())
     }
 
-    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         const ADD: u32 = Function::Add as u32;
         const MUL: u32 = Function::Mul as u32;

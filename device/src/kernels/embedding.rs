@@ -83,7 +83,6 @@ impl MacroKernel for Embedding {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; token ids are checked, by every thread
         // alike, before a row of `table` is touched.

@@ -56,7 +56,6 @@ impl MacroKernel for ExpertRoutes {
         Ok(())
     }
 
-    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots', and every index is below its extent; what was found is read before the barrier behind which
         // the next row's is.

@@ -123,7 +123,6 @@ impl MacroKernel for ExpertsDown {
         })
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: as in `experts_up`; a thread reads the residual where it writes, so `y` may lie on it.
         unsafe {
@@ -135,10 +134,7 @@ impl MacroKernel for ExpertsDown {
                     found.ask(call, block, slot::W, chosen);
                 }
                 let residual = call.tensor(slot::RESIDUAL);
-                let ask = {
-                    #[inline(always)]
-                    |column| if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 }
-                };
+                let ask = |column| if residual.is_present() { call.ask(&residual, [r, column]) } else { 0 };
                 let finish = |column, sum: f32, asked| {
                     let value = sum + call.told(slot::RESIDUAL, &residual, [r, column], asked);
                     call.put(&call.tensor(slot::Y), [r, column], value);

@@ -131,7 +131,6 @@ impl MacroKernel for ExpertsUp {
         })
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots', and every index is below its extent, experts' because there are as many logits; the
         // conditions around `two_dots` depend on the warp and the task alone, so whole warps call it.

@@ -60,7 +60,6 @@ impl MacroKernel for LayerNorm {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a thread reads and writes its own
         // columns, so `y` may be `x` or `residual`.

@@ -135,7 +135,6 @@ pub trait MacroKernel {
     ///
     /// # Safety
     /// Every thread of the block makes this same call; `call` is a task of a checked image, whose waits have been met.
-    #[inline(always)]
     unsafe fn gpu(params: &Self::Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         let _ = (params, block);
         Err(call.fault(FaultCode::NoSuchKernel, u32::from(call.task_type()), 0, 0))
@@ -157,7 +156,6 @@ pub trait MacroKernel {
     ///
     /// # Errors
     /// Those of `ready`, and the body's own.
-    #[inline(always)]
     unsafe fn gpu_early(
         params: &Self::Params,
         call: &gpu::Call<'_>,
@@ -366,10 +364,6 @@ macro_rules! kernels {
         ///
         /// # Safety
         /// As [`MacroKernel::gpu`].
-        // On the host once, not in every crate that simulates: the bodies take minutes to compile. On the device by LLVM's inliner, which comes to a function
-        // when those it calls are simplified: were the bodies in the worker's loop before, every loop in them that is turned about would have LLVM forget what it
-        // knows of all the others, which takes six times as long as everything else.
-        #[cfg_attr(target_arch = "nvptx64", inline)]
         pub unsafe fn run_gpu(
             call: &gpu::Call<'_>,
             block: &Block,
@@ -412,9 +406,6 @@ macro_rules! kernels {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
-// On the host each by itself: all of them in one function take far longer to compile.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-#[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
 unsafe fn gpu_body<K: MacroKernel>(
     call: &gpu::Call<'_>,
     block: &Block,

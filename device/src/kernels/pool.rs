@@ -54,7 +54,6 @@ impl MacroKernel for Pool {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; no thread writes before the sum is
         // known to all.

@@ -14,14 +14,12 @@ const AT_ONCE: u32 = 4 * 8 * WARP;
 const MOST_FLAGGED: u32 = 4 * 8 * perpetua_shared::launch::TASK_THREADS;
 
 /// `sum` and the squares of `eight`, which stays in registers: nothing finds its elements by a number.
-#[inline(always)]
 fn squares_of([a, b, c, d, e, f, g, h]: [f32; 8], sum: f32) -> f32 {
     let of = |x: f32, sum: f32| fma(x, x, sum);
     of(h, of(g, of(f, of(e, of(d, of(c, of(b, of(a, sum))))))))
 }
 
 /// `eight` and `more`, one by one.
-#[inline(always)]
 fn sum_of([a, b, c, d, e, f, g, h]: [f32; 8], more: [f32; 8]) -> [f32; 8] {
     [a + more[0], b + more[1], c + more[2], d + more[3], e + more[4], f + more[5], g + more[6], h + more[7]]
 }
@@ -31,7 +29,6 @@ fn sum_of([a, b, c, d, e, f, g, h]: [f32; 8], more: [f32; 8]) -> [f32; 8] {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; the block has as many threads.
-#[inline(always)]
 unsafe fn alone(p: &Params, call: &gpu::Call<'_>, block: &Block, n: u32) {
     let at = |c: u32| 8 * (block.thread + c * block.threads);
     let places = [at(0), at(1), at(2), at(3)];
@@ -56,7 +53,6 @@ unsafe fn alone(p: &Params, call: &gpu::Call<'_>, block: &Block, n: u32) {
 }
 
 /// `eight`, each times `scale` and its weight.
-#[inline(always)]
 fn scaled([a, b, c, d, e, f, g, h]: [f32; 8], scale: f32, w: [f32; 8]) -> [f32; 8] {
     let of = |x: f32, w: f32| x * scale * w;
     [of(a, w[0]), of(b, w[1]), of(c, w[2]), of(d, w[3]), of(e, w[4]), of(f, w[5]), of(g, w[6]), of(h, w[7])]
@@ -158,7 +154,6 @@ impl MacroKernel for RmsNorm {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent; a lane reads and writes its own
         // columns, so `y` may be `x`; a warp has its rows whole, so that all its lanes add up together, or the block has the only one.

@@ -46,7 +46,6 @@ impl Params {
 }
 
 /// The elements of pair `i` of a head of `2 * half` elements, of whose pairs the first `turned` are turned.
-#[inline(always)]
 fn pair(i: u32, turned: u32, half: u32) -> [u32; 2] {
     if i < turned { [i, i + turned] } else { [i + turned, i + half] }
 }
@@ -157,14 +156,12 @@ const AT_ONCE: u32 = 2 * WARP;
 
 impl Turn {
     /// The lane's pairs from `first` on; lanes beyond the last have that one.
-    #[inline(always)]
     fn pairs(&self, first: u32) -> [u32; 2] {
         let pair = |i: u32| if i < self.half { i } else { self.half - 1 };
         [pair(first + 2 * self.lane), pair(first + 2 * self.lane + 1)]
     }
 
     /// Their elements.
-    #[inline(always)]
     pub(super) fn elements(&self, first: u32) -> [u32; 4] {
         let [i, j] = self.pairs(first).map(|i| pair(i, self.turned, self.half));
         [i[0], j[0], i[1], j[1]]
@@ -174,7 +171,6 @@ impl Turn {
     ///
     /// # Safety
     /// There are `half` frequencies, and twice as many weights, if any.
-    #[inline(always)]
     pub(super) unsafe fn ask(&self, first: u32) -> Asked {
         // SAFETY: the caller's promise.
         unsafe {
@@ -188,7 +184,6 @@ impl Turn {
     }
 
     /// That, of which it has been asked for.
-    #[inline(always)]
     pub(super) fn told(&self, first: u32, asked: Asked) -> Ahead {
         Ahead { turns: self.turns(first, asked), factors: self.factors(asked) }
     }
@@ -197,29 +192,23 @@ impl Turn {
     ///
     /// # Safety
     /// As [`ask`](Turn::ask).
-    #[inline(always)]
     unsafe fn ahead(&self, first: u32) -> Ahead {
         // SAFETY: the caller's promise.
         self.told(first, unsafe { self.ask(first) })
     }
 
     /// The pairs' sines and cosines, with what multiplies them.
-    #[inline(always)]
     pub(super) fn turns(&self, first: u32, asked: Asked) -> Turns {
         let (pairs, of) = (self.pairs(first), asked.frequencies);
-        let turn = {
-            #[inline(always)]
-            |i: u32, frequency: f32| {
-                let (sin, cos) = sin_cos(self.pos as f32 * frequency);
-                let factor = if i < self.turned { self.factor } else { 1.0 };
-                (sin * factor, cos * factor)
-            }
+        let turn = |i: u32, frequency: f32| {
+            let (sin, cos) = sin_cos(self.pos as f32 * frequency);
+            let factor = if i < self.turned { self.factor } else { 1.0 };
+            (sin * factor, cos * factor)
         };
         [turn(pairs[0], of[0]), turn(pairs[1], of[1])]
     }
 
     /// What their elements are multiplied by.
-    #[inline(always)]
     fn factors(&self, asked: Asked) -> Factors {
         if self.norm.is_present() { self.norm.row([]).floats(asked.weights) } else { [1.0; 4] }
     }
@@ -230,7 +219,6 @@ impl Turn {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the head is there, and see [`ask`](Turn::ask).
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(super) unsafe fn head(
         &self,
         mut x: [f32; 4],
@@ -264,10 +252,8 @@ impl Turn {
             loop {
                 // Lanes beyond the last pair have read that one, which may be about to be written.
                 warp::sync();
-                let turned = {
-                    #[inline(always)]
-                    |(sin, cos): (f32, f32), low: f32, high: f32| [low * cos - high * sin, high * cos + low * sin]
-                };
+                let turned =
+                    |(sin, cos): (f32, f32), low: f32, high: f32| [low * cos - high * sin, high * cos + low * sin];
                 let ([a, b, c, d], [of_a, of_b, of_c, of_d]) = (x, ahead.factors);
                 let one = turned(ahead.turns[0], a * scale * of_a, c * scale * of_c);
                 let other = turned(ahead.turns[1], b * scale * of_b, d * scale * of_d);
@@ -291,7 +277,6 @@ impl Turn {
 ///
 /// # Safety
 /// The operands are [`Rope`]'s, the value is there, and the cache has position `pos`, which nobody else touches.
-#[inline(always)]
 pub(super) unsafe fn append_value(call: &gpu::Call<'_>, r: u32, h: u32, pos: u32, d: u32, lane: u32) {
     // SAFETY: the caller's promises.
     unsafe {
@@ -358,7 +343,6 @@ impl MacroKernel for Rope {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(p: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and `check` has matched their extents; a position is below the context, as
         // the token loop's steps are. A warp owns a head: all its lanes have read it (the sum's shuffles say so) before

@@ -213,7 +213,6 @@ pub(crate) fn cost(matrices: &[&Operand], rows: u32, chosen: u32, all: Cost) -> 
 }
 
 /// A whole number, more than 0, that is the greater the greater `logit` is; what is no number is less than any, and both zeros are one.
-#[inline(always)]
 fn order_of(logit: f32) -> u32 {
     let logit = if logit >= f32::NEG_INFINITY { logit + 0.0 } else { f32::NEG_INFINITY };
     let bits = logit.to_bits();
@@ -221,7 +220,6 @@ fn order_of(logit: f32) -> u32 {
 }
 
 /// The logit that it is of.
-#[inline(always)]
 fn of_order(order: u32) -> f32 {
     f32::from_bits(order ^ ((!(order as i32) >> 31) as u32 | 1 << 31))
 }
@@ -251,7 +249,6 @@ impl Found {
     ///
     /// # Safety
     /// Every thread of the block makes this same call, and none reads what was found before any more; the operand is what [`check`] wants.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn choose(
         call: &gpu::Call<'_>,
         block: &Block,
@@ -324,7 +321,6 @@ impl Found {
     ///
     /// # Safety
     /// As [`Found::expert`]; the operand is a stack of matrices, one for each expert.
-    #[inline(always)]
     pub(crate) unsafe fn ask(self, call: &gpu::Call<'_>, block: &Block, operand: usize, chosen: u32) {
         if !call.uses(Technique::L2Prefetch) || block.thread >= chosen {
             return;
@@ -350,7 +346,6 @@ impl Found {
     ///
     /// # Safety
     /// The row goes to as many, and the block has not begun to choose again.
-    #[inline(always)]
     pub(crate) unsafe fn expert(self, slot: u32) -> u32 {
         // SAFETY: written before the last barrier (caller).
         unsafe { shared::load(EXPERTS + slot) }
@@ -360,7 +355,6 @@ impl Found {
     ///
     /// # Safety
     /// As [`Found::expert`].
-    #[inline(always)]
     pub(crate) unsafe fn weight(self, slot: u32) -> f32 {
         // SAFETY: as in `expert`.
         f32::from_bits(unsafe { shared::load(WEIGHTS + slot) })

@@ -41,7 +41,6 @@ impl MacroKernel for SelectRow {
         Ok(())
     }
 
-    #[inline(always)]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots' and every index is below its extent.
         unsafe {

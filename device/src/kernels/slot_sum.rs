@@ -50,7 +50,6 @@ impl MacroKernel for SlotSum {
         Ok(())
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn gpu(_: &Params, call: &gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the operands are the slots', `check` has matched their extents, and four elements are one thread's.
         unsafe {

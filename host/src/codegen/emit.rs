@@ -9,9 +9,6 @@ use super::*;
 use std::collections::BTreeSet;
 use std::fmt::Write;
 
-/// A body is inlined where nothing may be called, and stays a function elsewhere: see `perpetua_device`.
-const INLINED: &str = "#[cfg_attr(target_arch = \"nvptx64\", inline(always))]";
-
 /// The text of `file`, whose bodies' plans are `plans`.
 pub fn emit(file: &File, plans: &[Plan]) -> String {
     let mut functions = String::new();
@@ -135,7 +132,7 @@ impl Emitter<'_, '_> {
         };
         let _ = write!(
             self.text,
-            "/// {}\n///\n/// # Safety\n{promises}\n{many}{INLINED}\npub(super) unsafe fn {}({}) {{\n",
+            "/// {}\n///\n/// # Safety\n{promises}\n{many}pub(super) unsafe fn {}({}) {{\n",
             body.doc,
             body.name,
             arguments.join(", ")

@@ -18,7 +18,6 @@ use crate::gpu::tile::{Eights, Index, Lane, Own, PerRow, Rows, Sixteens, Tile, W
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// What an index says are rows of what it is used with; those that are written, each once.
 #[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn attend_share_64(
     block: &Block,
     q: &Rows<impl Fn(u32) -> Row>,
@@ -96,7 +95,6 @@ pub(super) unsafe fn attend_share_64(
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// What an index says are rows of what it is used with; those that are written, each once.
 #[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn attend_share_128(
     block: &Block,
     q: &Rows<impl Fn(u32) -> Row>,
@@ -172,7 +170,6 @@ pub(super) unsafe fn attend_share_128(
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn merge_64(block: &Block, found: &Rows<impl Fn(u32) -> Row>, y: &Rows<impl Fn(u32) -> Row>) {
     let kept = &Own::<8>::at(0);
     // SAFETY: the caller's promises; what stands between accesses of a tile has been found, and judged.
@@ -214,7 +211,6 @@ pub(super) unsafe fn merge_64(block: &Block, found: &Rows<impl Fn(u32) -> Row>, 
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn merge_128(block: &Block, found: &Rows<impl Fn(u32) -> Row>, y: &Rows<impl Fn(u32) -> Row>) {
     let kept = &Own::<16>::at(0);
     // SAFETY: the caller's promises; what stands between accesses of a tile has been found, and judged.

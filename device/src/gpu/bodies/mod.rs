@@ -20,7 +20,6 @@ struct Operands<'a> {
 }
 
 impl Operands<'_> {
-    #[inline(always)]
     fn rows(&self, at: usize) -> Rows<impl Fn(u32) -> Row> {
         let Matrix { address, rows, columns, stride_elems, dtype } = self.params.operands[at];
         let first = Row { base: core::ptr::with_exposed_provenance_mut(address as usize), dtype: dtype as u16 };
@@ -29,7 +28,6 @@ impl Operands<'_> {
 
     /// # Safety
     /// The index is there.
-    #[inline(always)]
     unsafe fn index(&self) -> Index<impl Fn(u32) -> u32> {
         let words = core::ptr::with_exposed_provenance::<u32>(self.params.index as usize);
         // SAFETY: below its length, as far as a body has rows (caller).
@@ -37,13 +35,11 @@ impl Operands<'_> {
     }
 
     /// Numbers of which LLVM knows nothing: it would copy them from the parameter as one piece, through local memory.
-    #[inline(always)]
     fn share(&self) -> [u32; 2] {
         let [first, end] = self.params.share;
         [memory::opaque_word(first), memory::opaque_word(end)]
     }
 
-    #[inline(always)]
     fn seen(&self) -> impl Fn(u32) -> u32 {
         let [first, group] = [self.params.seen_first, self.params.seen_group];
         move |m| first + m / group
@@ -53,8 +49,7 @@ impl Operands<'_> {
 /// Bodies by name, and their entries.
 macro_rules! bodies {
     ($($name:ident: |$operands:ident, $block:ident| $call:expr),* $(,)?) => {
-        $(#[inline(always)]
-        unsafe fn $name($operands: Operands<'_>, $block: &Block) {
+        $(unsafe fn $name($operands: Operands<'_>, $block: &Block) {
             // SAFETY: the operands are as the body wants them, and every thread is here (caller).
             unsafe { $call }
         })*

@@ -15,7 +15,6 @@ use crate::gpu::tile::{Eights, Lane, Own, PerRow, Rows, Sixteens, Tile, WARP_ROW
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn back_to_back(
     block: &Block,
     x: &Rows<impl Fn(u32) -> Row>,
@@ -87,7 +86,6 @@ pub(super) unsafe fn back_to_back(
 /// # Safety
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn normed_linear(
     block: &Block,
     x: &Rows<impl Fn(u32) -> Row>,
@@ -159,7 +157,6 @@ pub(super) unsafe fn normed_linear(
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// `y` is f32.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn gated_mlp(
     block: &Block,
     x: &Rows<impl Fn(u32) -> Row>,

@@ -15,7 +15,6 @@ use crate::gpu::tile::{Eights, Index, Lane, Own, Rows, WARP_ROWS};
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// What an index says are rows of what it is used with; those that are written, each once.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn gather(
     block: &Block,
     table: &Rows<impl Fn(u32) -> Row>,
@@ -51,7 +50,6 @@ pub(super) unsafe fn gather(
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 /// What an index says are rows of what it is used with; those that are written, each once.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn scatter(
     block: &Block,
     x: &Rows<impl Fn(u32) -> Row>,

@@ -57,21 +57,17 @@ impl Afar for Brain {
     type Fetched = [u32; 4];
     const IS_MADE: bool = false;
 
-    #[inline(always)]
     unsafe fn fetch(row: *const u8, unit: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { memory::load16_stream(row.wrapping_add(16 * unit as usize)) }
     }
 
-    #[inline(always)]
     fn fetched(_: u32, fetched: [u32; 4]) -> [u32; 4] {
         fetched
     }
 
-    #[inline(always)]
     unsafe fn make(_: u32) {}
 
-    #[inline(always)]
     unsafe fn made(unit: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe { staged_eight(8 * unit) }
@@ -82,7 +78,6 @@ impl Afar for Brain {
 ///
 /// # Safety
 /// They have been staged, and nothing else has been made of them.
-#[inline(always)]
 unsafe fn staged_eight(at: u32) -> [f32; 8] {
     // SAFETY: the caller's promise.
     unsafe { singles(shared::load16(STAGE + at), shared::load16(STAGE + at + 4)) }
@@ -118,12 +113,10 @@ trait Place: Copy {
 struct InPlace(u32);
 
 impl Place for InPlace {
-    #[inline(always)]
     fn four<P: Numbered>(self, i: u32) -> u32 {
         STAGE + P::stretch(self.0, i / 4) + 4 * ((self.0 / 2 + i) % 4)
     }
 
-    #[inline(always)]
     fn scale<P: Numbered>(self) -> u32 {
         self.four::<P>(P::FOURS)
     }
@@ -134,12 +127,10 @@ impl Place for InPlace {
 struct InGroup(u32);
 
 impl Place for InGroup {
-    #[inline(always)]
     fn four<P: Numbered>(self, i: u32) -> u32 {
         STAGE + 4 * (i * group::<P>() + self.0)
     }
 
-    #[inline(always)]
     fn scale<P: Numbered>(self) -> u32 {
         STAGE + 4 * P::FOURS * group::<P>() + self.0
     }
@@ -149,7 +140,6 @@ impl Place for InGroup {
 ///
 /// # Safety
 /// The words are the thread's own until the block meets.
-#[inline(always)]
 unsafe fn put<P: Numbered>(at: impl Place, row: P::Row) {
     let (fours, scale) = P::in_fours(row);
     // SAFETY: the caller's promise.
@@ -163,7 +153,6 @@ unsafe fn put<P: Numbered>(at: impl Place, row: P::Row) {
 ///
 /// # Safety
 /// The block has met since.
-#[inline(always)]
 unsafe fn taken<P: Numbered>(at: impl Place) -> P::Row {
     let mut fours = [[0; 4]; 5];
     // SAFETY: the caller's promise.
@@ -177,7 +166,6 @@ unsafe fn taken<P: Numbered>(at: impl Place) -> P::Row {
 ///
 /// # Safety
 /// As there.
-#[inline(always)]
 pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32) {
     let (one, other) = (P::stretch(unit, 0), P::stretch(unit, P::STRETCHES - 1));
     // SAFETY: the caller's promise: the numbers take the place of what they are made of.
@@ -191,7 +179,6 @@ pub(super) unsafe fn make_numbers<P: Numbered>(unit: u32) {
 ///
 /// # Safety
 /// As there.
-#[inline(always)]
 pub(super) unsafe fn made_numbers<P: Numbered>(unit: u32) -> P::Row {
     // SAFETY: the caller's promise.
     unsafe { taken::<P>(InPlace(unit)) }
@@ -201,7 +188,6 @@ pub(super) unsafe fn made_numbers<P: Numbered>(unit: u32) -> P::Row {
 ///
 /// # Safety
 /// The call has these operands.
-#[inline(always)]
 pub(crate) unsafe fn form_of(call: &Call<'_>, [gate, up]: [usize; 2]) -> Option<Kind> {
     // SAFETY: the caller's promise.
     unsafe {
@@ -221,7 +207,6 @@ pub(crate) unsafe fn form_of(call: &Call<'_>, [gate, up]: [usize; 2]) -> Option<
 ///
 /// # Safety
 /// As there.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn stage(row: &First<'_>, how: Staging, k: u32, block: &Block) {
     // SAFETY: the caller's promises; a thread writes its own words, which others read behind the barrier.
     unsafe {
@@ -230,24 +215,18 @@ pub(crate) unsafe fn stage(row: &First<'_>, how: Staging, k: u32, block: &Block)
         }
         let norm = row.call.tensor(how.norm);
         let (units, weights) = (k / 8, norm.row([0]));
-        let fetch = {
-            #[inline(always)]
-            |unit: u32| {
-                let at = |i: u32| 8 * (unit + i * block.threads);
-                weights.eights([at(0), at(1), at(2), at(3)], k)
-            }
+        let fetch = |unit: u32| {
+            let at = |i: u32| 8 * (unit + i * block.threads);
+            weights.eights([at(0), at(1), at(2), at(3)], k)
         };
         // Before the row is waited for.
         let mut eights = if norm.is_present() { fetch(block.thread) } else { [[0.0; 8]; 4] };
         let mut squares = 0.0;
-        let put = {
-            #[inline(always)]
-            |unit: u32, _: bool, values: [f32; 8]| {
-                for i in 0..8 {
-                    squares = fma(values[i], values[i], squares);
-                }
-                put_staged(unit, values);
+        let put = |unit: u32, _: bool, values: [f32; 8]| {
+            for i in 0..8 {
+                squares = fma(values[i], values[i], squares);
             }
+            put_staged(unit, values);
         };
         row.each(k, false, block, put);
         if norm.is_present() {
@@ -278,7 +257,6 @@ pub(crate) unsafe fn stage(row: &First<'_>, how: Staging, k: u32, block: &Block)
 ///
 /// # Safety
 /// Their words are the thread's own until the block meets.
-#[inline(always)]
 unsafe fn put_staged(unit: u32, values: [f32; 8]) {
     let [a, b, c, d, e, f, g, h] = values.map(f32::to_bits);
     // SAFETY: the caller's promise.
@@ -292,7 +270,6 @@ unsafe fn put_staged(unit: u32, values: [f32; 8]) {
 ///
 /// # Safety
 /// Every thread of the block makes this same call, and has met the others since they staged the row, whose form is [this](form_of).
-#[inline(always)]
 pub(crate) unsafe fn make<F: Afar>(k: u32, block: &Block) {
     if !F::IS_MADE {
         return;
@@ -317,7 +294,6 @@ struct Asked<F: Afar> {
 ///
 /// # Safety
 /// Every thread of the block makes this same call; operands `gate` and `up` are of [this form](form_of), one as large as the other.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn pairs<F: Afar>(
     call: &Call<'_>,
     [gate, up]: [usize; 2],
@@ -329,13 +305,10 @@ pub(crate) unsafe fn pairs<F: Afar>(
     unsafe {
         let (n, units) = (call.tensor(gate).extent(1), call.tensor(gate).extent(2) / F::UNIT);
         let columns = Counted::by(n);
-        let rows_of = {
-            #[inline(always)]
-            |at: u32| {
-                let [slot, column] = columns.split(at);
-                let place = [found.expert(slot), column];
-                [call.tensor(gate).weight_row(place), call.tensor(up).weight_row(place)]
-            }
+        let rows_of = |at: u32| {
+            let [slot, column] = columns.split(at);
+            let place = [found.expert(slot), column];
+            [call.tensor(gate).weight_row(place), call.tensor(up).weight_row(place)]
         };
         let all = chosen * n;
         let mut at = block.warp();
@@ -385,7 +358,6 @@ pub(crate) unsafe fn pairs<F: Afar>(
 ///
 /// # Safety
 /// As [`Afar::fetch`].
-#[inline(always)]
 unsafe fn ask<F: Afar>([gate, up]: [Row; 2], first: u32, units: u32) -> Asked<F> {
     let place = |i: u32| if first + i * WARP < units { first + i * WARP } else { 0 };
     // SAFETY: the caller's promise.
@@ -415,7 +387,6 @@ const _: () = assert!(SUMS.is_multiple_of(4) && group::<Eight>() >= 384 && group
 ///
 /// # Safety
 /// The call has these operands, of rank 3.
-#[inline(always)]
 pub(crate) unsafe fn has_parts<P: Numbered>(call: &Call<'_>, [x, w]: [usize; 2]) -> bool {
     // SAFETY: the caller's promise.
     unsafe {
@@ -440,13 +411,11 @@ struct Counted {
 }
 
 impl Counted {
-    #[inline(always)]
     fn by(by: u32) -> Counted {
         Counted { by, share: (u32::MAX / by).wrapping_add(1) }
     }
 
     /// How many times as many `number` is, and what is left. Exact as long as `number` times as many is below 2^32.
-    #[inline(always)]
     fn split(self, number: u32) -> [u32; 2] {
         let times = if self.by == 1 { number } else { ((u64::from(number) * u64::from(self.share)) >> 32) as u32 };
         [times, number - times * self.by]
@@ -467,16 +436,12 @@ impl Slots {
     ///
     /// # Safety
     /// As [`Afar::fetch`].
-    #[inline(always)]
     unsafe fn ask<P: Numbered>(self, column: u32, first: u32, end: u32) -> [P::Fetched; 4] {
-        let fetch = {
-            #[inline(always)]
-            |i: u32| {
-                let number = first + i * WARP;
-                let [slot, unit] = self.units.split(if number < end { number } else { 0 });
-                // SAFETY: the caller's promise; the slot is one of those chosen.
-                unsafe { P::fetch(self.w.weight_row([self.found.expert(slot), column]).start(), unit) }
-            }
+        let fetch = |i: u32| {
+            let number = first + i * WARP;
+            let [slot, unit] = self.units.split(if number < end { number } else { 0 });
+            // SAFETY: the caller's promise; the slot is one of those chosen.
+            unsafe { P::fetch(self.w.weight_row([self.found.expert(slot), column]).start(), unit) }
         };
         let mut asked = [fetch(0); 4];
         each_of_four!(i => if 0 < i && i < P::AT_ONCE {
@@ -492,7 +457,6 @@ impl Slots {
 /// # Safety
 /// Every thread of the block makes this same call, which [has parts](has_parts), and nobody reads shared memory that a task may have, but for what was
 /// found.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn parts<P: Numbered>(
     call: &Call<'_>,
     [x, w]: [usize; 2],
@@ -514,12 +478,9 @@ pub(crate) unsafe fn parts<P: Numbered>(
             for at in block.mine(end - from) {
                 let [slot, unit] = slots.units.split(from + at);
                 let row = x.address([r, slot, 0]);
-                let eight = {
-                    #[inline(always)]
-                    |first: u32| {
-                        let at = row.wrapping_add(4 * first as usize);
-                        singles(memory::load16(at), memory::load16(at.wrapping_add(16)))
-                    }
+                let eight = |first: u32| {
+                    let at = row.wrapping_add(4 * first as usize);
+                    singles(memory::load16(at), memory::load16(at.wrapping_add(16)))
                 };
                 let (one, other) = (P::stretch(unit, 0), P::stretch(unit, P::STRETCHES - 1));
                 put::<P>(InGroup(at), P::of([eight(one), eight(one + 8), eight(other), eight(other + 8)]));

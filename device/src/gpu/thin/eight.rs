@@ -38,27 +38,22 @@ impl Form for Eight {
     type Sum = f32;
     const ZERO: f32 = 0.0;
 
-    #[inline(always)]
     fn row_bytes(k: u32) -> u32 {
         <Eight as Packed>::row_bytes(k)
     }
 
-    #[inline(always)]
     fn swap(k: u32) -> u32 {
         whole::swap(k / CHUNK_BYTES, <Eight as Packed>::row_bytes(k))
     }
 
-    #[inline(always)]
     fn words(k: u32) -> u32 {
         (k / 2 + k / CHUNK_BYTES).next_multiple_of(4)
     }
 
-    #[inline(always)]
     fn place(chunk: u32) -> [u32; 2] {
         Eight::line(chunk)
     }
 
-    #[inline(always)]
     unsafe fn load(at: u32, place: [u32; 2]) -> Bytes {
         // Rows begin on a line, of which a lane's are a part.
         let row = at / CHUNK_BYTES * CHUNK_BYTES;
@@ -66,7 +61,6 @@ impl Form for Eight {
         unsafe { Bytes { bytes: bulk::load16(at + place[0]), scale: f32::from_bits(bulk::load4(row + place[1])) } }
     }
 
-    #[inline(always)]
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
         let is_there = chunk.number < chunks;
         let at = if is_there { column.at + chunk.column * CHUNK_WORDS } else { ZEROS };
@@ -76,20 +70,17 @@ impl Form for Eight {
         unsafe { (shared::load8(at).into(), f32::from_bits(shared::load(scale))) }
     }
 
-    #[inline(always)]
     unsafe fn add(sum: f32, weights: Bytes, (row, scale): Self::Values) -> f32 {
         // SAFETY: the caller's promise.
         let sums = unsafe { warp::mma_bytes(weights.bytes, row.into(), [SHIFT.to_bits() as i32, 0, 0, 0]) };
         fma(whole(sums[0] + sums[3]), weights.scale * scale, sum)
     }
 
-    #[inline(always)]
     unsafe fn total(sums: [f32; 2], block: &Block) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { whole::total(sums, block) }
     }
 
-    #[inline(always)]
     unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32) {
         // SAFETY: the caller's promise; eight neighbours have a chunk, whose number of units is one of eights.
         unsafe {
@@ -122,7 +113,6 @@ pub(crate) struct Numbers {
 
 impl Numbers {
     /// Those of sixteen elements.
-    #[inline(always)]
     fn of(first: [f32; 8], second: [f32; 8]) -> Numbers {
         let [scale, inverse] = scale_of(largest(first).max(largest(second)));
         let [a, b, c, d, e, f, g, h] = first;
@@ -143,24 +133,20 @@ impl Units for Eight {
     type Row = Numbers;
     const NOTHING: Numbers = Numbers { high: [0; 4], low: [0; 4], scale: 0.0 };
 
-    #[inline(always)]
     unsafe fn ask(row: &First<'_>, unit: u32) -> (Asked, Asked) {
         // SAFETY: the caller's promise.
         unsafe { (row.ask(2 * unit), row.ask(2 * unit + 1)) }
     }
 
-    #[inline(always)]
     fn unit(row: &First<'_>, asked: (Asked, Asked)) -> Numbers {
         Numbers::of(row.values(asked.0), row.values(asked.1))
     }
 
-    #[inline(always)]
     unsafe fn weights(at: u32, unit: u32) -> Bytes {
         // SAFETY: the caller's promise.
         unsafe { Eight::load(at + unit % 4 * 16, Eight::place(unit / 4)) }
     }
 
-    #[inline(always)]
     fn multiply(sums: &mut [f32; 4], i: usize, weights: Bytes, row: Numbers) {
         let (mut high, mut low) = (SHIFT.to_bits() as i32, SHIFT.to_bits() as i32);
         for j in 0..4 {
@@ -176,7 +162,6 @@ impl Afar for Eight {
     type Fetched = Bytes;
     const IS_MADE: bool = true;
 
-    #[inline(always)]
     unsafe fn fetch(row: *const u8, unit: u32) -> Bytes {
         let [bytes, scale] = Eight::line(unit / 4);
         // SAFETY: the caller's promise.
@@ -188,18 +173,15 @@ impl Afar for Eight {
         }
     }
 
-    #[inline(always)]
     fn fetched(_: u32, fetched: Bytes) -> Bytes {
         fetched
     }
 
-    #[inline(always)]
     unsafe fn make(unit: u32) {
         // SAFETY: the caller's promise.
         unsafe { make_numbers::<Eight>(unit) }
     }
 
-    #[inline(always)]
     unsafe fn made(unit: u32) -> Numbers {
         // SAFETY: the caller's promise.
         unsafe { made_numbers::<Eight>(unit) }
@@ -210,17 +192,14 @@ impl Afar for Eight {
 impl Numbered for Eight {
     const FOURS: u32 = 2;
 
-    #[inline(always)]
     fn of([first, second, ..]: [[f32; 8]; 4]) -> Numbers {
         Numbers::of(first, second)
     }
 
-    #[inline(always)]
     fn in_fours(row: Numbers) -> ([[u32; 4]; 5], f32) {
         ([row.high, row.low, [0; 4], [0; 4], [0; 4]], row.scale)
     }
 
-    #[inline(always)]
     fn of_fours([high, low, ..]: [[u32; 4]; 5], scale: f32) -> Numbers {
         Numbers { high, low, scale }
     }

@@ -49,7 +49,6 @@ const _: () = assert!(MOST >= 2 * 16 && SUMS.is_multiple_of(2) && PITCH.is_multi
 ///
 /// # Safety
 /// The operands are those of a product.
-#[inline(always)]
 pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32) -> bool {
     let left = call.tiles.map_or(0, Tiles::left);
     if left == 0 || rows == 0 || !call.uses(Technique::ThinProducts) {
@@ -74,7 +73,6 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32) -> bool 
 ///
 /// # Errors
 /// Those of `ready`.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn multiply<const N: usize>(
     call: &Call<'_>,
     block: &Block,
@@ -190,7 +188,6 @@ pub(crate) unsafe fn multiply<const N: usize>(
 }
 
 /// Begins to copy `rows` rows of operand `x`, of `k`, each `pitch` bytes after the one before, the first to the first byte that tiles may have.
-#[inline(always)]
 unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: &Block) {
     // SAFETY: the rows are there, and so is the memory (caller), which nobody reads before all have waited and met.
     unsafe {
@@ -211,28 +208,21 @@ unsafe fn begin_copies(call: &Call<'_>, pitch: u32, [rows, k]: [u32; 2], block: 
 ///
 /// # Safety
 /// As [`multiply`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn products([low, high]: [u32; 2], x: u32, k: u32, block: &Block) -> [f32; 4] {
     let (warps, chunks) = (block.warps(), k / CHUNK);
-    let fetch = {
-        #[inline(always)]
-        |chunk: u32| {
-            // Beyond the last the first comes again, and is not added.
-            let at = if chunk < chunks { chunk * CHUNK_BYTES } else { 0 };
-            // SAFETY: inside the rows (caller).
-            unsafe { (bulk::load16(low + at), bulk::load16(high + at), bulk::load16(x + at)) }
-        }
+    let fetch = |chunk: u32| {
+        // Beyond the last the first comes again, and is not added.
+        let at = if chunk < chunks { chunk * CHUNK_BYTES } else { 0 };
+        // SAFETY: inside the rows (caller).
+        unsafe { (bulk::load16(low + at), bulk::load16(high + at), bulk::load16(x + at)) }
     };
     // Of two chunks and two products each: none waits for another.
     let mut sums = [[[0.0; 4]; 2]; 2];
-    let mut add = {
-        #[inline(always)]
-        |which: usize, (low, high, x): ([u32; 4], [u32; 4], [u32; 4])| {
-            // SAFETY: whole warps (caller).
-            unsafe {
-                sums[which][0] = warp::mma([low[0], high[0], low[1], high[1]], [x[0], x[1]], sums[which][0]);
-                sums[which][1] = warp::mma([low[2], high[2], low[3], high[3]], [x[2], x[3]], sums[which][1]);
-            }
+    let mut add = |which: usize, (low, high, x): ([u32; 4], [u32; 4], [u32; 4])| {
+        // SAFETY: whole warps (caller).
+        unsafe {
+            sums[which][0] = warp::mma([low[0], high[0], low[1], high[1]], [x[0], x[1]], sums[which][0]);
+            sums[which][1] = warp::mma([low[2], high[2], low[3], high[3]], [x[2], x[3]], sums[which][1]);
         }
     };
     let mut chunk = block.warp();
@@ -261,7 +251,6 @@ unsafe fn products([low, high]: [u32; 2], x: u32, k: u32, block: &Block) -> [f32
 
 /// The sums of all warps of four rows of weights, `apart` rows apart, the first of which stands at word `from` for the first warp: of those up to number
 /// `last`, which comes again for others.
-#[inline(always)]
 unsafe fn four(from: u32, [apart, last]: [u32; 2], block: &Block) -> [f32; 4] {
     let at = |i: u32| from + i.min(last) * apart * PITCH;
     let places = [at(0), at(1), at(2), at(3)];

@@ -58,14 +58,12 @@ pub(crate) trait Form: Copy + Debug {
     fn place(chunk: u32) -> Self::Place;
 
     /// From which byte of a chunk on a lane takes its own.
-    #[inline(always)]
     fn lane_at(block: &Block) -> u32 {
         16 * (block.lane() % 4)
     }
 
     /// The word, in the terms of a row of `k`, at which term `term` of chunk 0 begins for lane t: as words 0 and 2 of a lane's weights are multiplied,
     /// or, where `words` is 1, 1 and 3.
-    #[inline(always)]
     fn start(k: u32, term: u32, words: u32, t: u32) -> u32 {
         term * (k / Self::CHUNK) * CHUNK_WORDS + 4 * t + 2 * words
     }
@@ -120,53 +118,44 @@ impl Form for Brain {
     type Sum = [f32; 4];
     const ZERO: [f32; 4] = [0.0; 4];
 
-    #[inline(always)]
     fn row_bytes(k: u32) -> u32 {
         2 * k
     }
 
-    #[inline(always)]
     fn swap(_: u32) -> u32 {
         1
     }
 
-    #[inline(always)]
     fn words(k: u32) -> u32 {
         k
     }
 
-    #[inline(always)]
     fn place(chunk: u32) -> u32 {
         chunk * CHUNK_BYTES
     }
 
-    #[inline(always)]
     unsafe fn load(at: u32, place: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { bulk::load16(at + place) }
     }
 
-    #[inline(always)]
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> (u32, u32) {
         let at = if chunk.number < chunks { column.at + chunk.column * CHUNK_WORDS } else { ZEROS };
         // SAFETY: the caller's promise.
         unsafe { shared::load8(at).into() }
     }
 
-    #[inline(always)]
     unsafe fn add(sum: [f32; 4], weights: [u32; 4], values: (u32, u32)) -> [f32; 4] {
         // SAFETY: the caller's promise.
         unsafe { warp::mma(weights, values.into(), sum) }
     }
 
-    #[inline(always)]
     unsafe fn total([one, other]: [[f32; 4]; 2], _: &Block) -> f32 {
         let own = (one[0] + other[0]) + (one[3] + other[3]);
         // SAFETY: the caller's promise.
         own + f32::from_bits(unsafe { warp::shuffle_xor(own.to_bits(), 2) })
     }
 
-    #[inline(always)]
     unsafe fn put(unit: u32, _: bool, values: [f32; 8], k: u32) {
         // SAFETY: the caller's promise.
         unsafe { put_terms(unit, values, k) }

@@ -41,7 +41,6 @@ pub(crate) struct Levels {
 
 impl Levels {
     /// Those of eight bytes and eight more.
-    #[inline(always)]
     fn of(first: (u32, u32), second: (u32, u32), scales: (u32, u32)) -> Levels {
         let (((a, c), (e, g)), ((b, d), (f, h))) = (Four::raised(first), Four::raised(second));
         Levels { low: [a, b, c, d], high: [e, f, g, h], scales }
@@ -50,7 +49,6 @@ impl Levels {
 
 impl Levels {
     /// Those of sixteen bytes in a row, unit `unit`, whose line has these scales: each of two words begins with the unit's.
-    #[inline(always)]
     fn of_unit(unit: u32, ([a, b, c, d], [s, t]): ([u32; 4], [u32; 2])) -> Levels {
         let shift = unit % 4 / 2 * 16;
         Levels::of((a, b), (c, d), (s >> shift, t >> shift))
@@ -58,19 +56,16 @@ impl Levels {
 }
 
 /// The scales that a word is.
-#[inline(always)]
 fn scales_of(word: u32) -> (f32, f32) {
     (Four::scale(word, 0), Four::scale(word, 2))
 }
 
 /// Words of a term of a row in so many chunks. They come in pairs: the low halves of both, then the high ones.
-#[inline(always)]
 const fn term_words(chunks: u32) -> u32 {
     2 * CHUNK_WORDS * chunks.next_multiple_of(2)
 }
 
 /// Where chunk `chunk` is in that; what belongs to the high halves is [two chunks'](CHUNK_WORDS) words further on.
-#[inline(always)]
 fn chunk_at(chunk: u32) -> u32 {
     chunk / 2 * 4 * CHUNK_WORDS + chunk % 2 * CHUNK_WORDS
 }
@@ -79,7 +74,6 @@ fn chunk_at(chunk: u32) -> u32 {
 const LESS: u32 = (RAISED as u8).wrapping_neg() as u32 * 0x0101_0101;
 
 /// Eight activations as bytes in the order of [`Four::raised`]: high ones and low ones.
-#[inline(always)]
 fn eight_in_bytes([a, b, c, d, e, f, g, h]: [f32; 8], inverse: f32) -> [[u32; 2]; 2] {
     [in_bytes([a, e, b, f], inverse), in_bytes([c, g, d, h], inverse)]
 }
@@ -101,38 +95,31 @@ impl Form for Four {
     type Sum = f32;
     const ZERO: f32 = 0.0;
 
-    #[inline(always)]
     fn row_bytes(k: u32) -> u32 {
         <Four as Packed>::row_bytes(k)
     }
 
-    #[inline(always)]
     fn swap(k: u32) -> u32 {
         whole::swap(k / FOUR_ELEMS, <Four as Packed>::row_bytes(k))
     }
 
-    #[inline(always)]
     fn words(k: u32) -> u32 {
         (2 * term_words(k / FOUR_ELEMS) + k / FOUR_ELEMS).next_multiple_of(4)
     }
 
-    #[inline(always)]
     fn place(chunk: u32) -> [u32; 2] {
         Four::line(chunk)
     }
 
-    #[inline(always)]
     fn lane_at(block: &Block) -> u32 {
         let (g, t) = (block.lane() / 4, block.lane() % 4);
         g / 2 % 2 * HALF + 8 * t
     }
 
-    #[inline(always)]
     fn start(k: u32, term: u32, words: u32, t: u32) -> u32 {
         term * term_words(k / FOUR_ELEMS) + 8 * words + 2 * t
     }
 
-    #[inline(always)]
     unsafe fn load(at: u32, place: [u32; 2]) -> Levels {
         // Rows begin on a line, of which a lane's are a part.
         let row = at / CHUNK_BYTES * CHUNK_BYTES;
@@ -145,7 +132,6 @@ impl Form for Four {
         Levels::of((a, b), (c, d), (s, t))
     }
 
-    #[inline(always)]
     unsafe fn values(column: &Column, chunk: &Chunk, chunks: u32) -> Self::Values {
         let is_there = chunk.number < chunks;
         let at = column.at + chunk_at(if is_there { chunk.column } else { column.parity });
@@ -163,7 +149,6 @@ impl Form for Four {
         }
     }
 
-    #[inline(always)]
     unsafe fn add(sum: f32, weights: Levels, (a, b, of_low, of_high, scale): Self::Values) -> f32 {
         // SAFETY: the caller's promise.
         let (low, high) = unsafe {
@@ -178,13 +163,11 @@ impl Form for Four {
         fma(of_low + of_high, scale, sum)
     }
 
-    #[inline(always)]
     unsafe fn total(sums: [f32; 2], block: &Block) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { whole::total(sums, block) }
     }
 
-    #[inline(always)]
     unsafe fn put(unit: u32, is_there: bool, values: [f32; 8], k: u32) {
         // SAFETY: the caller's promise; sixteen neighbours have a chunk, whose number of units is one of sixteens.
         unsafe {
@@ -219,7 +202,6 @@ pub(crate) struct Numbers {
 
 impl Numbers {
     /// Those of sixteen elements, and of the sixteen that are in the same bytes' high halves.
-    #[inline(always)]
     fn of((a, b): ([f32; 8], [f32; 8]), (c, d): ([f32; 8], [f32; 8])) -> Numbers {
         let [scale, inverse] = scale_of(largest(a).max(largest(b)).max(largest(c).max(largest(d))));
         let eight = |values: [f32; 8]| eight_in_bytes(values, inverse);
@@ -248,20 +230,17 @@ impl Units for Four {
     type Row = Numbers;
     const NOTHING: Numbers = Numbers { high: [0; 8], low: [0; 8], high_begins: (0, 0), low_begins: (0, 0), scale: 0.0 };
 
-    #[inline(always)]
     unsafe fn ask(row: &First<'_>, unit: u32) -> Self::Asked {
         let eight = unit / 4 * 16 + unit % 4 * 2;
         // SAFETY: the caller's promise.
         unsafe { ((row.ask(eight), row.ask(eight + 1)), (row.ask(eight + 8), row.ask(eight + 9))) }
     }
 
-    #[inline(always)]
     fn unit(row: &First<'_>, (low, high): Self::Asked) -> Numbers {
         Numbers::of((row.values(low.0), row.values(low.1)), (row.values(high.0), row.values(high.1)))
     }
 
     /// Here of sixteen bytes in a row; of their scales each is the first of its two.
-    #[inline(always)]
     unsafe fn weights(at: u32, unit: u32) -> Levels {
         let [bytes, scales] = Four::line(unit / 4);
         let quarter = unit % 4;
@@ -269,7 +248,6 @@ impl Units for Four {
         Levels::of_unit(unit, unsafe { (bulk::load16(at + bytes + quarter * 16), bulk::load8(at + scales)) })
     }
 
-    #[inline(always)]
     fn multiply(sums: &mut [f32; 4], i: usize, weights: Levels, row: Numbers) {
         let [a, b, c, d] = weights.low;
         let [e, f, g, h] = weights.high;
@@ -293,7 +271,6 @@ impl Afar for Four {
     type Fetched = ([u32; 4], [u32; 2]);
     const IS_MADE: bool = true;
 
-    #[inline(always)]
     unsafe fn fetch(row: *const u8, unit: u32) -> Self::Fetched {
         let [bytes, scales] = Four::line(unit / 4);
         // SAFETY: the caller's promise; a line's scales are eight bytes, and on as many.
@@ -304,18 +281,15 @@ impl Afar for Four {
         }
     }
 
-    #[inline(always)]
     fn fetched(unit: u32, fetched: Self::Fetched) -> Levels {
         Levels::of_unit(unit, fetched)
     }
 
-    #[inline(always)]
     unsafe fn make(unit: u32) {
         // SAFETY: the caller's promise.
         unsafe { make_numbers::<Four>(unit) }
     }
 
-    #[inline(always)]
     unsafe fn made(unit: u32) -> Numbers {
         // SAFETY: the caller's promise.
         unsafe { made_numbers::<Four>(unit) }
@@ -326,12 +300,10 @@ impl Afar for Four {
 impl Numbered for Four {
     const FOURS: u32 = 5;
 
-    #[inline(always)]
     fn of([a, b, c, d]: [[f32; 8]; 4]) -> Numbers {
         Numbers::of((a, b), (c, d))
     }
 
-    #[inline(always)]
     fn in_fours(row: Numbers) -> ([[u32; 4]; 5], f32) {
         let ([a, b, c, d, e, f, g, h], [i, j, k, l, m, n, o, p]) = (row.high, row.low);
         let ((s, t), (u, v)) = (row.high_begins, row.low_begins);
@@ -339,7 +311,6 @@ impl Numbered for Four {
         ([[a, b, c, d], [e, f, g, h], [i, j, k, l], [m, n, o, p], begins], row.scale)
     }
 
-    #[inline(always)]
     fn of_fours([one, two, three, four, begins]: [[u32; 4]; 5], scale: f32) -> Numbers {
         let ([a, b, c, d], [e, f, g, h], [i, j, k, l], [m, n, o, p]) = (one, two, three, four);
         let [s, t, u, v] = begins;

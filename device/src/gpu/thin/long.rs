@@ -73,24 +73,20 @@ impl Units for Brain {
     type Row = [f32; 8];
     const NOTHING: [f32; 8] = [0.0; 8];
 
-    #[inline(always)]
     unsafe fn ask(row: &First<'_>, unit: u32) -> Asked {
         // SAFETY: the caller's promise.
         unsafe { row.ask(unit) }
     }
 
-    #[inline(always)]
     fn unit(row: &First<'_>, asked: Asked) -> [f32; 8] {
         row.values(asked)
     }
 
-    #[inline(always)]
     unsafe fn weights(at: u32, unit: u32) -> [u32; 4] {
         // SAFETY: the caller's promise.
         unsafe { bulk::load16(at + UNIT_BYTES * unit) }
     }
 
-    #[inline(always)]
     fn multiply(sums: &mut [f32; 4], _: usize, weights: [u32; 4], row: [f32; 8]) {
         let weight = widen_brain(weights);
         for j in 0..8 {
@@ -115,7 +111,6 @@ const _: () = assert!(LONG_SUMS * (TASK_THREADS / 32) <= shared::KEPT - FREE_SHA
 ///
 /// # Safety
 /// The operands are a kernel's that has these.
-#[inline(always)]
 pub(crate) unsafe fn form_of<const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
@@ -134,7 +129,6 @@ pub(crate) unsafe fn form_of<const N: usize>(
 ///
 /// # Safety
 /// As [`form_of`].
-#[inline(always)]
 unsafe fn is_for<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
@@ -166,7 +160,6 @@ unsafe fn is_for<F: Units, const N: usize>(
 ///
 /// # Safety
 /// Every thread of the block makes this same call; it is of [this form](form_of), the task's events have fired, and the tiles are those of a plan for it.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(crate) unsafe fn run<F: Units, const N: usize>(
     call: &Call<'_>,
     row: &First<'_>,
@@ -236,7 +229,6 @@ pub(crate) unsafe fn run<F: Units, const N: usize>(
 }
 
 /// Where the warps' sums of row `n` - 1 of the weights stand: row -1 is nobody's, and has room, before each segment's.
-#[inline(always)]
 fn sums_at(n: u32, block: &Block) -> u32 {
     FREE_SHARED + n * block.warps()
 }
@@ -261,12 +253,10 @@ struct Mine<const W: usize> {
 
 impl<const W: usize> Mine<W> {
     /// Whether the `i`th one is there.
-    #[inline(always)]
     fn is_there(i: usize, part: Part, block: &Block) -> bool {
         block.thread + i as u32 * block.threads < part.units
     }
 
-    #[inline(always)]
     fn new(part: Part, block: &Block) -> Mine<W> {
         let mut units = [if Self::is_there(0, part, block) { block.thread } else { 0 }; W];
         each!(unit i below W => {
@@ -281,7 +271,6 @@ impl<const W: usize> Mine<W> {
     ///
     /// # Safety
     /// As [`First::ask`].
-    #[inline(always)]
     unsafe fn ask<F: Units>(&self, row: &First<'_>) -> AllAsked<F, W> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -300,7 +289,6 @@ impl<const W: usize> Mine<W> {
     ///
     /// # Safety
     /// As [`Tiles::take`].
-    #[inline(always)]
     unsafe fn fetch<F: Units, const N: usize>(
         &self,
         matrix: u32,
@@ -330,7 +318,6 @@ impl<const W: usize> Mine<W> {
 struct AllAsked<F: Units, const W: usize>([F::Asked; W]);
 
 impl<F: Units, const W: usize> Read for AllAsked<F, W> {
-    #[inline(always)]
     fn lacks(&self, flag: u32) -> u32 {
         let mut lacks = 0;
         each!(unit i below W => { lacks |= self.0[i].lacks(flag) });
@@ -339,7 +326,6 @@ impl<F: Units, const W: usize> Read for AllAsked<F, W> {
 }
 
 impl<F: Units, const W: usize> Again<AllAsked<F, W>> for &(Mine<W>, &First<'_>) {
-    #[inline(always)]
     fn again(&self) -> AllAsked<F, W> {
         // SAFETY: `multiply` has asked for them before.
         unsafe { self.0.ask(self.1) }
@@ -351,7 +337,6 @@ impl<F: Units, const W: usize> Again<AllAsked<F, W>> for &(Mine<W>, &First<'_>) 
 ///
 /// # Safety
 /// As [`run`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn multiply<F: Units, const N: usize, const W: usize>(
     tiles: &Tiles<'_>,
     taken: &mut Taken,
@@ -396,7 +381,6 @@ unsafe fn multiply<F: Units, const N: usize, const W: usize>(
 ///
 /// # Safety
 /// As [`run`].
-#[inline(always)]
 unsafe fn put(n: u32, part: f32, block: &Block) {
     // SAFETY: the caller's promise; the word is the warp's.
     unsafe {

@@ -85,7 +85,6 @@ pub(crate) use terms::{First, Source, in_two};
 const SQUARES: u32 = 8;
 
 /// Words from one warp's sums to the next's, from word `parts` on: whole products' worth of them, 16 each.
-#[inline(always)]
 const fn room(parts: u32, warps: u32) -> u32 {
     (shared::KEPT - parts) / (16 * warps) * 16
 }
@@ -114,7 +113,6 @@ pub(crate) enum Kind {
 
 impl Kind {
     /// That of weights of this type, if they have one.
-    #[inline(always)]
     fn of(dtype: u16) -> Option<Kind> {
         match dtype {
             BF16 => Some(Kind::Brain),
@@ -138,7 +136,6 @@ pub(crate) struct Column {
 
 impl Column {
     /// That of the calling lane, for a row of `k`.
-    #[inline(always)]
     fn of<F: Form>(k: u32, block: &Block) -> Column {
         let (g, t) = (block.lane() / 4, block.lane() % 4);
         // The column that a lane has B for, g: words 0 and 2 or 1 and 3, of even or odd rows, in the first or the second term.
@@ -158,13 +155,11 @@ pub(crate) struct Chunk {
 
 impl Chunk {
     /// Chunk `number`, for a lane with that column.
-    #[inline(always)]
     fn of(number: u32, column: &Column) -> Chunk {
         Chunk { number, own: number ^ column.own, column: number ^ column.parity }
     }
 
     /// Goes on by so many, an even number, so that pairs stay pairs.
-    #[inline(always)]
     fn go_on(&mut self, by: u32) {
         self.number += by;
         self.own += by;
@@ -177,31 +172,24 @@ impl Chunk {
 ///
 /// # Safety
 /// As [`run`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn products<F: Form, const HIGH: bool>([low_at, high_at]: [u32; 2], k: u32, block: &Block) -> [f32; 2] {
     // SAFETY: the caller's promise; where chunks are pairs, a chunk's other one is there.
     unsafe {
         let (warps, chunks) = (block.warps(), k / F::CHUNK);
         let column = Column::of::<F>(k, block);
-        let fetch = {
-            #[inline(always)]
-            |chunk: &Chunk| {
-                let is_there = chunk.number < chunks;
-                let place = F::place(if is_there { chunk.own } else { column.own });
-                let low = F::load(low_at, place);
-                let high = if HIGH { F::load(high_at, place) } else { F::NO_WEIGHTS };
-                (low, high, F::values(&column, chunk, chunks))
-            }
+        let fetch = |chunk: &Chunk| {
+            let is_there = chunk.number < chunks;
+            let place = F::place(if is_there { chunk.own } else { column.own });
+            let low = F::load(low_at, place);
+            let high = if HIGH { F::load(high_at, place) } else { F::NO_WEIGHTS };
+            (low, high, F::values(&column, chunk, chunks))
         };
         // Every other product is added to others, so that few wait for the one before.
         let mut sums = [[F::ZERO; 2]; 2];
-        let mut add = {
-            #[inline(always)]
-            |at: usize, (low, high, values): (F::Weights, F::Weights, F::Values)| {
-                sums[0][at] = F::add(sums[0][at], low, values);
-                if HIGH {
-                    sums[1][at] = F::add(sums[1][at], high, values);
-                }
+        let mut add = |at: usize, (low, high, values): (F::Weights, F::Weights, F::Values)| {
+            sums[0][at] = F::add(sums[0][at], low, values);
+            if HIGH {
+                sums[1][at] = F::add(sums[1][at], high, values);
             }
         };
         let (mut one, mut other) = (Chunk::of(block.warp(), &column), Chunk::of(block.warp() + warps, &column));

@@ -40,18 +40,15 @@ struct Of {
 
 impl Of {
     /// How many matrices there are.
-    #[inline(always)]
     fn matrices(self) -> u32 {
         1 + u32::from(self.two)
     }
 
     /// The operand that is one or the other kernel's: computed, since a choice of two places would branch.
-    #[inline(always)]
     fn slot(self, linear: usize, gated: usize) -> usize {
         linear.wrapping_add(usize::from(self.two).wrapping_mul(gated.wrapping_sub(linear)))
     }
 
-    #[inline(always)]
     fn norm(self) -> usize {
         self.slot(slot::NORM, gated_linear::slot::NORM)
     }
@@ -98,7 +95,6 @@ impl Product {
     const ONE: u32 = 16;
 
     /// The task of `call`, if it is such, in a pass of one row. One question, since each is waited for.
-    #[inline(always)]
     pub(crate) fn of(call: &Call<'_>) -> Option<Product> {
         let [form, per_row, d, group] = turn::known();
         let of = Of { two: form & Self::TWO != 0, merges: form & Self::MERGES != 0 };
@@ -126,7 +122,6 @@ impl Product {
     ///
     /// # Errors
     /// Those of `ready`.
-    #[inline(always)]
     pub(crate) unsafe fn run(
         self,
         call: &Call<'_>,
@@ -145,9 +140,6 @@ impl Product {
 ///
 /// # Errors
 /// Those of `ready`.
-// On the host each by itself: in one function they take far longer to compile.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
-#[cfg_attr(not(target_arch = "nvptx64"), inline(never))]
 unsafe fn run<F: Form>(
     call: &Call<'_>,
     Product { of, per_row, merge, .. }: Product,
@@ -310,7 +302,6 @@ impl<'a> Outputs<'a> {
     ///
     /// # Safety
     /// The operands are the kernel's.
-    #[inline(always)]
     unsafe fn new(call: &'a Call<'a>, of: Of) -> Outputs<'a> {
         // SAFETY: the caller's promise.
         unsafe {
@@ -335,7 +326,6 @@ impl<'a> Outputs<'a> {
     ///
     /// # Safety
     /// There is such an output.
-    #[inline(always)]
     unsafe fn ask(&self, n: u32) -> u32 {
         // SAFETY: the caller's promise; flagged elements are words that are only touched atomically.
         unsafe {
@@ -354,7 +344,6 @@ impl<'a> Outputs<'a> {
     ///
     /// # Safety
     /// As [`ask`](Outputs::ask).
-    #[inline(always)]
     unsafe fn finish(&self, n: u32, [sum, other]: [f32; 2], asked: u32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {

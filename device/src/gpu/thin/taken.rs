@@ -18,13 +18,11 @@ pub(super) struct Taken {
 
 impl Taken {
     /// What bytes are multiplied with to be rows of `row_bytes`, in the upper word: exactly, for numbers as small as a tile's.
-    #[inline(always)]
     pub(super) fn per_row(row_bytes: u32) -> u32 {
         u32::MAX / row_bytes + 1
     }
 
     /// None yet, of rows of which there are so many [per](Taken::per_row) byte, in each of so many matrices.
-    #[inline(always)]
     pub(super) fn none(per_row: u32, matrices: u32) -> Taken {
         Taken { at: [0; 2], rows: 0, done: 0, matrices, per_row }
     }
@@ -33,7 +31,6 @@ impl Taken {
     ///
     /// # Safety
     /// As [`Tiles::take`]; there are so many.
-    #[inline(always)]
     pub(super) unsafe fn take(&mut self, tiles: &Tiles<'_>) {
         // The last one's is the second place, whether there is another or not.
         let mut i = 0;
@@ -48,13 +45,11 @@ impl Taken {
     }
 
     /// Where the tile of matrix `matrix` begins.
-    #[inline(always)]
     pub(super) fn at(&self, matrix: u32) -> u32 {
         if matrix + 1 < self.matrices { self.at[0] } else { self.at[1] }
     }
 
     /// The number, in the launch, of the first tile that has not been released, if all that could be have been.
-    #[inline(always)]
     pub(super) fn oldest(&self, tiles: &Tiles<'_>) -> u32 {
         tiles.next().wrapping_sub(if self.done < self.rows { self.matrices } else { 0 })
     }
@@ -63,7 +58,6 @@ impl Taken {
     ///
     /// # Safety
     /// As [`Tiles::release_some`].
-    #[inline(always)]
     pub(super) unsafe fn release(&self, tiles: &Tiles<'_>, first: u32) {
         // SAFETY: the caller's promise.
         unsafe { tiles.release_some(first, self.oldest(tiles).wrapping_sub(first)) };

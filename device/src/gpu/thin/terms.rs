@@ -20,14 +20,12 @@ pub(super) const TERMS: u32 = FREE_SHARED;
 const _: () = assert!(TERMS.is_multiple_of(4) && TERMS + MAX_NORMED <= shared::KEPT, "a row has room");
 
 /// Where pair `pair` of a term stands: of each four the first and the third come first, as a product takes them.
-#[inline(always)]
 fn term_at(pair: u32) -> u32 {
     pair / 4 * 4 + pair % 2 * 2 + pair / 2 % 2
 }
 
 /// Two bf16 of each value, the first value's in the low halves, of which it is the sum but for 2^-17 of it: both first ones, and
 /// both second.
-#[inline(always)]
 pub(crate) fn in_two(values: [f32; 2]) -> [u32; 2] {
     let high = f32_to_bf16_pair(values[0], values[1]);
     let rest = |value: f32, high: u32| value - f32::from_bits(high);
@@ -53,19 +51,16 @@ struct Units {
 }
 
 impl Units {
-    #[inline(always)]
     fn of(k: u32, together: bool, block: &Block) -> Units {
         Units { units: k / 8, together, lane: block.lane() }
     }
 
     /// Whether there is unit `unit`, or, where warps go together, one for another lane.
-    #[inline(always)]
     fn go_on(self, unit: u32) -> bool {
         if self.together { unit - self.lane < self.units } else { unit < self.units }
     }
 
     /// Unit `unit`, or the last one; and whether it is there.
-    #[inline(always)]
     fn there(self, unit: u32) -> (u32, bool) {
         let is_there = unit < self.units;
         (if is_there { unit } else { self.units - 1 }, is_there)
@@ -84,7 +79,6 @@ pub(super) type Asked = ([u32; 4], [u32; 4]);
 
 impl First<'_> {
     /// Whether elements may be asked for by eight.
-    #[inline(always)]
     pub(super) fn is_whole(&self) -> bool {
         self.x.dtype() == F32 && self.x.address([0, 0]).addr().is_multiple_of(16)
     }
@@ -93,7 +87,6 @@ impl First<'_> {
     ///
     /// # Safety
     /// It is there, and the row [is whole](First::is_whole).
-    #[inline(always)]
     pub(super) unsafe fn ask(&self, unit: u32) -> Asked {
         let place = self.x.address([0, 0]).wrapping_add(32 * unit as usize);
         let next = place.wrapping_add(16);
@@ -112,20 +105,17 @@ impl First<'_> {
     ///
     /// # Safety
     /// As [`ask`](First::ask).
-    #[inline(always)]
     unsafe fn unit(&self, unit: u32, asked: Asked) -> [f32; 8] {
         // SAFETY: the caller's promise.
         self.values(self.there(asked, || unsafe { self.ask(unit) }))
     }
 
     /// What was asked for, or what `again` finds once it is there.
-    #[inline(always)]
     pub(super) fn there<T: Read>(&self, asked: T, again: impl Again<T>) -> T {
         if self.x.is_flagged() { self.call.there(slot::X, asked, again) } else { asked }
     }
 
     /// What was asked for, which is there.
-    #[inline(always)]
     pub(super) fn values(&self, asked: Asked) -> [f32; 8] {
         if !self.x.is_flagged() {
             cold_path();
@@ -137,7 +127,6 @@ impl First<'_> {
 }
 
 impl Source for First<'_> {
-    #[inline(always)]
     unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
         let (mut unit, units) = (block.thread, Units::of(k, together, block));
         if !units.go_on(unit) {
@@ -163,7 +152,6 @@ impl Source for First<'_> {
 
 /// What the splits of an attention found, merged.
 impl Source for Parts<'_> {
-    #[inline(always)]
     unsafe fn each(&self, k: u32, together: bool, block: &Block, mut put: impl FnMut(u32, bool, [f32; 8])) {
         let units = Units::of(k, together, block);
         if units.go_on(block.thread) {
@@ -192,14 +180,12 @@ impl Norm {
     ///
     /// # Safety
     /// As [`Tiles::take`].
-    #[inline(always)]
     pub(super) unsafe fn take(tiles: &Tiles<'_>, norm: &Tensor) -> Norm {
         // SAFETY: the caller's promise.
         Norm { dtype: norm.dtype(), tile: if norm.is_present() { unsafe { tiles.take() } } else { Tile::NONE } }
     }
 
     /// Whether there are any.
-    #[inline(always)]
     pub(super) fn is_present(&self) -> bool {
         self.dtype != 0
     }
@@ -208,7 +194,6 @@ impl Norm {
     ///
     /// # Safety
     /// There are some, and the tile has not been [released](Norm::release).
-    #[inline(always)]
     unsafe fn unit(&self, unit: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe {
@@ -231,7 +216,6 @@ impl Norm {
     ///
     /// # Safety
     /// As [`Tiles::release`].
-    #[inline(always)]
     pub(super) unsafe fn release(&self, tiles: &Tiles<'_>) {
         if self.is_present() {
             // SAFETY: the caller's promise.
@@ -241,7 +225,6 @@ impl Norm {
 }
 
 /// Where the terms of elements 8 * `unit` to 8 * `unit` + 7 of `k` stand, hi and lo.
-#[inline(always)]
 pub(super) fn place_of(unit: u32, k: u32) -> (u32, u32) {
     (TERMS + 4 * unit, TERMS + k / 2 + 4 * unit)
 }
@@ -250,7 +233,6 @@ pub(super) fn place_of(unit: u32, k: u32) -> (u32, u32) {
 ///
 /// # Safety
 /// The words are the thread's own.
-#[inline(always)]
 pub(super) unsafe fn put_terms(unit: u32, values: [f32; 8], k: u32) {
     let (high_at, low_at) = place_of(unit, k);
     let (mut high, mut low) = ([0; 4], [0; 4]);
@@ -271,23 +253,19 @@ pub(super) unsafe fn put_terms(unit: u32, values: [f32; 8], k: u32) {
 /// # Safety
 /// Every thread of the block makes this same call, no thread reads what was staged before any more; `x` has `k` elements, at most
 /// [`Form::LONGEST`], in whole units of eight that may be asked for at once, and so has the norm.
-#[inline(always)]
 pub(super) unsafe fn stage<F: Form, S: Source>(x: &S, norm: &Norm, k: u32, block: &Block) -> f32 {
     // SAFETY: the caller's promises; a thread writes its own words, which others read after the barrier.
     unsafe {
         let mut squares = 0.0;
-        let put = {
-            #[inline(always)]
-            |unit: u32, is_there: bool, mut values: [f32; 8]| {
-                if norm.is_present() && is_there {
-                    let weight = norm.unit(unit);
-                    for i in 0..8 {
-                        squares = fma(values[i], values[i], squares);
-                        values[i] *= weight[i];
-                    }
+        let put = |unit: u32, is_there: bool, mut values: [f32; 8]| {
+            if norm.is_present() && is_there {
+                let weight = norm.unit(unit);
+                for i in 0..8 {
+                    squares = fma(values[i], values[i], squares);
+                    values[i] *= weight[i];
                 }
-                F::put(unit, is_there, values, k);
             }
+            F::put(unit, is_there, values, k);
         };
         x.each(k, F::TOGETHER, block, put);
         block.sync();

@@ -16,7 +16,6 @@ pub(super) const SHIFT: f32 = 12_582_912.0;
 const SMALLEST: u32 = 0x0d80_0000;
 
 /// The largest magnitude of eight values, as bits: those of NaN are more than any number's.
-#[inline(always)]
 pub(super) fn largest(values: [f32; 8]) -> u32 {
     let [a, b, c, d, e, f, g, h] = values;
     let bits = |value: f32| value.to_bits() & 0x7fff_ffff;
@@ -29,7 +28,6 @@ pub(super) fn largest(values: [f32; 8]) -> u32 {
 ///
 /// # Safety
 /// Every lane of the warp makes this same call.
-#[inline(always)]
 pub(super) unsafe fn largest_of<const LANES: u32>(values: [f32; 8]) -> u32 {
     let mut most = largest(values);
     // SAFETY: the caller's promise.
@@ -45,7 +43,6 @@ pub(super) unsafe fn largest_of<const LANES: u32>(values: [f32; 8]) -> u32 {
 }
 
 /// The scale of activations whose largest is this, and what they are multiplied with to be whole numbers.
-#[inline(always)]
 pub(super) fn scale_of(largest: u32) -> [f32; 2] {
     let scale = f32::from_bits(largest) * (1.0 / LARGEST);
     // Of what is not finite the scale tells.
@@ -54,7 +51,6 @@ pub(super) fn scale_of(largest: u32) -> [f32; 2] {
 }
 
 /// Four activations as whole numbers, by `inverse` of their scale: the high bytes and the low ones, of 256 high + low.
-#[inline(always)]
 pub(super) fn in_bytes(values: [f32; 4], inverse: f32) -> [u32; 2] {
     // 128 more, so that what is below is from 0 to 255.
     let one = |i: usize| fma(values[i], inverse, SHIFT + 128.0).to_bits();
@@ -63,13 +59,11 @@ pub(super) fn in_bytes(values: [f32; 4], inverse: f32) -> [u32; 2] {
 }
 
 /// A sum of products of bytes, to whose bits [`SHIFT`]'s have been added.
-#[inline(always)]
 pub(super) fn whole(sum: i32) -> f32 {
     f32::from_bits(sum as u32) - SHIFT
 }
 
 /// [`Form::swap`](super::Form::swap) for rows of so many bytes, in so many lines of elements: the last of an odd number of these has none to change with.
-#[inline(always)]
 pub(super) fn swap(lines: u32, row_bytes: u32) -> u32 {
     u32::from((lines | (row_bytes / LINE)).is_multiple_of(2))
 }
@@ -78,7 +72,6 @@ pub(super) fn swap(lines: u32, row_bytes: u32) -> u32 {
 ///
 /// # Safety
 /// As there.
-#[inline(always)]
 pub(super) unsafe fn total([one, other]: [f32; 2], block: &Block) -> f32 {
     let own = (one + other) * if block.lane() % 4 < 2 { 256.0 } else { 1.0 };
     // SAFETY: the caller's promise.

@@ -78,7 +78,6 @@ pub(crate) struct Lane {
 
 impl Lane {
     /// The calling one, in a block whose first row is `first` of `count`.
-    #[inline(always)]
     pub(crate) fn of(block: &Block, first: u32, count: u32) -> Lane {
         let (warp, lane) = (block.warp(), block.lane());
         let of_warp = first + WARP_ROWS * warp;
@@ -87,50 +86,42 @@ impl Lane {
 
     /// The same, of which the compiler knows nothing: what follows from it is found out where it is wanted, not kept over the loops of all
     /// that is done with tiles.
-    #[inline(always)]
     fn anew(&self) -> Lane {
         Lane { lane: memory::opaque_word(self.lane), ..*self }
     }
 
     /// What `of` says of its rows, the last of `count` for those that come after it.
-    #[inline(always)]
     pub(crate) fn each_row(&self, count: u32, of: impl Fn(u32) -> u32) -> [u32; 2] {
         let of = |row: u32| of(if row < count { row } else { count - 1 });
         [of(self.row), of(self.row + 8)]
     }
 
-    #[inline(always)]
     fn g(&self) -> u32 {
         self.lane / 4
     }
 
-    #[inline(always)]
     fn t(&self) -> u32 {
         self.lane % 4
     }
 
     /// The warp's first row, of all.
-    #[inline(always)]
     fn first(&self) -> u32 {
         self.row - self.g()
     }
 }
 
 /// The last row of a block whose first is `first`, of `count`.
-#[inline(always)]
 pub(crate) fn last_row(block: &Block, first: u32, count: u32) -> u32 {
     let end = first + WARP_ROWS * block.warps();
     (if end < count { end } else { count }) - 1
 }
 
 /// Where to begin, by steps of `by`, if of the first `seen` the last `window` are wanted.
-#[inline(always)]
 pub(crate) fn window_from(seen: u32, window: u32, by: u32) -> u32 {
     seen.saturating_sub(window) / by * by
 }
 
 /// What `of` says, but no more than `end`.
-#[inline(always)]
 pub(crate) fn within(of: impl Fn(u32) -> u32, end: u32) -> impl Fn(u32) -> u32 {
     move |row| {
         let n = of(row);
@@ -139,7 +130,6 @@ pub(crate) fn within(of: impl Fn(u32) -> u32, end: u32) -> impl Fn(u32) -> u32 {
 }
 
 /// Where chunk `chunk` of row `row` stands, counted from the tile's start, in rows of `chunks`, a multiple of eight.
-#[inline(always)]
 const fn place(row: u32, chunk: u32, chunks: u32) -> u32 {
     (row * chunks + (chunk ^ (row % 2 * 4) ^ (row / 8 % 4 * 2))) * 16
 }
@@ -155,7 +145,6 @@ pub(crate) struct Rows<F> {
 
 impl<F: Fn(u32) -> Row> Rows<F> {
     /// Those that `index` says, in its order.
-    #[inline(always)]
     pub(crate) fn through<I: Fn(u32) -> u32>(&self, index: &Index<I>) -> Rows<impl Fn(u32) -> Row> {
         Rows { row: |i| (self.row)((index.of)(i)), count: index.count, columns: self.columns }
     }
@@ -178,7 +167,6 @@ impl<const R: u32, const C: u32> Tile<R, C> {
     const BYTES: u32 = R * C * 16;
 
     /// The one from byte `byte` on, of `stages` that take turns: the one whose turn it is in step `step`.
-    #[inline(always)]
     pub(crate) fn at(byte: u32, stages: u32, step: u32) -> Tile<R, C> {
         Tile { at: byte + step % stages * Self::BYTES }
     }
@@ -189,7 +177,6 @@ impl<const R: u32, const C: u32> Tile<R, C> {
     /// # Safety
     /// Every thread of the block makes this same call; the rows are there and bf16; nobody else touches the tile until all threads have
     /// waited for their copies and met.
-    #[inline(always)]
     pub(crate) unsafe fn load(&self, block: &Block, from: &Rows<impl Fn(u32) -> Row>, first: u32, column: u32) {
         let block = Block { thread: memory::opaque_word(block.thread), ..*block };
         for unit in block.mine(R * C) {
@@ -206,13 +193,11 @@ impl<const R: u32, const C: u32> Tile<R, C> {
 
     /// Where chunk `chunk` of row `row` stands; those of rows that are a multiple of 32 or, without reaching the next eight, of two later
     /// stand as many rows further. A number of which the compiler knows nothing, so that it keeps this one alone.
-    #[inline(always)]
     fn base(&self, row: u32, chunk: u32) -> u32 {
         memory::opaque_word(self.at + place(row, chunk, C))
     }
 
     /// The sixteen bytes that stand `rows` rows and `chunks` chunks, a multiple of eight, after `base`.
-    #[inline(always)]
     unsafe fn chunk(base: u32, rows: u32, chunks: u32) -> [u32; 4] {
         // SAFETY: loaded, waited for and met (caller).
         unsafe { bulk::load16(base + (rows * C + chunks) * 16) }
@@ -230,12 +215,10 @@ impl<const C: u32> Own<C> {
     const WARP_BYTES: u32 = WARP_ROWS * C * 32;
 
     /// The one from byte `byte` on.
-    #[inline(always)]
     pub(crate) fn at(byte: u32) -> Own<C> {
         Own { byte }
     }
 
-    #[inline(always)]
     fn of(&self, lane: &Lane) -> u32 {
         self.byte + lane.warp * Self::WARP_BYTES
     }
@@ -244,7 +227,6 @@ impl<const C: u32> Own<C> {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; the rows are there; none of the others touches the warp's part now.
-    #[inline(always)]
     pub(crate) unsafe fn split(&self, lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) {
         let (lane, to) = (&lane.anew(), self.of(lane));
         let mut unit = lane.lane;
@@ -263,7 +245,6 @@ impl<const C: u32> Own<C> {
     }
 
     /// Puts eight elements of a row, and of the one eight later, in two terms where the `unit`th chunk of both goes.
-    #[inline(always)]
     unsafe fn put(to: u32, unit: u32, [first, second]: [[f32; 8]; 2]) {
         let (row, chunk) = (unit / C, unit % C);
         let (first, second) = (in_terms(first), in_terms(second));
@@ -280,13 +261,11 @@ impl<const C: u32> Own<C> {
 
     /// Where the operands of a product with the `group`th 32 columns stand, those of the first 16 first, of each hi and lo: a warp's
     /// [`OPERAND`] bytes, which each lane loads as it gives them to the tensor cores.
-    #[inline(always)]
     const fn operand(group: u32) -> u32 {
         group * 4 * OPERAND
     }
 
     /// The terms of the lane's rows in the `group`th 32 columns: of the first 16 and of the others, hi and lo of each.
-    #[inline(always)]
     unsafe fn terms(&self, lane: &Lane, group: u32) -> [[[u32; 4]; 2]; 2] {
         let from = memory::opaque_word(self.of(lane) + Self::operand(group) + lane.lane * 16);
         // SAFETY: split by this warp, which has met since (caller).
@@ -297,7 +276,6 @@ impl<const C: u32> Own<C> {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call, and none still reads what was there.
-    #[inline(always)]
     pub(crate) unsafe fn keep(&self, lane: &Lane, rows: &impl Fours) {
         let (lane, to) = (&lane.anew(), self.of(lane));
         // SAFETY: the words are this lane's.
@@ -311,7 +289,6 @@ impl<const C: u32> Own<C> {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call, and they have met since they kept them; nobody else touches the rows.
-    #[inline(always)]
     pub(crate) unsafe fn write(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
         // SAFETY: the caller's promises; an element is one lane's.
         unsafe { self.each_kept(lane, to, column, |row, at, four| row.set_four(at, four)) };
@@ -321,14 +298,12 @@ impl<const C: u32> Own<C> {
     ///
     /// # Safety
     /// As there, but that others may add meanwhile.
-    #[inline(always)]
     pub(crate) unsafe fn add(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
         // SAFETY: the caller's promises; four elements of f32 are sixteen bytes on a multiple of 16 (`Rows`).
         unsafe { self.each_kept(lane, to, column, |row, at, four| atomic::add_four(row.at(at).cast(), four)) };
     }
 
     /// Calls `put` for each four neighbours of what the warp has kept, those of the lane.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn each_kept(
         &self,
         lane: &Lane,
@@ -368,7 +343,6 @@ pub(crate) trait Fours {
 
 /// Eight elements of a row from a column on, of each of `places`, all of them asked for before the first is looked at; zero where there
 /// are none.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn eights_at<const N: usize>(from: &Rows<impl Fn(u32) -> Row>, places: [(u32, u32); N]) -> [[f32; 8]; N] {
     let place = |i: usize| {
         let (r, at) = places[i];
@@ -413,7 +387,6 @@ unsafe fn eights_at<const N: usize>(from: &Rows<impl Fn(u32) -> Row>, places: [(
 }
 
 /// Eight elements, two at a time, hi and lo of each two.
-#[inline(always)]
 fn in_terms(e: [f32; 8]) -> [[u32; 2]; 4] {
     [in_two([e[0], e[1]]), in_two([e[2], e[3]]), in_two([e[4], e[5]]), in_two([e[6], e[7]])]
 }

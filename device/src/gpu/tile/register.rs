@@ -20,13 +20,11 @@ pub(crate) struct PerRow(pub(crate) [f32; 2]);
 
 impl PerRow {
     /// `value` for all.
-    #[inline(always)]
     pub(crate) fn of(value: f32) -> PerRow {
         PerRow([value; 2])
     }
 
     /// What `f` says for each.
-    #[inline(always)]
     pub(crate) fn each(f: impl Fn(usize) -> f32) -> PerRow {
         PerRow([f(0), f(1)])
     }
@@ -35,7 +33,6 @@ impl PerRow {
     ///
     /// # Safety
     /// The rows are there.
-    #[inline(always)]
     pub(crate) unsafe fn read(lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) -> PerRow {
         let one = |r: u32| {
             let is_there = r < from.count && column < from.columns;
@@ -49,7 +46,6 @@ impl PerRow {
     ///
     /// # Safety
     /// Nobody else touches it.
-    #[inline(always)]
     pub(crate) unsafe fn write(&self, lane: &Lane, to: &Rows<impl Fn(u32) -> Row>, column: u32) {
         let one = |r: u32, value: f32| {
             if lane.t() == 0 && r < to.count && column < to.columns {
@@ -62,7 +58,6 @@ impl PerRow {
     }
 
     /// What the four lanes that share the rows make of theirs, the same bits in each, since `f` commutes.
-    #[inline(always)]
     unsafe fn across(self, f: impl Fn(f32, f32) -> f32) -> PerRow {
         let mut all = self.0;
         // SAFETY: every lane of the warp is here (caller).
@@ -77,7 +72,6 @@ impl PerRow {
 }
 
 /// A product of 16 rows in two terms with 8 columns.
-#[inline(always)]
 unsafe fn product(terms: [[u32; 4]; 2], b: [u32; 2], sums: [f32; 4]) -> [f32; 4] {
     // SAFETY: every lane of the warp is here (caller).
     unsafe { warp::mma(terms[1], b, warp::mma(terms[0], b, sums)) }
@@ -85,7 +79,6 @@ unsafe fn product(terms: [[u32; 4]; 2], b: [u32; 2], sums: [f32; 4]) -> [f32; 4]
 
 impl<const U: usize> Eights<U> {
     /// `value` everywhere.
-    #[inline(always)]
     pub(crate) fn of(value: f32) -> Eights<U> {
         const { assert!(U >= 1 && U <= 4) };
         Eights([[[value; 4]; 4]; U])
@@ -95,7 +88,6 @@ impl<const U: usize> Eights<U> {
     ///
     /// # Safety
     /// The rows are there.
-    #[inline(always)]
     pub(crate) unsafe fn read(lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) -> Eights<U> {
         let (lane, mut all) = (&lane.anew(), Eights::of(0.0));
         each!(u in 4 below U => {
@@ -111,7 +103,6 @@ impl<const U: usize> Eights<U> {
     ///
     /// # Safety
     /// As [`read`](Eights::read).
-    #[inline(always)]
     pub(crate) unsafe fn read_first(lane: &Lane, from: &Rows<impl Fn(u32) -> Row>, column: u32) -> Eights<U> {
         let (lane, mut all) = (&lane.anew(), Eights::of(0.0));
         each!(u in 4 below U => {
@@ -123,7 +114,6 @@ impl<const U: usize> Eights<U> {
     }
 
     /// The lane's eight columns of the `u`th 32, of both rows.
-    #[inline(always)]
     fn put(&mut self, u: usize, [a, b]: [[f32; 8]; 2]) {
         each!(j in 4 => { self.0[u][j] = [a[2 * j], a[2 * j + 1], b[2 * j], b[2 * j + 1]]; });
     }
@@ -132,7 +122,6 @@ impl<const U: usize> Eights<U> {
     ///
     /// # Safety
     /// As there.
-    #[inline(always)]
     pub(crate) unsafe fn add_rows_of<const P: usize, const R: u32, const C: u32>(
         &mut self,
         lane: &Lane,
@@ -154,7 +143,6 @@ impl<const U: usize> Eights<U> {
     /// # Safety
     /// Every lane of the warp makes this same call; both are there: `a` split by this warp, which has met since, `b` loaded, waited
     /// for and met by all. `R` is `32 U`.
-    #[inline(always)]
     pub(crate) unsafe fn add_rows<const R: u32, const C: u32>(&mut self, lane: &Lane, a: &Own<C>, b: &Tile<R, C>) {
         let mut group = if lane.is_busy { 0 } else { C / 4 };
         while group < C / 4 {
@@ -169,7 +157,6 @@ impl<const U: usize> Eights<U> {
     }
 
     /// Adds a product over the `group`th 32 columns, whose terms are those of the first and the second 16 by what a lane has of them.
-    #[inline(always)]
     unsafe fn add_group<const R: u32, const C: u32>(
         &mut self,
         terms: [[[u32; 4]; 2]; 2],
@@ -193,7 +180,6 @@ impl<const U: usize> Eights<U> {
     }
 
     /// The terms of 16 of the columns, `s` of two: as a product has them.
-    #[inline(always)]
     fn terms(&self, u: usize, s: usize) -> [[u32; 4]; 2] {
         let (a, b) = (self.0[u][2 * s], self.0[u][2 * s + 1]);
         let pairs = [in_two([a[0], a[1]]), in_two([a[2], a[3]]), in_two([b[0], b[1]]), in_two([b[2], b[3]])];
@@ -201,7 +187,6 @@ impl<const U: usize> Eights<U> {
     }
 
     /// Each number by `f`, which is told which of the lane's rows, and which column, it is of.
-    #[inline(always)]
     pub(crate) fn map(mut self, lane: &Lane, f: impl Fn(f32, usize, u32) -> f32) -> Eights<U> {
         let first = 8 * lane.anew().t();
         each!(u in 4 below U => {
@@ -216,7 +201,6 @@ impl<const U: usize> Eights<U> {
     }
 
     /// As [`map`](Eights::map), of each number and the one of `other` beside it.
-    #[inline(always)]
     pub(crate) fn map_with(
         mut self,
         lane: &Lane,
@@ -239,7 +223,6 @@ impl<const U: usize> Eights<U> {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call.
-    #[inline(always)]
     pub(crate) unsafe fn max(&self) -> PerRow {
         // SAFETY: the caller's promise.
         unsafe { self.fold(f32::NEG_INFINITY, larger).across(larger) }
@@ -249,13 +232,11 @@ impl<const U: usize> Eights<U> {
     ///
     /// # Safety
     /// As [`max`](Eights::max).
-    #[inline(always)]
     pub(crate) unsafe fn sum(&self) -> PerRow {
         // SAFETY: the caller's promise.
         unsafe { self.fold(0.0, |a, b| a + b).across(|a, b| a + b) }
     }
 
-    #[inline(always)]
     fn fold(&self, from: f32, f: impl Fn(f32, f32) -> f32) -> PerRow {
         let mut all = [from; 2];
         each!(u in 4 below U => {
@@ -268,21 +249,18 @@ impl<const U: usize> Eights<U> {
 }
 
 /// As [`where_seen`], if there are `count` columns, and of those seen, which may be more, the row sees the last `window` alone, at most 2^31.
-#[inline(always)]
 pub(crate) fn where_in_window(column: u32, seen: u32, window: u32, count: u32, value: f32) -> f32 {
     // Beyond the last that is seen it is larger than every window.
     if seen.wrapping_sub(column + 1) < window && column < count { value } else { f32::NEG_INFINITY }
 }
 
 /// `value` where the row sees column `column`, one of the first `seen`; -inf elsewhere.
-#[inline(always)]
 pub(crate) fn where_seen(column: u32, seen: u32, value: f32) -> f32 {
     if column < seen { value } else { f32::NEG_INFINITY }
 }
 
 impl<const W: usize> Sixteens<W> {
     /// `value` everywhere.
-    #[inline(always)]
     pub(crate) fn of(value: f32) -> Sixteens<W> {
         const { assert!(W >= 1 && W <= 2) };
         Sixteens([[[value; 4]; 8]; W])
@@ -292,7 +270,6 @@ impl<const W: usize> Sixteens<W> {
     ///
     /// # Safety
     /// Every lane of the warp makes this same call; `b` is there: loaded, waited for and met by all. `R` is `32 P`, `C` is `8 W`.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(crate) unsafe fn add_columns<const P: usize, const R: u32, const C: u32>(
         &mut self,
         lane: &Lane,
@@ -324,7 +301,6 @@ impl<const W: usize> Sixteens<W> {
     }
 
     /// As [`Eights::map`].
-    #[inline(always)]
     pub(crate) fn map(mut self, lane: &Lane, f: impl Fn(f32, usize, u32) -> f32) -> Sixteens<W> {
         let first = 16 * lane.anew().t();
         each!(w in 2 below W => {
@@ -340,7 +316,6 @@ impl<const W: usize> Sixteens<W> {
 }
 
 /// Elements `c`, of eight each, of two neighbouring rows.
-#[inline(always)]
 fn pair_of(first: [u32; 4], second: [u32; 4], c: usize) -> u32 {
     use crate::arch::scalar::{high_halves, low_halves};
     let halves = if c.is_multiple_of(2) { low_halves } else { high_halves };
@@ -348,7 +323,6 @@ fn pair_of(first: [u32; 4], second: [u32; 4], c: usize) -> u32 {
 }
 
 impl<const U: usize> Fours for Eights<U> {
-    #[inline(always)]
     fn each_four(&self, t: u32, put: impl Fn(u32, u32, [f32; 4])) {
         each!(u in 4 below U => {
             each!(half in 2 => {
@@ -363,7 +337,6 @@ impl<const U: usize> Fours for Eights<U> {
 }
 
 impl<const W: usize> Fours for Sixteens<W> {
-    #[inline(always)]
     fn each_four(&self, t: u32, put: impl Fn(u32, u32, [f32; 4])) {
         each!(w in 2 below W => {
             each!(i in 4 => {

@@ -20,7 +20,6 @@ use crate::gpu::tile::{
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 #[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn attend_64(
     block: &Block,
     q: &Rows<impl Fn(u32) -> Row>,
@@ -98,7 +97,6 @@ pub(super) unsafe fn attend_64(
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `y`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 #[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn attend_128(
     block: &Block,
     q: &Rows<impl Fn(u32) -> Row>,
@@ -176,7 +174,6 @@ pub(super) unsafe fn attend_128(
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `found`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 #[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn attend_share_64(
     block: &Block,
     q: &Rows<impl Fn(u32) -> Row>,
@@ -251,7 +248,6 @@ pub(super) unsafe fn attend_share_64(
 /// Every thread of the block makes this same call; the operands are there, nobody else writes them, and nobody else touches `found`,
 /// whose rows are as many as those of what is read with it. The memory of tiles is the task's.
 #[allow(clippy::too_many_arguments, reason = "operands, and what else it asks for")]
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn attend_share_128(
     block: &Block,
     q: &Rows<impl Fn(u32) -> Row>,

@@ -44,18 +44,15 @@ pub(in crate::kernels) trait Query: Copy {
 }
 
 impl Query for Row {
-    #[inline(always)]
     fn by_eight(&self) -> bool {
         self.is(F32) && self.is_aligned(16)
     }
 
-    #[inline(always)]
     unsafe fn get(&self, i: u32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe { Row::get(self, i) }
     }
 
-    #[inline(always)]
     unsafe fn eight(&self, i: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe { singles(self.load16(i), self.load16(i + 4)) }
@@ -67,18 +64,15 @@ impl Query for Row {
 pub(in crate::kernels) struct Kept(pub(in crate::kernels) u32);
 
 impl Query for Kept {
-    #[inline(always)]
     fn by_eight(&self) -> bool {
         true
     }
 
-    #[inline(always)]
     unsafe fn get(&self, i: u32) -> f32 {
         // SAFETY: the caller's promise.
         f32::from_bits(unsafe { shared::load(self.0 + i) })
     }
 
-    #[inline(always)]
     unsafe fn eight(&self, i: u32) -> [f32; 8] {
         // SAFETY: the caller's promise.
         unsafe { singles(shared::load16(self.0 + i), shared::load16(self.0 + i + 4)) }
@@ -95,14 +89,12 @@ pub(in crate::kernels) struct Found {
 }
 
 /// The dimension, in its slice, of a lane's sum `step`.
-#[inline(always)]
 fn dimension(step: usize, lane: u32) -> u32 {
     step as u32 / 2 * 2 * WARP + 2 * lane + step as u32 % 2
 }
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots' and `check` has matched their extents; `t` is below what the row may see, which
     // the cache holds; whole warps shuffle and the whole block meets, since every condition around a shuffle is the same for
@@ -157,14 +149,12 @@ pub(super) unsafe fn run(p: &Params, call: &crate::gpu::Call<'_>, block: &Block)
 }
 
 /// The positions that the task attends to for row `r` of its own: first and end.
-#[inline(always)]
 fn share_of(p: &Params, call: &crate::gpu::Call<'_>, r: u32) -> (u32, u32) {
     p.share_of([call.first_pos(), call.pass_rows()], call.row_first() + r, call.block::<1>())
 }
 
 /// Attends to keys and values of bf16 where a head's queries, of several rows, are as few as those of one row may be in decoding, and [as](Group) there. Whether it
 /// has.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
     // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise. Queries are staged by one thread
     // each eight elements, between two barriers.
@@ -233,7 +223,6 @@ unsafe fn few_queries(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) ->
 const MANY: u32 = 2;
 
 /// Attends to keys and values of bf16, where queries are many, on tensor cores. Whether it has.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> bool {
     // SAFETY: the operands are the slots' and `check` has matched their extents; the rest is `run`'s caller's promise.
     unsafe {
@@ -292,7 +281,6 @@ unsafe fn many_rows(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> b
 ///
 /// # Safety
 /// `n` is not 0.
-#[inline(always)]
 unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
     // SAFETY: finite, and no more than m.
     let quotient = unsafe { ((m as f32 + 0.5) * part).to_int_unchecked() };
@@ -301,7 +289,6 @@ unsafe fn quotient(m: u32, n: u32, part: f32) -> u32 {
 }
 
 /// Whether all rows of `x`, of so many dimensions beside theirs, begin on sixteen bytes, which are `chunk` elements at most.
-#[inline(always)]
 fn is_whole(x: &Tensor, dims: usize, chunk: u32) -> bool {
     let mut is_whole = x.address([0, 0]).addr().is_multiple_of(16);
     for dim in 0..dims {
@@ -311,7 +298,6 @@ fn is_whole(x: &Tensor, dims: usize, chunk: u32) -> bool {
 }
 
 /// The positions, of `from..to`, of part `number` of `parts`, whole 32s but for the last.
-#[inline(always)]
 pub(in crate::kernels) fn part((from, to): (u32, u32), number: u32, parts: u32) -> (u32, u32) {
     let len = (to - from).div_ceil(WARP).div_ceil(parts) * WARP;
     let (first, end) = (from + number * len, from + (number + 1) * len);
@@ -319,7 +305,6 @@ pub(in crate::kernels) fn part((from, to): (u32, u32), number: u32, parts: u32) 
 }
 
 /// Writes a row's slice, or what a split found of it.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(in crate::kernels) unsafe fn put(
     p: &Params,
     (call, y): (&crate::gpu::Call<'_>, &Tensor),
@@ -362,7 +347,6 @@ pub(in crate::kernels) unsafe fn put(
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`]; the query has them, and they are the calling thread's.
-#[inline(always)]
 pub(in crate::kernels) unsafe fn put_sums(
     splits: u32,
     (call, y): (&crate::gpu::Call<'_>, &Tensor),
@@ -386,7 +370,6 @@ pub(in crate::kernels) unsafe fn put_sums(
 ///
 /// # Safety
 /// They are the warp's until the block's next barrier, and every lane makes this same call.
-#[inline(always)]
 pub(in crate::kernels) unsafe fn keep(at: u32, found: &Found, lane: u32) {
     // SAFETY: the caller's promises; a word is one lane's.
     unsafe {
@@ -404,7 +387,6 @@ pub(in crate::kernels) unsafe fn keep(at: u32, found: &Found, lane: u32) {
 ///
 /// # Safety
 /// They have been [kept](keep) before a barrier.
-#[inline(always)]
 pub(in crate::kernels) unsafe fn merge(at: u32, parts: u32, positions: (u32, u32), lane: u32) -> Found {
     let mut all = Found { max: f32::NEG_INFINITY, total: 0.0, sums: [0.0; PER_LANE] };
     // SAFETY: the parts' words have been written before a barrier.
@@ -440,7 +422,6 @@ pub(in crate::kernels) struct Heads<Q> {
 }
 
 /// Attends to positions `first..end`, adding up the dimensions from `slice` on.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(in crate::kernels) unsafe fn attend<Q: Query>(
     head: &Heads<Q>,
     slice: u32,
@@ -525,13 +506,11 @@ pub(in crate::kernels) struct Head {
 }
 
 impl Head {
-    #[inline(always)]
     pub(in crate::kernels) fn new(cache: &Tensor, head: u32) -> Head {
         Head { first: cache.row([head]), step: cache.stride(1) }
     }
 
     /// The row of position `t`.
-    #[inline(always)]
     fn row(&self, t: u32) -> Row {
         self.first.after(u64::from(t) * u64::from(self.step))
     }

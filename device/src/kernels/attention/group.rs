@@ -45,19 +45,16 @@ const MORE: u32 = 4;
 const STAGE: u32 = FREE_SHARED;
 
 /// Words from one staged query to the next, so that those that lanes read at once lie in different banks.
-#[inline(always)]
 fn pitch(d: u32) -> u32 {
     d + 4
 }
 
 /// Where parts begin.
-#[inline(always)]
 fn parts_at(queries: u32, d: u32) -> u32 {
     STAGE + queries * pitch(d)
 }
 
 /// Words of a part.
-#[inline(always)]
 fn part_words(queries: u32, d: u32) -> u32 {
     queries * (d + MORE)
 }
@@ -96,14 +93,12 @@ pub(in crate::kernels) trait Seen {
 pub(in crate::kernels) struct All;
 
 impl Seen for All {
-    #[inline(always)]
     fn by(&self, _: u32) -> Option<(u32, u32)> {
         None
     }
 }
 
 impl<F: Fn(u32) -> (u32, u32)> Seen for F {
-    #[inline(always)]
     fn by(&self, g: u32) -> Option<(u32, u32)> {
         Some(self(g))
     }
@@ -123,7 +118,6 @@ impl Sums {
 }
 
 /// Whether there is room for `queries` queries of `d` dimensions, and these are as many as a warp takes.
-#[inline(always)]
 pub(in crate::kernels) fn has_room(queries: u32, d: u32) -> bool {
     let has_room = parts_at(queries, d) + part_words(queries, d) <= shared::KEPT;
     queries <= QUERIES && d.is_multiple_of(32) && d <= DIMENSIONS && has_room
@@ -133,7 +127,6 @@ pub(in crate::kernels) fn has_room(queries: u32, d: u32) -> bool {
 ///
 /// # Safety
 /// The words are nobody else's until the block's next barrier; the group [fits](Group::is_fit).
-#[inline(always)]
 pub(in crate::kernels) unsafe fn stage(d: u32, g: u32, i: u32, values: [f32; 2]) {
     // SAFETY: the caller's promise.
     unsafe { shared::store8(STAGE + g * pitch(d) + i, in_two(values)) }
@@ -157,7 +150,6 @@ impl Group {
     /// # Safety
     /// Every thread of the block makes this same call, after a barrier since all queries were [staged](stage); the group
     /// [fits](Group::is_fit); the cache holds the positions; nobody reads parts of an earlier call any more.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     pub(in crate::kernels) unsafe fn attend(
         &self,
         (first, end): (u32, u32),
@@ -222,7 +214,6 @@ impl Group {
     ///
     /// # Safety
     /// As [`attend`](Group::attend); every lane of the warp makes this same call, whose words those are.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn find(&self, (first, end): (u32, u32), seen: &impl Seen, (number, parts): (u32, u32), lane: u32, to: u32) {
         let (queries, d) = (self.queries, self.d);
         let (g, t) = (lane / 4, lane % 4);

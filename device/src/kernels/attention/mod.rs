@@ -53,7 +53,6 @@ pub const FLASH_BYTES: [u64; 2] = [60 << 10, 88 << 10];
 
 impl Params {
     /// The positions that row `row` of a pass of `rows` rows from position `first_pos` on sees: first and end.
-    #[inline(always)]
     pub fn seen(&self, [first_pos, rows]: [u32; 2], row: u32) -> (u32, u32) {
         let before = first_pos + row + 1;
         let (end, all) = (before + self.ahead, first_pos + rows);
@@ -66,7 +65,6 @@ impl Params {
     }
 
     /// The positions that split `number` attends to for row `row` of a pass of `rows` rows from position `first_pos` on: first and end.
-    #[inline(always)]
     pub(super) fn share_of(&self, [first_pos, rows]: [u32; 2], row: u32, number: u32) -> (u32, u32) {
         if self.splits <= 1 {
             return self.seen([first_pos, rows], row);
@@ -204,7 +202,6 @@ impl MacroKernel for Attention {
         cpu::run(p, call, scratch)
     }
 
-    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
         unsafe { gpu::run(p, call, block) }

@@ -241,7 +241,6 @@ struct Pairs([[u32; TILE]; TILE]);
 
 impl Leaf for Block {
     type Output = bool;
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn run(self) -> bool {
         let Block { keys, k_stride, values, v_stride, n, d, to } = self;
         let mut pairs = Pairs([[0; TILE]; TILE]);
@@ -301,7 +300,6 @@ struct Softmax {
 
 impl Leaf for Softmax {
     type Output = ();
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn run(self) {
         let Softmax { scores, n, seen, scale, max, total, factor, weights } = self;
         // SAFETY: scores of `n` positions, weights of as many in whole steps (see the type).

@@ -10,7 +10,6 @@ use crate::gpu::{warpgroup, weighted, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(
     p: &Params,
     call: &crate::gpu::Call<'_>,
@@ -28,10 +27,7 @@ pub(super) unsafe fn run(
         let outputs = Outputs { p, call };
         let row = First { call, x: call.tensor(slot::X) };
         let ask = |_: u32| 0;
-        let finish = {
-            #[inline(always)]
-            |n: u32, sums: [f32; 2], _: u32| outputs.finish(n, sums)
-        };
+        let finish = |n: u32, sums: [f32; 2], _: u32| outputs.finish(n, sums);
         if few::is_for::<2>(call, rows) {
             return few::multiply::<2>(call, block, rows, ready, &outputs);
         }
@@ -94,7 +90,6 @@ struct Outputs<'a> {
 
 impl Outputs<'_> {
     /// Writes output `n` of row `r`.
-    #[inline(always)]
     unsafe fn put(&self, r: u32, n: u32, [mut g, mut u]: [f32; 2]) {
         // SAFETY: the operands are the slots', row and column are there (caller).
         unsafe {
@@ -111,7 +106,6 @@ impl Outputs<'_> {
     }
 
     /// As [`put`](Outputs::put), of sums that may have to be normalised yet.
-    #[inline(always)]
     unsafe fn put_normed(&self, r: u32, n: u32, [g, u]: [f32; 2]) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -121,20 +115,17 @@ impl Outputs<'_> {
     }
 
     /// What sums are multiplied with.
-    #[inline(always)]
     fn norm(&self) -> weighted::Norm<'_> {
         weighted::Norm { call: self.call, operand: slot::NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
     }
 }
 
 impl warpgroup::Finish<2> for Outputs<'_> {
-    #[inline(always)]
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    #[inline(always)]
     unsafe fn four(&self, r: u32, n: u32, [g, u]: [[f32; 4]; 2]) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
@@ -153,7 +144,6 @@ impl warpgroup::Finish<2> for Outputs<'_> {
 }
 
 impl rows::Outputs<2> for Outputs<'_> {
-    #[inline(always)]
     unsafe fn finish(&self, n: u32, sums: [f32; 2]) {
         // SAFETY: the caller's promise.
         unsafe { self.put(0, n, sums) }

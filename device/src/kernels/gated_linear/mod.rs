@@ -118,7 +118,6 @@ impl MacroKernel for GatedLinear {
     const THIN: bool = true;
     const EARLY: bool = true;
 
-    #[inline(always)]
     unsafe fn gpu_early(
         p: &Params,
         call: &crate::gpu::Call<'_>,

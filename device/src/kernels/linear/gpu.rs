@@ -22,7 +22,6 @@ struct Outputs<'a> {
 /// # Safety (of each)
 /// The call's operands are the slots'; `n` and `r` stay below the extents that `check` has matched.
 impl rows::Outputs<1> for Outputs<'_> {
-    #[inline(always)]
     unsafe fn finish(&self, n: u32, [sum]: [f32; 1]) {
         // SAFETY: the caller's promise.
         unsafe { self.add(n, sum, self.ask(n)) }
@@ -31,7 +30,6 @@ impl rows::Outputs<1> for Outputs<'_> {
 
 impl Outputs<'_> {
     /// Asks for what is added to output `n` of the one row.
-    #[inline(always)]
     unsafe fn ask(&self, n: u32) -> u32 {
         // SAFETY: the caller's promise.
         unsafe {
@@ -41,7 +39,6 @@ impl Outputs<'_> {
     }
 
     /// `sum` with the bias of output `n`, activated.
-    #[inline(always)]
     unsafe fn activated(&self, n: u32, sum: f32) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
@@ -51,7 +48,6 @@ impl Outputs<'_> {
     }
 
     /// Writes output `n` of the one row, to which is added what was [asked](Outputs::ask) for.
-    #[inline(always)]
     unsafe fn add(&self, n: u32, sum: f32, asked: u32) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -64,7 +60,6 @@ impl Outputs<'_> {
     }
 
     /// Writes output `n` of row `r` of many: of those none is flagged, and nothing is searched.
-    #[inline(always)]
     unsafe fn finish_one_of_many(&self, r: u32, n: u32, sum: f32) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -75,13 +70,11 @@ impl Outputs<'_> {
     }
 
     /// What sums are multiplied with.
-    #[inline(always)]
     fn norm(&self) -> weighted::Norm<'_> {
         weighted::Norm { call: self.call, operand: slot::NORM, eps: self.p.eps, is_weighted: self.p.is_weighted != 0 }
     }
 
     /// Makes what the product after a norm reads, if this one is before one.
-    #[inline(always)]
     unsafe fn weigh(&self, rows: u32, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -99,13 +92,11 @@ impl Outputs<'_> {
 }
 
 impl warpgroup::Finish<1> for Outputs<'_> {
-    #[inline(always)]
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn four(&self, r: u32, n: u32, [sums]: [[f32; 4]; 1]) -> f32 {
         // SAFETY: the caller's promise.
         unsafe {
@@ -133,13 +124,11 @@ impl warpgroup::Finish<1> for Outputs<'_> {
         }
     }
 
-    #[inline(always)]
     unsafe fn adds_up(&self) -> bool {
         // SAFETY: the caller's promise.
         unsafe { self.call.tensor(slot::WEIGHTED).is_present() }
     }
 
-    #[inline(always)]
     unsafe fn row(&self, r: u32, sum: f32) {
         // SAFETY: the caller's promise.
         unsafe { self.call.tensor(slot::VALUES).set([r, 0], sum) };
@@ -148,7 +137,6 @@ impl warpgroup::Finish<1> for Outputs<'_> {
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(
     p: &Params,
     call: &crate::gpu::Call<'_>,
@@ -165,14 +153,8 @@ pub(super) unsafe fn run(
         let staged = is_normed || p.merges != 0 || is_flagged;
         let how = Staging { norm: slot::NORM, eps: p.eps, merges: p.merges != 0, like: (slot::W, 1) };
         let outputs = Outputs { p, call, best: Cell::new(Candidate::NONE) };
-        let ask_one = {
-            #[inline(always)]
-            |n: u32| outputs.ask(n)
-        };
-        let finish_one = {
-            #[inline(always)]
-            |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked)
-        };
+        let ask_one = |n: u32| outputs.ask(n);
+        let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked);
         let row = First { call, x: call.tensor(slot::X) };
         let is_one = p.merges == 0 && rows == 1 && p.is_weighted == 0;
         if few::is_for::<1>(call, rows) {

@@ -312,7 +312,6 @@ impl MacroKernel for Linear {
     const THIN: bool = true;
     const EARLY: bool = true;
 
-    #[inline(always)]
     unsafe fn gpu_early(
         p: &Params,
         call: &crate::gpu::Call<'_>,

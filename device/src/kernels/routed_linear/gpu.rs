@@ -48,7 +48,6 @@ const AHEAD_BYTES: u32 = 512;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
     // SAFETY: the operands are the slots', and every index is below its extent; what a thread has put into shared memory others read
     // behind a barrier, and another before it is put there anew: `multiply_part`'s last, or the one after `plain`.
@@ -89,7 +88,6 @@ pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
 }
 
 /// Whether the tensor cores can have this call's products.
-#[inline(always)]
 unsafe fn is_for(call: &Call<'_>, block: &Block, p: &Params) -> bool {
     // SAFETY: the operands are the slots' (caller).
     unsafe {
@@ -129,7 +127,6 @@ struct Unit {
 
 impl Work {
     /// That of the call.
-    #[inline(always)]
     unsafe fn of(call: &Call<'_>) -> Work {
         // SAFETY: the operands are the slots' (caller).
         unsafe {
@@ -140,14 +137,12 @@ impl Work {
     }
 
     /// How many units expert `expert` has.
-    #[inline(always)]
     unsafe fn units_of(&self, expert: u32) -> u32 {
         // SAFETY: counted before the block's last barrier (caller).
         unsafe { shared::load(COUNTS + expert) }.div_ceil(ROWS) * self.parts
     }
 
     /// The unit numbered `number`; none where there are no more.
-    #[inline(always)]
     unsafe fn find(&self, number: u32) -> Unit {
         let (mut left, mut expert) = (number, 0);
         // SAFETY: counted (caller), zero behind the last expert up to four.
@@ -174,7 +169,6 @@ impl Work {
     }
 
     /// The unit after `unit`, if there is one.
-    #[inline(always)]
     unsafe fn after(&self, unit: Unit, is_there: bool) -> Unit {
         if unit.tile + 1 < unit.tiles {
             return Unit { tile: unit.tile + 1, ..unit };
@@ -193,7 +187,6 @@ impl Work {
     }
 
     /// Which part of its expert's product a unit is.
-    #[inline(always)]
     unsafe fn place(&self, unit: Unit) -> Place {
         let (m0, n0) = (unit.tile * ROWS, unit.part * self.width);
         // SAFETY: counted (caller).
@@ -203,7 +196,6 @@ impl Work {
 }
 
 /// The experts of slots `slot` to `slot + 3` of row `row`, asked for together; the last one's where there are no more.
-#[inline(always)]
 unsafe fn four_of(call: &Call<'_>, row: u32, slot: u32) -> [(u32, u32); 4] {
     // SAFETY: the operands are the slots', the row is there (caller).
     unsafe {
@@ -218,7 +210,6 @@ unsafe fn four_of(call: &Call<'_>, row: u32, slot: u32) -> [(u32, u32); 4] {
 }
 
 /// `masks`, the words of 128 experts from number `128 * four` on, with the bits of four of any.
-#[inline(always)]
 fn with_bits(masks: [u32; 4], [a, b, c, d]: [u32; 4], four: u32) -> [u32; 4] {
     let word = |i: u32| {
         let bit = |expert: u32| if expert / 32 == 4 * four + i { 1 << (expert % 32) } else { 0 };
@@ -228,7 +219,6 @@ fn with_bits(masks: [u32; 4], [a, b, c, d]: [u32; 4], four: u32) -> [u32; 4] {
 }
 
 /// Counts the rows of each expert.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn count(call: &Call<'_>, block: &Block) {
     // SAFETY: a thread writes its own masks, which others read behind a barrier, and the counts of its experts.
     unsafe {
@@ -275,7 +265,6 @@ unsafe fn count(call: &Call<'_>, block: &Block) {
 }
 
 /// Lists the rows of expert `expert`, in their order.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
     // SAFETY: a thread writes its rows' own words, which others read behind a barrier; a place in the list has one row.
     unsafe {
@@ -319,7 +308,6 @@ unsafe fn list(call: &Call<'_>, block: &Block, p: &Params, expert: u32) {
 }
 
 /// Has the L2 cache ask for the first columns of what a part from column `n0` of expert `expert` on reads of the weights.
-#[inline(always)]
 unsafe fn ask(call: &Call<'_>, block: &Block, expert: u32, n0: u32) {
     if !call.uses(Technique::L2Prefetch) || block.thread >= COLUMNS {
         return;
@@ -351,25 +339,21 @@ struct Routed<'a> {
 impl Matrices<2> for Routed<'_> {
     const GATHERED: Option<u32> = Some(OFFSETS);
 
-    #[inline(always)]
     unsafe fn k(self) -> u32 {
         // SAFETY: the caller's promise.
         unsafe { self.call.tensor(slot::W) }.extent(2)
     }
 
-    #[inline(always)]
     unsafe fn dtype(self) -> u16 {
         // SAFETY: the caller's promise.
         unsafe { self.call.tensor(slot::W) }.dtype()
     }
 
-    #[inline(always)]
     unsafe fn x(self, _: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
         Rows { from: unsafe { self.call.tensor(slot::X) }.address([0, 0]), apart: 0, count }
     }
 
-    #[inline(always)]
     unsafe fn weights(self, which: usize, n: u32, count: u32) -> Rows {
         // SAFETY: the caller's promise.
         unsafe {
@@ -388,14 +372,12 @@ impl Matrices<2> for Routed<'_> {
 }
 
 /// What comes of the sums of one column: `a` times the other matrix's, `b`, if there is one, as much as they count.
-#[inline(always)]
 unsafe fn made(call: &Call<'_>, p: &Params, weight: f32, a: f32, b: f32) -> f32 {
     // SAFETY: the operands are the slots' (caller).
     weight * if unsafe { call.tensor(slot::UP) }.is_present() { activate(p.activation, a) * b } else { a }
 }
 
 /// Writes what comes of four columns from `n` on of the row listed at `i`; of one matrix, of those a half further, too.
-#[inline(always)]
 unsafe fn finish_four(call: &Call<'_>, p: &Params, i: u32, n: u32, [a, b]: [[f32; 4]; 2]) {
     // SAFETY: the row is listed, and has that column (caller).
     unsafe {
@@ -411,7 +393,6 @@ unsafe fn finish_four(call: &Call<'_>, p: &Params, i: u32, n: u32, [a, b]: [[f32
 }
 
 /// The part at `place` of expert `expert`'s product, a warp for each row and column.
-#[inline(always)]
 unsafe fn plain(call: &Call<'_>, block: &Block, p: &Params, expert: u32, place: &Place, columns: u32) {
     // SAFETY: rows and columns are below their extents; what the loop does whole warps do together.
     unsafe {

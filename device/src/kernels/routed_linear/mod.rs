@@ -138,7 +138,6 @@ impl MacroKernel for RoutedLinear {
         Ok(())
     }
 
-    #[inline(always)]
     unsafe fn gpu(p: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
         unsafe { gpu::run(p, call, block) };

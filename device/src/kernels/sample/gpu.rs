@@ -13,7 +13,6 @@ use perpetua_shared::FaultCode;
 
 /// # Safety
 /// As [`MacroKernel::gpu`].
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 pub(super) unsafe fn run(call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
     // SAFETY: the operands are the slots' and every index is below its extent; all conditions around block-wide calls
     // depend on the task's data alone, which every thread reads alike.
@@ -70,7 +69,6 @@ const _: () = assert!(SEEN + SEEN_WORDS <= shared::KEPT, "the tokens' bits have 
 ///
 /// # Safety
 /// Every thread of the block makes this same call; `logits` is a row of f32, and nobody else touches it.
-#[cfg_attr(target_arch = "nvptx64", inline(always))]
 unsafe fn penalise(logits: &Tensor, text: &Tensor, n: u32, penalty: f32, block: &Block) {
     let vocab = logits.extent(1);
     let mut first = 0;
@@ -122,7 +120,6 @@ struct Above {
 
 impl Draw<'_> {
     /// Weight of logit `at`, as bits; 0 for one that can never be drawn.
-    #[inline(always)]
     unsafe fn weight(&self, at: u32) -> u32 {
         // SAFETY: the caller promises an index of the row.
         let logit = unsafe { self.logits.get([0, at]) };
@@ -133,7 +130,6 @@ impl Draw<'_> {
 
     /// Count and mass of the weights above `bound`, whole block. The sums run in the same order every time, so the
     /// searches see a function that does not rise.
-    #[inline(always)]
     unsafe fn above(&self, bound: u32) -> Above {
         let mut mine = Above { count: 0, mass: 0.0 };
         for at in self.block.mine(self.logits.extent(1)) {
@@ -149,7 +145,6 @@ impl Draw<'_> {
     }
 
     /// The smallest bound for which `enough` holds, and what is above it. `enough` holds for all bounds from some one on.
-    #[inline(always)]
     unsafe fn search(&self, enough: impl Fn(&Above) -> bool) -> (u32, Above) {
         // No weight is above 1.
         let mut high = 1f32.to_bits();
@@ -173,7 +168,6 @@ impl Draw<'_> {
     ///
     /// # Safety
     /// Every thread of the block makes this same call; `logits` is a row of f32.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn token(&self, top_k: u32, top_p: f32, u: f64) -> u32 {
         // SAFETY: every thread of the block takes the same way, since sums and parameters are the same in each.
         unsafe {
@@ -219,7 +213,6 @@ impl Draw<'_> {
     }
 
     /// How many weights equal `weight`.
-    #[inline(always)]
     unsafe fn count_of(&self, weight: u32) -> u32 {
         // SAFETY: every thread of the block is here (caller).
         unsafe { self.above(weight - 1).count - self.above(weight).count }
@@ -227,7 +220,6 @@ impl Draw<'_> {
 
     /// Walks the row in index order, each thread a run of its own: first every thread adds up its run, then the thread
     /// whose run holds the end of the walk finds it.
-    #[cfg_attr(target_arch = "nvptx64", inline(always))]
     unsafe fn find(&self, walk: Walk) -> u32 {
         // SAFETY: every thread of the block is here (caller); indices are below the row's length; a thread writes its own
         // words of shared memory, and a barrier stands between writing and reading.
@@ -296,7 +288,6 @@ impl Draw<'_> {
     }
 
     /// The sum over the threads below this one.
-    #[inline(always)]
     unsafe fn before(&self, value: u32) -> u32 {
         // SAFETY: as in `find`.
         unsafe {
@@ -312,7 +303,6 @@ impl Draw<'_> {
     }
 
     /// [`Draw::before`] in f64, in thread order.
-    #[inline(always)]
     unsafe fn before64(&self, value: f64) -> f64 {
         // SAFETY: as in `find`; two words a thread.
         unsafe {
@@ -331,14 +321,12 @@ impl Draw<'_> {
     }
 
     /// The lowest index any thread gives.
-    #[inline(always)]
     unsafe fn lowest(&self, index: u32) -> u32 {
         // SAFETY: every thread of the block is here (caller).
         unsafe { self.block.best(Candidate { value: 0.0, index }).index }
     }
 
     /// The highest index any thread gives; `u32::MAX` stands for none.
-    #[inline(always)]
     unsafe fn highest(&self, index: u32) -> u32 {
         let turned = if index == u32::MAX { u32::MAX } else { u32::MAX - 1 - index };
         // SAFETY: every thread of the block is here (caller).

@@ -24,7 +24,6 @@ use perpetua_shared::{DType, FaultCode};
 const NO_PENALTY: f32 = 1.0;
 
 /// The logit of a token that the text has already.
-#[inline(always)]
 fn penalised(logit: f32, penalty: f32) -> f32 {
     if logit < 0.0 { logit * penalty } else { logit / penalty }
 }
@@ -116,7 +115,6 @@ impl MacroKernel for Sample {
         sample(call, scratch, largest)
     }
 
-    #[inline(always)]
     unsafe fn gpu(_: &Params, call: &crate::gpu::Call<'_>, block: &Block) -> Result<(), Fault> {
         // SAFETY: the caller's promise.
         unsafe { gpu::run(call, block) }
