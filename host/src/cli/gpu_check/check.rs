@@ -275,20 +275,15 @@ impl Check<'_> {
                 barriers.insert(blocks.to_string(), figure(time, spread));
             }
         }
-        let tiles = self.tiles(&mut prober)?;
-        let mut figures = json!({
-            "hop_us": hop * 1e6,
-            "hop_spread_percent": hop_spread,
-            "row": rows,
-            "barrier_by_sms": barriers,
-            "tile": tiles,
-        });
-        // The source has no such kernel.
-        if self.args.simulated && !self.args.interpreted {
-            return Ok(figures);
-        }
+        let mut figures =
+            json!({"hop_us": hop * 1e6, "hop_spread_percent": hop_spread, "row": rows, "barrier_by_sms": barriers});
         self.keep(figures.clone())?;
-        figures["code"] = self.code(&mut prober)?;
+        // The source has no such kernel.
+        if !self.args.simulated || self.args.interpreted {
+            figures["code"] = self.code(&mut prober)?;
+            self.keep(figures.clone())?;
+        }
+        figures["tile"] = self.tiles(&mut prober)?;
         Ok(figures)
     }
 
