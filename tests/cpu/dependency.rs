@@ -7,7 +7,6 @@ use perpetua::graph::task::{
 use perpetua::graph::tensor::{BufferId, BufferKind, DTensor, TensorId, TensorTable};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, KernelCall, ThreadBlockGraph, part};
 use perpetua::schedule::assign::balance;
-use perpetua_device::kernels::{Linear, Numbered};
 use perpetua_shared::DType;
 use perpetua_shared::limits::PARAM_WORDS;
 use proptest::prelude::*;
@@ -644,27 +643,66 @@ fn just_in_time_tasks_stand_in_no_list_and_need_an_event() {
 }
 
 /// Workers 0 and 1 have a large block each, and worker 2 none: of what comes next, three operators of one block each, it takes as
-/// much more than the others as it can have taken in before.
+/// much more than the others as it can have taken in before; and no worker two of those that run side by side.
 #[test]
 fn who_had_nothing_to_do_does_not_keep_the_others_waiting() {
     let mut table = TensorTable::default();
-    let x = table.add("x", &[2], DType::F32, BufferKind::Intermediate).unwrap();
-    let next = |name| op(name, [1, 1, 1], vec![cut(x, Read, [-1, -1, -1])]);
-    let ops = vec![op("large", [2, 1, 1], vec![cut(x, Write, [0, -1, -1])]), next("q"), next("k"), next("v")];
+    let [x, y, z] =
+        ["x", "y", "z"].map(|name| table.add(name, &[2], DType::F32, BufferKind::Intermediate).unwrap());
+    let large = op("large", [2, 1, 1], vec![cut(x, Write, [0, -1, -1])]);
+    let next = |name, from, to: Option<TensorId>| {
+        let written = to.map(|to| cut(to, Write, [-1, -1, -1]));
+        op(name, [1, 1, 1], [cut(from, Read, [-1, -1, -1])].into_iter().chain(written).collect())
+    };
+    let cost = [1000, 1000, 100, 100, 100];
+    let lists = |ops: Vec<BlockOp>, ahead| {
+        let graph = ThreadBlockGraph { table: table.clone(), ops, ..Default::default() };
+        balance(&graph, &lower(&graph, &Config::default()).unwrap(), &cost, 3, ahead).lists
+    };
+    let chain = || vec![large.clone(), next("a", x, Some(y)), next("b", y, Some(z)), next("c", z, None)];
+    assert_eq!(lists(chain(), u64::MAX), [vec![0], vec![1], vec![2, 3, 4]]);
+    assert_eq!(lists(chain(), 150), [vec![0, 4], vec![1], vec![2, 3]]);
+    assert_eq!(lists(chain(), 50), [vec![0, 3], vec![1, 4], vec![2]]);
+    let side_by_side = vec![large.clone(), next("q", x, None), next("k", x, None), next("v", x, None)];
+    assert_eq!(lists(side_by_side, u64::MAX), [vec![0, 3], vec![1, 4], vec![2]]);
+}
+
+/// Layers of two kernels with fewer blocks than there are workers, among blocks for all of uneven cost.
+#[test]
+fn a_kernel_of_few_blocks_stays_where_its_code_is() {
+    const MANY: u16 = 1;
+    const FEW: u16 = 2;
+    const ONE: u16 = 3;
+    let (n_workers, n_layers) = (8u32, 12);
+    let mut table = TensorTable::default();
+    let mut ops = Vec::new();
+    let mut costs = Vec::new();
+    let mut last = table.add("x", &[8], DType::F32, BufferKind::Intermediate).unwrap();
+    for layer in 0..n_layers {
+        // The blocks of two sequences run side by side.
+        for (kernel, n_blocks, sequences) in [(MANY, 8, 1), (FEW, 2, 2), (ONE, 1, 1)] {
+            let next = table.add(&format!("{layer}.{kernel}"), &[8], DType::F32, BufferKind::Intermediate).unwrap();
+            for sequence in 0..sequences {
+                let len = 8 / sequences;
+                let half = table.view("half", next, sequence * len, &[len], &[1]).unwrap();
+                let accesses = vec![cut(last, Read, [-1, -1, -1]), cut(half, Write, [0, -1, -1])];
+                let call = KernelCall { task_type: kernel, flags: 0, params: [0; PARAM_WORDS] };
+                ops.push(BlockOp { kernel: Some(call), ..op("op", [n_blocks, 1, 1], accesses) });
+                costs.extend((0..n_blocks).map(|block| 100 + u64::from(block * 7 + layer * 5) % 8 * 10));
+            }
+            last = next;
+        }
+    }
     let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     let tasks = lower(&graph, &Config::default()).unwrap();
-    let cost = [1000, 1000, 100, 100, 100];
-    let lists = |ahead| balance(&graph, &tasks, &cost, 3, ahead).lists;
-    assert_eq!(lists(u64::MAX), [vec![0], vec![1], vec![2, 3, 4]]);
-    assert_eq!(lists(150), [vec![0, 4], vec![1], vec![2, 3]]);
-    assert_eq!(lists(50), [vec![0, 3], vec![1, 4], vec![2]]);
-
-    // Products of one x run side by side: none makes another wait for its worker.
-    let mut products = graph.clone();
-    for op in &mut products.ops[1..] {
-        op.kernel = Some(KernelCall { task_type: Linear::TASK_TYPE, flags: 0, params: [0; PARAM_WORDS] });
-    }
-    assert_eq!(balance(&products, &tasks, &cost, 3, u64::MAX).lists, [vec![0, 3], vec![1, 4], vec![2]]);
+    let lists = balance(&graph, &tasks, &costs, n_workers, 0).lists;
+    assert_eq!(check(&graph, &tasks, Some(&WorkerLists { lists: lists.clone() })), Ok(()));
+    let who = |kernel: u16| -> Vec<usize> {
+        let is_of = |task: &u32| graph.ops[tasks.tasks[*task as usize].op as usize].kernel.unwrap().task_type == kernel;
+        (0..lists.len()).filter(|worker| lists[*worker].iter().any(is_of)).collect()
+    };
+    assert_eq!((who(MANY).len(), who(FEW).len(), who(ONE).len()), (8, 4, 1));
+    assert!(!who(FEW).contains(&who(ONE)[0]), "another kernel's code goes elsewhere: {:?} {:?}", who(FEW), who(ONE));
 }
 
 #[test]

@@ -7,8 +7,8 @@
 use crate::graph::task::{TaskClass, TaskGraph, WorkerLists};
 use crate::graph::tensor::{DTensor, row_major};
 use crate::graph::threadblock::{Access, ThreadBlockGraph};
-use perpetua_device::kernels::{GatedLinear, Linear, Numbered, linear};
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 /// Gives the tasks of `graph` to `n_workers` workers; `cost[t]` is what task `t` costs, in any unit.
 pub fn assign(graph: &TaskGraph, cost: &[u64], n_workers: u32) -> WorkerLists {
@@ -66,14 +66,21 @@ fn leaders(blocks: &ThreadBlockGraph, graph: &TaskGraph) -> Vec<usize> {
     leaders
 }
 
-/// Whether operators `a` and `b` are products of the same activations.
-fn are_side_by_side(blocks: &ThreadBlockGraph, a: usize, b: usize) -> bool {
-    let x_of = |op: usize| {
-        let is_product = |task_type: u16| [Linear::TASK_TYPE, GatedLinear::TASK_TYPE].contains(&task_type);
-        let op = &blocks.ops[op];
-        op.kernel.filter(|kernel| is_product(kernel.task_type)).and_then(|_| op.accesses[linear::slot::X].as_ref())
-    };
-    x_of(a).zip(x_of(b)).is_some_and(|(a, b)| a.tensor == b.tensor)
+/// Per operator, the operators of the longest chain of events that leads to it. Those of one level run side by side.
+fn levels(graph: &TaskGraph) -> Vec<u32> {
+    let mut of_event = vec![0u32; graph.events.len()];
+    let mut levels = Vec::with_capacity(graph.op_first.len());
+    for op in 0..graph.op_first.len() - 1 {
+        let tasks = || graph.tasks_of(op).map(|task| task as usize);
+        let level = tasks().flat_map(|task| graph.waits.of(task)).map(|event| of_event[*event as usize]).max();
+        let level = level.unwrap_or(0);
+        for event in tasks().flat_map(|task| graph.triggers.of(task)) {
+            let fired = &mut of_event[*event as usize];
+            *fired = (level + 1).max(*fired);
+        }
+        levels.push(level);
+    }
+    levels
 }
 
 /// Whether two accesses with the same map give a block the same bytes: of one tensor, or of two whose first dimension alone
@@ -92,45 +99,70 @@ fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
 ///
 /// Who has had less than another by more than `ahead`, what a worker can take in before its turn, had nothing to do meanwhile and
 /// cannot make up for that: given more than its part of what comes next, it would keep the others waiting.
+///
+/// A kernel with fewer blocks than workers stays with those that have run it: an SM holds the code of about one layer, and who
+/// gets the attention of every third only has to fetch it each time. Who runs it first are those with the fewest other kernels.
 pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32, ahead: u64) -> WorkerLists {
-    let leaders = leaders(blocks, graph);
+    let (leaders, levels) = (leaders(blocks, graph), levels(graph));
     let mut group_cost: Vec<Vec<u64>> = vec![Vec::new(); leaders.len()];
     for (op, leader) in leaders.iter().enumerate() {
         let of_leader = &mut group_cost[*leader];
         of_leader.resize(graph.tasks_of(op).len(), 0);
         graph.tasks_of(op).zip(of_leader).for_each(|(task, sum)| *sum += cost[task as usize]);
     }
-    let mut lists = vec![Vec::new(); n_workers as usize];
-    let (mut load, mut has_one) = (vec![0u64; n_workers as usize], vec![false; n_workers as usize]);
+    let mut workers = vec![Worker::default(); n_workers as usize];
     let mut places: Vec<Vec<u32>> = vec![Vec::new(); leaders.len()];
     let (mut order, mut most) = (Vec::new(), 0u64);
     for (op, &leader) in leaders.iter().enumerate().filter(|(op, _)| !is_launched(graph, *op)) {
         let n = graph.tasks_of(op).len();
+        let kernel = blocks.ops[op].kernel.map(|kernel| kernel.task_type);
         if leader == op {
             order.clear();
             order.extend(0..n);
             order.sort_by_key(|block| Reverse(group_cost[op][*block]));
             places[op].resize(n, 0);
             let least = most.saturating_sub(ahead);
-            if op == 0 || !are_side_by_side(blocks, op - 1, op) {
-                has_one.fill(false);
-            }
             // No worker gets a second block before each has one, of all that run side by side.
             for round in order.chunks(n_workers as usize) {
                 let mut turns: Vec<u32> = (0..n_workers).collect();
-                turns.sort_by_key(|worker| (has_one[*worker as usize], load[*worker as usize], *worker));
-                for (block, worker) in round.iter().zip(turns) {
-                    places[op][*block] = worker;
-                    has_one[worker as usize] = true;
-                    let sum = &mut load[worker as usize];
-                    *sum = (*sum).max(least) + group_cost[op][*block];
-                    most = most.max(*sum);
+                turns.sort_by_key(|&number| {
+                    let worker = &workers[number as usize];
+                    (worker.levels.contains(&levels[op]), worker.new_beside(kernel), worker.load, number)
+                });
+                for (block, number) in round.iter().zip(turns) {
+                    places[op][*block] = number;
+                    let load = &mut workers[number as usize].load;
+                    *load = (*load).max(least) + group_cost[op][*block];
+                    most = most.max(*load);
                 }
             }
         }
         for (block, task) in graph.tasks_of(op).enumerate() {
-            lists[places[leader][block] as usize].push(task);
+            let worker = &mut workers[places[leader][block] as usize];
+            worker.list.push(task);
+            worker.levels.insert(levels[op]);
+            worker.kernels.extend(kernel);
         }
     }
-    WorkerLists { lists }
+    WorkerLists { lists: workers.into_iter().map(|worker| worker.list).collect() }
+}
+
+/// What a worker has been given so far.
+#[derive(Clone, Default)]
+struct Worker {
+    list: Vec<u32>,
+    /// The cost of it, and of what it had nothing to do for.
+    load: u64,
+    /// Of which levels it has blocks.
+    levels: BTreeSet<u32>,
+    /// Which macro kernels it runs.
+    kernels: BTreeSet<u16>,
+}
+
+impl Worker {
+    /// Beside how many other kernels `kernel` would be new here; nothing where it is not new, or there is none.
+    fn new_beside(&self, kernel: Option<u16>) -> Option<usize> {
+        let is_new = kernel.is_some_and(|kernel| !self.kernels.contains(&kernel));
+        is_new.then_some(self.kernels.len())
+    }
 }
