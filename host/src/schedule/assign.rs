@@ -102,6 +102,7 @@ fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
 ///
 /// A kernel with fewer blocks than workers stays with those that have run it: an SM holds the code of about one layer, and who
 /// gets the attention of every third only has to fetch it each time. Who runs it first are those with the fewest other kernels.
+/// Operators of one block stay with one worker, so that those that follow each other need no hop.
 pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32, ahead: u64) -> WorkerLists {
     let (leaders, levels) = (leaders(blocks, graph), levels(graph));
     let mut group_cost: Vec<Vec<u64>> = vec![Vec::new(); leaders.len()];
@@ -127,7 +128,8 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
                 let mut turns: Vec<u32> = (0..n_workers).collect();
                 turns.sort_by_key(|&number| {
                     let worker = &workers[number as usize];
-                    (worker.levels.contains(&levels[op]), worker.new_beside(kernel), worker.load, number)
+                    let hands_over = n == 1 && worker.has_whole;
+                    (worker.levels.contains(&levels[op]), !hands_over, worker.new_beside(kernel), worker.load, number)
                 });
                 for (block, number) in round.iter().zip(turns) {
                     places[op][*block] = number;
@@ -142,6 +144,7 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
             worker.list.push(task);
             worker.levels.insert(levels[op]);
             worker.kernels.extend(kernel);
+            worker.has_whole |= n == 1;
         }
     }
     WorkerLists { lists: workers.into_iter().map(|worker| worker.list).collect() }
@@ -155,6 +158,8 @@ struct Worker {
     load: u64,
     /// Of which levels it has blocks.
     levels: BTreeSet<u32>,
+    /// Whether it has an operator of one block.
+    has_whole: bool,
     /// Which macro kernels it runs.
     kernels: BTreeSet<u16>,
 }

@@ -43,7 +43,7 @@ fn one_block_per_worker(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, tar
     for (first, group) in side_by_side(&ops, |op| is_matrix(op, table)) {
         let bytes: Vec<u64> = group.iter().map(|op| read_bytes(op, &op.axes[0], table)).collect();
         // Those that read a replicated copy must be cut alike.
-        let apart = group.len() > 1 && !is_rowwise(&ops, table, group[0].slots[X]);
+        let apart = group.len() > 1 && !may_be_copied(&ops, table, group[0].slots[X]);
         let (mut workers, mut left) = (target.n_workers, bytes.iter().sum::<u64>());
         for (at, bytes) in (first..).zip(bytes) {
             let share = (u64::from(workers) * bytes + left / 2) / left.max(1);
@@ -86,15 +86,18 @@ fn take_in_segments(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target:
     }
 }
 
-/// Whether a row-wise operator makes `tensor`.
-fn is_rowwise(ops: &[&Operator], table: &TensorTable, tensor: Option<TensorId>) -> bool {
+/// Whether a row-wise operator makes `tensor` for products alone, each of which may read [a copy](replicate).
+fn may_be_copied(ops: &[&Operator], table: &TensorTable, tensor: Option<TensorId>) -> bool {
     let Some(buffer) = tensor.map(|t| table[t].buffer) else { return false };
-    ops.iter().any(|op| {
+    let touches = |t: &Option<TensorId>| t.is_some_and(|t| table[t].buffer == buffer);
+    let is_maker = |op: &Operator| {
         let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
         let mut written = slots.iter().zip(&op.slots).filter(|(slot, _)| slot.usage != Use::Read);
-        matches!(&op.axes[..], [axis] if axis.role == AxisRole::Rows)
-            && written.any(|(_, t)| t.is_some_and(|t| table[t].buffer == buffer))
-    })
+        matches!(&op.axes[..], [axis] if axis.role == AxisRole::Rows) && written.any(|(_, t)| touches(t))
+    };
+    let multiplies = |op: &Operator| is_matrix(op, table) && op.slots.iter().skip(X + 1).all(|t| !touches(t));
+    let mut users = ops.iter().filter(|op| op.slots.iter().any(touches));
+    users.next().is_some_and(|op| is_maker(op)) && users.all(|op| multiplies(op))
 }
 
 /// The operators other than `number` that touch `buffer`, if all are products after it that read `made` whole, cut alike;
