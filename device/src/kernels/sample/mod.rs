@@ -94,11 +94,9 @@ impl MacroKernel for Sample {
     }
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
-        // Logits are written by those alone who want a penalty.
-        let [logits, rest @ ..] = io else { return Cost::default() };
-        let mut cost = default_cost(&Self::SLOTS[slot::VALUES..], rest);
-        cost.bytes_read += logits.bytes();
-        cost
+        // What a greedy choice takes: of the logits and the text nothing, of the tokens one.
+        let [_, values, indices, ..] = io else { return Cost::default() };
+        Cost { bytes_read: values.bytes() + indices.bytes(), bytes_written: size_of::<i32>() as u64, flops: 0 }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]
