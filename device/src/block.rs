@@ -21,6 +21,11 @@ impl Block {
         Block { thread: thread::thread_idx(), threads: thread::block_dim() }
     }
 
+    /// The block of the calling thread, which runs tasks: those that do.
+    pub(crate) fn here() -> Block {
+        Block { thread: thread::thread_idx(), threads: thread::task_threads() }
+    }
+
     /// The calling thread's lane in its warp.
     pub(crate) fn lane(&self) -> u32 {
         self.thread % WARP

@@ -576,7 +576,7 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
 #[cfg(all(target_arch = "nvptx64", feature = "kernels"))]
 pub(crate) unsafe fn alone<K: crate::kernels::MacroKernel>(params: LaunchBlock, id: u32) {
     let image = DeviceImage { params };
-    let (worker, block) = (WorkerId(0), Block { thread: thread::thread_idx(), threads: thread::task_threads() });
+    let (worker, block) = (WorkerId(0), Block::here());
     let sync = gpu_sync(&image);
     let body = BlockBody { image, worker, block, tiles: Tiles::new(&sync, block.thread), next: 0 };
     let step = crate::sync::Sync::step(&sync);

@@ -18,7 +18,8 @@
 #![cfg_attr(target_arch = "nvptx64", no_std)]
 #![cfg_attr(
     target_arch = "nvptx64",
-    allow(internal_features),
+    // Each module of PTX is made of a part of the crate; what nobody uses the host's build tells.
+    allow(internal_features, dead_code),
     feature(abi_ptx, asm_experimental_arch, stdarch_nvptx, link_llvm_intrinsics, abi_unadjusted)
 )]
 

@@ -2,7 +2,9 @@
 //! logits. logits: [rows, experts] f32; experts: [rows, slots] i32; weights: [rows, slots] f32. In passes of several rows, whose tasks
 //! [multiply](super::RoutedLinear) all of an expert's rows together, and would each have to choose for every row. (MPK: `MOE_TOPK_SOFTMAX`.)
 
-use super::routing::{self, Found};
+#[cfg(not(target_arch = "nvptx64"))]
+use super::routing;
+use super::routing::Found;
 use super::*;
 use crate::arch::memory;
 #[cfg(not(target_arch = "nvptx64"))]

@@ -3,9 +3,8 @@
 //! [experts, n, k]; y: [rows, slots, n]; f32 accumulation. Reads the weights of the experts that rows go to, once. With `norm`, [k], x, one
 //! row, is first normalised, as in [`linear`](super::linear). (MPK: `MOE_W13_LINEAR`, its gate and its up.)
 
-use super::linear::Activation;
 #[cfg(not(target_arch = "nvptx64"))]
-use super::linear::Order;
+use super::linear::{Activation, Order};
 use super::routing::Found;
 use super::*;
 use crate::gpu::math::activate;
@@ -22,7 +21,7 @@ pub struct ExpertsUp;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    /// An [`Activation`].
+    /// An [`Activation`](super::linear::Activation).
     pub activation: u32,
     /// An [`Order`](super::linear::Order).
     pub order: u32,

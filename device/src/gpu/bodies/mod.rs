@@ -9,7 +9,7 @@ mod rows;
 
 use super::Row;
 use super::tile::{Index, Rows};
-use crate::arch::{memory, thread};
+use crate::arch::memory;
 use crate::block::Block;
 use perpetua_shared::body::{BodyParams, Matrix};
 
@@ -67,7 +67,7 @@ macro_rules! bodies {
         /// There is none of that name.
         #[cfg(not(target_arch = "nvptx64"))]
         pub unsafe fn run(name: &str, params: &BodyParams) {
-            let (operands, block) = (Operands { params }, Block { thread: thread::thread_idx(), threads: thread::task_threads() });
+            let (operands, block) = (Operands { params }, Block::here());
             match name {
                 // SAFETY: the caller's promise.
                 $(stringify!($name) => unsafe { $name(operands, &block) },)*
@@ -83,7 +83,7 @@ macro_rules! bodies {
                 /// As `run` on the host.
                 #[unsafe(export_name = concat!("perpetua_body_", stringify!($name)))]
                 unsafe extern "ptx-kernel" fn entry(params: BodyParams) {
-                    let block = Block { thread: thread::thread_idx(), threads: thread::task_threads() };
+                    let block = Block::here();
                     // SAFETY: the caller's promise.
                     unsafe { $name(Operands { params: &params }, &block) }
                 }

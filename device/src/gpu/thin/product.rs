@@ -4,19 +4,27 @@
 use super::super::flags::unmarked;
 use super::super::math::{activate, reciprocal, rsqrt};
 use super::super::tiles::Tiles;
-use super::super::{Call, F32, Row, Tensor, turn};
+use super::super::{Call, Row, Tensor, turn};
 use super::taken::Taken;
 use super::terms::{self, First, Norm, TERMS};
 use super::{Form, Kind, SQUARES, products, room};
 use crate::arch::{atomic, memory, shared, warp};
 use crate::block::{Block, Candidate};
-use crate::kernels::attention::FOUND;
-use crate::kernels::attention_merge::{Merge, Parts, are_in_eights};
+use crate::kernels::attention_merge::{Merge, Parts};
 use crate::kernels::linear::slot;
-use crate::kernels::{GatedLinear, Linear, Numbered, argmax, gated_linear, linear, params};
+use crate::kernels::{argmax, gated_linear, linear, params};
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::{
+    gpu::F32,
+    kernels::attention::FOUND,
+    kernels::attention_merge::are_in_eights,
+    kernels::{GatedLinear, Linear, Numbered},
+};
 use core::hint::cold_path;
 use perpetua_shared::divisor::Divisor;
-use perpetua_shared::{Fault, Operand, TaskDesc, Technique};
+use perpetua_shared::{Fault, Technique};
+#[cfg(not(target_arch = "nvptx64"))]
+use perpetua_shared::{Operand, TaskDesc};
 
 /// Such a task, as it is known when it runs.
 #[derive(Clone, Copy, Debug)]

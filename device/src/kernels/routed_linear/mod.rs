@@ -12,6 +12,7 @@
 //! and `up` (128 without): 512 rows of Qwen3-30B-A3B's, 200 MB of L2's, beside 805 MB of weights. Cut along n alone, in 132, they would be
 //! 2.2 GB. (MPK: `MOE_W13_LINEAR`, `MOE_W2_LINEAR`.)
 
+#[cfg(not(target_arch = "nvptx64"))]
 use super::linear::Activation;
 use super::*;
 #[cfg(not(target_arch = "nvptx64"))]
@@ -27,7 +28,7 @@ pub struct RoutedLinear;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    /// An [`Activation`]; none without `up`.
+    /// An [`Activation`](super::linear::Activation); none without `up`.
     pub activation: u32,
     /// Tasks that share the work: block b of the grid's first axis does its part of so many.
     pub blocks: u32,
