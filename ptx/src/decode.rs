@@ -748,7 +748,11 @@ impl<'a> Decoder<'a> {
                 let expect = Some(self.source(bytes, 32)?);
                 Op::BarrierArrive { at: self.access(Space::Shared, at, 8)?, expect }
             }
-            ("mbarrier.try_wait.parity.shared::cta.b64", [d, at, parity]) => Op::BarrierTry {
+            // One waits a little where the other does not: here whoever asks in vain gives others the turn.
+            (
+                "mbarrier.try_wait.parity.shared::cta.b64" | "mbarrier.test_wait.parity.shared::cta.b64",
+                [d, at, parity],
+            ) => Op::BarrierTry {
                 d: self.pred_of(d)?,
                 at: self.access(Space::Shared, at, 8)?,
                 parity: self.source(parity, 32)?,

@@ -647,8 +647,7 @@ fn just_in_time_tasks_stand_in_no_list_and_need_an_event() {
 #[test]
 fn who_had_nothing_to_do_does_not_keep_the_others_waiting() {
     let mut table = TensorTable::default();
-    let [x, y, z] =
-        ["x", "y", "z"].map(|name| table.add(name, &[2], DType::F32, BufferKind::Intermediate).unwrap());
+    let [x, y, z] = ["x", "y", "z"].map(|name| table.add(name, &[2], DType::F32, BufferKind::Intermediate).unwrap());
     let large = op("large", [2, 1, 1], vec![cut(x, Write, [0, -1, -1])]);
     let next = |name, from, to: Option<TensorId>| {
         let written = to.map(|to| cut(to, Write, [-1, -1, -1]));

@@ -386,6 +386,16 @@ pub(crate) mod mbarrier {
         // SAFETY: the caller's promise.
         unsafe { backend::mbarrier_try_wait(number, parity) }
     }
+
+    /// [`try_wait`], without having waited.
+    ///
+    /// # Safety
+    /// As [`try_wait`].
+    #[track_caller]
+    pub(crate) unsafe fn test_wait(number: u32, parity: u32) -> bool {
+        // SAFETY: the caller's promise.
+        unsafe { backend::mbarrier_test_wait(number, parity) }
+    }
 }
 
 /// Copies that engines make beside the threads, and the shared memory they fill: the *tiles*, by byte, apart from

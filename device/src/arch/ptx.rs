@@ -187,22 +187,29 @@ pub(super) unsafe fn mbarrier_arrive_expect(number: u32, bytes: u32) {
     }
 }
 
-pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
-    let at = mbarrier_address(number);
-    let over: u32;
-    // SAFETY: the caller promises the barrier.
-    unsafe {
-        asm!(
-            "\t{{",
-            ".reg .pred over;",
-            "mbarrier.try_wait.parity.shared::cta.b64 over, [{}], {};",
-            "selp.u32 {}, 1, 0, over;",
-            "\t}}",
-            in(reg32) at, in(reg32) parity, out(reg32) over, options(nostack)
-        );
-    }
-    over != 0
+/// An instruction that asks whether a phase has ended.
+macro_rules! asks_for_phase {
+    ($name:ident: $opcode:literal) => {
+        pub(super) unsafe fn $name(number: u32, parity: u32) -> bool {
+            let at = mbarrier_address(number);
+            let over: u32;
+            // SAFETY: the caller promises the barrier.
+            unsafe {
+                asm!(
+                    "\t{{",
+                    ".reg .pred over;",
+                    concat!($opcode, ".parity.shared::cta.b64 over, [{}], {};"),
+                    "selp.u32 {}, 1, 0, over;",
+                    "\t}}",
+                    in(reg32) at, in(reg32) parity, out(reg32) over, options(nostack)
+                );
+            }
+            over != 0
+        }
+    };
 }
+asks_for_phase!(mbarrier_try_wait: "mbarrier.try_wait");
+asks_for_phase!(mbarrier_test_wait: "mbarrier.test_wait");
 
 pub(super) fn tile_address(at: u32) -> u32 {
     TILES_AT + at

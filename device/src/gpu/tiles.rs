@@ -48,6 +48,7 @@ const TAKEN: u32 = STEP + 1;
 /// What is read where nothing is: to read elsewhere takes no longer, to choose between a number that has been read and zero waits for it.
 pub(super) const ZEROS: u32 = shared::KEPT;
 const PLACES: u32 = ZEROS + 4;
+const _: () = assert!(PLACES.is_multiple_of(2), "a tile's two words are read as one");
 const PROGRAM: u32 = PLACES + 2 * TILE_BARRIERS;
 const POSITION: u32 = PROGRAM + 1;
 const WAITED: u32 = POSITION + 3;
@@ -606,12 +607,17 @@ impl<'a> Tiles<'a> {
     pub(crate) unsafe fn take(&self) -> Tile {
         let (barrier, parity) = phase(self.next.get());
         self.next.set(self.next.get().wrapping_add(1));
-        // SAFETY: the loader wrote the place before it arrived.
+        // SAFETY: the loader has made the barriers, and wrote the place before it arrived.
         unsafe {
-            let began_ns = self.now_ns();
-            wait(self.sync, FULL + barrier, parity);
-            self.waited(Waited::Tiles, began_ns);
-            Tile { at: shared::load(PLACES + 2 * barrier), bytes: shared::load(PLACES + 2 * barrier + 1), barrier }
+            // PERF: most are there, and then this is all that there is to ask.
+            if !mbarrier::test_wait(FULL + barrier, parity) {
+                cold_path();
+                let began_ns = self.now_ns();
+                wait(self.sync, FULL + barrier, parity);
+                self.waited(Waited::Tiles, began_ns);
+            }
+            let [at, bytes] = shared::load8(PLACES + 2 * barrier);
+            Tile { at, bytes, barrier }
         }
     }
 

@@ -185,6 +185,12 @@ pub(super) unsafe fn mbarrier_try_wait(number: u32, parity: u32) -> bool {
 }
 
 #[track_caller]
+pub(super) unsafe fn mbarrier_test_wait(number: u32, parity: u32) -> bool {
+    let at = Location::caller();
+    demand(with(|world| world.mbarrier_test_wait(number, parity, at)))
+}
+
+#[track_caller]
 pub(super) unsafe fn bulk_copy(to: u32, from: *const u8, bytes: u32, mbarrier: u32) {
     let at = Location::caller();
     demand(with(|world| world.copy(to, from.addr(), bytes, mbarrier, at)));

@@ -755,6 +755,22 @@ impl World {
         parity: u32,
         at: &'static Location<'static>,
     ) -> Result<bool, Box<SimtError>> {
+        let over = self.mbarrier_test_wait(number, parity, at)?;
+        if !over {
+            let current = self.current;
+            self.mbarrier(number, at)?.waiters.push(current);
+            self.wait(Wait::Phase(number));
+        }
+        Ok(over)
+    }
+
+    /// Whether the phase of parity `parity` has ended.
+    pub(super) fn mbarrier_test_wait(
+        &mut self,
+        number: u32,
+        parity: u32,
+        at: &'static Location<'static>,
+    ) -> Result<bool, Box<SimtError>> {
         let (thread, current) = (self.ordinal(), self.current);
         let barrier = self.mbarrier(number, at)?;
         // `seen` phases have ended as this thread knows, `phase` have. What ended last has parity (phase - 1) & 1, also
@@ -770,8 +786,6 @@ impl World {
             return Err(self.error(Wrong::Mbarrier, what, Some(at)));
         }
         if !over {
-            barrier.waiters.push(current);
-            self.wait(Wait::Phase(number));
             return Ok(false);
         }
         barrier.seen.insert(current, phase);
