@@ -23,8 +23,9 @@ const COPIES: &str = "perpetua_probe_copy";
 /// warpgroup's products take most of them, and what the loop holds over all bodies the rest. 252 before faults were recorded where they are found, and
 /// not handed on; 255 while bodies were inlined before they were simplified; 254 while products of one row held their first rows of weights, in 120 words; 250
 /// before those that merge asked for splits of an attention while they merge others, 253 before what is seldom run lay elsewhere, 250 before flagged elements were looked at in one place,
-/// which is less code; 254 before functions were left to LLVM to inline, each simplified by then.)
-const REGISTERS: u32 = 250;
+/// which is less code; 254 before functions were left to LLVM to inline, each simplified by then; 250 before who takes a tile looked once whether it is there, and measured
+/// only where it is not, which is fewer cycles and less code.)
+const REGISTERS: u32 = 254;
 
 /// Barriers, two to a reduction: the start 1; triggers 2; tasks without triggers 1; a task that is fetched, in its turn or just in
 /// time, 4: the record, and what a batch's sequence sees and has of it; attention 13 (parts 2; of few queries 3; of many rows 2, for 64 dimensions and for 128, and of a share of the positions likewise); advance 4 (what a pass that verifies drafts has chosen, what is asked, and the best place 2); decode_attention 5 (heads, the turned queries, parts of a group's; of one by one 2); rms_norm 2, where a row is alone; linear 45 and
