@@ -12,6 +12,7 @@ use crate::image::encode::encode;
 use crate::image::{Image, ImageError};
 use crate::machine::Machine;
 use crate::parallel::side_by_side;
+use crate::schedule::assign::Slack;
 use crate::schedule::{arena, assign, prefetch};
 use link::Link;
 use perpetua_device::kernels::{Cost, Spec};
@@ -332,7 +333,8 @@ fn lists_of(
         Cut::PerWorker => {
             let bytes = |task: usize| in_tiles.map_or(costs[task].bytes_read, |(reads, _)| reads[task].bytes());
             let weight: Vec<u64> = (0..costs.len()).map(|task| bytes(task) + costs[task].flops / 64).collect();
-            assign::balance(blocks, tasks, &weight, target.n_workers, in_tiles.map_or(0, |(_, room)| room))
+            let slack = Slack { ahead: in_tiles.map_or(0, |(_, room)| room), hop: target.hop_bytes };
+            assign::balance(blocks, tasks, &weight, target.n_workers, slack)
         }
     }
 }

@@ -6,7 +6,7 @@ use perpetua::graph::task::{
 };
 use perpetua::graph::tensor::{BufferId, BufferKind, DTensor, TensorId, TensorTable};
 use perpetua::graph::threadblock::{Access, AccessKind, BlockOp, KernelCall, ThreadBlockGraph, part};
-use perpetua::schedule::assign::balance;
+use perpetua::schedule::assign::{Slack, balance};
 use perpetua_shared::DType;
 use perpetua_shared::limits::PARAM_WORDS;
 use proptest::prelude::*;
@@ -654,16 +654,18 @@ fn who_had_nothing_to_do_does_not_keep_the_others_waiting() {
         op(name, [1, 1, 1], [cut(from, Read, [-1, -1, -1])].into_iter().chain(written).collect())
     };
     let cost = [1000, 1000, 100, 100, 100];
-    let lists = |ops: Vec<BlockOp>, ahead| {
+    let lists = |ops: Vec<BlockOp>, ahead, hop| {
         let graph = ThreadBlockGraph { table: table.clone(), ops, ..Default::default() };
-        balance(&graph, &lower(&graph, &Config::default()).unwrap(), &cost, 3, ahead).lists
+        balance(&graph, &lower(&graph, &Config::default()).unwrap(), &cost, 3, Slack { ahead, hop }).lists
     };
     let chain = || vec![large.clone(), next("a", x, Some(y)), next("b", y, Some(z)), next("c", z, None)];
-    assert_eq!(lists(chain(), u64::MAX), [vec![0], vec![1], vec![2, 3, 4]]);
-    assert_eq!(lists(chain(), 150), [vec![0, 4], vec![1], vec![2, 3]]);
-    assert_eq!(lists(chain(), 50), [vec![0, 3], vec![1, 4], vec![2]]);
+    assert_eq!(lists(chain(), u64::MAX, 0), [vec![0], vec![1], vec![2, 3, 4]]);
+    assert_eq!(lists(chain(), 150, 0), [vec![0, 4], vec![1], vec![2, 3]]);
+    assert_eq!(lists(chain(), 50, 99), [vec![0, 3], vec![1, 4], vec![2]]);
+    // Where a hop would take longer than they do, all are one worker's.
+    assert_eq!(lists(chain(), 50, 100), [vec![0], vec![1], vec![2, 3, 4]]);
     let side_by_side = vec![large.clone(), next("q", x, None), next("k", x, None), next("v", x, None)];
-    assert_eq!(lists(side_by_side, u64::MAX), [vec![0, 3], vec![1, 4], vec![2]]);
+    assert_eq!(lists(side_by_side, u64::MAX, u64::MAX), [vec![0, 3], vec![1, 4], vec![2]]);
 }
 
 /// Layers of two kernels with fewer blocks than there are workers, among blocks for all of uneven cost.
@@ -694,7 +696,7 @@ fn a_kernel_of_few_blocks_stays_where_its_code_is() {
     }
     let graph = ThreadBlockGraph { table, ops, ..Default::default() };
     let tasks = lower(&graph, &Config::default()).unwrap();
-    let lists = balance(&graph, &tasks, &costs, n_workers, 0).lists;
+    let lists = balance(&graph, &tasks, &costs, n_workers, Slack { ahead: 0, hop: 0 }).lists;
     assert_eq!(check(&graph, &tasks, Some(&WorkerLists { lists: lists.clone() })), Ok(()));
     let who = |kernel: u16| -> Vec<usize> {
         let is_of = |task: &u32| graph.ops[tasks.tasks[*task as usize].op as usize].kernel.unwrap().task_type == kernel;

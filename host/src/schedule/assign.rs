@@ -97,13 +97,19 @@ fn sees_alike(blocks: &ThreadBlockGraph, a: &Access, b: &Access) -> bool {
 /// only at the end: the costliest block goes to the worker with the least so far. Blocks that read what a block of the
 /// same number wrote follow it, and are part of its cost. Lists are in program order, as those of [`assign`].
 ///
-/// Who has had less than another by more than `ahead`, what a worker can take in before its turn, had nothing to do meanwhile and
+/// Who has had less than another by more than it can take in [ahead](Slack::ahead) had nothing to do meanwhile and
 /// cannot make up for that: given more than its part of what comes next, it would keep the others waiting.
 ///
 /// A kernel with fewer blocks than workers stays with those that have run it: an SM holds the code of about one layer, and who
 /// gets the attention of every third only has to fetch it each time. Who runs it first are those with the fewest other kernels.
-/// Operators of one block stay with one worker, so that those that follow each other need no hop.
-pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_workers: u32, ahead: u64) -> WorkerLists {
+/// Operators of one block that cost less than a [hop](Slack::hop) stay with one worker, since those that follow each other need none there.
+pub fn balance(
+    blocks: &ThreadBlockGraph,
+    graph: &TaskGraph,
+    cost: &[u64],
+    n_workers: u32,
+    Slack { ahead, hop }: Slack,
+) -> WorkerLists {
     let (leaders, levels) = (leaders(blocks, graph), levels(graph));
     let mut group_cost: Vec<Vec<u64>> = vec![Vec::new(); leaders.len()];
     for (op, leader) in leaders.iter().enumerate() {
@@ -117,6 +123,7 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
     for (op, &leader) in leaders.iter().enumerate().filter(|(op, _)| !is_launched(graph, *op)) {
         let n = graph.tasks_of(op).len();
         let kernel = blocks.ops[op].kernel.map(|kernel| kernel.task_type);
+        let is_small = n == 1 && group_cost[leader][0] <= hop;
         if leader == op {
             order.clear();
             order.extend(0..n);
@@ -128,7 +135,7 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
                 let mut turns: Vec<u32> = (0..n_workers).collect();
                 turns.sort_by_key(|&number| {
                     let worker = &workers[number as usize];
-                    let hands_over = n == 1 && worker.has_whole;
+                    let hands_over = is_small && worker.has_small;
                     (worker.levels.contains(&levels[op]), !hands_over, worker.new_beside(kernel), worker.load, number)
                 });
                 for (block, number) in round.iter().zip(turns) {
@@ -144,10 +151,19 @@ pub fn balance(blocks: &ThreadBlockGraph, graph: &TaskGraph, cost: &[u64], n_wor
             worker.list.push(task);
             worker.levels.insert(levels[op]);
             worker.kernels.extend(kernel);
-            worker.has_whole |= n == 1;
+            worker.has_small |= is_small;
         }
     }
     WorkerLists { lists: workers.into_iter().map(|worker| worker.list).collect() }
+}
+
+/// What [`balance`] weighs even cost against, in the same unit.
+#[derive(Clone, Copy, Debug)]
+pub struct Slack {
+    /// What a worker can take in before its turn.
+    pub ahead: u64,
+    /// What a worker does in the time of a hop.
+    pub hop: u64,
 }
 
 /// What a worker has been given so far.
@@ -158,8 +174,8 @@ struct Worker {
     load: u64,
     /// Of which levels it has blocks.
     levels: BTreeSet<u32>,
-    /// Whether it has an operator of one block.
-    has_whole: bool,
+    /// Whether it has those operators that are a block each and cost less than a hop.
+    has_small: bool,
     /// Which macro kernels it runs.
     kernels: BTreeSet<u16>,
 }
