@@ -136,12 +136,16 @@ fn broken_flags_are_named() {
     says(&moved, "which no task of its program writes");
     // A reader before who writes for it, on one worker.
     let view = compiled.image.view();
+    let ops = [q, o].map(|op| whole.tasks[task(op)].op);
+    let both = (0..view.n_workers).find_map(|worker| {
+        let list = view.list(0, WorkerId(worker));
+        let [writer, reader] = ops.map(|op| list.iter().position(|task| view.tasks[*task as usize].op == op));
+        Some((worker as usize, writer?, reader?))
+    });
+    let (worker, writer, reader) = both.expect("a worker that has one of each");
     let backwards = |parts: &mut Parts| {
-        let first = parts.list_heads[0] as usize;
-        let list = &mut parts.lists[first..][..view.list(0, WorkerId(0)).len()];
-        let at = |op: u32| list.iter().position(|task| view.tasks[*task as usize].op == op).expect("one of each");
-        let [writer, reader] = [q, o].map(|op| at(whole.tasks[task(op)].op));
-        list.swap(writer, reader);
+        let first = parts.list_heads[worker] as usize;
+        parts.lists.swap(first + writer, first + reader);
     };
     says(&backwards, "stops after");
     // Who has told by flags alone may run beside the pass that follows.
