@@ -54,14 +54,14 @@ const BYTE_PRODUCTS: usize = 12 + 40;
 
 /// Of a product of one row, in bf16, 8 bits and 4: block barriers (the row, merged or as it is, 2, the sums' two, and the best output's 2); shuffles (a
 /// norm's sum 5, the best output 10, totals of eight rows and of sixteen 3; and a scale's maximum, of either kind of row, over eight lanes 3 and over sixteen 4); warp syncs where none fails; products, of two chunks for eight rows and for
-/// sixteen, in the loop and of the last ones (in 4 bits by two, and those of what sums begin with, once for each chunk that is asked for); looks at tiles' mbarriers, two where some are taken: a norm's, the first ones, and the loop's two; and arrivals.
+/// sixteen, in the loop and of the last ones (in 4 bits by two, and those of what sums begin with, once for each chunk that is asked for); waits for tiles' mbarriers, two where some are taken and were not there yet: a norm's, the first ones, and the loop's two; and arrivals.
 const OF_ONE_ROW: [usize; 6] = [3 * 6, 18 + 24 + 26, 3 * 2, 12 + 12 + 40, 3 * 8, 3 * 2];
 /// By a warpgroup: of 64 x 128 x 16 four a step, twice that with both halves of the rows, and of narrower ones, of which a step has two
 /// fours of columns, eight, in linear and in gated_linear; in routed_linear the first alone.
 const GROUP_PRODUCTS: [usize; 4] = [36, 16, 16, 16];
 
 /// Of each macro kernel alone, which is an entry of its own in `kernels.ptx`: registers at most; and, counted in the source,
-/// block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; and looks at tiles' mbarriers, two where one is taken (a norm's, those of products not in
+/// block barriers, two of them behind the task's fetching, shuffles, warp syncs, tensor-core products; and waits for tiles' mbarriers, two where one is taken and was not there yet (a norm's, those of products not in
 /// terms, and of those in terms a step's and the next one's, which in gated_linear are two each; of a long row's the first and the next, of
 /// four widths, in gated_linear of two, two each), and arrivals on them, one behind each
 /// warp sync but two. Stack and spills are none. (attention_merge: a thread has eight elements' loads of four splits under way. rms_norm: of a row 32 elements, their weights, and what they are added to. rope: the
@@ -385,7 +385,7 @@ fn each_kernel_keeps_to_its_figures() {
         println!("(\"{}\", {used}, {}, {}, {}, {}, ..),", &name[16..], got.0, got.1, got.2, got.3);
         assert_eq!(got, (block_barriers, shuffles, warp_syncs, products), "{name}");
         let of_tiles = [count(body, &["mbarrier.try_wait"]), count(body, &["mbarrier.arrive"])];
-        assert_eq!(of_tiles, tiles, "{name}: looks at barriers of tiles, and arrivals");
+        assert_eq!(of_tiles, tiles, "{name}: waits for barriers of tiles, and arrivals");
         assert_eq!(count(body, &["ld.global.nc", "ldu.", "call", "ld.local", "st.local"]), 0, "{name}");
         if report.is_some() {
             over.extend((used > registers).then(|| format!("{name}: {used} registers, {registers} before")));
