@@ -672,6 +672,34 @@ fn plans_let_64_kib_be_under_way_all_the_time() {
     }
 }
 
+/// Layers are cut alike, the first as well, whose row the embedding makes; the same workers attend in all of them; and the choice of a token and
+/// what follows it are one worker's.
+#[test]
+fn layers_are_cut_alike_and_attention_stays_where_it_is() {
+    let layers = 6;
+    let compiled = compiled_for_h200(layers);
+    let (program, view) = (&compiled.programs[0], compiled.image.view());
+    // The workers that have tasks of an operator, as often as they have some.
+    let workers = |name: &str| -> Vec<u32> {
+        let op = program.blocks.ops.iter().position(|op| op.name == name).expect("an operator");
+        let is_its = |task: &&u32| program.tasks.tasks_of(op).contains(*task);
+        (0..view.n_workers)
+            .flat_map(|worker| view.list(0, WorkerId(worker)).iter().filter(is_its).map(move |_| worker))
+            .collect()
+    };
+    let of = |layer: usize, what: &str| workers(&format!("model.layers.{layer}.self_attn.{what}"));
+    let attends = of(0, "attention");
+    assert!(attends.len() < view.n_workers as usize / 2, "{} of {}", attends.len(), view.n_workers);
+    for layer in 0..layers {
+        let mut side_by_side = ["q_proj", "k_proj", "v_proj"].map(|what| of(layer, what)).concat();
+        side_by_side.sort_unstable();
+        assert_eq!(side_by_side, (0..view.n_workers).collect::<Vec<_>>(), "one of the three each in layer {layer}");
+        assert_eq!(of(layer, "attention"), attends, "layer {layer}");
+    }
+    assert_eq!(workers("sample"), workers("advance"));
+    assert!(!attends.contains(&workers("sample")[0]), "which does not attend");
+}
+
 /// The first rule that `whole` breaks once it is changed.
 pub(crate) fn broken_rule(whole: &Parts, change: &dyn Fn(&mut Parts)) -> String {
     let mut parts = whole.clone();
