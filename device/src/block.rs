@@ -21,7 +21,7 @@ impl Block {
         Block { thread: thread::thread_idx(), threads: thread::block_dim() }
     }
 
-    /// The block of the calling thread, which runs tasks: those that do.
+    /// The calling thread in the block of those that run tasks; a service warp's is numbered beyond them.
     pub(crate) fn here() -> Block {
         Block { thread: thread::thread_idx(), threads: thread::task_threads() }
     }

@@ -482,8 +482,8 @@ pub unsafe fn worker(params: LaunchBlock) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
     let worker = WorkerId(thread::block_idx());
-    let (thread, threads) = (thread::thread_idx(), thread::block_dim());
-    let block = Block { thread, threads: thread::task_threads() };
+    let (block, threads) = (Block::here(), thread::block_dim());
+    let thread = block.thread;
     // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. The warps beyond the
     // task threads' are no task's: the first of their lanes is the loader, the second the scheduler.
     unsafe {
@@ -531,8 +531,8 @@ pub unsafe fn operator(params: LaunchBlock, program: u32, first: u32) {
     let image = DeviceImage { params };
     let sync = gpu_sync(&image);
     let worker = WorkerId(thread::block_idx());
-    let (thread, threads) = (thread::thread_idx(), thread::block_dim());
-    let block = Block { thread, threads: thread::task_threads() };
+    let (block, threads) = (Block::here(), thread::block_dim());
+    let thread = block.thread;
     let step = crate::sync::Sync::step(&sync);
     let id = first + worker.0;
     // SAFETY: one thread makes the barriers, and every thread of the block comes to the one after. They agree on the fault, which

@@ -140,6 +140,12 @@ pub(super) enum Op {
         clamp: Slot,
         members: Slot,
     },
+    /// `redux.sync.or.b32`: the bits of all lanes' words.
+    Union {
+        d: Slot,
+        value: Slot,
+        members: Slot,
+    },
     LoadMatrices {
         d: Vec<Slot>,
         from: Access,
@@ -572,6 +578,11 @@ impl<'a> Decoder<'a> {
                     members: self.source(members, 32)?,
                 }
             }
+            ("redux.sync.or.b32", [d, value, members]) => Op::Union {
+                d: self.destination(d)?,
+                value: self.source(value, 32)?,
+                members: self.source(members, 32)?,
+            },
             ("ldmatrix.sync.aligned.m8n8.x4.shared.b16", [d, from]) => Op::LoadMatrices {
                 d: self.destinations(d)?.into_iter().collect::<Option<_>>().ok_or("wants all four registers")?,
                 from: self.access(Space::Shared, from, 16)?,

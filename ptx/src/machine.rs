@@ -886,6 +886,15 @@ impl Machine<'_> {
                 }
                 warp.set(*to, lanes, &d);
             }
+            Op::Union { d: to, value, members } => {
+                if let Some(wait) = meet(warp, part, named(warp.row(entry, *members), lanes)?)? {
+                    return Ok(wait);
+                }
+                let value = warp.row(entry, *value);
+                let all = lanes_of(lanes).fold(0, |all, lane| all | value[lane]);
+                lanes_of(lanes).for_each(|lane| d[lane] = all);
+                warp.set(*to, lanes, &d);
+            }
             Op::Barrier { id, threads, vote } => {
                 let alive = warp.lanes() | part;
                 if let Some(wait) = meet(warp, part, alive)? {

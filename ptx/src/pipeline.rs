@@ -92,7 +92,7 @@ impl Cost {
             Op::Load { from, .. } if from.space == Space::Shared => cost(1, SHARED),
             Op::Load { .. } | Op::Atomic { .. } => cost(1, L2),
             Op::LoadMatrices { .. } => cost(1, SHARED + 4),
-            Op::Shuffle { .. } => cost(1, SHUFFLE),
+            Op::Shuffle { .. } | Op::Union { .. } => cost(1, SHUFFLE),
             Op::Product { .. } => PRODUCT,
             Op::BarrierTry { .. } => cost(1, TRY_WAIT),
             Op::Store { .. }
@@ -206,6 +206,7 @@ impl Operands {
                 }
             }
             Op::Shuffle { d, value, by, members, .. } => all.rows(&[*value, *by, *members], &[*d]),
+            Op::Union { d, value, members } => all.rows(&[*value, *members], &[*d]),
             Op::LoadMatrices { d, from } => all.rows(&[from.base], d),
             Op::Product { d, a, b, c, .. } => {
                 all.rows(a, d);
@@ -473,6 +474,7 @@ impl Pipeline {
                     | Op::LoadMatrices { .. }
                     | Op::Atomic { .. }
                     | Op::Shuffle { .. }
+                    | Op::Union { .. }
                     | Op::BarrierTry { .. }
             );
             (is_waited_for || one.cost == SPECIAL).then_some(u64::from(one.cost.latency))

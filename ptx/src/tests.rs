@@ -63,6 +63,18 @@ fn lanes_part_and_meet_again() {
 }
 
 #[test]
+fn lanes_put_their_bits_together() {
+    // Odd lanes come later, and all have a bit of their own but lane 4.
+    let body = "shl.b32 %r2, 1, %r1;\nand.b32 %r3, %r1, 1;\nsetp.eq.b32 %p1, %r3, 0;\n@%p1 bra $met;\nnanosleep.u32 64;\n\
+        $met:\nsetp.eq.b32 %p2, %r1, 4;\n@%p2 mov.b32 %r2, 0;\nredux.sync.or.b32 %r4, %r2, -1;\nst.global.b32 [%rd3], %r4;";
+    for seed in 0..20 {
+        let mut words = [0; 32];
+        run("", body, 32, seed, &mut words).expect("all lanes come to it");
+        assert_eq!(words, [!(1 << 4); 32], "seed {seed}");
+    }
+}
+
+#[test]
 fn a_barrier_that_was_copied_is_seen() {
     let body =
         "setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $other;\nbar.sync 0, 64;\nbra.uni $done;\n$other:\nbar.sync 0, 64;\n$done:";

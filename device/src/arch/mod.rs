@@ -157,6 +157,16 @@ pub(crate) mod warp {
         unsafe { backend::shuffle(value, lane) }
     }
 
+    /// The bits that any lane passes.
+    ///
+    /// # Safety
+    /// As [`shuffle_xor`].
+    #[track_caller]
+    pub(crate) unsafe fn union(value: u32) -> u32 {
+        // SAFETY: the caller's promise.
+        unsafe { backend::union(value) }
+    }
+
     /// What any lane wrote before is visible to all of them after.
     ///
     /// # Safety

@@ -42,6 +42,8 @@ unsafe extern "unadjusted" {
     fn nvvm_shfl_bfly(members: i32, value: i32, mask: i32, clamp: i32) -> i32;
     #[link_name = "llvm.nvvm.shfl.sync.idx.i32"]
     fn nvvm_shfl_idx(members: i32, value: i32, lane: i32, clamp: i32) -> i32;
+    #[link_name = "llvm.nvvm.redux.sync.or"]
+    fn nvvm_redux_or(value: i32, members: i32) -> i32;
     #[link_name = "llvm.nvvm.wgmma.fence.sync.aligned"]
     fn nvvm_wgmma_fence();
     #[link_name = "llvm.nvvm.wgmma.commit_group.sync.aligned"]
@@ -471,6 +473,11 @@ pub(super) unsafe fn shuffle_xor(value: u32, mask: u32) -> u32 {
 pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
     // SAFETY: the caller promises that the whole warp is here.
     unsafe { nvvm_shfl_idx(ALL_LANES, value as i32, lane as i32, 31) as u32 }
+}
+
+pub(super) unsafe fn union(value: u32) -> u32 {
+    // SAFETY: the caller promises that the whole warp is here.
+    unsafe { nvvm_redux_or(value as i32, ALL_LANES) as u32 }
 }
 
 pub(super) fn timer_ns() -> u64 {

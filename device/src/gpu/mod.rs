@@ -571,6 +571,11 @@ impl Call<'_> {
         self.launch.is_none_or(|launch| !param!(launch, without).has(technique))
     }
 
+    /// The code of the launch's fault, 0 where there is none: what the pass has made after one may be of rows that somebody has waited for in vain.
+    pub(crate) fn fault_code(&self) -> u32 {
+        self.tiles.map_or(0, |tiles| tiles.sync().fault_code())
+    }
+
     /// Tells the host by entry `at` of the mailbox that the pass has ended, how many tokens are in the cache, and which token it has made there.
     ///
     /// # Safety

@@ -259,6 +259,8 @@ pub(crate) struct Staging {
     pub(crate) norm: usize,
     /// Added to its mean square then.
     pub(crate) eps: f32,
+    /// Whether that operand is no weights, which come in a tile, but sums of squares: see [`weighted`](super::weighted).
+    pub(crate) is_weighted: bool,
     /// Whether operand `x` is what an attention's splits found, and the row what they make together.
     pub(crate) merges: bool,
     /// An operand and the dimension of it that has as many elements as the row.
@@ -284,7 +286,7 @@ pub(crate) unsafe fn ready_and_staged(
 ) -> Result<(), Fault> {
     // SAFETY: the caller's promises; the tile is released whatever `ready` says.
     unsafe {
-        let is_normed = call.tensor(how.norm).is_present();
+        let is_normed = call.tensor(how.norm).is_present() && !how.is_weighted;
         let tiles = call.tiles.filter(|tiles| is_normed && tiles.left() > 0);
         let tile = if let Some(tiles) = tiles { tiles.take() } else { Tile::NONE };
         let merge = if how.merges { Merge::of(&call.tensor(slot::X)) } else { Merge::NONE };

@@ -80,8 +80,13 @@ impl Gpu {
 
     /// Whether one has been recorded.
     pub(crate) fn has_fault(&self) -> bool {
+        self.fault_code() != 0
+    }
+
+    /// Its code, or 0.
+    pub(crate) fn fault_code(&self) -> u32 {
         // SAFETY: the record's first word is its code.
-        unsafe { atomic::load_relaxed(self.fault.cast()) != 0 }
+        unsafe { atomic::load_relaxed(self.fault.cast()) }
     }
 
     /// Records `fault`, unless another is recorded already, and tells every worker to leave.

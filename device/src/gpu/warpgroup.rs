@@ -35,6 +35,7 @@ use crate::arch::warpgroup::{self, Matrix, Sums, place};
 use crate::arch::{WARP, bulk, copy, each_of_four, memory, shared, warp};
 use crate::block::Block;
 use crate::kernels::linear::slot;
+use core::hint::cold_path;
 use perpetua_shared::{Fault, Technique};
 
 /// Columns of k at a time, and of them those that one instruction takes.
@@ -152,6 +153,15 @@ pub(crate) fn bytes_apart(matrix: &Tensor) -> usize {
 
 /// What becomes of the sums of a product with `N` matrices of weights.
 pub(crate) trait Finish<const N: usize> {
+    /// Where they go, and what is added to them on the way.
+    type Outputs: Copy;
+
+    /// These, found once for a part: they are words of shared memory, which each four would wait for.
+    ///
+    /// # Safety
+    /// As [`multiply`].
+    unsafe fn outputs(&self) -> Self::Outputs;
+
     /// What can be done before there are sums of the part at `place`, while its first copies are on their way. [`THREADS`] threads make the call, and meet
     /// the others before [`four`](Finish::four).
     ///
@@ -166,7 +176,7 @@ pub(crate) trait Finish<const N: usize> {
     ///
     /// # Safety
     /// As [`multiply`].
-    unsafe fn four(&self, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32;
+    unsafe fn four(&self, outputs: &Self::Outputs, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32;
 
     /// Whether what [`four`](Finish::four) returns is added up over a row of the part, for [`row`](Finish::row).
     ///
@@ -186,7 +196,11 @@ pub(crate) trait Finish<const N: usize> {
 }
 
 impl<const N: usize, F: Fn(u32, u32, [[f32; 4]; N])> Finish<N> for F {
-    unsafe fn four(&self, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32 {
+    type Outputs = ();
+
+    unsafe fn outputs(&self) {}
+
+    unsafe fn four(&self, (): &(), r: u32, n: u32, sums: [[f32; 4]; N]) -> f32 {
         self(r, n, sums);
         0.0
     }
@@ -458,8 +472,6 @@ struct Copies<const N: usize> {
     w: [Rows; N],
     /// The weights' type: of those in fewer bits it copies sixteen bytes of every so many rows, too, which are twice as many elements of a step.
     dtype: u16,
-    /// Bytes from a row of the weights to the next.
-    row_bytes: usize,
     /// Columns of all.
     k: u32,
 }
@@ -483,21 +495,23 @@ impl<const N: usize> Copies<N> {
         // Those who multiply have no use for theirs.
         let first = memory::opaque_word(block.thread).saturating_sub(warpgroup::THREADS);
         let (row, chunk, apart) = (first / 8, first % 8, (block.threads - warpgroup::THREADS) / 8);
-        // The thread's bytes of its first row in the first step, perhaps beyond the last: nothing is copied from there.
-        let own = |rows: Rows, row: u32, chunk: u32, apart: u32| Rows {
+        // The thread's bytes of its first row in the first step, or of the last there is; in fewer bits perhaps beyond that: nothing is copied from there.
+        let mine = |rows: &Rows| row.min(rows.count.saturating_sub(1));
+        let own = |rows: Rows, row: u32, chunk: u32| Rows {
             from: rows.from.wrapping_add(row as usize * rows.apart + 16 * chunk as usize),
-            apart: apart as usize * rows.apart,
             ..rows
         };
         // SAFETY: the matrices have that part (caller).
         unsafe {
             let dtype = matrices.dtype();
-            let (w_row, w_chunk, w_apart) = if dtype == BF16 { (row, chunk, apart) } else { packed_of(first, apart) };
             let w: [Rows; N] = core::array::from_fn(|which| matrices.weights(which, place.n0, place.columns));
-            let x = own(matrices.x(place.m0, place.rows), if A::GATHERED.is_some() { 0 } else { row }, chunk, apart);
-            let row_bytes = w[0].apart;
-            let w = w.map(|rows| own(rows, w_row, w_chunk, w_apart));
-            Copies { row, chunk, apart, x, w, dtype, row_bytes, k: matrices.k() }
+            let x = matrices.x(place.m0, place.rows);
+            let x = own(x, if A::GATHERED.is_some() { 0 } else { mine(&x) }, chunk);
+            let w = w.map(|rows| {
+                let (row, chunk) = if dtype == BF16 { (mine(&rows), chunk) } else { packed_of(first) };
+                own(rows, row, chunk)
+            });
+            Copies { row, chunk, apart, x, w, dtype, k: matrices.k() }
         }
     }
 
@@ -560,7 +574,7 @@ impl<const N: usize> Copies<N> {
     unsafe fn packed<const M: usize, const S: usize>(&self, step: u32, to: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
         let per = rows / N as u32;
-        let (mut row, quarter, apart) = self.own_packed();
+        let ((mut row, quarter), apart) = self.own_packed();
         let to = to + place(row, 2 * quarter) - row * warpgroup::ROW;
         let (bytes, scale) = self.element(STEP * halves * step);
         let w = &self.w[0];
@@ -570,7 +584,7 @@ impl<const N: usize> Copies<N> {
         // Of a deep part: from its first columns' line to that of the next ones, whose scales are among the same sixteen bytes.
         let to_next = self.element(STEP * (halves * step + 1)).0 - bytes;
         // From what the one matrix, or the one half, would have next to what the other has.
-        let back = rows as usize * self.row_bytes;
+        let (back, next_row) = (rows as usize * w.apart, apart as usize * w.apart);
         let to_second = self.w[N - 1].from.addr().wrapping_sub(w.from.addr() + back / 2);
         let there = |half: u32| if STEP * (halves * step + half) < self.k { u32::MAX } else { 0 };
         let (is_first, is_next) = (there(0), there(1));
@@ -598,11 +612,11 @@ impl<const N: usize> Copies<N> {
         };
         while row < halves * rows {
             begin(row, from);
-            begin(row + apart, from.wrapping_add(w.apart));
+            begin(row + apart, from.wrapping_add(next_row));
             if at_once(S) == 3 {
-                begin(row + 2 * apart, from.wrapping_add(2 * w.apart));
+                begin(row + 2 * apart, from.wrapping_add(2 * next_row));
             }
-            (row, from) = (row + at_once(S) * apart, from.wrapping_add(at_once(S) as usize * w.apart));
+            (row, from) = (row + at_once(S) * apart, from.wrapping_add(at_once(S) as usize * next_row));
         }
     }
 
@@ -611,7 +625,7 @@ impl<const N: usize> Copies<N> {
     /// PERF: two or three rows side by side; one after the other each would wait for the one before.
     unsafe fn widen<P: Packed, const M: usize, const S: usize>(&self, step: u32) {
         let (halves, rows) = (if is_deep(M, S) { 2 } else { 1 }, 2 * S as u32);
-        let (mut row, quarter, apart) = self.own_packed();
+        let ((mut row, quarter), apart) = self.own_packed();
         let to = stage_of(step) + W + place(row, 2 * quarter) - row * warpgroup::ROW;
         // The thread's first elements of the step, or of either half.
         let first = STEP * halves * step + 16 * quarter;
@@ -647,36 +661,57 @@ impl<const N: usize> Copies<N> {
         }
     }
 
-    /// 64 columns of `n` rows, to the matrix at `to`; zero where there are none, as rows stay for which there were none when it was new.
+    /// 64 columns of `n` rows, to the matrix at `to`. Of rows that are not there some are the last one again, whose sums nobody takes; the others are
+    /// zero when it is new, and stay so.
     ///
-    /// PERF: a row is a copy and six instructions, most of them of three rows side by side; found anew from row and column it was 36, one
-    /// after the other, and the copies were all that a part took.
+    /// PERF: a row is a choice, an address and the copy, and none waits for another's. With a pointer that went from row to row, and comparisons for each
+    /// row, a step of 128 x 128 took its copying warps twice as long as the tensor cores take for its products.
     unsafe fn rows(&self, rows: &Rows, at: Columns, to: u32, n: u32) {
-        let mut from = rows.from.wrapping_add(2 * at.first as usize);
-        let count = if at.first + 8 * self.chunk < self.k { memory::opaque_word(rows.count) } else { 0 };
-        let n = if at.is_new || rows.count > n { n } else { rows.count };
+        let from = rows.from.wrapping_add(2 * at.first as usize);
+        let is_there = rows.count > 0 && at.first + 8 * self.chunk < self.k;
         // Neighbours of eight rows lie in turn, and the thread's next row is a multiple of four later.
-        let (next, turn) = (self.apart * warpgroup::ROW, self.apart % 8 / 4 * 64);
-        let first = place(self.row, self.chunk);
-        let (mut row, mut to) = (self.row, to + first);
-        let mut to_next = if first & turn == 0 { next + turn } else { next - turn };
-        while row < n {
-            let (second, third) = (row + self.apart, row + 2 * self.apart);
-            let [a, b] = [from.wrapping_add(rows.apart), from.wrapping_add(2 * rows.apart)];
-            // SAFETY: of the matrix, if they are there (caller).
+        let first = to + place(self.row, self.chunk);
+        let turned = first ^ (self.apart % 8 / 4 * 64);
+        // From the thread's first row to the last that is there. Numbers that a compiler knows nothing of, so that their product is one instruction.
+        let most = memory::opaque_word(rows.count.saturating_sub(1).saturating_sub(self.row));
+        let apart = || memory::opaque_word(rows.apart as u32);
+        let begin = |i: u32, apart: u32| {
+            let on = i * self.apart;
+            let to = if i.is_multiple_of(2) { first } else { turned } + on * warpgroup::ROW;
+            let from = from.wrapping_add((u64::from(on.min(most)) * u64::from(apart)) as usize);
+            // SAFETY: a row of the matrix (caller).
             unsafe {
-                copy::sixteen(to, from, row < count);
-                copy::sixteen_if(second < n, to + to_next, a, second < count);
-                copy::sixteen_if(third < n, to + 2 * next, b, third < count);
+                if on + self.apart <= n {
+                    copy::sixteen(to, from, is_there);
+                } else {
+                    copy::sixteen_if(self.row + on < n, to, from, is_there);
+                }
             }
-            (from, row) = (from.wrapping_add(3 * rows.apart), row + 3 * self.apart);
-            (to, to_next) = (to + 2 * next + to_next, 2 * next - to_next);
+        };
+        let (mut i, rounds) = (0, n.div_ceil(self.apart));
+        let here = apart();
+        while i < AT_ONCE.min(rounds) {
+            begin(i, here);
+            i += 1;
+        }
+        if AT_ONCE * self.apart < rows.count {
+            let here = apart();
+            while i < rounds {
+                begin(i, here);
+                i += 1;
+            }
+        }
+        while at.is_new && self.row + i * self.apart < n {
+            cold_path();
+            // SAFETY: nothing is read.
+            unsafe { copy::sixteen(to + place(self.row + i * self.apart, self.chunk), from, false) };
+            i += 1;
         }
     }
 
-    /// See [`packed_of`].
-    fn own_packed(&self) -> (u32, u32, u32) {
-        packed_of(8 * self.row + self.chunk, self.apart)
+    /// See [`packed_of`]; and how many rows the thread's next is after, twice as many as of bf16.
+    fn own_packed(&self) -> ((u32, u32), u32) {
+        (packed_of(8 * self.row + self.chunk), 2 * self.apart)
     }
 
     /// As [`rows`](Copies::rows), of x, whose row i is as many bytes from its start as the word `offsets + i` of shared memory says.
@@ -697,11 +732,13 @@ impl<const N: usize> Copies<N> {
     }
 }
 
-/// Of weights in fewer bits: the first row of the `first`th thread of those that copy, which quarter of a line it copies, and how many rows its next
-/// is after, if that is `apart` for rows of bf16.
-fn packed_of(first: u32, apart: u32) -> (u32, u32, u32) {
-    (first / 4, first % 4, 2 * apart)
+/// Of weights in fewer bits: the first row of the `first`th thread of those that copy, and which quarter of a line it copies.
+fn packed_of(first: u32) -> (u32, u32) {
+    (first / 4, first % 4)
 }
+
+/// Rows of bf16 that a thread copies before it asks whether there are more.
+const AT_ONCE: u32 = 6;
 
 /// Rows of weights in fewer bits that a thread has side by side in parts of so many columns: of the narrowest it has two at most.
 const fn at_once(s: usize) -> u32 {
@@ -744,7 +781,7 @@ unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M
 /// Finishes what [`keep`] has kept, of matrices `width` columns apart, four columns a thread, neighbours in neighbouring lanes.
 unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
     // SAFETY: the caller's promise.
-    let adds_up = unsafe { finish.adds_up() };
+    let (adds_up, outputs) = unsafe { (finish.adds_up(), finish.outputs()) };
     let (of_row, lane) = (width / 4, block.lane());
     let all = place.rows * of_row;
     let mut at = block.thread;
@@ -759,7 +796,7 @@ unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, f
             unsafe {
                 let mut values = [four_from(from); N];
                 values[N - 1] = four_from(second);
-                sum = finish.four(place.m0 + row, place.n0 + column, values);
+                sum = finish.four(&outputs, place.m0 + row, place.n0 + column, values);
             }
         }
         if adds_up {

@@ -102,13 +102,20 @@ impl MacroKernel for Advance {
             }
             if block.thread == 0 {
                 let (tokens, words) = (call.tensor(slot::TOKENS), call.tensor(slot::CONTROL));
+                // Asked for ahead of the tokens. Events have brought what was recorded before any of the pass's results.
+                let fault = call.fault_code();
+                let tell = |at, in_cache, token| {
+                    if fault == 0 {
+                        call.tell(at, in_cache, token);
+                    }
+                };
                 let control = memory::exclusive(words.address([0]).cast::<Control>());
                 if control.n_sequences > 0 {
-                    advance_each(call, control, &tokens);
+                    advance_each(call, control, &tokens, tell);
                 } else if verifies && control.step.sampling != 0 && control.step.rows > 0 {
-                    advance_verified(call, control, &tokens);
+                    advance_verified(call, control, &tokens, tell);
                 } else {
-                    advance_one(call, control, &tokens);
+                    advance_one(call, control, &tokens, tell);
                 }
                 ask_for_drafts(call, control);
             }
@@ -152,7 +159,12 @@ unsafe fn fetch(call: &gpu::Call<'_>, block: &Block) {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread, after [`fetch`]; `tokens` is the operand of that name.
-unsafe fn advance_verified(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
+unsafe fn advance_verified(
+    call: &gpu::Call<'_>,
+    control: &mut Control,
+    tokens: &gpu::Tensor,
+    tell: impl Fn(u32, u32, Option<u32>),
+) {
     let (first_pos, rows) = (call.first_pos(), call.pass_rows());
     // SAFETY: the caller's promise.
     unsafe {
@@ -161,7 +173,7 @@ unsafe fn advance_verified(call: &gpu::Call<'_>, control: &mut Control, tokens: 
         for row in 0..made {
             let (at, token) = (first_pos + 1 + row, chosen(row));
             tokens.set_word(at, token);
-            call.tell(at, first_pos + made, Some(token));
+            tell(at, first_pos + made, Some(token));
         }
     }
 }
@@ -170,7 +182,12 @@ unsafe fn advance_verified(call: &gpu::Call<'_>, control: &mut Control, tokens: 
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.
-unsafe fn advance_one(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
+unsafe fn advance_one(
+    call: &gpu::Call<'_>,
+    control: &mut Control,
+    tokens: &gpu::Tensor,
+    tell: impl Fn(u32, u32, Option<u32>),
+) {
     let read = call.first_pos().wrapping_add(call.pass_rows());
     // SAFETY: the caller's promise.
     unsafe {
@@ -181,7 +198,7 @@ unsafe fn advance_one(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu:
         crate::advance::advance(control, call.programs, token.unwrap_or(0));
         // Where the token stands, or the last that has been read.
         let at = if token.is_some() { read } else { read.saturating_sub(1) };
-        call.tell(at, read, token);
+        tell(at, read, token);
     }
 }
 
@@ -239,7 +256,12 @@ unsafe fn draft(call: &gpu::Call<'_>, block: &Block, most: u32) {
 ///
 /// # Safety
 /// As [`MacroKernel::gpu`], on one thread; `tokens` is the operand of that name.
-unsafe fn advance_each(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu::Tensor) {
+unsafe fn advance_each(
+    call: &gpu::Call<'_>,
+    control: &mut Control,
+    tokens: &gpu::Tensor,
+    tell: impl Fn(u32, u32, Option<u32>),
+) {
     let step = control.step;
     // A pass over all sequences has all of the token buffer, one that reads a prompt that sequence's part.
     let parts = if step.sampling == 0 { 1 } else { call.programs[step.program as usize].max_rows };
@@ -249,13 +271,13 @@ unsafe fn advance_each(call: &gpu::Call<'_>, control: &mut Control, tokens: &gpu
         let token = |number: usize, position: u32| {
             let at = number as u32 * part + position;
             let token = tokens.get_word(at);
-            call.tell(at, position, Some(token));
+            tell(at, position, Some(token));
             token
         };
         crate::advance::advance_batch(control, call.programs, token);
         if step.sampling == 0 {
             let read = step.first_pos + step.rows;
-            call.tell(step.sequence * part + read - 1, read, None);
+            tell(step.sequence * part + read - 1, read, None);
         }
     }
 }

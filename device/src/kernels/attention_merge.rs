@@ -9,7 +9,7 @@
 use super::attention::FOUND;
 use super::*;
 use crate::arch::scalar::{exp2, fma, reciprocal};
-use crate::arch::{atomic, memory};
+use crate::arch::{atomic, memory, warp};
 use crate::gpu::flags::{Read, Wait};
 use core::f32::consts::LOG2_E;
 use core::hint::cold_path;
@@ -314,12 +314,16 @@ impl Parts<'_> {
     /// PERF: what comes next is asked for before what is there is merged, both in one place: elsewhere once more, for what was asked for too
     /// early, it was as much code again.
     ///
+    /// Whole warps that do it `together`, with as many units for each lane, go on together, too: `put` may have them meet. What one lane has to look for again
+    /// all do; apart from each other, on their way to where they meet, it would be the chip's business whether they get there.
+    ///
     /// # Safety
     /// As [`fetch`](Parts::fetch); eight elements may be [merged at once](are_in_eights).
     pub(crate) unsafe fn each_eight(
         &self,
         mut unit: u32,
         step: u32,
+        together: bool,
         go_on: impl Fn(u32) -> bool,
         clamped: impl Fn(u32) -> u32,
         mut put: impl FnMut(u32, [f32; 8]),
@@ -348,8 +352,9 @@ impl Parts<'_> {
                     }
                 }
                 if self.of.is_flagged() {
-                    let lacks = self.call.lacks(&asked);
-                    if lacks != 0 && self.call.goes_on(slot::PARTS, lacks, &mut wait) {
+                    let of_all = |bits: u32| if together { warp::union(bits) } else { bits };
+                    let lacks = of_all(self.call.lacks(&asked));
+                    if lacks != 0 && of_all(u32::from(!self.call.goes_on(slot::PARTS, lacks, &mut wait))) == 0 {
                         is_found = false;
                         continue;
                     }

@@ -136,7 +136,7 @@ impl MacroKernel for ExpertsUp {
         unsafe {
             let (rows, chosen) = (call.rows(&call.tensor(slot::X)), call.tensor(slot::Y).extent(1));
             let staged = call.tensor(slot::NORM).is_present() || call.tensor(slot::X).is_flagged();
-            let how = Staging { norm: slot::NORM, eps: p.eps, merges: false, like: (slot::X, 1) };
+            let how = Staging { norm: slot::NORM, eps: p.eps, is_weighted: false, merges: false, like: (slot::X, 1) };
             let mut form = None;
             if staged {
                 let (first, k) = (First { call, x: call.tensor(slot::X) }, call.tensor(slot::X).extent(1));

@@ -133,7 +133,7 @@ pub fn balance(
             // No worker gets a second block before each has one, of all that run side by side.
             for round in order.chunks(n_workers as usize) {
                 let mut turns: Vec<u32> = (0..n_workers).collect();
-                turns.sort_by_key(|&number| {
+                turns.sort_by_cached_key(|&number| {
                     let worker = &workers[number as usize];
                     let hands_over = is_small && worker.has_small;
                     (worker.levels.contains(&levels[op]), !hands_over, worker.new_beside(kernel), worker.load, number)

@@ -396,6 +396,14 @@ pub(super) unsafe fn shuffle(value: u32, lane: u32) -> u32 {
     exchange(Purpose::Shuffle, value, lane)
 }
 
+#[track_caller]
+pub(super) unsafe fn union(mut value: u32) -> u32 {
+    for lane in [1, 2, 4, 8, 16] {
+        value |= exchange(Purpose::Union, value, thread_idx() ^ lane);
+    }
+    value
+}
+
 pub(super) fn trap() -> ! {
     panic!("a trap")
 }

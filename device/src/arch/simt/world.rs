@@ -137,6 +137,7 @@ pub(super) enum Purpose {
     Vote,
     ShuffleXor,
     Shuffle,
+    Union,
     WarpSync,
     Mma,
     MmaBytes,

@@ -149,6 +149,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
                 taken.release(tiles, oldest);
             }
             block.sync();
+            let outputs = finish.outputs();
             // A thread has one row, and four columns after others.
             for at in block.mine(kept.div_ceil(4) * ROWS) {
                 let (r, n) = (at % ROWS, at / ROWS * 4);
@@ -156,7 +157,7 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     let (from, last) = (SUMS + n * matrices * PITCH + r, kept - 1 - n);
                     let mut values = [four(from, [matrices, last], block); N];
                     values[N - 1] = four(from + (matrices - 1) * PITCH, [matrices, last], block);
-                    squares += finish.four(r, first + n, values);
+                    squares += finish.four(&outputs, r, first + n, values);
                 }
             }
             first += kept;

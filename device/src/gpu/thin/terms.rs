@@ -158,7 +158,7 @@ impl Source for Parts<'_> {
             let (go_on, clamped) = (|unit| units.go_on(unit), |unit| units.there(unit).0);
             // SAFETY: the caller's promise.
             unsafe {
-                self.each_eight(block.thread, block.threads, go_on, clamped, |unit, merged| {
+                self.each_eight(block.thread, block.threads, together, go_on, clamped, |unit, merged| {
                     let (here, is_there) = units.there(unit);
                     put(here, !together || is_there, merged);
                 });

@@ -18,6 +18,8 @@ use super::gpu::Head;
 use crate::arch::scalar::{exp2, fma, high_halves, low_halves};
 use crate::arch::{each_of_four, memory, shared, warp};
 use crate::block::{Block, FREE_SHARED};
+#[cfg(not(target_arch = "nvptx64"))]
+use crate::gpu::BF16;
 use crate::gpu::Row;
 use crate::gpu::math::larger;
 use crate::gpu::thin::in_two;
@@ -139,9 +141,7 @@ impl Group {
     pub(in crate::kernels) fn is_fit(queries: u32, caches: [&Operand; 2]) -> bool {
         let fits = |cache: &Operand| {
             let [head, step, ..] = cache.stride_elems;
-            cache.dtype == crate::gpu::BF16
-                && step.is_multiple_of(8)
-                && (cache.extent[0] == 1 || head.is_multiple_of(8))
+            cache.dtype == BF16 && step.is_multiple_of(8) && (cache.extent[0] == 1 || head.is_multiple_of(8))
         };
         has_room(queries, caches[0].extent[2]) && caches.into_iter().all(fits)
     }

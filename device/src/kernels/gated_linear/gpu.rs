@@ -3,10 +3,10 @@
 //! `gpu::thin::few`, many to `gpu::warpgroup` or `gpu::wide`: tensor cores all.
 
 use super::*;
-use crate::gpu::math::activate;
+use crate::gpu::math::{activate, activate_four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{First, by_form, few, long};
-use crate::gpu::{warpgroup, weighted, wide};
+use crate::gpu::{Row, Tensor, warpgroup, weighted, wide};
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
@@ -23,7 +23,13 @@ pub(super) unsafe fn run(
         let columns = call.tensor(slot::GATE).extent(0);
         let is_flagged = call.tensor(slot::X).is_flagged() && call.tensor(slot::GATE).extent(1) <= MAX_NORMED;
         let staged = call.tensor(slot::NORM).is_present() && p.is_weighted == 0 || is_flagged;
-        let how = Staging { norm: slot::NORM, eps: p.eps, merges: false, like: (slot::GATE, 1) };
+        let how = Staging {
+            norm: slot::NORM,
+            eps: p.eps,
+            is_weighted: p.is_weighted != 0,
+            merges: false,
+            like: (slot::GATE, 1),
+        };
         let outputs = Outputs { p, call };
         let row = First { call, x: call.tensor(slot::X) };
         let ask = |_: u32| 0;
@@ -42,7 +48,7 @@ pub(super) unsafe fn run(
         }
         if let Some(tiles) = call.tiles
             && tiles.left() > 0
-            && rows == 1
+            && is_one
         {
             tiled::<2>(call, tiles, block, staged, &outputs);
             return Ok(());
@@ -120,24 +126,45 @@ impl Outputs<'_> {
     }
 }
 
+/// The operands of many rows' outputs.
+#[derive(Clone, Copy)]
+pub(super) struct Many {
+    activation: u32,
+    biases: [Row; 2],
+    y: Tensor,
+}
+
 impl warpgroup::Finish<2> for Outputs<'_> {
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    unsafe fn four(&self, r: u32, n: u32, [g, u]: [[f32; 4]; 2]) -> f32 {
+    type Outputs = Many;
+
+    unsafe fn outputs(&self) -> Many {
         // SAFETY: the caller's promise.
         unsafe {
-            let (y, end) = (self.call.tensor(slot::Y), self.call.tensor(slot::Y).extent(1));
-            let factor = self.norm().found(r);
-            let bias = |operand: usize| {
-                let bias = self.call.tensor(operand);
-                if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] }
+            Many {
+                activation: self.p.activation,
+                biases: [slot::GATE_BIAS, slot::UP_BIAS].map(|operand| self.call.tensor(operand).row([])),
+                y: self.call.tensor(slot::Y),
+            }
+        }
+    }
+
+    unsafe fn four(&self, Many { activation, biases, y }: &Many, r: u32, n: u32, [g, u]: [[f32; 4]; 2]) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (end, factor) = (y.extent(1), self.norm().found(r));
+            let bias = |bias: &Row| if bias.is_present() { bias.four(n, end) } else { [0.0; 4] };
+            let (of_g, of_u) = (bias(&biases[0]), bias(&biases[1]));
+            let of = |sums: [f32; 4], bias: [f32; 4]| {
+                let one = |i: usize| sums[i] * factor + bias[i];
+                [one(0), one(1), one(2), one(3)]
             };
-            let (of_g, of_u) = (bias(slot::GATE_BIAS), bias(slot::UP_BIAS));
-            let one = |i: usize| activate(self.p.activation, g[i] * factor + of_g[i]) * (u[i] * factor + of_u[i]);
-            y.row([r]).set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
+            let ([a, b, c, d], up) = (activate_four(*activation, of(g, of_g)), of(u, of_u));
+            y.row([r]).set_four_below(n, end, [a * up[0], b * up[1], c * up[2], d * up[3]]);
         }
         0.0
     }

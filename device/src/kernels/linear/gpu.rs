@@ -4,10 +4,10 @@
 
 use super::*;
 use crate::block::Candidate;
-use crate::gpu::math::activate;
+use crate::gpu::math::{activate, activate_four};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{First, by_form, few, long};
-use crate::gpu::{warpgroup, weighted, wide};
+use crate::gpu::{Row, Tensor, warpgroup, weighted, wide};
 use core::cell::Cell;
 
 /// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
@@ -91,26 +91,52 @@ impl Outputs<'_> {
     }
 }
 
+/// The operands of many rows' outputs.
+#[derive(Clone, Copy)]
+pub(super) struct Many {
+    activation: u32,
+    bias: Row,
+    residual: Tensor,
+    y: Tensor,
+    weights: Row,
+    weighted: Tensor,
+}
+
 impl warpgroup::Finish<1> for Outputs<'_> {
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    unsafe fn four(&self, r: u32, n: u32, [sums]: [[f32; 4]; 1]) -> f32 {
+    type Outputs = Many;
+
+    unsafe fn outputs(&self) -> Many {
+        let call = self.call;
         // SAFETY: the caller's promise.
         unsafe {
-            let call = self.call;
-            let (bias, residual, y) = (call.tensor(slot::BIAS), call.tensor(slot::RESIDUAL), call.tensor(slot::Y));
+            Many {
+                activation: self.p.activation,
+                bias: call.tensor(slot::BIAS).row([]),
+                residual: call.tensor(slot::RESIDUAL),
+                y: call.tensor(slot::Y),
+                weights: call.tensor(slot::WEIGHTS).row([]),
+                weighted: call.tensor(slot::WEIGHTED),
+            }
+        }
+    }
+
+    unsafe fn four(&self, outputs: &Many, r: u32, n: u32, [sums]: [[f32; 4]; 1]) -> f32 {
+        let Many { activation, bias, residual, y, weights, weighted } = outputs;
+        // SAFETY: the caller's promise.
+        unsafe {
             let end = y.extent(1);
             let factor = self.norm().found(r);
-            let weighted = call.tensor(slot::WEIGHTED);
-            let bias = if bias.is_present() { bias.row([]).four(n, end) } else { [0.0; 4] };
+            let bias = if bias.is_present() { bias.four(n, end) } else { [0.0; 4] };
             let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
-            let weights =
-                if weighted.is_present() { call.tensor(slot::WEIGHTS).row([]).four(n, end) } else { [0.0; 4] };
-            let one = |i: usize| activate(self.p.activation, sums[i] * factor + bias[i]) + before[i];
-            let values = [one(0), one(1), one(2), one(3)];
+            let weights = if weighted.is_present() { weights.four(n, end) } else { [0.0; 4] };
+            let one = |i: usize| sums[i] * factor + bias[i];
+            let [a, b, c, d] = activate_four(*activation, [one(0), one(1), one(2), one(3)]);
+            let values = [a + before[0], b + before[1], c + before[2], d + before[3]];
             y.row([r]).set_four_below(n, end, values);
             let mut squares = 0.0;
             if weighted.is_present() {
@@ -151,7 +177,8 @@ pub(super) unsafe fn run(
         let is_flagged = call.tensor(slot::X).is_flagged() && call.tensor(slot::W).extent(1) <= MAX_NORMED;
         let is_normed = call.tensor(slot::NORM).is_present() && p.is_weighted == 0;
         let staged = is_normed || p.merges != 0 || is_flagged;
-        let how = Staging { norm: slot::NORM, eps: p.eps, merges: p.merges != 0, like: (slot::W, 1) };
+        let (is_weighted, merges) = (p.is_weighted != 0, p.merges != 0);
+        let how = Staging { norm: slot::NORM, eps: p.eps, is_weighted, merges, like: (slot::W, 1) };
         let outputs = Outputs { p, call, best: Cell::new(Candidate::NONE) };
         let ask_one = |n: u32| outputs.ask(n);
         let finish_one = |n: u32, [sum]: [f32; 1], asked: u32| outputs.add(n, sum, asked);
@@ -171,6 +198,8 @@ pub(super) unsafe fn run(
         } else if let Some(tiles) = call.tiles
             && tiles.left() > 0
             && rows == 1
+            && !is_weighted
+            && !call.tensor(slot::WEIGHTED).is_present()
         {
             tiled::<1>(call, tiles, block, staged, &outputs);
         } else if wide::is_for::<1>(call, block, rows) {
