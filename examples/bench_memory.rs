@@ -57,6 +57,7 @@ fn main() {
     }
 }
 
+/// What cannot be read ends the program, before anything is measured.
 fn read(file: &str) -> Vec<Buffer> {
     let text = std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
     Table::parse(&text).unwrap_or_else(|error| panic!("{file}: {error}")).buffers

@@ -393,6 +393,12 @@ impl MacroKernel for Rope {
                         |at| from.gather(at),
                         ahead,
                         |i, one, other| {
+                            if half.is_multiple_of(2) & to.is_aligned(8) {
+                                to.set_two(i, [one[0], other[0]]);
+                                to.set_two(i + half, [one[1], other[1]]);
+                                return;
+                            }
+                            cold_path();
                             to.set(i, one[0]);
                             to.set(i + half, one[1]);
                             if i + 1 < half {

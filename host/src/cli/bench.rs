@@ -117,7 +117,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     if let Some(share) = figures["share_of_bandwidth_percent"].as_f64().filter(|share| *share > 100.0) {
         say(&format!(
-            "{share:.0} % of the bandwidth cannot be: this machine was busy with something else when the bandwidth was measured"
+            "{share:.0} % of the bandwidth is more than memory gives: the model fits into caches, or this machine was busy with something else when the bandwidth was measured"
         ));
     }
     report(&figures, args.json.as_deref())

@@ -190,15 +190,20 @@ pub(super) fn report(engine: &Engine, load: &str, prompt: usize, made: usize) {
     let prefill = stamps[first] - stamps[0];
     let decode = stamps[stamps.len() - 1] - stamps[first];
     let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
+    let made = match made - 1 {
+        0 => "1 token".to_owned(),
+        more => format!(
+            "{made} tokens, {more} of them in {:.1} ms ({:.1}/s{fewer})",
+            decode.as_secs_f64() * 1e3,
+            rate(more, decode)
+        ),
+    };
     let dim = if std::io::stderr().is_terminal() { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
     note(&format!(
-        "{}{load}prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {} tokens in {:.1} ms ({:.1}/s{fewer}){}",
+        "{}{load}prompt {prompt} tokens in {:.1} ms ({:.0}/s) | {made}{}",
         dim.0,
         prefill.as_secs_f64() * 1e3,
         rate(prompt, prefill),
-        made - 1,
-        decode.as_secs_f64() * 1e3,
-        rate(made - 1, decode),
         dim.1
     ));
 }

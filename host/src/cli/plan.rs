@@ -36,12 +36,12 @@ pub(crate) struct Args {
     /// A kernel graph as JSON.
     #[arg(long, value_name = "FILE")]
     graph: Option<PathBuf>,
-    /// What to compile for: h200, cpu:N, workers:N.
+    /// What to compile for: h200, cpu:N (N threads), workers:N (N SMs without loaders, flags and fusion, to compare with).
     #[arg(long, value_name = "TARGET", default_value = "h200", value_parser = parse_target)]
     target: Target,
-    /// Positions of the KV cache the pass attends over (models only).
-    #[arg(long, value_name = "N", default_value_t = 512, allow_negative_numbers = true)]
-    context: usize,
+    /// Positions of the KV cache the pass attends over (models only): 512, or as many as the model has.
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    context: Option<usize>,
     /// Tokens of the pass: 1 is decode (models only).
     #[arg(long, value_name = "N", default_value_t = 1, allow_negative_numbers = true)]
     rows: usize,
@@ -186,7 +186,8 @@ fn sources(args: &Args) -> Result<Vec<Source>, Box<dyn std::error::Error>> {
     let rows = |cache: Cache| within("rows", args.rows, cache.context, "what the cache is planned for (--context)");
     // The rows of a pass, the cache, and what comes of it.
     let pass = |max: usize| -> Result<(usize, Cache, Head), String> {
-        let cache = Cache::bf16(within("context", args.context, max, "the context of this model")?);
+        let context = args.context.unwrap_or(max.min(512));
+        let cache = Cache::bf16(within("context", context, max, "the context of this model")?);
         Ok(match (args.batch, args.prompt_lookup) {
             (None, None) => (
                 within("rows", args.rows, cache.context, "what the cache is planned for (--context)")?,
@@ -298,7 +299,7 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: 
             "computing {:.1} %, waiting for events {:.1} %, for data {:.1} %, idle at the end {:.1} %",
             share(across.consumer.busy_s, across),
             share(across.consumer.event_s, across),
-            share(across.consumer.data_s, across),
+            share(across.consumer.data_s.max(0.0), across),
             share(across.consumer.tail_s, across)
         ),
     );
@@ -306,11 +307,11 @@ fn summary(compiled: &Compiled, program: &Program, planned: &Planned<'_>, args: 
     row(
         "assumed",
         format!(
-            "{:.1} GB/s a worker, load latency {}, hop {}, by flags {}",
+            "{:.1} GB/s a worker, load latency {:.2} us, hop {:.2} us, by flags {:.2} us",
             machine.bytes_per_s / 1e9,
-            us(machine.load_latency_s),
-            us(machine.hop_s),
-            us(machine.flag_hop_s)
+            machine.load_latency_s * 1e6,
+            machine.hop_s * 1e6,
+            machine.flag_hop_s * 1e6
         ),
     );
     let stages: Vec<String> =

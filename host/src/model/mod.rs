@@ -147,7 +147,7 @@ impl ModelFolder {
                 &self.dir.join("modules.json"),
                 "modules",
                 "a sentence model for text generation",
-                "a model without them",
+                "a model without them; this one makes embeddings (`perpetua embed`)",
             )),
             (ModelConfig::Bert(_) | ModelConfig::ModernBert(_), _) => Err(ModelError::unsupported(
                 &self.transformer_dir.join("config.json"),

@@ -98,7 +98,7 @@ enum Section {
     BenchLargest,
     /// Logits of 1,024 positions beside PyTorch's in bf16, both against float32.
     Accuracy,
-    /// compute-sanitizer over the fixtures, where it is installed.
+    /// compute-sanitizer over a short generation, where it is installed.
     Sanitizer,
 }
 
