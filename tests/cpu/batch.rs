@@ -11,9 +11,9 @@ use perpetua::image::encode::{Parts, encode};
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Numbered, Rope};
-use perpetua_shared::TaskFlags;
 use perpetua_shared::control::End;
 use perpetua_shared::image::EVERY_SEQUENCE;
+use perpetua_shared::{TaskFlags, Technique};
 use proptest::prelude::*;
 use std::path::PathBuf;
 
@@ -270,6 +270,27 @@ fn a_gpu_decodes_batches() {
                 engine.generate(prompt, &options(1)).unwrap().map(|token| token.unwrap().id).collect();
             assert_eq!(found, expected);
         }
+    }
+}
+
+/// Without the technique of few rows' products each sequence's go another way, those of one alone yet another.
+#[test]
+fn a_gpu_decodes_batches_without_thin_products() {
+    if !has_kernel() {
+        return;
+    }
+    let model = fixture("tiny-mistral");
+    let config = config(Device::Cpu, 2, Some(4));
+    let mut cpu = Engine::new(&model, &EngineConfig { sequences: None, ..config.clone() }).unwrap();
+    let mut config = On::Ptx(cuda::Mode::Persistent).config(5, config);
+    config.cuda.without = Technique::ThinProducts.into();
+    let mut engine = Engine::new(&model, &config).unwrap();
+    for lengths in [&[9, 1, 3][..], &[5]] {
+        let prompts = prompts(&model, lengths);
+        let (made, ends) = together(&mut engine, &prompts, &options(3));
+        assert_eq!(ends, vec![End::MaxTokens; lengths.len()]);
+        let logits = engine.batch_logits().unwrap().unwrap();
+        judge(&mut cpu, &prompts, &made, &logits, 3e-2, &format!("prompts of {lengths:?}"));
     }
 }
 

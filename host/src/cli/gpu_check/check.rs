@@ -736,11 +736,18 @@ impl Check<'_> {
         let task = TaskId(engine.resident().compiled().image.view().programs[0].task_first);
         engine.resident_mut().cuda().ok_or("a GPU engine")?.mute(task, true)?;
         let began = Instant::now();
-        match tokens(&mut engine, &prompt, 3) {
-            Err(error @ EngineError::Run(RunError::Stalled { .. })) => {
+        // Whoever has waited in vain goes on with what lies there: of that no token may come.
+        let mut made = Vec::new();
+        let mut generation = engine.generate(&prompt, &greedy_options(3))?;
+        let outcome = generation.try_for_each(|token| token.map(|token| made.push(token.id)));
+        drop(generation);
+        match outcome {
+            Err(error @ EngineError::Run(RunError::Stalled { .. }))
+                if made.len() < 2 && expected.starts_with(&made) =>
+            {
                 note("a row that nobody writes", began, error.to_string())?;
             }
-            other => return Err(format!("a row that nobody writes: {other:?}").into()),
+            other => return Err(format!("a row that nobody writes: {made:?} of {expected:?}, {other:?}").into()),
         }
         engine.resident_mut().cuda().ok_or("a GPU engine")?.mute(task, false)?;
         if tokens(&mut engine, &prompt, 3)? != expected {
