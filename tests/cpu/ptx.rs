@@ -173,6 +173,8 @@ fn barriers_are_neither_copied_nor_lost() {
         "barriers, votes and shuffles of {WORKER}: does the source explain the change?"
     );
     assert_eq!(count(body, &["bar.warp.sync"]), WARP_SYNCS);
+    // Lanes that merge parts of a row in 8 bits or in 4, and shuffle, ask together what is there, and whether to look again.
+    assert_eq!(count(body, &["redux.sync.or"]), 2 * 2);
     // Of many rows four fragments of rows by two of columns, twice a step of k, in linear and in gated_linear. Of one row see `OF_ONE_ROW`.
     // Of a few rows four of two chunks, in the loop and of the last ones, in either. In decode_attention, and in attention of few queries, four for each 32 dimensions of queries and keys, one for each eight
     // of values. In attention of many rows, in two terms: of 64 dimensions 32 for 64 scores, of a group of 32 in the loop, and 64 for the
