@@ -4,11 +4,11 @@
 //! ```text
 //! tiles     [ x: 128 rows x 64 | w: 128 rows x 64 ] 32 KiB a stage, six stages, each swizzled as the tensor cores want it
 //! warps     0 to 3, a warpgroup: 2 x (64 x 128) sums in registers, four products of 16 columns a step and half
-//!           the others: copy the stage four steps ahead, sixteen bytes a time, zero where there is nothing
+//!           the others: copy the stage four steps ahead, sixteen bytes a time
 //! ```
 //! With 64 rows of x or fewer the second half is left out; with 64, 32 or 16 rows of the weights, or fewer, sums are 64 x as many,
-//! and the second half of both matrices has the 64 columns that come next. Rows of which there are none are zero from the first steps
-//! on, and not written again.
+//! and the second half of both matrices has the 64 columns that come next. Columns of which there are none are zero; where a row would be of which there is
+//! none, there is the last one again, or zeros from the first steps on: nobody takes its sums.
 //!
 //! Where weights are nobody's result, the first stages' are on their way before the task's events have fired; then only x is waited for.
 //!
