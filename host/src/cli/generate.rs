@@ -185,13 +185,14 @@ pub(super) fn report(engine: &Engine, load: &str, prompt: usize, made: usize) {
         return;
     }
     let passes = stamps.len() - 1 - first;
-    // None: the simulated GPU keeps no times.
     let fewer = if passes > 0 && passes + 1 < made { format!(", {passes} passes") } else { String::new() };
     let prefill = stamps[first] - stamps[0];
     let decode = stamps[stamps.len() - 1] - stamps[first];
     let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
     let made = match made - 1 {
         0 => "1 token".to_owned(),
+        // The simulated GPU keeps no times.
+        _ if decode.is_zero() => format!("{made} tokens"),
         more => format!(
             "{made} tokens, {more} of them in {:.1} ms ({:.1}/s{fewer})",
             decode.as_secs_f64() * 1e3,
