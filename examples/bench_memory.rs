@@ -10,11 +10,15 @@ use perpetua::memory::pack::{self, Verdict};
 use perpetua::memory::{Buffer, Problem, check, csv::Table, lower_bound};
 use perpetua::schedule::plain::{self, Graph, Kind, Op};
 
-fn main() {
+fn main() -> Result<(), Box<dyn std::error::Error>> {
     let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures");
+    let mut files = vec![format!("{fixtures}/dsa/G_1.csv"), format!("{fixtures}/dsa/resnet50.csv")];
+    files.extend(std::env::args().skip(1));
+    // What cannot be read ends the program before anything is measured.
+    let files = files.into_iter().map(|file| Ok((read(&file)?, file))).collect::<Result<Vec<_>, String>>()?;
     let mut total = Duration::ZERO;
     for name in "ABCDEFGHIJK".chars() {
-        let buffers = read(&format!("{fixtures}/minimalloc/{name}.1048576.csv"));
+        let buffers = read(&format!("{fixtures}/minimalloc/{name}.1048576.csv"))?;
         let problem = Problem::new(buffers, 1_048_576).expect("a benchmark is a problem");
         let start = Instant::now();
         let verdict = pack::pack(&problem, Duration::from_secs(30));
@@ -30,13 +34,11 @@ fn main() {
     }
     println!("minimalloc, all: {total:.2?}");
     let start = Instant::now();
-    let c = pack::minimise(&read(&format!("{fixtures}/minimalloc/C.1048576.csv")), Duration::from_secs(30));
+    let c = pack::minimise(&read(&format!("{fixtures}/minimalloc/C.1048576.csv"))?, Duration::from_secs(30));
     println!("minimise C: {} (optimal: {}) in {:.2?}", c.placement.peak_bytes, c.is_optimal(), start.elapsed());
 
-    let mut files = vec![format!("{fixtures}/dsa/G_1.csv"), format!("{fixtures}/dsa/resnet50.csv")];
-    files.extend(std::env::args().skip(1));
-    for file in files {
-        arena(&file, &read(&file));
+    for (buffers, file) in &files {
+        arena(file, buffers);
     }
     arena("a million synthetic buffers", &synthetic(1_000_000));
 
@@ -55,12 +57,12 @@ fn main() {
             schedule.spills.len()
         );
     }
+    Ok(())
 }
 
-/// What cannot be read ends the program, before anything is measured.
-fn read(file: &str) -> Vec<Buffer> {
-    let text = std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{file}: {error}"));
-    Table::parse(&text).unwrap_or_else(|error| panic!("{file}: {error}")).buffers
+fn read(file: &str) -> Result<Vec<Buffer>, String> {
+    let text = std::fs::read_to_string(file).map_err(|error| format!("{file}: {error}"))?;
+    Ok(Table::parse(&text).map_err(|error| format!("{file}: {error}"))?.buffers)
 }
 
 fn arena(name: &str, buffers: &[Buffer]) {

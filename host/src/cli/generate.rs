@@ -185,7 +185,7 @@ pub(super) fn report(engine: &Engine, load: &str, prompt: usize, made: usize) {
         return;
     }
     let passes = stamps.len() - 1 - first;
-    let fewer = if passes > 0 && passes + 1 < made { format!(", {passes} passes") } else { String::new() };
+    let fewer = if passes + 1 < made { format!(", {passes} passes") } else { String::new() };
     let prefill = stamps[first] - stamps[0];
     let decode = stamps[stamps.len() - 1] - stamps[first];
     let rate = |n: usize, time: Duration| n as f64 / time.as_secs_f64().max(1e-9);
