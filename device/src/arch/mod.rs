@@ -836,6 +836,16 @@ pub(crate) mod memory {
         unsafe { backend::load16(from) }
     }
 
+    /// Sets sixteen bytes of global memory.
+    ///
+    /// # Safety
+    /// `to` points to 16 bytes of global memory, 16-byte aligned, that nobody else touches meanwhile.
+    #[track_caller]
+    pub(crate) unsafe fn store16(to: *mut u8, words: [u32; 4]) {
+        // SAFETY: the caller's promise.
+        unsafe { backend::store16(to, words) }
+    }
+
     /// The same pointer, of which the compiler knows nothing more: what is computed from it stays where it is written
     /// instead of being hoisted, for every branch not taken as well, into registers that a loop then lacks.
     pub(crate) fn opaque(pointer: *mut u8) -> *mut u8 {

@@ -727,6 +727,16 @@ pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
     unsafe { load_four!("ld.global.v4.u32", from) }
 }
 
+pub(super) unsafe fn store16(to: *mut u8, [a, b, c, d]: [u32; 4]) {
+    // SAFETY: the caller promises 16 aligned bytes of global memory.
+    unsafe {
+        asm!(
+            "st.global.v4.u32 [{}], {{{}, {}, {}, {}}};",
+            in(reg64) to, in(reg32) a, in(reg32) b, in(reg32) c, in(reg32) d, options(nostack)
+        );
+    }
+}
+
 pub(super) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
     // SAFETY: the caller promises 16 aligned bytes of global memory.
     unsafe { load_four!("ld.global.L1::no_allocate.v4.u32", from) }

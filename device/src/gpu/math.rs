@@ -1,7 +1,7 @@
 //! The functions `core` lacks on this target, in f32 unless said otherwise.
 
-use crate::arch::memory;
 use crate::arch::scalar::{self, exp2, fma, fma64, with_byte};
+use crate::arch::{each_of_four, memory};
 use crate::kernels::linear::Activation;
 use core::hint::cold_path;
 
@@ -112,49 +112,70 @@ pub(crate) fn sin_cos(angle: f32) -> (f32, f32) {
 
 /// The activation numbered `activation` (see [`Activation`]) of `x`.
 pub(crate) fn activate(activation: u32, x: f32) -> f32 {
-    const NONE: u32 = Activation::None as u32;
-    const GELU: u32 = Activation::Gelu as u32;
-    const SILU: u32 = Activation::Silu as u32;
-    const RELU: u32 = Activation::Relu as u32;
-    const GELU_TANH: u32 = Activation::GeluTanh as u32;
     // One question after the other, and few for those that most models have.
     if activation == NONE {
         return x;
     }
     if activation == SILU {
-        return x * scalar::reciprocal(1.0 + exp(-x));
+        return silu(x);
     }
     cold_path();
     match activation {
-        GELU => 0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2)),
-        RELU => {
-            if x < 0.0 {
-                0.0
-            } else {
-                x
-            }
-        }
-        GELU_TANH => {
-            const SQRT_2_OVER_PI: f32 = 0.797_884_6;
-            0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * fma(0.044_715 * x * x, x, x)))
-        }
+        GELU => gelu(x),
+        RELU => relu(x),
+        GELU_TANH => gelu_tanh(x),
         _ => x,
     }
 }
 
-/// [`activate`] of four, with one question for all: none of them waits for another.
-pub(crate) fn activate_four(activation: u32, [a, b, c, d]: [f32; 4]) -> [f32; 4] {
-    const NONE: u32 = Activation::None as u32;
-    const SILU: u32 = Activation::Silu as u32;
+/// [`activate`] of fours, at most four of them, with one question for all: none of them waits for another.
+pub(crate) fn activate_fours<const R: usize>(activation: u32, fours: [[f32; 4]; R]) -> [[f32; 4]; R] {
     if activation == NONE {
-        return [a, b, c, d];
+        return fours;
     }
-    let all = |of: u32| [activate(of, a), activate(of, b), activate(of, c), activate(of, d)];
     if activation == SILU {
-        return all(SILU);
+        return of_each(fours, silu);
     }
     cold_path();
-    all(activation)
+    match activation {
+        GELU => of_each(fours, gelu),
+        RELU => of_each(fours, relu),
+        GELU_TANH => of_each(fours, gelu_tanh),
+        _ => fours,
+    }
+}
+
+/// `f` of each. Written out, since arrays that a loop goes through are in memory if it stays one.
+fn of_each<const R: usize>(mut fours: [[f32; 4]; R], f: impl Fn(f32) -> f32) -> [[f32; 4]; R] {
+    const { assert!(R <= 4) };
+    each_of_four!(i => if i < R {
+        let [a, b, c, d] = fours[i];
+        fours[i] = [f(a), f(b), f(c), f(d)];
+    });
+    fours
+}
+
+const NONE: u32 = Activation::None as u32;
+const GELU: u32 = Activation::Gelu as u32;
+const SILU: u32 = Activation::Silu as u32;
+const RELU: u32 = Activation::Relu as u32;
+const GELU_TANH: u32 = Activation::GeluTanh as u32;
+
+fn silu(x: f32) -> f32 {
+    x * scalar::reciprocal(1.0 + exp(-x))
+}
+
+fn gelu(x: f32) -> f32 {
+    0.5 * x * (1.0 + erf(x * core::f32::consts::FRAC_1_SQRT_2))
+}
+
+fn relu(x: f32) -> f32 {
+    if x < 0.0 { 0.0 } else { x }
+}
+
+fn gelu_tanh(x: f32) -> f32 {
+    const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+    0.5 * x * (1.0 + tanh(SQRT_2_OVER_PI * fma(0.044_715 * x * x, x, x)))
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
 
 pub mod bodies;
 pub(crate) mod flags;
+pub(crate) mod fours;
 pub(crate) mod math;
 pub(crate) mod packed;
 pub(crate) mod rows;

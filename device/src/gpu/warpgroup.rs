@@ -153,17 +153,18 @@ pub(crate) fn bytes_apart(matrix: &Tensor) -> usize {
 
 /// What becomes of the sums of a product with `N` matrices of weights.
 pub(crate) trait Finish<const N: usize> {
-    /// Where they go, and what is added to them on the way.
-    type Outputs: Copy;
+    /// Where those of four rows of the weights go, whatever the row of x, and what is added to them on the way.
+    type Columns: Copy;
 
-    /// These, found once for a part: they are words of shared memory, which each four would wait for.
+    /// That of weights n, a multiple of four, to n + 3, some of them beyond the last n perhaps. A thread asks once for all its rows of a part: the operands are
+    /// words of shared memory, which each four would wait for.
     ///
     /// # Safety
     /// As [`multiply`].
-    unsafe fn outputs(&self) -> Self::Outputs;
+    unsafe fn columns(&self, n: u32) -> Self::Columns;
 
     /// What can be done before there are sums of the part at `place`, while its first copies are on their way. [`THREADS`] threads make the call, and meet
-    /// the others before [`four`](Finish::four).
+    /// the others before [`rows`](Finish::rows).
     ///
     /// # Safety
     /// As [`multiply`].
@@ -171,14 +172,13 @@ pub(crate) trait Finish<const N: usize> {
         let _ = (place, block);
     }
 
-    /// Takes the sums of row r with rows n, a multiple of four, to n + 3, some of them beyond the last n perhaps. What it returns counts where it
-    /// [adds up](Finish::adds_up).
+    /// Takes the sums of `columns` with rows `r`, of which the same may come twice. What it returns of each counts where it [adds up](Finish::adds_up).
     ///
     /// # Safety
     /// As [`multiply`].
-    unsafe fn four(&self, outputs: &Self::Outputs, r: u32, n: u32, sums: [[f32; 4]; N]) -> f32;
+    unsafe fn rows<const R: usize>(&self, columns: &Self::Columns, r: [u32; R], sums: [[[f32; 4]; N]; R]) -> [f32; R];
 
-    /// Whether what [`four`](Finish::four) returns is added up over a row of the part, for [`row`](Finish::row).
+    /// Whether what [`rows`](Finish::rows) returns is added up over a row of the part, for [`row`](Finish::row).
     ///
     /// # Safety
     /// As [`multiply`].
@@ -192,17 +192,6 @@ pub(crate) trait Finish<const N: usize> {
     /// As [`multiply`].
     unsafe fn row(&self, r: u32, sum: f32) {
         let _ = (r, sum);
-    }
-}
-
-impl<const N: usize, F: Fn(u32, u32, [[f32; 4]; N])> Finish<N> for F {
-    type Outputs = ();
-
-    unsafe fn outputs(&self) {}
-
-    unsafe fn four(&self, (): &(), r: u32, n: u32, sums: [[f32; 4]; N]) -> f32 {
-        self(r, n, sums);
-        0.0
     }
 }
 
@@ -234,7 +223,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, block: &Block, rows
     }
 }
 
-/// Has `finish` [take](Finish::four) the sums of every row of operand `x` and four rows at a time of the N weight matrices, from `w` on. What it can it
+/// Has `finish` [take](Finish::rows) the sums of every row of operand `x` and four rows at a time of the N weight matrices, from `w` on. What it can it
 /// copies before `ready`.
 ///
 /// # Safety
@@ -751,73 +740,90 @@ fn four_of(bytes: u32, scale: (f32, f32)) -> (u32, u32) {
     (f32_to_bf16_pair(a, b), f32_to_bf16_pair(c, d))
 }
 
-/// Words from a group of eight columns to the next, and bytes from one half of the rows to the other, where sums lie to be
-/// finished: a thread's four of a group stand together.
-const GROUP: u32 = (warpgroup::THREADS + 4) * 16;
+/// Where sums lie to be finished: a thread's four of a group of eight columns, two neighbours of row g and two of row g + 8, stand together. Bytes from a group to
+/// the next, and from one half of the rows to the other.
+///
+/// Whoever finishes them reads those of two neighbouring lanes one after the other. With lanes in the order 0, 1, 3, 2 and a gap of two lanes from group to group, the
+/// lanes that memory serves at once, of four groups, find eight times sixteen bytes in different banks.
+const GROUP: u32 = (warpgroup::THREADS + 2) * 16;
 const HALF: u32 = COLUMNS / 8 * GROUP;
 
-/// Where the sum of row `row` and column `column` of a part stands.
-fn place_of_sum(row: u32, column: u32) -> u32 {
-    let (half, row) = (row / warpgroup::M, row % warpgroup::M);
-    let thread = row / 16 * WARP + row % 8 * 4 + column % 8 / 2;
-    half * HALF + column / 8 * GROUP + thread * 16 + row % 16 / 8 * 8 + column % 2 * 4
+/// Where among the four lanes that have the same row those of lane `t` stand.
+const fn turned(t: u32) -> u32 {
+    t ^ t >> 1
 }
 
 /// Puts a thread's sums where all find them.
 unsafe fn keep<const M: usize, const S: usize>(block: &Block, sums: [[f32; S]; M]) {
     // SAFETY: nobody reads the stages any more, nor writes them (caller).
     unsafe {
+        let own = (block.thread / 4 * 4 + turned(block.thread % 4)) * 16;
         for m in 0..M {
-            let to = m as u32 * HALF + block.thread * 16;
             for group in 0..S as u32 / 4 {
                 let four = core::array::from_fn(|i| sums[m][4 * group as usize + i].to_bits());
-                bulk::store16(to + group * GROUP, four);
+                bulk::store16(m as u32 * HALF + own + group * GROUP, four);
             }
         }
     }
     copy::fence_tiles();
 }
 
-/// Finishes what [`keep`] has kept, of matrices `width` columns apart, four columns a thread, neighbours in neighbouring lanes.
+/// Finishes what [`keep`] has kept, of matrices `width` columns apart: a thread has four columns of every so many pairs of rows, neighbours in neighbouring lanes.
+///
+/// PERF: what there is to ask of operands is asked once for both rows. With one row at a time, and sums that half of the lanes looked for in the same bank, a
+/// part's end took as long as 1,024 columns of its products.
 unsafe fn finish_all<const N: usize>(block: &Block, place: &Place, width: u32, finish: &impl Finish<N>) {
-    // SAFETY: the caller's promise.
-    let (adds_up, outputs) = unsafe { (finish.adds_up(), finish.outputs()) };
     let (of_row, lane) = (width / 4, block.lane());
-    let all = place.rows * of_row;
-    let mut at = block.thread;
+    let (mut pair, column) = (block.thread / of_row, block.thread % of_row * 4);
+    // A row and the one eight later, whose sums stand together.
+    let row_of = |pair: u32| pair / 8 * 16 + pair % 8;
+    let is_column = column < place.columns;
+    // Two lanes' sums of a group, and from the one to the other.
+    let from = column / 8 * GROUP + column % 8 / 4 * 48;
+    let (next, second) = (16u32.wrapping_sub(column % 8 / 4 * 32), (N as u32 - 1) * width / 8 * GROUP);
+    // SAFETY: the caller's promise; the column is there, or the first one is.
+    let (adds_up, columns) =
+        unsafe { (finish.adds_up(), finish.columns(place.n0 + if is_column { column } else { 0 })) };
     // Whole warps, a row's lanes of which add up together.
-    while at - lane < all {
-        let (row, column) = (at / of_row, at % of_row * 4);
-        let mut sum = 0.0;
-        if at < all && column < place.columns {
-            let from = place_of_sum(row, column);
-            let second = from + (N as u32 - 1) * width / 8 * GROUP;
-            // SAFETY: kept before the block's barrier; r and n are inside the operands.
+    while row_of(pair - lane / of_row) < place.rows {
+        let row = row_of(pair);
+        let (is_there, has_other) = (row < place.rows, row + 8 < place.rows);
+        // Of one row that has no other there are two.
+        let rows = [place.m0 + row, place.m0 + if has_other { row + 8 } else { row }];
+        let mut sums = [0.0; 2];
+        if is_there && is_column {
+            let at = from + row / warpgroup::M * HALF + (row % warpgroup::M / 16 * WARP + row % 8 * 4) * 16;
+            // SAFETY: kept before the block's barrier; rows and columns are inside the operands.
             unsafe {
-                let mut values = [four_from(from); N];
-                values[N - 1] = four_from(second);
-                sum = finish.four(&outputs, place.m0 + row, place.n0 + column, values);
+                let two = |at: u32| {
+                    let [a, b, e, f] = bulk::load16(at).map(f32::from_bits);
+                    let [c, d, g, h] = bulk::load16(at.wrapping_add(next)).map(f32::from_bits);
+                    let above = [a, b, c, d];
+                    [above, if has_other { [e, f, g, h] } else { above }]
+                };
+                let [of_row, of_other] = two(at);
+                let mut values = [[of_row; N], [of_other; N]];
+                if N == 2 {
+                    [values[0][N - 1], values[1][N - 1]] = two(at + second);
+                }
+                sums = finish.rows(&columns, rows, values);
             }
         }
         if adds_up {
             let mut mask = 1;
             while mask < of_row {
                 // SAFETY: of the warp, which comes here together.
-                sum += f32::from_bits(unsafe { warp::shuffle_xor(sum.to_bits(), mask) });
+                sums = sums.map(|sum| sum + f32::from_bits(unsafe { warp::shuffle_xor(sum.to_bits(), mask) }));
                 mask *= 2;
             }
-            if at < all && column == 0 {
-                // SAFETY: the part has that row.
-                unsafe { finish.row(place.m0 + row, sum) };
+            if is_there && column == 0 {
+                // SAFETY: the part has those rows.
+                unsafe {
+                    finish.row(rows[0], sums[0]);
+                    finish.row(rows[1], sums[1]);
+                }
             }
         }
-        at += block.threads;
+        pair += block.threads / of_row;
     }
-}
-
-/// Four columns' sums, the first of which stands at `from`.
-unsafe fn four_from(from: u32) -> [f32; 4] {
-    // SAFETY: kept (caller): two by the one thread, two by its neighbour.
-    let one = |at: u32| f32::from_bits(unsafe { bulk::load4(from + at) });
-    [one(0), one(4), one(16), one(20)]
 }

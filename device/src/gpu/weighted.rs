@@ -14,9 +14,21 @@ const FACTORS: u32 = FREE_SHARED;
 const _: () = assert!(FACTORS + ROWS <= shared::KEPT);
 const _: () = assert!(crate::kernels::linear::MOST_WEIGHTED == COLUMNS, "a row's squares are one part's");
 
-/// How many lanes add up a row's parts, as a power of two: of so few rows as there are then side by side all parts are asked for at once.
-const LANES_OF_FEW: u32 = 4;
-const LANES: u32 = 2;
+/// How many lanes add up each of `count` rows' `parts`, as a power of two: as many as leave a row of each to them at once, and of those what gives each lane 32
+/// parts or fewer, which it asks for together.
+fn log_lanes(count: u32, parts: u32) -> u32 {
+    const MOST: u32 = 4;
+    if count <= warpgroup::THREADS >> MOST {
+        return MOST;
+    }
+    if parts <= 32 {
+        0
+    } else if parts <= 64 {
+        1
+    } else {
+        2
+    }
+}
 
 /// What the sums of a product are multiplied with where the norm's weights are in its x (`Params::is_weighted`): 1 / root of the mean square of a row, whose
 /// parts' sums of squares are operand `operand`. Where they are not, it is 1.
@@ -42,7 +54,7 @@ impl Norm<'_> {
         unsafe {
             let (norm, k) = (self.call.tensor(self.operand), self.call.tensor(slot::W).extent(1));
             let (parts, share) = (norm.extent(1), reciprocal(k));
-            let log_lanes = if count <= warpgroup::THREADS >> LANES_OF_FEW { LANES_OF_FEW } else { LANES };
+            let log_lanes = log_lanes(count, parts);
             let lanes = 1 << log_lanes;
             let (own, lane) = (block.thread >> log_lanes, block.thread & (lanes - 1));
             let mut first = 0;
@@ -51,12 +63,15 @@ impl Norm<'_> {
                 let is_there = row < count;
                 let squares = norm.row([m0 + if is_there { row } else { 0 }]);
                 let mut sum = 0.0;
-                let mut at = 0;
+                let mut at = 8 * lane;
                 while at < parts {
-                    let mut fours = [[0.0; 4]; 4];
-                    each_of_four!(i => fours[i] = squares.four(at + 4 * (lane + lanes * i as u32), parts));
-                    each_of_four!(i => sum += (fours[i][0] + fours[i][1]) + (fours[i][2] + fours[i][3]));
-                    at += 16 * lanes;
+                    let next = 8 * lanes;
+                    let eights = squares.eights([at, at + next, at + 2 * next, at + 3 * next], parts);
+                    each_of_four!(i => {
+                        let [a, b, c, d, e, f, g, h] = eights[i];
+                        sum += ((a + b) + (c + d)) + ((e + f) + (g + h));
+                    });
+                    at += 4 * next;
                 }
                 let mut mask = 1;
                 while mask < lanes {
@@ -71,13 +86,16 @@ impl Norm<'_> {
         }
     }
 
-    /// The factor of row `r`, which [`find`](Norm::find) has found.
+    /// The factors of rows `r`, which [`find`](Norm::find) has found.
     ///
     /// # Safety
     /// It has, for the rows of the same part.
-    pub(crate) unsafe fn found(&self, r: u32) -> f32 {
+    pub(crate) unsafe fn found<const R: usize>(&self, r: [u32; R]) -> [f32; R] {
+        if !self.is_weighted {
+            return [1.0; R];
+        }
         // SAFETY: the caller's promise; a part has no more rows.
-        if self.is_weighted { f32::from_bits(unsafe { shared::load(FACTORS + r % ROWS) }) } else { 1.0 }
+        r.map(|r| f32::from_bits(unsafe { shared::load(FACTORS + r % ROWS) }))
     }
 
     /// The factor of row `r`, by whoever asks.

@@ -635,6 +635,13 @@ pub(super) unsafe fn load16(from: *const u8) -> [u32; 4] {
 }
 
 #[track_caller]
+pub(super) unsafe fn store16(to: *mut u8, words: [u32; 4]) {
+    touch(to.addr(), 16, 16, Touch::Write);
+    // SAFETY: aligned and inside a live allocation, as has been judged.
+    unsafe { to.cast::<[u32; 4]>().write(words) }
+}
+
+#[track_caller]
 pub(super) unsafe fn load16_stream(from: *const u8) -> [u32; 4] {
     // SAFETY: the caller's promise.
     unsafe { load16(from) }

@@ -64,7 +64,7 @@ pub(crate) unsafe fn is_for<const N: usize>(call: &Call<'_>, rows: u32) -> bool 
     }
 }
 
-/// Has `finish` [take](Finish::four) the sums of each of the `rows` rows of operand `x` and four rows at a time of the N weight matrices, from `w` on, which
+/// Has `finish` [take](Finish::rows) the sums of each of the `rows` rows of operand `x` and four rows at a time of the N weight matrices, from `w` on, which
 /// come in tiles. What it can it does before `ready`.
 ///
 /// # Safety
@@ -149,7 +149,6 @@ pub(crate) unsafe fn multiply<const N: usize>(
                 taken.release(tiles, oldest);
             }
             block.sync();
-            let outputs = finish.outputs();
             // A thread has one row, and four columns after others.
             for at in block.mine(kept.div_ceil(4) * ROWS) {
                 let (r, n) = (at % ROWS, at / ROWS * 4);
@@ -157,7 +156,8 @@ pub(crate) unsafe fn multiply<const N: usize>(
                     let (from, last) = (SUMS + n * matrices * PITCH + r, kept - 1 - n);
                     let mut values = [four(from, [matrices, last], block); N];
                     values[N - 1] = four(from + (matrices - 1) * PITCH, [matrices, last], block);
-                    squares += finish.four(&outputs, r, first + n, values);
+                    let [of_row] = finish.rows(&finish.columns(first + n), [r], [values]);
+                    squares += of_row;
                 }
             }
             first += kept;

@@ -3,10 +3,12 @@
 //! `gpu::thin::few`, many to `gpu::warpgroup` or `gpu::wide`: tensor cores all.
 
 use super::*;
-use crate::gpu::math::{activate, activate_four};
+use crate::gpu::fours::Fours;
+use crate::gpu::math::{activate, activate_fours};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{First, by_form, few, long};
-use crate::gpu::{Row, Tensor, warpgroup, weighted, wide};
+use crate::gpu::{warpgroup, weighted, wide};
+use core::array::from_fn;
 
 /// # Safety
 /// As [`MacroKernel::gpu_early`].
@@ -126,47 +128,48 @@ impl Outputs<'_> {
     }
 }
 
-/// The operands of many rows' outputs.
+/// Four columns of many rows' outputs.
 #[derive(Clone, Copy)]
-pub(super) struct Many {
+pub(super) struct Columns {
     activation: u32,
-    biases: [Row; 2],
-    y: Tensor,
+    biases: [[f32; 4]; 2],
+    y: Fours,
 }
 
 impl warpgroup::Finish<2> for Outputs<'_> {
+    type Columns = Columns;
+
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    type Outputs = Many;
-
-    unsafe fn outputs(&self) -> Many {
+    unsafe fn columns(&self, n: u32) -> Columns {
         // SAFETY: the caller's promise.
         unsafe {
-            Many {
+            let bias = |operand: usize| {
+                let [four] = Fours::of_vector(&self.call.tensor(operand), n).get([0]);
+                four
+            };
+            Columns {
                 activation: self.p.activation,
-                biases: [slot::GATE_BIAS, slot::UP_BIAS].map(|operand| self.call.tensor(operand).row([])),
-                y: self.call.tensor(slot::Y),
+                biases: [bias(slot::GATE_BIAS), bias(slot::UP_BIAS)],
+                y: Fours::of(&self.call.tensor(slot::Y), n),
             }
         }
     }
 
-    unsafe fn four(&self, Many { activation, biases, y }: &Many, r: u32, n: u32, [g, u]: [[f32; 4]; 2]) -> f32 {
+    unsafe fn rows<const R: usize>(&self, of: &Columns, r: [u32; R], sums: [[[f32; 4]; 2]; R]) -> [f32; R] {
         // SAFETY: the caller's promise.
         unsafe {
-            let (end, factor) = (y.extent(1), self.norm().found(r));
-            let bias = |bias: &Row| if bias.is_present() { bias.four(n, end) } else { [0.0; 4] };
-            let (of_g, of_u) = (bias(&biases[0]), bias(&biases[1]));
-            let of = |sums: [f32; 4], bias: [f32; 4]| {
-                let one = |i: usize| sums[i] * factor + bias[i];
-                [one(0), one(1), one(2), one(3)]
+            let factors = self.norm().found(r);
+            let normed = |which: usize| -> [[f32; 4]; R] {
+                from_fn(|i| from_fn(|c| sums[i][which][c] * factors[i] + of.biases[which][c]))
             };
-            let ([a, b, c, d], up) = (activate_four(*activation, of(g, of_g)), of(u, of_u));
-            y.row([r]).set_four_below(n, end, [a * up[0], b * up[1], c * up[2], d * up[3]]);
+            let (opens, up) = (activate_fours(of.activation, normed(0)), normed(1));
+            of.y.set(r, from_fn(|i| from_fn(|c| opens[i][c] * up[i][c])));
         }
-        0.0
+        [0.0; R]
     }
 }
 

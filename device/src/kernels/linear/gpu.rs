@@ -4,10 +4,12 @@
 
 use super::*;
 use crate::block::Candidate;
-use crate::gpu::math::{activate, activate_four};
+use crate::gpu::fours::Fours;
+use crate::gpu::math::{activate, activate_fours};
 use crate::gpu::rows::{self, Outputs as _, Rows, Staging, dots, pick, ready_and_staged, tiled};
 use crate::gpu::thin::{First, by_form, few, long};
-use crate::gpu::{Row, Tensor, warpgroup, weighted, wide};
+use crate::gpu::{warpgroup, weighted, wide};
+use core::array::from_fn;
 use core::cell::Cell;
 
 /// Where sums become outputs: functions, since a closure that is called in several places need not become part of its caller, and one that does
@@ -91,62 +93,58 @@ impl Outputs<'_> {
     }
 }
 
-/// The operands of many rows' outputs.
+/// Four columns of many rows' outputs.
 #[derive(Clone, Copy)]
-pub(super) struct Many {
+pub(super) struct Columns {
     activation: u32,
-    bias: Row,
-    residual: Tensor,
-    y: Tensor,
-    weights: Row,
-    weighted: Tensor,
+    bias: [f32; 4],
+    residual: Fours,
+    y: Fours,
+    weights: [f32; 4],
+    weighted: Fours,
 }
 
 impl warpgroup::Finish<1> for Outputs<'_> {
+    type Columns = Columns;
+
     unsafe fn begin(&self, place: &warpgroup::Place, block: &Block) {
         // SAFETY: the caller's promise.
         unsafe { self.norm().find([place.m0, place.rows], block, warpgroup::THREADS) };
     }
 
-    type Outputs = Many;
-
-    unsafe fn outputs(&self) -> Many {
-        let call = self.call;
-        // SAFETY: the caller's promise.
+    unsafe fn columns(&self, n: u32) -> Columns {
+        // SAFETY: the caller's promise; a vector is a row.
         unsafe {
-            Many {
+            let matrix = |operand: usize| Fours::of(&self.call.tensor(operand), n);
+            let vector = |operand: usize| {
+                let [four] = Fours::of_vector(&self.call.tensor(operand), n).get([0]);
+                four
+            };
+            Columns {
                 activation: self.p.activation,
-                bias: call.tensor(slot::BIAS).row([]),
-                residual: call.tensor(slot::RESIDUAL),
-                y: call.tensor(slot::Y),
-                weights: call.tensor(slot::WEIGHTS).row([]),
-                weighted: call.tensor(slot::WEIGHTED),
+                bias: vector(slot::BIAS),
+                residual: matrix(slot::RESIDUAL),
+                y: matrix(slot::Y),
+                weights: vector(slot::WEIGHTS),
+                weighted: matrix(slot::WEIGHTED),
             }
         }
     }
 
-    unsafe fn four(&self, outputs: &Many, r: u32, n: u32, [sums]: [[f32; 4]; 1]) -> f32 {
-        let Many { activation, bias, residual, y, weights, weighted } = outputs;
+    unsafe fn rows<const R: usize>(&self, of: &Columns, r: [u32; R], sums: [[[f32; 4]; 1]; R]) -> [f32; R] {
         // SAFETY: the caller's promise.
         unsafe {
-            let end = y.extent(1);
-            let factor = self.norm().found(r);
-            let bias = if bias.is_present() { bias.four(n, end) } else { [0.0; 4] };
-            let before = if residual.is_present() { residual.row([r]).four(n, end) } else { [0.0; 4] };
-            let weights = if weighted.is_present() { weights.four(n, end) } else { [0.0; 4] };
-            let one = |i: usize| sums[i] * factor + bias[i];
-            let [a, b, c, d] = activate_four(*activation, [one(0), one(1), one(2), one(3)]);
-            let values = [a + before[0], b + before[1], c + before[2], d + before[3]];
-            y.row([r]).set_four_below(n, end, values);
-            let mut squares = 0.0;
-            if weighted.is_present() {
-                let [a, b, c, d] = values;
-                let of_next = [a * weights[0], b * weights[1], c * weights[2], d * weights[3]];
-                weighted.row([r]).set_four_below(n, end, of_next);
-                let square = |i: u32, value: f32| if n + i < end { value * value } else { 0.0 };
-                squares = (square(0, a) + square(1, b)) + (square(2, c) + square(3, d));
+            let (before, factors) = (of.residual.get(r), self.norm().found(r));
+            let normed: [[f32; 4]; R] = from_fn(|i| from_fn(|c| sums[i][0][c] * factors[i] + of.bias[c]));
+            let activated = activate_fours(of.activation, normed);
+            let values: [[f32; 4]; R] = from_fn(|i| from_fn(|c| activated[i][c] + before[i][c]));
+            of.y.set(r, values);
+            if !of.weighted.is_present() {
+                return [0.0; R];
             }
-            squares
+            of.weighted.set(r, from_fn(|i| from_fn(|c| values[i][c] * of.weights[c])));
+            let square = |value: f32, c: u32| if c < of.y.there() { value * value } else { 0.0 };
+            values.map(|[a, b, c, d]| (square(a, 0) + square(b, 1)) + (square(c, 2) + square(d, 3)))
         }
     }
 

@@ -9,9 +9,9 @@
 //! that go there, in their order.
 
 use super::*;
-use crate::arch::{bulk, memory, shared};
+use crate::arch::{bulk, each_of_four, memory, shared};
 use crate::block::FREE_SHARED;
-use crate::gpu::math::activate;
+use crate::gpu::math::{activate, activate_fours};
 use crate::gpu::rows::{Vector, one_dot, two_dots};
 use crate::gpu::warpgroup::{self, COLUMNS, Matrices, Place, ROWS, Rows, within};
 use crate::gpu::{BF16, Call, Tensor};
@@ -76,8 +76,8 @@ pub(super) unsafe fn run(p: &Params, call: &Call<'_>, block: &Block) {
                 if at < end {
                     ask(call, block, next.expert, work.place(next).n0);
                 }
-                let finish = |i, n, sums| finish_four(call, p, i, n, sums);
-                warpgroup::multiply_part::<2>(Routed { call, expert: unit.expert }, block, &place, &finish);
+                let matrices = Routed { call, expert: unit.expert };
+                warpgroup::multiply_part::<2>(matrices, block, &place, &Outputs { call, p });
             } else {
                 plain(call, block, p, unit.expert, &place, work.columns);
                 block.sync();
@@ -371,25 +371,47 @@ impl Matrices<2> for Routed<'_> {
     }
 }
 
+/// Where sums become outputs.
+struct Outputs<'a> {
+    call: &'a Call<'a>,
+    p: &'a Params,
+}
+
+impl warpgroup::Finish<2> for Outputs<'_> {
+    type Columns = u32;
+
+    unsafe fn columns(&self, n: u32) -> u32 {
+        n
+    }
+
+    unsafe fn rows<const R: usize>(&self, &n: &u32, listed: [u32; R], sums: [[[f32; 4]; 2]; R]) -> [f32; R] {
+        // SAFETY: the rows are listed, and have that column (caller); of one matrix, one a half further too, if it is there.
+        unsafe {
+            let (y, is_pair) = (self.call.tensor(slot::Y), self.call.tensor(slot::UP).is_present());
+            let end = y.extent(2);
+            let mut first = sums.map(|[a, _]| a);
+            if is_pair {
+                first = activate_fours(self.p.activation, first);
+            }
+            each_of_four!(i => if i < R {
+                let (entry, weight) = (shared::load(LIST + listed[i]), f32::from_bits(shared::load(WEIGHTS + listed[i])));
+                let row = y.row([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN]);
+                let (a, [_, b]) = (first[i], sums[i]);
+                let one = |c: usize| weight * if is_pair { a[c] * b[c] } else { a[c] };
+                row.set_four_below(n, end, [one(0), one(1), one(2), one(3)]);
+                if !is_pair && n + HALF < end {
+                    row.set_four_below(n + HALF, end, b.map(|b| weight * b));
+                }
+            });
+        }
+        [0.0; R]
+    }
+}
+
 /// What comes of the sums of one column: `a` times the other matrix's, `b`, if there is one, as much as they count.
 unsafe fn made(call: &Call<'_>, p: &Params, weight: f32, a: f32, b: f32) -> f32 {
     // SAFETY: the operands are the slots' (caller).
     weight * if unsafe { call.tensor(slot::UP) }.is_present() { activate(p.activation, a) * b } else { a }
-}
-
-/// Writes what comes of four columns from `n` on of the row listed at `i`; of one matrix, of those a half further, too.
-unsafe fn finish_four(call: &Call<'_>, p: &Params, i: u32, n: u32, [a, b]: [[f32; 4]; 2]) {
-    // SAFETY: the row is listed, and has that column (caller).
-    unsafe {
-        let (entry, weight) = (shared::load(LIST + i), f32::from_bits(shared::load(WEIGHTS + i)));
-        let (y, end) = (call.tensor(slot::Y), call.tensor(slot::Y).extent(2));
-        let row = y.row([entry >> SLOT_BITS, entry % routing::MAX_CHOSEN]);
-        let one = |a: f32, b: f32| made(call, p, weight, a, b);
-        row.set_four_below(n, end, [one(a[0], b[0]), one(a[1], b[1]), one(a[2], b[2]), one(a[3], b[3])]);
-        if !call.tensor(slot::UP).is_present() && n + HALF < end {
-            row.set_four_below(n + HALF, end, b.map(|b| weight * b));
-        }
-    }
 }
 
 /// The part at `place` of expert `expert`'s product, a warp for each row and column.
