@@ -4,7 +4,7 @@
 //! cargo run --release --example batch -- path/to/Qwen3-0.6B 4 < questions.txt
 //! ```
 
-use perpetua::{Engine, EngineConfig, GenerateOptions, Model};
+use perpetua::{Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::channel;
 use std::time::Duration;
@@ -34,6 +34,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let options = GenerateOptions { reuse_prefix: true, ..GenerateOptions::default() };
             match batch.add(&model.encode(&line)?, &options) {
                 Ok(number) => println!("{number} < {line}"),
+                // Somebody's fault ends all.
+                Err(error @ EngineError::Run(_)) => return Err(error.into()),
                 Err(error) => eprintln!("{line:?}: {error}"),
             }
         }

@@ -8,7 +8,7 @@ use crate::graph::kernel::{GraphError, KernelGraph, Pass};
 use crate::graph::lower::{self, Cut, Target};
 use crate::graph::task::{self, TaskClass, TaskError, TaskGraph, WorkerLists};
 use crate::graph::threadblock::{self, ThreadBlockGraph};
-use crate::image::encode::encode;
+use crate::image::encode::encode_ordered;
 use crate::image::{Image, ImageError};
 use crate::machine::Machine;
 use crate::parallel::side_by_side;
@@ -133,6 +133,14 @@ pub enum CompileError {
         /// Bytes in an earlier program.
         expected: u64,
     },
+    /// One name stands for two constants, or for two stacks of weights.
+    #[error("buffer {name}: program {program} has other contents, or another number of tensors, than one before")]
+    Contents {
+        /// The buffer.
+        name: String,
+        /// The program.
+        program: String,
+    },
 }
 
 /// What else the caller wants.
@@ -170,7 +178,7 @@ pub fn compile(sources: Vec<Source>, config: &Config) -> Result<Compiled, Compil
     }
     check_names(&programs, config)?;
     let mut clock = Clock::new();
-    let image = encode(&link.parts(&programs, config.target.n_workers))?;
+    let image = encode_ordered(&link.parts(&programs, config.target.n_workers))?;
     clock.lap("image");
     if let Some(last) = programs.last_mut() {
         last.stages.append(&mut clock.laps);

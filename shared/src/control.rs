@@ -103,13 +103,15 @@ pub enum End {
     PromptDone = 5,
     /// The host asked to stop because the time it had given was over. Workers do not know why: theirs is [`End::Stopped`].
     Deadline = 6,
+    /// A fault ended the run, which its owner has been told. Workers record faults elsewhere.
+    Failed = 7,
 }
 
 impl End {
     /// The reason numbered `number`.
     pub fn from_u32(number: u32) -> Option<End> {
         use End::*;
-        [Running, MaxTokens, StopToken, ContextFull, Stopped, PromptDone, Deadline]
+        [Running, MaxTokens, StopToken, ContextFull, Stopped, PromptDone, Deadline, Failed]
             .into_iter()
             .find(|end| *end as u32 == number)
     }

@@ -1,7 +1,13 @@
 //! What users get wrong: one clear error, nothing written, nothing broken.
 
+use perpetua::compile::Source;
+use perpetua::engine::Resident;
+use perpetua::exec::RunError;
+use perpetua::exec::memory::NoWeights;
+use perpetua::graph::kernel::KernelGraph;
 use perpetua::model::{SynthOptions, SynthSource, synth};
-use perpetua::{Device, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua::{Device, End, Engine, EngineConfig, EngineError, GenerateOptions, Model};
+use perpetua_shared::{DType, ProgramId};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -182,6 +188,63 @@ fn damaged_weights_give_no_results() {
         assert!(message.contains("a sentence") && message.contains("the embedding is NaN"), "{message}");
     }
     assert!(!out.exists(), "nothing is written");
+}
+
+/// The fault of a run is what it ended with, however often one asks, and whoever's it was in a batch.
+#[test]
+fn a_failed_run_stays_failed_until_the_next() {
+    let temp = tempfile::tempdir().unwrap();
+    let dir = copy("tiny-qwen3", temp.path());
+    poison(&dir, "model.norm.weight");
+    let model = Model::load(&dir).unwrap();
+    for device in [Device::Cpu, Device::Reference, Device::Simt] {
+        let config = EngineConfig { device, threads: Some(2), max_context: Some(16), ..EngineConfig::default() };
+        let mut engine = Engine::new(&model, &EngineConfig { sequences: Some(2), ..config }).unwrap();
+        let is_nan = |error: &EngineError| matches!(error, EngineError::Run(RunError::NotANumber { .. }));
+        let mut generation = engine.generate(&[1, 2], &GenerateOptions::default()).unwrap();
+        assert!(generation.next().is_some_and(|token| token.is_err_and(|error| is_nan(&error))), "{device:?}");
+        assert_eq!(generation.end(), Some(End::Failed), "{device:?}");
+        drop(generation);
+        assert!([(); 2].iter().all(|()| engine.last_logits().is_err_and(|error| is_nan(&error))), "{device:?}");
+        let mut batch = engine.generate_batch(&[[1, 2], [2, 3]], &GenerateOptions::default()).unwrap();
+        assert!(batch.next().is_some_and(|token| token.is_err()) && batch.is_ended(), "{device:?}");
+        assert_eq!([0, 1].map(|sequence| batch.end(sequence)), [Some(End::Failed); 2], "{device:?}");
+    }
+}
+
+/// What a graph of one's own is asked for and does not have is an error, which says what it has.
+#[test]
+fn passes_and_inputs_that_are_not_there_are_named() {
+    let source = |value: f32| {
+        let mut graph = KernelGraph::new();
+        let x = graph.input("x", &[2, 4], DType::F32).unwrap();
+        let one = graph.constant("one", &[value; 4]).unwrap();
+        let y = graph.rms_norm("y", x, one, 0.0).unwrap();
+        graph.output("y", y);
+        Source { name: "norm".to_owned(), graph, in_token_loop: false }
+    };
+    for device in [Device::Cpu, Device::Reference, Device::Simt] {
+        let config = EngineConfig { device, threads: Some(2), ..EngineConfig::default() };
+        let mut resident = Resident::new(vec![source(1.0)], &NoWeights, &config).unwrap();
+        let said = |error: &dyn std::fmt::Display| error.to_string();
+        let wrong = resident.set_input("z", &[0; 32]).unwrap_err();
+        assert_eq!(said(&wrong), "there is no input z: expected one of [\"x\"]");
+        let wrong = resident.set_input("x", &[0; 28]).unwrap_err();
+        assert_eq!(said(&wrong), "input x: 28 bytes given, expected 32");
+        let wrong = resident.run_once(ProgramId(77), 1).unwrap_err();
+        assert_eq!(said(&wrong), "program 77: expected one of 1, counted from 0");
+        let wrong = resident.run_tokens(ProgramId(0), &[1, 2]).unwrap_err();
+        assert!(said(&wrong).contains("which the token buffer has room for"), "{wrong}");
+        assert_eq!(resident.finish().unwrap().produced, 0, "there has been no run");
+        resident.set_input("x", bytemuck::bytes_of(&[2f32; 8])).unwrap();
+        resident.run_once(ProgramId(0), 2).unwrap();
+        let y = resident.output(ProgramId(0), "y").unwrap();
+        let found = resident.read_f32(&y, 2).unwrap();
+        assert!(found.len() == 8 && found.iter().all(|y| (y - 1.0).abs() < 1e-5), "{found:?}");
+    }
+    let config = EngineConfig { device: Device::Reference, ..EngineConfig::default() };
+    let both = Resident::new(vec![source(1.0), source(2.0)], &NoWeights, &config);
+    assert!(both.is_err_and(|error| error.to_string().contains("buffer one: program norm has other contents")));
 }
 
 /// What the system would not give is refused with numbers; asking for it would end the program.
@@ -398,6 +461,12 @@ fn the_library_refuses_what_the_program_refuses() {
     assert!(matches!(engine.generate(&[1024], &options), Err(EngineError::Model(_))));
     let hot = GenerateOptions { temperature: f32::NAN, ..options.clone() };
     assert!(matches!(engine.generate(&[1], &hot), Err(EngineError::Option { name: "temperature", .. })));
+    for chunks in [vec![0], (1..40).collect()] {
+        let config = EngineConfig { chunks, ..config.clone() };
+        assert!(matches!(Engine::new(&model, &config), Err(EngineError::Option { name: "chunks", .. })));
+    }
+    let wrong = engine.resident_mut().run_tokens(ProgramId(0), &[1, 2]).unwrap_err();
+    assert_eq!(wrong.to_string(), "2 rows of program 0: expected 1 at most");
     let none = GenerateOptions { max_new_tokens: 0, ..options };
     assert_eq!(engine.generate(&[1], &none).unwrap().count(), 0);
     assert_eq!(

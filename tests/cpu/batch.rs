@@ -3,11 +3,11 @@
 
 use super::cuda::has_kernel;
 use super::interpreted::{cases, distance, driver, on, random_model};
-use super::simt::{MANY_ROWS, broken_rule, model as small_model};
+use super::simt::{MANY_ROWS, broken_rule, encode, model as small_model};
 use crate::models::MODELS;
 use perpetua::engine::EngineError;
 use perpetua::exec::cuda;
-use perpetua::image::encode::{Parts, encode};
+use perpetua::image::encode::Parts;
 use perpetua::model::Quantize;
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_device::kernels::{Numbered, Rope};
@@ -16,6 +16,7 @@ use perpetua_shared::image::EVERY_SEQUENCE;
 use perpetua_shared::{TaskFlags, Technique};
 use proptest::prelude::*;
 use std::path::PathBuf;
+use std::time::Duration;
 
 fn fixture(name: &str) -> Model {
     Model::load(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).unwrap()
@@ -410,6 +411,7 @@ fn sequences_are_kept_apart_by_the_image() {
     assert!(broken(&|p| p.programs[decode].kind = EVERY_SEQUENCE).contains("are for batches"));
     assert!(broken(&|p| p.programs[batch].max_rows = 65).contains("expected at most 64"));
     assert!(broken(&|p| p.programs[batch].max_rows = 7).contains("not 7 equal parts"));
+    assert!(broken(&|p| p.programs[batch].max_rows = 0).contains("takes no rows"));
 }
 
 /// Whichever pass chose it, that of a prompt or of one row.
@@ -430,5 +432,43 @@ fn the_last_logits_are_those_of_the_last_token() {
                 assert!(off < 3e-2, "{device:?}, {length} tokens and {n}: off by {off}");
             }
         }
+    }
+}
+
+/// Logits of a run that has failed, or has made nothing, are nobody's.
+#[test]
+fn there_are_last_logits_where_a_token_has_been_made() {
+    let model = fixture("tiny-qwen3");
+    let (prompt, long) = (&prompts(&model, &[5])[0], &prompts(&model, &[60])[0]);
+    for device in [Device::Reference, Device::Cpu, Device::Simt] {
+        let mut engine = Engine::new(&model, &config(device, 2, Some(2))).unwrap();
+        assert_eq!((engine.last_logits().unwrap(), engine.batch_logits().unwrap()), (None, None), "{device:?}");
+        assert_eq!(engine.generate(prompt, &options(1)).unwrap().count(), 1);
+        let made = engine.last_logits().unwrap().map(|logits| logits.len());
+        assert_eq!((made, engine.batch_logits().unwrap()), (Some(model.config().vocab_size()), None), "{device:?}");
+        // Its time is over before the prompt has been read.
+        let over = GenerateOptions { max_time: Some(Duration::ZERO), ..options(1) };
+        let mut generation = engine.generate(long, &over).unwrap();
+        assert_eq!((generation.by_ref().count(), generation.end()), (0, Some(End::Deadline)), "{device:?}");
+        drop(generation);
+        assert_eq!(engine.last_logits().unwrap(), None, "{device:?}");
+        assert_eq!(engine.generate_batch(&[prompt], &options(1)).unwrap().count(), 1);
+        let of_batch = engine.batch_logits().unwrap().map(|logits| logits.len());
+        assert_eq!((engine.last_logits().unwrap(), of_batch), (None, made.map(|n| 2 * n)), "{device:?}");
+    }
+}
+
+/// How much of a prompt has been read is told of this run, wherever it runs.
+#[test]
+fn what_has_been_read_of_a_prompt_is_told() {
+    let model = fixture("tiny-qwen3");
+    let prompt = &prompts(&model, &[21])[0];
+    for device in [Device::Reference, Device::Cpu, Device::Simt] {
+        let mut engine = Engine::new(&model, &config(device, 2, None)).unwrap();
+        let mut generation = engine.generate(prompt, &options(2)).unwrap();
+        assert_eq!((generation.by_ref().count(), generation.prompt_done()), (2, 21), "{device:?}");
+        drop(generation);
+        let nothing = engine.generate(prompt, &options(0)).unwrap();
+        assert_eq!((nothing.prompt_done(), nothing.end()), (0, Some(End::MaxTokens)), "{device:?}");
     }
 }

@@ -1,11 +1,11 @@
 //! Rows that tell their readers themselves that they are there: which are flagged, what events are left, and the rules of images.
 
-use super::simt::{WIDE, broken_rule, model};
+use super::simt::{WIDE, broken_rule, encode, model};
 use perpetua::compile::{Compiled, Config, compile};
 use perpetua::engine::decoder_sources;
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::BufferKind;
-use perpetua::image::encode::{Parts, encode};
+use perpetua::image::encode::Parts;
 use perpetua::model::decoder::{Cache, Head};
 use perpetua::{Model, exec};
 use perpetua_device::kernels::Spec;
@@ -128,6 +128,11 @@ fn broken_flags_are_named() {
     says(&|parts| parts.tasks[task(q)].flags |= TaskFlags::ONLY_WHEN_SAMPLING, "not written in every pass");
     let other = operand(o, "y");
     says(&|parts| parts.operands[written].offset_bytes = parts.operands[other].offset_bytes, "as does");
+    let again = |parts: &mut Parts| {
+        let operand = &mut parts.operands[operand("embed_tokens", "y")];
+        (operand.extent[0], operand.stride_elems[0]) = (u32::MAX, 0);
+    };
+    says(&again, "elements of 4 bytes, in a binding of");
     let end = whole.bindings[flagged].bytes;
     let moved = |parts: &mut Parts| {
         parts.bindings[flagged].bytes += 1 << 12;

@@ -10,7 +10,7 @@ use perpetua::exec::{Executor, RunError, Stopper};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::BufferKind;
 use perpetua::graph::threadblock::{BlockOp, KernelCall};
-use perpetua::image::encode::{Parts, encode};
+use perpetua::image::encode::{self, Parts};
 use perpetua::image::{Image, ImageError};
 use perpetua::model::ModelConfig;
 use perpetua::model::decoder::{self, Cache, Declared, Head};
@@ -698,6 +698,12 @@ fn layers_are_cut_alike_and_attention_stays_where_it_is() {
     }
     assert_eq!(workers("sample"), workers("advance"));
     assert!(!attends.contains(&workers("sample")[0]), "which does not attend");
+}
+
+/// [`encode::encode`]: what comes of it runs on the simulated GPU alone, which judges every access.
+pub(crate) fn encode(parts: &Parts) -> Result<Image, ImageError> {
+    // SAFETY: a simulated GPU is one thread of this machine.
+    unsafe { encode::encode(parts) }
 }
 
 /// The first rule that `whole` breaks once it is changed.

@@ -102,7 +102,9 @@ impl Link {
                 BufferKind::Control => (BindingKind::Control, 64),
                 BufferKind::Tokens => (BindingKind::Tokens, 64),
             };
+            let before = self.bindings.len();
             let (id, bytes) = self.binding(&buffer.name, kind, buffer.bytes, align);
+            let is_known = id.idx() < before;
             let known = &mut self.bindings[id.idx()];
             if kind == BindingKind::Tokens {
                 // A program that makes no tokens asks for a token buffer of one.
@@ -115,11 +117,15 @@ impl Link {
                     expected: bytes,
                 });
             }
-            match &buffer.kind {
-                BufferKind::Constant(contents) => known.contents = Some(contents.clone()),
-                BufferKind::WeightStack(n) => known.parts = Some(*n),
-                _ => {}
+            let (contents, parts) = match &buffer.kind {
+                BufferKind::Constant(contents) => (Some(contents.clone()), None),
+                BufferKind::WeightStack(n) => (None, Some(*n)),
+                _ => (None, None),
+            };
+            if is_known && (known.contents != contents || known.parts != parts) {
+                return Err(CompileError::Contents { name: buffer.name.clone(), program: source.name.clone() });
             }
+            (known.contents, known.parts) = (contents, parts);
             of_buffer.push(id);
         }
         self.of_buffer.push(of_buffer);

@@ -128,7 +128,7 @@ impl<'a> BatchGeneration<'a> {
     ///
     /// # Errors
     /// As [`Engine::generate`](super::Engine::generate); no [`room`](BatchGeneration::room); more stop tokens in all than there is room for; or
-    /// the fault of the run under way, which ends all sequences.
+    /// the fault of the run under way, whoever's it is, which ends all sequences with [`End::Failed`].
     pub fn add(&mut self, prompt: &[u32], options: &GenerateOptions) -> Result<usize, EngineError> {
         let asked = self.ask(prompt, options)?;
         self.pause()?;
@@ -157,7 +157,7 @@ impl<'a> BatchGeneration<'a> {
     /// can still be taken.
     ///
     /// # Errors
-    /// The fault of the run under way, which ends all sequences.
+    /// The fault of the run under way, which ends all sequences with [`End::Failed`].
     pub fn cancel(&mut self, sequence: usize) -> Result<(), EngineError> {
         let is_it = |slot: &Slot<'_>| slot.followed.as_ref().is_some_and(|followed| followed.number == sequence);
         if self.slots.iter().any(is_it) {
@@ -200,7 +200,7 @@ impl<'a> BatchGeneration<'a> {
     /// [`BatchGeneration::is_ended`]).
     ///
     /// # Errors
-    /// A run's first fault, which ends all sequences.
+    /// A run's first fault, which ends all sequences with [`End::Failed`].
     pub fn poll(&mut self, patience: Duration) -> Result<Option<(usize, Token)>, EngineError> {
         let began = Instant::now();
         loop {
@@ -304,7 +304,11 @@ impl<'a> BatchGeneration<'a> {
 
     /// A run has failed: no sequence goes on, and nothing is known of the caches.
     fn fail(&mut self, error: RunError) -> EngineError {
-        self.slots.iter_mut().for_each(|slot| *slot = Slot::default());
+        for slot in &mut self.slots {
+            if let Some(followed) = std::mem::take(slot).followed {
+                self.all[followed.number].end = Some(End::Failed);
+            }
+        }
         error.into()
     }
 

@@ -180,6 +180,8 @@ pub struct Generation<'a> {
     pub(super) made: Made<'a>,
     pub(super) prompt_len: usize,
     pub(super) reused: usize,
+    /// Whether there is a run: where nothing is to be made there is none.
+    pub(super) has_run: bool,
 }
 
 impl Generation<'_> {
@@ -201,7 +203,7 @@ impl Generation<'_> {
 
     /// How many of the prompt's tokens have been read.
     pub fn prompt_done(&self) -> usize {
-        (self.run.resident.position() as usize).min(self.prompt_len)
+        if self.has_run { (self.run.resident.position() as usize).min(self.prompt_len) } else { self.reused }
     }
 
     /// Why it ended, once it has.
@@ -237,7 +239,7 @@ impl Generation<'_> {
                 return self.made.take_last();
             }
             if is_over {
-                let control = self.run.finish()?;
+                let control = self.run.finish().inspect_err(|_| self.made.end = Some(End::Failed))?;
                 self.made.end = self.run.stopper.end(control.end);
                 // The reference has run as a whole; its tokens are there only now.
                 continue;

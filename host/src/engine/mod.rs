@@ -29,13 +29,13 @@ pub use resident::Resident;
 use crate::compile::{CompileError, Source};
 use crate::cuda::{Gpu, GpuError};
 use crate::exec::cuda::CudaNewError;
-use crate::exec::memory::{Keep, MemoryError, WeightSource, available_bytes};
+use crate::exec::memory::{MemoryError, available_bytes};
 use crate::exec::{RunError, cuda, threads};
 use crate::model::decoder::{BuildError, Cache, Declared, Head};
 use crate::model::{self, ModelConfig, ModelError, ModelFolder, PENALTIES, Quantize, Quantized, is_penalty};
 use perpetua_shared::control::{Control, End, NO_PROGRAM, Request};
 use perpetua_shared::image::{EVERY_SEQUENCE, VERIFIES};
-use perpetua_shared::limits::{MAX_DRAFTS, MAX_SEQUENCES, MAX_STOP_TOKENS};
+use perpetua_shared::limits::{MAX_DRAFTS, MAX_PROGRAMS, MAX_SEQUENCES, MAX_STOP_TOKENS};
 use perpetua_shared::{DType, ProgramId};
 use std::path::Path;
 use std::sync::Arc;
@@ -96,18 +96,6 @@ impl std::ops::Deref for Model {
     type Target = ModelFolder;
     fn deref(&self) -> &ModelFolder {
         &self.folder
-    }
-}
-
-impl WeightSource for Model {
-    fn bytes(&self, name: &str) -> Option<&[u8]> {
-        match self.quantized.as_ref().and_then(|quantized| quantized.get(name)) {
-            Some(bytes) => Some(bytes),
-            None => self.folder.tensor_bytes(name),
-        }
-    }
-    fn keep(&self) -> Keep {
-        Arc::new(self.clone())
     }
 }
 
@@ -483,6 +471,9 @@ const _: () = {
     may_change_threads::<BatchGeneration<'static>>();
 };
 
+/// Programs that an engine may have beside those of [`EngineConfig::chunks`]: decoding, a batch's, and the one that verifies.
+const OTHER_PROGRAMS: usize = 3;
+
 /// [`EngineConfig`], looked at for one model.
 struct Plan<'a> {
     place: Place,
@@ -506,6 +497,11 @@ impl<'a> Plan<'a> {
         }
         // The reference keeps its cache in f32; what users run keeps it in bf16, as every engine does.
         let cache_dtype = if config.device == Device::Reference { DType::F32 } else { DType::Bf16 };
+        let most = MAX_PROGRAMS - OTHER_PROGRAMS;
+        if config.chunks.len() > most || config.chunks.contains(&0) {
+            let given = format!("{:?}", config.chunks);
+            return Err(EngineError::option("chunks", given, format!("at most {most} numbers of rows, 1 or more")));
+        }
         let chunks = match &config.chunks[..] {
             [] if matches!(place, Place::Gpu { .. }) => &GPU_CHUNKS[..],
             [] => &DEFAULT_CHUNKS[..],
@@ -631,7 +627,7 @@ impl Engine {
         if has_work {
             run.begin(control, deadline)?;
         }
-        Ok(Generation { run, made, prompt_len: prompt.len(), reused })
+        Ok(Generation { run, made, prompt_len: prompt.len(), reused, has_run: has_work })
     }
 
     /// Starts a generation from each of `prompts`, all decoded together: every pass over the weights makes a token for each
@@ -728,11 +724,15 @@ impl Engine {
     }
 
     /// The logits that each sequence's token of the last pass over a batch was chosen from, `[sequences, vocab]`. Rows of
-    /// sequences that had ended before mean nothing. `None` of an engine that was not made with [`EngineConfig::sequences`].
+    /// sequences that had ended before mean nothing. `None` where the last run was no batch's, or has made nothing.
     ///
     /// # Errors
-    /// A device that is lost.
+    /// The fault that the batch ended with; or a device that is lost.
     pub fn batch_logits(&mut self) -> Result<Option<Vec<f32>>, EngineError> {
+        let control = self.resident.finish()?;
+        if control.produced == 0 || control.n_sequences == 0 {
+            return Ok(None);
+        }
         let programs = self.resident.compiled.image.view().programs;
         let batch = programs.iter().position(|program| program.kind == EVERY_SEQUENCE);
         let Some(output) = batch.and_then(|batch| self.resident.output(ProgramId(batch as u32), "logits")) else {
@@ -741,15 +741,16 @@ impl Engine {
         Ok(Some(self.resident.read_f32(&output, self.sequences)?))
     }
 
-    /// The logits that the last token of the last generation was chosen from; `None` before there has been one.
+    /// The logits that the last token of the last generation was chosen from; `None` before there has been one, and where it ended before it had made
+    /// one. Of a batch: [`Engine::batch_logits`].
     ///
     /// # Errors
-    /// The fault that the generation ended with, where its executor still knows it; or a device that is lost.
+    /// The fault that the generation ended with; or a device that is lost.
     pub fn last_logits(&mut self) -> Result<Option<Vec<f32>>, EngineError> {
-        if self.resident.stamps().is_empty() {
+        let control = self.resident.finish()?;
+        if control.produced == 0 || control.n_sequences > 0 {
             return Ok(None);
         }
-        let control = self.resident.finish()?;
         let last = ProgramId(control.last_program);
         let Some(output) = self.resident.output(last, "logits") else { return Ok(None) };
         // A pass that verified guesses has a row for each, and ended with the last that counted. Any other has the last one's alone.

@@ -10,7 +10,8 @@ use crate::exec::memory::{Memory, MemoryError, WeightSource};
 use crate::exec::{Executor, RunError, Stopper, cuda, reference, simt, threads};
 use crate::graph::lower::Target;
 use perpetua_device::cpu::simd::Isa;
-use perpetua_shared::control::{Control, Step};
+use perpetua_shared::control::{ALL_ROWS, Control, Step};
+use perpetua_shared::image::BindingKind;
 use perpetua_shared::limits::MAX_WORKERS;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{ProgramId, Technique};
@@ -86,6 +87,9 @@ impl Resident {
     ///
     /// # Errors
     /// A device that is lost.
+    ///
+    /// # Panics
+    /// When the output is another compilation's, or not of floats.
     pub fn read_f32(&mut self, output: &Operand, rows: usize) -> Result<Vec<f32>, RunError> {
         let mut out = Vec::new();
         self.append_f32(output, rows, &mut out)?;
@@ -126,12 +130,36 @@ impl Resident {
         outputs.iter().find(|(known, _)| known == name).map(|(_, operand)| *operand)
     }
 
+    /// Whether there is such a program, with so many rows, and room for so many tokens.
+    fn check_pass(&self, program: ProgramId, rows: usize, tokens: usize) -> Result<(), RunError> {
+        let programs = self.compiled.image.view().programs;
+        let wrong = |given: String, expected: String| Err(RunError::Pass { given, expected });
+        let Some(known) = programs.get(program.idx()) else {
+            return wrong(format!("program {}", program.0), format!("one of {}, counted from 0", programs.len()));
+        };
+        if rows > known.max_rows as usize {
+            return wrong(format!("{rows} rows of program {}", program.0), format!("{} at most", known.max_rows));
+        }
+        let buffer = self.compiled.bindings.iter().find(|binding| binding.kind == BindingKind::Tokens);
+        let room = buffer.map_or(0, |buffer| buffer.bytes as usize / size_of::<u32>());
+        if tokens > room {
+            return wrong(format!("{tokens} tokens"), format!("{room} at most, which the token buffer has room for"));
+        }
+        Ok(())
+    }
+
     /// Starts a run from `control`.
+    ///
+    /// # Panics
+    /// As [`Executor::start_with`].
     pub fn start(&mut self, control: Control) {
         self.start_with(control, &Stopper::default());
     }
 
     /// As [`Resident::start`]; `stopper`, of this run alone, ends it after the pass under way.
+    ///
+    /// # Panics
+    /// As [`Executor::start_with`].
     pub fn start_with(&mut self, control: Control, stopper: &Stopper) {
         self.kept = 0;
         self.executor.start_with(control, stopper);
@@ -197,8 +225,9 @@ impl Resident {
     /// Runs one pass of program `program` over `tokens`, as the first of their sequence.
     ///
     /// # Errors
-    /// The first fault.
+    /// The first fault; no such program, or more tokens than it or the token buffer has rows.
     pub fn run_tokens(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
+        self.check_pass(program, tokens.len(), tokens.len())?;
         self.set_tokens(0, tokens);
         let n = tokens.len() as u32;
         self.start(one_pass(program, 0, n, n));
@@ -208,8 +237,9 @@ impl Resident {
     /// Runs one pass of program `program` over the last of `tokens`; those before it have been run.
     ///
     /// # Errors
-    /// The first fault.
+    /// The first fault; no such program, or more tokens than the token buffer has rows.
     pub fn run_last(&mut self, program: ProgramId, tokens: &[u32]) -> Result<(), RunError> {
+        self.check_pass(program, tokens.len().min(1), tokens.len())?;
         self.set_tokens(0, tokens);
         let n = tokens.len() as u32;
         self.start(one_pass(program, n.saturating_sub(1), n.min(1), n));
@@ -239,11 +269,12 @@ impl Resident {
         Ok(())
     }
 
-    /// Runs one pass of program `program` over all its rows: the whole of a graph without a token dimension.
+    /// Runs one pass of program `program` over its first `rows` rows, or all of them ([`ALL_ROWS`]): the whole of a graph without a token dimension.
     ///
     /// # Errors
-    /// The first fault.
+    /// The first fault; no such program, or more rows than it has.
     pub fn run_once(&mut self, program: ProgramId, rows: u32) -> Result<(), RunError> {
+        self.check_pass(program, if rows == ALL_ROWS { 0 } else { rows as usize }, 0)?;
         self.start(one_pass(program, 0, rows, rows));
         self.finish().map(|_| ())
     }

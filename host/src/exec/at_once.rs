@@ -1,7 +1,7 @@
 //! Executors on the host's own thread: a run is over when it has been started.
 
 use super::memory::{Memory, MemoryError};
-use super::{Executor, RunError, Stopper, check_sequences};
+use super::{Executor, RunError, Stopper, check_control};
 use crate::image::Image;
 use perpetua_shared::control::Control;
 use perpetua_shared::task::Operand;
@@ -45,7 +45,7 @@ pub trait AtOnce: Debug + Send {
 impl<E: AtOnce> Executor for E {
     fn start_with(&mut self, control: Control, stopper: &Stopper) {
         let loaded = self.loaded_mut();
-        check_sequences(&loaded.image, &control);
+        check_control(&loaded.image, &control);
         loaded.stamps = vec![Instant::now()];
         let outcome = self.run(control, stopper);
         self.loaded_mut().outcome = Some(outcome);
@@ -65,6 +65,10 @@ impl<E: AtOnce> Executor for E {
 
     fn token(&self, position: usize) -> u32 {
         self.loaded().memory.token(position)
+    }
+
+    fn position(&self) -> u32 {
+        self.loaded().control().map_or(0, |control| control.step.first_pos)
     }
 
     fn set_tokens(&mut self, position: usize, tokens: &[u32]) {

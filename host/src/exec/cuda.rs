@@ -22,7 +22,7 @@ mod stall;
 
 use super::memory::{MemoryError, WeightSource};
 use super::sections::Sections;
-use super::{Executor, RunError, Stopper, check_sequences, count_on};
+use super::{Executor, RunError, Stopper, check_control, count_on};
 use crate::compile::Compiled;
 use crate::cuda::driver::CudaError;
 use crate::cuda::{Gpu, GpuError, Ticket};
@@ -332,7 +332,7 @@ impl Cuda {
 
 impl Executor for Cuda {
     fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
-        check_sequences(&self.image, &control);
+        check_control(&self.image, &control);
         self.wait();
         if !self.launches.is_persistent() {
             // Which program comes next would depend on the text, and passes are launched ahead.
@@ -397,11 +397,10 @@ impl Executor for Cuda {
     fn set_input(&mut self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
         self.wait();
         let number = self.device.find(|room| room.kind == BindingKind::Input && room.name == name);
-        let number = number.ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
-        let expected = self.device.bytes_of(number);
-        if contents.len() as u64 != expected {
-            return Err(MemoryError::Size { name: name.to_owned(), found: contents.len() as u64, expected });
-        }
+        let Some(number) = number else {
+            return Err(MemoryError::no_input(name, self.device.names_of(BindingKind::Input)));
+        };
+        MemoryError::check_input(name, contents, self.device.bytes_of(number))?;
         // SAFETY: the binding has exactly this many bytes, and no kernel runs.
         if let Err(error) = unsafe { self.device.write(self.device.at(number), contents) } {
             self.lose(error);

@@ -5,6 +5,7 @@ mod available;
 pub use available::available_bytes;
 
 use crate::compile::Compiled;
+use crate::engine::Model;
 use crate::image::{Binding, Image};
 use perpetua_device::io::Tensor;
 use perpetua_shared::control::{Control, Sequence};
@@ -49,8 +50,12 @@ impl Drop for Owned {
 /// Bytes that outlive every executor using them: a mapped checkpoint.
 pub type Keep = Arc<dyn std::any::Any + Send + Sync>;
 
-/// Where weights come from.
-pub trait WeightSource {
+/// Where weights come from. A checkpoint's come from a [`Model`](crate::Model); those in memory from an `Arc<HashMap<String, Vec<u8>>>`.
+///
+/// # Safety
+/// What [`bytes`](WeightSource::bytes) returns stays where it is, unchanged, as long as what [`keep`](WeightSource::keep) returns, also when the source is gone:
+/// executors read it there.
+pub unsafe trait WeightSource {
     /// The bytes of weight `name`, valid as long as what [`WeightSource::keep`] returns.
     fn bytes(&self, name: &str) -> Option<&[u8]>;
     /// Keeps the bytes alive.
@@ -61,7 +66,8 @@ pub trait WeightSource {
 #[derive(Debug)]
 pub struct NoWeights;
 
-impl WeightSource for NoWeights {
+// SAFETY: there are none.
+unsafe impl WeightSource for NoWeights {
     fn bytes(&self, _: &str) -> Option<&[u8]> {
         None
     }
@@ -71,12 +77,26 @@ impl WeightSource for NoWeights {
 }
 
 /// Weights held in memory, by name.
-impl WeightSource for Arc<std::collections::HashMap<String, Vec<u8>>> {
+// SAFETY: nobody can change what an `Arc` that is held elsewhere holds.
+unsafe impl WeightSource for Arc<std::collections::HashMap<String, Vec<u8>>> {
     fn bytes(&self, name: &str) -> Option<&[u8]> {
         self.get(name).map(Vec::as_slice)
     }
     fn keep(&self) -> Keep {
         self.clone()
+    }
+}
+
+// SAFETY: a clone keeps the folder's mapped files and what has been quantised, and nothing changes either.
+unsafe impl WeightSource for Model {
+    fn bytes(&self, name: &str) -> Option<&[u8]> {
+        match self.quantized().and_then(|quantized| quantized.get(name)) {
+            Some(bytes) => Some(bytes),
+            None => self.tensor_bytes(name),
+        }
+    }
+    fn keep(&self) -> Keep {
+        Arc::new(self.clone())
     }
 }
 
@@ -103,6 +123,24 @@ pub enum MemoryError {
     /// The checkpoint has no such tensor.
     #[error("weight {0} is not in the checkpoint")]
     Missing(String),
+    /// The graph has no such input.
+    #[error("there is no input {name}: expected one of {known:?}")]
+    NoInput {
+        /// Asked for.
+        name: String,
+        /// There.
+        known: Vec<String>,
+    },
+    /// What is to be written into an input has another size.
+    #[error("input {name}: {found} bytes given, expected {expected}")]
+    InputSize {
+        /// The input.
+        name: String,
+        /// Bytes given.
+        found: u64,
+        /// Bytes it has.
+        expected: u64,
+    },
     /// The checkpoint's tensor has another size.
     #[error("weight {name}: {found} bytes, expected {expected}")]
     Size {
@@ -133,6 +171,19 @@ pub enum MemoryError {
     },
 }
 
+impl MemoryError {
+    /// There is no input `name`, but `known`.
+    pub(super) fn no_input(name: &str, known: impl Iterator<Item = String>) -> MemoryError {
+        MemoryError::NoInput { name: name.to_owned(), known: known.collect() }
+    }
+
+    /// Whether input `name`, of `expected` bytes, can have `contents`.
+    pub(super) fn check_input(name: &str, contents: &[u8], expected: u64) -> Result<(), MemoryError> {
+        let found = contents.len() as u64;
+        if found == expected { Ok(()) } else { Err(MemoryError::InputSize { name: name.to_owned(), found, expected }) }
+    }
+}
+
 /// All bindings of one image, in memory.
 #[derive(Debug)]
 pub struct Memory {
@@ -155,8 +206,11 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// What is allocated, in the user's words.
-const OWNED: &str = "KV cache (see --max-context) and intermediates";
+/// What is allocated for `compiled`, in the user's words.
+fn owned_by(compiled: &Compiled) -> String {
+    let has_cache = compiled.bindings.iter().any(|binding| binding.kind == BindingKind::State);
+    if has_cache { "KV cache (see --max-context) and intermediates" } else { "intermediates" }.to_owned()
+}
 
 impl Memory {
     /// Allocates what `compiled` needs and finds its weights in `source`, which stay where they are unless they are
@@ -175,7 +229,7 @@ impl Memory {
         if let Some(available) = available_bytes()
             && needed > available
         {
-            return Err(MemoryError::TooLarge { what: OWNED.to_owned(), bytes: needed, available });
+            return Err(MemoryError::TooLarge { what: owned_by(compiled), bytes: needed, available });
         }
         let mut memory = Memory {
             bases: Vec::new(),
@@ -196,7 +250,7 @@ impl Memory {
                         what: format!("bytes of {} at an address where they can be used", binding.name),
                         bytes,
                     },
-                    _ => MemoryError::Refused { what: OWNED.to_owned(), bytes: needed },
+                    _ => MemoryError::Refused { what: owned_by(compiled), bytes: needed },
                 })?;
                 if let Some(contents) = contents {
                     assert!(contents.len() as u64 <= bytes, "{} holds more than it has", binding.name);
@@ -333,12 +387,11 @@ impl Memory {
     /// # Safety
     /// No worker runs.
     pub(crate) unsafe fn set_input(&self, name: &str, contents: &[u8]) -> Result<(), MemoryError> {
-        let known = |(kind, known): &(BindingKind, String)| *kind == BindingKind::Input && known == name;
-        let number = self.names.iter().position(known).ok_or_else(|| MemoryError::Missing(name.to_owned()))?;
-        let expected = self.descs[number].bytes;
-        if contents.len() as u64 != expected {
-            return Err(MemoryError::Size { name: name.to_owned(), found: contents.len() as u64, expected });
-        }
+        let inputs = || self.names.iter().enumerate().filter(|(_, (kind, _))| *kind == BindingKind::Input);
+        let Some((number, _)) = inputs().find(|(_, (_, known))| known == name) else {
+            return Err(MemoryError::no_input(name, inputs().map(|(_, (_, known))| known.clone())));
+        };
+        MemoryError::check_input(name, contents, self.descs[number].bytes)?;
         // SAFETY: the binding has exactly this many bytes and nobody else touches it (caller).
         unsafe { core::ptr::copy_nonoverlapping(contents.as_ptr(), self.bases[number], contents.len()) };
         Ok(())
@@ -347,7 +400,7 @@ impl Memory {
     /// Reads rows `rows` of a float output, or its first `rows` elements when it has rank 1.
     ///
     /// # Panics
-    /// When the output is not one of this memory's.
+    /// When the output is not one of this memory's, or not of floats.
     pub fn read_f32(&self, output: &Operand, rows: usize) -> Vec<f32> {
         let mut out = Vec::new();
         self.append_f32(output, rows, &mut out);
@@ -357,7 +410,9 @@ impl Memory {
     /// As [`Memory::read_f32`], to the end of `out`.
     pub(crate) fn append_f32(&self, output: &Operand, rows: usize, out: &mut Vec<f32>) {
         let bytes = self.descs.get(output.binding.idx()).map_or(0, |desc| desc.bytes);
-        let dtype = output.dtype().filter(|dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16));
+        let dtype = output.dtype();
+        let is_float = dtype.is_none_or(|dtype| matches!(dtype, DType::F32 | DType::Bf16 | DType::F16));
+        assert!(is_float, "an output of {dtype:?}: expected floats");
         assert!(
             dtype.is_some_and(|dtype| output.offset_bytes.is_multiple_of(dtype.align_bytes() as u64))
                 && output.offset_bytes.checked_add(output.span_bytes()).is_some_and(|end| end <= bytes),

@@ -22,7 +22,7 @@ pub use stopper::Stopper;
 
 use crate::image::Image;
 use memory::MemoryError;
-use perpetua_shared::control::{Control, NO_PROGRAM};
+use perpetua_shared::control::{ALL_ROWS, Control, NO_PROGRAM};
 use perpetua_shared::limits::MAX_PROGRAMS;
 use perpetua_shared::task::Operand;
 use perpetua_shared::{Fault, FaultCode};
@@ -34,6 +34,9 @@ pub trait Executor: Debug + Send {
     /// Starts a run of the token loop from `control`, whose `step` says where. What earlier runs have counted (`program_runs`, the
     /// iteration) is kept where workers wait for numbers that only grow: those fields of `control` are overwritten. The iteration in which
     /// `stopper`, of this run alone, is told is the last, or on a GPU the one soon after. An error waits in [`Executor::finish`].
+    ///
+    /// # Panics
+    /// Where `control` asks for what the image does not have: programs, rows, positions, sequences.
     fn start_with(&mut self, control: Control, stopper: &Stopper);
 
     /// As [`Executor::start_with`], of a run that nobody stops.
@@ -41,10 +44,10 @@ pub trait Executor: Debug + Send {
         self.start_with(control, &Stopper::default());
     }
 
-    /// Waits for the run to end and says how: the control block as it was left.
+    /// Waits for the run to end and says how: the control block as it was left; zeros before there has been one.
     ///
     /// # Errors
-    /// The first fault of the run, what the simulated GPU objects to, or a device that is lost.
+    /// Of the last run, however often it is asked for: its first fault, what the simulated GPU objects to, or a device that is lost.
     fn finish(&mut self) -> Result<Control, RunError>;
 
     /// Tokens made so far in this run, by all sequences together. Those counted can be read.
@@ -116,14 +119,27 @@ fn count_on(control: &mut Control, program_runs: [u32; MAX_PROGRAMS], iteration:
     }
 }
 
-/// What executors of batches rely on where a control block comes from the host.
-fn check_sequences(image: &Image, control: &Control) {
-    let there = image.sequences();
+/// What executors rely on where a control block comes from the host.
+fn check_control(image: &Image, control: &Control) {
+    let (there, step) = (image.sequences(), &control.step);
     assert!(
-        control.n_sequences as usize <= there && (control.step.sequence as usize) < there,
+        control.n_sequences as usize <= there && (step.sequence as usize) < there,
         "a control block for {} sequences, a step of s{}: the image has {there}",
         control.n_sequences,
-        control.step.sequence
+        step.sequence
+    );
+    if step.program == NO_PROGRAM {
+        return;
+    }
+    let programs = image.view().programs;
+    let rows = programs.get(step.program as usize).map(|program| program.max_rows);
+    assert!(
+        rows.is_some_and(|rows| step.rows <= rows || step.rows == ALL_ROWS),
+        "a step of {} rows of p{}: the image has {} programs, of {:?} rows",
+        step.rows,
+        step.program,
+        programs.len(),
+        programs.iter().map(|program| program.max_rows).collect::<Vec<_>>()
     );
 }
 
@@ -161,6 +177,14 @@ pub enum RunError {
         missing: String,
         /// Where the other workers were, where that is known.
         others: String,
+    },
+    /// A pass that the image does not have.
+    #[error("{given}: expected {expected}")]
+    Pass {
+        /// What was asked for.
+        given: String,
+        /// What there is.
+        expected: String,
     },
     /// More simulated threads than this machine has room for.
     #[error("{0}")]

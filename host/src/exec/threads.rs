@@ -20,7 +20,7 @@ mod cores;
 pub use cores::{Pinning, allowed_cores, usable_cores};
 
 use super::memory::{Memory, MemoryError};
-use super::{Executor, RunError, Stopper, check_sequences, count_on};
+use super::{Executor, RunError, Stopper, check_control, count_on};
 use crate::image::Image;
 use crate::machine::Machine;
 use crate::schedule::prefetch::{self, Reads, Stream};
@@ -138,6 +138,8 @@ pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     running: bool,
+    /// How the last run failed, if it did.
+    failed: Option<RunError>,
     /// Held until the workers have gone.
     cores: Claim,
 }
@@ -173,7 +175,7 @@ impl Threads {
             waited_ns: AtomicU64::new(0),
             stamps: Mutex::new(Vec::new()),
         });
-        let mut threads = Threads { shared, workers: Vec::new(), running: false, cores };
+        let mut threads = Threads { shared, workers: Vec::new(), running: false, failed: None, cores };
         for worker in 0..n_workers {
             let (shared, core) = (threads.shared.clone(), threads.cores.core(worker as usize));
             // On failure `threads` is dropped, which sends the workers already there home.
@@ -213,8 +215,9 @@ impl Threads {
 
 impl Executor for Threads {
     fn start_with(&mut self, mut control: Control, stopper: &Stopper) {
-        check_sequences(&self.shared.image, &control);
+        check_control(&self.shared.image, &control);
         self.wait_idle();
+        self.failed = None;
         let base = self.shared.memory.control_base();
         // SAFETY: no worker runs.
         let before = unsafe { base.read() };
@@ -245,11 +248,15 @@ impl Executor for Threads {
             let base = self.shared.memory.control_base();
             // SAFETY: no worker runs.
             unsafe { (*base).program_runs = Default::default() };
-            return Err(RunError::of(&fault, &self.shared.image));
+            self.failed = Some(RunError::of(&fault, &self.shared.image));
+        }
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
         }
         // SAFETY: no worker runs.
         let control = unsafe { self.shared.memory.control_base().read() };
-        debug_assert_ne!(control.end, End::Running as u32, "a loop without a fault ends for a reason");
+        let has_run = lock(&self.shared.bell).run > 0;
+        debug_assert!(!has_run || control.end != End::Running as u32, "a loop without a fault ends for a reason");
         Ok(control)
     }
 
@@ -300,6 +307,13 @@ impl Executor for Threads {
     }
 
     fn rest(&self) {
+        let (mut host, current) = (lock(&self.shared.host), std::thread::current());
+        if host.as_ref().is_none_or(|host| host.id() != current.id()) {
+            // Whoever has looked before may have missed what woke another thread: it looks again.
+            *host = Some(current);
+            return;
+        }
+        drop(host);
         // Woken by a token or the run's end.
         std::thread::park_timeout(Duration::from_millis(20));
     }

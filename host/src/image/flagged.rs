@@ -56,6 +56,11 @@ pub(super) fn check(image: &Image) -> Result<Writers, (String, String)> {
                 if !is_flagged {
                     continue;
                 }
+                let (size, room) = (elem_bytes(operand), image.bindings()[operand.binding.idx()].bytes);
+                let elements = operand.extent.iter().fold(1u64, |all, n| all.saturating_mul((*n).into()));
+                if elements.saturating_mul(size) > room {
+                    return Err(fail(format!("has {elements} elements of {size} bytes, in a binding of {room} bytes")));
+                }
                 let is_written = slot.usage != Use::Read;
                 judge(program, task, is_written).map_err(|what| fail(what.to_owned()))?;
                 let binding = operand.binding.0;
@@ -127,9 +132,14 @@ fn judge(program: &ProgramDesc, task: &TaskDesc, is_written: bool) -> Result<(),
     Ok(())
 }
 
-/// The bytes of `operand`'s box, in runs.
+/// Bytes of an element.
+fn elem_bytes(operand: &Operand) -> u64 {
+    operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64)
+}
+
+/// The bytes of `operand`'s box, in runs. It has no more elements than its binding has room for.
 fn bytes_of(operand: &Operand) -> Vec<Bytes> {
-    let size = operand.dtype().map_or(0, |dtype| dtype.size_bytes() as u64);
+    let size = elem_bytes(operand);
     let mut starts = vec![operand.offset_bytes];
     let mut width = size;
     // From the innermost dimension out: one that goes on where the run ends makes it longer.

@@ -278,6 +278,11 @@ impl Device {
         self.layout.rooms.iter().position(is_it)
     }
 
+    /// What bindings of `kind` are called.
+    pub(super) fn names_of(&self, kind: BindingKind) -> impl Iterator<Item = String> {
+        self.layout.rooms.iter().filter(move |room| room.kind == kind).map(|room| room.name.clone())
+    }
+
     /// Where it is.
     pub(super) fn gpu(&self) -> &Gpu {
         self.resources.gpu()
