@@ -88,6 +88,7 @@ pub const ALL_ROWS: u32 = u32::MAX;
 /// Why the token loop ended, as [`Control::end`] says it.
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum End {
     /// Still running.
     Running = 0,
@@ -156,5 +157,5 @@ pub struct Control {
 
 /// Byte offset of [`Control::stop`]: the one word the host may write while workers run.
 pub const STOP: usize = core::mem::offset_of!(Control, stop);
-/// Byte offset of [`Control::produced`]: the one word the host may read while workers run.
+/// Byte offset of [`Control::produced`]: with those of sequences, and where a pass is, what the host may read while workers run.
 pub const PRODUCED: usize = core::mem::offset_of!(Control, produced);

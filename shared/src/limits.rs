@@ -1,9 +1,9 @@
 //! Every maximum of the image format, with the argument for it.
 
-/// Tensor rank an [`Operand`](crate::Operand) can carry; the operators of today's models need three.
+/// Tensor rank an [`Operand`](crate::Operand) can carry; a query of grouped attention has rows, groups, heads of a group and dimensions.
 pub const MAX_RANK: usize = 4;
 
-/// Operands of one task. Rotary embedding with cache append has nine, the most of any macro kernel.
+/// Operands of one task. A product with all that can stand around it has ten, the most of any macro kernel.
 pub const MAX_OPERANDS: usize = 12;
 
 /// 32-bit words of macro kernel parameters in a task descriptor.

@@ -101,6 +101,7 @@ impl std::ops::Deref for Model {
 
 /// Where an engine runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Device {
     /// [`Device::Cuda`] where there is a GPU that runs this build's code, else [`Device::Cpu`].
     #[default]

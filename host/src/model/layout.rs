@@ -8,6 +8,7 @@ use super::config::{Architecture, BertConfig, DecoderConfig, Experts, ModelConfi
 
 /// What a tensor is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Role {
     /// A table of vectors, one per row.
     Embedding,

@@ -11,6 +11,7 @@ use super::json::{Fields, brief, read_value};
 
 /// How the vectors of a sentence's tokens become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Pooling {
     /// The mean over all tokens, special ones included.
     Mean,

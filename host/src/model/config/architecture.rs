@@ -6,6 +6,7 @@ use super::Activation;
 
 /// The networks there are, named as in config.json's `architectures`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Architecture {
     /// `Qwen3ForCausalLM`: RMSNorm on each head's query and key.
     Qwen3,
@@ -60,6 +61,7 @@ pub(crate) enum Norms {
 
 /// What is normalised of queries and keys, before RoPE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum QkNorm {
     /// Nothing.
     None,

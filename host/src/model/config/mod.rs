@@ -30,6 +30,7 @@ pub use rope::{Rope, RopeScaling};
 
 /// The function between an MLP's two linear layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     Silu,
@@ -52,6 +53,7 @@ impl Activation {
 
 /// A config.json, understood.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum ModelConfig {
     /// Text generation.
     Decoder(DecoderConfig),

@@ -17,6 +17,7 @@ pub struct Rope {
 
 /// See [`Rope::scaling`].
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum RopeScaling {
     /// Not at all.
     Default,
