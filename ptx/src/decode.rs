@@ -204,6 +204,25 @@ pub(super) enum Op {
     Sleep(Slot),
 }
 
+impl Op {
+    /// Whether all lanes of a warp do it together. A barrier of the warp they may come to by different ways: it is what brings them together.
+    pub(super) fn is_of_all(&self) -> bool {
+        use Op::*;
+        matches!(
+            self,
+            Shuffle { .. }
+                | Union { .. }
+                | Barrier { .. }
+                | LoadMatrices { .. }
+                | Product { .. }
+                | GroupProduct { .. }
+                | GroupFence
+                | GroupCommit
+                | GroupWait(_)
+        )
+    }
+}
+
 /// An instruction, the lanes it is for, and where it stands.
 #[derive(Clone, Debug)]
 pub(super) struct Instruction {
