@@ -205,14 +205,13 @@ pub(super) enum Op {
 }
 
 impl Op {
-    /// Whether all lanes of a warp do it together. A barrier of the warp they may come to by different ways: it is what brings them together.
-    pub(super) fn is_of_all(&self) -> bool {
+    /// Whether it is `.aligned`: behind a condition it may be where all lanes of the warp find the same, and else nowhere. What is `.sync` alone waits for
+    /// lanes that come by different ways.
+    pub(super) fn is_aligned(&self) -> bool {
         use Op::*;
         matches!(
             self,
-            Shuffle { .. }
-                | Union { .. }
-                | Barrier { .. }
+            Barrier { .. }
                 | LoadMatrices { .. }
                 | Product { .. }
                 | GroupProduct { .. }

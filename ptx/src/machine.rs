@@ -3,7 +3,7 @@
 //! A warp's lanes are in parts: lanes at the same instruction. A part runs until it comes to another part's place, where they
 //! become one, to a branch that parts its lanes, to where these meet again, to an instruction whose lanes are not all here, or to
 //! the end of its turn. Lanes that a branch has parted meet at its post-dominator, as on a chip; of several parts the one that
-//! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest. What lanes do together must not lie
+//! is furthest behind runs. Most of the time: a seed decides when it is otherwise, and all the rest. What is for aligned lanes must not lie
 //! between the branch that has parted them and where they meet again.
 
 use super::assembled::Assembled;
@@ -642,11 +642,12 @@ impl Machine<'_> {
                 return Err(self.fault(b, w, &part, "runs beyond the entry's end".to_owned()));
             };
             if let Some((join, _)) = part.joins.last().filter(|(join, _)| *join != part.pc)
-                && instruction.op.is_of_all()
+                && instruction.op.is_aligned()
             {
-                // Lanes may come here one after the other and meet still: whether they do is up to the chip, and what PTX wants of aligned lanes is broken.
+                // Lanes may come here one after the other and meet still: on a chip, nobody says that they do.
                 let line = entry.code.get(*join as usize).map_or(0, |instruction| instruction.line);
-                let what = format!("what all lanes do, behind a branch that parts them until line {line}");
+                let what =
+                    format!("for aligned lanes, behind a branch that parts them until line {line} ({:?})", part.joins);
                 return Err(self.fault(b, w, &part, what));
             }
             let next = match self.step(b, w, part.lanes, part.pc) {

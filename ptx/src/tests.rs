@@ -79,7 +79,7 @@ fn a_barrier_that_was_copied_is_seen() {
     let body =
         "setp.lt.u32 %p1, %r1, 5;\n@%p1 bra $other;\nbar.sync 0, 64;\nbra.uni $done;\n$other:\nbar.sync 0, 64;\n$done:";
     let error = run("", body, 64, 1, &mut [0; 64]).expect_err("one warp is at both");
-    assert!(what(error.clone()).contains("what all lanes do, behind a branch that parts them until line"), "{error}");
+    assert!(what(error.clone()).contains("for aligned lanes, behind a branch that parts them until line"), "{error}");
     // Of whole warps it is one barrier.
     let body = body.replace("%r1, 5", "%r1, 32");
     run("", &body, 64, 1, &mut [0; 64]).expect("two warps at two places");
@@ -87,19 +87,16 @@ fn a_barrier_that_was_copied_is_seen() {
 
 /// Though in the end all of them come to it.
 #[test]
-fn lanes_meet_behind_no_branch_that_has_parted_them() {
-    // Whoever has bit 5 of its number, none of 32, would go past the shuffle: so it does not stand where lanes meet again.
+fn aligned_lanes_meet_behind_no_branch_that_has_parted_them() {
+    // Whoever has bit 5 of its number, none of 32, would go past the barrier: so it does not stand where lanes meet again.
     let guarded = "and.b32 %r3, %r1, 1;\nsetp.eq.b32 %p1, %r3, 0;\n@%p1 bra $met;\nand.b32 %r4, %r1, 32;\nsetp.ne.b32 %p2, %r4, 0;\n\
-        @%p2 bra $done;\n$met:\nshfl.sync.bfly.b32 %r5, %r1, 1, 31, -1;\nst.global.b32 [%rd3], %r5;\n$done:";
-    // A lane asks as often as its number says, and all ask each other each time.
-    let polling = "mov.b32 %r2, 0;\n$again:\nadd.s32 %r2, %r2, 1;\nshfl.sync.bfly.b32 %r5, %r2, 1, 31, -1;\nsetp.le.u32 %p1, %r2, %r1;\n\
-        @%p1 bra $again;\nst.global.b32 [%rd3], %r5;";
+        @%p2 bra $done;\n$met:\nbar.sync 0, 32;\nst.global.b32 [%rd3], %r1;\n$done:";
+    // A lane asks as often as its number says, and all meet each time.
+    let polling = "mov.b32 %r2, 0;\n$again:\nadd.s32 %r2, %r2, 1;\nbar.sync 0, 32;\nsetp.le.u32 %p1, %r2, %r1;\n\
+        @%p1 bra $again;\nst.global.b32 [%rd3], %r2;";
     for (body, seed) in [guarded, polling].into_iter().flat_map(|body| (0..20).map(move |seed| (body, seed))) {
         let error = run("", body, 32, seed, &mut [0; 32]).expect_err("lanes are parted there");
-        assert!(
-            what(error.clone()).contains("what all lanes do, behind a branch that parts them until line"),
-            "{error}, seed {seed}"
-        );
+        assert!(what(error.clone()).contains("for aligned lanes, behind a branch"), "{error}, seed {seed}");
     }
     // All ask as often as the last does, since each asks whether any must.
     let together = polling.replace(
