@@ -453,6 +453,27 @@ fn results_that_do_not_fit_end_outside() {
     assert_eq!((outside, schedule.spills.len()), (2, 2));
 }
 
+/// Buffers that can only ever lie at 0, one after the other.
+#[test]
+fn large_alignments_are_scheduled_up_to_a_bound() {
+    let text = |alignment: u64| {
+        format!(
+            r#"{{"capacity": 9, "alignment": {alignment}, "ops": [
+            {{"name": "a", "kind": "data", "bytes": 3, "cycles": 1}},
+            {{"name": "b", "kind": "compute", "bytes": 0, "cycles": 1, "inputs": ["a"]}},
+            {{"name": "c", "kind": "data", "bytes": 3, "cycles": 1}},
+            {{"name": "d", "kind": "compute", "bytes": 0, "cycles": 1, "inputs": ["c"]}}]}}"#
+        )
+    };
+    let schedule = judged(&json::parse_graph(&text(1 << 51)).unwrap());
+    assert_eq!((schedule.ops[0].offset, schedule.ops[2].offset), (0, 0));
+    let message = |alignment| json::parse_graph(&text(alignment)).unwrap_err().to_string();
+    assert!(message(1 << 52).contains("op `c`: padded bytes sum to more than"), "{}", message(1 << 52));
+    for alignment in [1 << 63, u64::MAX] {
+        assert_eq!(message(alignment), format!("alignment is {alignment}, expected at most 4503599627370496"));
+    }
+}
+
 #[test]
 fn nothing_is_scheduled_in_no_time() {
     let graph = Graph::new(0, 64, vec![]).unwrap();

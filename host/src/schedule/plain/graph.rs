@@ -72,6 +72,12 @@ pub enum GraphError {
     /// An alignment of zero.
     #[error("alignment is 0, expected at least 1")]
     ZeroAlignment,
+    /// An alignment that no offset but 0 could be a multiple of.
+    #[error("alignment is {alignment}, expected at most {MAX_TOTAL}")]
+    LargeAlignment {
+        /// As given.
+        alignment: u64,
+    },
     /// More ops than positions have bits for.
     #[error("{n_ops} ops, expected fewer than 2147483648")]
     TooManyOps {
@@ -99,7 +105,7 @@ pub enum GraphError {
     Overflow {
         /// The op that went over.
         op: String,
-        /// Bytes or cycles.
+        /// Bytes, each op's padded up to the alignment, or cycles.
         what: &'static str,
         /// The most there may be.
         limit: u64,
@@ -120,7 +126,8 @@ pub enum GraphError {
     },
 }
 
-/// The most bytes, and the most cycles, a graph may sum to: sums of sums inside the scheduler then stay far from 2^64.
+/// The most bytes, each op's padded up to the alignment, and the most cycles that a graph may sum to, and the largest
+/// alignment: sums of sums inside the scheduler then stay far from 2^64.
 const MAX_TOTAL: u64 = 1 << 52;
 
 impl Graph {
@@ -128,6 +135,9 @@ impl Graph {
     pub fn new(capacity_bytes: u64, alignment: u64, mut ops: Vec<Op>) -> Result<Self, GraphError> {
         if alignment == 0 {
             return Err(GraphError::ZeroAlignment);
+        }
+        if alignment > MAX_TOTAL {
+            return Err(GraphError::LargeAlignment { alignment });
         }
         let n_ops = ops.len();
         if n_ops >= 1 << 31 {
@@ -141,10 +151,11 @@ impl Graph {
                 return Err(GraphError::UnknownInput { op: op.name.clone(), input, n_ops });
             }
             let over = |what| GraphError::Overflow { op: op.name.clone(), what, limit: MAX_TOTAL };
-            total_bytes = total_bytes.saturating_add(op.bytes);
+            let padded = op.bytes.checked_next_multiple_of(alignment).unwrap_or(u64::MAX);
+            total_bytes = total_bytes.saturating_add(padded);
             total_cycles = total_cycles.saturating_add(op.cycles).saturating_add(op.spill_cycles);
             if total_bytes > MAX_TOTAL {
-                return Err(over("bytes"));
+                return Err(over("padded bytes"));
             }
             if total_cycles > MAX_TOTAL {
                 return Err(over("cycles and spill cycles"));
@@ -266,10 +277,8 @@ impl Graph {
 fn packed_bytes(sizes: impl Iterator<Item = u64>, alignment: u64) -> u64 {
     let (mut total, mut most_padding) = (0u64, 0);
     for size in sizes {
-        let Some(padded) = size.checked_next_multiple_of(alignment) else {
-            return u64::MAX;
-        };
-        total = total.saturating_add(padded);
+        let padded = size.next_multiple_of(alignment);
+        total += padded;
         most_padding = most_padding.max(padded - size);
     }
     total - most_padding
@@ -302,7 +311,11 @@ mod tests {
         assert!(matches!(Graph::new(9, 0, vec![]), Err(GraphError::ZeroAlignment)));
         assert!(matches!(Graph::new(u64::MAX, 1, vec![op("a", u64::MAX, &[])]), Err(GraphError::Overflow { .. })));
         assert!(matches!(Graph::new(9, 1, vec![op("a", 1, &[7])]), Err(GraphError::UnknownInput { .. })));
-        assert!(Graph::new(9, u64::MAX, vec![op("a", 3, &[])]).is_ok(), "one buffer lies at 0");
+        assert!(Graph::new(9, MAX_TOTAL, vec![op("a", 3, &[])]).is_ok(), "one buffer lies at 0");
+        let two = Graph::new(9, MAX_TOTAL, vec![op("a", 3, &[]), op("b", 3, &[])]).unwrap_err().to_string();
+        assert_eq!(two, "op `b`: padded bytes sum to more than 4503599627370496 up to here");
+        let message = Graph::new(9, MAX_TOTAL + 1, vec![]).unwrap_err().to_string();
+        assert_eq!(message, "alignment is 4503599627370497, expected at most 4503599627370496");
     }
 
     #[test]
