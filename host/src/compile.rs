@@ -92,6 +92,14 @@ pub enum CompileError {
     /// The events do not order what they must: a defect of this library.
     #[error("{} ordering(s) missing; first: {}", .0.len(), .0[0])]
     Dependencies(Vec<task::Violation>),
+    /// A pass that takes longer than can be counted.
+    #[error("operator {op}: its tasks' {what} and those before sum to more than {MAX_PASS_COST}")]
+    Cost {
+        /// The operator that went over.
+        op: String,
+        /// Bytes or flops.
+        what: &'static str,
+    },
     /// An operator cannot be launched just in time.
     #[error("just-in-time operator {op}: {why}")]
     JustInTime {
@@ -229,6 +237,23 @@ fn check_launches(blocks: &ThreadBlockGraph, tasks: &TaskGraph) -> Result<(), Co
     Ok(())
 }
 
+/// The most bytes, and the most flops, that the tasks of a pass may sum to: days of any machine, and sums of both stay inside 64 bits.
+const MAX_PASS_COST: u64 = 1 << 62;
+
+fn check_costs(blocks: &ThreadBlockGraph, tasks: &TaskGraph, costs: &[Cost]) -> Result<(), CompileError> {
+    let (mut bytes, mut flops) = (0u64, 0u64);
+    for (task, cost) in tasks.tasks.iter().zip(costs) {
+        bytes = bytes.saturating_add(cost.bytes_read).saturating_add(cost.bytes_written);
+        flops = flops.saturating_add(cost.flops);
+        for (what, sum) in [("bytes", bytes), ("flops", flops)] {
+            if sum > MAX_PASS_COST {
+                return Err(CompileError::Cost { op: blocks.ops[task.op as usize].name.clone(), what });
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Everything about program `number` that the others do not matter to: its stages.
 fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, Program), CompileError> {
     if !source.graph.is_ended() {
@@ -246,6 +271,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     let mut counted = if has_flagged { task::lower(&by_events, &task_config)? } else { tasks.clone() };
     clock.lap("dependencies");
     let costs = task::task_costs(&blocks, &tasks);
+    check_costs(&blocks, &tasks, &costs)?;
     // Many rows' products have the tiles' memory for themselves.
     let has_tiles = target.has_loaders && blocks.has_tiles;
     let machine = lower::machine_of(&blocks, target);

@@ -359,6 +359,32 @@ fn options_without_effect_are_named() {
     assert!(!generate(&["--top-p", "0.5", "--temperature", "0.5"]).contains("not used"));
 }
 
+/// Sizes that no machine has memory or time for are refused before any is taken.
+#[test]
+fn passes_that_cannot_be_compiled_are_refused_with_the_bound() {
+    let temp = tempfile::tempdir().unwrap();
+    let config = temp.path().join("config.json");
+    let text = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 131072,
+        "intermediate_size": 1048576, "num_hidden_layers": 1024, "num_attention_heads": 1024, "num_key_value_heads": 1,
+        "head_dim": 1024, "max_position_embeddings": 1073741824, "rms_norm_eps": 1e-5}"#;
+    std::fs::write(&config, text).unwrap();
+    let config = config.to_string_lossy().into_owned();
+    let tensor = "shape [2097152, 1048576] of f32 is 8796093022208 bytes, expected at most 1099511627776";
+    for (rows, context, words) in [
+        ("2097152", "2097152", tensor),
+        ("128", "1024", "tasks read more than 1099511627776 bytes of weights in tiles up to here"),
+        ("1", "2097152", "the graph has more than 16777216 tasks here"),
+        ("1", "1073741824", "is 2199023255552 bytes, expected at most 1099511627776"),
+        ("131072", "4194303", "tasks' flops and those before sum to more than 4611686018427387904"),
+    ] {
+        let args = ["plan", "--target", "cpu:1", "--config", &config, "--rows", rows, "--context", context];
+        let output = perpetua(&args);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{args:?}: {message}");
+        assert!(message.contains(words), "{message:?} should say {words:?}");
+    }
+}
+
 /// What a model's publisher asks for and is not done is said, whatever it is; what changes nothing is not.
 #[test]
 fn what_is_not_applied_of_generation_config_is_said() {

@@ -34,7 +34,7 @@ const AHEAD: usize = 4;
 /// Bytes of `parts` that nobody reads: two words of each, see the [`FOUND`] words.
 pub(super) fn unread_bytes(parts: &Operand) -> u64 {
     let [heads, splits, group, _] = parts.extent.map(u64::from);
-    8 * heads * splits * group
+    product([8, heads, splits, group])
 }
 
 slots! {

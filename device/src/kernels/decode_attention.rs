@@ -138,9 +138,9 @@ impl MacroKernel for DecodeAttention {
         let most = u64::from(p.attention().most_seen(k_cache.extent[1])).div_ceil(splits);
         let share = |o: &Operand| o.bytes() / positions.max(1) * most;
         Cost {
-            bytes_read: read.iter().map(|operand| operand.bytes()).sum::<u64>() + share(k_cache) + share(v_cache),
+            bytes_read: read.iter().fold(total([share(k_cache), share(v_cache)]), |sum, x| total([sum, x.bytes()])),
             bytes_written: y.bytes(),
-            flops: 6 * (q.len_elems() + k.len_elems()) + 4 * q.len_elems() * most,
+            flops: total([product([6, total([q.len_elems(), k.len_elems()])]), product([4, q.len_elems(), most])]),
         }
     }
 

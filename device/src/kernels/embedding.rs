@@ -54,8 +54,11 @@ impl MacroKernel for Embedding {
         let [_, table, positions, kinds, y] = io else { return Cost::default() };
         let row = |o: &Operand| o.dtype().map_or(0, |d| d.size_bytes() as u64);
         Cost {
-            bytes_read: y.len_elems() * (row(table) + row(positions) + row(kinds)) + 4 * u64::from(y.extent[0]),
-            bytes_written: y.len_elems() * row(y),
+            bytes_read: total([
+                product([y.len_elems(), row(table) + row(positions) + row(kinds)]),
+                4 * u64::from(y.extent[0]),
+            ]),
+            bytes_written: product([y.len_elems(), row(y)]),
             flops: 0,
         }
     }

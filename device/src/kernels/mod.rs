@@ -184,14 +184,24 @@ pub fn default_cost(slots: &[Slot], io: &[Operand]) -> Cost {
     for (slot, operand) in slots.iter().zip(io) {
         let bytes = operand.bytes();
         if slot.usage != Use::Write {
-            cost.bytes_read += bytes;
+            cost.bytes_read = total([cost.bytes_read, bytes]);
         }
         if slot.usage != Use::Read {
-            cost.bytes_written += bytes;
-            cost.flops += operand.len_elems();
+            cost.bytes_written = total([cost.bytes_written, bytes]);
+            cost.flops = total([cost.flops, operand.len_elems()]);
         }
     }
     cost
+}
+
+/// The sum, or the largest number where that is too small: sizes are a user's, and what costs more than can be counted is refused elsewhere.
+fn total<const N: usize>(terms: [u64; N]) -> u64 {
+    terms.into_iter().fold(0, u64::saturating_add)
+}
+
+/// The product; otherwise as [`total`].
+fn product<const N: usize>(factors: [u64; N]) -> u64 {
+    factors.into_iter().fold(1, u64::saturating_mul)
 }
 
 /// The operands of a task of kernel `spec`, with parameters `words`, that come in [tiles](MacroKernel::TILED): not what a product's x is normalised by
@@ -568,5 +578,30 @@ pub(crate) mod rules {
             return Ok(());
         }
         Err(format!("`{name}` has stride {} along its last dimension, expected {expected}", operand.stride_elems[last]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use perpetua_shared::DType;
+
+    /// Of the largest operands there are, too, which nothing has refused yet.
+    #[test]
+    fn costs_stay_in_their_bits() {
+        for dtype in DType::ALL {
+            let largest = Operand {
+                dtype: dtype as u16,
+                rank: 4,
+                extent: [u32::MAX; 4],
+                stride_elems: [u32::MAX; 4],
+                ..Operand::ABSENT
+            };
+            for (spec, words) in SPECS.iter().flat_map(|spec| [0, 1, u32::MAX].map(|word| (spec, [word; PARAM_WORDS])))
+            {
+                let cost = (spec.cost)(&words, &[largest; MAX_SLOTS][..spec.slots.len()]);
+                assert!(cost.bytes_written > 0, "{}: {cost:?}", spec.name);
+            }
+        }
     }
 }

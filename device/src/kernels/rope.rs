@@ -315,11 +315,11 @@ impl MacroKernel for Rope {
         // The cache is touched only at the rows appended.
         let [read @ .., k_cache, _] = io else { return Cost::default() };
         let [q, k, ..] = read else { return Cost::default() };
-        let appended = 2 * k.len_elems() * k_cache.dtype().map_or(0, |d| d.size_bytes() as u64);
+        let appended = product([2, k.len_elems(), k_cache.dtype().map_or(0, |d| d.size_bytes() as u64)]);
         Cost {
-            bytes_read: read.iter().map(|operand| operand.bytes()).sum(),
-            bytes_written: q.bytes() + appended,
-            flops: 6 * (q.len_elems() + k.len_elems()),
+            bytes_read: read.iter().fold(0, |sum, operand| total([sum, operand.bytes()])),
+            bytes_written: total([q.bytes(), appended]),
+            flops: product([6, total([q.len_elems(), k.len_elems()])]),
         }
     }
 

@@ -5,7 +5,7 @@
 //! Chosen are the experts with the largest logits, ties to the lower number. Slot 0 is the best one's. An expert counts with its part of
 //! the softmax, over all experts or over those chosen. (MPK: `MOE_TOPK_SOFTMAX`.)
 
-use super::{Cost, MAX_NORMED};
+use super::{Cost, MAX_NORMED, product, total};
 #[cfg(not(target_arch = "nvptx64"))]
 use super::{Violation, linear, rules};
 use crate::arch::shared;
@@ -205,9 +205,9 @@ pub(crate) fn cost(matrices: &[&Operand], rows: u32, chosen: u32, all: Cost) -> 
         let [experts, n, k, _] = matrix.extent;
         let one = Operand { extent: [1, n, k, 1], ..**matrix };
         // Of all experts' weights, those of as many experts as rows go to at most.
-        let unread = u64::from(experts).saturating_sub(routes) * one.bytes();
+        let unread = product([u64::from(experts).saturating_sub(routes), one.bytes()]);
         cost.bytes_read = cost.bytes_read.saturating_sub(unread);
-        cost.flops += 2 * routes * one.len_elems();
+        cost.flops = total([cost.flops, product([2, routes, one.len_elems()])]);
     }
     cost
 }

@@ -91,9 +91,9 @@ pub struct DTensor {
 }
 
 impl DTensor {
-    /// Elements in the box.
+    /// Elements in the box, or the largest number where that is too small: strides of zero see few as many.
     pub fn len_elems(&self) -> usize {
-        self.shape.iter().product()
+        self.shape.iter().fold(1, |len, n| len.saturating_mul(*n))
     }
 }
 
@@ -121,6 +121,10 @@ pub struct TensorTable {
     pub tensors: Vec<DTensor>,
 }
 
+/// The most bytes of a buffer that is made with its tensor: no machine we know has memory for more, and sums over all buffers of a graph
+/// stay inside 64 bits.
+pub const MAX_BUFFER_BYTES: u64 = 1 << 40;
+
 /// Why a tensor cannot be made.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -142,6 +146,18 @@ pub enum TensorError {
         strides: usize,
         /// Dimensions given.
         rank: usize,
+    },
+    /// More bytes than a buffer may have.
+    #[error("tensor {name}: shape {shape:?} of {dtype} is {bytes} bytes, expected at most {MAX_BUFFER_BYTES}")]
+    Bytes {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Its element type.
+        dtype: DType,
+        /// Its size, or the largest number where that is too small.
+        bytes: u64,
     },
     /// It leaves its buffer.
     #[error("tensor {name}: ends at byte {end}, but its buffer {buffer} has {bytes}")]
@@ -168,6 +184,9 @@ fn strides_of(shape: &[usize], dtype: DType) -> Vec<usize> {
 
 impl TensorTable {
     /// Adds a buffer with one row-major tensor that fills it.
+    ///
+    /// # Errors
+    /// Too many dimensions, or more than [`MAX_BUFFER_BYTES`].
     pub fn add(
         &mut self,
         name: &str,
@@ -176,6 +195,9 @@ impl TensorTable {
         kind: BufferKind,
     ) -> Result<TensorId, TensorError> {
         let bytes = dtype.tensor_bytes(shape);
+        if bytes > MAX_BUFFER_BYTES {
+            return Err(TensorError::Bytes { name: name.to_owned(), shape: shape.to_vec(), dtype, bytes });
+        }
         self.buffers.push(Buffer { name: name.to_owned(), bytes, kind });
         let buffer = BufferId(self.buffers.len() as u32 - 1);
         self.push(DTensor {

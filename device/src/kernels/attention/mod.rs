@@ -164,7 +164,7 @@ impl MacroKernel for Attention {
         let mut share = [Operand::ABSENT; slot::ALL.len()];
         share.copy_from_slice(io);
         let most = |cache: &Operand| p.most_seen(cache.extent[1]).div_ceil(p.splits.max(1));
-        let flops = 4 * q.len_elems() * u64::from(most(k));
+        let flops = product([4, q.len_elems(), u64::from(most(k))]);
         for cache in [slot::K, slot::V] {
             share[cache].extent[1] = most(&share[cache]);
         }

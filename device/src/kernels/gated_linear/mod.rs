@@ -86,7 +86,7 @@ impl MacroKernel for GatedLinear {
 
     fn cost(_: &Params, io: &[Operand]) -> Cost {
         let [x, gate, up, ..] = io else { return Cost::default() };
-        let flops = 2 * u64::from(x.extent[0]) * (gate.len_elems() + up.len_elems());
+        let flops = product([2, u64::from(x.extent[0]), total([gate.len_elems(), up.len_elems()])]);
         Cost { flops, ..default_cost(Self::SLOTS, io) }
     }
 

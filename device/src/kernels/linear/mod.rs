@@ -259,7 +259,8 @@ impl MacroKernel for Linear {
         let rows = if p.merges != 0 { 1 } else { x.extent[0] };
         let all = default_cost(Self::SLOTS, io);
         let unread = if p.merges != 0 { attention_merge::unread_bytes(x) } else { 0 };
-        Cost { flops: 2 * u64::from(rows) * w.len_elems(), bytes_read: all.bytes_read.saturating_sub(unread), ..all }
+        let flops = product([2, u64::from(rows), w.len_elems()]);
+        Cost { flops, bytes_read: all.bytes_read.saturating_sub(unread), ..all }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

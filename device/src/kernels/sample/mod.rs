@@ -96,7 +96,8 @@ impl MacroKernel for Sample {
     fn cost(_: &Params, io: &[Operand]) -> Cost {
         // What a greedy choice takes: of the logits and the text nothing, of the tokens one.
         let [_, values, indices, ..] = io else { return Cost::default() };
-        Cost { bytes_read: values.bytes() + indices.bytes(), bytes_written: size_of::<i32>() as u64, flops: 0 }
+        let bytes_read = total([values.bytes(), indices.bytes()]);
+        Cost { bytes_read, bytes_written: size_of::<i32>() as u64, flops: 0 }
     }
 
     #[cfg(not(target_arch = "nvptx64"))]

@@ -103,6 +103,12 @@ pub enum PlanError {
         /// What there is.
         capacity_bytes: u64,
     },
+    /// More copies than a plan is made of.
+    #[error("operator {op}: tasks read more than {MAX_TILED_BYTES} bytes of weights in tiles up to here")]
+    Bytes {
+        /// The operator of the task that went over.
+        op: String,
+    },
     /// A task needs more barriers at once than there are.
     #[error("task {task} of {op}: needs {tiles} tiles at once, a worker has {n_barriers} barriers")]
     Barriers {
@@ -156,6 +162,10 @@ impl Reads {
         self.tiles.iter().map(Stream::bytes).sum::<u64>() + near_bytes + self.rest_bytes
     }
 }
+
+/// The most bytes that a plan's tiles may have, all together: no machine we know has memory for more weights, whose copies take some
+/// gigabytes.
+pub const MAX_TILED_BYTES: u64 = 1 << 40;
 
 /// Copies and prefetches move whole units of this.
 const UNIT_BYTES: u64 = 16;
@@ -339,7 +349,7 @@ impl Ring {
 /// Plans the shared memory of every worker of `lists`.
 ///
 /// # Errors
-/// A task that needs more at once than a worker has.
+/// A task that needs more at once than a worker has; more than [`MAX_TILED_BYTES`].
 pub fn plan(
     graph: &ThreadBlockGraph,
     tasks: &TaskGraph,
@@ -348,6 +358,13 @@ pub fn plan(
     machine: &Machine,
 ) -> Result<Plan, PlanError> {
     let name = |task: u32| graph.ops[tasks.tasks[task as usize].op as usize].name.clone();
+    let mut bytes = 0u64;
+    for (task, reads) in (0..).zip(reads) {
+        bytes = reads.tiles.iter().fold(bytes, |bytes, stream| bytes.saturating_add(stream.bytes()));
+        if bytes > MAX_TILED_BYTES {
+            return Err(PlanError::Bytes { op: name(task) });
+        }
+    }
     let planned = side_by_side(lists.lists.iter().collect(), LISTS, |_, list| plan_list(list, reads, machine, &name));
     let workers = planned.into_iter().collect::<Result<_, _>>()?;
     let Machine { n_barriers, near_ahead_bytes, bodies_bytes: first_byte, .. } = *machine;
