@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use perpetua::memory::pack::{Verdict, arena, minimise, pack};
+use perpetua::memory::pack::{MAX_SEARCH_BUFFERS, Verdict, arena, minimise, pack};
 use perpetua::memory::{Buffer, Placement, Problem, check, csv::Table, linear_scan, lower_bound};
 use proptest::prelude::*;
 
@@ -186,6 +186,21 @@ fn the_minimum_of_c_is_its_load() {
     let minimum = minimise(&fixture("minimalloc/C.1048576.csv").buffers, LONG);
     assert!(minimum.is_optimal());
     assert_eq!(minimum.placement.peak_bytes, 1_039_360);
+}
+
+/// A part that the search is not given is left as the heuristics have it, however much time there is.
+#[test]
+fn a_part_too_large_for_the_search_takes_no_time() {
+    let c = fixture("minimalloc/C.1048576.csv").buffers;
+    let end = c.iter().map(|buffer| buffer.upper).max().unwrap();
+    // Two at a time, from the middle of C's last instant on.
+    let others = (0..MAX_SEARCH_BUFFERS as u64).map(|i| Buffer::new(end - 1 + i, end + 1 + i, 1));
+    let buffers: Vec<Buffer> = c.into_iter().chain(others).collect();
+    for timeout in [LONG, Duration::MAX] {
+        let minimum = minimise(&buffers, timeout);
+        assert_eq!(minimum.lower_bound_bytes, lower_bound(&buffers));
+        assert!(!minimum.is_optimal(), "else nothing would be looked for");
+    }
 }
 
 #[test]

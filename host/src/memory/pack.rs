@@ -112,31 +112,37 @@ fn quick(buffers: &[Buffer], timeline: &Timeline, loads: &[u64], good_enough_byt
 
 /// Looks for a placement within the problem's capacity for at most `timeout`.
 pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
+    attempt(problem, timeout).0
+}
+
+/// [`pack`], and where more time would find no more: a capacity below which nothing is ever found, because a part too large
+/// for the search ends there.
+fn attempt(problem: &Problem, timeout: Duration) -> (Verdict, u64) {
     let deadline = Instant::now().checked_add(timeout);
     let (buffers, capacity_bytes) = (problem.buffers(), problem.capacity_bytes());
     let timeline = Timeline::new(buffers);
     let loads = timeline.loads(buffers);
     let load_bytes = loads.iter().copied().max().unwrap_or(0);
     if load_bytes > capacity_bytes {
-        return Verdict::Infeasible(Proof::Load { load_bytes });
+        return (Verdict::Infeasible(Proof::Load { load_bytes }), 0);
     }
     let whole = quick(buffers, &timeline, &loads, capacity_bytes);
     if whole.peak_bytes <= capacity_bytes {
-        return Verdict::Solved(whole);
+        return (Verdict::Solved(whole), 0);
     }
     let mut offsets = whole.offsets;
+    let peak_bytes = |part: &[u32], offsets: &[u64]| {
+        part.iter().map(|&i| offsets[i as usize] + buffers[i as usize].size_bytes).max().unwrap_or(0)
+    };
     let mut parts = parts(buffers, &timeline);
-    parts.retain(|part| {
-        let peak = part.iter().map(|&i| offsets[i as usize] + buffers[i as usize].size_bytes).max();
-        peak.is_some_and(|peak| peak > capacity_bytes)
-    });
+    parts.retain(|part| peak_bytes(part, &offsets) > capacity_bytes);
     // Small parts first: should one of them not fit, that is proved soonest.
     parts.sort_by_key(Vec::len);
-    let mut is_missing = false;
+    let (mut is_limited, mut unsearched_bytes) = (false, 0);
     for part in parts {
         let members: Vec<Buffer> = part.iter().map(|&i| buffers[i as usize]).collect();
         if members.len() > MAX_SEARCH_BUFFERS {
-            is_missing = true;
+            unsearched_bytes = unsearched_bytes.max(peak_bytes(&part, &offsets));
             continue;
         }
         match search::search(&members, capacity_bytes, deadline, u64::MAX) {
@@ -145,14 +151,18 @@ pub fn pack(problem: &Problem, timeout: Duration) -> Verdict {
                     offsets[i as usize] = offset;
                 }
             }
-            Err(Exhausted::Proof) => return Verdict::Infeasible(Proof::Exhausted),
-            Err(Exhausted::Limit) => is_missing = true,
+            Err(Exhausted::Proof) => return (Verdict::Infeasible(Proof::Exhausted), 0),
+            Err(Exhausted::Limit) => is_limited = true,
         }
     }
-    if is_missing { Verdict::NotFound } else { Verdict::Solved(Placement::from_offsets(buffers, offsets)) }
+    match (is_limited, unsearched_bytes) {
+        (false, 0) => (Verdict::Solved(Placement::from_offsets(buffers, offsets)), 0),
+        (false, least_bytes) => (Verdict::NotFound, least_bytes),
+        (true, _) => (Verdict::NotFound, 0),
+    }
 }
 
-/// Looks for the lowest peak for at most `timeout`.
+/// Looks for the lowest peak for at most `timeout`, or until more time would change nothing.
 ///
 /// The lower bound is tried first, since it is so often reached and ends the question; then capacities between bound and
 /// peak, from above and below.
@@ -171,23 +181,27 @@ pub fn minimise(buffers: &[Buffer], timeout: Duration) -> Minimum {
     // The bound itself, then halfway between, each for a share of the time; a capacity not settled is left to the end.
     let mut floor = lower_bound_bytes;
     let mut capacity_bytes = lower_bound_bytes;
-    while lower_bound_bytes < placement.peak_bytes {
+    // Nothing is ever found below this.
+    let mut least_bytes = 0;
+    while lower_bound_bytes.max(least_bytes) < placement.peak_bytes {
         let left = timeout.saturating_sub(start.elapsed());
         if left.is_zero() {
             break;
         }
-        match pack(&problem(capacity_bytes), share.min(left)) {
+        let (verdict, unsearched_bytes) = attempt(&problem(capacity_bytes), share.min(left));
+        least_bytes = least_bytes.max(unsearched_bytes);
+        match verdict {
             Verdict::Solved(better) => placement = better,
             Verdict::Infeasible(_) => {
                 lower_bound_bytes = capacity_bytes + 1;
                 floor = floor.max(lower_bound_bytes);
             }
-            Verdict::NotFound => floor = floor.max(capacity_bytes + 1),
+            Verdict::NotFound => floor = floor.max(capacity_bytes + 1).max(least_bytes),
         }
         if floor >= placement.peak_bytes {
             // Everything below was tried once; begin again with more time each.
-            floor = lower_bound_bytes;
-            share *= 2;
+            floor = lower_bound_bytes.max(least_bytes);
+            share = share.saturating_mul(2);
         }
         let gap = placement.peak_bytes.saturating_sub(floor);
         capacity_bytes = floor + gap / 2;
