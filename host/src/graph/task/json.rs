@@ -183,9 +183,11 @@ fn read_tensors(texts: &[TensorText]) -> Result<TensorTable, GraphError> {
     }
     // Bases first, whatever the order of the text; a view that leads back to itself has no base.
     let mut made: Vec<Option<DTensor>> = vec![None; texts.len()];
+    let mut is_in_chain = vec![false; texts.len()];
     let mut table = TensorTable::default();
     for first in 0..texts.len() {
         let mut chain = vec![first];
+        is_in_chain[first] = true;
         while let Some(&at) = chain.last() {
             if made[at].is_some() {
                 chain.pop();
@@ -200,7 +202,7 @@ fn read_tensors(texts: &[TensorText]) -> Result<TensorTable, GraphError> {
                         return Err(fail(format!("it is a view of {base}, which does not exist")));
                     };
                     if made[base].is_none() {
-                        if chain.contains(&base) {
+                        if is_in_chain[base] {
                             let names: Vec<&str> = chain.iter().map(|i| texts[*i].name.as_str()).collect();
                             return Err(fail(format!(
                                 "its views go in a circle: {} -> {}",
@@ -209,6 +211,7 @@ fn read_tensors(texts: &[TensorText]) -> Result<TensorTable, GraphError> {
                             )));
                         }
                         chain.push(base);
+                        is_in_chain[base] = true;
                         continue;
                     }
                     made[base].clone()
@@ -264,13 +267,19 @@ fn read_tensor(text: &TensorText, base: Option<DTensor>, table: &mut TensorTable
                 let (given, of) = (text.dtype.as_deref().unwrap_or_default(), base.dtype);
                 return Err(fail(format!("its dtype is {given}, expected that of its base, {of}")));
             }
+            // Its buffer is asked only when all views are there, and not about one without elements.
+            let offset_elems = base.offset_elems + offset;
+            if offset_elems as u64 > MAX_SIZE {
+                let what = format!("it begins at element {offset_elems} of its buffer, expected at most {MAX_SIZE}");
+                return Err(fail(what));
+            }
             Ok(DTensor {
                 name: text.name.clone(),
                 shape,
                 strides,
                 dtype: base.dtype,
                 buffer: base.buffer,
-                offset_elems: base.offset_elems + offset,
+                offset_elems,
             })
         }
         None => {
@@ -379,6 +388,29 @@ mod tests {
         assert_eq!(json["tasks"][5]["worker"], 1);
         assert_eq!(json["events"], serde_json::json!([{"num_triggers": 1}]));
         assert_eq!(json["workers"].as_array().unwrap().len(), 4);
+    }
+
+    /// `n` views, each of the one after it and so many elements behind it, and what the last is a view of.
+    fn chain(n: usize, offset_elems: u64, shape: &str) -> String {
+        let view = |i: usize| {
+            let next = i + 1;
+            format!(
+                r#"{{"name": "v{i}", "view_of": "v{next}", "offset_elems": {offset_elems}, "shape": {shape}, "strides": [1]}}, "#
+            )
+        };
+        let views: String = (0..n).map(view).collect();
+        format!(r#"{{"tensors": [{views}{{"name": "v{n}", "shape": [4], "dtype": "f32"}}], "ops": []}}"#)
+    }
+
+    #[test]
+    fn chains_of_views_are_followed_however_long_and_far() {
+        let graph = read_graph(&chain(100_000, 0, "[4]")).unwrap();
+        assert!(graph.table.tensors.iter().all(|tensor| tensor.buffer == BufferId(0)));
+        for shape in ["[4]", "[0]"] {
+            let message = read_graph(&chain(70_000, MAX_SIZE, shape)).unwrap_err().to_string();
+            let expected = "it begins at element 562949953421312 of its buffer, expected at most 281474976710656";
+            assert_eq!(message, format!("tensor v69998: {expected}"));
+        }
     }
 
     #[test]
