@@ -14,6 +14,7 @@ use crate::graph::task::{Before, OpSet, Reach, TaskGraph};
 use crate::graph::tensor::{BufferId, BufferKind, TensorId};
 use crate::graph::threadblock::ThreadBlockGraph;
 use crate::memory;
+use std::collections::HashSet;
 
 /// Alignment of every buffer: two cache lines on a CPU, what a bulk copy likes on a GPU.
 pub const ALIGN_BYTES: u64 = 256;
@@ -41,8 +42,24 @@ impl Bits {
     fn empty(len: usize) -> Bits {
         Bits(vec![0; len.div_ceil(64)])
     }
-    fn includes(&self, other: &Bits) -> bool {
-        self.0.iter().zip(&other.0).all(|(a, b)| b & !a == 0)
+    fn all(len: usize) -> Bits {
+        let mut bits = Bits(vec![u64::MAX; len.div_ceil(64)]);
+        if let (Some(last), rest @ 1..) = (bits.0.last_mut(), len % 64) {
+            *last = (1 << rest) - 1;
+        }
+        bits
+    }
+
+    /// Takes out what is not in `other`, and says what that was.
+    fn keep(&mut self, other: &Bits, mut out: impl FnMut(usize)) {
+        for (at, (own, other)) in self.0.iter_mut().zip(&other.0).enumerate() {
+            let mut gone = *own & !other;
+            *own &= other;
+            while gone != 0 {
+                out(64 * at + gone.trailing_zeros() as usize);
+                gone &= gone - 1;
+            }
+        }
     }
 }
 
@@ -75,10 +92,11 @@ fn before(tasks: &TaskGraph) -> Vec<Before<Bits>> {
     // The last operator that asked about an event, and about a task.
     let mut event_seen = vec![u32::MAX; tasks.events.len()];
     let mut task_seen = vec![u32::MAX; tasks.tasks.len()];
+    // Of the operator at hand, tasks that wait on some, and on all, tasks of each producer; tasks of each producer waited on.
+    let (mut some, mut all, mut waited) = (vec![0u32; n_ops], vec![0u32; n_ops], vec![0u32; n_ops]);
+    let (mut last_some, mut last_all) = (vec![u32::MAX; n_ops], vec![u32::MAX; n_ops]);
+    let mut found: Vec<usize> = Vec::new();
     for op in 0..n_ops {
-        // Tasks of `op` that wait on some, and on all, tasks of each producer; tasks of each producer waited on.
-        let (mut some, mut all, mut waited) = (vec![0u32; op], vec![0u32; op], vec![0u32; op]);
-        let (mut last_some, mut last_all) = (vec![u32::MAX; op], vec![u32::MAX; op]);
         for id in tasks.tasks_of(op) {
             for &event in tasks.waits.of(id as usize) {
                 for (producer, count) in &producers[event as usize] {
@@ -87,6 +105,9 @@ fn before(tasks: &TaskGraph) -> Vec<Before<Bits>> {
                         continue;
                     }
                     if std::mem::replace(&mut last_some[producer], id) != id {
+                        if some[producer] == 0 {
+                            found.push(producer);
+                        }
                         some[producer] += 1;
                     }
                     if *count == n_tasks(producer) && std::mem::replace(&mut last_all[producer], id) != id {
@@ -106,11 +127,12 @@ fn before(tasks: &TaskGraph) -> Vec<Before<Bits>> {
         }
         let own = n_tasks(op);
         let mut known = Before { all: Bits::empty(n_ops), each: Bits::empty(n_ops) };
-        for producer in (0..op).filter(|producer| own > 0 && some[*producer] > 0) {
+        found.sort_unstable();
+        for producer in found.drain(..) {
             let reach = Reach {
-                full: all[producer] == own,
-                covers_consumers: some[producer] == own,
-                covers_producers: waited[producer] == n_tasks(producer),
+                full: std::mem::take(&mut all[producer]) == own,
+                covers_consumers: std::mem::take(&mut some[producer]) == own,
+                covers_producers: std::mem::take(&mut waited[producer]) == n_tasks(producer),
             };
             known.learn(producer as u32, &before[producer], reach);
         }
@@ -119,22 +141,31 @@ fn before(tasks: &TaskGraph) -> Vec<Before<Bits>> {
     before
 }
 
+/// Per operator, the last one that does not cover it: a later one, or itself.
+fn last_beside(before: &[Before<Bits>]) -> Vec<usize> {
+    let mut last: Vec<usize> = (0..before.len()).collect();
+    let mut covered = Bits::all(before.len());
+    for (op, known) in before.iter().enumerate().rev() {
+        covered.keep(&known.all, |other| last[other] = last[other].max(op));
+    }
+    last
+}
+
 /// Plans the arena. Buffers of `outputs` live to the end of the pass.
 pub fn plan(graph: &ThreadBlockGraph, tasks: &TaskGraph, outputs: &[TensorId]) -> Arena {
     let n_ops = graph.ops.len();
     let n_buffers = graph.table.buffers.len();
-    let mut users = vec![Bits::empty(n_ops); n_buffers];
+    let last_beside = last_beside(&before(tasks));
+    let is_output: HashSet<BufferId> = outputs.iter().map(|t| graph.table[*t].buffer).collect();
+    // Of the operators that touch each buffer the first, and the last one that may run beside one of them.
     let mut first_last: Vec<Option<(usize, usize)>> = vec![None; n_buffers];
     for (number, op) in graph.ops.iter().enumerate() {
         for access in op.accesses.iter().flatten() {
             let BufferId(buffer) = graph.table[access.tensor].buffer;
-            users[buffer as usize].insert(number as u32);
-            let (first, _) = first_last[buffer as usize].unwrap_or((number, number));
-            first_last[buffer as usize] = Some((first, number));
+            let (first, last) = first_last[buffer as usize].unwrap_or((number, number));
+            first_last[buffer as usize] = Some((first, last.max(last_beside[number])));
         }
     }
-    let before = before(tasks);
-    let is_output = |buffer: usize| outputs.iter().any(|t| graph.table[*t].buffer.idx() == buffer);
     let mut ids = Vec::new();
     let mut buffers = Vec::new();
     for (number, buffer) in graph.table.buffers.iter().enumerate() {
@@ -142,12 +173,7 @@ pub fn plan(graph: &ThreadBlockGraph, tasks: &TaskGraph, outputs: &[TensorId]) -
         if buffer.kind != BufferKind::Intermediate {
             continue;
         }
-        // One past the last later operator that may run beside a user.
-        let end = if is_output(number) {
-            n_ops
-        } else {
-            (last + 1..n_ops).rev().find(|op| !before[*op].all.includes(&users[number])).map_or(last + 1, |op| op + 1)
-        };
+        let end = if is_output.contains(&BufferId(number as u32)) { n_ops } else { last + 1 };
         ids.push(number);
         buffers.push(
             memory::Buffer::new(first as u64, end as u64, buffer.bytes.next_multiple_of(ALIGN_BYTES).max(ALIGN_BYTES))
@@ -192,4 +218,30 @@ pub fn in_arena(graph: &ThreadBlockGraph, arena: &Arena) -> ThreadBlockGraph {
         }
     }
     moved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As the module head has it, of any sets.
+    #[test]
+    fn lifetimes_end_where_every_later_operator_covers() {
+        let mut state = 1u64;
+        let mut random = move |below: u64| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (state >> 33) % below
+        };
+        for n_ops in [0, 1, 2, 63, 64, 65, 130] {
+            let mut before = Vec::new();
+            for op in 0..n_ops {
+                let mut all = Bits::empty(n_ops);
+                (0..op as u32).filter(|_| random(20) > 0).for_each(|other| all.insert(other));
+                before.push(Before { all, each: Bits::empty(n_ops) });
+            }
+            let covers = |op: usize, other: usize| before[op].all.0[other / 64] >> (other % 64) & 1 == 1;
+            let last = |other: usize| (other + 1..n_ops).rev().find(|op| !covers(*op, other)).unwrap_or(other);
+            assert_eq!(last_beside(&before), (0..n_ops).map(last).collect::<Vec<_>>());
+        }
+    }
 }

@@ -42,13 +42,13 @@ pub(super) fn is_normed(op: &Operator) -> bool {
 /// # Errors
 /// None that a graph whose operators have been judged can give.
 pub(super) fn fuse(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
-    let mut ops: Vec<Option<Operator>> = graph.ops().cloned().map(Some).collect();
-    for at in 0..ops.len() {
-        select(graph, &mut ops, at);
-        norm(graph, &mut ops, at);
-        attend(graph, &mut ops, at);
+    let mut ops = Ops::of(graph);
+    for at in 0..ops.all.len() {
+        select(&mut ops, at);
+        norm(&mut ops, at);
+        attend(&mut ops, at);
     }
-    graph.with_ops(ops.into_iter().flatten())
+    graph.with_ops(ops.all.into_iter().flatten())
 }
 
 /// `graph`, a pass over several rows, with the attention of those operators made one that have a row alone.
@@ -56,9 +56,70 @@ pub(super) fn fuse(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
 /// # Errors
 /// As [`fuse`].
 pub(super) fn fuse_attention(graph: &KernelGraph) -> Result<KernelGraph, GraphError> {
-    let mut ops: Vec<Option<Operator>> = graph.ops().cloned().map(Some).collect();
-    (0..ops.len()).for_each(|at| attend(graph, &mut ops, at));
-    graph.with_ops(ops.into_iter().flatten())
+    let mut ops = Ops::of(graph);
+    (0..ops.all.len()).for_each(|at| attend(&mut ops, at));
+    graph.with_ops(ops.all.into_iter().flatten())
+}
+
+/// The operators of a graph while some become one.
+struct Ops<'a> {
+    graph: &'a KernelGraph,
+    /// By their first numbers; `None` where there is none any more.
+    all: Vec<Option<Operator>>,
+    /// Per buffer that some operator writes, those that touch it, in order, and perhaps some that no longer do: so nobody looks through all
+    /// of them. Of a buffer there are a few for each sequence of a batch at most.
+    touching: Vec<Vec<usize>>,
+}
+
+impl<'a> Ops<'a> {
+    fn of(graph: &'a KernelGraph) -> Ops<'a> {
+        let buffer = |t: TensorId| graph.table[t].buffer.idx();
+        let mut is_written = vec![false; graph.table.buffers.len()];
+        for op in graph.ops() {
+            let slots = Spec::of(op.kernel.task_type).map_or(&[][..], |spec| spec.slots);
+            let written = slots.iter().zip(&op.slots).filter(|(slot, _)| slot.usage != Use::Read);
+            written.filter_map(|(_, t)| *t).for_each(|t| is_written[buffer(t)] = true);
+        }
+        let mut touching = vec![Vec::new(); is_written.len()];
+        for (number, op) in graph.ops().enumerate() {
+            for t in op.slots.iter().flatten().filter(|t| is_written[buffer(**t)]) {
+                let of_buffer: &mut Vec<usize> = &mut touching[buffer(*t)];
+                if of_buffer.last() != Some(&number) {
+                    of_buffer.push(number);
+                }
+            }
+        }
+        Ops { graph, all: graph.ops().cloned().map(Some).collect(), touching }
+    }
+
+    /// The operators of numbers in `range` that touch the buffer of `tensor`, which somebody writes.
+    fn of_buffer(&self, tensor: TensorId, range: std::ops::Range<usize>) -> impl Iterator<Item = (usize, &Operator)> {
+        let touching = &self.touching[self.graph.table[tensor].buffer.idx()];
+        let first = touching.partition_point(|number| *number < range.start);
+        let numbers = touching[first..].iter().take_while(move |number| **number < range.end);
+        numbers.filter_map(|number| Some((*number, self.all[*number].as_ref()?)))
+    }
+
+    /// Those of them that touch `tensor`.
+    fn touching(&self, tensor: TensorId, range: std::ops::Range<usize>) -> impl Iterator<Item = (usize, &Operator)> {
+        self.of_buffer(tensor, range).filter(move |(_, op)| touches(self.graph, op, tensor, None))
+    }
+
+    /// Whether an operator in `range` writes what `of` reads.
+    fn is_overwritten(&self, range: std::ops::Range<usize>, of: &[TensorId]) -> bool {
+        of.iter().any(|t| self.of_buffer(*t, range.clone()).any(|(_, op)| writes(self.graph, op, *t)))
+    }
+
+    /// Operator `number` now touches `tensor`, too.
+    fn note(&mut self, number: usize, tensor: TensorId) {
+        let touching = &mut self.touching[self.graph.table[tensor].buffer.idx()];
+        // Of what nobody writes nobody asks.
+        if !touching.is_empty()
+            && let Err(at) = touching.binary_search(&number)
+        {
+            touching.insert(at, number);
+        }
+    }
 }
 
 /// Whether `op` reads or writes the bytes of `tensor`, or some between them, other than through `except`.
@@ -83,19 +144,11 @@ fn writes(graph: &KernelGraph, op: &Operator, tensor: TensorId) -> bool {
     slots.any(|(slot, t)| slot.usage != Use::Read && t.is_some_and(|t| graph.table[t].buffer == buffer))
 }
 
-/// Whether an operator of `ops[range]` writes what `of` reads.
-fn is_overwritten(
-    graph: &KernelGraph,
-    ops: &[Option<Operator>],
-    range: std::ops::Range<usize>,
-    of: &[TensorId],
-) -> bool {
-    ops[range].iter().flatten().any(|op| of.iter().any(|t| writes(graph, op, *t)))
-}
-
 /// Leaves out operator `at`, if it selects the only row there is.
-fn select(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
-    let Some(op) = ops[at].as_ref().filter(|op| op.kernel.task_type == SelectRow::TASK_TYPE && op.cut.is_none()) else {
+fn select(ops: &mut Ops<'_>, at: usize) {
+    let graph = ops.graph;
+    let Some(op) = ops.all[at].as_ref().filter(|op| op.kernel.task_type == SelectRow::TASK_TYPE && op.cut.is_none())
+    else {
         return;
     };
     let [Some(x), Some(y)] = op.slots[..] else { return };
@@ -105,29 +158,31 @@ fn select(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         return;
     }
     let mut readers = Vec::new();
-    for (other, op) in ops.iter().enumerate() {
-        let Some(op) = op.as_ref().filter(|op| other != at && touches(graph, op, y, None)) else { continue };
+    for (other, op) in ops.touching(y, 0..ops.all.len()).filter(|(other, _)| *other != at) {
         let reads_parts = op.slots.iter().flatten().any(|t| *t != y && graph.table[*t].buffer == to.buffer);
         if other < at || reads_parts || writes(graph, op, y) || op.cut.is_some() {
             return;
         }
         readers.push(other);
     }
-    if readers.last().is_some_and(|last| is_overwritten(graph, ops, at + 1..*last, &[x])) {
+    if readers.last().is_some_and(|last| ops.is_overwritten(at + 1..*last, &[x])) {
         return;
     }
     for reader in readers {
-        let slots = ops[reader].iter_mut().flat_map(|op| &mut op.slots);
+        ops.note(reader, x);
+        let slots = ops.all[reader].iter_mut().flat_map(|op| &mut op.slots);
         for slot in slots.filter(|slot| **slot == Some(y)) {
             *slot = Some(x);
         }
     }
-    ops[at] = None;
+    ops.all[at] = None;
 }
 
 /// Puts operator `at`, if it is a norm that can go, into its readers.
-fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
-    let Some(op) = ops[at].as_ref().filter(|op| op.kernel.task_type == RmsNorm::TASK_TYPE && op.cut.is_none()) else {
+fn norm(ops: &mut Ops<'_>, at: usize) {
+    let graph = ops.graph;
+    let Some(op) = ops.all[at].as_ref().filter(|op| op.kernel.task_type == RmsNorm::TASK_TYPE && op.cut.is_none())
+    else {
         return;
     };
     // One that is added to something is somebody's residual, too.
@@ -150,19 +205,20 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         })
     };
     let mut readers = Vec::new();
-    for (other, op) in ops.iter().enumerate() {
-        let Some(op) = op.as_ref().filter(|op| other != at && touches(graph, op, y, None)) else { continue };
+    for (other, op) in ops.touching(y, 0..ops.all.len()).filter(|(other, _)| *other != at) {
         if other < at || !fits(op) {
             return;
         }
         readers.push(other);
     }
     let Some(&last) = readers.last() else { return };
-    if is_overwritten(graph, ops, at + 1..last, &[x]) {
+    if ops.is_overwritten(at + 1..last, &[x]) {
         return;
     }
     for reader in readers {
-        let Some(op) = ops[reader].as_mut() else { continue };
+        ops.note(reader, x);
+        ops.note(reader, w);
+        let Some(op) = ops.all[reader].as_mut() else { continue };
         let Some(slot) = norm_slot(op.kernel.task_type) else { continue };
         (op.slots[X], op.slots[slot]) = (Some(x), Some(w));
         let words = &mut op.kernel.params;
@@ -172,12 +228,14 @@ fn norm(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
             _ => param_words(&gated_linear::Params { eps, ..kernels::params(words) }),
         };
     }
-    ops[at] = None;
+    ops.all[at] = None;
 }
 
 /// Makes operator `at`, if it is a rotation and append, one with the attention after it.
-fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
-    let Some(rope) = ops[at].as_ref().filter(|op| op.kernel.task_type == Rope::TASK_TYPE && op.cut.is_none()) else {
+fn attend(ops: &mut Ops<'_>, at: usize) {
+    let graph = ops.graph;
+    let Some(rope) = ops.all[at].as_ref().filter(|op| op.kernel.task_type == Rope::TASK_TYPE && op.cut.is_none())
+    else {
         return;
     };
     let [Some(q), Some(k), Some(v), q_norm, k_norm, Some(frequencies), Some(k_cache), Some(v_cache)] = rope.slots[..]
@@ -185,10 +243,9 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         return;
     };
     // The next operator that has to do with the query or the caches.
-    let own = [q, k_cache, v_cache];
-    let next = (at + 1..ops.len())
-        .find(|next| ops[*next].as_ref().is_some_and(|op| own.iter().any(|t| touches(graph, op, *t, None))));
-    let Some((number, op)) = next.and_then(|next| Some((next, ops[next].as_ref()?))) else { return };
+    let n_ops = ops.all.len();
+    let next = [q, k_cache, v_cache].into_iter().filter_map(|t| ops.touching(t, at + 1..n_ops).next());
+    let Some((number, op)) = next.min_by_key(|(number, _)| *number) else { return };
     let (&[Some(query), Some(keys), Some(values), Some(y)], Attention::TASK_TYPE) =
         (&op.slots[..], op.kernel.task_type)
     else {
@@ -204,10 +261,9 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         && rows == 1
         && group * d <= decode_attention::MAX_QUERY as usize
         && !is_output(graph, &graph.table, q)
-        && !is_overwritten(graph, ops, at + 1..number, &[k, v]);
+        && !ops.is_overwritten(at + 1..number, &[k, v]);
     // Nobody else may want the query turned.
-    let others = ops.iter().enumerate().filter(|(other, _)| *other > number);
-    if !fits || others.flat_map(|(_, op)| op).any(|op| touches(graph, op, q, None)) {
+    if !fits || ops.touching(q, number + 1..n_ops).next().is_some() {
         return;
     }
     let rope::Params { eps, turned_pairs, factor } = kernels::params(&rope.kernel.params);
@@ -223,6 +279,7 @@ fn attend(graph: &KernelGraph, ops: &mut [Option<Operator>], at: usize) {
         axes: vec![Axis { len: heads, dims, role: AxisRole::Heads }],
         cut: None,
     };
-    ops[at] = None;
-    ops[number] = Some(one);
+    one.slots.iter().flatten().for_each(|t| ops.note(number, *t));
+    ops.all[at] = None;
+    ops.all[number] = Some(one);
 }

@@ -28,11 +28,12 @@ pub(super) fn lower(graph: &KernelGraph, target: &Target) -> Result<ThreadBlockG
     let mut rounded = fuse::fuse_attention(graph)
         .and_then(|fused| experts::route(&fused, target))
         .map_err(|error| vec![Violation { op: "fused".to_owned(), what: error.to_string() }])?;
-    for buffer in read_by_products(&rounded) {
-        for tensor in rounded.table.tensors.iter_mut().filter(|tensor| tensor.buffer.idx() == buffer) {
-            tensor.dtype = DType::Bf16;
-        }
-        rounded.table.buffers[buffer].bytes /= 2;
+    let is_rounded = read_by_products(&rounded);
+    for tensor in rounded.table.tensors.iter_mut().filter(|tensor| is_rounded[tensor.buffer.idx()]) {
+        tensor.dtype = DType::Bf16;
+    }
+    for (buffer, _) in rounded.table.buffers.iter_mut().zip(is_rounded).filter(|(_, is_rounded)| *is_rounded) {
+        buffer.bytes /= 2;
     }
     let mut lowered = cut_all(&rounded, target);
     lowered.has_tiles = few_rows::take_tiles(&rounded, &mut lowered, target);
@@ -351,13 +352,13 @@ pub(super) fn is_product(op: &Operator, table: &TensorTable) -> bool {
     n > 0 && are_taken && op.slots[X].is_some_and(|x| table[x].shape[0] > 1)
 }
 
-/// The buffers of f32 that one operator writes and only [products](is_product), experts' too, read, as x.
-fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
+/// Per buffer, whether it is of f32, and one operator writes it and only [products](is_product), experts' too, read it, as x.
+fn read_by_products(graph: &KernelGraph) -> Vec<bool> {
     let table = &graph.table;
     let mut fits: Vec<bool> = table.buffers.iter().map(|buffer| buffer.kind == BufferKind::Intermediate).collect();
     let mut n_read = vec![0; fits.len()];
     for op in graph.ops() {
-        let Some(spec) = Spec::of(op.kernel.task_type) else { return Vec::new() };
+        let Some(spec) = Spec::of(op.kernel.task_type) else { return vec![false; fits.len()] };
         for (slot, tensor) in op.slots.iter().enumerate() {
             let Some(tensor) = *tensor else { continue };
             let buffer = table[tensor].buffer.idx();
@@ -370,7 +371,7 @@ fn read_by_products(graph: &KernelGraph) -> Vec<usize> {
     for (_, tensor) in graph.outputs() {
         fits[table[*tensor].buffer.idx()] = false;
     }
-    (0..fits.len()).filter(|buffer| fits[*buffer] && n_read[*buffer] > 0).collect()
+    fits.iter().zip(n_read).map(|(fits, n_read)| *fits && n_read > 0).collect()
 }
 
 /// Of a product: rows of x, columns of all, rows of each of so many matrices.

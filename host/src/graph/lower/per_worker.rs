@@ -243,25 +243,29 @@ fn splits_of(graph: &KernelGraph, op: &Operator, target: &Target) -> Splits {
 
 /// Cuts attention along positions. See the module head.
 pub(super) fn split_positions(graph: &KernelGraph, lowered: &mut ThreadBlockGraph, target: &Target) {
+    assert_eq!(graph.ops().len(), lowered.ops.len(), "operators are split before others join them");
+    let mut with_merges = Vec::with_capacity(lowered.ops.len());
     // Operators of the graph by the lowered operator's number, which merges move.
-    let mut ops: Vec<Option<&Operator>> = graph.ops().map(Some).collect();
-    let mut number = 0;
-    while number < ops.len() {
-        if let Some(op) = ops[number]
-            && let splits @ Splits { n: 2.., by_readers } = splits_of(graph, op, target)
-            && let Some((merge, y)) = split(&mut lowered.table, op, &mut lowered.ops[number], splits.n)
-        {
-            number += 1;
-            lowered.ops.insert(number, merge);
-            ops.insert(number, None);
-            if by_readers && merge_in_readers(graph, lowered, &ops, number, y) {
-                lowered.ops.remove(number);
-                ops.remove(number);
-                number -= 1;
-            }
+    let mut ops: Vec<Option<&Operator>> = Vec::with_capacity(lowered.ops.len());
+    let mut by_readers = Vec::new();
+    for (op, mut block) in graph.ops().zip(std::mem::take(&mut lowered.ops)) {
+        let splits = splits_of(graph, op, target);
+        let merge = (splits.n > 1).then(|| split(&mut lowered.table, op, &mut block, splits.n)).flatten();
+        with_merges.push(block);
+        ops.push(Some(op));
+        if let Some((merge, y)) = merge {
+            by_readers.extend(splits.by_readers.then_some((with_merges.len(), y)));
+            with_merges.push(merge);
+            ops.push(None);
         }
-        number += 1;
     }
+    lowered.ops = with_merges;
+    let mut left_out = vec![false; ops.len()];
+    for (number, y) in by_readers {
+        left_out[number] = merge_in_readers(graph, lowered, &ops, number, y);
+    }
+    let mut left_out = left_out.into_iter();
+    lowered.ops.retain(|_| !left_out.next().unwrap_or(false));
 }
 
 /// Cuts `block`, an attention of one row, `op`, `splits` ways along positions. What it finds goes to a tensor of its own, from
