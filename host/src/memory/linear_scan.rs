@@ -6,7 +6,7 @@
 //! the direction of growth) is used only when nothing else fits, because a peak once raised never comes down; growth is
 //! upwards for what stays and downwards for what was brought in early, so that the two do not interleave.
 //!
-//! Laws, asserted in debug builds: gaps are disjoint, not empty and never touch; what is freed was not free.
+//! Laws: gaps are disjoint, not empty and never touch; what is freed was taken.
 
 use super::timeline::Timeline;
 use super::types::{Buffer, Placement};
@@ -97,7 +97,7 @@ impl LinearScan {
         if size_bytes == 0 {
             return;
         }
-        let end = offset + size_bytes;
+        let end = self.end_of(offset, size_bytes);
         // The last gap that begins here or before; one may end at `u64::MAX`.
         let at = self.gaps.seek((offset + 1, 0));
         let gap = self.gaps.before(at).filter(|&(_, (_, gap_end))| end <= gap_end);
@@ -122,17 +122,20 @@ impl LinearScan {
         self.free_bytes -= size_bytes;
     }
 
-    /// Gives bytes back.
+    /// Gives bytes back that were taken, all of one allocation or a part of it.
+    ///
+    /// # Panics
+    /// If they lie outside the range, or some are free.
     pub fn free(&mut self, offset: u64, size_bytes: u64) {
         if size_bytes == 0 {
             return;
         }
-        let (mut first, mut end) = (offset, offset + size_bytes);
+        let (mut first, mut end) = (offset, self.end_of(offset, size_bytes));
         let at = self.gaps.seek((offset, 0));
         let below = self.gaps.before(at);
         let above = self.gaps.get(at);
-        debug_assert!(below.is_none_or(|(_, gap)| gap.1 <= first), "{first}..{end} are freed but {below:?} was free");
-        debug_assert!(above.is_none_or(|gap| end <= gap.0), "{first}..{end} are freed but {above:?} was free");
+        assert!(below.is_none_or(|(_, gap)| gap.1 <= first), "{first}..{end} are freed but {below:?} was free");
+        assert!(above.is_none_or(|gap| end <= gap.0), "{first}..{end} are freed but {above:?} was free");
         let below = below.filter(|&(_, gap)| gap.1 == first);
         let above = above.filter(|&gap| gap.0 == end);
         if let Some((_, (below_first, below_end))) = below {
@@ -155,6 +158,14 @@ impl LinearScan {
         }
         self.by_size.insert((end - first, first));
         self.free_bytes += size_bytes;
+    }
+
+    /// Where these bytes end, which is in the range.
+    fn end_of(&self, offset: u64, size_bytes: u64) -> u64 {
+        let end = offset.checked_add(size_bytes).filter(|end| *end <= self.capacity_bytes);
+        end.unwrap_or_else(|| {
+            panic!("{size_bytes} bytes at {offset} leave the range, which has {}", self.capacity_bytes)
+        })
     }
 }
 
@@ -324,6 +335,30 @@ mod tests {
         assert_eq!(scan.largest_gap_bytes(), 30);
         scan.free(offsets[1], 30);
         assert_eq!((scan.largest_gap_bytes(), scan.free_bytes()), (90, 90));
+    }
+
+    /// A range of 100 bytes of which 20..50 are taken, after `change`; what it panics with.
+    fn refused(change: impl FnOnce(&mut LinearScan) + std::panic::UnwindSafe) -> String {
+        let mut scan = LinearScan::new(100);
+        scan.take(20, 30);
+        let panic = std::panic::catch_unwind(move || change(&mut scan)).expect_err("it is refused");
+        panic.downcast_ref::<String>().cloned().or(panic.downcast_ref::<&str>().map(|text| text.to_string())).unwrap()
+    }
+
+    #[test]
+    fn what_was_not_taken_is_not_freed() {
+        assert!(refused(|scan| scan.free(500, 10)).starts_with("10 bytes at 500 leave the range, which has 100"));
+        assert!(refused(|scan| scan.free(u64::MAX, 2)).contains("leave the range"));
+        assert!(refused(|scan| scan.take(u64::MAX, 2)).contains("leave the range"));
+        for (offset, bytes) in [(10, 20), (20, 31), (0, 100), (60, 5), (50, 1), (19, 1)] {
+            let message = refused(|scan| scan.free(offset, bytes));
+            assert!(message.contains("was free"), "{offset} {bytes}: {message}");
+        }
+        let twice = |scan: &mut LinearScan| {
+            scan.free(20, 30);
+            scan.free(20, 30);
+        };
+        assert!(refused(twice).contains("was free"));
     }
 
     #[test]
