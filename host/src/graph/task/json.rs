@@ -4,7 +4,7 @@
 //! order (`name`, `grid`, `reads`, `writes`, each `{"tensor", "map"}`). `map[axis]` is the tensor dimension that grid axis
 //! cuts, or -1. A tensor that is no view has a buffer of its own; a view's offset counts from its base's first element,
 //! and the base may be a view. Beyond that, a write may say `"kind": "add"` (blocks add into it, in any order) or
-//! `"update"` (in place), and an operator `"class": "just-in-time"`. Fields not named here are ignored.
+//! `"update"` (in place), and an operator `"class": "just-in-time"`. Other fields are refused: a name misspelt would leave out what it is for.
 //!
 //! Out: `tasks` (`op`, `op_index`, `block`, `worker`, `waits`, `triggers`), `events` (`num_triggers`) and `workers`, each a
 //! list of tasks in execution order; tasks and events are numbered by position.
@@ -48,12 +48,14 @@ pub enum GraphError {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an object with `tensors` and `ops`")]
 struct File {
     tensors: Vec<TensorText>,
     ops: Vec<OpText>,
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a tensor: an object with `name` and `shape`")]
 struct TensorText {
     name: String,
     shape: Option<Vec<Value>>,
@@ -64,6 +66,7 @@ struct TensorText {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an operator: an object with `name` and `grid`")]
 struct OpText {
     name: String,
     grid: Option<Vec<Value>>,
@@ -75,6 +78,7 @@ struct OpText {
 }
 
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields, expecting = "an object with `tensor` and `map`")]
 struct AccessText {
     tensor: String,
     map: Option<Vec<Value>>,
@@ -432,12 +436,25 @@ mod tests {
             ("[32, 1, 1]", "[-32, 1, 1]", "operator linear: grid axis 0 is -32"),
             ("[1, -1, -1]", "[1, -2, -1]", "operator linear: the map of tensor q: entry 1 is -2"),
             ("\"name\": \"linear\", ", "", "missing field `name`"),
+            ("\"reads\"", "\"raeds\"", "unknown field `raeds`, expected one of `name`, `grid`, `reads`, `writes`"),
+            ("\"map\"", "\"maps\"", "unknown field `maps`, expected one of `tensor`, `map`"),
+            ("\"offset_elems\"", "\"offset\"", "unknown field `offset`"),
+            ("\"ops\"", "\"operators\"", "unknown field `operators`, expected `tensors` or `ops`"),
+            (
+                "{\"name\": \"linear\"",
+                "3, {\"name\": \"linear\"",
+                "expected an operator: an object with `name` and `grid`",
+            ),
             ("[", "", "not a graph"),
         ] {
             let text = EXAMPLE.replacen(from, to, 1);
             assert_ne!(text, EXAMPLE, "{from}");
             let error = read_graph(&text).unwrap_err().to_string();
             assert!(error.contains(says), "{error:?} does not say {says:?}");
+        }
+        for text in ["[]", "3"] {
+            let error = read_graph(text).unwrap_err().to_string();
+            assert!(error.contains("expected an object with `tensors` and `ops`"), "{error}");
         }
     }
 

@@ -13,7 +13,7 @@ use super::Schedule;
 use super::graph::{Graph, GraphError, Kind, Op};
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an object with `capacity` and `ops`")]
 struct GraphText {
     capacity: u64,
     #[serde(default = "default_alignment")]
@@ -26,7 +26,7 @@ fn default_alignment() -> u64 {
 }
 
 #[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[serde(deny_unknown_fields, expecting = "an op: an object with `name`, `kind`, `bytes` and `cycles`")]
 struct OpText {
     name: String,
     kind: KindText,
@@ -209,7 +209,10 @@ mod tests {
         let message = |text: &str| parse_graph(text).unwrap_err().to_string();
         let one = |fields: &str| message(&format!(r#"{{"capacity": 9, "ops": [{{"name": "a", {fields}}}]}}"#));
         assert!(message("").contains("EOF"));
-        assert!(message("[]").contains("invalid"), "{}", message("[]"));
+        for text in ["[]", "3"] {
+            assert!(message(text).contains("expected an object with `capacity` and `ops`"), "{}", message(text));
+        }
+        assert!(message(r#"{"capacity": 9, "ops": [3]}"#).contains("expected an op: an object with `name`"));
         assert!(message(r#"{"ops": []}"#).contains("capacity"));
         assert!(one(r#""kind": "data", "bytes": -1, "cycles": 1"#).contains("-1"));
         assert!(one(r#""kind": "data", "bytes": 1"#).contains("cycles"));
