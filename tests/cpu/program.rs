@@ -73,6 +73,39 @@ fn the_timeline_in_the_docs_is_todays() {
     }
 }
 
+/// What docs/formats.md and `--help` have as examples is read as it stands, and gives what is printed below it.
+#[test]
+fn the_formats_in_the_docs_are_as_they_are_written() {
+    let temp = tempfile::tempdir().unwrap();
+    let [input, out] = ["in", "out"].map(|name| temp.path().join(name).to_string_lossy().into_owned());
+    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/formats.md")).unwrap();
+    let mut examples =
+        page.split("\n```").filter_map(|part| part.strip_prefix("json\n").or(part.strip_prefix("csv\n")));
+    let made = |verb: &[&str], example: &str| {
+        std::fs::write(&input, example).unwrap();
+        perpetua(&[verb, &[&input, if verb[0] == "plan" { "--tasks-json" } else { "--out" }, &out]].concat());
+        std::fs::read_to_string(&out).unwrap()
+    };
+    let value = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
+    let plan = ["plan", "--check", "--target", "workers:2", "--graph"];
+    let pack = ["pack", "--capacity", "8", "--in"];
+    for verb in [&plan[..], &["schedule", "--in"], &pack] {
+        let [example, expected] = [(); 2].map(|()| examples.next().expect("two for each verb"));
+        let found = made(verb, example);
+        if verb[0] == "pack" {
+            assert_eq!(found.trim_end(), expected);
+        } else {
+            assert_eq!(value(&found), value(expected));
+        }
+        // The help's is the first paragraph that is further in.
+        let help = String::from_utf8(perpetua(&[verb[0], "--help"]).stdout).unwrap();
+        let format = help.split_once("docs/formats.md").expect("the page is named").1;
+        let lines = format.lines().skip(1).take_while(|line| line.starts_with("  "));
+        made(verb, &lines.map(|line| line[2..].to_owned() + "\n").collect::<String>());
+    }
+    assert_eq!(examples.next(), None);
+}
+
 /// A line a turn: every answer is what the model says to all before it.
 #[test]
 fn chat_answers_line_by_line() {

@@ -61,11 +61,14 @@ enum Verb {
     /// Embed sentences.
     Embed(embed::Args),
     /// Compile without running, and say what came out.
+    #[command(after_long_help = plan::FORMAT)]
     // A target has all the numbers of its machine: much larger than other verbs' options.
     Plan(Box<plan::Args>),
     /// Static memory packing of a CSV of buffers.
+    #[command(after_long_help = pack::FORMAT)]
     Pack(pack::Args),
     /// The feasible memory scheduler on a plain graph.
+    #[command(after_long_help = schedule::FORMAT)]
     Schedule(schedule::Args),
     /// Write a checkpoint of random weights with a real model's shapes.
     Synth(synth::Args),

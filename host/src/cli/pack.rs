@@ -10,6 +10,14 @@ use perpetua::memory::csv::Table;
 use perpetua::memory::pack::{MAX_SEARCH_BUFFERS, Proof, Verdict, pack};
 use perpetua::memory::{Problem, check, lower_bound};
 
+/// What `--in` and `--out` name, for `--help`.
+pub(crate) const FORMAT: &str = "\
+In (docs/formats.md has every column): a buffer a line, alive from lower up to upper
+  id,lower,upper,size,alignment
+  a,0,3,4,1
+  b,2,9,4,4
+Out: the same, and a last column offset.";
+
 /// What `pack` is asked.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {

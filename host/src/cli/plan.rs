@@ -18,6 +18,23 @@ use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+/// What `--graph` and `--tasks-json` name, for `--help`.
+pub(crate) const FORMAT: &str = r#"A kernel graph (--graph; docs/formats.md has every field):
+  {"tensors": [{"name": "x", "shape": [1, 64], "dtype": "f32"},
+               {"name": "y", "shape": [1, 64], "dtype": "f32"},
+               {"name": "z", "view_of": "y", "offset_elems": 0,
+                "shape": [2, 32], "strides": [32, 1]}],
+   "ops": [{"name": "a", "grid": [4, 1, 1],
+            "reads": [{"tensor": "x", "map": [1, -1, -1]}],
+            "writes": [{"tensor": "y", "map": [1, -1, -1]}]},
+           {"name": "b", "grid": [2, 1, 1],
+            "reads": [{"tensor": "z", "map": [0, -1, -1]}],
+            "writes": []}]}
+map: for each axis of the grid the dimension that it cuts, or -1.
+Out (--tasks-json), numbered by position:
+  {"tasks": [{"op", "op_index", "block", "worker", "waits", "triggers"}],
+   "events": [{"num_triggers"}], "workers": [[task]]}"#;
+
 #[derive(Debug, clap::Args)]
 #[command(group(clap::ArgGroup::new("what").required(true).args(["model", "graph", "preset", "config"])))]
 pub(crate) struct Args {

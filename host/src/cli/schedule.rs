@@ -7,6 +7,18 @@ use std::path::PathBuf;
 
 use perpetua::schedule::plain;
 
+/// What `--in` and `--out` name, for `--help`.
+pub(crate) const FORMAT: &str = r#"In (docs/formats.md has every field): bytes and cycles
+  {"capacity": 256, "alignment": 64,
+   "ops": [{"name": "w", "kind": "data", "bytes": 128, "cycles": 10},
+           {"name": "y", "kind": "compute", "bytes": 64, "cycles": 20, "inputs": ["w"],
+            "spill_cycles": 1}]}
+Out:
+  {"ops": [{"name", "engine", "start", "end", "offset", "bytes"}],
+   "spills": [{"op", "write_start", "write_end", "read_start", "read_end", "offset"}],
+   "prefetch_edges": [{"data", "after"}],
+   "makespan", "peak_bytes", "without_prefetch": {"makespan"}}"#;
+
 /// What `schedule` is asked.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
