@@ -32,7 +32,7 @@ fn run(device: Device) -> Result<Vec<f32>, EngineError> {
         let h = graph.rms_norm("norm", x, norm, 1e-6)?;
         let gated = graph.gated_linear("gate_up", h, [gate, up], None, Activation::Silu)?;
         let y = graph.linear("down", gated, down, None, Activation::None, Some(x))?;
-        graph.output("y", y);
+        graph.output("y", y)?;
         Ok(())
     };
     build(&mut graph).map_err(perpetua::compile::CompileError::Graph)?;

@@ -4,7 +4,7 @@ use perpetua::compile::Source;
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::NoWeights;
-use perpetua::graph::kernel::KernelGraph;
+use perpetua::graph::kernel::{GraphError, KernelGraph};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, End, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_shared::{DType, ProgramId};
@@ -220,7 +220,7 @@ fn passes_and_inputs_that_are_not_there_are_named() {
         let x = graph.input("x", &[2, 4], DType::F32).unwrap();
         let one = graph.constant("one", &[value; 4]).unwrap();
         let y = graph.rms_norm("y", x, one, 0.0).unwrap();
-        graph.output("y", y);
+        graph.output("y", y).unwrap();
         Source { name: "norm".to_owned(), graph, in_token_loop: false }
     };
     for device in [Device::Cpu, Device::Reference, Device::Simt] {
@@ -383,6 +383,23 @@ fn passes_that_cannot_be_compiled_are_refused_with_the_bound() {
         assert_eq!((output.status.code(), message.lines().count()), (Some(1), 1), "{args:?}: {message}");
         assert!(message.contains(words), "{message:?} should say {words:?}");
     }
+}
+
+fn message<T: std::fmt::Debug>(result: Result<T, GraphError>) -> String {
+    result.expect_err("it is refused").to_string()
+}
+
+/// Reports, outputs and launches just in time are by name.
+#[test]
+fn names_of_a_graph_are_given_once() {
+    let mut graph = KernelGraph::new();
+    let x = graph.input("x", &[2, 8], DType::F32).unwrap();
+    let y = graph.add_tensors("sum", x, x).unwrap();
+    assert_eq!(message(graph.add_tensors("sum", y, y)), "operator sum: there is another operator of this name");
+    let z = graph.add_tensors("sum of sums", y, y).unwrap();
+    graph.output("y", y).unwrap();
+    assert_eq!(message(graph.output("y", z)), "output y: there is another of this name");
+    assert_eq!(graph.outputs(), [("y".to_owned(), y)]);
 }
 
 /// What a model's publisher asks for and is not done is said, whatever it is; what changes nothing is not.

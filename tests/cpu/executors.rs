@@ -135,7 +135,7 @@ fn build_on(
     let mut outputs = Vec::new();
     for (number, ((tensor, width), read)) in tensors.iter().zip(&read).enumerate() {
         if !read {
-            graph.output(&format!("y{number}"), *tensor);
+            graph.output(&format!("y{number}"), *tensor).unwrap();
             outputs.push((format!("y{number}"), *width));
         }
     }
@@ -434,11 +434,11 @@ fn norms_between_products_are_part_of_them() {
         let (gate, up) = (weight(&mut graph, "gate.w", &[k, width]), weight(&mut graph, "up.w", &[k, width]));
         let gated = graph.gated_linear("gated", norm, [gate, up], None, Activation::Silu).unwrap();
         let mut outputs = vec![("after".to_owned(), n), ("gated".to_owned(), k)];
-        graph.output("after", after);
-        graph.output("gated", gated);
+        graph.output("after", after).unwrap();
+        graph.output("gated", gated).unwrap();
         if case == "read by another" {
             let sum = graph.add_tensors("twice", norm, norm).unwrap();
-            graph.output("twice", sum);
+            graph.output("twice", sum).unwrap();
             outputs.push(("twice".to_owned(), width));
         }
         if case == "one of two" {
@@ -446,11 +446,11 @@ fn norms_between_products_are_part_of_them() {
             let other = graph.rms_norm("norm2", before, w, 1e-3).unwrap();
             let w = weight(&mut graph, "after2.w", &[n, width]);
             let after = graph.linear("after2", other, w, None, Activation::None, None).unwrap();
-            graph.output("after2", after);
+            graph.output("after2", after).unwrap();
             outputs.push(("after2".to_owned(), n));
         }
         if case == "an output" {
-            graph.output("norm", norm);
+            graph.output("norm", norm).unwrap();
             outputs.push(("norm".to_owned(), width));
         }
         let lowered = lower(&graph, &Target::gpu(4)).unwrap();
@@ -482,7 +482,7 @@ fn products_of_what_others_make_wait_for_it() {
     let (name, grid) = ("silu".to_owned(), [5, 1, 1]);
     graph.customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, kernel: Some(kernel) }).unwrap();
     let y = graph.linear("y", rounded, made, None, Activation::None, None).unwrap();
-    graph.output("y", y);
+    graph.output("y", y).unwrap();
     let bytes = |salt, len: usize| -> Vec<u8> {
         values(len, salt).into_iter().flat_map(|x| half::bf16::from_f32(0.2 * x).to_bits().to_ne_bytes()).collect()
     };
@@ -517,7 +517,7 @@ fn an_operator_cut_by_hand_is_run_and_judged() {
         let accesses = vec![access(normed, AccessKind::Read), None, access(y, kind)];
         let (name, grid) = ("relu".to_owned(), [7, 1, 1]);
         graph.customized(BlockOp { name, grid, accesses, row_axis: None, rows: 0, kernel: Some(kernel) })?;
-        graph.output("y", y);
+        graph.output("y", y).unwrap();
         Ok::<_, perpetua::graph::kernel::GraphError>(graph)
     };
     let graph = by_hand(AccessKind::Write).unwrap();
@@ -553,8 +553,8 @@ fn experts_are_a_stack_of_weights() {
         let (normalise, activation) = (false, Activation::Silu);
         let args = ExpertArgs { logits, gate, up, down, residual: None, chosen, normalise, activation };
         let y = graph.experts("experts", x, args).unwrap();
-        graph.output("y", y);
-        graph.output("down", down);
+        graph.output("y", y).unwrap();
+        graph.output("down", down).unwrap();
         assert!(graph.weight_stack("gate", 2, [n, k], DType::Bf16).unwrap_err().to_string().contains("has no `*`"));
         let last = weights[&format!("{}.down", experts - 1)].clone();
         let weights: Weights = Arc::new(weights);

@@ -435,7 +435,7 @@ fn rows_of_an_expert_are_products_of_warpgroups() {
         let (normalise, activation) = (true, Activation::Silu);
         let args = ExpertArgs { logits, gate, up, down, residual: Some(x), chosen, normalise, activation };
         let y = graph.experts("experts", read, args).expect("operators");
-        graph.output("y", y);
+        graph.output("y", y).unwrap();
         // Most go to the first expert where it is shifted, nobody to the last.
         let input: Vec<f32> = (0..rows * k)
             .map(|at| {

@@ -15,7 +15,7 @@ use perpetua_shared::control::Control;
 use perpetua_shared::limits::{MAX_DRAFTS, MAX_RANK};
 use perpetua_shared::{BindingId, DType, Operand, TaskFlags};
 use petgraph::graph::{DiGraph, NodeIndex};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 /// An axis along which an operator's work can be cut.
@@ -72,6 +72,14 @@ pub enum GraphError {
         /// The rule broken.
         what: String,
     },
+    /// A tensor that cannot be an output.
+    #[error("output {name}: {what}")]
+    Output {
+        /// The output.
+        name: String,
+        /// What is wrong.
+        what: String,
+    },
 }
 
 /// What the rows of a pass are.
@@ -91,6 +99,8 @@ pub struct KernelGraph {
     /// Buffers and tensors.
     pub table: TensorTable,
     dag: DiGraph<Operator, TensorId>,
+    /// The operators' names.
+    names: HashSet<String>,
     outputs: Vec<(String, TensorId)>,
     named: HashMap<String, TensorId>,
     /// The last operator that writes each buffer.
@@ -123,6 +133,7 @@ impl KernelGraph {
         KernelGraph {
             table: TensorTable::default(),
             dag: DiGraph::new(),
+            names: HashSet::new(),
             outputs: Vec::new(),
             named: HashMap::new(),
             writers: HashMap::new(),
@@ -186,8 +197,15 @@ impl KernelGraph {
     }
 
     /// Marks `tensor` as an output called `name`: it is kept until the end of the pass.
-    pub fn output(&mut self, name: &str, tensor: TensorId) {
+    ///
+    /// # Errors
+    /// A name that another output has.
+    pub fn output(&mut self, name: &str, tensor: TensorId) -> Result<(), GraphError> {
+        if self.outputs.iter().any(|(other, _)| other == name) {
+            return Err(GraphError::Output { name: name.to_owned(), what: "there is another of this name".to_owned() });
+        }
         self.outputs.push((name.to_owned(), tensor));
+        Ok(())
     }
 
     fn named(&mut self, name: &str, shape: &[usize], dtype: DType, kind: BufferKind) -> Result<TensorId, GraphError> {
@@ -682,7 +700,7 @@ impl KernelGraph {
         let params = kernels::argmax::Params { blocks: blocks as u32, len_elems: vocab as u32 };
         let cut = axis(blocks, AxisRole::Blocks, [Some(1), Some(0), Some(0)]);
         self.add::<kernels::ArgmaxPartial>(
-            "argmax",
+            &format!("{name}.argmax"),
             &params,
             vec![Some(logits), Some(values), Some(indices)],
             vec![cut],
@@ -769,7 +787,8 @@ impl KernelGraph {
     /// # Errors
     /// An operator that is judged wrong.
     pub(super) fn with_ops(&self, ops: impl IntoIterator<Item = Operator>) -> Result<KernelGraph, GraphError> {
-        let mut graph = KernelGraph { dag: DiGraph::new(), writers: HashMap::new(), ..self.clone() };
+        let mut graph =
+            KernelGraph { dag: DiGraph::new(), names: HashSet::new(), writers: HashMap::new(), ..self.clone() };
         ops.into_iter().try_for_each(|op| graph.push(op).map(|_| ()))?;
         Ok(graph)
     }
@@ -799,6 +818,10 @@ impl KernelGraph {
             let what = format!("tensor {tensor}, strides {:?}: expected at most {} of each", tensor.strides, u32::MAX);
             return Err(fail(what));
         }
+        // Launches just in time are by name, and so are reports.
+        if self.names.contains(&op.name) {
+            return Err(fail("there is another operator of this name".to_owned()));
+        }
         // A cut by hand is judged block by block when it is lowered; here only the signature counts.
         if let Some(cut) = &op.cut {
             judge_cut(spec, cut).map_err(fail)?;
@@ -807,6 +830,7 @@ impl KernelGraph {
                 op.slots.iter().map(|slot| slot.map_or(Operand::ABSENT, |t| whole_operand(&self.table[t]))).collect();
             spec.check(&op.kernel.params, &io).map_err(fail)?;
         }
+        self.names.insert(op.name.clone());
         // An edge from the last writer of each tensor's buffer that this operator reads.
         let node = self.dag.add_node(op);
         let mut written = Vec::new();

@@ -453,7 +453,7 @@ impl<'a> Decoder<'a> {
             false => self.weight("lm_head.weight", &[self.config.vocab_size, self.config.hidden_size])?,
         };
         let logits = self.graph.linear("lm_head", h, head, None, Activation::None, None)?;
-        self.graph.output("logits", logits);
+        self.graph.output("logits", logits)?;
         match self.head {
             Head::Sample => {
                 let tokens = self.graph.tokens(self.cache.context)?;

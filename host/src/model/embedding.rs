@@ -46,6 +46,6 @@ pub(super) fn finish(
     if let Some(kept) = sentence.truncate_dim.filter(|kept| *kept < dim) {
         h = graph.view(h, 0, &[1, kept], &[dim, 1])?;
     }
-    graph.output("embedding", h);
+    graph.output("embedding", h)?;
     Ok(())
 }

@@ -3,7 +3,7 @@
 
 use perpetua::EngineError;
 use perpetua::Model;
-use perpetua::compile::{Compiled, Source};
+use perpetua::compile::{CompileError, Compiled, Source};
 use perpetua::engine::{declared, decoder_sources, sentence_sources};
 use perpetua::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Operator};
 use perpetua::graph::tensor::{BufferKind, TensorId, TensorTable};
@@ -174,11 +174,11 @@ impl Case {
                 Source { name: "others".to_owned(), graph: others(model, self.rows)?, in_token_loop: false }
             }
         };
-        let names = self.look_at(&mut source.graph);
+        let names = self.look_at(&mut source.graph).map_err(CompileError::Graph)?;
         Ok((source, names))
     }
 
-    fn look_at(&self, graph: &mut KernelGraph) -> Vec<Named> {
+    fn look_at(&self, graph: &mut KernelGraph) -> Result<Vec<Named>, GraphError> {
         let mut names = Vec::new();
         let ops: Vec<Operator> = graph.ops().cloned().collect();
         for op in &ops {
@@ -194,7 +194,7 @@ impl Case {
                 };
                 if is_seen {
                     let output = format!("check {} {}", op.name, slot.name);
-                    graph.output(&output, tensor);
+                    graph.output(&output, tensor)?;
                     let of = match (self.quantize, self.look) {
                         (Some(Quantize::Q8), _) if self.rows == 1 => Some("decoding in 8 bits"),
                         (Some(Quantize::Q8), _) => Some("several rows in 8 bits"),
@@ -210,7 +210,7 @@ impl Case {
                 }
             }
         }
-        names
+        Ok(names)
     }
 }
 

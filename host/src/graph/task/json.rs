@@ -16,7 +16,7 @@ use perpetua_shared::DType;
 use perpetua_shared::limits::MAX_RANK;
 use serde::Deserialize;
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
 
 /// Why a text is no graph.
@@ -109,8 +109,12 @@ pub fn read_described(text: &str) -> Result<Described, GraphError> {
         graph: ThreadBlockGraph { table, ops: Vec::with_capacity(file.ops.len()), has_tiles: false },
         classes: Vec::new(),
     };
+    let mut names = HashSet::with_capacity(file.ops.len());
     for (i, op) in file.ops.iter().enumerate() {
         let fail = |what: String| GraphError::Op { op: op.name.clone(), what };
+        if !names.insert(op.name.as_str()) {
+            return Err(fail("there are two operators of this name".to_owned()));
+        }
         let Some(grid) = &op.grid else {
             return Err(fail("it has no grid".to_owned()));
         };
@@ -432,6 +436,7 @@ mod tests {
             ("\"dtype\": \"bf16\"", "\"dtype\": \"b16\"", "tensor x: its dtype is b16"),
             (", \"dtype\": \"bf16\"", "", "tensor x: it has no dtype"),
             ("\"shape\": [1, 2048], ", "", "tensor q_half: it has no shape"),
+            ("\"name\": \"norm\"", "\"name\": \"linear\"", "operator linear: there are two operators of this name"),
             ("[32, 1, 1]", "[32, 1]", "operator linear: its grid has 2 axes"),
             ("[32, 1, 1]", "[-32, 1, 1]", "operator linear: grid axis 0 is -32"),
             ("[1, -1, -1]", "[1, -2, -1]", "operator linear: the map of tensor q: entry 1 is -2"),
