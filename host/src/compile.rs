@@ -259,6 +259,7 @@ fn plan(number: usize, mut source: Source, config: &Config) -> Result<(Source, P
     if !source.graph.is_ended() {
         source.graph.advance()?;
     }
+    source.graph.check_written()?;
     let target = &config.target;
     let mut clock = Clock::new();
     let (blocks, classes) = cut(&source.graph, config)?;

@@ -1,10 +1,12 @@
 //! What users get wrong: one clear error, nothing written, nothing broken.
 
-use perpetua::compile::Source;
+use perpetua::compile::{Config, Source, compile};
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::NoWeights;
 use perpetua::graph::kernel::{GraphError, KernelGraph};
+use perpetua::graph::lower::Target;
+use perpetua::graph::tensor::{BufferKind, TensorId};
 use perpetua::model::{SynthOptions, SynthSource, synth};
 use perpetua::{Device, End, Engine, EngineConfig, EngineError, GenerateOptions, Model};
 use perpetua_shared::{DType, ProgramId};
@@ -400,6 +402,32 @@ fn names_of_a_graph_are_given_once() {
     graph.output("y", y).unwrap();
     assert_eq!(message(graph.output("y", z)), "output y: there is another of this name");
     assert_eq!(graph.outputs(), [("y".to_owned(), y)]);
+}
+
+/// What a pass makes has to be made before it is read; what is kept, or appended to, need not.
+#[test]
+fn intermediates_that_nobody_writes_are_refused_by_name() {
+    let compiled = |build: &dyn Fn(&mut KernelGraph, TensorId)| {
+        let mut graph = KernelGraph::new();
+        let made = graph.table.add("made", &[2, 8], DType::F32, BufferKind::Intermediate).unwrap();
+        build(&mut graph, made);
+        let source = Source { name: "pass".to_owned(), graph, in_token_loop: false };
+        compile(vec![source], &Config::new(Target::cpu(2))).map(|_| ()).map_err(|error| error.to_string())
+    };
+    let read = compiled(&|graph, made| {
+        let y = graph.add_tensors("sum", made, made).unwrap();
+        graph.output("y", y).unwrap();
+    });
+    let says = "operator sum: `a` is tensor made [2, 8] f32, which no operator before it writes";
+    assert_eq!(read, Err(says.to_owned()));
+    let given = compiled(&|graph, made| graph.output("y", made).unwrap());
+    assert_eq!(given, Err("output y: it is tensor made [2, 8] f32, which no operator writes".to_owned()));
+    let kept = compiled(&|graph, _| {
+        let kept = graph.state("kept", &[2, 8], DType::F32).unwrap();
+        let y = graph.add_tensors("sum", kept, kept).unwrap();
+        graph.output("y", y).unwrap();
+    });
+    assert_eq!(kept, Ok(()));
 }
 
 /// What a model's publisher asks for and is not done is said, whatever it is; what changes nothing is not.

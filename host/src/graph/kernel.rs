@@ -769,6 +769,39 @@ impl KernelGraph {
         self.dag.node_weights().last().is_some_and(|op| op.kernel.task_type == kernels::Advance::TASK_TYPE)
     }
 
+    /// Whether every intermediate is written before it is read, so that nobody sees another's bytes. What the host or an earlier pass left
+    /// is there from the start, and who appends asks for nothing.
+    pub(crate) fn check_written(&self) -> Result<(), GraphError> {
+        let mut is_written: Vec<bool> =
+            self.table.buffers.iter().map(|buffer| buffer.kind != BufferKind::Intermediate).collect();
+        for op in self.dag.node_weights() {
+            let spec = Spec::of(op.kernel.task_type).expect("operators are judged when they are added");
+            let tensors = || spec.slots.iter().zip(&op.slots).filter_map(|(slot, t)| Some((slot, &self.table[(*t)?])));
+            // What was there of a token that is chosen beside the text is of no interest.
+            let beside_text = (op.kernel.task_type == kernels::Sample::TASK_TYPE)
+                .then(|| op.slots[kernels::sample::slot::TEXT].and(op.slots[kernels::sample::slot::TOKENS]))
+                .flatten();
+            for (slot, tensor) in tensors() {
+                let is_read = matches!(slot.usage, Use::Read | Use::Update);
+                let is_new = beside_text.is_some_and(|chosen| self.table[chosen].buffer == tensor.buffer);
+                if is_read && !is_new && !is_written[tensor.buffer.idx()] {
+                    let what = format!("`{}` is tensor {tensor}, which no operator before it writes", slot.name);
+                    return Err(GraphError::Operator { op: op.name.clone(), what });
+                }
+            }
+            for (_, tensor) in tensors().filter(|(slot, _)| slot.usage != Use::Read) {
+                is_written[tensor.buffer.idx()] = true;
+            }
+        }
+        match self.outputs.iter().find(|(_, tensor)| !is_written[self.table[*tensor].buffer.idx()]) {
+            Some((name, tensor)) => {
+                let what = format!("it is tensor {}, which no operator writes", self.table[*tensor]);
+                Err(GraphError::Output { name: name.clone(), what })
+            }
+            None => Ok(()),
+        }
+    }
+
     /// Adds an operator the library has no method for: any macro kernel, with the cut given by hand. `op.accesses` are
     /// the macro kernel's operands in order, `op.kernel` must be set. docs/kernels.md has an example. (MPK: `KN_CUSTOMIZED_OP`.)
     ///
