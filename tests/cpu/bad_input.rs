@@ -1,10 +1,11 @@
 //! What users get wrong: one clear error, nothing written, nothing broken.
 
 use perpetua::compile::{Config, Source, compile};
+use perpetua::device::kernels::linear::Activation;
 use perpetua::engine::Resident;
 use perpetua::exec::RunError;
 use perpetua::exec::memory::NoWeights;
-use perpetua::graph::kernel::{GraphError, KernelGraph};
+use perpetua::graph::kernel::{EmbeddingArgs, ExpertArgs, GraphError, KernelGraph, Mask, Pooled, RopeArgs};
 use perpetua::graph::lower::Target;
 use perpetua::graph::tensor::{BufferKind, TensorId};
 use perpetua::model::{SynthOptions, SynthSource, synth};
@@ -402,6 +403,59 @@ fn names_of_a_graph_are_given_once() {
     graph.output("y", y).unwrap();
     assert_eq!(message(graph.output("y", z)), "output y: there is another of this name");
     assert_eq!(graph.outputs(), [("y".to_owned(), y)]);
+}
+
+/// Every method that takes tensors says which there is not, and for which operator.
+#[test]
+fn tensors_of_no_graph_are_refused_by_name() {
+    let (far, none) = (TensorId(55), Activation::None);
+    let mut graph = KernelGraph::new();
+    let x = graph.input("x", &[2, 8], DType::F32).unwrap();
+    let q = graph.input("q", &[2, 1, 2, 4], DType::F32).unwrap();
+    let rope = |q, k| RopeArgs { q, k, v: k, norms: None, frequencies: far, turned_pairs: 2, factor: 1.0, eps: 1e-6 };
+    let experts = |gate| ExpertArgs {
+        logits: far,
+        gate,
+        up: far,
+        down: far,
+        residual: None,
+        chosen: 1,
+        normalise: false,
+        activation: none,
+    };
+    let of = "operator a: tensor x55 does not exist";
+    for said in [
+        message(graph.add_tensors("a", far, x)),
+        message(graph.add_tensors("a", x, far)),
+        message(graph.rms_norm("a", far, x, 1e-6)),
+        message(graph.rms_norm("a", x, far, 1e-6)),
+        message(graph.layer_norm("a", x, None, [x, far], 1e-6)),
+        message(graph.linear("a", x, far, None, none, None)),
+        message(graph.linear("a", x, x, Some(far), none, None)),
+        message(graph.gated_linear("a", x, [far, x], None, none)),
+        message(graph.embedding("a", x, EmbeddingArgs::of(far))),
+        message(graph.embedding("a", far, EmbeddingArgs::of(x))),
+        message(graph.embedding_of_each("a", far, 1.0, 4)),
+        message(graph.experts("a", x, experts(far))),
+        message(graph.rope("a", rope(q, far), [x, x])),
+        message(graph.rope("a", rope(far, x), [x, x])),
+        message(graph.attention("a", far, [x, x], 1.0, Mask::Causal)),
+        message(graph.attention("a", q, [far, x], 1.0, Mask::Causal)),
+        message(graph.attend_each("a", rope(far, x), 1.0, Mask::Causal, |_| Ok([x, x]))),
+        message(graph.select_row("a", far)),
+        message(graph.pool("a", far, Pooled::Mean, false)),
+        message(graph.sample("a", far, x)),
+        message(graph.sample_each("a", far, 4)),
+        message(graph.sample_rows("a", far, 4)),
+    ] {
+        assert_eq!(said, of);
+    }
+    assert_eq!(message(graph.view(far, 0, &[1], &[1])), "operator view: tensor x55 does not exist");
+    assert_eq!(message(graph.reshape(far, &[1])), "operator reshape: tensor x55 does not exist");
+    assert_eq!(message(graph.rows_of(far, 0, 1)), "operator rows: tensor x55 does not exist");
+    assert_eq!(message(graph.output("y", far)), "output y: tensor x55 does not exist");
+    let view = graph.table.view("view", far, 0, &[1], &[1]).unwrap_err();
+    assert_eq!(view.to_string(), "tensor view: its base x55 does not exist");
 }
 
 /// What a pass makes has to be made before it is read; what is kept, or appended to, need not.

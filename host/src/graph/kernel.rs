@@ -199,10 +199,14 @@ impl KernelGraph {
     /// Marks `tensor` as an output called `name`: it is kept until the end of the pass.
     ///
     /// # Errors
-    /// A name that another output has.
+    /// A name that another output has, or a tensor that does not exist.
     pub fn output(&mut self, name: &str, tensor: TensorId) -> Result<(), GraphError> {
         if self.outputs.iter().any(|(other, _)| other == name) {
             return Err(GraphError::Output { name: name.to_owned(), what: "there is another of this name".to_owned() });
+        }
+        if tensor.idx() >= self.table.tensors.len() {
+            let what = format!("tensor {tensor} does not exist");
+            return Err(GraphError::Output { name: name.to_owned(), what });
         }
         self.outputs.push((name.to_owned(), tensor));
         Ok(())
@@ -303,8 +307,8 @@ impl KernelGraph {
         shape: &[usize],
         strides: &[usize],
     ) -> Result<TensorId, GraphError> {
-        let name =
-            format!("{}[{}]", self.table[base].name, shape.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
+        let of = &self.tensor("view", base)?.name;
+        let name = format!("{of}[{}]", shape.iter().map(usize::to_string).collect::<Vec<_>>().join(","));
         Ok(self.table.view(&name, base, offset_elems, shape, strides)?)
     }
 
@@ -317,7 +321,7 @@ impl KernelGraph {
 
     /// A contiguous tensor seen with another shape of as many elements.
     pub fn reshape(&mut self, base: TensorId, shape: &[usize]) -> Result<TensorId, GraphError> {
-        let of = &self.table[base];
+        let of = self.tensor("reshape", base)?;
         if of.strides != row_major(&of.shape)
             || of.len_elems() != shape.iter().fold(1, |len: usize, n| len.saturating_mul(*n))
         {
@@ -333,8 +337,25 @@ impl KernelGraph {
         Ok(self.table.add(op, shape, dtype, BufferKind::Intermediate)?)
     }
 
-    fn dims(&self, tensor: TensorId) -> &[usize] {
-        &self.table[tensor].shape
+    /// The tensor that `op` is given.
+    fn tensor(&self, op: &str, tensor: TensorId) -> Result<&DTensor, GraphError> {
+        self.table.tensors.get(tensor.idx()).ok_or_else(|| {
+            let what = format!("tensor {tensor} does not exist");
+            GraphError::Operator { op: op.to_owned(), what }
+        })
+    }
+
+    fn dims(&self, op: &str, tensor: TensorId) -> Result<&[usize], GraphError> {
+        Ok(&self.tensor(op, tensor)?.shape)
+    }
+
+    /// The dimensions of a tensor that `op` calls `name`.
+    fn dims_of<const N: usize>(&self, op: &str, name: &str, tensor: TensorId) -> Result<[usize; N], GraphError> {
+        let dims = self.dims(op, tensor)?;
+        <[usize; N]>::try_from(dims).map_err(|_| {
+            let what = format!("`{name}` has shape {dims:?}, expected {N} dimensions");
+            GraphError::Operator { op: op.to_owned(), what }
+        })
     }
 
     /// y[r,:] = scale * (table[tokens[pos + r],:] (+ positions[pos + r,:] + kinds[0,:])) as `[rows, hidden]`.
@@ -406,10 +427,7 @@ impl KernelGraph {
     }
 
     fn matrix(&self, op: &str, name: &str, tensor: TensorId) -> Result<[usize; 2], GraphError> {
-        <[usize; 2]>::try_from(self.dims(tensor)).map_err(|_| GraphError::Operator {
-            op: op.to_owned(),
-            what: format!("`{name}` has shape {:?}, expected two dimensions", self.dims(tensor)),
-        })
+        self.dims_of(op, name, tensor)
     }
 
     /// y = x * rsqrt(mean(x^2) + eps) * w, row by row.
@@ -528,10 +546,7 @@ impl KernelGraph {
     pub fn experts(&mut self, name: &str, x: TensorId, args: ExpertArgs) -> Result<TensorId, GraphError> {
         let ExpertArgs { logits, gate, up, down, residual, chosen, normalise, activation } = args;
         let [rows, k] = self.matrix(name, "x", x)?;
-        let [_, n, _] = self.dims(gate)[..] else {
-            let what = format!("`gate` has shape {:?}, expected three dimensions", self.dims(gate));
-            return Err(GraphError::Operator { op: name.to_owned(), what });
-        };
+        let [_, n, _] = self.dims_of(name, "gate", gate)?;
         let made = self.intermediate(&format!("{name}.up"), &[rows, chosen, n], self.activations)?;
         let columns = axis(n, AxisRole::Columns, [None, None, Some(1), Some(1), Some(2), None]);
         let (activation, normalise) = (activation as u32, u32::from(normalise));
@@ -552,8 +567,8 @@ impl KernelGraph {
     pub fn rope(&mut self, name: &str, args: RopeArgs, cache: [TensorId; 2]) -> Result<(), GraphError> {
         let RopeArgs { q, k, v, norms, frequencies, turned_pairs, factor, eps } = args;
         let [k_cache, v_cache] = cache;
-        let n_kv = self.dims(k).get(1).copied().unwrap_or(1);
-        let rows = self.dims(k).first().copied().unwrap_or(1);
+        let of_k = self.dims(name, k)?;
+        let [rows, n_kv] = [0, 1].map(|dim| of_k.get(dim).copied().unwrap_or(1));
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(1), Some(1), None, None, None, Some(0), Some(0)]);
         // Of the caches a block has the positions of its rows.
         let rows = axis(rows, AxisRole::Rows, [Some(0), Some(0), Some(0), None, None, None, None, None]);
@@ -578,10 +593,7 @@ impl KernelGraph {
         scale: f32,
         mask: Mask,
     ) -> Result<TensorId, GraphError> {
-        let Ok([rows, n_kv, group, d]) = <[usize; 4]>::try_from(self.dims(q)) else {
-            let what = format!("`q` has shape {:?}, expected four dimensions", self.dims(q));
-            return Err(GraphError::Operator { op: name.to_owned(), what });
-        };
+        let [rows, n_kv, group, d] = self.dims_of(name, "q", q)?;
         let flat = self.intermediate(name, &[rows, n_kv * group * d], self.activations)?;
         let y = self.reshape(flat, &[rows, n_kv, group, d])?;
         self.attention_into(name, q, [k, v], y, scale, mask)?;
@@ -598,9 +610,7 @@ impl KernelGraph {
         scale: f32,
         mask: Mask,
     ) -> Result<(), GraphError> {
-        let Ok([rows, n_kv, ..]) = <[usize; 4]>::try_from(self.dims(q)) else {
-            unreachable!("both callers know the shape")
-        };
+        let [rows, n_kv, _, _] = self.dims_of(name, "q", q)?;
         let heads = axis(n_kv, AxisRole::Heads, [Some(1), Some(0), Some(0), Some(1)]);
         let rows_axis = axis(rows, AxisRole::Rows, [Some(0), None, None, Some(0)]);
         let [window, ahead] = mask.seen();
@@ -620,10 +630,7 @@ impl KernelGraph {
         mask: Mask,
         mut cache: impl FnMut(&mut KernelGraph) -> Result<[TensorId; 2], GraphError>,
     ) -> Result<TensorId, GraphError> {
-        let Ok([_, n_kv, group, d]) = <[usize; 4]>::try_from(self.dims(args.q)) else {
-            let what = format!("`q` has shape {:?}, expected four dimensions", self.dims(args.q));
-            return Err(GraphError::Operator { op: name.to_owned(), what });
-        };
+        let [_, n_kv, group, d] = self.dims_of(name, "q", args.q)?;
         let flat =
             self.intermediate(&format!("{name}.attention"), &[self.sequences, n_kv * group * d], self.activations)?;
         self.each_sequence(|graph, sequence| {
@@ -746,7 +753,7 @@ impl KernelGraph {
     pub fn advance(&mut self) -> Result<(), GraphError> {
         let tokens = match self.named.get("tokens") {
             // The turn of a batch is every sequence's.
-            Some(&tokens) => match self.dims(tokens) {
+            Some(&tokens) => match self.dims("advance", tokens)? {
                 [sequences, part] if self.pass == Pass::Batch => self.view(tokens, 0, &[sequences * part], &[1])?,
                 [_, part] => self.view(tokens, 0, &[*part], &[1])?,
                 _ => tokens,
@@ -843,9 +850,7 @@ impl KernelGraph {
         let fail = |what: String| GraphError::Operator { op: op.name.clone(), what };
         let spec = Spec::of(op.kernel.task_type)
             .ok_or_else(|| fail(format!("macro kernel {} does not exist", op.kernel.task_type)))?;
-        if let Some(missing) = op.slots.iter().flatten().find(|t| t.idx() >= self.table.tensors.len()) {
-            return Err(fail(format!("tensor {missing} does not exist")));
-        }
+        op.slots.iter().flatten().try_for_each(|t| self.tensor(&op.name, *t).map(|_| ()))?;
         let too_long = |tensor: &&DTensor| tensor.shape.iter().chain(&tensor.strides).any(|n| *n > u32::MAX as usize);
         if let Some(tensor) = op.slots.iter().flatten().map(|t| &self.table[*t]).find(too_long) {
             let what = format!("tensor {tensor}, strides {:?}: expected at most {} of each", tensor.strides, u32::MAX);

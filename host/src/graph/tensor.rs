@@ -159,6 +159,14 @@ pub enum TensorError {
         /// Its size, or the largest number where that is too small.
         bytes: u64,
     },
+    /// A view of a tensor that there is not.
+    #[error("tensor {name}: its base {base} does not exist")]
+    Base {
+        /// The view.
+        name: String,
+        /// As given.
+        base: TensorId,
+    },
     /// It leaves its buffer.
     #[error("tensor {name}: ends at byte {end}, but its buffer {buffer} has {bytes}")]
     OutOfBounds {
@@ -211,6 +219,9 @@ impl TensorTable {
     }
 
     /// Adds a view: a box of `base`'s buffer, `offset_elems` elements after `base`'s first.
+    ///
+    /// # Errors
+    /// A base that does not exist, too many dimensions, or a box that leaves the buffer.
     pub fn view(
         &mut self,
         name: &str,
@@ -219,7 +230,7 @@ impl TensorTable {
         shape: &[usize],
         strides: &[usize],
     ) -> Result<TensorId, TensorError> {
-        let of = &self[base];
+        let of = self.tensors.get(base.idx()).ok_or_else(|| TensorError::Base { name: name.to_owned(), base })?;
         let tensor = DTensor {
             name: name.to_owned(),
             shape: shape.to_vec(),
