@@ -458,6 +458,18 @@ fn tensors_of_no_graph_are_refused_by_name() {
     assert_eq!(view.to_string(), "tensor view: its base x55 does not exist");
 }
 
+/// The same whoever would have run it.
+#[test]
+fn tensors_without_elements_are_refused_by_name() {
+    for shape in [[0, 4], [4, 0]] {
+        let mut graph = KernelGraph::new();
+        let x = graph.input("x", &shape, DType::F32).unwrap();
+        let says =
+            format!("operator sum: tensor x {shape:?} f32 has no elements, expected at least 1 along each dimension");
+        assert_eq!(message(graph.add_tensors("sum", x, x)), says);
+    }
+}
+
 /// What a pass makes has to be made before it is read; what is kept, or appended to, need not.
 #[test]
 fn intermediates_that_nobody_writes_are_refused_by_name() {

@@ -851,6 +851,12 @@ impl KernelGraph {
         let spec = Spec::of(op.kernel.task_type)
             .ok_or_else(|| fail(format!("macro kernel {} does not exist", op.kernel.task_type)))?;
         op.slots.iter().flatten().try_for_each(|t| self.tensor(&op.name, *t).map(|_| ()))?;
+        // Nothing would be cut into no blocks.
+        if let Some(tensor) =
+            op.slots.iter().flatten().map(|t| &self.table[*t]).find(|tensor| tensor.shape.contains(&0))
+        {
+            return Err(fail(format!("tensor {tensor} has no elements, expected at least 1 along each dimension")));
+        }
         let too_long = |tensor: &&DTensor| tensor.shape.iter().chain(&tensor.strides).any(|n| *n > u32::MAX as usize);
         if let Some(tensor) = op.slots.iter().flatten().map(|t| &self.table[*t]).find(too_long) {
             let what = format!("tensor {tensor}, strides {:?}: expected at most {} of each", tensor.strides, u32::MAX);
