@@ -5,7 +5,7 @@ use perpetua::codegen::emit::{emit, without_layout};
 use perpetua::codegen::judge::judge;
 use perpetua::codegen::plan::{Act, Plan, plan};
 use perpetua::codegen::{
-    Body, By, CAPACITY, Extent, GlobalId, LoopId, Op, Place, Start, Step, TileId, Update, Whose, check, of,
+    Body, By, CAPACITY, Expr, Extent, GlobalId, LoopId, Op, Place, Start, Step, TileId, Update, Whose, check, of,
 };
 use perpetua_device::kernels::attention::FLASH_BYTES;
 use proptest::prelude::*;
@@ -126,7 +126,7 @@ fn random_steps(choices: &mut Choices, body: &mut Body, tiles: &Tiles, open: &[L
     for _ in 0..1 + choices.below(5) {
         match choices.below(6) {
             0 if open.len() < 2 => {
-                let name = format!("n{}", body.tiles.len());
+                let name = format!("n{}_{}", open.len(), body.tiles.len());
                 // Through a list of its own, since what is added in the loop is added to the body.
                 let (mut inner_open, mut inner_loaded) = (open.to_vec(), loaded.clone());
                 body.each(&name, 64, Extent::Rows(tiles.x), |body, id| {
@@ -218,6 +218,26 @@ fn bodies_that_break_a_rule_are_refused_by_name() {
         let wrong = check(&body).expect_err(what).join("\n");
         assert!(wrong.contains(what), "{wrong}, expected {what}");
     };
+    let from = |body: &mut Body, from: GlobalId, to: TileId| {
+        body.op(Op::Split { to, from, column: Start::FIRST });
+    };
+    refused(&|body| from(body, GlobalId(0), TileId(99)), "has tile 99, of which there are");
+    refused(&|body| from(body, GlobalId(9), TileId(0)), "are of operand 9, of which there are 4");
+    refused(&|body| body.rows = GlobalId(9), "the body's rows are of operand 9");
+    refused(&|body| body.globals[1].through = Some((GlobalId(1), "which".to_owned())), "expected one before it");
+    refused(&|body| body.each("n", 1, Extent::Rows(GlobalId(9)), |_, _| {}), "the rounds of loop `n` are of operand 9");
+    refused(&|body| body.op(Op::Map { to: TileId(0), expr: Expr::Scalar("no".to_owned()) }), "`no` is no argument");
+    for name in ["fn 1", "fn", "1", "", "_", "k\u{e9}y"] {
+        refused(&|body| body.tiles[0].name = name.to_owned(), &format!("a tile is called `{name}`, expected a Rust"));
+    }
+    refused(&|body| body.tiles[0].name = body.tiles[1].name.clone(), "as a tile is, expected a name of its own");
+    refused(&|body| body.tiles[0].name = body.globals[0].name.clone(), "as an operand is, expected a name of its own");
+    let nested = |body: &mut Body| {
+        body.each("n", 1, Extent::Rows(GlobalId(0)), |body, _| {
+            body.each("n", 1, Extent::Rows(GlobalId(0)), |_, _| {});
+        });
+    };
+    refused(&nested, "a loop is called `n`, as a loop is");
     let tile = |body: &mut Body, name: &str, place: Place| {
         body.tiles.iter_mut().find(|tile| tile.name == name).expect("a tile of that name").place = place;
     };

@@ -61,9 +61,9 @@ pub fn flash_attention(d: u32, positions: u32) -> Body {
     let (mut body, [q, k, v, y]) = Body::new(&format!("attend_{d}"), &doc, ["q", "k", "v", "y"]);
     let queries = body.tile("queries", Place::Own { columns: d });
     let Found { sums, total, .. } = attend(&mut body, queries, positions, [q, k, v], Extent::Seen(k));
-    let factor = body.tile("factor", Place::PerRow);
-    body.op(Op::Map { to: factor, expr: reciprocal(of(total)) });
-    body.op(Op::Map { to: sums, expr: of(sums) * of(factor) });
+    let inverse = body.tile("inverse", Place::PerRow);
+    body.op(Op::Map { to: inverse, expr: reciprocal(of(total)) });
+    body.op(Op::Map { to: sums, expr: of(sums) * of(inverse) });
     body.op(Op::Keep { to: queries, from: sums });
     body.op(Op::Write { to: y, from: queries, column: Start::FIRST, update: Update::Set });
     body
@@ -123,8 +123,8 @@ fn attend(body: &mut Body, queries: TileId, positions: u32, [q, k, v]: [GlobalId
     let values = body.tile("values", Place::Shared { rows: positions, columns: d, stages: 2 });
     let scores = body.tile("scores", Place::Eights { columns: positions });
     let sums = body.tile("sums", Place::Sixteens { columns: d });
-    let [max, total, found, new, factor] =
-        ["max", "total", "found", "new", "factor"].map(|name| body.tile(name, Place::PerRow));
+    let [max, total, of_block, new, factor] =
+        ["max", "total", "of_block", "new", "factor"].map(|name| body.tile(name, Place::PerRow));
     body.op(Op::Split { to: queries, from: q, column: Start::FIRST });
     body.op(Op::Fill { to: sums, value: 0.0 });
     body.op(Op::Fill { to: max, value: NOTHING });
@@ -135,12 +135,12 @@ fn attend(body: &mut Body, queries: TileId, positions: u32, [q, k, v]: [GlobalId
         body.op(Op::Fill { to: scores, value: 0.0 });
         body.op(Op::Product { into: scores, a: queries, b: keys, by: By::Rows });
         body.op(Op::Map { to: scores, expr: Expr::Visible(t, Box::new(of(scores) * scale)) });
-        body.op(Op::Reduce { to: found, of: scores, by: Reduction::Max });
-        body.op(Op::Map { to: new, expr: larger(of(max), of(found)) });
+        body.op(Op::Reduce { to: of_block, of: scores, by: Reduction::Max });
+        body.op(Op::Map { to: new, expr: larger(of(max), of(of_block)) });
         body.op(Op::Map { to: factor, expr: exp2(of(max) - of(new)) });
         body.op(Op::Map { to: scores, expr: exp2(of(scores) - of(new)) });
-        body.op(Op::Reduce { to: found, of: scores, by: Reduction::Sum });
-        body.op(Op::Map { to: total, expr: of(total) * of(factor) + of(found) });
+        body.op(Op::Reduce { to: of_block, of: scores, by: Reduction::Sum });
+        body.op(Op::Map { to: total, expr: of(total) * of(factor) + of(of_block) });
         body.op(Op::Map { to: sums, expr: of(sums) * of(factor) });
         body.op(Op::Product { into: sums, a: scores, b: values, by: By::Columns });
         body.op(Op::Map { to: max, expr: of(new) });

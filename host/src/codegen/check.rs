@@ -1,5 +1,7 @@
 //! Judges a body.
 //!
+//! 0. What is named is the body's: tiles, operands, loops, and arguments. Names are Rust identifiers, and no two things in reach of each
+//!    other have one. A body that breaks this is judged no further.
 //! 1. Tiles have shapes that their level takes: columns of Shared and Own are multiples of 64, of Eights of 32 up to 128, of Sixteens 64 or 128;
 //!    Shared has rows in multiples of 32, up to 128, and at least one stage.
 //! 2. Each operation has its operands on the levels, and with the shapes, that it takes.
@@ -11,6 +13,7 @@
 //!    lanes.
 
 use super::*;
+use std::collections::{HashMap, HashSet};
 
 /// Columns that move at once.
 const CHUNK: u32 = 8;
@@ -20,6 +23,7 @@ const CHUNK: u32 = 8;
 /// # Errors
 /// Every rule that it breaks, naming the tile or operand.
 pub fn check(body: &Body) -> Result<(), Vec<String>> {
+    named(body)?;
     let mut judge = Judge { body, written: Vec::new(), read: Vec::new(), wrong: Vec::new() };
     for tile in &body.tiles {
         judge.tile(tile);
@@ -33,6 +37,116 @@ pub fn check(body: &Body) -> Result<(), Vec<String>> {
     }
     if judge.wrong.is_empty() { Ok(()) } else { Err(judge.wrong) }
 }
+
+/// Rule 0.
+fn named(body: &Body) -> Result<(), Vec<String>> {
+    let mut names = Names { body, taken: HashMap::new(), loops: HashSet::new(), wrong: Vec::new() };
+    names.identifier("the body", &body.name);
+    names.global(body.rows, "the body's rows");
+    for (at, global) in body.globals.iter().enumerate() {
+        names.take("an operand", &global.name);
+        if let Some((of, index)) = &global.through {
+            // Those that follow each other end with one that follows none.
+            if of.0 >= at {
+                let what = format!("`{}` has the rows of operand {}, expected one before it", global.name, of.0);
+                names.wrong.push(what);
+            }
+            // Several may go by one index.
+            if names.taken.get(index.as_str()) != Some(&"an index") {
+                names.take("an index", index);
+            }
+        }
+    }
+    body.scalars.iter().for_each(|name| names.take("an argument", name));
+    body.tiles.iter().for_each(|tile| names.take("a tile", &tile.name));
+    names.steps(&body.steps);
+    if names.wrong.is_empty() { Ok(()) } else { Err(names.wrong) }
+}
+
+struct Names<'a> {
+    body: &'a Body,
+    /// What has each name.
+    taken: HashMap<&'a str, &'static str>,
+    loops: HashSet<usize>,
+    wrong: Vec<String>,
+}
+
+impl<'a> Names<'a> {
+    fn identifier(&mut self, what: &str, name: &str) {
+        let is_start = |c: char| c == '_' || c.is_ascii_alphabetic();
+        let is_rest = |c: char| is_start(c) || c.is_ascii_digit();
+        if !name.starts_with(is_start) || !name.chars().all(is_rest) || name == "_" || KEYWORDS.contains(&name) {
+            self.wrong.push(format!("{what} is called `{name}`, expected a Rust identifier"));
+        }
+    }
+
+    fn take(&mut self, what: &'static str, name: &'a str) {
+        self.identifier(what, name);
+        if let Some(other) = self.taken.insert(name, what) {
+            self.wrong.push(format!("{what} is called `{name}`, as {other} is, expected a name of its own"));
+        }
+    }
+
+    fn global(&mut self, global: GlobalId, what: &str) {
+        if global.0 >= self.body.globals.len() {
+            let n = self.body.globals.len();
+            self.wrong.push(format!("{what} are of operand {}, of which there are {n}", global.0));
+        }
+    }
+
+    fn steps(&mut self, steps: &'a [Step]) {
+        for step in steps {
+            match step {
+                Step::Op(op) => self.op(op),
+                Step::Loop(inner) => {
+                    if !self.loops.insert(inner.id.0) {
+                        self.wrong.push(format!("loop `{}` has the id of another, {}", inner.name, inner.id.0));
+                    }
+                    if let Extent::Rows(of) | Extent::Columns(of) | Extent::Seen(of) = inner.end {
+                        self.global(of, &format!("the rounds of loop `{}`", inner.name));
+                    }
+                    let before = self.taken.get(inner.name.as_str()).copied();
+                    self.take("a loop", &inner.name);
+                    self.steps(&inner.steps);
+                    // The next one may have its name.
+                    match before {
+                        Some(before) => self.taken.insert(&inner.name, before),
+                        None => self.taken.remove(inner.name.as_str()),
+                    };
+                }
+            }
+        }
+    }
+
+    fn op(&mut self, op: &Op) {
+        let n = self.body.tiles.len();
+        for tile in op.reads().into_iter().chain(op.writes()).filter(|tile| tile.0 >= n) {
+            self.wrong.push(format!("{op:?} has tile {}, of which there are {n}", tile.0));
+        }
+        match op {
+            Op::Load { from: global, .. }
+            | Op::Split { from: global, .. }
+            | Op::Read { from: global, .. }
+            | Op::Write { to: global, .. } => self.global(*global, &format!("the rows of {op:?}")),
+            Op::Map { expr, .. } => expr.each(&mut |expr| {
+                if let Expr::Scalar(name) = expr
+                    && !self.body.scalars.contains(name)
+                {
+                    self.wrong.push(format!("`{name}` is no argument of the body"));
+                }
+            }),
+            _ => {}
+        }
+    }
+}
+
+/// Words that are no identifiers.
+const KEYWORDS: [&str; 52] = [
+    "abstract", "as", "async", "await", "become", "box", "break", "const", "continue", "crate", "do", "dyn", "else",
+    "enum", "extern", "false", "final", "fn", "for", "gen", "if", "impl", "in", "let", "loop", "macro", "match", "mod",
+    "move", "mut", "override", "priv", "pub", "ref", "return", "self", "Self", "static", "struct", "super", "trait",
+    "true", "try", "type", "typeof", "unsafe", "unsized", "use", "virtual", "where", "while", "yield",
+];
 
 struct Judge<'a> {
     body: &'a Body,

@@ -66,20 +66,20 @@ pub(super) unsafe fn attend_64(
                 scores.add_rows(lane, queries, &Keys::at(28672, 2, t_round));
                 let scores = scores
                     .map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, k.count, x * scale));
-                let found = scores.max();
-                let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
+                let of_block = scores.max();
+                let new = PerRow::each(|row| larger(max.0[row], of_block.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));
                 let scores = scores.map(lane, |x, row, _| exp2(x - new.0[row]));
-                let found = scores.sum();
-                total = PerRow::each(|row| total.0[row] * factor.0[row] + found.0[row]);
+                let of_block = scores.sum();
+                total = PerRow::each(|row| total.0[row] * factor.0[row] + of_block.0[row]);
                 sums = sums.map(lane, |x, row, _| x * factor.0[row]);
                 sums.add_columns(lane, &scores, &Values::at(45056, 2, t_round));
                 max = new;
                 t += 64;
                 t_round += 1;
             }
-            let factor = PerRow::each(|row| reciprocal(total.0[row]));
-            let sums = sums.map(lane, |x, row, _| x * factor.0[row]);
+            let inverse = PerRow::each(|row| reciprocal(total.0[row]));
+            let sums = sums.map(lane, |x, row, _| x * inverse.0[row]);
             warp::sync();
             queries.keep(lane, &sums);
             warp::sync();
@@ -143,20 +143,20 @@ pub(super) unsafe fn attend_128(
                 scores.add_rows(lane, queries, &Keys::at(57344, 2, t_round));
                 let scores = scores
                     .map(lane, |x, row, column| where_in_window(t + column, seen_by[row], window, k.count, x * scale));
-                let found = scores.max();
-                let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
+                let of_block = scores.max();
+                let new = PerRow::each(|row| larger(max.0[row], of_block.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));
                 let scores = scores.map(lane, |x, row, _| exp2(x - new.0[row]));
-                let found = scores.sum();
-                total = PerRow::each(|row| total.0[row] * factor.0[row] + found.0[row]);
+                let of_block = scores.sum();
+                total = PerRow::each(|row| total.0[row] * factor.0[row] + of_block.0[row]);
                 sums = sums.map(lane, |x, row, _| x * factor.0[row]);
                 sums.add_columns(lane, &scores, &Values::at(73728, 2, t_round));
                 max = new;
                 t += 32;
                 t_round += 1;
             }
-            let factor = PerRow::each(|row| reciprocal(total.0[row]));
-            let sums = sums.map(lane, |x, row, _| x * factor.0[row]);
+            let inverse = PerRow::each(|row| reciprocal(total.0[row]));
+            let sums = sums.map(lane, |x, row, _| x * inverse.0[row]);
             warp::sync();
             queries.keep(lane, &sums);
             warp::sync();
@@ -216,12 +216,12 @@ pub(super) unsafe fn attend_share_64(
                 copy::commit();
                 scores.add_rows(lane, queries, &Keys::at(28672, 2, t_round));
                 let scores = scores.map(lane, |x, row, column| where_seen(t + column, seen_by[row], x * scale));
-                let found = scores.max();
-                let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
+                let of_block = scores.max();
+                let new = PerRow::each(|row| larger(max.0[row], of_block.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));
                 let scores = scores.map(lane, |x, row, _| exp2(x - new.0[row]));
-                let found = scores.sum();
-                total = PerRow::each(|row| total.0[row] * factor.0[row] + found.0[row]);
+                let of_block = scores.sum();
+                total = PerRow::each(|row| total.0[row] * factor.0[row] + of_block.0[row]);
                 sums = sums.map(lane, |x, row, _| x * factor.0[row]);
                 sums.add_columns(lane, &scores, &Values::at(45056, 2, t_round));
                 max = new;
@@ -290,12 +290,12 @@ pub(super) unsafe fn attend_share_128(
                 copy::commit();
                 scores.add_rows(lane, queries, &Keys::at(57344, 2, t_round));
                 let scores = scores.map(lane, |x, row, column| where_seen(t + column, seen_by[row], x * scale));
-                let found = scores.max();
-                let new = PerRow::each(|row| larger(max.0[row], found.0[row]));
+                let of_block = scores.max();
+                let new = PerRow::each(|row| larger(max.0[row], of_block.0[row]));
                 let factor = PerRow::each(|row| exp2(max.0[row] - new.0[row]));
                 let scores = scores.map(lane, |x, row, _| exp2(x - new.0[row]));
-                let found = scores.sum();
-                total = PerRow::each(|row| total.0[row] * factor.0[row] + found.0[row]);
+                let of_block = scores.sum();
+                total = PerRow::each(|row| total.0[row] * factor.0[row] + of_block.0[row]);
                 sums = sums.map(lane, |x, row, _| x * factor.0[row]);
                 sums.add_columns(lane, &scores, &Values::at(73728, 2, t_round));
                 max = new;
