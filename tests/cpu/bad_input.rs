@@ -458,6 +458,17 @@ fn tensors_of_no_graph_are_refused_by_name() {
     assert_eq!(view.to_string(), "tensor view: its base x55 does not exist");
 }
 
+/// What `plan` offers it does.
+#[test]
+fn presets_of_sentence_models_are_not_planned() {
+    for (preset, status) in [("tiny-qwen3", 0), ("tiny-bert", 2), ("modernbert-base", 2)] {
+        let output = perpetua(&["plan", "--preset", preset]);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(status), "{message}");
+        assert!(status == 0 || !message.split_once("possible values").unwrap().1.contains("bert"), "{message}");
+    }
+}
+
 /// The same whoever would have run it.
 #[test]
 fn tensors_without_elements_are_refused_by_name() {

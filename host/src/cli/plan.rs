@@ -7,7 +7,7 @@ use perpetua::graph::lower::Target;
 use perpetua::graph::task::{dot, json, svg};
 use perpetua::machine::Machine;
 use perpetua::model::decoder::{Cache, Declared, Head, build};
-use perpetua::model::synth::{PRESETS, preset_config};
+use perpetua::model::synth::{preset_config, text_presets};
 use perpetua::model::{DecoderConfig, ModelConfig, Quantize};
 use perpetua::schedule::predict::{Prediction, Prefetch, predict};
 use perpetua::schedule::prefetch::{self, Plan};
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
     /// A real model's shapes, bf16 weights assumed: no checkpoint is needed.
-    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(PRESETS))]
+    #[arg(long, value_name = "NAME", value_parser = clap::builder::PossibleValuesParser::new(text_presets()))]
     preset: Option<String>,
     /// A config.json to take the shapes from, bf16 weights assumed.
     #[arg(long, value_name = "FILE")]

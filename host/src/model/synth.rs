@@ -63,7 +63,7 @@ pub struct SynthSummary {
     pub weight_files: Vec<String>,
 }
 
-/// Names of all presets.
+/// Names of all presets, those of encoders last.
 pub const PRESETS: [&str; 55] = [
     "qwen3-110m",
     "qwen3-0.6b",
@@ -121,6 +121,14 @@ pub const PRESETS: [&str; 55] = [
     "modernbert-base",
     "modernbert-large",
 ];
+
+/// How many of [`PRESETS`] are encoders.
+const N_ENCODERS: usize = 4;
+
+/// Names of the presets that make text.
+pub fn text_presets() -> impl Iterator<Item = &'static str> {
+    PRESETS.into_iter().take(PRESETS.len() - N_ENCODERS)
+}
 
 /// Sizes that differ between presets; the rest follows from the architecture.
 struct Sizes {
@@ -895,6 +903,8 @@ mod tests {
     fn every_preset_is_understood_and_has_its_real_size() {
         for name in PRESETS {
             let config = ModelConfig::from_value(Path::new(name), &preset_config(name).expect(name)).expect(name);
+            let is_text = matches!(config, ModelConfig::Decoder(_));
+            assert_eq!(text_presets().any(|text| text == name), is_text, "{name}");
             let params: u64 = tensors(&config).iter().map(TensorSpec::len_elems).sum();
             // As the publishers count them.
             let expected: u64 = match name {
