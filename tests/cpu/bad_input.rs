@@ -458,6 +458,25 @@ fn tensors_of_no_graph_are_refused_by_name() {
     assert_eq!(view.to_string(), "tensor view: its base x55 does not exist");
 }
 
+/// More seconds than can be counted are as many as there are, and what is no time at all is said as it was given.
+#[test]
+fn any_number_of_seconds_is_a_time() {
+    let temp = tempfile::tempdir().unwrap();
+    let [input, out] = ["in.csv", "out.csv"].map(|name| temp.path().join(name).to_string_lossy().into_owned());
+    std::fs::write(&input, "id,lower,upper,size\na,0,1,4\n").unwrap();
+    let pack = |timeout: &str| {
+        let output = perpetua(&["pack", "--in", &input, "--capacity", "4", "--out", &out, "--timeout", timeout]);
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    for timeout in ["0.5", "1e30", "1e300", "inf"] {
+        assert_eq!(pack(timeout).0, Some(0), "{timeout}");
+    }
+    for timeout in ["-1", "-1e300", "NaN"] {
+        let says = format!("perpetua: --timeout {timeout}: expected a number of seconds, 0 or more\n");
+        assert_eq!(pack(timeout), (Some(1), says));
+    }
+}
+
 /// What `plan` offers it does.
 #[test]
 fn presets_of_sentence_models_are_not_planned() {

@@ -1,8 +1,8 @@
 //! `perpetua generate`.
 
 use super::{
-    Interrupted, ModelArgs, Outcome, TOKENS_BAR, is_broken_pipe, note, on_interrupt, progress, say, to_stdout, warm,
-    writable, write_whole,
+    Interrupted, ModelArgs, Outcome, TOKENS_BAR, is_broken_pipe, note, on_interrupt, progress, say, seconds, to_stdout,
+    warm, writable, write_whole,
 };
 use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
@@ -85,11 +85,7 @@ impl Choice {
 impl Args {
     /// [`GenerateOptions::max_time`].
     fn max_time(&self) -> Result<Option<Duration>, String> {
-        let time = |seconds: f64| {
-            Duration::try_from_secs_f64(seconds)
-                .map_err(|_| format!("--max-seconds {seconds}: expected a number of seconds, 0 or more"))
-        };
-        self.max_seconds.map(time).transpose()
+        self.max_seconds.map(|given| seconds("--max-seconds", given)).transpose()
     }
 }
 

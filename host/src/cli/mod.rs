@@ -36,6 +36,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 /// What a verb returns: its failure in one line.
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -526,6 +527,19 @@ fn lines(figures: &serde_json::Value, margin: &str, out: &mut String) {
             value => value.to_string(),
         };
         out.push_str(&format!("{margin}{name:width$} {text}\n"));
+    }
+}
+
+/// What an option of so many seconds asks for: more than can be counted is as long as can be.
+fn seconds(option: &str, given: f64) -> Result<Duration, String> {
+    match Duration::try_from_secs_f64(given) {
+        Ok(time) => Ok(time),
+        Err(_) if given > 0.0 => Ok(Duration::MAX),
+        Err(_) => {
+            // No digits that nobody gave.
+            let given = if given.abs() >= 1e15 { format!("{given:e}") } else { given.to_string() };
+            Err(format!("{option} {given}: expected a number of seconds, 0 or more"))
+        }
     }
 }
 

@@ -1,10 +1,10 @@
 //! `perpetua pack`: static memory packing of a CSV file.
 
-use super::{note, writable, write_whole};
+use super::{note, seconds, writable, write_whole};
 use std::error::Error;
 use std::fs;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use perpetua::memory::csv::Table;
 use perpetua::memory::pack::{MAX_SEARCH_BUFFERS, Proof, Verdict, pack};
@@ -38,8 +38,7 @@ pub(crate) struct Args {
 /// Packs, checks and writes.
 pub(crate) fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     writable([args.out.as_path()])?;
-    let timeout = Duration::try_from_secs_f64(args.timeout)
-        .map_err(|_| format!("--timeout is {}, expected a number of seconds from 0", args.timeout))?;
+    let timeout = seconds("--timeout", args.timeout)?;
     let input = args.input.display();
     let text = fs::read_to_string(&args.input).map_err(|error| format!("{input}: {error}"))?;
     let table = Table::parse(&text).map_err(|error| format!("{input}: {error}"))?;
