@@ -38,6 +38,62 @@ fn generate_writes_text_and_ids() {
     assert!(String::from_utf8_lossy(&chat.stderr).contains("prompt"));
 }
 
+/// What `program` does with `input` as standard input: its status, and what it prints and says.
+fn told(program: &mut Command, input: &[u8]) -> (Option<i32>, String, String) {
+    program.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = program.spawn().unwrap();
+    // Whoever refuses at once may be gone before it is asked anything.
+    let _ = child.stdin.take().unwrap().write_all(input);
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// A file's text, or standard input's, is what the same text on the command line is, and may be longer than that can be.
+#[test]
+fn prompts_and_sentences_come_from_files() {
+    let temp = tempfile::tempdir().unwrap();
+    let file = temp.path().join("text");
+    let run = |verb: &[&str], option: &str, text: &[u8]| {
+        std::fs::write(&file, text).unwrap();
+        let of = |path: &str| told(Command::new(env!("CARGO_BIN_EXE_perpetua")).args(verb).args([option, path]), text);
+        let [read, piped] = [of(&file.to_string_lossy()), of("-")];
+        assert_eq!((read.0, &read.1), (piped.0, &piped.1), "{verb:?}: {} {}", read.2, piped.2);
+        read
+    };
+    let (text, sentences) = (fixture("tiny-qwen3"), fixture("tiny-embedding"));
+    let generate = ["generate", "--model", &text, "--device", "cpu", "--max-new-tokens", "8"];
+    let prompt = "The licence gives\nevery user \u{fc}";
+    let given = perpetua(&[&generate[..], &["--prompt", prompt]].concat());
+    let (status, out, err) = run(&generate, "--prompt-file", prompt.as_bytes());
+    assert_eq!((status, out.as_bytes()), (Some(0), &given.stdout[..]), "{err}");
+    let out = temp.path().join("logits");
+    let logits = ["logits", "--model", &text, "--device", "cpu", "--out", &out.to_string_lossy()];
+    perpetua(&[&logits[..], &["--prompt", prompt]].concat());
+    let given = std::fs::read(&out).unwrap();
+    assert_eq!(run(&logits, "--prompt-file", prompt.as_bytes()).0, Some(0));
+    assert!(std::fs::read(&out).unwrap() == given);
+    let embed = ["embed", "--model", &sentences, "--device", "cpu"];
+    let given = perpetua(&[&embed[..], &["one", "", "two three"]].concat());
+    let (status, out, err) = run(&embed, "--in", b"one\n\r\ntwo three\n");
+    assert_eq!((status, out.as_bytes()), (Some(0), &given.stdout[..]), "{err}");
+    // Longer than an argument can be, on Linux 128 KiB.
+    let (status, _, err) = run(&logits, "--prompt-file", "freedom ".repeat(30_000).as_bytes());
+    assert!(status == Some(1) && err.contains("the prompt has"), "{err}");
+    for (verb, option) in [(&generate[..], "--prompt-file"), (&logits, "--prompt-file"), (&embed, "--in")] {
+        let (status, _, err) = run(verb, option, b"caf\xe9");
+        assert!(status == Some(1) && err.contains("byte 3 is not UTF-8"), "{err}");
+        assert!(err.lines().count() == 1, "{err}");
+    }
+    let (status, _, err) = run(&embed, "--in", b"");
+    assert!(status == Some(1) && err.contains("no lines: expected a sentence on each"), "{err}");
+    let both = [&generate[..], &["--prompt", "a", "--prompt-file", "-"]].concat();
+    for args in [&both[..], &generate, &embed] {
+        let output = Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+    }
+}
+
 /// The picture in the README is what `plan` draws.
 #[test]
 fn the_timeline_in_the_docs_is_todays() {
@@ -125,14 +181,7 @@ fn chat_answers_line_by_line() {
     let args =
         ["chat", "--model", &folder, "--system", "Be brief.", "--max-new-tokens", "12", "--device", "cpu", "--exact"];
     let chat = |input: &str, more: &[&str]| {
-        let mut chat = Command::new(env!("CARGO_BIN_EXE_perpetua"));
-        chat.args(args).args(more).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut chat = chat.spawn().unwrap();
-        // Whoever refuses at once may be gone before it is asked anything.
-        let _ = chat.stdin.take().unwrap().write_all(input.as_bytes());
-        let output = chat.wait_with_output().unwrap();
-        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-        (output.status.code(), text(output.stdout), text(output.stderr))
+        told(Command::new(env!("CARGO_BIN_EXE_perpetua")).args(args).args(more), input.as_bytes())
     };
     let (status, out, err) = chat("What may I do?\n\nAnd what not?", &[]);
     assert_eq!((status, &*out), (Some(0), &*expected), "{err}");

@@ -1,14 +1,18 @@
 //! `perpetua embed`.
 
-use super::{Interrupted, ModelArgs, Outcome, interrupt_flag, progress, to_stdout, warm, writable, write_whole};
+use super::{
+    Interrupted, ModelArgs, Outcome, interrupt_flag, progress, read_text, to_stdout, warm, writable, write_whole,
+};
 use perpetua::Embedder;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
+use std::borrow::Cow;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("input").required(true).args(["file", "texts"])))]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
@@ -20,14 +24,24 @@ pub(crate) struct Args {
     /// it has one].
     #[arg(long, value_name = "NAME")]
     prompt_name: Option<String>,
+    /// A file of the sentences instead, one a line; - is standard input.
+    #[arg(long = "in", value_name = "FILE")]
+    file: Option<PathBuf>,
     /// The sentences.
-    #[arg(required = true, value_name = "TEXT")]
+    #[arg(value_name = "TEXT")]
     texts: Vec<String>,
 }
 
 pub(crate) fn run(args: &Args) -> Outcome {
-    let interrupted = interrupt_flag()?;
     writable(args.out.as_deref())?;
+    let texts = match &args.file {
+        None => Cow::from(&args.texts),
+        Some(file) => read_text(file)?.lines().map(str::to_owned).collect(),
+    };
+    if let (true, Some(file)) = (texts.is_empty(), &args.file) {
+        return Err(format!("{}: no lines: expected a sentence on each", file.display()).into());
+    }
+    let interrupted = interrupt_flag()?;
     let model = args.model.open()?;
     model.sentence_model()?;
     args.model.check_sentences(&model)?;
@@ -35,13 +49,13 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let encode = |text: &String| {
         model.encode_sentence(args.prompt_name.as_deref(), text).map_err(|error| format!("{text:?}: {error}"))
     };
-    let sentences = args.texts.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
+    let sentences = texts.iter().map(encode).collect::<Result<Vec<_>, _>>()?;
     let longest = sentences.iter().map(Vec::len).max().unwrap_or(0);
     let mut embedder = Embedder::new(&model, &args.model.config(&model, longest))?;
     warm(&model)?;
-    let bar = progress(args.texts.len() as u64, "embedding", "{msg} {bar:30} {pos}/{len} {eta}");
-    let mut embeddings = Vec::with_capacity(args.texts.len());
-    for (text, ids) in args.texts.iter().zip(&sentences) {
+    let bar = progress(texts.len() as u64, "embedding", "{msg} {bar:30} {pos}/{len} {eta}");
+    let mut embeddings = Vec::with_capacity(texts.len());
+    for (text, ids) in texts.iter().zip(&sentences) {
         if interrupted.load(Ordering::Relaxed) {
             return Err(Interrupted.into());
         }
@@ -51,7 +65,7 @@ pub(crate) fn run(args: &Args) -> Outcome {
     }
     bar.finish_and_clear();
     let lines = |out: &mut dyn Write| {
-        for (text, embedding) in args.texts.iter().zip(&embeddings) {
+        for (text, embedding) in texts.iter().zip(&embeddings) {
             writeln!(out, "{}", serde_json::json!({"text": text, "embedding": embedding}))?;
         }
         out.flush()

@@ -1,23 +1,28 @@
 //! `perpetua generate`.
 
 use super::{
-    Interrupted, ModelArgs, Outcome, TOKENS_BAR, is_broken_pipe, note, on_interrupt, progress, say, seconds, to_stdout,
-    warm, writable, write_whole,
+    Interrupted, ModelArgs, Outcome, TOKENS_BAR, is_broken_pipe, note, on_interrupt, progress, read_text, say, seconds,
+    to_stdout, warm, writable, write_whole,
 };
 use perpetua::engine::{Generation, Token};
 use perpetua::model::chat::ChatMessage;
 use perpetua::{End, Engine, EngineConfig, GenerateOptions, Model};
+use std::borrow::Cow;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 #[derive(Debug, clap::Args)]
+#[command(group(clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file"])))]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
     /// The prompt.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
-    prompt: String,
+    prompt: Option<String>,
+    /// A file that is the prompt, the line's end at its end included; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
     /// Put the prompt into the model's chat template, as the user's turn.
     #[arg(long)]
     chat: bool,
@@ -92,11 +97,16 @@ impl Args {
 pub(crate) fn run(args: &Args) -> Outcome {
     let max_time = args.max_time()?;
     writable(args.ids_out.as_deref())?;
+    let prompt = match (&args.prompt, &args.prompt_file) {
+        (Some(text), _) => Cow::from(text),
+        (None, Some(file)) => read_text(file)?.into(),
+        (None, None) => unreachable!("clap asks for one of the two"),
+    };
     let model = args.model.open()?;
     model.decoder()?;
     let prompt = match args.chat {
-        true => model.encode_chat(&[ChatMessage::new("user", args.prompt.clone())])?,
-        false => model.encode(&args.prompt)?,
+        true => model.encode_chat(&[ChatMessage::new("user", prompt)])?,
+        false => model.encode(&prompt)?,
     };
     let options = GenerateOptions { max_time, ..args.choice.options(args.max_new_tokens) };
     args.choice.note_unused();

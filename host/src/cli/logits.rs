@@ -1,13 +1,13 @@
 //! `perpetua logits`.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, progress, resident, warm, writable, write_whole};
+use super::{ModelArgs, Outcome, TOKENS_BAR, progress, read_text, resident, warm, writable, write_whole};
 use perpetua::{Engine, EngineConfig, Model};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, clap::Args)]
-#[command(group(clap::ArgGroup::new("input").required(true).args(["ids", "prompt"])))]
+#[command(group(clap::ArgGroup::new("input").required(true).args(["ids", "prompt", "prompt_file"])))]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
@@ -17,6 +17,9 @@ pub(crate) struct Args {
     /// A text to tokenize instead.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Option<String>,
+    /// A file to tokenize instead, the line's end at its end included; - is standard input.
+    #[arg(long, value_name = "FILE")]
+    prompt_file: Option<PathBuf>,
     /// Where the logits go: safetensors with `input_ids` i64 [T] and `logits` f32 [T, vocab].
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
@@ -27,12 +30,13 @@ const CHUNK: usize = 128;
 
 pub(crate) fn run(args: &Args) -> Outcome {
     writable([args.out.as_path()])?;
+    let read = args.prompt_file.as_deref().map(read_text).transpose()?;
     let model = args.model.open()?;
     model.decoder()?;
-    let ids = match (&args.ids, &args.prompt) {
+    let ids = match (&args.ids, args.prompt.as_ref().or(read.as_ref())) {
         (Some(ids), _) => ids.clone(),
         (None, Some(prompt)) => model.encode(prompt)?,
-        (None, None) => unreachable!("clap asks for one of the two"),
+        (None, None) => unreachable!("clap asks for one of the three"),
     };
     let mut engine = engine(&args.model, &model, ids.len())?;
     let bar = progress(ids.len() as u64, "prefill", TOKENS_BAR);

@@ -31,7 +31,7 @@ use perpetua::model::tokenizer::is_panic_caught;
 use perpetua::model::{ModelError, Quantize};
 use perpetua::{Device, Engine, EngineConfig, GenerateOptions, Model};
 use perpetua_shared::{Technique, Techniques};
-use std::io::{IsTerminal, Write};
+use std::io::{IsTerminal, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -387,6 +387,19 @@ fn interrupt_flag() -> Result<Arc<AtomicBool>, Box<dyn std::error::Error>> {
     let set = flag.clone();
     on_interrupt(move || set.store(true, Ordering::Relaxed))?;
     Ok(flag)
+}
+
+/// The text of file `path`; of `-`, standard input's.
+fn read_text(path: &Path) -> Result<String, String> {
+    let is_input = path == Path::new("-");
+    let name = if is_input { "standard input".to_owned() } else { path.display().to_string() };
+    let mut bytes = Vec::new();
+    let read = match is_input {
+        true => std::io::stdin().lock().read_to_end(&mut bytes).map(drop),
+        false => std::fs::read(path).map(|found| bytes = found),
+    };
+    read.map_err(|error| format!("{name}: {}", plain(&error)))?;
+    String::from_utf8(bytes).map_err(|error| format!("{name}: byte {} is not UTF-8", error.utf8_error().valid_up_to()))
 }
 
 /// Where an output goes.

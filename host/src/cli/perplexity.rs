@@ -4,16 +4,16 @@
 //! a context: as llama.cpp's program of this name does it, so that figures compare. A window begins with what the
 //! tokenizer puts before a text; tokens at the end that fill no window are not read.
 
-use super::{ModelArgs, Outcome, TOKENS_BAR, logits, progress, report, writable};
+use super::{ModelArgs, Outcome, TOKENS_BAR, logits, progress, read_text, report, writable};
 use perpetua::{Engine, EngineError, Model};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
     #[command(flatten)]
     model: ModelArgs,
-    /// The text, UTF-8. With --quantize, the checkpoint's own weights predict it, too, and are what is compared with.
+    /// The text, UTF-8; - is standard input. With --quantize, the checkpoint's own weights predict it, too, and are what is compared with.
     #[arg(long, value_name = "FILE")]
     text: PathBuf,
     /// Tokens of a window, of which the second half is scored [default: 512, or as many as the model takes].
@@ -29,7 +29,7 @@ const WINDOW: usize = 512;
 
 pub(crate) fn run(args: &Args) -> Outcome {
     writable(args.json.as_deref())?;
-    let text = read(&args.text)?;
+    let text = read_text(&args.text)?;
     // Before anything that takes long.
     let checkpoint = Model::load(&args.model.model)?;
     checkpoint.decoder()?;
@@ -40,12 +40,6 @@ pub(crate) fn run(args: &Args) -> Outcome {
     let exact = args.model.quantize.map(|_| engine(&checkpoint)).transpose()?;
     let figures = figures(&windows, &mut ours, exact)?;
     report(&figures, args.json.as_deref())
-}
-
-fn read(path: &Path) -> Result<String, String> {
-    let fail = |what: &str| format!("{}: {what}", path.display());
-    let bytes = std::fs::read(path).map_err(|error| fail(&super::plain(&error)))?;
-    String::from_utf8(bytes).map_err(|error| fail(&format!("byte {} is not UTF-8", error.utf8_error().valid_up_to())))
 }
 
 /// The windows' token ids. A text of fewer tokens than a window is one.
